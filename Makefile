@@ -1,0 +1,32 @@
+# make demo     trains and evaluates the quickstart on the bundled data
+# make test     the tests that fit in ten minutes on two cores;  make test-all  every test
+# make check    lint, format and types
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test test-all check
+.NOTPARALLEL:
+
+$(STAMP): setup.py
+	@command -v $(PYTHON) >/dev/null || { echo "python3 (3.10 or newer, with venv) is missing: install it, or say make PYTHON=..."; exit 1; }
+	$(PYTHON) -c 'import sys; sys.exit("disco_ds needs Python 3.10 or newer; say make PYTHON=python3.11" if sys.version_info < (3, 10) else 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/python tools/demo.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow" --durations=15
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest --durations=30
+
+check: $(STAMP)
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy

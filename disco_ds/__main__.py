@@ -1,0 +1,68 @@
+"""The command line: `disco-ds COMMAND ...`, the same as `python -m disco_ds COMMAND ...`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+COMMANDS = {
+    "train": "train a recipe (under `deepspeed --module disco_ds.train` for several ranks)",
+    "index": "write the manifest of a folder of shards",
+}
+
+
+def main() -> int:
+    width = max(map(len, COMMANDS))
+    listing = "\n".join(f"  {name:{width}}  {text}" for name, text in COMMANDS.items())
+    if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
+        asked = len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help")
+        print(f"usage: disco-ds COMMAND ...\n{listing}", file=sys.stdout if asked else sys.stderr)
+        return 0 if asked else 2
+    command, rest = sys.argv[1], sys.argv[2:]
+    if command == "index":
+        return index(rest)
+    if "--dry-run" in rest:
+        return dry_run(rest)
+    from disco_ds.train import main as train
+
+    return train(rest)
+
+
+def dry_run(argv: list[str]) -> int:
+    """What train does with --dry-run, without its imports."""
+    from disco_ds.arguments import count_ranks, describe_run, parse_args
+    from disco_ds.config import load_config
+
+    args = parse_args(argv)
+    try:
+        print(describe_run(load_config(args.config, args.overrides), count_ranks(args.ranks, args.hostfile)))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def index(argv: list[str]) -> int:
+    """Count the samples of every shard of a folder and write manifest.json beside them."""
+    parser = argparse.ArgumentParser(prog="disco-ds index", description=index.__doc__)
+    parser.add_argument("folder", type=Path, help="holds the .tar shards")
+    parser.add_argument("--workers", type=int, default=4, help="shards read at once (default: 4)")
+    args = parser.parse_args(argv)
+    from tqdm import tqdm
+
+    from disco_ds.data.manifest import index_shards, write_manifest
+
+    try:
+        with tqdm(unit=" shards") as bar:
+            manifest = index_shards(args.folder, args.workers, progress=bar.update)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    path = write_manifest(manifest)
+    print(f"{path}: {len(manifest.shards):,} shards, {manifest.num_samples:,} samples")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

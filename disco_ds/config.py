@@ -1,0 +1,357 @@
+"""The settings of a run: what a recipe (YAML) may say, checked once and never changed after.
+
+A recipe owns the batch, the loss, the model, the data, the optimizer and the logging; its `deepspeed` entry names a
+ds_config (JSON), which owns ZeRO, precision, offload and communication (see ds_config.py). Anyone may import this file;
+it imports neither torch nor DeepSpeed, so a dry run is instant.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from disco_ds.ds_config import merge, read_ds_config
+
+PACKAGE = Path(__file__).parent
+BASE_BATCH = 32_768
+"""The batch that `optim.base_lr` is stated for (DisCo-CLIP, section 5.1)."""
+
+
+class Settings(BaseModel):
+    """Frozen, typed, without unknown keys; the docstring under a field is its help text."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+
+class ModelSettings(Settings):
+    name: str = "ViT-B-32"
+    """An open_clip model name, a path of a model config (.json), or the name of one in disco_ds/assets/models."""
+    pretrained: Path | None = None
+    """Local weights (.pt, .bin, .safetensors) that open_clip can load."""
+    lock_image: bool = False
+    """Freeze the image tower (LiT)."""
+    lock_text: bool = False
+    """Freeze the text tower."""
+    activation_checkpointing: bool = False
+    """Recompute the blocks' activations in backward."""
+    patch_dropout: float | None = Field(None, ge=0, lt=1)
+    """Fraction of image patches dropped in training (FLIP); None: as the model's config says."""
+    compile: bool = False
+    """torch.compile both towers."""
+    token_embedding_std: float | None = Field(None, gt=0)
+    """Initial standard deviation of the token embedding; None: open_clip's 0.02."""
+    max_scale: float = Field(100.0, gt=0)
+    """Upper bound of the logit scale exp(t), held after every step."""
+
+    @model_validator(mode="after")
+    def _one_tower_trains(self) -> ModelSettings:
+        if self.lock_image and self.lock_text:
+            raise ValueError("model.lock_image and model.lock_text are both true: nothing is left to train")
+        return self
+
+
+class LossSettings(Settings):
+    name: str = "disco"
+    """A registered loss: python -c 'import disco_ds.losses as l; print(l.list_losses())' lists them."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of that loss."""
+
+
+class AugmentSettings(Settings):
+    """Random changes of the training images, applied on the device; all zero: none."""
+
+    rotate_degrees: float = Field(0.0, ge=0, le=180)
+    """Rotation, uniform in +- this many degrees."""
+    zoom: float = Field(0.0, ge=0, lt=1)
+    """Scale, uniform in 1 +- this."""
+    shift: float = Field(0.0, ge=0, lt=1)
+    """Translation per axis, uniform in +- this fraction of the side."""
+    colour_scale: float = Field(0.0, ge=0, lt=1)
+    """Gain per channel, uniform in 1 +- this."""
+    colour_offset: float = Field(0.0, ge=0, lt=1)
+    """Offset per channel, uniform in +- this, pixels in [0, 1]."""
+
+
+class DataSettings(Settings):
+    source: Literal["shards", "synthetic"] = "shards"
+    """Local tar shards, or random pixels and tokens (to try a model or a cluster without data)."""
+    shards: str | None = None
+    """A folder of .tar shards with its manifest.json; `bundled:emoji/train` names data of the package."""
+    num_samples: int = Field(1_000_000, gt=0)
+    """Size of the synthetic source."""
+    image_key: str = "jpg;jpeg;png;webp"
+    """Member names (extensions) that may hold the image, tried in this order."""
+    captions: dict[str, float] = {"{txt}": 1.0}
+    """Caption templates and weights, e.g. {"{txt}": 0.5, "{json[keywords]}": 0.5}; fields are member names."""
+    slots: int | None = Field(None, gt=0)
+    """Logical streams the data order is made of; a multiple of the ranks. None: 512, fewer for fewer shards."""
+    window: int = Field(4096, gt=0)
+    """Entries of a slot that are shuffled together."""
+    workers: int = Field(4, ge=0)
+    """Decoding processes per rank; 0: decode in the trainer's process."""
+    prefetch: int = Field(4, gt=0)
+    """Micro-batches a worker prepares ahead."""
+    timeout_s: float = Field(300.0, gt=0)
+    """A worker silent for this long is an error."""
+    max_broken: float = Field(0.01, ge=0, le=1)
+    """Fraction of unreadable samples a worker tolerates (and 16 more) before the run stops."""
+    max_pixels: int = Field(89_478_485, gt=0)
+    """Larger images are taken for decompression bombs and skipped."""
+    crop_scale: tuple[float, float] | None = (0.9, 1.0)
+    """Random resized crop: area range of the crop; None: resize as in evaluation."""
+    crop_ratio: tuple[float, float] = (0.75, 4 / 3)
+    """Aspect ratios of the crop."""
+    augment: AugmentSettings = AugmentSettings()
+
+    @model_validator(mode="after")
+    def _complete(self) -> DataSettings:
+        if self.source == "shards" and not self.shards:
+            raise ValueError("data.shards is missing: name a folder of .tar shards, or set data.source=synthetic")
+        if not self.captions or min(self.captions.values()) < 0 or sum(self.captions.values()) <= 0:
+            raise ValueError(
+                f"data.captions needs templates with weights >= 0 that do not sum to 0, got {self.captions}"
+            )
+        if self.crop_scale is not None and not 0 < self.crop_scale[0] <= self.crop_scale[1] <= 1:
+            raise ValueError(f"data.crop_scale must be (low, high) with 0 < low <= high <= 1, got {self.crop_scale}")
+        if not 0 < self.crop_ratio[0] <= self.crop_ratio[1]:
+            raise ValueError(f"data.crop_ratio must be (low, high) with 0 < low <= high, got {self.crop_ratio}")
+        return self
+
+
+class OptimSettings(Settings):
+    name: Literal["adamw", "lion", "sgd"] = "adamw"
+    lr: float | None = Field(None, gt=0)
+    """Peak learning rate, as it is; None: base_lr x global_batch / 32,768."""
+    base_lr: float = Field(5e-4, gt=0)
+    """Peak learning rate at a global batch of 32,768 (DisCo-CLIP's linear rule)."""
+    betas: tuple[float, float] = (0.9, 0.98)
+    """Of AdamW and Lion."""
+    eps: float = Field(1e-6, gt=0)
+    """Of AdamW."""
+    momentum: float = Field(0.9, ge=0, lt=1)
+    """Of SGD."""
+    weight_decay: float = Field(0.2, ge=0)
+    """On matrices only: never on biases, norms, the logit scale or the logit bias."""
+    clip_norm: float = Field(0.0, ge=0)
+    """Gradient clipping by global norm; 0: off."""
+    schedule: Literal["cosine", "constant", "cooldown"] = "cosine"
+    """After the warm-up: cosine to lr_min, constant, or constant with a linear descent at the end."""
+    warmup_steps: int = Field(2000, ge=0)
+    cooldown_steps: int = Field(0, ge=0)
+    """Length of the descent of schedule=cooldown."""
+    lr_min: float = Field(0.0, ge=0)
+
+    @model_validator(mode="after")
+    def _schedule(self) -> OptimSettings:
+        if (self.schedule == "cooldown") != (self.cooldown_steps > 0):
+            raise ValueError(
+                f"optim.cooldown_steps ({self.cooldown_steps}) goes with optim.schedule=cooldown ({self.schedule})"
+            )
+        return self
+
+
+class CheckpointSettings(Settings):
+    every_steps: int = Field(1000, ge=0)
+    """0: only at the end."""
+    keep_last: int = Field(3, gt=0)
+    """Older checkpoints are removed."""
+
+
+class LogSettings(Settings):
+    every_steps: int = Field(10, gt=0)
+    """Steps between two progress lines, metrics.jsonl records and TensorBoard points."""
+    tensorboard: bool = True
+
+
+class EvalSettings(Settings):
+    labelled: dict[str, str] = {}
+    """Name -> shards (as data.shards) to classify at the end: each image among the labels of its own set."""
+    label_key: str = "{json[label]}"
+    """Template of a sample's label."""
+
+
+class Config(Settings):
+    name: str
+    """Of the run; its folder is <runs>/<name>."""
+    runs: Path = Path("runs")
+    seed: int = Field(0, ge=0)
+    ranks: int | None = Field(None, gt=0)
+    """World size this recipe is for; another one is refused. None: any."""
+    global_batch: int = Field(gt=0)
+    """Samples per optimizer step, over all ranks."""
+    micro_batch: int = Field(gt=0)
+    """Samples per rank and forward pass."""
+    steps: int | None = Field(None, gt=0)
+    """Length of the run; or `samples`."""
+    samples: int | None = Field(None, gt=0)
+    """Length of the run in samples, rounded down to whole steps; or `steps`."""
+    pixels: Literal["device", "host"] = "device"
+    """Where a step's uint8 images wait between the two passes of GradAccum: on the device, or pinned on the host."""
+    timeout_s: float = Field(600.0, gt=0)
+    """A collective that waits longer ends the run."""
+    model: ModelSettings = ModelSettings()
+    loss: LossSettings = LossSettings()
+    data: DataSettings
+    optim: OptimSettings = OptimSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    log: LogSettings = LogSettings()
+    eval: EvalSettings = EvalSettings()
+    deepspeed: dict[str, Any]
+    """The ds_config as read: a name in ds_configs/, a path, or a mapping (with `base` naming the file it changes)."""
+
+    @model_validator(mode="after")
+    def _whole(self) -> Config:
+        if (self.steps is None) == (self.samples is None):
+            raise ValueError(f"give either steps or samples, got steps={self.steps}, samples={self.samples}")
+        if self.num_steps < 1:
+            raise ValueError(f"samples ({self.samples}) is less than one global_batch ({self.global_batch})")
+        if self.optim.warmup_steps + self.optim.cooldown_steps > self.num_steps:
+            raise ValueError(
+                f"optim.warmup_steps + optim.cooldown_steps ({self.optim.warmup_steps} + {self.optim.cooldown_steps}) "
+                f"exceed the run's {self.num_steps} steps"
+            )
+        return self
+
+    @property
+    def num_steps(self) -> int:
+        return self.steps if self.steps is not None else (self.samples or 0) // self.global_batch
+
+    @property
+    def peak_lr(self) -> float:
+        return self.optim.lr if self.optim.lr is not None else self.optim.base_lr * self.global_batch / BASE_BATCH
+
+    def num_micro_batches(self, ranks: int) -> int:
+        """Micro-batches per rank and step.
+
+        Raises: ValueError when ranks x micro_batch does not divide global_batch, naming the nearest batch that works.
+        """
+        if self.ranks is not None and ranks != self.ranks:
+            raise ValueError(
+                f"the recipe is for {self.ranks} ranks, this run has {ranks}: the likely cause is a missing hostfile "
+                "(deepspeed then runs on this host alone); set ranks= to mean it"
+            )
+        part = ranks * self.micro_batch
+        if self.global_batch % part:
+            below = self.global_batch - self.global_batch % part
+            nearest = below if below and self.global_batch - below <= part // 2 else below + part
+            raise ValueError(
+                f"global_batch {self.global_batch} is not a multiple of ranks x micro_batch "
+                f"({ranks} x {self.micro_batch} = {part}); nearest: {nearest}"
+            )
+        return self.global_batch // part
+
+    def describe(self, ranks: int) -> str:
+        """The batch algebra, in words."""
+        count = self.num_micro_batches(ranks)
+        return (
+            f"global batch {self.global_batch:,} = {ranks} ranks x {self.micro_batch:,} micro-batch x {count} "
+            f"micro-batches per rank\n"
+            f"{self.num_steps:,} steps, {self.num_steps * self.global_batch:,} samples, peak lr {self.peak_lr:g}, "
+            f"warm-up {self.optim.warmup_steps:,} steps, then {self.optim.schedule}"
+        )
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def load_config(recipe: str | Path, overrides: list[str] | None = None) -> Config:
+    """Read a recipe, apply `a.b=value` overrides, check everything.
+
+    Args:    recipe: a name in disco_ds/recipes or a path; overrides: dotted keys, values in YAML.
+    Raises:  ValueError naming the file, the key, what it got and the nearest valid name.
+    """
+    path = find_recipe(recipe)
+    tree = _parse(path.read_text(encoding="utf-8"), str(path))
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path}: expected a mapping of settings, got {type(tree).__name__}")
+    assigned = [_split_override(item) for item in overrides or []]
+    for keys, value in assigned:
+        if keys == ["deepspeed"] or keys[0] != "deepspeed":
+            _assign(tree, keys, value)
+    tree["deepspeed"] = read_ds_config(tree.get("deepspeed", "zero1"), folder=path.parent)
+    for keys, value in assigned:
+        if len(keys) > 1 and keys[0] == "deepspeed":
+            _assign(tree, keys, value)
+    return check_config(tree, str(path))
+
+
+def check_config(tree: dict[str, Any], origin: str) -> Config:
+    """Build the Config of a plain mapping; `origin` is named in errors."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        lines = [_explain(item, tree) for item in error.errors()]
+        raise ValueError(f"{origin}: " + "\n  ".join(lines)) from None
+
+
+def find_recipe(recipe: str | Path) -> Path:
+    path = Path(recipe)
+    if path.suffix in (".yaml", ".yml") or path.exists():
+        if not path.is_file():
+            raise ValueError(f"recipe {recipe} does not exist")
+        return path
+    known = sorted(item.stem for item in (PACKAGE / "recipes").glob("*.yaml"))
+    if str(recipe) not in known:
+        raise ValueError(f"unknown recipe {str(recipe)!r}{_nearest(str(recipe), known)}; known: {', '.join(known)}")
+    return PACKAGE / "recipes" / f"{recipe}.yaml"
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads 1e-3 as a string; a recipe means a number."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def _parse(text: str, origin: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{origin} is not valid YAML: {error}") from None
+
+
+def _split_override(item: str) -> tuple[list[str], Any]:
+    key, separator, text = item.partition("=")
+    keys = key.split(".")
+    if not separator or not all(keys):
+        raise ValueError(f"override {item!r} is not of the form a.b=value")
+    return keys, _parse(text, f"override {item!r}")
+
+
+def _assign(tree: dict[str, Any], keys: list[str], value: Any) -> None:
+    merge(tree, {keys[0]: value} if len(keys) == 1 else {keys[0]: _nested(keys[1:], value)})
+
+
+def _nested(keys: list[str], value: Any) -> dict[str, Any]:
+    return {keys[0]: value if len(keys) == 1 else _nested(keys[1:], value)}
+
+
+def _explain(item: Any, tree: dict[str, Any]) -> str:
+    key = ".".join(str(part) for part in item["loc"]) or "recipe"
+    if item["type"] == "extra_forbidden":
+        return f"unknown key {key}{_nearest(str(item['loc'][-1]), _fields(item['loc'][:-1]))}"
+    if item["type"] == "missing":
+        return f"{key} is missing"
+    if item["type"] == "value_error":
+        return item["msg"].removeprefix("Value error, ")
+    return f"{key}: {item['msg'][0].lower()}{item['msg'][1:]}, got {item['input']!r}"
+
+
+def _fields(path: tuple[str, ...]) -> list[str]:
+    """Valid keys of the settings at this path."""
+    model: type[BaseModel] = Config
+    for part in path:
+        model = model.model_fields[part].annotation  # type: ignore[assignment]
+    return list(model.model_fields)
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else f"; valid: {', '.join(known)}"

@@ -1,0 +1,46 @@
+"""A small convolutional image tower for 32-pixel images, registered with timm as `disco_convnet`.
+
+Importing this file is what makes it known to timm, and so to open_clip: an export that uses it loads once disco_ds is
+imported. No batch statistics: its gradient does not depend on how a batch is cut.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from timm.models import register_model
+from torch import Tensor, nn
+
+WIDTHS = (32, 64, 128, 128)
+IMAGE_SIZE = 32
+
+
+class ConvNet(nn.Module):
+    """3x3 convolutions with GroupNorm(8), ReLU and max-pooling; then 4 x 4 x 128 flattened, LayerNorm and linear.
+
+    Args: num_classes: width of the output, the embedding.
+    """
+
+    def __init__(self, num_classes: int):
+        super().__init__()
+        blocks: list[nn.Module] = []
+        for stage, (before, after) in enumerate(zip((3, *WIDTHS[:-1]), WIDTHS, strict=True)):
+            blocks += [nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(8, after), nn.ReLU(inplace=True)]
+            if stage < len(WIDTHS) - 1:
+                blocks.append(nn.MaxPool2d(2))
+        self.body = nn.Sequential(*blocks)
+        side = IMAGE_SIZE // 2 ** (len(WIDTHS) - 1)
+        self.norm = nn.LayerNorm(WIDTHS[-1] * side * side)
+        self.head = nn.Linear(WIDTHS[-1] * side * side, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [b, 3, 32, 32] -> [b, num_classes]."""
+        return self.head(self.norm(self.body(x).flatten(1)))
+
+
+@register_model
+def disco_convnet(pretrained: bool = False, num_classes: int = 128, **_: Any) -> ConvNet:
+    """timm's constructor; it has no pretrained weights and one way of pooling, so it ignores timm's other keywords."""
+    if pretrained:
+        raise ValueError("disco_convnet has no pretrained weights")
+    return ConvNet(num_classes)

@@ -1,0 +1,60 @@
+"""Random changes of a batch of images, on whatever device it lies.
+
+Keyed by (seed, epoch, sample id): both passes of GradAccum see the same pixels, and so does any number of ranks. The
+crop is not here: the workers do it while they decode.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from disco_ds.config import AugmentSettings
+from disco_ds.data.keyed import AUGMENT_COLUMN, keyed_uniform
+
+_NUM_COLUMNS = 10
+
+
+def augment(image: Tensor, epoch: Tensor, index: Tensor, seed: int, settings: AugmentSettings) -> Tensor:
+    """Rotate, zoom and shift each image, then change gain and offset of its channels.
+
+    Args:    image [m, 3, H, W] uint8; epoch, index [m] int64, all on one device.
+    Returns: [m, 3, H, W] fp32 in [0, 1], also under autocast; what comes into view from outside is white.
+    """
+    with torch.autocast(device_type=image.device.type, enabled=False):
+        pixels = image.to(torch.float32) / 255
+        moves = settings.rotate_degrees or settings.zoom or settings.shift
+        colours = settings.colour_scale or settings.colour_offset
+        if not moves and not colours:
+            return pixels
+        # [m, 10] in [-1, 1): rotation, zoom, shift x and y, gains, offsets.
+        drawn = 2 * keyed_uniform(seed, epoch, index, _NUM_COLUMNS, AUGMENT_COLUMN) - 1
+        if moves:
+            grid = _grid(drawn, settings, image.shape[2], image.shape[3])
+            # Outside of its input grid_sample returns 0: of the inverted image, that is white.
+            pixels = 1 - F.grid_sample(1 - pixels, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
+        if colours:
+            gain = 1 + settings.colour_scale * drawn[:, 4:7, None, None]
+            pixels = pixels * gain + settings.colour_offset * drawn[:, 7:10, None, None]
+        return pixels.clamp(0, 1)
+
+
+def _grid(drawn: Tensor, settings: AugmentSettings, height: int, width: int) -> Tensor:
+    """Where every output pixel comes from, [m, H, W, 2] in grid_sample's coordinates (align_corners False).
+
+    Elementwise on purpose: affine_grid is a matrix product, which TF32 would round to a tenth of a pixel.
+    """
+    angle = math.radians(settings.rotate_degrees) * drawn[:, 0]
+    zoom = 1 + settings.zoom * drawn[:, 1]
+    cos, sin = (torch.cos(angle) / zoom)[:, None, None], (torch.sin(angle) / zoom)[:, None, None]
+    # A coordinate runs over [-1, 1] along a side, so a fraction of the side is twice as many units.
+    x = _centres(width, drawn)[None, None, :] - 2 * settings.shift * drawn[:, 2, None, None]
+    y = _centres(height, drawn)[None, :, None] - 2 * settings.shift * drawn[:, 3, None, None]
+    return torch.stack([cos * x + sin * (height / width) * y, cos * y - sin * (width / height) * x], dim=-1)
+
+
+def _centres(side: int, like: Tensor) -> Tensor:
+    return (2 * torch.arange(side, device=like.device, dtype=like.dtype) + 1) / side - 1

@@ -1,0 +1,189 @@
+"""From the bytes of a sample to an image tensor and a caption.
+
+Everything here is a function of the bytes, the settings and random numbers it is given. Whatever is wrong with a sample
+becomes a BrokenSample that says why.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import string
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from itertools import accumulate
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from disco_ds.data.tar import BrokenSample
+
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+"""What PIL may open: others start programs (EPS) or are no photographs."""
+_TRIES = 10
+NUM_CROP_NUMBERS = 2 * _TRIES + 2
+
+
+@dataclass(frozen=True)
+class ImageSpec:
+    """The images a model takes."""
+
+    size: tuple[int, int]
+    """Height and width."""
+    interpolation: Literal["bicubic", "bilinear"] = "bicubic"
+    resize_mode: Literal["shortest", "longest", "squash"] = "shortest"
+    """In evaluation: fill the size and crop, fit into it and pad with black, or ignore the aspect ratio."""
+
+    @property
+    def filter(self) -> Image.Resampling:
+        return Image.Resampling.BILINEAR if self.interpolation == "bilinear" else Image.Resampling.BICUBIC
+
+
+def find_image(members: dict[str, bytes], image_key: str) -> bytes:
+    """The first member that data.image_key (`jpg;png`) names.
+
+    Raises:  BrokenSample naming the members seen.
+    """
+    for key in image_key.split(";"):
+        if key in members:
+            return members[key]
+    raise BrokenSample(f"no image under {image_key}; the sample has {', '.join(members)}")
+
+
+def decode_image(data: bytes, max_pixels: int) -> Image.Image:
+    """An RGB image; transparency is dropped, as open_clip does.
+
+    Raises:  BrokenSample, before anything is decoded when the image has more than max_pixels.
+    """
+    try:
+        image: Image.Image = Image.open(BytesIO(data), formats=_FORMATS)
+        width, height = image.size
+        if width * height <= max_pixels:
+            # PIL warns about a palette with alpha values unless it goes through RGBA.
+            return (image.convert("RGBA") if "transparency" in image.info else image).convert("RGB")
+    except Exception as error:
+        # PIL's decoders raise whatever comes to their mind (OSError, SyntaxError, struct.error, IndexError, ...).
+        raise BrokenSample(f"image: {type(error).__name__}: {error}") from None
+    raise BrokenSample(f"image: {width} x {height} pixels, data.max_pixels is {max_pixels}")
+
+
+def resize_for_evaluation(image: Image.Image, spec: ImageSpec) -> Tensor:
+    """Resize and crop or pad as open_clip's evaluation transform, [3, H, W] uint8."""
+    height, width = spec.size
+    if spec.resize_mode == "squash":
+        return _to_tensor(image.resize((width, height), spec.filter))
+    w, h = image.size
+    if spec.resize_mode == "longest":
+        ratio = max(w / width, h / height)
+        image = image.resize((max(1, round(w / ratio)), max(1, round(h / ratio))), spec.filter)
+        # Outside of the image PIL's crop is black.
+        left, top = -((width - image.size[0]) // 2), -((height - image.size[1]) // 2)
+        return _to_tensor(image.crop((left, top, left + width, top + height)))
+    if height == width:
+        resample, short = spec.filter, min(w, h)
+        full_w, full_h = (width if side == short else int(width * side / short) for side in (w, h))
+    else:
+        # open_clip has no other filter here.
+        resample, ratio = Image.Resampling.BICUBIC, min(w / width, h / height)
+        full_w, full_h = round(w / ratio), round(h / ratio)
+    left, top = round((full_w - width) / 2), round((full_h - height) / 2)
+    # Only what the crop keeps is resized: the whole of a very long image would be huge.
+    box = (left * w / full_w, top * h / full_h, (left + width) * w / full_w, (top + height) * h / full_h)
+    return _to_tensor(image.resize((width, height), resample, (box[0], box[1], min(box[2], w), min(box[3], h))))
+
+
+def resize_random_crop(
+    image: Image.Image,
+    spec: ImageSpec,
+    scale: tuple[float, float],
+    ratio: tuple[float, float],
+    uniform: Sequence[float],
+) -> Tensor:
+    """A random crop resized to the model's size, [3, H, W] uint8.
+
+    Args:    scale, ratio: ranges of the crop's area (as a fraction) and aspect ratio; uniform: NUM_CROP_NUMBERS
+             random numbers in [0, 1).
+    Source:  torchvision.transforms.RandomResizedCrop, with given random numbers.
+    """
+    left, top, width, height = _crop_box(*image.size, scale, ratio, uniform)
+    image = image.crop((left, top, left + width, top + height))
+    return _to_tensor(image.resize(spec.size[::-1], spec.filter))
+
+
+def _crop_box(
+    width: int, height: int, scale: tuple[float, float], ratio: tuple[float, float], uniform: Sequence[float]
+) -> tuple[int, int, int, int]:
+    low, high = math.log(ratio[0]), math.log(ratio[1])
+    for i in range(_TRIES):
+        area = width * height * (scale[0] + (scale[1] - scale[0]) * uniform[2 * i])
+        aspect = math.exp(low + (high - low) * uniform[2 * i + 1])
+        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            return int(uniform[-1] * (width - w + 1)), int(uniform[-2] * (height - h + 1)), w, h
+    w, h = width, height
+    if width / height < ratio[0]:
+        h = round(w / ratio[0])
+    elif width / height > ratio[1]:
+        w = round(h * ratio[1])
+    return (width - w) // 2, (height - h) // 2, w, h
+
+
+def _to_tensor(image: Image.Image) -> Tensor:
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+class Captions:
+    """The caption templates of data.captions: one is drawn by its weight and filled with the sample's members.
+
+    A field is a member name: {txt} is its text, {json[key]} an entry of the parsed member; a list is joined by commas.
+    """
+
+    def __init__(self, weights: dict[str, float]) -> None:
+        self._templates = [template for template, weight in weights.items() if weight > 0]
+        ends = list(accumulate(weights[template] for template in self._templates))
+        self._ends = [end / ends[-1] for end in ends[:-1]]
+
+    def pick(self, members: dict[str, bytes], uniform: float) -> str:
+        """One caption; `uniform` in [0, 1) chooses the template.
+
+        Raises:  BrokenSample when a field is missing or the caption is empty, naming the members seen.
+        """
+        return fill_template(self._templates[bisect_right(self._ends, uniform)], members)
+
+
+def fill_template(template: str, members: dict[str, bytes]) -> str:
+    """The template with the sample's members in its fields, stripped.
+
+    Raises:  BrokenSample when a field is missing or nothing remains, naming the members seen.
+    """
+    seen = f"; the sample has {', '.join(members)}"
+    try:
+        text = _FORMATTER.vformat(template, (), _Fields(members)).strip()
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise BrokenSample(f"caption {template!r}: {type(error).__name__}: {error}{seen}") from None
+    if not text:
+        raise BrokenSample(f"caption {template!r} is empty{seen}")
+    return text
+
+
+class _Fields(dict[str, Any]):
+    """Members by name, decoded when a template asks for them."""
+
+    def __getitem__(self, name: str) -> Any:
+        data: bytes = super().__getitem__(name)
+        return json.loads(data) if name.rpartition(".")[2] == "json" else data.decode("utf-8")
+
+
+class _Formatter(string.Formatter):
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if value is None:
+            raise LookupError("a field is null")
+        return format(", ".join(map(str, value)) if isinstance(value, list) else value, format_spec)
+
+
+_FORMATTER = _Formatter()

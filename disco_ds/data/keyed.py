@@ -1,0 +1,70 @@
+"""Random numbers that are a pure function of keys: the same in every process, on every device, in any order.
+
+Counter-based (the finaliser of splitmix64 over a chain of keys), in integer arithmetic that torch does alike on CPU
+and GPU. It is not a stream: nothing is consumed and nothing has to be saved in a checkpoint. Used by the data order, by
+the workers (crop, caption) and by the augmentation on the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+CROP_COLUMN = 0
+"""Columns of a sample's row of random numbers: 22 for the crop, one for the caption, ten for the augmentation."""
+CAPTION_COLUMN = 22
+AUGMENT_COLUMN = 32
+
+
+def _signed(value: int) -> int:
+    """A 64-bit pattern as the int64 that holds it: torch has no arithmetic on uint64."""
+    value &= 0xFFFF_FFFF_FFFF_FFFF
+    return value - (1 << 64) if value >> 63 else value
+
+
+_GAMMA = _signed(0x9E37_79B9_7F4A_7C15)
+_FACTOR_1 = _signed(0xBF58_476D_1CE4_E5B9)
+_FACTOR_2 = _signed(0x94D0_49BB_1331_11EB)
+
+
+def keyed_uniform(seed: int, epoch: Tensor, index: Tensor, num: int, first: int = 0) -> Tensor:
+    """Uniform numbers of samples, in columns that do not depend on how many are asked for.
+
+    Args:    epoch, index [m] int64 on one device; num columns, counted from `first`.
+    Returns: [m, num] fp32 in [0, 1), multiples of 2**-24, so that CPU and GPU agree to the bit.
+    Source:  Steele, Lea, Flood 2014, splitmix64.
+    """
+    bits = keyed_bits(seed, epoch, index, num, first)
+    return _shift_right(bits, 40).to(torch.float32) * 2.0**-24
+
+
+def keyed_bits(seed: int, epoch: Tensor, index: Tensor, num: int, first: int = 0) -> Tensor:
+    """As keyed_uniform, but [m, num] int64 holding 64 random bits each."""
+    key = _absorb(_absorb(torch.full_like(index, _signed(seed)), epoch), index)
+    columns = torch.arange(first, first + num, dtype=torch.int64, device=index.device)
+    return _absorb(key[:, None], columns[None, :])
+
+
+def keyed_permutation(num: int, *keys: int) -> Tensor:
+    """A random order of 0 .. num - 1, [num] int64; numpy's own may change between its versions, this one does not."""
+    key = torch.zeros(1, dtype=torch.int64)
+    for value in keys:
+        key = _absorb(key, torch.tensor([_signed(value)]))
+    return torch.argsort(_absorb(key, torch.arange(num)), stable=True)
+
+
+def _absorb(key: Tensor, value: Tensor) -> Tensor:
+    """Mix one more key in; int64 products wrap around, as the algorithm wants."""
+    x = _mix(key) + (value + 1) * _GAMMA
+    return _mix(x)
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shift_right(x, 30)) * _FACTOR_1
+    x = (x ^ _shift_right(x, 27)) * _FACTOR_2
+    return x ^ _shift_right(x, 31)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """The logical shift; torch's >> on int64 copies the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,0 +1,226 @@
+"""The micro-batches of one rank, step by step, and where they stand.
+
+The trainer's view of the data: it asks for a step, gets the rank's micro-batches and never an exception, because an
+exception on one rank would leave the others in a collective. It knows (rank, size) as integers and communicates with
+nobody.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from disco_ds.config import DataSettings
+from disco_ds.data.decode import ImageSpec
+from disco_ds.data.manifest import Manifest
+from disco_ds.data.order import DataOrder, choose_slots
+from disco_ds.data.source import ShardSource, Source, SyntheticSource, Tokenize
+from disco_ds.data.worker import DataError, Job, Part, Worker, produce_parts
+
+_NAMED = 5
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    image: Tensor
+    """[m, 3, H, W] uint8."""
+    text: Tensor
+    """[m, L] int64."""
+    index: Tensor
+    """[m] int64 sample ids."""
+    epoch: Tensor
+    """[m] int64."""
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
+        return self._map(lambda value: value.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> MicroBatch:
+        return self._map(lambda value: value.pin_memory())
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+        return MicroBatch(change(self.image), change(self.text), change(self.index), change(self.epoch))
+
+
+@dataclass(frozen=True)
+class StepData:
+    micro_batches: list[MicroBatch]
+    error: str | None
+    """Not None: the micro-batches are placeholders, for the collectives only."""
+    wait_s: float
+    """Time the trainer waited for data."""
+
+
+class Loader:
+    """A rank's micro-batches in the data order; see order.py for which samples they hold.
+
+    Args:    manifest: of settings.shards, None for the synthetic source; tokenize: captions -> [n, L] int64, sent to
+             the workers by pickle; state: None, or merge_states of every rank's state_dict, at any number of ranks.
+    Raises:  ValueError when ranks, batch, slots or state do not fit, or the data differ from the state's.
+    """
+
+    def __init__(
+        self,
+        settings: DataSettings,
+        manifest: Manifest | None,
+        image: ImageSpec,
+        tokenize: Tokenize,
+        context_length: int,
+        vocab_size: int,
+        rank: int,
+        size: int,
+        global_batch: int,
+        micro_batch: int,
+        seed: int,
+        state: dict[str, Any] | None = None,
+    ) -> None:
+        if global_batch % (size * micro_batch):
+            raise ValueError(
+                f"global_batch {global_batch} is not a multiple of ranks x micro_batch ({size} x {micro_batch})"
+            )
+        sizes = manifest.sizes if manifest is not None else SyntheticSource.divide(settings.num_samples)
+        self.num_samples = sum(sizes)
+        self.num_slots = choose_slots(len(sizes), self.num_samples, settings.slots, size)
+        slots = tuple(range(rank, self.num_slots, size))
+        num_workers = min(settings.workers, len(slots))
+        source: Source = (
+            ShardSource(
+                settings, manifest, image, tokenize, context_length, seed, -(-len(slots) // max(1, num_workers))
+            )
+            if manifest is not None
+            else SyntheticSource(settings.num_samples, image, context_length, vocab_size, seed)
+        )
+        self._origin = {"slots": self.num_slots, "fingerprint": source.fingerprint, "global_batch": global_batch}
+        if state is None:
+            cursor = dict.fromkeys(range(self.num_slots), (0, 0))
+            state = {**self._origin, "steps": 0, "broken": 0, "cursor": cursor}
+        self._check(state)
+        self._rank = rank
+        self._num_parts = global_batch // size // micro_batch
+        self._steps: int = state["steps"]
+        self._cursor: dict[int, tuple[int, int]] = {slot: tuple(state["cursor"][slot]) for slot in slots}
+        # The count so far goes on at one rank, so that the sum over ranks does.
+        self.broken: int = state["broken"] if rank == 0 else 0
+        self.last_broken: list[str] = []
+        """`shard/key: reason` of the last few."""
+        self.worker_pids: list[int] = []
+        self._error: str | None = None
+        self._shape = (micro_batch, 3, *image.size)
+        self._context_length = context_length
+        self._resources = ExitStack()
+        job = Job(
+            source=source,
+            order=DataOrder(sizes, self.num_slots, seed, settings.window),
+            max_broken=settings.max_broken,
+            slots=slots,
+            cursor=self._cursor,
+            first=self._steps * global_batch // size,
+            micro_batch=micro_batch,
+            image_size=image.size,
+            context_length=context_length,
+            worker=0,
+            num_workers=max(1, num_workers),
+        )
+        self._receive = self._start(job, settings, num_workers, tokenize.__module__)
+
+    def read_step(self) -> StepData:
+        """The next step's micro-batches; after an error placeholders and its text, at every call. Never raises."""
+        start = time.perf_counter()
+        if self._error is None:
+            try:
+                parts = [[receive() for receive in self._receive] for _ in range(self._num_parts)]
+                micro_batches = [self._join(group) for group in parts]
+            except Exception as error:
+                known = isinstance(error, (DataError, OSError))
+                text = str(error) if known else traceback.format_exc()
+                self._error = f"data of rank {self._rank}, step {self._steps + 1}: {text}"
+            else:
+                self._advance(part for group in parts for part in group)
+                return StepData(micro_batches, None, time.perf_counter() - start)
+        return StepData([self._placeholder()] * self._num_parts, self._error, time.perf_counter() - start)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this rank stands after the last step read without an error; merge_states joins those of all ranks."""
+        return {**self._origin, "steps": self._steps, "broken": self.broken, "cursor": dict(self._cursor)}
+
+    def close(self) -> None:
+        """End the workers, close the files."""
+        self._error = self._error or "the loader is closed"
+        self._resources.close()
+
+    def _begin(self) -> dict[str, Any]:
+        return {**self._origin, "steps": 0, "broken": 0, "cursor": dict.fromkeys(range(self.num_slots), (0, 0))}
+
+    def _check(self, state: dict[str, Any]) -> None:
+        for key, expected in self._origin.items():
+            if state[key] != expected:
+                raise ValueError(
+                    f"the checkpoint's data have {key} {state[key]}, this run has {expected}; the order of the samples "
+                    "would be another one: restore the setting or the shards, or start a new run"
+                )
+        if len(state["cursor"]) != self.num_slots:
+            raise ValueError(
+                f"the data state has {len(state['cursor'])} of {self.num_slots} slots: merge_states of every rank first"
+            )
+
+    def _start(self, job: Job, settings: DataSettings, num_workers: int, preload: str) -> list[Callable[[], Part]]:
+        """What gives the next part of each worker."""
+        if num_workers == 0:
+            self._resources.callback(job.source.close)
+            return [produce_parts(job).__next__]
+        receive = []
+        for number in range(num_workers):
+            worker = Worker(replace(job, worker=number), settings.prefetch, settings.timeout_s, preload)
+            self._resources.callback(worker.close)
+            self.worker_pids.append(worker.pid)
+            receive.append(worker.receive)
+        return receive
+
+    def _join(self, parts: Sequence[Part]) -> MicroBatch:
+        """The micro-batch of which each worker made a part."""
+        if len(parts) == 1:
+            image, text, ids = parts[0].image, parts[0].text, parts[0].ids
+        else:
+            num = self._shape[0]
+            image = torch.empty(self._shape, dtype=torch.uint8)
+            text, ids = (torch.empty(num, width, dtype=torch.int64) for width in (self._context_length, 3))
+            for part in parts:
+                place = part.ids[:, 0]
+                image[place], text[place], ids[place] = part.image, part.text, part.ids
+        return MicroBatch(image, text, ids[:, 1].contiguous(), ids[:, 2].contiguous())
+
+    def _placeholder(self) -> MicroBatch:
+        zeros = torch.zeros(self._shape[0], dtype=torch.int64)
+        text = torch.zeros(self._shape[0], self._context_length, dtype=torch.int64)
+        return MicroBatch(torch.zeros(self._shape, dtype=torch.uint8), text, zeros, zeros)
+
+    def _advance(self, parts: Iterable[Part]) -> None:
+        self._steps += 1
+        for part in parts:
+            self._cursor.update(part.cursor)
+            self.broken += len(part.broken)
+            self.last_broken = [*self.last_broken, *part.broken][-_NAMED:]
+
+
+def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One state of the data from every rank's state_dict; a Loader at any number of ranks resumes from it.
+
+    Raises:  ValueError when the states are not of one step of one run.
+    """
+    first = states[0]
+    shared = [key for key in first if key not in ("cursor", "broken")]
+    if differing := [key for key in shared if any(state[key] != first[key] for state in states)]:
+        raise ValueError(
+            f"the ranks' data states differ in {', '.join(differing)}: they are not of one step of one run"
+        )
+    cursor = {slot: place for state in states for slot, place in state["cursor"].items()}
+    if missing := first["slots"] - len(cursor):
+        raise ValueError(f"{missing} of {first['slots']} slots are missing from the ranks' data states")
+    merged = {key: first[key] for key in shared}
+    return {**merged, "broken": sum(state["broken"] for state in states), "cursor": dict(sorted(cursor.items()))}

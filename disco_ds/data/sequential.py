@@ -1,0 +1,98 @@
+"""Every sample of a data set once, in the order of its ids: for evaluation. No augmentation, no shuffling."""
+
+from __future__ import annotations
+
+import logging
+import string
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+
+from torch import Tensor
+
+from disco_ds.config import DataSettings
+from disco_ds.data.decode import ImageSpec, decode_image, fill_template, find_image, resize_for_evaluation
+from disco_ds.data.manifest import Manifest
+from disco_ds.data.tar import BrokenSample, TarReader
+
+THREADS = 4
+"""PIL releases the interpreter's lock while it decodes and resizes."""
+_AHEAD = 16
+
+logger = logging.getLogger(__name__)
+
+
+def read_all(
+    manifest: Manifest,
+    settings: DataSettings,
+    image: ImageSpec,
+    rank: int,
+    size: int,
+    label_template: str,
+    on_broken: Callable[[str], None] = logger.warning,
+) -> Iterator[tuple[Tensor, str, int]]:
+    """(image [3, H, W] uint8, label, id) of the samples with id % size == rank, in order.
+
+    Args:    label_template: filled like a caption, e.g. {json[label]}; on_broken: called with `shard/key: reason` of
+             every sample that cannot be read, which is left out.
+    Raises:  OSError naming a shard that cannot be read.
+    """
+
+    def decode(members: dict[str, bytes]) -> tuple[Tensor, str]:
+        label = fill_template(label_template, members)
+        picture = decode_image(find_image(members, settings.image_key), settings.max_pixels)
+        return resize_for_evaluation(picture, image), label
+
+    with closing(_open(manifest)) as reader, ThreadPoolExecutor(THREADS) as pool:
+        waiting: deque[tuple[int, int, int, Future[tuple[Tensor, str]]]] = deque()
+
+        def finish() -> Iterator[tuple[Tensor, str, int]]:
+            shard, entry, index, future = waiting.popleft()
+            try:
+                yield *future.result(), index
+            except BrokenSample as error:
+                on_broken(f"{reader.name(shard, entry)}: {error}")
+
+        for shard, entry, index in _places(manifest):
+            if index % size != rank:
+                continue
+            try:
+                members = reader.read(shard, entry)
+            except BrokenSample as error:
+                on_broken(f"{reader.name(shard, entry)}: {error}")
+                continue
+            waiting.append((shard, entry, index, pool.submit(decode, members)))
+            if len(waiting) > _AHEAD:
+                yield from finish()
+        while waiting:
+            yield from finish()
+
+
+def read_labels(manifest: Manifest, label_template: str) -> list[str | None]:
+    """The label of every sample by id, without reading its image; None where there is none.
+
+    Raises:  OSError naming a shard that cannot be read.
+    """
+    wanted = {name.partition("[")[0] for _, name, _, _ in string.Formatter().parse(label_template) if name}
+    labels: list[str | None] = []
+    with closing(_open(manifest)) as reader:
+        for shard, entry, _ in _places(manifest):
+            try:
+                labels.append(fill_template(label_template, reader.read(shard, entry, wanted)))
+            except BrokenSample:
+                labels.append(None)
+    return labels
+
+
+def _open(manifest: Manifest) -> TarReader:
+    return TarReader(manifest.folder, [shard.name for shard in manifest.shards], num_indices=2)
+
+
+def _places(manifest: Manifest) -> Iterator[tuple[int, int, int]]:
+    """(shard, entry, id) of every sample."""
+    index = 0
+    for shard, samples in enumerate(manifest.sizes):
+        for entry in range(samples):
+            yield shard, entry, index
+            index += 1

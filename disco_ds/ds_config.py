@@ -1,0 +1,222 @@
+"""The DeepSpeed settings of a run (JSON): found, checked, completed and rendered.
+
+DeepSpeed ignores keys it does not know and has defaults that change results; so every key is checked here, and the
+rendered ds_config.json states all that matter. Imports DeepSpeed only to ask for its key names, when a file is checked.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from disco_ds.config import Config
+
+OWNED_BY_RECIPE = {
+    "train_batch_size": "global_batch",
+    "train_micro_batch_size_per_gpu": "micro_batch",
+    "gradient_accumulation_steps": "global_batch and micro_batch",
+    "gradient_clipping": "optim.clip_norm",
+    "optimizer": "optim",
+    "scheduler": "optim.schedule",
+    "tensorboard": "log.tensorboard",
+    "steps_per_print": "log.every_steps",
+}
+"""Keys of a ds_config that the recipe owns, and by what name."""
+
+DEFAULTS: dict[str, Any] = {
+    "zero_optimization": {
+        "stage": 0,
+        "reduce_scatter": True,
+        "contiguous_gradients": True,
+        "round_robin_gradients": False,
+    },
+    "torch_autocast": {"enabled": False},
+    "bf16": {"enabled": False, "check_grad_overflow": True},
+    "fp16": {
+        "enabled": False,
+        "auto_cast": False,
+        "loss_scale": 0,
+        "initial_scale_power": 16,
+        "loss_scale_window": 1000,
+        "hysteresis": 2,
+        "consecutive_hysteresis": False,
+        "min_loss_scale": 1,
+    },
+    "communication_data_type": "fp32",
+    "prescale_gradients": False,
+    "gradient_predivide_factor": 1.0,
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+    "wall_clock_breakdown": False,
+    "checkpoint": {"tag_validation": "Fail"},
+}
+"""Keys that change results, or cost time, and what we write when the file is silent."""
+
+KNOWN_KEYS = {
+    *OWNED_BY_RECIPE,
+    *DEFAULTS,
+    *("gradient_allreduce_op", "disable_allgather", "dump_state", "memory_breakdown", "disable_python_gc", "log_level"),
+    *("activation_checkpointing", "comms_logger", "flops_profiler", "aio", "compile", "data_types", "timers"),
+    *("wandb", "comet", "csv_monitor", "seq_parallel_communication_data_type"),
+}
+"""What DeepSpeed 0.19 reads at the top level and a CLIP trainer can use."""
+
+REFUSED_KEYS = {
+    "amp": "use torch_autocast",
+    "bfloat16": "its name is bf16",
+    "elasticity": "DeepSpeed 0.19 has removed it",
+    "sparse_gradients": "DeepSpeed 0.19 has removed it",
+    "managed_gradient_accumulation": "the step manages it",
+    "gradient_allreduce_op": "the losses count on the mean over ranks",
+    "data_types": "gradients are accumulated in the parameters' precision",
+}
+
+
+def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Put `changes` into `base`, mapping by mapping, in place."""
+    for key, value in changes.items():
+        if isinstance(value, dict) and isinstance(base.get(key), dict):
+            merge(base[key], value)
+        else:
+            base[key] = value
+    return base
+
+
+def find_ds_configs() -> Path:
+    """Folder of the bundled files: inside the installed package, or at the top of a clone."""
+    package = Path(__file__).parent
+    return package / "ds_configs" if (package / "ds_configs").is_dir() else package.parent / "ds_configs"
+
+
+def read_ds_config(entry: str | dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The mapping a recipe's `deepspeed` entry stands for.
+
+    Args:    entry: a bundled name, a path (relative to `folder` or the working directory), or a mapping whose optional
+             `base` names the file it changes.
+    Raises:  ValueError for a file that is missing or not JSON.
+    """
+    if isinstance(entry, dict):
+        base = entry.get("base")
+        start = read_ds_config(base, folder) if base is not None else {}
+        return merge(start, copy.deepcopy({key: value for key, value in entry.items() if key != "base"}))
+    if not isinstance(entry, str):
+        raise ValueError(f"deepspeed must be a name, a path or a mapping, got {entry!r}")
+    known = {path.stem: path for path in sorted(find_ds_configs().glob("*.json"))}
+    candidates = [known.get(entry), folder / entry, Path(entry)]
+    path = next((item for item in candidates if item is not None and item.is_file()), None)
+    if path is None:
+        raise ValueError(f"deepspeed: no file {entry!r}; bundled: {', '.join(known)}")
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(tree).__name__}")
+    return tree
+
+
+def render_ds_config(config: Config, ranks: int, run_folder: Path | None = None) -> dict[str, Any]:
+    """The complete ds_config of a run: the file's keys, the recipe's, and every default that changes results.
+
+    Raises: ValueError for unknown keys, keys with two owners, and combinations that DeepSpeed computes wrongly.
+    """
+    check_keys(config.deepspeed)
+    check_precision(config.deepspeed)
+    rendered = merge(copy.deepcopy(DEFAULTS), copy.deepcopy(config.deepspeed))
+    if precision(rendered) == "autocast":
+        # The list names the modules whose gradients may travel in 16 bits; DeepSpeed's own default is Linear and Conv.
+        rendered["torch_autocast"].setdefault("lower_precision_safe_modules", [])
+    rendered.update(
+        train_batch_size=config.global_batch,
+        train_micro_batch_size_per_gpu=config.micro_batch,
+        gradient_accumulation_steps=config.num_micro_batches(ranks),
+        gradient_clipping=config.optim.clip_norm,
+        # DeepSpeed's own progress lines and monitor points are off: metrics.py writes ours.
+        steps_per_print=2**31,
+    )
+    if run_folder is not None and config.log.tensorboard:
+        rendered["tensorboard"] = {"enabled": True, "output_path": str(run_folder), "job_name": "tensorboard"}
+    return rendered
+
+
+def precision(ds_config: dict[str, Any]) -> str:
+    """One of autocast, bf16, fp16, fp32."""
+    enabled = [
+        name for name in ("torch_autocast", "bf16", "fp16") if (ds_config.get(name) or {}).get("enabled", False) is True
+    ]
+    if len(enabled) > 1:
+        raise ValueError(f"ds_config: {' and '.join(enabled)} are both enabled; choose one")
+    return {"torch_autocast": "autocast"}.get(enabled[0], enabled[0]) if enabled else "fp32"
+
+
+def stage(ds_config: dict[str, Any]) -> int:
+    """The ZeRO stage, 0 to 3."""
+    value = (ds_config.get("zero_optimization") or {}).get("stage", 0)
+    if value not in (0, 1, 2, 3) or isinstance(value, bool):
+        raise ValueError(f"ds_config: zero_optimization.stage must be 0, 1, 2 or 3, got {value!r}")
+    return value
+
+
+def check_keys(ds_config: dict[str, Any]) -> None:
+    """Refuse keys that are unknown, misplaced, removed, or owned by the recipe too."""
+    for key in ds_config:
+        if key in OWNED_BY_RECIPE:
+            raise ValueError(
+                f"ds_config key {key} and the recipe's {OWNED_BY_RECIPE[key]} own the same value; "
+                "remove it from the ds_config: the recipe says it"
+            )
+        if key in REFUSED_KEYS:
+            raise ValueError(f"ds_config key {key} is not supported: {REFUSED_KEYS[key]}")
+        if key not in KNOWN_KEYS:
+            raise ValueError(f"ds_config: unknown key {key}{_hint(key, KNOWN_KEYS - set(OWNED_BY_RECIPE))}")
+    for section, known in _section_keys().items():
+        part = ds_config.get(section, {})
+        if not isinstance(part, dict):
+            raise ValueError(f"ds_config: {section} must be a mapping, got {part!r}")
+        for key in part:
+            if key not in known:
+                raise ValueError(f"ds_config: unknown key {section}.{key}{_hint(key, known)}")
+
+
+def check_precision(ds_config: dict[str, Any]) -> None:
+    """Refuse the combinations of precision and stage that DeepSpeed 0.19 gets wrong, with the reason."""
+    kind, level = precision(ds_config), stage(ds_config)
+    dtype = str((ds_config.get("torch_autocast") or {}).get("dtype", "bfloat16"))
+    if kind == "autocast" and dtype.removeprefix("torch.") not in ("bfloat16", "bf16"):
+        raise ValueError(
+            f"torch_autocast.dtype {dtype} is refused: DeepSpeed skips every step under float16 autocast at ZeRO 1-3; "
+            "use bfloat16, or fp16.enabled with its loss scaling"
+        )
+    if kind == "bf16" and level == 0:
+        raise ValueError(
+            "bf16.enabled at ZeRO 0 is refused: DeepSpeed takes a hidden optimizer step at start-up (weight decay, "
+            "Adam one step ahead); use torch_autocast at ZeRO 0, or bf16 at ZeRO 1-3"
+        )
+    if kind == "fp16" and level == 0:
+        raise ValueError(
+            "fp16.enabled at ZeRO 0 is refused: DeepSpeed's step divides the gradient by the loss scale, but its "
+            "backward has not multiplied by it; use fp16 at ZeRO 1-3"
+        )
+    if kind == "bf16" and not ds_config["bf16"].get("check_grad_overflow", True):
+        raise ValueError("bf16.check_grad_overflow=false is refused: one NaN on one rank would reach every weight")
+
+
+def _section_keys() -> dict[str, set[str]]:
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    sections = {"zero_optimization": DeepSpeedZeroConfig, "bf16": DeepSpeedBF16Config, "fp16": DeepSpeedFP16Config}
+    known = {
+        name: set(model.model_fields) | {field.alias for field in model.model_fields.values() if field.alias}
+        for name, model in sections.items()
+    }
+    return known | {"torch_autocast": {"enabled", "dtype", "lower_precision_safe_modules"}}
+
+
+def _hint(key: str, known: set[str]) -> str:
+    close = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(sorted(known))}"

@@ -1,0 +1,118 @@
+"""The DeepSpeed engine of a run: optimizer, schedule, precision, and what ZeRO hides (norm, logit-scale clamp).
+
+The only caller of deepspeed.initialize. Optimizers are the client's (torch, timm), so nothing is compiled, and the
+learning rate is set by hand before every step, so the schedule is a pure function of the step.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import DeepSpeedEngine as Engine
+from deepspeed.runtime import torch_autocast
+from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
+from torch import Tensor, nn
+
+from disco_ds import comm
+from disco_ds.config import OptimSettings
+from disco_ds.model import parameter_groups
+
+
+def build_engine(model: nn.Module, settings: OptimSettings, ds_config: dict[str, Any]) -> Engine:
+    """Wrap the model. Collective: every rank must call.
+
+    Args: ds_config: rendered by ds_config.render_ds_config, so complete and free of combinations DeepSpeed gets wrong.
+    """
+    deepspeed.utils.logger.setLevel(logging.WARNING)
+    # Global to the process in DeepSpeed 0.19: a second engine would reduce in the first one's autocast precision.
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
+    model.to(comm.local_device())
+    optimizer = build_optimizer(parameter_groups(model, settings.weight_decay), settings)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config, dist_init_required=False)
+    return engine
+
+
+def build_optimizer(groups: list[dict[str, Any]], settings: OptimSettings) -> torch.optim.Optimizer:
+    """A client optimizer; its lr is a placeholder until set_lr."""
+    if settings.name == "adamw":
+        return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps)
+    if settings.name == "lion":
+        from timm.optim import Lion
+
+        return Lion(groups, lr=1.0, betas=settings.betas)
+    return torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum)
+
+
+def learning_rate(step: int, num_steps: int, peak: float, settings: OptimSettings) -> float:
+    """Learning rate of a step, counted from 0: linear warm-up to `peak`, then as settings.schedule says."""
+    warmup, low = settings.warmup_steps, settings.lr_min
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if settings.schedule == "cosine":
+        progress = (step - warmup) / max(num_steps - warmup, 1)
+        return low + (peak - low) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
+    left = num_steps - step
+    if settings.schedule == "cooldown" and left < settings.cooldown_steps:
+        return low + (peak - low) * left / settings.cooldown_steps
+    return peak
+
+
+def set_lr(engine: Engine, lr: float) -> None:
+    for group in engine.optimizer.param_groups:
+        group["lr"] = lr
+
+
+def backward_and_step(engine: Engine, surrogates: Any) -> Tensor | None:
+    """engine.backward and engine.step for each micro-batch's surrogate loss: the way that is exact at ZeRO 0-3.
+
+    Args:    surrogates: iterable of 0-d tensors, one per micro-batch, each built when asked for; their number is the
+             engine's gradient_accumulation_steps.
+    Returns: the global gradient norm before clipping, 0-d, or None where a loss scaler skipped the step.
+    Raises:  FloatingPointError before the update, on every rank alike, for a non-finite gradient without a loss scaler.
+    """
+    norm: Tensor | None = None
+    for surrogate in surrogates:
+        engine.backward(surrogate, scale_wrt_gas=False)
+        if engine.is_gradient_accumulation_boundary() and engine.zero_optimization_stage() == 0:
+            # At ZeRO 0 DeepSpeed neither reports the norm nor refuses a NaN. The gradients are reduced by now.
+            gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients)
+            if not torch.isfinite(norm):
+                raise FloatingPointError(
+                    f"step {engine.global_steps}: the gradient norm is {norm.item()}; nothing was updated"
+                )
+        engine.step()
+    if norm is not None:
+        return norm
+    if not engine.was_step_applied():
+        if not engine.fp16_enabled():
+            raise FloatingPointError(f"step {engine.global_steps - 1}: the gradient is not finite; nothing was updated")
+        return None
+    value = engine.get_global_grad_norm()
+    return None if value is None else torch.as_tensor(value, dtype=torch.float32)
+
+
+@torch.no_grad()
+def clamp_scale(engine: Engine, max_scale: float) -> None:
+    """Hold logit_scale at or below ln(max_scale), in the master copy too: the next step would bring the old value back.
+
+    No communication and no device synchronisation: whoever owns the master copy clamps it.
+    """
+    parameter = engine.module.logit_scale
+    if not parameter.requires_grad:
+        return
+    limit = math.log(max_scale)
+    if hasattr(parameter, "ds_id"):  # ZeRO 3: every rank holds a padded part
+        safe_set_local_fp32_param(parameter, safe_get_local_fp32_param(parameter).clamp(max=limit))
+        parameter.ds_tensor.data.clamp_(max=limit)
+        if parameter.numel():  # small parameters stay gathered
+            parameter.data.clamp_(max=limit)
+        return
+    mapping = getattr(parameter, "_hp_mapping", None)
+    if mapping is not None:  # ZeRO 1-2: this rank owns (a part of) the fp32 copy
+        mapping.get_hp_fragment().clamp_(max=limit)
+    parameter.data.clamp_(max=limit)

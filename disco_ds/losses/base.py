@@ -1,0 +1,123 @@
+"""What every loss takes, returns and promises, and the registry that finds it by name.
+
+The contract (a test runs it for every registered loss): `out.loss` is this rank's share, its mean over ranks is the
+global mean loss; after backward the features carry N times the single-process full-batch gradient and the scale a
+gradient whose mean over ranks is the true one. An engine that averages over ranks thus applies the true gradient.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from disco_ds import comm
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """The features of this rank, all its micro-batches together; b is the same on every rank."""
+
+    image: Tensor
+    """[b, D], unit rows."""
+    text: Tensor
+    """[b, D], unit rows; row i is the pair of image row i."""
+    scale: Tensor
+    """[1], exp(logit_scale) = 1 / temperature."""
+    bias: Tensor | None = None
+    """[1], of the sigmoid loss."""
+    index: Tensor | None = None
+    """[b] int64 sample ids, for losses that keep state per sample."""
+
+    def __post_init__(self) -> None:
+        if self.image.dim() != 2 or self.image.shape != self.text.shape:
+            raise ValueError(
+                f"image and text must be [b, D] of one shape, got {tuple(self.image.shape)}, {tuple(self.text.shape)}"
+            )
+        if self.image.dtype != self.text.dtype or not self.image.is_floating_point():
+            raise ValueError(
+                f"image and text must share a floating dtype, got {self.image.dtype} and {self.text.dtype}"
+            )
+        for name in ("scale", "bias"):
+            value = getattr(self, name)
+            if value is not None and value.shape != (1,):
+                raise ValueError(f"{name} must have shape [1], got {tuple(value.shape)}")
+        if self.index is not None and self.index.shape != self.image.shape[:1]:
+            raise ValueError(f"index must be [b] = [{self.image.shape[0]}], got {tuple(self.index.shape)}")
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    loss: Tensor
+    """0-d: this rank's share; its mean over ranks is the global mean loss."""
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    """0-d each, the same on every rank: `loss`, and `i2t_accuracy`, `t2i_accuracy` where they come for free."""
+
+
+class Loss(nn.Module):
+    """A contrastive loss. Subclasses register themselves and implement forward(embeddings) -> LossOutput."""
+
+    needs: ClassVar[frozenset[str]] = frozenset()
+    """Which optional fields of Embeddings it needs: "bias", "index"."""
+    learns_scale: ClassVar[bool] = True
+    initial_scale: ClassVar[float] = 1 / 0.07
+    initial_bias: ClassVar[float | None] = None
+
+    def forward(self, embeddings: Embeddings) -> LossOutput:
+        raise NotImplementedError
+
+
+_REGISTRY: dict[str, type[Loss]] = {}
+AnyLoss = TypeVar("AnyLoss", bound=type[Loss])
+
+
+def register_loss(name: str) -> Callable[[AnyLoss], AnyLoss]:
+    """Class decorator. Raises: ValueError if the name is taken."""
+
+    def register(cls: AnyLoss) -> AnyLoss:
+        if name in _REGISTRY:
+            raise ValueError(
+                f"loss {name!r} is registered twice: {_REGISTRY[name].__qualname__} and {cls.__qualname__}"
+            )
+        _REGISTRY[name] = cls
+        return cls
+
+    return register
+
+
+def list_losses() -> list[str]:
+    return sorted(_REGISTRY)
+
+
+def build_loss(name: str, **options: Any) -> Loss:
+    """The registered loss of this name.
+
+    Raises: ValueError for an unknown name or option, naming the known ones.
+    """
+    if name not in _REGISTRY:
+        close = difflib.get_close_matches(name, list_losses(), n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise ValueError(f"unknown loss {name!r}; {hint}known: {', '.join(list_losses())}")
+    known = [key for key in inspect.signature(_REGISTRY[name].__init__).parameters if key != "self"]
+    unknown = sorted(set(options) - set(known))
+    if unknown and "kwargs" not in known:
+        raise ValueError(f"loss {name!r} has no option {', '.join(unknown)}; its options: {', '.join(known) or 'none'}")
+    return _REGISTRY[name](**options)
+
+
+def global_metrics(loss: Tensor, i2t_hits: Tensor, t2i_hits: Tensor, num_rows: int, group: Any) -> dict[str, Tensor]:
+    """Means over all ranks of the loss and of the hits in `num_rows` rows of each rank. Collective, one all_reduce."""
+    part = torch.stack([loss.detach().float(), i2t_hits.float() / num_rows, t2i_hits.float() / num_rows])
+    mean = comm.all_reduce_sum(part, group) / comm.size(group)
+    return dict(zip(("loss", "i2t_accuracy", "t2i_accuracy"), mean.unbind(), strict=True))
+
+
+def chance_loss(global_batch: int) -> float:
+    """The InfoNCE loss of features that say nothing: ln B."""
+    return math.log(global_batch)

@@ -1,0 +1,46 @@
+"""The contrastive loss of the original CLIP: every rank computes the whole B x B matrix. The papers' baseline."""
+
+# b local batch, B global = N b, D width, N ranks; I, T unit rows, s scale
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from disco_ds import comm
+from disco_ds.losses.base import Embeddings, Loss, LossOutput, global_metrics, register_loss
+
+
+@register_loss("clip")
+class ClipLoss(Loss):
+    """InfoNCE over the global batch, O(B^2 D) work and O(B^2) memory on each rank.
+
+    Source: losses.md section 1; DisCo-CLIP equation 1. Gathers in forward only: every rank holds the whole matrix, so
+    it knows its own rows' whole gradient. Collective: every rank must call.
+    """
+
+    def __init__(self, group: Any = None):
+        super().__init__()
+        self.group = group
+
+    def forward(self, embeddings: Embeddings) -> LossOutput:
+        I_A = _gather_own_gradient(embeddings.image, self.group)
+        T_A = _gather_own_gradient(embeddings.text, self.group)
+        logits = embeddings.scale * (I_A @ T_A.T)  # [B, B]
+        labels = torch.arange(len(logits), device=logits.device)
+        loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+        with torch.no_grad():
+            i2t_hits, t2i_hits = (logits.argmax(dim) == labels for dim in (1, 0))
+            metrics = global_metrics(loss, i2t_hits.sum(), t2i_hits.sum(), len(logits), self.group)
+        return LossOutput(loss, metrics)
+
+
+def _gather_own_gradient(x: Tensor, group: Any) -> Tensor:
+    """Rows of all ranks, of which this rank's carry N times the gradient (base.py's contract), the others none."""
+    N, n, b = comm.size(group), comm.rank(group), len(x)
+    rows = comm.gather(x.detach(), group=group)
+    own = x.detach() + N * (x - x.detach())  # the value of x to the bit, N times its gradient
+    return torch.cat([rows[: n * b], own, rows[(n + 1) * b :]])

@@ -1,0 +1,208 @@
+"""The open_clip model a run trains, made fit for DeepSpeed: [1]-shaped scale, one forward, locked towers, groups.
+
+Not here: the loss (losses/), the optimizer and precision (engine.py). The module stays open_clip's own, so its
+state_dict has open_clip's keys.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import types
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import open_clip
+import torch
+from open_clip.factory import add_model_config
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from disco_ds import convnet  # noqa: F401  (registers disco_convnet with timm)
+from disco_ds.config import ModelSettings
+
+logger = logging.getLogger(__name__)
+
+Features = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]
+"""(image [b, D], text [b, D], scale [1], bias [1]); unit rows in fp32; None: not asked for, or not there."""
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """What the model's images look like, from open_clip's preprocess_cfg."""
+
+    size: tuple[int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    interpolation: Literal["bicubic", "bilinear"]
+    resize_mode: Literal["shortest", "longest", "squash"]
+
+
+def build_model(
+    settings: ModelSettings,
+    initial_scale: float = 1 / 0.07,
+    initial_bias: float | None = None,
+    learns_scale: bool = True,
+) -> nn.Module:
+    """The open_clip model of `settings`, in fp32 on the CPU, whose forward is this file's `forward`.
+
+    Args:   initial_scale: exp of the initial logit_scale; initial_bias: None for no bias; both as the loss wants them.
+    Raises: ValueError for an unknown model, weights that are missing or do not fit, or what the model cannot do.
+    """
+    name = register_config(settings.name)
+    if settings.pretrained is not None and not settings.pretrained.is_file():
+        raise ValueError(f"model.pretrained: no file {settings.pretrained}; only local weights are loaded")
+    try:
+        logging.disable(logging.WARNING)  # open_clip warns of random weights, which is what a training run wants
+        model = open_clip.create_model(
+            name,
+            pretrained=str(settings.pretrained) if settings.pretrained is not None else None,
+            force_patch_dropout=settings.patch_dropout,
+            output_dict=True,
+            nonscalar_logit_scale=True,
+            init_logit_scale=math.log(initial_scale),
+            init_logit_bias=initial_bias,
+        )
+    except (RuntimeError, TypeError, OSError) as error:
+        raise ValueError(f"model {settings.name}: open_clip could not build it: {error}") from error
+    finally:
+        logging.disable(logging.NOTSET)
+    if not isinstance(model, open_clip.CLIP | open_clip.CustomTextCLIP):
+        raise ValueError(f"model {settings.name} is a {type(model).__name__}; disco_ds trains two-tower CLIP models")
+    _lock(model, settings, learns_scale)
+    if settings.token_embedding_std is not None and settings.pretrained is None:
+        nn.init.normal_(_text_tower(model).token_embedding.weight, std=settings.token_embedding_std)
+    if settings.activation_checkpointing:
+        model.set_grad_checkpointing(True)
+    preprocessing = read_preprocessing(model)
+    for key in ("mean", "std"):
+        value = torch.tensor(getattr(preprocessing, key)).view(1, 3, 1, 1)
+        model.register_buffer(f"image_{key}", value, persistent=False)
+    # ZeRO 3 gathers a module's own parameters around its forward: a wrapper around open_clip's module would find
+    # logit_scale, text_projection and positional_embedding empty.
+    model.forward = types.MethodType(forward, model)
+    if settings.compile:
+        model.visual.compile()
+        _text_tower(model).transformer.compile()
+    _warn_of_batch_norm(model)
+    return model
+
+
+def forward(model: Any, image: Tensor | None = None, text: Tensor | None = None) -> Features:
+    """Unit features of either or both towers; the only way through the model at every ZeRO stage.
+
+    Args:    image [b, 3, H, W], uint8 or floating in [0, 1]; text [b, L] int64 tokens.
+    Returns: Features; scale = exp(logit_scale) always comes, so that every parameter can stay in every graph.
+    """
+    image_features = text_features = None
+    if image is not None:
+        pixels = image.float() / 255 if image.dtype == torch.uint8 else image.float()
+        pixels = (pixels - model.image_mean.float()) / model.image_std.float()
+        image_features = unit_rows(model.encode_image(pixels.to(model.logit_scale.dtype)))
+    if text is not None:
+        text_features = unit_rows(model.encode_text(text))
+    bias = getattr(model, "logit_bias", None)
+    return image_features, text_features, model.logit_scale.float().exp(), None if bias is None else bias.float()
+
+
+def unit_rows(x: Tensor) -> Tensor:
+    """x / |x| in fp32, also under autocast: 16-bit unit rows would cost the loss its precision."""
+    return F.normalize(x.float(), dim=-1)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Trained parameters as optimizer groups, each with a `name`: matrices (decayed), vectors, scale (not decayed).
+
+    DeepSpeed drops empty groups and renumbers, so none is empty, and a group is found by its name.
+    """
+    groups: dict[str, list[nn.Parameter]] = {"matrices": [], "vectors": [], "scale": []}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            kind = (
+                "scale" if name in ("logit_scale", "logit_bias") else "matrices" if parameter.ndim >= 2 else "vectors"
+            )
+            groups[kind].append(parameter)
+    return [
+        {"name": name, "params": parameters, "weight_decay": weight_decay if name == "matrices" else 0.0}
+        for name, parameters in groups.items()
+        if parameters
+    ]
+
+
+def read_preprocessing(model: nn.Module) -> Preprocessing:
+    cfg = open_clip.get_model_preprocess_cfg(model)
+    size = cfg["size"]
+    height, width = (size, size) if isinstance(size, int) else size
+    return Preprocessing(
+        (height, width), tuple(cfg["mean"]), tuple(cfg["std"]), cfg["interpolation"], cfg.get("resize_mode", "shortest")
+    )
+
+
+def read_text_size(model: Any) -> tuple[int, int]:
+    """(context length, vocabulary size)."""
+    text = _text_tower(model)
+    vocab_size = text.vocab_size if hasattr(text, "vocab_size") else text.config.vocab_size  # the latter: Hugging Face
+    return text.context_length, vocab_size
+
+
+def build_tokenizer(settings: ModelSettings) -> Any:
+    """open_clip's tokenizer of this model: list of strings -> [n, L] int64. Picklable for open_clip's own BPE."""
+    try:
+        return open_clip.get_tokenizer(register_config(settings.name))
+    except OSError as error:
+        raise ValueError(f"model {settings.name}: its tokenizer could not be loaded: {error}") from error
+
+
+def register_config(name: str) -> str:
+    """Make a model config file known to open_clip and return the name open_clip has for it.
+
+    Raises: ValueError if the name is neither open_clip's, ours, nor a file.
+    """
+    bundled = Path(__file__).parent / "assets" / "models"
+    path = bundled / f"{name}.json"
+    if not path.is_file() and name.endswith(".json"):
+        path = Path(name)
+        if not path.is_file():
+            raise ValueError(f"model.name: no file {name}")
+        try:
+            json.loads(path.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"model.name: {name} is not valid JSON: {error}") from None
+    if path.is_file():
+        add_model_config(path)
+        return path.stem
+    known = open_clip.list_models()
+    if name not in known:
+        import difflib
+
+        close = difflib.get_close_matches(name, known, n=3)
+        ours = ", ".join(sorted(item.stem for item in bundled.glob("*.json")))
+        raise ValueError(
+            f"unknown model {name!r}; nearest: {', '.join(close) or 'none'}; ours: {ours}; or a .json file"
+        )
+    return name
+
+
+def _text_tower(model: Any) -> Any:
+    return model.text if hasattr(model, "text") else model
+
+
+def _lock(model: Any, settings: ModelSettings, learns_scale: bool) -> None:
+    if settings.lock_image:
+        model.lock_image_tower(freeze_bn_stats=True)
+    if settings.lock_text:
+        model.lock_text_tower()
+    model.logit_scale.requires_grad_(learns_scale)
+
+
+def _warn_of_batch_norm(model: nn.Module) -> None:
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    if names:
+        logger.warning(
+            "BatchNorm in %s (%d layers): its statistics are those of a micro-batch, so the gradient depends "
+            "on how the global batch is cut",
+            ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""),
+            len(names),
+        )

@@ -1,0 +1,87 @@
+"""The folder of a run, runs/<name>: found or made, and locked, so that no two runs write to one.
+
+Used by rank 0 only; what it decides is broadcast by train.py.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import socket
+from pathlib import Path
+from typing import IO
+
+CHECKPOINTS = "checkpoints"
+FINISHED = "finished.json"
+"""Written when a run has done all its steps: success is this file, not the launcher's exit code."""
+
+
+class RunFolder:
+    """A locked run folder. Close it to let another run in."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._lock: IO[str] | None = _take_lock(path)
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+def make_run_folder(runs: Path, name: str) -> RunFolder:
+    """A new folder: runs/name, or name-2, name-3, ... A folder that exists is never written to."""
+    if not re.fullmatch(r"[\w.+=@ -]+", name):
+        raise ValueError(f"name {name!r} is not a plain folder name")
+    runs.mkdir(parents=True, exist_ok=True)
+    for number in range(1, 100_000):
+        path = runs / (name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return RunFolder(path)
+    raise ValueError(f"{runs} holds 100,000 runs called {name}; remove some")
+
+
+def find_run_folder(runs: Path, name: str, resume: str) -> RunFolder:
+    """The folder to go on in.
+
+    Args:   resume: "latest" for the newest of runs/name, name-2, ...; else the path of a run folder.
+    Raises: ValueError when there is none, or another run holds it.
+    """
+    if resume != "latest":
+        path = Path(resume)
+        if not (path / CHECKPOINTS).is_dir():
+            raise ValueError(f"--resume {resume}: not a run folder (it has no {CHECKPOINTS}/)")
+        return RunFolder(path)
+    numbered = re.compile(re.escape(name) + r"(?:-(\d+))?")
+    found = [
+        (int(match.group(1) or 1), path)
+        for path in (runs.iterdir() if runs.is_dir() else ())
+        if (match := numbered.fullmatch(path.name)) and path.is_dir()
+    ]
+    if not found:
+        raise ValueError(f"--resume latest: no run called {name} in {runs}; start one without --resume")
+    return RunFolder(max(found)[1])
+
+
+def mark_finished(path: Path, record: dict[str, object]) -> None:
+    (path / FINISHED).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def _take_lock(path: Path) -> IO[str]:
+    handle = open(path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115  (held as long as the run)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        handle.seek(0)
+        owner = handle.read().strip() or "another process"
+        handle.close()
+        raise ValueError(f"run folder {path} is in use by {owner}; wait for it, or choose another name") from None
+    handle.truncate(0)
+    handle.write(f"process {os.getpid()} on {socket.gethostname()}")
+    handle.flush()
+    return handle

@@ -1,0 +1,42 @@
+"""Packaging of disco_ds. ds_configs/ lives at the top of the repository and is installed as disco_ds/ds_configs."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = next(
+    line.split('"')[1] for line in (HERE / "disco_ds" / "__init__.py").read_text().splitlines() if "__version__" in line
+)
+
+setup(
+    name="disco_ds",
+    version=VERSION,
+    description="Large-batch CLIP training on DeepSpeed: the full-batch contrastive gradient at any number of ranks",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=[*find_packages(include=["disco_ds", "disco_ds.*"]), "disco_ds.ds_configs"],
+    package_dir={"disco_ds.ds_configs": "ds_configs"},
+    package_data={
+        "disco_ds": ["recipes/*.yaml", "assets/models/*.json", "assets/emoji/*.md", "assets/emoji/*/*"],
+        "disco_ds.ds_configs": ["*.json"],
+    },
+    install_requires=[
+        "torch>=2.7",
+        "torchvision",
+        "deepspeed>=0.19.8,<0.20",
+        "open_clip_torch>=3.3,<4",
+        "webdataset>=1.0.2,<2",
+        "pyyaml",
+        "tensorboard",
+        "pydantic>=2.7",
+        "timm>=1.0.17",
+    ],
+    extras_require={
+        "dev": ["pytest", "pytest-timeout", "ruff", "mypy", "types-PyYAML"],
+        "emoji": ["resvg-py", "matplotlib"],
+    },
+    entry_points={"console_scripts": ["disco-ds=disco_ds.__main__:main"]},
+)

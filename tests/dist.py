@@ -1,0 +1,84 @@
+"""Real ranks for tests: processes on gloo with a port of their own and a bounded time, one spawn for many cases."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import pytest
+
+
+def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout_s: float = 240.0) -> list[Any]:
+    """function(*args) on `size` ranks with comm initialised; what each returned, in rank order.
+
+    Fails the test with the traceback of the first rank that raised, died or was too slow; no process outlives it.
+    """
+    context = multiprocessing.get_context("spawn")
+    port = free_port()
+    pipes, processes = [], []
+    for rank in range(size):
+        receive, send = context.Pipe(duplex=False)
+        process = context.Process(target=_enter, args=(function, rank, size, port, send, args), daemon=False)
+        process.start()
+        send.close()
+        pipes.append(receive)
+        processes.append(process)
+    try:
+        return _collect(pipes, processes, time.monotonic() + timeout_s)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _collect(pipes: list[Connection], processes: list[Any], deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
+        ready = wait(waiting, timeout=max(deadline - time.monotonic(), 0))
+        if not ready:
+            pytest.fail(f"ranks {[r for r in range(len(pipes)) if r not in results]} did not finish in time")
+        for pipe in ready:
+            rank = pipes.index(pipe)  # type: ignore[arg-type]
+            try:
+                fine, value = pipe.recv()  # type: ignore[union-attr]
+            except EOFError:
+                processes[rank].join(10)
+                pytest.fail(f"rank {rank} ended without a result, exit code {processes[rank].exitcode}")
+            if not fine:
+                pytest.fail(f"rank {rank} failed:\n{value}", pytrace=False)
+            results[rank] = value
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _enter(
+    function: Callable[..., Any], rank: int, size: int, port: int, send: Connection, args: tuple[Any, ...]
+) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    try:
+        import torch
+
+        from disco_ds import comm
+
+        torch.set_num_threads(1)
+        comm.init(timeout_s=120)
+        value = function(*args)
+        comm.close()
+        send.send((True, value))
+    except BaseException:
+        send.send((False, traceback.format_exc()))
+        raise

@@ -1,0 +1,81 @@
+"""The contrastive loss in plain float64 on one process, and how far a result is from it (losses.md section 2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass
+class Answer:
+    """Loss and gradients of the global mean loss; dI, dT [B, D]."""
+
+    loss: float
+    dI: Tensor  # noqa: N815
+    dT: Tensor  # noqa: N815
+    ds: float
+
+
+def answer(loss: float, image: Tensor, text: Tensor, scale: Tensor) -> Answer:
+    """What a backward has left at the leaves."""
+    dI, dT, ds = (leaf.grad for leaf in (image, text, scale))
+    assert dI is not None
+    assert dT is not None
+    assert ds is not None
+    return Answer(loss, dI, dT, ds.item())
+
+
+def infonce(image: Tensor, text: Tensor, scale: float) -> Answer:
+    """Loss as log1p of the negatives' sum over the positive: exact near convergence, where cross_entropy cancels."""
+    I, T = (x.detach().double().requires_grad_() for x in (image, text))  # noqa: E741
+    s = torch.tensor([scale], dtype=torch.float64, requires_grad=True)
+    loss = (_one_way(I, T, s) + _one_way(T, I, s)) / 2
+    loss.backward()
+    return answer(loss.item(), I, T, s)
+
+
+def naive(image: Tensor, text: Tensor, scale: float) -> Answer:
+    """The same by cross_entropy in the inputs' own precision: what one would write down."""
+    I, T = (x.detach().clone().requires_grad_() for x in (image, text))  # noqa: E741
+    s = torch.tensor([scale], dtype=image.dtype, requires_grad=True)
+    logits = s * I @ T.T
+    labels = torch.arange(len(I))
+    loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+    loss.backward()
+    return answer(loss.item(), I, T, s)
+
+
+def _one_way(a: Tensor, b: Tensor, s: Tensor) -> Tensor:
+    x = s * (a @ b.T)
+    off = ~torch.eye(len(x), dtype=torch.bool)
+    over_positive = (x - x.diagonal()[:, None])[off].view(len(x), -1)
+    return torch.log1p(over_positive.exp().sum(1)).mean()
+
+
+def errors(got: Answer, true: Answer, scale: float) -> dict[str, float]:
+    """Largest row error over max(largest row of the true gradient, s/B); loss and ds relative to max(|value|, 1)."""
+    floor = scale / len(true.dI)
+
+    def rows(mine: Tensor, truth: Tensor) -> float:
+        return ((mine.double() - truth).norm(dim=1).max() / max(truth.norm(dim=1).max().item(), floor)).item()
+
+    return {
+        "loss": abs(got.loss - true.loss) / max(abs(true.loss), 1),
+        "dI": rows(got.dI, true.dI),
+        "dT": rows(got.dT, true.dT),
+        "ds": abs(got.ds - true.ds) / max(abs(true.ds), 1),
+    }
+
+
+def features(B: int, D: int, dtype: torch.dtype, kind: str = "random", seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Unit rows: "random" pairs that agree a little, "aligned" pairs that are nearly equal, "repeated" captions."""
+    generator = torch.Generator().manual_seed(seed)
+    image, other = (torch.randn(B, D, generator=generator, dtype=torch.float64) for _ in range(2))
+    noise = {"random": 2.0, "aligned": 0.05, "repeated": 2.0}[kind]
+    text = image + noise * other
+    if kind == "repeated":
+        text[1::3] = text[0]
+    return F.normalize(image, dim=1).to(dtype), F.normalize(text, dim=1).to(dtype)

@@ -1,0 +1,137 @@
+"""The data order: pure, complete per epoch, balanced; and the choice of slots."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from disco_ds.data import DataOrder, choose_slots, keyed_uniform
+from disco_ds.data.keyed import keyed_bits, keyed_permutation
+
+
+@pytest.mark.parametrize(("sizes", "slots"), [([7, 3, 12, 5, 9], 4), ([50], 6), ([1] * 9, 9), ([400, 1, 1], 8)])
+def test_order_any_sizes_covers_every_epoch_exactly_once(sizes: list[int], slots: int) -> None:
+    order = DataOrder(sizes, slots, seed=1, window=5)
+    everything = sorted((shard, entry) for shard, size in enumerate(sizes) for entry in range(size))
+    for epoch in range(2 * slots):
+        lengths = [order.length(slot, epoch) for slot in range(slots)]
+        assert max(lengths) - min(lengths) <= 1
+        read = [order.locate(slot, epoch, i) for slot in range(slots) for i in range(lengths[slot])]
+        assert sorted(read) == everything
+
+
+def test_order_over_many_epochs_no_slot_drifts() -> None:
+    order = DataOrder([10, 7, 6], 4, seed=0, window=8)
+    totals = [sum(order.length(slot, epoch) for epoch in range(4)) for slot in range(4)]
+    assert totals == [23] * 4
+
+
+def test_order_is_a_function_of_its_arguments() -> None:
+    def read(seed: int = 1, window: int = 5) -> list[tuple[int, int]]:
+        order = DataOrder([30, 20, 30], 4, seed, window)
+        return [order.locate(slot, epoch, i) for epoch in (3, 0) for slot in (2, 1) for i in range(20)]
+
+    assert read() == read()
+    assert read() != read(seed=2)
+    assert read() != read(window=4)
+    # No other history than its arguments: one entry asked of a fresh order.
+    assert DataOrder([30, 20, 30], 4, 1, 5).locate(1, 0, 7) == read()[67]
+
+
+def test_order_differs_between_epochs_and_slots() -> None:
+    order = DataOrder([64], 2, seed=0, window=32)
+    first = [[order.locate(slot, epoch, i)[1] % 32 for i in range(32)] for epoch in (0, 1) for slot in (0, 1)]
+    assert all(first[i] != first[j] for i in range(4) for j in range(i))
+
+
+def test_order_ids_are_contiguous_in_manifest_order() -> None:
+    order = DataOrder([3, 4], 1, seed=0, window=8)
+    assert [order.index(0, 0), order.index(0, 2), order.index(1, 0), order.index(1, 3)] == [0, 2, 3, 6]
+    with pytest.raises(IndexError, match="slot 0 has 7 samples"):
+        order.locate(0, 0, 7)
+
+
+@pytest.mark.parametrize(("shards", "slots"), [(1, 1), (5, 4), (24, 24), (500, 384), (40_000, 512)])
+def test_choose_slots_default_follows_the_shards(shards: int, slots: int) -> None:
+    assert choose_slots(shards, 10**6, None, 1) == slots
+
+
+@pytest.mark.parametrize(
+    ("shards", "samples", "requested", "ranks", "words"),
+    [
+        (3, 100, None, 2, ["3 slots", "default for 3 shards", "data.slots=2 or data.slots=4", "more shards"]),
+        (3, 100, None, 8, ["not a multiple of 8 ranks", "data.slots=8"]),
+        (600, 10**6, 100, 8, ["100 slots", "set by data.slots", "data.slots=96 or data.slots=104"]),
+        (600, 50, 100, 1, ["data.slots is 100", "50 samples", "at most 50"]),
+        (2, 3, None, 8, ["8 ranks cannot share 3 samples"]),
+    ],
+)
+def test_choose_slots_that_do_not_fit_says_what_would(
+    shards: int, samples: int, requested: int | None, ranks: int, words: list[str]
+) -> None:
+    with pytest.raises(ValueError) as error:
+        choose_slots(shards, samples, requested, ranks)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def _splitmix(*keys: int) -> int:
+    """keyed_bits in Python's integers."""
+    mask = (1 << 64) - 1
+
+    def mix(x: int) -> int:
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+        return x ^ (x >> 31)
+
+    key = keys[0] & mask
+    for value in keys[1:]:
+        key = mix((mix(key) + (value + 1) * 0x9E3779B97F4A7C15) & mask)
+    return key
+
+
+def test_keyed_bits_equal_the_algorithm_in_integers() -> None:
+    epoch, index = torch.tensor([0, 5, 1]), torch.tensor([0, 7, 2**40 + 3])
+    bits = keyed_bits(2**63 + 11, epoch, index, 4, first=2)
+    for row, (e, i) in enumerate(zip(epoch.tolist(), index.tolist(), strict=True)):
+        assert [int(x) & (2**64 - 1) for x in bits[row]] == [_splitmix(2**63 + 11, e, i, c) for c in range(2, 6)]
+
+
+def test_keyed_numbers_stay_what_they_are() -> None:
+    # A change here changes the data order and the augmentation of every run that resumes.
+    assert (keyed_uniform(0, torch.tensor([0]), torch.tensor([0]), 3) * 2**24).int().tolist() == [
+        [8763058, 12896813, 14429467]
+    ]
+    assert keyed_permutation(8, 1, 2, 3).tolist() == [6, 1, 3, 0, 4, 7, 5, 2]
+
+
+def test_keyed_uniform_columns_do_not_depend_on_the_request() -> None:
+    epoch, index = torch.tensor([1, 2, 2]), torch.tensor([4, 4, 5])
+    whole = keyed_uniform(9, epoch, index, 40)
+    assert whole.dtype == torch.float32
+    assert torch.equal(whole[:, 32:], keyed_uniform(9, epoch, index, 8, first=32))
+    assert torch.equal(whole[1:2], keyed_uniform(9, epoch[1:2], index[1:2], 40))
+    assert len({tuple(row.tolist()) for row in whole}) == 3
+
+
+def test_keyed_uniform_is_uniform_and_uncorrelated() -> None:
+    index = torch.arange(50_000)
+    numbers = keyed_uniform(0, torch.zeros_like(index), index, 4).double()
+    assert numbers.min() >= 0
+    assert numbers.max() < 1
+    counts = torch.histc(numbers, bins=20, min=0, max=1)
+    # Chi-square with 19 degrees of freedom: 43.8 at p = 0.001.
+    assert ((counts - 10_000) ** 2 / 10_000).sum() < 43.8
+    joint = torch.corrcoef(torch.cat([numbers, numbers.roll(1, 0)], dim=1).T) - torch.eye(8)
+    assert joint.abs().max() < 0.02
+
+
+def test_keyed_permutation_is_a_permutation_by_its_keys() -> None:
+    assert sorted(keyed_permutation(100, 1, 2).tolist()) == list(range(100))
+    orders = {tuple(keyed_permutation(20, *keys).tolist()) for keys in [(1, 2), (2, 1), (1, 2, 0), (0, 1, 2), (1,)]}
+    assert len(orders) == 5
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_keyed_uniform_on_the_gpu_equals_the_cpu() -> None:
+    epoch, index = torch.arange(100) % 3, torch.arange(100) * 12_345
+    assert torch.equal(keyed_uniform(7, epoch, index, 12), keyed_uniform(7, epoch.cuda(), index.cuda(), 12).cpu())

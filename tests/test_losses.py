@@ -1,0 +1,199 @@
+"""The contract of every InfoNCE loss: value and all gradients equal the float64 oracle at any number of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from dist import run_ranks
+from oracle import Answer, answer, errors, features, infonce, naive
+
+from disco_ds import comm
+from disco_ds.losses import Embeddings, build_loss, list_losses, register_loss
+from disco_ds.losses.base import Loss
+
+SHAPES = [(33, 192), (100, 640)]
+SCALES = [1.0, 14.3, 100.0]
+LOSSES: list[tuple[str, dict[str, Any]]] = [
+    ("clip", {}),
+    ("disco", {}),
+    ("disco", {"reduction": "all_reduce"}),
+]
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+
+def evaluate(
+    name: str, options: dict[str, Any], image: torch.Tensor, text: torch.Tensor, scale: float, upstream: float = 1.0
+) -> Answer:
+    """This loss on this rank's rows, with the engine's mean over ranks done by hand; the same Answer on every rank."""
+    N, n = comm.size(), comm.rank()
+    b = len(image) // N
+    I, T = (x[n * b : (n + 1) * b].detach().clone().requires_grad_() for x in (image, text))  # noqa: E741
+    s = torch.tensor([scale], dtype=image.dtype, requires_grad=True)
+    out = build_loss(name, **options)(Embeddings(I, T, s))
+    (upstream * out.loss).backward()
+    mine = answer(out.loss.item(), I, T, s)
+    loss, ds = (comm.all_reduce_sum(torch.tensor([mine.loss, mine.ds], dtype=torch.float64)) / N).tolist()
+    assert out.metrics["loss"].item() == pytest.approx(loss, rel=1e-5)
+    dI, dT = (comm.gather(grad) / (N * upstream) for grad in (mine.dI, mine.dT))
+    return Answer(loss, dI, dT, ds / upstream)
+
+
+def all_cases() -> list[str]:
+    """Runs on every rank; returns the failures in words."""
+    failures = []
+    for (b, D), scale, dtype in [(shape, s, t) for shape in SHAPES for s in SCALES for t in TOLERANCE]:
+        for kind in ("random", "repeated", "aligned"):
+            image, text = features(b * comm.size(), D, dtype, kind)
+            true = infonce(image, text, scale)
+            limit = TOLERANCE[dtype]
+            if kind == "aligned" and scale == 100:
+                limit = max(limit, 2 * max(errors(naive(image, text, scale), true, scale).values()))
+            for name, options in LOSSES:
+                for upstream in (1.0, -3.7):
+                    wrong = errors(evaluate(name, options, image, text, scale, upstream), true, scale)
+                    if not max(wrong.values()) <= limit:
+                        failures.append(f"{name} {options} {(b, D)} s {scale} {dtype} {kind} x{upstream}: {wrong}")
+    return failures
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_loss_and_gradients_equal_the_oracle(size):
+    for failures in run_ranks(all_cases, size):
+        assert not failures, "\n".join(failures)
+
+
+def layouts() -> list[str]:
+    """Transposed storage, strided rows, an expanded row and one-sided gradients against the plain layout."""
+    failures = []
+    N, n = comm.size(), comm.rank()
+    b, D, scale = 12, 40, 14.3
+    image, text = features(b * N, D, torch.float64)
+    text = text.clone()
+    text[n * b : (n + 1) * b] = text[n * b]
+    text = comm.gather(text[n * b : (n + 1) * b])
+    true = infonce(image, text, scale)
+    own = slice(n * b, (n + 1) * b)
+    variants = {
+        "transposed": (image[own].T.contiguous().T, text[own]),
+        "strided": (image[own].repeat_interleave(2, 0)[::2], text[own]),
+        "expanded": (image[own], text[n * b].expand(b, D)),
+    }
+    for name, options in LOSSES:
+        for label, (mine, other) in variants.items():
+            leaves = [x.detach().requires_grad_() for x in (mine, other)]
+            s = torch.tensor([scale], dtype=torch.float64, requires_grad=True)
+            build_loss(name, **options)(Embeddings(leaves[0] * 1, leaves[1] * 1, s)).loss.backward()
+            for leaf, truth in zip(leaves, (true.dI, true.dT), strict=True):
+                if not torch.allclose(leaf.grad / N, truth[own], atol=1e-14, rtol=1e-10):
+                    failures.append(f"{name} {options} {label}")
+        for trains in ("image", "text"):
+            parts = {"image": image[own].clone(), "text": text[own].clone()}
+            parts[trains].requires_grad_()
+            build_loss(name, **options)(Embeddings(**parts, scale=torch.tensor([scale]))).loss.backward()
+            truth = {"image": true.dI, "text": true.dT}[trains]
+            # scale as float32 14.3 differs from 14.3 by 2e-8
+            if not torch.allclose(parts[trains].grad / N, truth[own], atol=1e-8):
+                failures.append(f"{name} {options} only {trains} trains")
+    return failures
+
+
+def test_layouts_and_one_sided_gradients():
+    for failures in run_ranks(layouts, 2):
+        assert not failures, "\n".join(failures)
+
+
+def primitives() -> None:
+    """gather and reduce_scatter on their own: values, sums in backward, grad_output untouched, a group."""
+    from deepspeed import comm as dist
+
+    N, n = comm.size(), comm.rank()
+    x = torch.arange(6.0).view(2, 3).add(10 * n).requires_grad_()
+    for reduction in ("reduce_scatter", "all_reduce"):
+        rows = comm.gather(x, reduction)
+        assert rows.shape == (2 * N, 3)
+        assert torch.equal(rows[2 * n : 2 * n + 2], x)
+        weight = torch.ones_like(rows) * (n + 1)
+        before = weight.clone()
+        (grad,) = torch.autograd.grad(rows, x, weight)
+        assert torch.equal(grad, torch.full_like(x, sum(range(1, N + 1))))
+        assert torch.equal(weight, before)
+    y = torch.arange(2.0 * N).view(2 * N, 1).requires_grad_()
+    part = comm.reduce_scatter(y)
+    assert torch.equal(part, N * y[2 * n : 2 * n + 2])
+    (grad,) = torch.autograd.grad(part, y, torch.full_like(part, n + 1.0))
+    assert torch.equal(grad[:, 0], torch.arange(N).repeat_interleave(2) + 1.0)
+    pair = dist.new_group([0, 1])
+    if n < 2:
+        assert torch.equal(comm.gather(torch.tensor([[n]]), group=pair), torch.tensor([[0], [1]]))
+        image, text = features(8, 16, torch.float64)
+        own = slice(4 * n, 4 * n + 4)
+        for name in ("clip", "disco"):
+            leaf = image[own].clone().requires_grad_()
+            s = torch.tensor([5.0], dtype=torch.float64)
+            build_loss(name, group=pair)(Embeddings(leaf, text[own], s)).loss.backward()
+            assert torch.allclose(leaf.grad / 2, infonce(image, text, 5.0).dI[own], atol=1e-14)
+    with pytest.raises(ValueError, match=r"checking \(rank 1\): not here"):
+        fail_on_rank_1()
+
+
+def fail_on_rank_1() -> None:
+    with comm.together("checking"):
+        if comm.rank() == 1:
+            raise ValueError("not here")
+
+
+def test_collectives_sum_in_backward_and_take_a_group():
+    run_ranks(primitives, 3)
+
+
+def test_loss_without_a_process_group_is_the_same():
+    image, text = features(20, 30, torch.float64)
+    for name, options in LOSSES:
+        wrong = errors(evaluate(name, options, image, text, 14.3), infonce(image, text, 14.3), 14.3)
+        assert max(wrong.values()) < 1e-12
+
+
+def test_accuracy_counts_both_directions():
+    image = torch.eye(4)
+    text = torch.eye(4)[[0, 1, 3, 2]]
+    for name, options in LOSSES:
+        metrics = build_loss(name, **options)(Embeddings(image, text, torch.tensor([10.0]))).metrics
+        assert metrics["i2t_accuracy"].item() == metrics["t2i_accuracy"].item() == 0.5
+
+
+def test_every_registered_loss_is_in_the_contract_test():
+    assert set(list_losses()) == {name for name, _ in LOSSES}
+
+
+def test_unknown_loss_names_the_known_ones():
+    with pytest.raises(ValueError, match=r"unknown loss 'disko'; did you mean disco\? known: clip, disco"):
+        build_loss("disko")
+
+
+def test_unknown_option_names_the_known_ones():
+    with pytest.raises(ValueError, match="has no option tile; its options: reduction, group"):
+        build_loss("disco", tile=64)
+    with pytest.raises(ValueError, match="reduction must be one of"):
+        build_loss("disco", reduction="average")
+
+
+def test_duplicate_registration_is_refused():
+    with pytest.raises(ValueError, match="registered twice"):
+        register_loss("clip")(type("Other", (Loss,), {}))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"text": torch.ones(3, 5)}, "of one shape"),
+        ({"text": torch.ones(4, 5, dtype=torch.float64)}, "floating dtype"),
+        ({"scale": torch.tensor(1.0)}, r"scale must have shape \[1\]"),
+        ({"index": torch.zeros(3, dtype=torch.int64)}, "index must be"),
+    ],
+)
+def test_malformed_embeddings_are_refused(change, message):
+    good = {"image": torch.ones(4, 5), "text": torch.ones(4, 5), "scale": torch.ones(1)}
+    with pytest.raises(ValueError, match=message):
+        Embeddings(**(good | change))

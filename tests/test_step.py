@@ -1,0 +1,291 @@
+"""The product: a step applies the single-process full-batch gradient, at any ranks, cut, stage and precision."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from dist import run_ranks
+from towers import (
+    Batch,
+    batches,
+    distance,
+    masters,
+    norm,
+    on_boundary_backward,
+    prepare,
+    reference,
+    tiny_config,
+    write_tiny,
+)
+
+from disco_ds import comm
+from disco_ds.ds_config import render_ds_config
+from disco_ds.engine import build_engine
+from disco_ds.losses import LossOutput, build_loss
+from disco_ds.model import build_model
+from disco_ds.step import train_step
+
+PER_RANK = 16
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+    "autocast_bf16_wire": {
+        "torch_autocast": {
+            "enabled": True,
+            "dtype": "bfloat16",
+            "lower_precision_safe_modules": ["torch.nn.Linear", "torch.nn.Conv2d"],
+        }
+    },
+    "bf16": {"bf16": {"enabled": True}},
+    "bf16_wire": {"bf16": {"enabled": True}, "communication_data_type": "bf16"},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
+}
+REFUSED = {("bf16", 0), ("bf16_wire", 0), ("fp16", 0)}  # tests/test_config.py has their refusals
+MATRIX = [case for case in itertools.product(PRECISIONS, range(4)) if case not in REFUSED]
+
+
+def ds_config(precision: str, stage: int) -> dict[str, Any]:
+    return copy.deepcopy(PRECISIONS[precision]) | {"zero_optimization": {"stage": stage}}
+
+
+def fp16_missing() -> str:
+    """Why fp16 cannot run here, or nothing."""
+    from deepspeed.accelerator import get_accelerator
+
+    return "" if get_accelerator().is_fp16_supported() else "this accelerator has no fp16"
+
+
+def build(config: Any, loss: Any = None) -> Any:
+    torch.manual_seed(config.seed)
+    model = build_model(config.model)
+    torch.manual_seed(100 + comm.rank())
+    return build_engine(model, config.optim, render_ds_config(config, comm.size()))
+
+
+def one_case(
+    model: str, precision: str, stage: int, count: int, clip: bool, loss: str, **changes: Any
+) -> dict[str, float]:
+    """One SGD step through the engine against the single process: errors of gradient, change, norm, loss."""
+    N = comm.size()
+    lr = 1000.0  # the change then dwarfs the rounding of the weights it is read from
+    shape = {"global_batch": PER_RANK * N, "micro_batch": PER_RANK // count, "optim__lr": lr}
+    plain = tiny_config(model, ds_config(precision, stage), **shape, **changes)
+    everything = batches(N * count, plain.micro_batch)
+    mine = everything[comm.rank() * count : (comm.rank() + 1) * count]
+
+    states: list[torch.Tensor] = []
+    torch.manual_seed(100 + comm.rank())
+
+    def recording(batch: Batch) -> Any:
+        if len(states) < count:
+            states.append(torch.get_rng_state())
+        return prepare(batch)
+
+    # A first look at the true gradient, without dropout's states, tells which norm to clip at.
+    config = plain
+    if clip:
+        config = tiny_config(model, ds_config(precision, stage), **shape, **changes, optim__clip_norm=0.05)
+    engine = build(config)
+    engine.train()
+    for group in engine.optimizer.param_groups:
+        group["lr"] = lr
+    read: list[dict[str, torch.Tensor]] = []
+    if not precision.startswith("fp16"):  # there the gradient read is scaled
+        on_boundary_backward(engine, read.append)
+    before = masters(engine)
+    out = train_step(engine, build_loss(loss), mine, recording, max_scale=1e9)
+    after = masters(engine)
+    engine.destroy()
+
+    all_states = [state for part in comm.gather_objects(states) for state in part]
+    true, true_loss = reference(config, everything, all_states)
+    kind = precision.removesuffix("_bf16_wire").removesuffix("_wire")
+    one_process = 0.0
+    if kind != "fp32":
+        one_process = distance(reference(config, everything, all_states, cast=kind)[0], true)
+    true_norm = norm(true)
+    factor = min(1.0, config.optim.clip_norm / true_norm) if clip else 1.0
+    assert not clip or factor < 1, f"the test's clip norm must bite, true norm {true_norm}"
+    change = {name: (before[name] - after[name]) / lr for name in before}
+    assert out.grad_norm is not None
+    errors = {
+        "change": distance(change, {name: factor * value for name, value in true.items()}),
+        "norm": abs(out.grad_norm.item() - true_norm) / true_norm,
+        "loss": abs(out.metrics["loss"].item() - true_loss) / true_loss,
+        "one_process": one_process,
+    }
+    if read:
+        errors["gradient"] = distance(read[0], true)
+    return errors
+
+
+def allowed(precision: str, one_process: float) -> float:
+    """1e-6 in fp32; twice the one-process error at a 16-bit precision."""
+    return 1e-6 if precision == "fp32" else 2 * one_process
+
+
+def run_cases(model: str, cases: list[tuple[Any, ...]], changes: dict[str, Any]) -> list[str]:
+    failures = []
+    for precision, stage, count, clip, loss in cases:
+        errors = one_case(model, precision, stage, count, clip, loss, **changes)
+        limit = allowed(precision, errors["one_process"])
+        # Changes are read from weights: one rounding more. 16-bit norms and losses are as far off as the gradient.
+        limits = {"gradient": limit, "change": limit + 1e-6, "norm": limit + 1e-6, "loss": limit + 1e-6}
+        wrong = {name: value for name, value in errors.items() if name in limits and not value <= limits[name]}
+        if wrong:
+            failures.append(f"{precision} zero{stage} K={count} clip={clip} {loss}: {wrong} of {errors}")
+    return failures
+
+
+def matrix(precisions: list[str]) -> list[tuple[Any, ...]]:
+    return [
+        (precision, stage, count, clip, "disco")
+        for (precision, stage), count, clip in itertools.product(MATRIX, (1, 4), (False, True))
+        if precision in precisions
+    ]
+
+
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_step_equals_single_process(size, precision, tmp_path):
+    if precision == "fp16" and fp16_missing():
+        pytest.skip(fp16_missing())
+    model = write_tiny(tmp_path, patch_dropout=0.5)
+    for failures in run_ranks(run_cases, size, model, matrix([precision]), {}):
+        assert not failures, "\n".join(failures)
+
+
+def test_step_with_checkpointed_activations_and_every_loss(tmp_path):
+    model = write_tiny(tmp_path, patch_dropout=0.5)
+    cases = [("fp32", stage, 4, False, loss) for stage in (0, 2, 3) for loss in ("clip", "disco")]
+    for failures in run_ranks(run_cases, 2, model, cases, {"model__activation_checkpointing": True}):
+        assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("tower", ["image", "text"])
+def test_locked_tower_takes_no_gradient_and_the_other_the_right_one(tower, tmp_path):
+    model = write_tiny(tmp_path)
+    cases = [("fp32", stage, count, False, "disco") for stage in range(4) for count in (1, 4)]
+    for failures in run_ranks(run_cases, 2, model, cases, {f"model__lock_{tower}": True}):
+        assert not failures, "\n".join(failures)
+
+
+def pushed_up(model: str) -> list[str]:
+    """Steps of a loss that only wants a larger scale, from the bound, with and without momentum."""
+    failures = []
+    for precision, stage in MATRIX:
+        if precision == "fp16" and fp16_missing():
+            continue
+        for name in ("adamw", "sgd"):
+            config = tiny_config(model, ds_config(precision, stage), global_batch=4 * comm.size(), micro_batch=4)
+            config = config.model_copy(
+                update={"optim": config.optim.model_copy(update={"name": name, "momentum": 0.9, "lr": 0.01})}
+            )
+            torch.manual_seed(0)
+            engine = build_engine(
+                build_model(config.model, initial_scale=99.0), config.optim, render_ds_config(config, comm.size())
+            )
+            for group in engine.optimizer.param_groups:
+                group["lr"] = 0.01
+            engine.train()
+
+            def upward(e: Any) -> LossOutput:
+                return LossOutput(-e.scale.sum() + 0 * (e.image.sum() + e.text.sum()))
+
+            for _ in range(3):
+                out = train_step(engine, upward, batches(1, 4), prepare, max_scale=100.0)
+                (seen,) = (out.scale.log().item(),)
+                master = masters(engine)["logit_scale"].item()
+                # One unit in the last place of the parameter's precision.
+                ulp = {"fp32": 2**-21, "autocast": 2**-21}.get(precision.split("_")[0], 2**-8)
+                if max(seen, master) > math.log(100) + ulp:
+                    failures.append(f"{precision} zero{stage} {name}: parameter {seen}, master {master}")
+            if master < math.log(99.5):
+                failures.append(f"{precision} zero{stage} {name}: the scale did not rise: {master}")
+            engine.destroy()
+    return failures
+
+
+def test_scale_stays_below_its_bound_at_every_stage_and_precision(tmp_path):
+    for failures in run_ranks(pushed_up, 2, write_tiny(tmp_path)):
+        assert not failures, "\n".join(failures)
+
+
+def poisoned(model: str) -> None:
+    """A NaN in one rank's features must stop every rank with the weights as they were."""
+    for stage in range(4):
+        config = tiny_config(model, ds_config("fp32", stage), global_batch=4 * comm.size(), micro_batch=4)
+        engine = build(config)
+        engine.train()
+        before = masters(engine)
+
+        def spoil(e: Any) -> LossOutput:
+            out = build_loss("disco")(e)
+            factor = float("nan") if comm.rank() == 1 else 1.0
+            return LossOutput(out.loss * factor, out.metrics)
+
+        with pytest.raises(FloatingPointError, match="step 0"):
+            train_step(engine, spoil, batches(1, 4), prepare, max_scale=100.0)
+        assert distance(masters(engine), before) == 0
+        engine.destroy()
+
+
+def test_non_finite_gradient_stops_all_ranks_before_the_update(tmp_path):
+    run_ranks(poisoned, 2, write_tiny(tmp_path))
+
+
+def curve(model: str, loss: str, count: int) -> list[float]:
+    """Fifty steps of AdamW on the same data, cut into `count` micro-batches per rank."""
+    N = comm.size()
+    config = tiny_config(
+        model,
+        ds_config("fp32", 1),
+        global_batch=32,
+        micro_batch=32 // N // count,
+        steps=50,
+        optim__name="adamw",
+        optim__lr=1e-3,
+    )
+    engine = build(config)
+    engine.train()
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 1e-3
+    values = []
+    for step in range(50):
+        parts = batches(N * count, config.micro_batch, seed=0) if N * count == 1 else _split(step, N, count)
+        if N * count == 1:
+            parts = _split(step, 1, 1)
+        mine = parts[comm.rank() * count : (comm.rank() + 1) * count]
+        out = train_step(engine, build_loss(loss), mine, prepare, max_scale=100.0)
+        values.append(out.metrics["loss"].item())
+    engine.destroy()
+    return values
+
+
+def _split(step: int, ranks: int, count: int) -> list[Batch]:
+    (whole,) = batches(1, 32, seed=step % 8)
+    parts = ranks * count
+    return [{key: value.chunk(parts)[k] for key, value in whole.items()} for k in range(parts)]
+
+
+def curves(model: str, counts: list[int]) -> dict[tuple[str, int], list[float]]:
+    return {(loss, count): curve(model, loss, count) for loss in ("clip", "disco") for count in counts}
+
+
+def test_loss_curves_are_those_of_one_rank(tmp_path):
+    """DisCo-CLIP's Table 2 (clip and disco learn the same), and the cut of the batch does not matter."""
+    model = write_tiny(tmp_path)
+    (alone,) = run_ranks(curves, 1, model, [1])
+    cut = run_ranks(curves, 2, model, [1, 4])[0]
+    true = torch.tensor(alone["clip", 1], dtype=torch.float64)
+    assert true[-1] < 0.9 * true[0], "the run must learn, or the curves say nothing"
+    for label, values in [(("1 rank", *key), value) for key, value in alone.items()] + [
+        (("2 ranks", *key), value) for key, value in cut.items()
+    ]:
+        error = ((torch.tensor(values, dtype=torch.float64) - true) / true).abs().max().item()
+        assert error <= 1e-5, f"{label}: {error}"

@@ -1,0 +1,137 @@
+"""A tiny open_clip model, its batches, and the single-process gradient that every engine must reproduce."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from disco_ds.config import Config, check_config
+from disco_ds.model import build_model
+
+IMAGE_SIZE, CONTEXT, VOCABULARY = 32, 12, 100
+TINY = {
+    "embed_dim": 16,
+    "vision_cfg": {"image_size": IMAGE_SIZE, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8},
+    "text_cfg": {"context_length": CONTEXT, "vocab_size": VOCABULARY, "width": 32, "heads": 2, "layers": 2},
+}
+Batch = dict[str, Tensor]
+
+
+def write_tiny(folder: Path, **vision: Any) -> str:
+    """A model config file; vision: changes of its image tower."""
+    path = folder / "tiny.json"
+    path.write_text(json.dumps(TINY | {"vision_cfg": TINY["vision_cfg"] | vision}))
+    return str(path)
+
+
+def tiny_config(model: str, ds_config: dict[str, Any], **changes: Any) -> Config:
+    """Settings of a run of the tiny model; changes: dotted names with __ for the dot."""
+    tree: dict[str, Any] = {
+        "name": "tiny",
+        "global_batch": 16,
+        "micro_batch": 16,
+        "steps": 10,
+        "model": {"name": model},
+        "data": {"source": "synthetic", "workers": 0},
+        "optim": {"name": "sgd", "momentum": 0.0, "weight_decay": 0.0, "lr": 1.0, "warmup_steps": 0},
+        "log": {"tensorboard": False},
+        "deepspeed": ds_config,
+    }
+    for key, value in changes.items():
+        node = tree
+        *parents, last = key.split("__")
+        for part in parents:
+            node = node.setdefault(part, {})
+        node[last] = value
+    return check_config(tree, "test")
+
+
+def batches(count: int, size: int, seed: int = 0) -> list[Batch]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (size, 3, IMAGE_SIZE, IMAGE_SIZE)
+    return [
+        {
+            "image": torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8),
+            "text": torch.randint(1, VOCABULARY, (size, CONTEXT), generator=generator),
+            "index": torch.arange(number * size, (number + 1) * size),
+        }
+        for number in range(count)
+    ]
+
+
+def prepare(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    return batch["image"], batch["text"], batch["index"]
+
+
+def reference(
+    config: Config, chunks: list[Batch], states: list[Tensor], cast: str = "fp32"
+) -> tuple[dict[str, Tensor], float]:
+    """Gradient of the full-batch loss by one graph in one process, and the loss.
+
+    Each chunk is forwarded under the RNG state recorded for it. cast: fp32, autocast, bf16, fp16: how the towers run.
+    """
+    torch.manual_seed(config.seed)
+    model = build_model(config.model)
+    model.train()
+    if cast in ("bf16", "fp16"):
+        model.to(torch.bfloat16 if cast == "bf16" else torch.float16)
+    image, text = [], []
+    after = torch.get_rng_state()
+    for chunk, state in zip(chunks, states, strict=True):
+        torch.set_rng_state(state)
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast == "autocast"):
+            features = model(chunk["image"], chunk["text"])
+        image.append(features[0])
+        text.append(features[1])
+    torch.set_rng_state(after)
+    logits = features[2] * torch.cat(image) @ torch.cat(text).T
+    labels = torch.arange(len(logits))
+    loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+    # 16-bit gradients of a mean over the batch would be subnormal in fp16; any engine scales them.
+    factor = 256.0 if cast == "fp16" else 1.0
+    (factor * loss).backward()
+    return {name: p.grad.float() / factor for name, p in model.named_parameters() if p.grad is not None}, loss.item()
+
+
+def distance(got: dict[str, Tensor], true: dict[str, Tensor]) -> float:
+    """|got - true| / |true| over the whole gradient."""
+    assert set(got) == set(true), set(got) ^ set(true)
+    difference = sum((got[name].double() - true[name].double()).pow(2).sum() for name in true)
+    return (difference / sum(value.double().pow(2).sum() for value in true.values())).sqrt().item()
+
+
+def norm(gradient: dict[str, Tensor]) -> float:
+    return torch.sqrt(sum(value.double().pow(2).sum() for value in gradient.values())).item()  # type: ignore[arg-type]
+
+
+def masters(engine: Any) -> dict[str, Tensor]:
+    """The fp32 copy of every trained parameter, whole, at any stage and precision. Collective."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    if engine.zero_optimization_stage() > 0:
+        return {name: safe_get_full_fp32_param(p).clone() for name, p in _trained(engine)}
+    return {name: p.detach().clone().float() for name, p in _trained(engine)}
+
+
+def on_boundary_backward(engine: Any, do: Callable[[dict[str, Tensor]], None]) -> None:
+    """Call do(whole gradient by name) between the last backward of each window and its step. Collective."""
+    from deepspeed.utils import safe_get_full_grad
+
+    step = engine.step
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if engine.is_gradient_accumulation_boundary():
+            do({name: safe_get_full_grad(p).clone().float() for name, p in _trained(engine)})
+        return step(*args, **kwargs)
+
+    engine.step = wrapped
+
+
+def _trained(engine: Any) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]

@@ -1,0 +1,298 @@
+"""Rebuild the bundled emoji data set, byte for byte, from seven pinned npm packages.
+
+What it is: it draws the emoji of six vendors at 64 pixels, captions each with its Unicode label, takes duplicates
+and blanks out, splits into train, validation and unseen, and writes tar shards with a manifest and ATTRIBUTION.md.
+What it is not: part of the package (the shards are bundled, nobody needs this tool to train), nor a general builder.
+Needs resvg-py and, without --packages, npm. Run: python tools/make_emoji_shards.py [--packages DIR] [--out DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import importlib.util
+import io
+import json
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import unicodedata
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from tqdm import tqdm
+
+SIZE = 64
+NUM_UNSEEN = 155
+NUM_SHARDS = {"train": 24, "validation": 4, "unseen": 4}
+DRAWN_WITH = {"resvg-py": "0.5.0", "pillow": "13.0.0"}
+LABELS = ("emojibase-data", "17.0.0")
+HELD_OUT = "fluent-emoji-flat"
+# vendor -> version of @iconify-json/<vendor>. The order decides which of two identical drawings stays: a training one.
+VENDORS = {
+    "noto": "1.2.9",
+    "noto-v1": "1.2.5",
+    "twemoji": "1.2.5",
+    "emojione": "1.2.3",
+    "fxemoji": "1.2.2",
+    HELD_OUT: "1.2.6",
+}
+
+
+def read_table(text: str) -> dict[str, str]:
+    """A table of `label = icon name` pairs with semicolons between them; the name "-" stands for no icon."""
+    return dict(pair.strip().split(" = ") for pair in text.split(";"))
+
+
+# What vendors without a code point table call an emoji that CLDR has renamed since, or where a name misleads.
+OLDER_NAMES = read_table("""bullseye = direct-hit; cricket = -; enraged face = pouting-face; robot = robot-face;
+    face with crossed-out eyes = dizzy-face; flag: Türkiye = flag-for-turkey; keycap: # = keycap-pound;
+    heart exclamation = heavy-heart-exclamation; keycap: * = keycap-asterisk; UP! button = up-text-button;
+    men holding hands = two-men-holding-hands; person in suit levitating = man-in-suit-levitating;
+    person with skullcap = man-with-chinese-cap; person with veil = bride-with-veil; water pistol = -;
+    person: blond hair = blond-haired-person; red exclamation mark = exclamation-mark;
+    red question mark = question-mark; smiling face with open hands = hugging-face;
+    woman and man holding hands = man-and-woman-holding-hands; women holding hands = two-women-holding-hands""")
+# fxemoji's drawing where its Unicode name leads to another one (its "cat" is a cat's face, its "pistol" a gun).
+FXEMOJI_NAMES = read_table("""cat = catside; cat face = cat; dog = dogside; dog face = dog; dragon = dragonside;
+    dragon face = dragonhead; keyboard = wiredkeyboard; kiss = couplekiss; kissing face = kiss;
+    laptop = oldpersonalcomputer; leopard = leopardside; mouse = mouseside; mouse face = mouse; pig = pigside;
+    pig face = pig; rabbit = bunnyside; rabbit face = bunny; tiger = tigerside; tiger face = tiger; water pistol = -""")
+ATTRIBUTION_HEAD = """# Attribution of the bundled emoji images
+
+The images are drawings by the vendors below, each under its own licence. They were changed: the vector drawings were
+rasterised to 64 x 64 pixels on white and reduced to 64 colours; skin tones, duplicates and blank images were left out.
+Each sample's JSON names its vendor and licence (SPDX). Captions, keywords and groups come from emojibase-data (MIT);
+they were put into lower case. Neither the vendors nor emojibase endorse this project.
+The text of the Apache License 2.0 is the LICENSE of this project, that of the MIT License stands at the end.
+`tools/make_emoji_shards.py` rebuilds the files, this one included, and says how.
+
+| vendor | work | author | licence | npm package |
+|---|---|---|---|---|"""
+ATTRIBUTION_MIT = """## MIT License
+
+Copyright (c) Microsoft Corporation (fluent-emoji-flat)
+"""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One image with its caption; `png` is the file as it is shipped, the rest goes into the sample's JSON."""
+
+    png: bytes
+    vendor: str
+    licence: str
+    label: str
+    caption: str
+    keywords: str
+    group: str
+    subgroup: str
+    hexcode: str
+
+    def order(self) -> str:
+        """The hash that shuffles samples, the same on every machine."""
+        return hashlib.sha256(f"{self.vendor}/{self.hexcode}".encode()).hexdigest()
+
+    def members(self, key: str) -> dict[str, bytes]:
+        """The three members of this sample in a shard: name -> content."""
+        fields = {name: value for name, value in vars(self).items() if name != "png"}
+        fields |= {"key": key, "width": SIZE, "height": SIZE}
+        text = json.dumps(fields, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+        return {f"{key}.json": text.encode(), f"{key}.png": self.png, f"{key}.txt": self.caption.encode()}
+
+
+def read_package(folder: Path, name: str, version: str) -> dict[str, bytes]:
+    """The JSON files and the licence of a packed npm package: path inside the package -> content."""
+    path = folder / f"{name.removeprefix('@').replace('/', '-')}-{version}.tgz"
+    if not path.exists():
+        raise ValueError(f"no {path.name} in {folder}; `npm pack {name}@{version}` makes it, so does no --packages")
+    pattern = re.compile(r"package/((en/data|meta/[\w-]+|\w+)\.json|LICENSE)")
+    with tarfile.open(path) as tar:
+        opened = ((member.name, tar.extractfile(member)) for member in tar if pattern.fullmatch(member.name))
+        files = {inside.removeprefix("package/"): file.read() for inside, file in opened if file}
+    found = json.loads(files["package.json"])
+    if (found["name"], found["version"]) != (name, version):
+        raise ValueError(f"{path} holds {found['name']} {found['version']}, expected {name} {version}")
+    return files
+
+
+def plain(text: str) -> str:
+    """Lower case with straight quotation marks."""
+    return text.lower().translate(str.maketrans("\u2019\u201c\u201d", '\'""'))
+
+
+def slug(label: str) -> str:
+    """The icon name that the vendors' packages make of a label."""
+    text = unicodedata.normalize("NFKD", label.lower().replace("&", "and")).encode("ascii", "ignore").decode()
+    return re.sub(r"[^a-z0-9]+", "-", text).strip("-")
+
+
+def without_selector(hexcode: str) -> str:
+    """A hexcode without the variation selector, which vendors write or leave out."""
+    return hexcode.upper().replace("-FE0F", "")
+
+
+def find_icon(icons: dict[str, Any], chars: dict[str, str], entry: dict[str, Any], unicode_name: str) -> str | None:
+    """The name of a vendor's drawing of an emoji, or None: by code point, else by the names the emoji has or had."""
+    label, is_fxemoji = entry["label"], icons["prefix"] == "fxemoji"
+    told = chars.get(without_selector(entry["hexcode"])) or (FXEMOJI_NAMES if is_fxemoji else OLDER_NAMES).get(label)
+    if told:
+        names = [told]
+    elif is_fxemoji:
+        names = [slug(name).replace("-", "") for name in (unicode_name, label)]
+    else:
+        older = slug(re.sub(r"\bcat\b", "cat face", re.sub(r" \(.+\)", "", label)))
+        flag = older.removeprefix("flag-")
+        names = [slug(label), older, f"flag-for-{flag}", f"flag-for-flag-{flag}"]
+    known = icons["icons"].keys() | icons.get("aliases", {}).keys()
+    return next((name for name in names if name in known), None)
+
+
+def make_svg(icons: dict[str, Any], name: str) -> str | None:
+    """The whole SVG of an icon; None where it cannot be drawn as meant (withdrawn, or its style sheet is lost)."""
+    alias = icons.get("aliases", {}).get(name, {})
+    icon = icons["icons"][alias.get("parent", name)]
+    body = icon["body"]
+    if icon.get("hidden") or (" class=" in body and "<style" not in body):
+        return None
+    assert alias.keys() <= {"parent", "hFlip"}, f"teach make_svg the alias {name}: {alias}"
+    left, top = icon.get("left", 0), icon.get("top", 0)
+    width, height = (icon.get(side, icons.get(side, 16)) for side in ("width", "height"))
+    if alias.get("hFlip"):
+        body = f'<g transform="translate({2 * left + width} 0) scale(-1 1)">{body}</g>'
+    spaces = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    return f'<svg {spaces} width="{SIZE}" height="{SIZE}" viewBox="{left} {top} {width} {height}">{body}</svg>'
+
+
+def render(svg: str) -> bytes | None:
+    """A palettised PNG [64, 64] of an SVG on white; None where nothing can be seen on it."""
+    from resvg_py import svg_to_bytes  # the rest of this file, and its tests, do without
+
+    drawn = svg_to_bytes(svg_string=svg, background="#ffffff", skip_system_fonts=True)
+    image = Image.open(io.BytesIO(bytes(drawn))).convert("RGB")
+    if min(low for low, _ in image.getextrema()) > 240:
+        return None
+    image = image.quantize(64, method=Image.Quantize.MEDIANCUT, kmeans=2, dither=Image.Dither.NONE)
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", optimize=True)
+    return buffer.getvalue()
+
+
+def draw_vendor(vendor: str, files: dict[str, bytes], labels: dict[str, bytes]) -> list[Sample]:
+    """Every emoji of one vendor that has a label, drawn; skin tones and single letters are left out."""
+    icons, chars, info = (json.loads(files[f"{name}.json"]) for name in ("icons", "chars", "info"))
+    chars = {without_selector(code): name for code, name in chars.items()}
+    unicode_names, names = (json.loads(labels[f"meta/{name}.json"]) for name in ("unicode-names", "groups"))
+    licence = info["license"]["spdx"]
+    samples = []
+    for entry in tqdm(json.loads(labels["en/data.json"]), desc=vendor, unit="emoji"):
+        label, code = entry["label"], entry["hexcode"]
+        group = names["groups"].get(str(entry.get("group")), "component")
+        if group == "component":  # skin tones, hair, regional indicator letters: modifiers, no concepts
+            continue
+        icon = find_icon(icons, chars, entry, unicode_names.get(without_selector(code), ""))
+        svg = make_svg(icons, icon) if icon else None
+        if svg and (png := render(svg)):
+            keywords, subgroup = plain(", ".join(entry["tags"])), names["subgroups"][str(entry["subgroup"])]
+            samples.append(Sample(png, vendor, licence, label, plain(label), keywords, group, subgroup, code))
+    return samples
+
+
+def drop_duplicates(samples: list[Sample]) -> list[Sample]:
+    """Keep the first of identical images with one label, and none of those that carry several labels."""
+    same: dict[bytes, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        same[Image.open(io.BytesIO(sample.png)).convert("RGB").tobytes()].append(sample)
+    return [alike[0] for alike in same.values() if len({sample.label for sample in alike}) == 1]
+
+
+def split(samples: list[Sample]) -> dict[str, list[Sample]]:
+    """Samples per split: unseen labels are on no training image, validation labels are all on one."""
+    trained = {sample.label for sample in samples if sample.vendor != HELD_OUT}
+    held_out = [sample for sample in samples if sample.vendor == HELD_OUT and sample.label in trained]
+    # in the order of groups and then of a hash, every n-th label: spread over the groups by their size
+    ordered = sorted(held_out, key=lambda s: (s.group, hashlib.sha256(s.label.encode()).hexdigest()))
+    unseen = {ordered[i * len(ordered) // NUM_UNSEEN].label for i in range(NUM_UNSEEN)}
+    return {
+        "train": [s for s in samples if s.vendor != HELD_OUT and s.label not in unseen],
+        "validation": [s for s in held_out if s.label not in unseen],
+        "unseen": [s for s in held_out if s.label in unseen],
+    }
+
+
+def write_shards(samples: list[Sample], folder: Path, num_shards: int) -> None:
+    """Write shards of equal size (within one) in a hash-shuffled order, and manifest.json; older shards are removed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("*.tar"):
+        old.unlink()
+    ordered = sorted(samples, key=Sample.order)
+    shards = []
+    for number in range(num_shards):
+        path, dealt = folder / f"{number:05d}.tar", ordered[number::num_shards]
+        with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+            for index, sample in enumerate(dealt):
+                for name, content in sample.members(f"{number:05d}{index:04d}").items():
+                    info = tarfile.TarInfo(name)  # mtime 0, uid 0, gid 0, no names, mode 644
+                    info.size = len(content)
+                    tar.addfile(info, io.BytesIO(content))
+        shards.append({"name": path.name, "samples": len(dealt), "bytes": path.stat().st_size})
+    (folder / "manifest.json").write_text(json.dumps({"version": 1, "shards": shards}, indent=1) + "\n", "utf-8")
+
+
+def attribution(packages: dict[str, dict[str, bytes]], splits: dict[str, list[Sample]]) -> str:
+    """ATTRIBUTION.md: whose work it is, under which licence, what was changed, how much of it is where."""
+    counts = Counter((name, sample.vendor) for name, samples in splits.items() for sample in samples)
+    lines = [ATTRIBUTION_HEAD]
+    for vendor, version in VENDORS.items():
+        info = json.loads(packages[vendor]["info.json"])
+        author, licence = info["author"], info["license"]
+        edition = f", edition {info['version']}" if "version" in info else ""
+        lines.append(
+            f"| {vendor} | {info['name']}{edition} | {author['name']}, <{author['url']}> "
+            f"| [{licence['spdx']}]({licence['url']}) | `@iconify-json/{vendor}` {version} |"
+        )
+    lines += ["", "## Images per vendor and split", "", "| vendor | train | validation | unseen |", "|---|---|---|---|"]
+    lines += [f"| {vendor} | " + " | ".join(str(counts[name, vendor]) for name in splits) + " |" for vendor in VENDORS]
+    lines += ["| all | " + " | ".join(str(len(samples)) for samples in splits.values()) + " |", ""]
+    mit = packages[LABELS[0]]["LICENSE"].decode().split("\n\n", 2)
+    lines += [ATTRIBUTION_MIT, mit[1] + f" ({LABELS[0]})", "", mit[2].strip(), ""]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Read the packages, draw, split and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--packages", type=Path, help="folder with the packed npm packages (default: npm pack them)")
+    default = Path(__file__).resolve().parents[1] / "disco_ds" / "assets" / "emoji"
+    parser.add_argument("--out", type=Path, default=default, help="folder to write to (default: the package's)")
+    args = parser.parse_args()
+    if importlib.util.find_spec("resvg_py") is None:
+        parser.error(f"resvg-py draws and is missing; pip install resvg-py=={DRAWN_WITH['resvg-py']}")
+    for name, version in DRAWN_WITH.items():
+        if (found := importlib.metadata.version(name)) != version:
+            print(f"{name} is {found}, the bundled files were made with {version}: bytes may differ", file=sys.stderr)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.packages or Path(temporary)
+        if args.packages is None:
+            names = [f"@iconify-json/{vendor}@{version}" for vendor, version in VENDORS.items()] + ["@".join(LABELS)]
+            subprocess.run(["npm", "pack", "--silent", "--pack-destination", temporary, *names], check=True)
+        packages = {vendor: read_package(folder, f"@iconify-json/{vendor}", VENDORS[vendor]) for vendor in VENDORS}
+        packages[LABELS[0]] = read_package(folder, *LABELS)
+    drawn = [s for vendor in VENDORS for s in draw_vendor(vendor, packages[vendor], packages[LABELS[0]])]
+    samples = drop_duplicates(drawn)
+    splits = split(samples)
+    for name, part in splits.items():
+        write_shards(part, args.out / name, NUM_SHARDS[name])
+        print(f"{name}: {len(part)} images, {len({s.label for s in part})} labels in {NUM_SHARDS[name]} shards")
+    (args.out / "ATTRIBUTION.md").write_text(attribution(packages, splits), "utf-8")
+    print(f"{len(drawn)} drawn, {len({s.label for s in drawn})} labels, {len(drawn) - len(samples)} duplicates dropped")
+
+
+if __name__ == "__main__":
+    main()
