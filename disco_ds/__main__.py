@@ -55,7 +55,12 @@ def index(argv: list[str]) -> int:
 
     try:
         with tqdm(unit=" shards") as bar:
-            manifest = index_shards(args.folder, args.workers, progress=bar.update)
+
+            def progress(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+
+            manifest = index_shards(args.folder, args.workers, progress)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

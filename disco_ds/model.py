@@ -147,12 +147,22 @@ def read_text_size(model: Any) -> tuple[int, int]:
     return text.context_length, vocab_size
 
 
-def build_tokenizer(settings: ModelSettings) -> Any:
-    """open_clip's tokenizer of this model: list of strings -> [n, L] int64. Picklable for open_clip's own BPE."""
+def build_tokenizer(settings: ModelSettings, model: nn.Module) -> Any:
+    """open_clip's tokenizer of this model: list of strings -> [n, L] int64.
+
+    Raises: ValueError if it cannot be loaded, or has tokens the model has no embedding for.
+    """
     try:
-        return open_clip.get_tokenizer(register_config(settings.name))
+        tokenizer = open_clip.get_tokenizer(register_config(settings.name))
     except OSError as error:
         raise ValueError(f"model {settings.name}: its tokenizer could not be loaded: {error}") from error
+    _, vocab_size = read_text_size(model)
+    if getattr(tokenizer, "vocab_size", 0) > vocab_size:
+        raise ValueError(
+            f"model {settings.name}: text_cfg.vocab_size {vocab_size} is too small for its tokenizer's "
+            f"{tokenizer.vocab_size} tokens"
+        )
+    return tokenizer
 
 
 def register_config(name: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import random
 import shlex
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -148,23 +150,24 @@ def build(config: Config, resume: str | None, stack: ExitStack) -> Run:
     with comm.together("data"):
         manifest = load_manifest(resolve_shards(config.data.shards)) if config.data.shards else None
     with comm.together("model"):
-        torch.manual_seed(config.seed)
+        seed_generators(config.seed)
         model = build_model(config.model, loss.initial_scale, loss.initial_bias, loss.learns_scale)
     preprocessing = read_preprocessing(model)
     image = ImageSpec(preprocessing.size, preprocessing.interpolation, preprocessing.resize_mode)
     identity = checkpoint.identity(config, ranks, manifest.fingerprint if manifest else "synthetic")
-    folder = open_folder(config, resume, stack)
+    folder = open_folder(config, resume, stack) if resume else None
     saved = None
     with comm.together("data"):
-        if resume:
+        if folder:
             saved = checkpoint.read(checkpoint.find_latest(folder))
             checkpoint.refuse_changes(saved.meta["identity"], identity)
         loader = build_loader(config, manifest, model, image, saved)
     stack.callback(loader.close)
+    folder = folder or open_folder(config, None, stack)
     ds_config = render_ds_config(config, ranks, folder)
     write_settings(config, ds_config, folder)
     # Dropout must differ between ranks; the weights above must not.
-    torch.manual_seed(config.seed + 1 + comm.rank())
+    seed_generators(config.seed + 1 + comm.rank())
     engine = build_engine(model, config.optim, ds_config)
     if saved:
         checkpoint.restore(saved, engine)
@@ -172,6 +175,13 @@ def build(config: Config, resume: str | None, stack: ExitStack) -> Run:
     metrics = Metrics(folder, engine.monitor.write_events, config.global_batch, config.num_steps, first_step)
     stack.callback(metrics.close)
     return Run(config, folder, engine, loss, loader, metrics, image, identity, first_step)
+
+
+def seed_generators(seed: int) -> None:
+    """Every generator a model may draw from."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)
 
 
 def build_loader(
@@ -183,7 +193,7 @@ def build_loader(
         config.data,
         manifest,
         image,
-        build_tokenizer(config.model),
+        build_tokenizer(config.model, model),
         context_length,
         vocab_size,
         rank=comm.rank(),
@@ -218,7 +228,7 @@ def write_settings(config: Config, ds_config: dict[str, Any], folder: Path) -> N
 def finish(run: Run) -> None:
     """Evaluate, and say what came of it. Collective."""
     config = run.config
-    results = classify_sets(run.engine, config, run.image, build_tokenizer(config.model))
+    results = classify_sets(run.engine, config, run.image, build_tokenizer(config.model, run.engine.module))
     values = {
         f"eval/{name}_{kind}": getattr(value, kind) for name, value in results.items() for kind in ("top1", "top5")
     }

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from disco_ds.data import DataOrder, choose_slots, keyed_uniform
-from disco_ds.data.keyed import keyed_bits, keyed_permutation
+from disco_ds.data.keyed import keyed_bits, keyed_permutation, keyed_row
 
 
 @pytest.mark.parametrize(("sizes", "slots"), [([7, 3, 12, 5, 9], 4), ([50], 6), ([1] * 9, 9), ([400, 1, 1], 8)])
@@ -111,6 +111,13 @@ def test_keyed_uniform_columns_do_not_depend_on_the_request() -> None:
     assert torch.equal(whole[:, 32:], keyed_uniform(9, epoch, index, 8, first=32))
     assert torch.equal(whole[1:2], keyed_uniform(9, epoch[1:2], index[1:2], 40))
     assert len({tuple(row.tolist()) for row in whole}) == 3
+
+
+def test_keyed_row_is_the_samples_row_of_keyed_uniform() -> None:
+    epoch, index = torch.tensor([0, 3, 1]), torch.tensor([0, 2**33 + 1, 99])
+    for seed in (0, 17, 2**64 - 1):
+        rows = [keyed_row(seed, int(e), int(i), 23, 4) for e, i in zip(epoch, index, strict=True)]
+        assert rows == keyed_uniform(seed, epoch, index, 23, 4).tolist()
 
 
 def test_keyed_uniform_is_uniform_and_uncorrelated() -> None:

@@ -94,6 +94,7 @@ def test_entry_beyond_a_shard_that_shrank_is_a_broken_sample(tmp_path: Path) -> 
     (tmp_path / "00000.tar").write_bytes(b"")
     with pytest.raises(BrokenSample, match="png member has 0 of"):
         reader.read(0, 1)
+    assert reader.name(0, 1) == "00000.tar/entry 1"
     reader.close()
 
 

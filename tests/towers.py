@@ -15,7 +15,8 @@ from disco_ds.config import Config, check_config
 from disco_ds.model import build_model
 
 IMAGE_SIZE, CONTEXT, VOCABULARY = 32, 12, 100
-TINY = {
+BPE_SIZE = 49_408  # of open_clip's tokenizer
+TINY: dict[str, Any] = {
     "embed_dim": 16,
     "vision_cfg": {"image_size": IMAGE_SIZE, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8},
     "text_cfg": {"context_length": CONTEXT, "vocab_size": VOCABULARY, "width": 32, "heads": 2, "layers": 2},
@@ -23,10 +24,11 @@ TINY = {
 Batch = dict[str, Tensor]
 
 
-def write_tiny(folder: Path, **vision: Any) -> str:
+def write_tiny(folder: Path, vocab_size: int = VOCABULARY, **vision: Any) -> str:
     """A model config file; vision: changes of its image tower."""
     path = folder / "tiny.json"
-    path.write_text(json.dumps(TINY | {"vision_cfg": TINY["vision_cfg"] | vision}))
+    text_cfg = TINY["text_cfg"] | {"vocab_size": vocab_size}
+    path.write_text(json.dumps(TINY | {"vision_cfg": TINY["vision_cfg"] | vision, "text_cfg": text_cfg}))
     return str(path)
 
 

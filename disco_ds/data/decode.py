@@ -25,6 +25,8 @@ from disco_ds.data.tar import BrokenSample
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 """What PIL may open: others start programs (EPS) or are no photographs."""
+# decode_image has a limit of its own, from the settings; PIL's is fixed, and warns of images it then decodes.
+Image.MAX_IMAGE_PIXELS = None
 _TRIES = 10
 NUM_CROP_NUMBERS = 2 * _TRIES + 2
 
@@ -64,8 +66,11 @@ def decode_image(data: bytes, max_pixels: int) -> Image.Image:
         image: Image.Image = Image.open(BytesIO(data), formats=_FORMATS)
         width, height = image.size
         if width * height <= max_pixels:
-            # PIL warns about a palette with alpha values unless it goes through RGBA.
-            return (image.convert("RGBA") if "transparency" in image.info else image).convert("RGB")
+            image.load()
+            if image.mode == "P" and "transparency" in image.info:
+                # PIL warns about alpha values of a palette unless they go through RGBA.
+                image = image.convert("RGBA")
+            return image if image.mode == "RGB" else image.convert("RGB")
     except Exception as error:
         # PIL's decoders raise whatever comes to their mind (OSError, SyntaxError, struct.error, IndexError, ...).
         raise BrokenSample(f"image: {type(error).__name__}: {error}") from None

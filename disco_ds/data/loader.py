@@ -22,9 +22,7 @@ from disco_ds.data.decode import ImageSpec
 from disco_ds.data.manifest import Manifest
 from disco_ds.data.order import DataOrder, choose_slots
 from disco_ds.data.source import ShardSource, Source, SyntheticSource, Tokenize
-from disco_ds.data.worker import DataError, Job, Part, Worker, produce_parts
-
-_NAMED = 5
+from disco_ds.data.worker import NUM_NAMED, DataError, Job, Part, Worker, produce_parts
 
 
 @dataclass(frozen=True)
@@ -89,18 +87,12 @@ class Loader:
         self.num_slots = choose_slots(len(sizes), self.num_samples, settings.slots, size)
         slots = tuple(range(rank, self.num_slots, size))
         num_workers = min(settings.workers, len(slots))
-        source: Source = (
-            ShardSource(
-                settings, manifest, image, tokenize, context_length, seed, -(-len(slots) // max(1, num_workers))
-            )
-            if manifest is not None
-            else SyntheticSource(settings.num_samples, image, context_length, vocab_size, seed)
-        )
+        source: Source = SyntheticSource(settings.num_samples, image, context_length, vocab_size, seed)
+        if manifest is not None:
+            per_worker = -(-len(slots) // max(1, num_workers))
+            source = ShardSource(settings, manifest, image, tokenize, context_length, seed, per_worker)
         self._origin = {"slots": self.num_slots, "fingerprint": source.fingerprint, "global_batch": global_batch}
-        if state is None:
-            cursor = dict.fromkeys(range(self.num_slots), (0, 0))
-            state = {**self._origin, "steps": 0, "broken": 0, "cursor": cursor}
-        self._check(state)
+        state = self._check(state)
         self._rank = rank
         self._num_parts = global_batch // size // micro_batch
         self._steps: int = state["steps"]
@@ -124,8 +116,6 @@ class Loader:
             micro_batch=micro_batch,
             image_size=image.size,
             context_length=context_length,
-            worker=0,
-            num_workers=max(1, num_workers),
         )
         self._receive = self._start(job, settings, num_workers, tokenize.__module__)
 
@@ -154,10 +144,10 @@ class Loader:
         self._error = self._error or "the loader is closed"
         self._resources.close()
 
-    def _begin(self) -> dict[str, Any]:
-        return {**self._origin, "steps": 0, "broken": 0, "cursor": dict.fromkeys(range(self.num_slots), (0, 0))}
-
-    def _check(self, state: dict[str, Any]) -> None:
+    def _check(self, state: dict[str, Any] | None) -> dict[str, Any]:
+        """The state to begin from, once it is known to be of this order."""
+        if state is None:
+            return {**self._origin, "steps": 0, "broken": 0, "cursor": dict.fromkeys(range(self.num_slots), (0, 0))}
         for key, expected in self._origin.items():
             if state[key] != expected:
                 raise ValueError(
@@ -168,6 +158,7 @@ class Loader:
             raise ValueError(
                 f"the data state has {len(state['cursor'])} of {self.num_slots} slots: merge_states of every rank first"
             )
+        return state
 
     def _start(self, job: Job, settings: DataSettings, num_workers: int, preload: str) -> list[Callable[[], Part]]:
         """What gives the next part of each worker."""
@@ -176,7 +167,9 @@ class Loader:
             return [produce_parts(job).__next__]
         receive = []
         for number in range(num_workers):
-            worker = Worker(replace(job, worker=number), settings.prefetch, settings.timeout_s, preload)
+            worker = Worker(
+                replace(job, worker=number, num_workers=num_workers), settings.prefetch, settings.timeout_s, preload
+            )
             self._resources.callback(worker.close)
             self.worker_pids.append(worker.pid)
             receive.append(worker.receive)
@@ -205,7 +198,7 @@ class Loader:
         for part in parts:
             self._cursor.update(part.cursor)
             self.broken += len(part.broken)
-            self.last_broken = [*self.last_broken, *part.broken][-_NAMED:]
+            self.last_broken = [*self.last_broken, *part.broken][-NUM_NAMED:]
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:

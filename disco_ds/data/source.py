@@ -23,7 +23,7 @@ from disco_ds.data.decode import (
     resize_for_evaluation,
     resize_random_crop,
 )
-from disco_ds.data.keyed import CAPTION_COLUMN, CROP_COLUMN, keyed_bits, keyed_uniform
+from disco_ds.data.keyed import CAPTION_COLUMN, CROP_COLUMN, keyed_bits, keyed_row
 from disco_ds.data.manifest import Manifest
 from disco_ds.data.order import SLOTS
 from disco_ds.data.tar import TarReader
@@ -82,9 +82,7 @@ class ShardSource:
 
     def read(self, shard: int, entry: int, epoch: int, index: int) -> tuple[Tensor, Tensor]:
         members = self._reader.read(shard, entry)
-        numbers = keyed_uniform(
-            self._seed, torch.tensor([epoch]), torch.tensor([index]), CAPTION_COLUMN + 1, CROP_COLUMN
-        )[0].tolist()
+        numbers = keyed_row(self._seed, epoch, index, CAPTION_COLUMN + 1, CROP_COLUMN)
         caption = self._captions.pick(members, numbers[CAPTION_COLUMN])
         picture = decode_image(find_image(members, self._settings.image_key), self._settings.max_pixels)
         if self._settings.crop_scale is None:
@@ -135,7 +133,8 @@ class SyntheticSource:
         text = (bits[num_cells:] & 0xFFFF_FFFF) % (self._vocab_size - 2)
         # As open_clip's tokenizer ends: its text towers pool at the largest token.
         text[0], text[-1] = self._vocab_size - 2, self._vocab_size - 1
-        return cells[:, rows][:, :, columns], text
+        # Columns first: the rows are then copied whole.
+        return cells.index_select(2, columns).index_select(1, rows), text
 
     def name(self, shard: int, entry: int) -> str:
         return f"synthetic {shard}/{entry}"

@@ -12,6 +12,7 @@ import re
 from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -106,8 +107,8 @@ def _walk(file: BinaryIO, at: int = 0) -> Iterator[tuple[str, int, int, int]]:
             raise _TruncatedError(f"byte {at} is not a tar header")
         first = at if first is None else first
         kind, data = block[156:157], at + _BLOCK
-        if kind in _REGULAR:
-            size = int(extra.get("size", size))
+        if kind in _REGULAR and extra.get("size", "").isdecimal():
+            size = int(extra["size"])
         at = data + (size + _BLOCK - 1) // _BLOCK * _BLOCK
         if data + size > end:
             raise _TruncatedError(f"the member at byte {data} needs {size} bytes, the file ends at {end}")
@@ -130,7 +131,8 @@ def _size(block: bytes) -> int | None:
         return None
     rest = block[:148] + b" " * 8 + block[156:]
     total = sum(rest)
-    return size if checksum == total or checksum == total - 256 * sum(byte > 127 for byte in rest) else None
+    agrees = checksum == total or checksum == total - 256 * sum(byte > 127 for byte in rest)
+    return size if agrees and size >= 0 else None
 
 
 def _name(block: bytes) -> str:
@@ -186,11 +188,11 @@ class TarReader:
     def name(self, shard: int, entry: int) -> str:
         """`shard/key` for messages."""
         index = self._index(shard)
-        if entry >= len(index):
-            return f"{self._names[shard]}/entry {entry}"
-        member, *_ = next(_walk(self._file(shard), index.header(entry)))
-        key, _ = base_plus_ext(member)
-        return f"{self._names[shard]}/{key}"
+        with suppress(_TruncatedError):
+            if entry < len(index):
+                member, *_ = next(_walk(self._file(shard), index.header(entry)))
+                return f"{self._names[shard]}/{base_plus_ext(member)[0]}"
+        return f"{self._names[shard]}/entry {entry}"
 
     def close(self) -> None:
         for file in self._files.values():

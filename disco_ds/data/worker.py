@@ -14,6 +14,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import signal
+import sys
 import threading
 import traceback
 import warnings
@@ -34,7 +35,8 @@ from disco_ds.data.tar import BrokenSample
 
 SPARE_BROKEN = 16
 """Broken samples that a worker tolerates beyond its fraction: the first one read must not stop a run."""
-_NAMED = 5
+NUM_NAMED = 5
+"""Broken samples that a message names."""
 
 
 class DataError(Exception):
@@ -76,9 +78,9 @@ class Job:
     micro_batch: int
     image_size: tuple[int, int]
     context_length: int
-    worker: int
+    worker: int = 0
     """It owns slots[worker::num_workers]."""
-    num_workers: int
+    num_workers: int = 1
 
 
 class _Stream:
@@ -95,7 +97,7 @@ class _Stream:
     def next(self, slot: int, epoch: int, offset: int, broken: list[str]) -> tuple[Tensor, Tensor, int, int, int]:
         """(image, text, id, epoch, offset) of the slot's next good sample from (epoch, offset) on.
 
-        Raises:  DataError when too many were broken, or all of a whole round of the slot.
+        Raises:  DataError when too many were broken, or all that the slot has in two epochs.
         """
         skipped = 0
         while True:
@@ -111,12 +113,13 @@ class _Stream:
             skipped += 1
             offset += 1
             self._count(broken[-1])
-            if skipped >= max(SPARE_BROKEN, self._order.length(slot, epoch)):
+            # Also with data.max_broken=1 a slot that finds nothing ends; each epoch gives it other samples.
+            if skipped >= SPARE_BROKEN + 2 * self._order.length(slot, epoch):
                 raise DataError(f"slot {slot} found no readable sample in {skipped}; the last: {'; '.join(self._last)}")
 
     def _count(self, text: str) -> None:
         self._broken += 1
-        self._last = [*self._last, text][-_NAMED:]
+        self._last = [*self._last, text][-NUM_NAMED:]
         if self._broken > SPARE_BROKEN + self._max_broken * self._read:
             raise DataError(
                 f"{self._broken} of {self._read} samples are broken, more than {SPARE_BROKEN} and data.max_broken="
@@ -162,7 +165,7 @@ class Worker:
         context.set_forkserver_preload([__name__, preload])
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_main, args=(job, theirs), daemon=True)
-        with _hold_signals():
+        with _hold_signals(), _hide_main():
             self._process.start()
         theirs.close()
         # At exit multiprocessing asks daemons to terminate, a signal the workers hold back: end them before that.
@@ -214,6 +217,18 @@ def _hold_signals() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@contextmanager
+def _hide_main() -> Iterator[None]:
+    """Start a process that does not import the trainer's main module again: it would bring DeepSpeed into each."""
+    main = sys.modules["__main__"]
+    hidden = {name: vars(main).pop(name) for name in ("__spec__", "__file__") if name in vars(main)}
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        vars(main).update(hidden)
 
 
 def _main(job: Job, connection: Connection) -> None:

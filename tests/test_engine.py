@@ -1,0 +1,221 @@
+"""The engine: the schedule by hand, the optimizers' groups, and the learning rate in the update at every ZeRO stage."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from dist import run_ranks
+from timm.optim import Lion
+from torch import Tensor, nn
+from towers import batches, masters, tiny_config, write_tiny
+
+from disco_ds import comm
+from disco_ds.config import OptimSettings
+from disco_ds.ds_config import render_ds_config
+from disco_ds.engine import backward_and_step, build_engine, build_optimizer, learning_rate, set_lr
+from disco_ds.model import build_model, parameter_groups
+
+# The schedule
+
+
+def lrs(num_steps: int, peak: float = 1.0, **settings: Any) -> list[float]:
+    optim = OptimSettings(**settings)
+    return [learning_rate(step, num_steps, peak, optim) for step in range(num_steps)]
+
+
+def test_warmup_rises_by_equal_steps_from_above_zero_to_the_peak() -> None:
+    for schedule in ({"schedule": "cosine"}, {"schedule": "constant"}, {"schedule": "cooldown", "cooldown_steps": 2}):
+        values = lrs(20, peak=2.0, warmup_steps=4, **schedule)
+        assert values[:4] == pytest.approx([0.5, 1.0, 1.5, 2.0])
+        assert max(values) == 2.0
+
+
+def test_cosine_by_hand() -> None:
+    # Steps 2 to 5 are at 0, 1/4, 1/2 and 3/4 of the half wave from 1 to 0.2.
+    half = math.sqrt(0.5)
+    expected = [0.5, 1.0, 1.0, 0.2 + 0.4 * (1 + half), 0.6, 0.2 + 0.4 * (1 - half)]
+    assert lrs(6, schedule="cosine", warmup_steps=2, lr_min=0.2) == pytest.approx(expected)
+
+
+def test_cosine_ends_near_its_minimum() -> None:
+    values = lrs(1000, peak=3.0, schedule="cosine", warmup_steps=100, lr_min=0.1)
+    assert values[99] == values[100] == 3.0
+    assert all(before > after for before, after in itertools.pairwise(values[100:]))
+    assert 0.1 < values[-1] < 0.1001
+    settings = OptimSettings(warmup_steps=100, lr_min=0.1)
+    assert learning_rate(1000, 1000, 3.0, settings) == learning_rate(5000, 1000, 3.0, settings) == pytest.approx(0.1)
+
+
+def test_constant_stays_at_the_peak() -> None:
+    assert lrs(5, peak=0.25, schedule="constant", warmup_steps=2) == [0.125, 0.25, 0.25, 0.25, 0.25]
+
+
+def test_cooldown_by_hand() -> None:
+    values = lrs(8, peak=1.0, schedule="cooldown", warmup_steps=2, cooldown_steps=4, lr_min=0.2)
+    assert values == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4])
+
+
+@pytest.mark.parametrize(
+    "settings", [{"schedule": "cosine"}, {"schedule": "constant"}, {"schedule": "cooldown", "cooldown_steps": 3}]
+)
+def test_schedule_without_warmup_starts_at_the_peak(settings: dict[str, Any]) -> None:
+    values = lrs(6, warmup_steps=0, **settings)
+    assert values[0] == 1.0
+    assert min(values) > 0
+
+
+def test_schedule_of_warmup_alone() -> None:
+    assert lrs(4, warmup_steps=4) == [0.25, 0.5, 0.75, 1.0]
+
+
+# The optimizers
+
+
+def toy_groups() -> list[dict[str, Any]]:
+    model = nn.Linear(3, 2)
+    return [
+        {"name": "matrices", "params": [model.weight], "weight_decay": 0.3},
+        {"name": "vectors", "params": [model.bias], "weight_decay": 0.0},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "defaults"),
+    [
+        ("adamw", torch.optim.AdamW, {"betas": (0.8, 0.7), "eps": 1e-4}),
+        ("lion", Lion, {"betas": (0.8, 0.7)}),
+        ("sgd", torch.optim.SGD, {"momentum": 0.6}),
+    ],
+)
+def test_build_optimizer_passes_settings_and_groups(name: str, kind: type, defaults: dict[str, Any]) -> None:
+    settings = OptimSettings(name=name, betas=(0.8, 0.7), eps=1e-4, momentum=0.6)  # type: ignore[arg-type]
+    optimizer = build_optimizer(toy_groups(), settings)
+    assert type(optimizer) is kind
+    assert [group["name"] for group in optimizer.param_groups] == ["matrices", "vectors"]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
+    for group in optimizer.param_groups:
+        assert defaults.items() <= group.items()
+
+
+# The update
+
+OPTIM: dict[str, Any] = {"weight_decay": 0.1, "momentum": 0.9, "betas": (0.9, 0.98), "eps": 1e-3}
+STEPS = (1e-2, 3e-3, 0.0, 5e-3)
+"""Learning rates of four steps."""
+LOOKED_AT = (
+    "visual.proj",
+    "text_projection",
+    "visual.conv1.weight",
+    "ln_final.weight",
+    "visual.ln_post.bias",
+    "logit_scale",
+)
+"""Parameters whose every entry has a gradient well above its rounding: matrices, vectors and the scale."""
+
+
+def surrogate(model: Any, rank: int) -> Tensor:
+    """A loss whose gradient is another on each rank."""
+    batch = batches(2, 4)[rank]
+    image, text, scale, _ = model(batch["image"], batch["text"])
+    weights = torch.randn(2, *image.shape, generator=torch.Generator().manual_seed(rank))
+    return (weights[0] * image).sum() + (weights[1] * text).sum() + (rank + 1) * scale.sum() / 100
+
+
+def plain_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    """As one would write it by hand, by names and shapes."""
+    matrices = [p for n, p in model.named_parameters() if p.ndim >= 2]
+    others = [p for n, p in model.named_parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    if name == "adamw":
+        return torch.optim.AdamW(groups, lr=123.0, betas=(0.9, 0.98), eps=1e-3)
+    if name == "lion":
+        return Lion(groups, lr=123.0, betas=(0.9, 0.98))
+    return torch.optim.SGD(groups, lr=123.0, momentum=0.9)
+
+
+def plain_changes(name: str, start: nn.Module) -> list[dict[str, Tensor]]:
+    """What each step adds to the parameters looked at, in one process on the mean of both ranks' losses."""
+    model = copy.deepcopy(start)
+    model.forward = start.forward.__func__.__get__(model)  # type: ignore[attr-defined]
+    optimizer = plain_optimizer(name, model)
+    changes = []
+    for lr in STEPS:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.zero_grad()
+        ((surrogate(model, 0) + surrogate(model, 1)) / 2).backward()
+        before = {key: model.get_parameter(key).detach().clone() for key in LOOKED_AT}
+        optimizer.step()
+        changes.append({key: model.get_parameter(key).detach() - before[key] for key in LOOKED_AT})
+    return changes
+
+
+def engine_changes(name: str, stage: int, model_file: str) -> list[dict[str, Tensor]]:
+    config = tiny_config(
+        model_file,
+        {"zero_optimization": {"stage": stage}},
+        global_batch=8,
+        micro_batch=4,
+        optim={"name": name, "lr": 1.0, "warmup_steps": 0, **OPTIM},
+    )
+    torch.manual_seed(0)
+    engine = build_engine(build_model(config.model), config.optim, render_ds_config(config, comm.size()))
+    assert {group["name"] for group in engine.optimizer.param_groups} == {"matrices", "vectors", "scale"}
+    changes = []
+    for lr in STEPS:
+        before = masters(engine)
+        set_lr(engine, lr)
+        norm = backward_and_step(engine, (surrogate(engine, comm.rank()) for _ in range(1)))
+        assert norm is not None
+        assert 0 < norm.item() < math.inf
+        after = masters(engine)
+        changes.append({key: after[key] - before[key] for key in LOOKED_AT})
+    engine.destroy()
+    return changes
+
+
+def compare_updates(model_file: str) -> list[str]:
+    failures = []
+    for name in ("adamw", "lion", "sgd"):
+        torch.manual_seed(0)
+        start = build_model(tiny_config(model_file, {}).model)
+        true = plain_changes(name, start)
+        for stage in range(4):
+            got = engine_changes(name, stage, model_file)
+            for step, lr in enumerate(STEPS):
+                for key in LOOKED_AT:
+                    error = (got[step][key] - true[step][key]).abs().max().item()
+                    size = true[step][key].abs().max().item()
+                    # A change is read from weights of about 1: their rounding, and a relative 1e-4 of the change.
+                    if error > 5e-7 + 1e-4 * size or (size == 0) != (lr == 0):
+                        failures.append(f"{name} zero{stage} step {step} {key}: off by {error} of {size}")
+    return failures
+
+
+def test_learning_rate_and_decay_reach_the_update_at_every_stage(tmp_path: Any) -> None:
+    for failures in run_ranks(compare_updates, 2, write_tiny(tmp_path)):
+        assert not failures, "\n".join(failures)
+
+
+def test_weight_decay_is_seen_in_the_reference(tmp_path: Any) -> None:
+    """The comparison above can tell decay on vectors, and no decay on matrices, from what it wants."""
+    config = tiny_config(write_tiny(tmp_path), {}, optim={"name": "sgd", "momentum": 0.0, "lr": 1.0, "warmup_steps": 0})
+    for decay in (0.0, 0.1):
+        torch.manual_seed(0)
+        model = build_model(config.model)
+        optimizer = build_optimizer(parameter_groups(model, decay), config.optim)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        for group in optimizer.param_groups:
+            group["lr"] = 0.5
+        optimizer.step()
+        moved = {name for name, p in model.named_parameters() if not torch.equal(p.detach(), before[name])}
+        assert moved == ({name for name, p in model.named_parameters() if p.ndim >= 2} if decay else set())
+        for name in moved:
+            torch.testing.assert_close(model.get_parameter(name).detach(), before[name] * (1 - 0.5 * decay))

@@ -1,0 +1,216 @@
+"""The import rules of the package, read from its syntax trees: who may import whom, and who may name DeepSpeed."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import disco_ds
+
+ROOT = Path(disco_ds.__file__).parent
+TESTS = Path(__file__).parent
+
+LAYERS = {
+    **dict.fromkeys(("config", "ds_config", "comm", "kernels"), 0),
+    **dict.fromkeys(("losses", "data", "model", "convnet", "metrics", "watchdog", "run_folder"), 1),
+    **dict.fromkeys(("engine", "step", "checkpoint", "eval", "report"), 2),
+    **dict.fromkeys(("arguments", "train", "plan", "doctor", "launch"), 3),
+    "__main__": 4,
+}
+"""Subject (a module or a package of disco_ds) -> layer. A subject imports itself and layers strictly below."""
+
+WITHIN_A_LAYER = {
+    ("config", "ds_config"): "a recipe's `deepspeed` entry is read and merged by its owner",
+    ("model", "convnet"): "importing it registers the tower with timm",
+    ("step", "engine"): "the step goes through the engine's backward",
+    ("checkpoint", "engine"): "it saves and restores an engine",
+    ("eval", "engine"): "the towers are run through the engine",
+    ("train", "arguments"): "the trainer parses its own command line",
+}
+"""Imports between subjects of one layer, with the reason."""
+
+TYPE_CHECKING_ONLY = {("ds_config", "config"): "names the type it renders; at run time config imports ds_config"}
+
+ONLY_IMPORTS = {"losses": {"losses", "comm", "kernels"}, "data": {"data", "config"}}
+"""Subjects that are told more strictly than by their layer."""
+
+MAX_LINES = 400
+
+
+def modules() -> dict[str, str]:
+    """Dotted name below disco_ds -> source."""
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if parts != ("__init__",):
+            found[".".join(part for part in parts if part != "__init__")] = path.read_text(encoding="utf-8")
+    return found
+
+
+def imports(name: str, source: str) -> Iterator[tuple[str, bool]]:
+    """(absolute dotted name of everything imported, whether under TYPE_CHECKING) of a module below disco_ds."""
+    tree = ast.parse(source)
+    typed = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    package = ["disco_ds", *name.split(".")]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, id(node) in typed) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = [*(package[: -node.level] if node.level else []), *([node.module] if node.module else [])]
+            # `from a import b` may import the module a.b or a name of a: the longer form covers both.
+            yield from ((".".join([*base, alias.name]), id(node) in typed) for alias in node.names)
+
+
+def subjects(name: str, source: str) -> Iterator[tuple[str, bool]]:
+    """(subject of disco_ds, whether under TYPE_CHECKING) of every import of another subject."""
+    own = name.split(".")[0]
+    for target, typed in imports(name, source):
+        root, *rest = target.split(".")
+        if root == "disco_ds":
+            other = rest[0] if rest else ""
+            if other != own:
+                yield other, typed
+
+
+def broken_rules(name: str, source: str) -> list[str]:
+    """Imports of a module that the layers do not allow."""
+    own = name.split(".")[0]
+    if own not in LAYERS:
+        return [f"{own} has no layer: put it into LAYERS"]
+    found = []
+    for other, typed in subjects(name, source):
+        if other not in LAYERS:
+            found.append(f"{name} imports {other or 'the package itself'}, which has no layer")
+        elif own in ONLY_IMPORTS and other not in ONLY_IMPORTS[own]:
+            found.append(f"{name} imports {other}; {own} may import only {sorted(ONLY_IMPORTS[own])}")
+        elif typed and (own, other) in TYPE_CHECKING_ONLY:
+            continue
+        elif LAYERS[other] >= LAYERS[own] and (own, other) not in WITHIN_A_LAYER:
+            found.append(f"{name} (layer {LAYERS[own]}) imports {other} (layer {LAYERS[other]})")
+    return found
+
+
+def names_communication(name: str, source: str) -> list[str]:
+    """Imports and attributes of a module that reach for torch.distributed or deepspeed.comm."""
+    allowed = ("torch.distributed._tools",) if name == "plan" else ()
+    spelled = [target for target, _ in imports(name, source)]
+    spelled += [ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
+    refused = ("torch.distributed", "deepspeed.comm", "deepspeed.init_distributed", "torch.multiprocessing.spawn")
+    return [
+        text
+        for text in spelled
+        if any(text == word or text.startswith(word + ".") for word in refused)
+        and not any(text == word or text.startswith(word + ".") for word in allowed)
+    ]
+
+
+def calls_initialize(source: str) -> bool:
+    spelled = [target for target, _ in imports("", source)]
+    spelled += [ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
+    return "deepspeed.initialize" in spelled or any(text.startswith("deepspeed.DeepSpeedEngine(") for text in spelled)
+
+
+@pytest.mark.parametrize("name", modules())
+def test_module_imports_only_layers_below(name: str) -> None:
+    assert not broken_rules(name, modules()[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "words"),
+    [
+        ("losses.clip", "from disco_ds import config", "losses may import only"),
+        ("losses.clip", "from disco_ds.data.order import DataOrder", "losses may import only"),
+        ("losses.clip", "def f():\n    import disco_ds.engine", "losses may import only"),
+        ("data.tar", "from disco_ds import comm", "data may import only"),
+        ("config", "from disco_ds.model import forward", "imports model"),
+        ("config", "from .train import train", "imports train"),
+        ("data.tar", "from ..comm import rank", "data may import only"),
+        ("metrics", "from disco_ds.run_folder import FINISHED", "imports run_folder"),
+        ("ds_config", "from disco_ds.config import Config", "imports config"),
+        ("engine", "from disco_ds.step import train_step", "imports step"),
+        (
+            "model",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from disco_ds.engine import Engine",
+            "engine",
+        ),
+        ("helpers", "", "has no layer"),
+        ("train", "from disco_ds import helpers", "has no layer"),
+    ],
+)
+def test_import_that_breaks_a_rule_is_found(name: str, source: str, words: str) -> None:
+    (message,) = broken_rules(name, source)
+    assert words in message
+
+
+@pytest.mark.parametrize("pair", [*WITHIN_A_LAYER, *TYPE_CHECKING_ONLY])
+def test_exception_is_in_use(pair: tuple[str, str]) -> None:
+    own, other = pair
+    assert LAYERS[own] == LAYERS[other], "an exception is for one layer"
+    used = {
+        (subject, typed)
+        for name, source in modules().items()
+        if name.split(".")[0] == own
+        for subject, typed in subjects(name, source)
+    }
+    assert (other, pair in TYPE_CHECKING_ONLY) in used, "remove the exception"
+
+
+@pytest.mark.parametrize("name", modules())
+def test_only_comm_names_communication(name: str) -> None:
+    found = names_communication(name, modules()[name])
+    assert bool(found) == (name == "comm"), found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch.distributed as dist",
+        "from torch import distributed",
+        "from torch.distributed.nn import all_gather",
+        "from deepspeed import comm as dist",
+        "import deepspeed.comm",
+        "import deepspeed\ndeepspeed.comm.barrier()",
+        "import torch\ndef f():\n    torch.distributed.barrier()",
+        "import deepspeed\ndeepspeed.init_distributed()",
+    ],
+)
+def test_communication_in_any_spelling_is_found(source: str) -> None:
+    assert names_communication("step", source)
+    assert not names_communication("step", "from disco_ds import comm\ncomm.barrier()")
+    assert not names_communication("plan", "from torch.distributed._tools.mem_tracker import MemTracker")
+
+
+def test_only_engine_calls_deepspeed_initialize() -> None:
+    assert [name for name, source in modules().items() if calls_initialize(source)] == ["engine"]
+    assert calls_initialize("from deepspeed import initialize")
+
+
+def test_package_never_imports_tools_or_tests() -> None:
+    foreign = {"tools", "tests", "pytest"} | {path.stem for path in TESTS.glob("*.py")}
+    found = {
+        (name, target)
+        for name, source in modules().items()
+        for target, _ in imports(name, source)
+        if target.split(".")[0] in foreign
+    }
+    assert not found
+
+
+def test_no_module_is_called_utils() -> None:
+    words = {"util", "utils", "helper", "helpers", "misc", "common"}
+    assert not [name for name in modules() if words & set(name.split("."))]
+
+
+def test_no_file_is_too_long() -> None:
+    lengths = {name: source.count("\n") for name, source in modules().items()}
+    assert not {name: length for name, length in lengths.items() if length > MAX_LINES}
+    assert len(lengths) > 20, "the walk must find the package"

@@ -1,0 +1,221 @@
+"""Whole runs through real launchers: stopped and resumed bit for bit, killed without orphans, nothing left behind."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from dist import free_port
+from test_build import recipe
+from towers import BPE_SIZE, write_tiny
+
+from disco_ds.metrics import METRICS_FILE
+
+BIN = Path(sys.executable).parent
+SAME = ("step", "ids", "loss", "lr", "scale", "grad_norm")
+"""What a resumed run repeats to the bit."""
+
+
+def launch_command(kind: str, ranks: int, arguments: list[str]) -> list[str]:
+    if kind == "deepspeed":
+        front = [str(BIN / "deepspeed"), "--num_accelerators", str(ranks), "--master_port", str(free_port())]
+        return [*front, "--module", "disco_ds.train", *arguments]
+    if kind == "torchrun":
+        front = [str(BIN / "torchrun"), "--nproc_per_node", str(ranks), "--master_port", str(free_port())]
+        return [*front, "-m", "disco_ds.train", *arguments]
+    world = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(ranks))}).encode()).decode()
+    front = [sys.executable, "-m", "deepspeed.launcher.launch", f"--world_info={world}"]
+    return [*front, "--master_addr=127.0.0.1", f"--master_port={free_port()}", "--module", "disco_ds.train", *arguments]
+
+
+@contextmanager
+def launched(kind: str, ranks: int, arguments: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A run in a session of its own; every process of it is ended at the end, whatever happens."""
+    environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    environment = {key: value for key, value in environment.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    with (folder / "log.txt").open("ab") as log:
+        process = subprocess.Popen(
+            launch_command(kind, ranks, arguments),
+            cwd=folder,
+            env=environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        for member in members(process.pid):
+            member.kill()
+        process.wait()
+
+
+def members(session: int) -> list[psutil.Process]:
+    """Living processes of a session."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return found
+
+
+def ranks_of(session: int) -> list[psutil.Process]:
+    """The trainers among them, by rank; data workers are their children."""
+    trainers = [p for p in members(session) if p.environ().get("LOCAL_RANK") and "disco_ds.train" in p.cmdline()]
+    by_rank = {int(p.environ()["LOCAL_RANK"]): p for p in sorted(trainers, key=lambda p: -p.create_time())}
+    return [by_rank[rank] for rank in sorted(by_rank)]
+
+
+def wait_for(condition: Callable[[], Any], what: str, folder: Path, timeout_s: float = 120) -> Any:
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        if value := condition():
+            return value
+        time.sleep(0.05)
+    pytest.fail(f"waited {timeout_s} s for {what}:\n{(folder / 'log.txt').read_text()[-3000:]}")
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    if not (run / METRICS_FILE).exists():
+        return []
+    lines = (run / METRICS_FILE).read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def finish(kind: str, ranks: int, arguments: list[str], folder: Path) -> None:
+    with launched(kind, ranks, arguments, folder) as process:
+        assert process.wait(timeout=200) == 0, (folder / "log.txt").read_text()[-3000:]
+
+
+def kill_at_step(step: int, victim: str, kind: str, arguments: list[str], folder: Path, run: Path) -> float:
+    """Start, wait for a step's record, SIGKILL one process; seconds until no process of the run is left."""
+    with launched(kind, 2, arguments, folder) as process:
+        wait_for(lambda: any(record["step"] >= step for record in records(run)), f"step {step}", folder)
+        targets = {"rank": lambda: ranks_of(process.pid)[1], "launcher": lambda: _launcher(process.pid)}
+        targets |= {"front end": lambda: psutil.Process(process.pid)}
+        start = time.monotonic()
+        targets[victim]().kill()
+        process.wait(timeout=60)
+        wait_for(lambda: not members(process.pid), "every process to end", folder, 60)
+        return time.monotonic() - start
+
+
+def _launcher(session: int) -> psutil.Process:
+    return next(p for p in members(session) if "deepspeed.launcher.launch" in p.cmdline())
+
+
+def equal_checkpoints(first: Path, second: Path) -> None:
+    """Weights, optimizer and our own state, to the bit."""
+    names = sorted(str(path.relative_to(first)) for path in first.rglob("*.pt"))
+    assert names == sorted(str(path.relative_to(second)) for path in second.rglob("*.pt"))
+    for name in names:
+        mine, other = (torch.load(path / name, weights_only=False, map_location="cpu") for path in (first, second))
+        for noise in ("global_samples", "dp_world_size", "ds_config", "ds_version"):
+            for tree in (mine, other):
+                tree.pop(noise, None)
+        assert_same(mine, other, name)
+
+
+def assert_same(mine: Any, other: Any, where: str) -> None:
+    assert type(mine) is type(other), where
+    if isinstance(mine, torch.Tensor):
+        assert torch.equal(mine, other), where
+    elif isinstance(mine, dict):
+        assert mine.keys() == other.keys(), where
+        for key in mine:
+            assert_same(mine[key], other[key], f"{where}.{key}")
+    elif isinstance(mine, list | tuple):
+        assert len(mine) == len(other), where
+        for number, (a, b) in enumerate(zip(mine, other, strict=True)):
+            assert_same(a, b, f"{where}[{number}]")
+    elif isinstance(mine, int | float | str | bool | None):
+        assert mine == other, where
+
+
+def write_recipe(folder: Path, deepspeed: dict[str, Any]) -> list[str]:
+    """Eight steps with dropout, two micro-batches, a checkpoint every three, in a folder with a space."""
+    folder.mkdir()
+    model = {"name": write_tiny(folder, BPE_SIZE, patch_dropout=0.5)}
+    data = {"shards": "bundled:emoji/unseen", "image_key": "png", "workers": 1, "slots": 4}
+    path = recipe(
+        folder,
+        runs="runs",
+        steps=8,
+        model=model,
+        data=data | {"augment": {"rotate_degrees": 10, "colour_scale": 0.1}},
+        checkpoint={"every_steps": 3, "keep_last": 3},
+        deepspeed=deepspeed,
+    )
+    return ["--config", path.name]
+
+
+FP32 = {"torch_autocast": {"enabled": False}}
+CASES = {
+    "zero1-fp32": {"base": "zero1", **FP32},
+    "zero0-fp32": {"base": "zero0", **FP32},
+    "zero3-autocast": {"base": "zero3"},
+    "zero2-bf16": {"base": "zero2", "bf16": {"enabled": True}, **FP32},
+    "zero2-fp16": {"base": "zero2", "fp16": {"enabled": True, "initial_scale_power": 8}, **FP32},
+}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "case", ["zero1-fp32", *(pytest.param(case, marks=pytest.mark.slow) for case in CASES if case != "zero1-fp32")]
+)
+def test_killed_and_resumed_run_is_the_uninterrupted_one(case, tmp_path):
+    before = shared_memory()
+    folder = tmp_path / "a folder"
+    arguments = write_recipe(folder, CASES[case])
+    finish("torchrun", 2, [*arguments, "name=whole"], folder)
+    run = folder / "runs" / "cut"
+    # The kernel tells the launcher's ranks, a lost rank makes the others fail, and so on: nobody trains on.
+    assert kill_at_step(4, "rank", "launch", [*arguments, "name=cut"], folder, run) < 45
+    assert kill_at_step(7, "launcher", "launch", [*arguments, "name=cut", "--resume", "latest"], folder, run) < 10
+    finish("launch", 2, [*arguments, "name=cut", "--resume", "latest"], folder)
+    whole = folder / "runs" / "whole"
+    for mine, other in zip(records(run), records(whole), strict=True):
+        assert [mine.get(key) for key in SAME] == [other.get(key) for key in SAME]
+    assert len({record["ids"] for record in records(whole) if "ids" in record}) == 8
+    equal_checkpoints(*(path / "checkpoints" / "step-00000008" for path in (run, whole)))
+    kept = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert kept == ["step-00000003", "step-00000006", "step-00000008"]
+    assert shared_memory() <= before + 2**20
+
+
+@pytest.mark.timeout(300)
+def test_front_end_killed_ends_launcher_and_ranks(tmp_path):
+    folder = tmp_path / "run"
+    arguments = write_recipe(folder, CASES["zero1-fp32"])
+    run = folder / "runs" / "tiny"
+    arguments += ["steps=500", "checkpoint.every_steps=0"]
+    assert kill_at_step(2, "front end", "deepspeed", arguments, folder, run) < 30
+    assert not (run / "finished.json").exists()
+
+
+def shared_memory() -> int:
+    """Bytes in /dev/shm."""
+    usage = os.statvfs("/dev/shm")
+    return (usage.f_blocks - usage.f_bfree) * usage.f_frsize
+
+
+def test_sessions_are_found():
+    """The helper that says nothing is left must find what is there."""
+    with subprocess.Popen(["sleep", "30"], start_new_session=True) as process:
+        assert [member.pid for member in members(process.pid)] == [process.pid]
+        os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,111 @@
+"""The run folder: made once, found again, held by one run at a time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from disco_ds.run_folder import CHECKPOINTS, FINISHED, RunFolder, find_run_folder, make_run_folder, mark_finished
+
+HOLD = """
+import sys
+from pathlib import Path
+from disco_ds.run_folder import RunFolder
+held = RunFolder(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.readline()
+"""
+
+
+def make(runs: Path, name: str) -> Path:
+    """A new run folder that nobody holds."""
+    folder = make_run_folder(runs, name)
+    folder.close()
+    return folder.path
+
+
+def test_make_run_folder_that_exists_takes_the_next_number(tmp_path: Path) -> None:
+    runs = tmp_path / "deep" / "runs"
+    assert [make(runs, "a").name for _ in range(3)] == ["a", "a-2", "a-3"]
+    (runs / "b").write_text("a file")
+    assert make(runs, "b").name == "b-2"
+    assert (runs / "b").read_text() == "a file"
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "../a", "a\nb", "a:b", "~"])
+def test_make_run_folder_odd_name_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not a plain folder name"):
+        make_run_folder(tmp_path, name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_find_run_folder_latest_is_the_highest_number(tmp_path: Path) -> None:
+    for name in ("a", "a-2", "a-9", "a-10", "a-b", "b-11", "a.-12"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "a-99").write_text("a file")
+    folder = find_run_folder(tmp_path, "a", "latest")
+    folder.close()
+    assert folder.path == tmp_path / "a-10"
+
+
+def test_find_run_folder_name_is_taken_literally(tmp_path: Path) -> None:
+    for name in ("a.b", "axb-7"):
+        (tmp_path / name).mkdir()
+    folder = find_run_folder(tmp_path, "a.b", "latest")
+    folder.close()
+    assert folder.path.name == "a.b"
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_find_run_folder_without_a_run_says_so(exists: bool, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    if exists:
+        (runs / "other").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"no run called a in .*runs; start one without --resume"):
+        find_run_folder(runs, "a", "latest")
+    assert runs.exists() == exists
+
+
+def test_find_run_folder_path_must_have_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    for path in (tmp_path / "a", tmp_path / "missing"):
+        with pytest.raises(ValueError, match="not a run folder"):
+            find_run_folder(tmp_path, "a", str(path))
+    (tmp_path / "a" / CHECKPOINTS).mkdir()
+    folder = find_run_folder(tmp_path / "elsewhere", "other", str(tmp_path / "a"))
+    folder.close()
+    assert folder.path == tmp_path / "a"
+
+
+def test_second_run_in_one_process_is_refused_until_the_first_closes(tmp_path: Path) -> None:
+    first = make_run_folder(tmp_path, "a")
+    with pytest.raises(ValueError, match=r"in use by process \d+ on "):
+        RunFolder(first.path)
+    with pytest.raises(ValueError, match="in use"):
+        find_run_folder(tmp_path, "a", "latest")
+    first.close()
+    first.close()
+    find_run_folder(tmp_path, "a", "latest").close()
+
+
+def test_second_run_in_another_process_is_refused_naming_the_first(tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_text("process 1 on a host of long ago, whose name is longer")
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match=f"in use by process {process.pid} on ") as caught:
+            RunFolder(tmp_path)
+        assert "long ago" not in str(caught.value)
+        process.kill()
+    # The kernel lets go of a killed process's lock.
+    RunFolder(tmp_path).close()
+
+
+def test_mark_finished_is_read_back(tmp_path: Path) -> None:
+    mark_finished(tmp_path, {"steps": 3, "eval/top1": 0.5})
+    assert json.loads((tmp_path / FINISHED).read_text()) == {"steps": 3, "eval/top1": 0.5}
