@@ -1,4 +1,4 @@
-"""The trainer's command line and its dry run. Light: a dry run imports neither torch nor open_clip."""
+"""The trainer's command line and its dry run. Light: a dry run imports no open_clip."""
 
 from __future__ import annotations
 

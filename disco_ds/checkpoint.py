@@ -125,7 +125,7 @@ def find_latest(folder: Path) -> Path:
 
     Raises: ValueError if there is none.
     """
-    complete = sorted(path for path in (folder / CHECKPOINTS).glob("step-*") if (path / META).is_file())
+    complete = [path for path in _list(folder) if (path / META).is_file()]
     if not complete:
         raise ValueError(f"{folder} has no complete checkpoint; start the run anew without --resume")
     return complete[-1]
@@ -140,8 +140,8 @@ def read_meta(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not a complete disco_ds checkpoint: it has no {META}")
     try:
         meta = json.loads((path / META).read_text(encoding="utf-8"))
-        version, files = meta["format"], meta["files"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        version, files, _, _ = meta["format"], dict(meta["files"]), meta["step"], meta["identity"]
+    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path / META} is not a disco_ds checkpoint description: {error!r}") from None
     if version != FORMAT:
         raise ValueError(f"{path} has format {version}, this version of disco_ds reads {FORMAT}")
@@ -162,9 +162,13 @@ def refuse_changes(saved: dict[str, Any], now: dict[str, Any]) -> None:
 
 def remove_old(folder: Path, keep_last: int) -> None:
     """Remove all but the last complete checkpoints, and what a crash has left unfinished. Rank 0 only."""
-    root = folder / CHECKPOINTS
-    for path in [*sorted(root.glob("step-*"))[:-keep_last], *root.glob(".step-*.partial")]:
+    for path in [*_list(folder)[:-keep_last], *(folder / CHECKPOINTS).glob(".step-*.partial")]:
         shutil.rmtree(path)
+
+
+def _list(folder: Path) -> list[Path]:
+    """Checkpoints by step; a copy that a user has named step-00000100-best is not ours to use or remove."""
+    return sorted(path for path in (folder / CHECKPOINTS).glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name))
 
 
 def _complete(partial: Path, final: Path, meta: dict[str, Any]) -> None:

@@ -40,6 +40,8 @@ def init(timeout_s: float) -> None:
     if "RANK" not in os.environ:
         lone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
         os.environ.update({key: str(value) for key, value in lone.items()})
+    if get_accelerator().device_name() != "cpu":
+        get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_distributed(
         dist_backend=get_accelerator().communication_backend_name(),
         auto_mpi_discovery=False,

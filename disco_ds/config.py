@@ -2,7 +2,7 @@
 
 A recipe owns the batch, the loss, the model, the data, the optimizer and the logging; its `deepspeed` entry names a
 ds_config (JSON), which owns ZeRO, precision, offload and communication (see ds_config.py). Anyone may import this file;
-it imports neither torch nor DeepSpeed, so a dry run is instant.
+it imports neither torch nor DeepSpeed.
 """
 
 from __future__ import annotations
@@ -10,16 +10,19 @@ from __future__ import annotations
 import difflib
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from disco_ds.ds_config import merge, read_ds_config
+from disco_ds.ds_config import read_ds_config
 
 PACKAGE = Path(__file__).parent
 BASE_BATCH = 32_768
 """The batch that `optim.base_lr` is stated for (DisCo-CLIP, section 5.1)."""
+
+
+Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Settings(BaseModel):
@@ -129,7 +132,7 @@ class OptimSettings(Settings):
     """Peak learning rate, as it is; None: base_lr x global_batch / 32,768."""
     base_lr: float = Field(5e-4, gt=0)
     """Peak learning rate at a global batch of 32,768 (DisCo-CLIP's linear rule)."""
-    betas: tuple[float, float] = (0.9, 0.98)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.98)
     """Of AdamW and Lion."""
     eps: float = Field(1e-6, gt=0)
     """Of AdamW."""
@@ -230,6 +233,8 @@ class Config(Settings):
 
         Raises: ValueError when ranks x micro_batch does not divide global_batch, naming the nearest batch that works.
         """
+        if ranks < 1:
+            raise ValueError(f"a run needs at least 1 rank, got {ranks} ranks; does the hostfile have slots?")
         if self.ranks is not None and ranks != self.ranks:
             raise ValueError(
                 f"the recipe is for {self.ranks} ranks, this run has {ranks}: the likely cause is a missing hostfile "
@@ -256,7 +261,7 @@ class Config(Settings):
         )
 
     def to_yaml(self) -> str:
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        return yaml.dump(self.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def load_config(recipe: str | Path, overrides: list[str] | None = None) -> Config:
@@ -266,7 +271,10 @@ def load_config(recipe: str | Path, overrides: list[str] | None = None) -> Confi
     Raises:  ValueError naming the file, the key, what it got and the nearest valid name.
     """
     path = find_recipe(recipe)
-    tree = _parse(path.read_text(encoding="utf-8"), str(path))
+    try:
+        tree = _parse(path.read_text(encoding="utf-8"), str(path))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text file in UTF-8: {error}") from None
     if not isinstance(tree, dict):
         raise ValueError(f"{path}: expected a mapping of settings, got {type(tree).__name__}")
     assigned = [_split_override(item) for item in overrides or []]
@@ -305,9 +313,14 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.1 reads 1e-3 as a string; a recipe means a number."""
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
+class _Dumper(yaml.SafeDumper):
+    """Quotes the strings that _Loader would read as numbers."""
+
+
+for _side in (_Loader, _Dumper):
+    _side.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+    )
 
 
 def _parse(text: str, origin: str) -> Any:
@@ -326,11 +339,12 @@ def _split_override(item: str) -> tuple[list[str], Any]:
 
 
 def _assign(tree: dict[str, Any], keys: list[str], value: Any) -> None:
-    merge(tree, {keys[0]: value} if len(keys) == 1 else {keys[0]: _nested(keys[1:], value)})
-
-
-def _nested(keys: list[str], value: Any) -> dict[str, Any]:
-    return {keys[0]: value if len(keys) == 1 else _nested(keys[1:], value)}
+    """Replace what stands at this key, a mapping too."""
+    for key in keys[:-1]:
+        if not isinstance(tree.get(key), dict):
+            tree[key] = {}
+        tree = tree[key]
+    tree[keys[-1]] = value
 
 
 def _explain(item: Any, tree: dict[str, Any]) -> str:

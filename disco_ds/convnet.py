@@ -10,6 +10,7 @@ from typing import Any
 
 from timm.models import register_model
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 WIDTHS = (32, 64, 128, 128)
 IMAGE_SIZE = 32
@@ -32,15 +33,21 @@ class ConvNet(nn.Module):
         side = IMAGE_SIZE // 2 ** (len(WIDTHS) - 1)
         self.norm = nn.LayerNorm(WIDTHS[-1] * side * side)
         self.head = nn.Linear(WIDTHS[-1] * side * side, num_classes)
+        self.checkpointing = False
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self.checkpointing = enable
 
     def forward(self, x: Tensor) -> Tensor:
         """x [b, 3, 32, 32] -> [b, num_classes]."""
-        return self.head(self.norm(self.body(x).flatten(1)))
+        x = checkpoint(self.body, x, use_reentrant=False) if self.checkpointing else self.body(x)
+        return self.head(self.norm(x.flatten(1)))
 
 
 @register_model
-def disco_convnet(pretrained: bool = False, num_classes: int = 128, **_: Any) -> ConvNet:
-    """timm's constructor; it has no pretrained weights and one way of pooling, so it ignores timm's other keywords."""
-    if pretrained:
-        raise ValueError("disco_convnet has no pretrained weights")
+def disco_convnet(pretrained: bool = False, num_classes: int = 128, **keywords: Any) -> ConvNet:
+    """timm's constructor. It has no pretrained weights, one way of pooling, and nothing to drop."""
+    refused = [name for name in keywords if name.startswith("drop") or name == "patch_drop_rate"]
+    if pretrained or refused:
+        raise ValueError(f"disco_convnet has no pretrained weights and no {', '.join(refused) or 'dropout'}")
     return ConvNet(num_classes)

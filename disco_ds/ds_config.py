@@ -145,9 +145,13 @@ def render_ds_config(config: Config, ranks: int, run_folder: Path | None = None)
 
 def precision(ds_config: dict[str, Any]) -> str:
     """One of autocast, bf16, fp16, fp32."""
-    enabled = [
-        name for name in ("torch_autocast", "bf16", "fp16") if (ds_config.get(name) or {}).get("enabled", False) is True
-    ]
+    enabled = []
+    for name in ("torch_autocast", "bf16", "fp16"):
+        value = (ds_config.get(name) or {}).get("enabled", False)
+        if not isinstance(value, bool):  # DeepSpeed would take 1, "yes" and more for true
+            raise ValueError(f"ds_config: {name}.enabled must be true or false, got {value!r}")
+        if value:
+            enabled.append(name)
     if len(enabled) > 1:
         raise ValueError(f"ds_config: {' and '.join(enabled)} are both enabled; choose one")
     return {"torch_autocast": "autocast"}.get(enabled[0], enabled[0]) if enabled else "fp32"

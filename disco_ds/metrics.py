@@ -124,9 +124,12 @@ class Metrics:
 
 def digest(index: Tensor) -> Tensor:
     """0-d int64: sum of a 64-bit mix of each id; the same for the same ids, however they are split or ordered."""
-    mixed = (index.long() + 1) * 0x1E3779B97F4A7C15
-    mixed = (mixed ^ ((mixed >> 29) & (2**35 - 1))) * 0x3F58476D1CE4E5B9
-    return (mixed ^ ((mixed >> 32) & (2**32 - 1))).sum()
+    mixed = index.long() + 1
+    for _ in range(2):  # after one round sums of few ids still collide
+        mixed = mixed * 0x1E3779B97F4A7C15
+        mixed = (mixed ^ ((mixed >> 29) & (2**35 - 1))) * 0x3F58476D1CE4E5B9
+        mixed = mixed ^ ((mixed >> 32) & (2**32 - 1))
+    return mixed.sum()
 
 
 def _drop_after(path: Path, step: int) -> None:

@@ -65,8 +65,11 @@ def build_model(
             init_logit_scale=math.log(initial_scale),
             init_logit_bias=initial_bias,
         )
-    except (RuntimeError, TypeError, OSError) as error:
-        raise ValueError(f"model {settings.name}: open_clip could not build it: {error}") from error
+    except Exception as error:
+        # A config or a weight file that is wrong fails wherever torch, timm or pickle notices.
+        raise ValueError(
+            f"model {settings.name}: open_clip could not build it: {type(error).__name__}: {error}"
+        ) from error
     finally:
         logging.disable(logging.NOTSET)
     if not isinstance(model, open_clip.CLIP | open_clip.CustomTextCLIP):

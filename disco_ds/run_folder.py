@@ -5,6 +5,7 @@ Used by rank 0 only; what it decides is broadcast by train.py.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -76,7 +77,10 @@ def _take_lock(path: Path) -> IO[str]:
     handle = open(path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115  (held as long as the run)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except OSError as error:
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            handle.close()
+            raise ValueError(f"run folder {path} cannot be locked: {error}; use a file system with locks") from None
         handle.seek(0)
         owner = handle.read().strip() or "another process"
         handle.close()

@@ -43,13 +43,11 @@ def launch_command(kind: str, ranks: int, arguments: list[str]) -> list[str]:
 @contextmanager
 def launched(kind: str, ranks: int, arguments: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A run in a session of its own; every process of it is ended at the end, whatever happens."""
-    environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    environment = {key: value for key, value in environment.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     with (folder / "log.txt").open("ab") as log:
         process = subprocess.Popen(
             launch_command(kind, ranks, arguments),
             cwd=folder,
-            env=environment,
+            env=alone(),
             stdout=log,
             stderr=log,
             start_new_session=True,
@@ -219,3 +217,33 @@ def test_sessions_are_found():
     with subprocess.Popen(["sleep", "30"], start_new_session=True) as process:
         assert [member.pid for member in members(process.pid)] == [process.pid]
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_command_line_trains_alone_and_says_what_it_did(tmp_path):
+    folder = tmp_path / "run"
+    arguments = write_recipe(folder, CASES["zero1-fp32"])
+    arguments += ["micro_batch=16", "steps=2", "eval={labelled: {unseen: bundled:emoji/unseen}}"]
+    command = [sys.executable, "-m", "disco_ds", "train", *arguments]
+    done = subprocess.run(command, cwd=folder, env=alone(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "global batch 16 = 1 ranks x 16 micro-batch x 1 micro-batches per rank" in done.stdout
+    assert "unseen: top-1" in done.stdout
+    run = folder / "runs" / "tiny"
+    assert [record["step"] for record in records(run)] == [1, 2, 2]
+    assert (run / "finished.json").is_file()
+    assert list((run / "tensorboard").glob("events.*"))
+    # The written settings are a recipe, and a finished run is not started again.
+    again = [sys.executable, "-m", "disco_ds", "train", "--config", "runs/tiny/config.yaml", "--resume", "latest"]
+    refused = subprocess.run(again, cwd=folder, env=alone(), capture_output=True, text=True, timeout=120)
+    assert refused.returncode == 2
+    assert "has done all its steps" in refused.stderr
+    wrong = subprocess.run([*command, "lr=1"], cwd=folder, env=alone(), capture_output=True, text=True, timeout=60)
+    assert wrong.returncode == 2
+    assert "unknown key lr; valid: name, runs, seed" in wrong.stderr
+
+
+def alone() -> dict[str, str]:
+    """The environment without a launcher's variables."""
+    hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    environment = {key: value for key, value in os.environ.items() if key not in hidden}
+    return environment | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}

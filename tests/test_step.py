@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from towers import (
 )
 
 from disco_ds import comm
-from disco_ds.ds_config import render_ds_config
+from disco_ds.ds_config import merge, read_ds_config, render_ds_config
 from disco_ds.engine import build_engine, set_lr
 from disco_ds.losses import Embeddings, LossOutput, build_loss
 from disco_ds.model import build_model
@@ -50,7 +51,7 @@ MATRIX = [case for case in itertools.product(PRECISIONS, range(4)) if case not i
 
 
 def ds_config(precision: str, stage: int) -> dict[str, Any]:
-    return copy.deepcopy(PRECISIONS[precision]) | {"zero_optimization": {"stage": stage}}
+    return merge({"zero_optimization": {"stage": stage}}, copy.deepcopy(PRECISIONS[precision]))
 
 
 def no_fp16() -> str:
@@ -171,6 +172,19 @@ def test_step_with_checkpointed_activations_and_every_loss(tmp_path):
     cases = [("fp32", stage, 4, False, loss) for stage in (0, 2, 3) for loss in ("clip", "disco")]
     for failures in run_ranks(run_cases, 2, model, cases, {"model__activation_checkpointing": True}):
         assert not failures, "\n".join(failures)
+
+
+def test_step_with_everything_offloaded_to_the_host(tmp_path):
+    """ds_configs/zero3_offload.json, but for its precision."""
+    offload = read_ds_config("zero3_offload", Path())["zero_optimization"]
+    cases = [("fp32", 3, 4, True, "disco"), ("fp32", 3, 1, False, "disco")]
+    for failures in run_ranks(offloaded, 2, write_tiny(tmp_path), cases, offload):
+        assert not failures, "\n".join(failures)
+
+
+def offloaded(model: str, cases: list[tuple[Any, ...]], zero: dict[str, Any]) -> list[str]:
+    PRECISIONS["fp32"] = {"zero_optimization": zero}
+    return run_cases(model, cases, {})
 
 
 @pytest.mark.parametrize("tower", ["image", "text"])

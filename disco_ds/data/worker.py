@@ -223,12 +223,16 @@ def _hold_signals() -> Iterator[None]:
 def _hide_main() -> Iterator[None]:
     """Start a process that does not import the trainer's main module again: it would bring DeepSpeed into each."""
     main = sys.modules["__main__"]
-    hidden = {name: vars(main).pop(name) for name in ("__spec__", "__file__") if name in vars(main)}
+    names = [name for name in ("__spec__", "__file__") if hasattr(main, name)]
+    hidden = {name: getattr(main, name) for name in names}
+    for name in names:
+        delattr(main, name)
     main.__spec__ = None
     try:
         yield
     finally:
-        vars(main).update(hidden)
+        for name, value in hidden.items():
+            setattr(main, name, value)
 
 
 def _main(job: Job, connection: Connection) -> None:
