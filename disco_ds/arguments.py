@@ -6,8 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from disco_ds.config import Config
-from disco_ds.ds_config import render_ds_config
+from disco_ds.config import Config, render_ds_config
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:

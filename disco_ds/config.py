@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from disco_ds.ds_config import read_ds_config
+from disco_ds.ds_config import complete_ds_config, read_ds_config
 
 PACKAGE = Path(__file__).parent
 BASE_BATCH = 32_768
@@ -262,6 +262,21 @@ class Config(Settings):
 
     def to_yaml(self) -> str:
         return yaml.dump(self.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def render_ds_config(config: Config, ranks: int, run_folder: Path | None = None) -> dict[str, Any]:
+    """The complete ds_config of a run. Raises: ValueError, see complete_ds_config and Config.num_micro_batches."""
+    owned: dict[str, Any] = {
+        "train_batch_size": config.global_batch,
+        "train_micro_batch_size_per_gpu": config.micro_batch,
+        "gradient_accumulation_steps": config.num_micro_batches(ranks),
+        "gradient_clipping": config.optim.clip_norm,
+        # DeepSpeed's own progress lines and monitor points are off: metrics.py writes ours.
+        "steps_per_print": 2**31,
+    }
+    if run_folder is not None and config.log.tensorboard:
+        owned["tensorboard"] = {"enabled": True, "output_path": str(run_folder), "job_name": "tensorboard"}
+    return complete_ds_config(config.deepspeed, owned)
 
 
 def load_config(recipe: str | Path, overrides: list[str] | None = None) -> Config:

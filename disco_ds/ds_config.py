@@ -10,10 +10,7 @@ import copy
 import difflib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from disco_ds.config import Config
+from typing import Any
 
 OWNED_BY_RECIPE = {
     "train_batch_size": "global_batch",
@@ -119,28 +116,18 @@ def read_ds_config(entry: str | dict[str, Any], folder: Path) -> dict[str, Any]:
     return tree
 
 
-def render_ds_config(config: Config, ranks: int, run_folder: Path | None = None) -> dict[str, Any]:
-    """The complete ds_config of a run: the file's keys, the recipe's, and every default that changes results.
+def complete_ds_config(ds_config: dict[str, Any], owned: dict[str, Any]) -> dict[str, Any]:
+    """The file's keys, the recipe's (`owned`, by DeepSpeed's names), and every default that changes results.
 
     Raises: ValueError for unknown keys, keys with two owners, and combinations that DeepSpeed computes wrongly.
     """
-    check_keys(config.deepspeed)
-    check_precision(config.deepspeed)
-    rendered = merge(copy.deepcopy(DEFAULTS), copy.deepcopy(config.deepspeed))
+    check_keys(ds_config)
+    check_precision(ds_config)
+    rendered = merge(copy.deepcopy(DEFAULTS), copy.deepcopy(ds_config))
     if precision(rendered) == "autocast":
         # The list names the modules whose gradients may travel in 16 bits; DeepSpeed's own default is Linear and Conv.
         rendered["torch_autocast"].setdefault("lower_precision_safe_modules", [])
-    rendered.update(
-        train_batch_size=config.global_batch,
-        train_micro_batch_size_per_gpu=config.micro_batch,
-        gradient_accumulation_steps=config.num_micro_batches(ranks),
-        gradient_clipping=config.optim.clip_norm,
-        # DeepSpeed's own progress lines and monitor points are off: metrics.py writes ours.
-        steps_per_print=2**31,
-    )
-    if run_folder is not None and config.log.tensorboard:
-        rendered["tensorboard"] = {"enabled": True, "output_path": str(run_folder), "job_name": "tensorboard"}
-    return rendered
+    return rendered | owned
 
 
 def precision(ds_config: dict[str, Any]) -> str:

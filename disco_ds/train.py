@@ -25,7 +25,7 @@ from torch import Tensor
 from disco_ds import checkpoint, comm
 from disco_ds.arguments import count_ranks, describe_run, parse_args
 from disco_ds.checkpoint import Saved
-from disco_ds.config import Config, load_config
+from disco_ds.config import Config, load_config, render_ds_config
 from disco_ds.data import (
     ImageSpec,
     Loader,
@@ -37,7 +37,6 @@ from disco_ds.data import (
     merge_states,
     resolve_shards,
 )
-from disco_ds.ds_config import render_ds_config
 from disco_ds.engine import Engine, build_engine, learning_rate, set_lr
 from disco_ds.eval import Accuracy, classify_sets
 from disco_ds.losses import build_loss

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from disco_ds.arguments import count_ranks, describe_run, parse_args
-from disco_ds.config import BASE_BATCH, PACKAGE, Config, check_config, find_recipe, load_config
+from disco_ds.config import BASE_BATCH, PACKAGE, Config, check_config, find_recipe, load_config, render_ds_config
 from disco_ds.ds_config import (
     DEFAULTS,
     OWNED_BY_RECIPE,
@@ -23,7 +23,6 @@ from disco_ds.ds_config import (
     merge,
     precision,
     read_ds_config,
-    render_ds_config,
     stage,
 )
 

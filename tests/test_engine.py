@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from towers import batches, masters, tiny_config, write_tiny
 
 from disco_ds import comm
-from disco_ds.config import OptimSettings
-from disco_ds.ds_config import render_ds_config
+from disco_ds.config import OptimSettings, render_ds_config
 from disco_ds.engine import backward_and_step, build_engine, build_optimizer, learning_rate, set_lr
 from disco_ds.model import build_model, parameter_groups
 

@@ -32,8 +32,6 @@ WITHIN_A_LAYER = {
 }
 """Imports between subjects of one layer, with the reason."""
 
-TYPE_CHECKING_ONLY = {("ds_config", "config"): "names the type it renders; at run time config imports ds_config"}
-
 ONLY_IMPORTS = {"losses": {"losses", "comm", "kernels"}, "data": {"data", "config"}}
 """Subjects that are told more strictly than by their layer."""
 
@@ -50,35 +48,27 @@ def modules() -> dict[str, str]:
     return found
 
 
-def imports(name: str, source: str) -> Iterator[tuple[str, bool]]:
-    """(absolute dotted name of everything imported, whether under TYPE_CHECKING) of a module below disco_ds."""
-    tree = ast.parse(source)
-    typed = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
-        for statement in node.body
-        for inner in ast.walk(statement)
-    }
+def imports(name: str, source: str) -> Iterator[str]:
+    """Absolute dotted name of everything that a module below disco_ds imports, for type checking too."""
     package = ["disco_ds", *name.split(".")]
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, id(node) in typed) for alias in node.names)
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = [*(package[: -node.level] if node.level else []), *([node.module] if node.module else [])]
             # `from a import b` may import the module a.b or a name of a: the longer form covers both.
-            yield from ((".".join([*base, alias.name]), id(node) in typed) for alias in node.names)
+            yield from (".".join([*base, alias.name]) for alias in node.names)
 
 
-def subjects(name: str, source: str) -> Iterator[tuple[str, bool]]:
-    """(subject of disco_ds, whether under TYPE_CHECKING) of every import of another subject."""
+def subjects(name: str, source: str) -> Iterator[str]:
+    """The other subjects of disco_ds that a module imports."""
     own = name.split(".")[0]
-    for target, typed in imports(name, source):
+    for target in imports(name, source):
         root, *rest = target.split(".")
         if root == "disco_ds":
             other = rest[0] if rest else ""
             if other != own:
-                yield other, typed
+                yield other
 
 
 def broken_rules(name: str, source: str) -> list[str]:
@@ -87,13 +77,11 @@ def broken_rules(name: str, source: str) -> list[str]:
     if own not in LAYERS:
         return [f"{own} has no layer: put it into LAYERS"]
     found = []
-    for other, typed in subjects(name, source):
+    for other in subjects(name, source):
         if other not in LAYERS:
             found.append(f"{name} imports {other or 'the package itself'}, which has no layer")
         elif own in ONLY_IMPORTS and other not in ONLY_IMPORTS[own]:
             found.append(f"{name} imports {other}; {own} may import only {sorted(ONLY_IMPORTS[own])}")
-        elif typed and (own, other) in TYPE_CHECKING_ONLY:
-            continue
         elif LAYERS[other] >= LAYERS[own] and (own, other) not in WITHIN_A_LAYER:
             found.append(f"{name} (layer {LAYERS[own]}) imports {other} (layer {LAYERS[other]})")
     return found
@@ -102,7 +90,7 @@ def broken_rules(name: str, source: str) -> list[str]:
 def names_communication(name: str, source: str) -> list[str]:
     """Imports and attributes of a module that reach for torch.distributed or deepspeed.comm."""
     allowed = ("torch.distributed._tools",) if name == "plan" else ()
-    spelled = [target for target, _ in imports(name, source)]
+    spelled = list(imports(name, source))
     spelled += [ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
     refused = ("torch.distributed", "deepspeed.comm", "deepspeed.init_distributed", "torch.multiprocessing.spawn")
     return [
@@ -114,7 +102,7 @@ def names_communication(name: str, source: str) -> list[str]:
 
 
 def calls_initialize(source: str) -> bool:
-    spelled = [target for target, _ in imports("", source)]
+    spelled = list(imports("", source))
     spelled += [ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
     return "deepspeed.initialize" in spelled or any(text.startswith("deepspeed.DeepSpeedEngine(") for text in spelled)
 
@@ -151,17 +139,12 @@ def test_import_that_breaks_a_rule_is_found(name: str, source: str, words: str) 
     assert words in message
 
 
-@pytest.mark.parametrize("pair", [*WITHIN_A_LAYER, *TYPE_CHECKING_ONLY])
+@pytest.mark.parametrize("pair", WITHIN_A_LAYER)
 def test_exception_is_in_use(pair: tuple[str, str]) -> None:
     own, other = pair
     assert LAYERS[own] == LAYERS[other], "an exception is for one layer"
-    used = {
-        (subject, typed)
-        for name, source in modules().items()
-        if name.split(".")[0] == own
-        for subject, typed in subjects(name, source)
-    }
-    assert (other, pair in TYPE_CHECKING_ONLY) in used, "remove the exception"
+    mine = {name: source for name, source in modules().items() if name.split(".")[0] == own}
+    assert other in {subject for name, source in mine.items() for subject in subjects(name, source)}, "remove it"
 
 
 @pytest.mark.parametrize("name", modules())

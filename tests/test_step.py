@@ -25,7 +25,8 @@ from towers import (
 )
 
 from disco_ds import comm
-from disco_ds.ds_config import merge, read_ds_config, render_ds_config
+from disco_ds.config import render_ds_config
+from disco_ds.ds_config import merge, read_ds_config
 from disco_ds.engine import build_engine, set_lr
 from disco_ds.losses import Embeddings, LossOutput, build_loss
 from disco_ds.model import build_model
