@@ -103,7 +103,8 @@ def forward(model: Any, image: Tensor | None = None, text: Tensor | None = None)
     if image is not None:
         pixels = image.float() / 255 if image.dtype == torch.uint8 else image.float()
         pixels = (pixels - model.image_mean.float()) / model.image_std.float()
-        image_features = unit_rows(model.encode_image(pixels.to(model.logit_scale.dtype)))
+        pixels = pixels.to(model.logit_scale.dtype, memory_format=torch.channels_last)  # convolutions run faster
+        image_features = unit_rows(model.encode_image(pixels))
     if text is not None:
         text_features = unit_rows(model.encode_text(text))
     bias = getattr(model, "logit_bias", None)

@@ -69,8 +69,8 @@ def test_every_truncation_keeps_the_complete_samples(tmp_path: Path, caplog: pyt
     for size in range(sample + 512 + 700, 4 * sample + 512, 200):
         (tmp_path / "cut.tar").write_bytes(data[:size])
         caplog.clear()
-        # A sample counts once a member of the next one, or the end mark, is there.
-        assert index_shards(tmp_path).sizes == [(size - 512 - 700) // sample]
+        # A sample counts once a header of the next one, or the end mark, is there.
+        assert index_shards(tmp_path).sizes == [(size - 512) // sample]
         assert "cut.tar is truncated" in caplog.text
     (tmp_path / "cut.tar").write_bytes(data[: 4 * sample + 512])
     assert index_shards(tmp_path).sizes == [4]
@@ -82,7 +82,7 @@ def test_bytes_that_are_no_header_end_the_shard(tmp_path: Path, caplog: pytest.L
     data[3 * 1024 + 20] = 1
     path.write_bytes(data)
     assert index_shards(tmp_path).sizes == [2]
-    assert "byte 3072 is not a tar header" in caplog.text
+    assert "no end mark at byte 3072" in caplog.text
 
 
 def test_entry_beyond_a_shard_that_shrank_is_a_broken_sample(tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ def test_package_never_imports_tools_or_tests() -> None:
     found = {
         (name, target)
         for name, source in modules().items()
-        for target, _ in imports(name, source)
+        for target in imports(name, source)
         if target.split(".")[0] in foreign
     }
     assert not found

@@ -183,6 +183,14 @@ def test_step_with_everything_offloaded_to_the_host(tmp_path):
         assert not failures, "\n".join(failures)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_step_with_compiled_towers(tmp_path):
+    cases = [("fp32", stage, 2, False, "disco") for stage in (0, 1, 3)]
+    for failures in run_ranks(run_cases, 2, write_tiny(tmp_path), cases, {"model__compile": True}, timeout_s=500):
+        assert not failures, "\n".join(failures)
+
+
 def offloaded(model: str, cases: list[tuple[Any, ...]], zero: dict[str, Any]) -> list[str]:
     PRECISIONS["fp32"] = {"zero_optimization": zero}
     return run_cases(model, cases, {})

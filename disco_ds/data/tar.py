@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import tarfile
 from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
@@ -18,11 +19,8 @@ from typing import BinaryIO
 
 from webdataset.tariterators import base_plus_ext
 
-_BLOCK = 512
 _META = re.compile(r"__[^/]*__($|/)")
 """Members that webdataset skips."""
-_REGULAR = (b"0", b"\0", b"7")
-_PAX_RECORD = re.compile(rb"([1-9]\d*) ([^=]+)=")
 _FILES_KEPT = 64
 
 
@@ -33,7 +31,7 @@ class BrokenSample(Exception):  # noqa: N818 - it is an event that costs one sam
 class TarIndex:
     """Where the members of every complete sample of a tar lie; compact, a worker holds hundreds of them.
 
-    A sample counts as complete when another one or the tar's end mark follows it, so `truncated` costs the last one.
+    `truncated` costs the last sample: one counts as complete when another one or the tar's end follows it.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -63,92 +61,42 @@ class TarIndex:
         codes: dict[str, int] = {}
         key, seen = None, set[str]()
         try:
-            for name, header, offset, size in _walk(file):
-                prefix, extension = base_plus_ext(name)
-                if prefix is None or _META.match(name):
+            for member in _walk(file):
+                prefix, extension = base_plus_ext(member.name)
+                if prefix is None or _META.match(member.name):
                     continue
                 extension = extension.lower()
                 if prefix != key or extension in seen:
                     if key is not None:
                         self._starts.append(len(self._offsets))
-                    self._headers.append(header)
+                    self._headers.append(member.offset)
                     key, seen = prefix, set()
                 seen.add(extension)
                 if extension not in codes:
                     codes[extension] = len(self._names)
                     self._names.append(extension)
                 self._extensions.append(codes[extension])
-                self._offsets.append(offset)
-                self._sizes.append(size)
+                self._offsets.append(member.offset_data)
+                self._sizes.append(member.size)
             if key is not None:
                 self._starts.append(len(self._offsets))
-        except _TruncatedError as error:
+        except tarfile.ReadError as error:
             self.truncated = str(error)
 
 
-class _TruncatedError(Exception):
-    pass
-
-
-def _walk(file: BinaryIO, at: int = 0) -> Iterator[tuple[str, int, int, int]]:
-    """(name, header offset, data offset, size) of the regular members from offset `at` on."""
-    end = file.seek(0, os.SEEK_END)
-    first = None
-    extra: dict[str, str] = {}
-    while True:
-        file.seek(at)
-        block = file.read(_BLOCK)
-        if len(block) < _BLOCK:
-            raise _TruncatedError(f"it ends at byte {end} without an end mark")
-        if not any(block):
-            return
-        size = _size(block)
-        if size is None:
-            raise _TruncatedError(f"byte {at} is not a tar header")
-        first = at if first is None else first
-        kind, data = block[156:157], at + _BLOCK
-        if kind in _REGULAR and extra.get("size", "").isdecimal():
-            size = int(extra["size"])
-        at = data + (size + _BLOCK - 1) // _BLOCK * _BLOCK
-        if data + size > end:
-            raise _TruncatedError(f"the member at byte {data} needs {size} bytes, the file ends at {end}")
-        if kind in (b"x", b"L"):
-            body = file.read(size)
-            extra |= _pax_records(body) if kind == b"x" else {"path": body.rstrip(b"\0").decode("utf-8", "replace")}
-        elif kind not in (b"g", b"K"):
-            if kind in _REGULAR:
-                yield extra.get("path") or _name(block), first, data, size
-            extra, first = {}, None
-
-
-def _size(block: bytes) -> int | None:
-    """The member's size, or None when the header's checksum (by some old tars over signed bytes) is wrong."""
-    try:
-        size, checksum = (
-            int(field.split(b"\0", 1)[0].strip() or b"0", 8) for field in (block[124:136], block[148:156])
-        )
-    except ValueError:
-        return None
-    rest = block[:148] + b" " * 8 + block[156:]
-    total = sum(rest)
-    agrees = checksum == total or checksum == total - 256 * sum(byte > 127 for byte in rest)
-    return size if agrees and size >= 0 else None
-
-
-def _name(block: bytes) -> str:
-    name, prefix = block[:100].split(b"\0", 1)[0], block[345:500].split(b"\0", 1)[0]
-    if prefix and block[257:263] == b"ustar\0":
-        name = prefix + b"/" + name
-    return name.decode("utf-8", "replace")
-
-
-def _pax_records(body: bytes) -> dict[str, str]:
-    """`length key=value` lines; a value may hold line breaks, so the lengths lead."""
-    records, at = {}, 0
-    while match := _PAX_RECORD.match(body, at):
-        at += int(match[1])
-        records[match[2].decode("utf-8", "replace")] = body[match.end() : at - 1].decode("utf-8", "replace")
-    return records
+def _walk(file: BinaryIO, at: int = 0) -> Iterator[tarfile.TarInfo]:
+    """The regular members from offset `at` on. Raises: tarfile.ReadError where the tar is cut or damaged."""
+    file.seek(at)
+    with tarfile.open(fileobj=file, mode="r:", errorlevel=0) as tar:
+        while (member := tar.next()) is not None:
+            tar.members.clear()  # type: ignore[attr-defined]  # tarfile would keep them all
+            if member.isfile():
+                yield member
+        # tarfile takes a damaged header, or none, for the end.
+        file.seek(tar.offset)
+        mark = file.read(tarfile.BLOCKSIZE)
+        if len(mark) < tarfile.BLOCKSIZE or any(mark):
+            raise tarfile.ReadError(f"no end mark at byte {tar.offset}")
 
 
 class TarReader:
@@ -188,10 +136,10 @@ class TarReader:
     def name(self, shard: int, entry: int) -> str:
         """`shard/key` for messages."""
         index = self._index(shard)
-        with suppress(_TruncatedError):
-            if entry < len(index):
-                member, *_ = next(_walk(self._file(shard), index.header(entry)))
-                return f"{self._names[shard]}/{base_plus_ext(member)[0]}"
+        if entry < len(index):
+            with suppress(tarfile.ReadError, StopIteration):  # the shard has shrunk since
+                member = next(_walk(self._file(shard), index.header(entry)))
+                return f"{self._names[shard]}/{base_plus_ext(member.name)[0]}"
         return f"{self._names[shard]}/entry {entry}"
 
     def close(self) -> None:
