@@ -21,7 +21,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     where.add_argument("--ranks", type=int, metavar="N", help="with --dry-run: for N ranks")
     where.add_argument("--hostfile", type=Path, metavar="F", help="with --dry-run: for the slots of a hostfile")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher passes it
-    return parser.parse_args(argv)
+    return parser.parse_intermixed_args(argv)
 
 
 def count_ranks(ranks: int | None, hostfile: Path | None) -> int:

@@ -33,13 +33,20 @@ META = "checkpoint.json"
 MAY_CHANGE = {"workers", "prefetch", "timeout_s", "max_broken", "shards"}
 """Data settings that change neither a sample nor its place; the shards are compared by their manifest instead."""
 
+MODEL_MAY_CHANGE = {"name", "pretrained", "activation_checkpointing", "compile"}
+"""The name is compared by what it stands for; the weights come from the checkpoint."""
 
-def identity(config: Config, ranks: int, fingerprint: str) -> dict[str, Any]:
-    """What must stay the same over a resume, by the names a user knows."""
+
+def identity(config: Config, ranks: int, fingerprint: str, architecture: dict[str, Any]) -> dict[str, Any]:
+    """What must stay the same over a resume, by the names a user knows.
+
+    Args: fingerprint: of the shards; architecture: open_clip's config of the model, whatever file it came from.
+    """
     data = config.data.model_dump(mode="json")
     return {
         "loss": config.loss.model_dump(mode="json"),
-        "model": config.model.model_dump(mode="json", exclude={"activation_checkpointing", "compile"}),
+        "model": config.model.model_dump(mode="json", exclude=MODEL_MAY_CHANGE),
+        "model.config": architecture,
         "optim": config.optim.model_dump(mode="json"),
         "global_batch": config.global_batch,
         "seed": config.seed,
@@ -52,20 +59,16 @@ def identity(config: Config, ranks: int, fingerprint: str) -> dict[str, Any]:
 
 
 def save(
-    folder: Path,
-    step: int,
-    engine: Engine,
-    same: dict[str, Any],
-    data_state: dict[str, Any],
-    loss_state: dict[str, Any],
+    folder: Path, meta: dict[str, Any], engine: Engine, data_state: dict[str, Any], loss_state: dict[str, Any]
 ) -> Path:
     """Write checkpoints/step-N of this run folder. Collective.
 
-    Args:    same: from identity(); data_state, loss_state: this rank's part.
+    Args:    meta: step, num_steps, identity; data_state, loss_state: this rank's part.
     Returns: the finished folder.
-    Raises:  ValueError on every rank if any could not write; nothing then bears the finished name.
+    Raises:  ValueError on every rank if any could not write our part; what DeepSpeed raises, on the rank where its
+             part failed. Nothing then bears the finished name.
     """
-    final = folder / CHECKPOINTS / f"step-{step:08d}"
+    final = folder / CHECKPOINTS / f"step-{meta['step']:08d}"
     partial = final.with_name(f".{final.name}.partial")
     with comm.together(f"preparing {partial}"):
         if comm.rank() == 0:
@@ -79,7 +82,7 @@ def save(
         )
     with comm.together(f"completing {final}"):
         if comm.rank() == 0:
-            _complete(partial, final, {"format": FORMAT, "step": step, "identity": same})
+            _complete(partial, final, {"format": FORMAT, **meta})
     return final
 
 
@@ -140,7 +143,7 @@ def read_meta(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not a complete disco_ds checkpoint: it has no {META}")
     try:
         meta = json.loads((path / META).read_text(encoding="utf-8"))
-        version, files, _, _ = meta["format"], dict(meta["files"]), meta["step"], meta["identity"]
+        version, files, *_ = meta["format"], dict(meta["files"]), meta["step"], meta["num_steps"], meta["identity"]
     except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path / META} is not a disco_ds checkpoint description: {error!r}") from None
     if version != FORMAT:

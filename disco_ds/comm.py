@@ -38,8 +38,17 @@ def init(timeout_s: float) -> None:
     distributed_c10d.default_pg_timeout = timeout
     distributed_c10d.default_pg_nccl_timeout = timeout
     if "RANK" not in os.environ:
+        for variable in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
+            if int(os.environ.get(variable, "1")) > 1:
+                raise ValueError(
+                    f"{variable} is {os.environ[variable]} but RANK is not set: every process would train alone; start "
+                    "with deepspeed or torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
+                )
         lone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
         os.environ.update({key: str(value) for key, value in lone.items()})
+    missing = [key for key in ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
+    if missing:
+        raise ValueError(f"RANK is set but {', '.join(missing)} is not; a launcher sets them all")
     if get_accelerator().device_name() != "cpu":
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_distributed(
@@ -50,15 +59,16 @@ def init(timeout_s: float) -> None:
     )
 
 
-def close() -> None:
-    """Leave the process group, all ranks together: a rank that just exits makes the others abort now and then."""
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+@contextmanager
+def session(timeout_s: float) -> Iterator[None]:
+    """The process group for a `with` block, which all ranks leave together: one that just exits makes others abort.
 
-
-def is_initialized() -> bool:
-    return dist.is_initialized()
+    A rank that raises leaves at once, so that the launcher sees it end, and ends the others.
+    """
+    init(timeout_s)
+    yield
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def rank(group: Group = None) -> int:
@@ -190,22 +200,27 @@ def broadcast(item: Any) -> Any:
     return items[0]
 
 
+class AgreedError(ValueError):
+    """A mistake or a failure that every rank raises alike, so that all can end in order."""
+
+
 @contextmanager
 def together(what: str) -> Iterator[None]:
     """Do what may fail on some ranks only, and fail on all of them or none. Collective; the body must not communicate.
 
-    Raises: ValueError on every rank, naming the ranks that failed and why.
+    Raises: AgreedError on every rank, naming the ranks that failed and why.
     """
     problem: str | None = None
     try:
         yield
-    except (ValueError, OSError, RuntimeError) as error:
-        problem = str(error) or type(error).__name__
+    except Exception as error:
+        told = isinstance(error, ValueError | OSError)
+        problem = str(error) if told else f"{type(error).__name__}: {error}"
     problems = gather_objects(problem)
     failed = [number for number, text in enumerate(problems) if text is not None]
     if failed:
         where = "" if len(failed) == size() else f" (rank {', '.join(map(str, failed))})"
-        raise ValueError(f"{what}{where}: {problems[failed[0]]}")
+        raise AgreedError(f"{what}{where}: {problems[failed[0]]}")
 
 
 def _free_port() -> int:

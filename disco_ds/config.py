@@ -213,6 +213,11 @@ class Config(Settings):
             raise ValueError(f"give either steps or samples, got steps={self.steps}, samples={self.samples}")
         if self.num_steps < 1:
             raise ValueError(f"samples ({self.samples}) is less than one global_batch ({self.global_batch})")
+        if self.data.timeout_s >= self.timeout_s:
+            raise ValueError(
+                f"data.timeout_s ({self.data.timeout_s:g}) must be below timeout_s ({self.timeout_s:g}): else the "
+                "other ranks give up before the silent worker is named"
+            )
         if self.optim.warmup_steps + self.optim.cooldown_steps > self.num_steps:
             raise ValueError(
                 f"optim.warmup_steps + optim.cooldown_steps ({self.optim.warmup_steps} + {self.optim.cooldown_steps}) "

@@ -56,8 +56,8 @@ DEFAULTS: dict[str, Any] = {
 KNOWN_KEYS = {
     *OWNED_BY_RECIPE,
     *DEFAULTS,
-    *("gradient_allreduce_op", "disable_allgather", "dump_state", "memory_breakdown", "disable_python_gc", "log_level"),
-    *("activation_checkpointing", "comms_logger", "flops_profiler", "aio", "compile", "data_types", "timers"),
+    *("disable_allgather", "dump_state", "memory_breakdown", "disable_python_gc", "log_level"),
+    *("activation_checkpointing", "comms_logger", "flops_profiler", "aio", "timers"),
     *("wandb", "comet", "csv_monitor", "seq_parallel_communication_data_type"),
 }
 """What DeepSpeed 0.19 reads at the top level and a CLIP trainer can use."""
@@ -70,7 +70,20 @@ REFUSED_KEYS = {
     "managed_gradient_accumulation": "the step manages it",
     "gradient_allreduce_op": "the losses count on the mean over ranks",
     "data_types": "gradients are accumulated in the parameters' precision",
+    "compile": "model.compile compiles the towers",
+    "prescale_gradients": "DeepSpeed has it at ZeRO 0 and 1 only, and the mean over ranks is the same",
+    "gradient_predivide_factor": "DeepSpeed has it at ZeRO 0 to 2 only, and the mean over ranks is the same",
+    "zero_optimization.zenflow": "it applies another gradient than the step's",
+    "zero_optimization.zero_quantized_gradients": "it rounds gradients to 4 bits",
+    "zero_optimization.zero_quantized_weights": "it rounds weights to 8 bits",
+    "zero_optimization.zero_quantized_nontrainable_weights": "it rounds weights to 8 bits",
+    "zero_optimization.compute_grad_norm": "the norm is what clipping and the metrics go by",
+    "bf16.bf16_master_weights_and_grads": "the optimizer's copy is fp32",
+    "bf16.bf16_optimizer_states": "the optimizer's states are fp32",
+    "bf16.immediate_grad_update": "it applies gradients before the step",
+    "fp16.fp16_master_weights_and_grads": "the optimizer's copy is fp32",
 }
+"""Keys, dotted inside a section, that would change the gradient or that DeepSpeed no longer has, and why."""
 
 
 def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -160,8 +173,7 @@ def check_keys(ds_config: dict[str, Any]) -> None:
                 f"ds_config key {key} and the recipe's {OWNED_BY_RECIPE[key]} own the same value; "
                 "remove it from the ds_config: the recipe says it"
             )
-        if key in REFUSED_KEYS:
-            raise ValueError(f"ds_config key {key} is not supported: {REFUSED_KEYS[key]}")
+        _refuse(key)
         if key not in KNOWN_KEYS:
             raise ValueError(f"ds_config: unknown key {key}{_hint(key, KNOWN_KEYS - set(OWNED_BY_RECIPE))}")
     for section, known in _section_keys().items():
@@ -169,6 +181,7 @@ def check_keys(ds_config: dict[str, Any]) -> None:
         if not isinstance(part, dict):
             raise ValueError(f"ds_config: {section} must be a mapping, got {part!r}")
         for key in part:
+            _refuse(f"{section}.{key}")
             if key not in known:
                 raise ValueError(f"ds_config: unknown key {section}.{key}{_hint(key, known)}")
 
@@ -194,6 +207,11 @@ def check_precision(ds_config: dict[str, Any]) -> None:
         )
     if kind == "bf16" and not ds_config["bf16"].get("check_grad_overflow", True):
         raise ValueError("bf16.check_grad_overflow=false is refused: one NaN on one rank would reach every weight")
+
+
+def _refuse(key: str) -> None:
+    if key in REFUSED_KEYS:
+        raise ValueError(f"ds_config key {key} is not supported: {REFUSED_KEYS[key]}")
 
 
 def _section_keys() -> dict[str, set[str]]:

@@ -33,6 +33,8 @@ def build_engine(model: nn.Module, settings: OptimSettings, ds_config: dict[str,
     model.to(comm.local_device())
     optimizer = build_optimizer(parameter_groups(model, settings.weight_decay), settings)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config, dist_init_required=False)
+    # Of the engine's own points only: they would repeat ours, at every step. write_events goes on working.
+    engine.monitor.enabled = False
     return engine
 
 

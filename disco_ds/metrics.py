@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -27,7 +27,7 @@ class Metrics:
     """Times and counts between two log points, and the record written at each.
 
     Args: folder: of the run; write_events: TensorBoard and what else the ds_config's monitors name, or None;
-          first_step: steps already done by the run this one resumes.
+          first_step: steps already done by the run this one resumes. Collective: every rank must call.
     """
 
     def __init__(
@@ -36,10 +36,11 @@ class Metrics:
         self.write_events = write_events
         self.global_batch, self.num_steps = global_batch, num_steps
         self.path = folder / METRICS_FILE
-        self.file = None
-        if comm.rank() == 0:
-            _drop_after(self.path, first_step)
-            self.file = self.path.open("a", encoding="utf-8")
+        self.file: IO[str] | None = None
+        with comm.together(f"opening {self.path}"):
+            if comm.rank() == 0:
+                _drop_after(self.path, first_step)
+                self.file = self.path.open("a", encoding="utf-8")
         self.start = self.since = time.monotonic()
         self.first_step = self.last_step = first_step
         self.wait_s = 0.0
@@ -136,12 +137,20 @@ def _drop_after(path: Path, step: int) -> None:
     """Remove records of steps that a resumed run is about to do again, and a line a crash has cut."""
     if not path.exists():
         return
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith("\n") and _step_of(line) <= step]
     if kept != lines:
         partial = path.with_suffix(".partial")
         partial.write_text("".join(kept), encoding="utf-8")
         partial.replace(path)
+
+
+def _step_of(line: str) -> float:
+    """Infinite for a line that a crash has left unreadable."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
 
 
 def _peak_rss() -> int:

@@ -11,6 +11,7 @@ import logging
 import math
 import types
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -80,9 +81,7 @@ def build_model(
     if settings.activation_checkpointing:
         model.set_grad_checkpointing(True)
     preprocessing = read_preprocessing(model)
-    for key in ("mean", "std"):
-        value = torch.tensor(getattr(preprocessing, key)).view(1, 3, 1, 1)
-        model.register_buffer(f"image_{key}", value, persistent=False)
+    model.image_mean, model.image_std = preprocessing.mean, preprocessing.std
     # ZeRO 3 gathers a module's own parameters around its forward: a wrapper around open_clip's module would find
     # logit_scale, text_projection and positional_embedding empty.
     model.forward = types.MethodType(forward, model)
@@ -102,13 +101,19 @@ def forward(model: Any, image: Tensor | None = None, text: Tensor | None = None)
     image_features = text_features = None
     if image is not None:
         pixels = image.float() / 255 if image.dtype == torch.uint8 else image.float()
-        pixels = (pixels - model.image_mean.float()) / model.image_std.float()
+        pixels = (pixels - _channels(model.image_mean, pixels.device)) / _channels(model.image_std, pixels.device)
         pixels = pixels.to(model.logit_scale.dtype, memory_format=torch.channels_last)  # convolutions run faster
         image_features = unit_rows(model.encode_image(pixels))
     if text is not None:
         text_features = unit_rows(model.encode_text(text))
     bias = getattr(model, "logit_bias", None)
     return image_features, text_features, model.logit_scale.float().exp(), None if bias is None else bias.float()
+
+
+@lru_cache
+def _channels(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """[1, 3, 1, 1] fp32. Not a buffer of the model: an engine with 16-bit weights would round it."""
+    return torch.tensor(values, device=device).view(1, -1, 1, 1)
 
 
 def unit_rows(x: Tensor) -> Tensor:
@@ -142,6 +147,11 @@ def read_preprocessing(model: nn.Module) -> Preprocessing:
     return Preprocessing(
         (height, width), tuple(cfg["mean"]), tuple(cfg["std"]), cfg["interpolation"], cfg.get("resize_mode", "shortest")
     )
+
+
+def read_architecture(settings: ModelSettings) -> dict[str, Any]:
+    """open_clip's config of the model: what its name stands for."""
+    return open_clip.get_model_config(register_config(settings.name))
 
 
 def read_text_size(model: Any) -> tuple[int, int]:

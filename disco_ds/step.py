@@ -94,17 +94,29 @@ class Forward:
         self.trains = {name: any(p.requires_grad for p in parameters) for name, parameters in towers.items()}
 
     def __call__(self, batch: Any, keep_graph: bool) -> MicroFeatures:
-        rng = Rng()
+        image, text, index = self.prepare(batch)
+        with torch.no_grad():
+            locked = self._towers(image, text, trained=False)
+        rng = Rng()  # after the locked tower, which draws once and is not run again
         with torch.set_grad_enabled(keep_graph):
-            image, text, index = self.prepare(batch)
-            return MicroFeatures(self.engine(image, text), index, rng)
+            features = self._towers(image, text, trained=True)
+        return MicroFeatures(_merge(features, locked), index, rng)
 
     def again(self, batch: Any, first: MicroFeatures) -> MicroFeatures:
-        """The same features, with graph; a locked tower is not run twice."""
+        """The trained towers' features once more, equal to the first, with graph."""
         image, text, index = self.prepare(batch)
         first.rng.restore()
-        again = self.engine(image if self.trains["image"] else None, text if self.trains["text"] else None)
-        return MicroFeatures(again, index, first.rng)
+        return MicroFeatures(self._towers(image, text, trained=True), index, first.rng)
+
+    def _towers(self, image: Tensor, text: Tensor, trained: bool) -> Features:
+        chosen = {"image": image, "text": text}
+        chosen = {name: value for name, value in chosen.items() if self.trains[name] == trained}
+        return self.engine(**chosen) if chosen else (None, None, None, None)
+
+
+def _merge(trained: Features, locked: Features) -> Features:
+    image, text, scale, bias = trained
+    return locked[0] if image is None else image, locked[1] if text is None else text, scale, bias
 
 
 def _cut(parts: Sequence[MicroFeatures], trains: dict[str, bool]) -> Embeddings:

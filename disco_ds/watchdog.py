@@ -18,7 +18,7 @@ def die_with_launcher() -> None:
 
     The kernel sees to the parent; a thread waits for the grandparent, if that is `deepspeed` itself.
     """
-    if sys.platform != "linux":
+    if sys.platform != "linux" or "RANK" not in os.environ:  # the latter: started alone, by a shell that may end
         return
     parent = os.getppid()
     die_with_parent()

@@ -75,9 +75,8 @@ def _enter(
         from disco_ds import comm
 
         torch.set_num_threads(1)
-        comm.init(timeout_s=120)
-        value = function(*args)
-        comm.close()
+        with comm.session(timeout_s=120):
+            value = function(*args)
         send.send((True, value))
     except BaseException:
         send.send((False, traceback.format_exc()))

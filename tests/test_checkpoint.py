@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from towers import tiny_config
+from towers import TINY, tiny_config
 
 from disco_ds import checkpoint
 from disco_ds.checkpoint import FORMAT, META, find_latest, identity, read, read_meta, refuse_changes, remove_old
@@ -16,7 +16,7 @@ from disco_ds.run_folder import CHECKPOINTS
 
 
 def identify(ranks: int = 2, fingerprint: str = "abc", stage: int = 1, **changes: Any) -> dict[str, Any]:
-    return identity(tiny_config("tiny", {"zero_optimization": {"stage": stage}}, **changes), ranks, fingerprint)
+    return identity(tiny_config("tiny", {"zero_optimization": {"stage": stage}}, **changes), ranks, fingerprint, TINY)
 
 
 def stored(same: dict[str, Any]) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def write_checkpoint(run: Path, step: int, ranks: int = 2) -> Path:
     for rank in range(ranks):
         torch.save({"rng": None, "data": {"rank": rank}, "loss": torch.arange(rank)}, path / f"rank_{rank:05d}.pt")
     files = {str(p.relative_to(path)): p.stat().st_size for p in path.rglob("*") if p.is_file()}
-    describe(path, {"format": FORMAT, "step": step, "identity": identify(), "files": files})
+    describe(path, {"format": FORMAT, "step": step, "num_steps": 10, "identity": identify(), "files": files})
     return path
 
 
@@ -45,7 +45,6 @@ def describe(path: Path, meta: Any) -> None:
     [
         ({"loss__name": "clip"}, "loss.name"),
         ({"loss__options": {"tile": 3}}, "loss.options.tile"),
-        ({"model__name": "other"}, "model.name"),
         ({"model__lock_image": True}, "model.lock_image"),
         ({"model__patch_dropout": 0.5}, "model.patch_dropout"),
         ({"model__max_scale": 50.0}, "model.max_scale"),
@@ -77,7 +76,7 @@ def test_refuse_changes_names_the_changed_setting(changes: dict[str, Any], name:
 
 def test_refuse_changes_names_a_changed_precision() -> None:
     autocast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
-    now = identity(tiny_config("tiny", {"zero_optimization": {"stage": 1}} | autocast), 2, "abc")
+    now = identity(tiny_config("tiny", {"zero_optimization": {"stage": 1}} | autocast), 2, "abc", TINY)
     with pytest.raises(ValueError, match="precision: 'fp32' in the checkpoint, 'autocast' now"):
         refuse_changes(stored(identify()), now)
 
@@ -113,7 +112,7 @@ def test_refuse_changes_setting_that_went_or_came_is_named() -> None:
         {"data__workers": 2, "data__prefetch": 9, "data__timeout_s": 1.0, "data__max_broken": 0.5},
         {"model__activation_checkpointing": True, "model__compile": True},
         {"log__every_steps": 3, "log__tensorboard": True, "checkpoint__every_steps": 1, "checkpoint__keep_last": 9},
-        {"pixels": "host", "timeout_s": 3.0},
+        {"pixels": "host", "timeout_s": 400.0},
     ],
 )
 def test_refuse_changes_lets_the_rest_change(changes: dict[str, Any]) -> None:
@@ -148,7 +147,7 @@ def test_read_meta_foreign_folder_is_refused(tmp_path: Path) -> None:
         '{"step": 3}',
         '{"format": 1}',
         pytest.param(
-            '{"format": 1, "files": ["a"], "step": 3, "identity": {}}',
+            '{"format": 1, "files": ["a"], "step": 3, "num_steps": 9, "identity": {}}',
         ),
         pytest.param(
             '{"format": 1, "files": {}}',
@@ -243,7 +242,14 @@ def test_complete_checkpoint_passes_read_meta_and_replaces_an_older_visit(tmp_pa
     partial = final.with_name(f".{final.name}.partial")
     (partial / "engine").mkdir(parents=True)
     (partial / "engine" / "weights.pt").write_bytes(b"new")
-    checkpoint._complete(partial, final, {"format": FORMAT, "step": 3, "identity": identify()})
+    checkpoint._complete(partial, final, {"format": FORMAT, "step": 3, "num_steps": 9, "identity": identify()})
     assert not partial.exists()
     assert sorted(read_meta(final)["files"].items()) == [("engine/weights.pt", 3)]
     assert not (final / "stale.pt").exists()
+
+
+def test_refuse_changes_compares_the_model_by_its_config_not_its_name() -> None:
+    config = tiny_config("moved/tiny.json", {"zero_optimization": {"stage": 1}}, model__pretrained="weights.pt")
+    refuse_changes(stored(identify()), identity(config, 2, "abc", TINY))
+    with pytest.raises(ValueError, match=r"model.config.embed_dim: 16 in the checkpoint, 32 now"):
+        refuse_changes(stored(identify()), identity(config, 2, "abc", TINY | {"embed_dim": 32}))

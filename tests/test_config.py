@@ -619,3 +619,22 @@ def test_parse_args_refuses(argv: list[str], capsys: pytest.CaptureFixture[str])
         parse_args(argv)
     assert caught.value.code == 2
     assert "usage: disco_ds.train" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("prescale_gradients", "compile", "zero_optimization.zenflow", "zero_optimization.zero_quantized_gradients"),
+        *("zero_optimization.compute_grad_norm", "bf16.bf16_master_weights_and_grads"),
+    ],
+)
+def test_ds_config_key_that_changes_the_gradient_is_refused(key: str) -> None:
+    section, _, inner = key.rpartition(".")
+    tree: dict[str, Any] = {section: {inner: True}} if section else {inner: True}
+    with pytest.raises(ValueError, match=f"ds_config key {re.escape(key)} is not supported"):
+        render_ds_config(settings(deepspeed=tree), 1)
+
+
+def test_data_timeout_longer_than_the_collectives_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"data.timeout_s \(300\) must be below timeout_s \(100\)"):
+        settings(timeout_s=100)

@@ -11,19 +11,20 @@ from dist import run_ranks
 from test_build import recipe
 
 from disco_ds import comm
+from disco_ds.build import build
 from disco_ds.config import load_config
 from disco_ds.data import load_manifest, read_all, resolve_shards
 from disco_ds.eval import Accuracy, classify_sets
-from disco_ds.model import build_tokenizer
-from disco_ds.train import build, train
+from disco_ds.train import train
 
 
 def accuracies(path: Path, stage: int) -> tuple[Accuracy, Accuracy]:
     """By all ranks, and by a plain loop on every rank; after a little training, so that it is not all zeros."""
     overrides = [
         f"deepspeed.zero_optimization.stage={stage}",
-        "steps=20",
-        "log.every_steps=20",
+        "steps=25",
+        "log.every_steps=25",
+        "model={name: quickstart, token_embedding_std: 0.5}",
         f"name=stage{stage}-{comm.size()}",
         "eval={labelled: {unseen: bundled:emoji/unseen}, label_key: '{json[caption]}'}",
     ]
@@ -31,8 +32,8 @@ def accuracies(path: Path, stage: int) -> tuple[Accuracy, Accuracy]:
         config = load_config(path, overrides)
         run = build(config, None, stack)
         train(run)
-        tokenize = build_tokenizer(config.model, run.engine.module)
-        found = classify_sets(run.engine, config, run.image, tokenize)["unseen"]
+        tokenize = run.tokenizer
+        found = classify_sets(run.engine, run.sets, config, run.image, tokenize)["unseen"]
         samples = list(
             read_all(
                 load_manifest(resolve_shards("bundled:emoji/unseen")), config.data, run.image, 0, 1, "{json[caption]}"
@@ -54,4 +55,4 @@ def test_accuracy_of_all_ranks_is_that_of_a_plain_loop(size, stage, tmp_path):
     for found, plain in run_ranks(accuracies, size, recipe(tmp_path), stage):
         assert found.num_images == found.num_classes == plain.num_images == 155
         assert (found.top1, found.top5) == pytest.approx((plain.top1, plain.top5), abs=1.5 / 155)
-        assert found.top5 > found.chance
+        assert found.top5 > 1.5 * 5 * found.chance, "training must show, or the two agree on nothing"

@@ -17,7 +17,7 @@ LAYERS = {
     **dict.fromkeys(("config", "ds_config", "comm", "kernels"), 0),
     **dict.fromkeys(("losses", "data", "model", "convnet", "metrics", "watchdog", "run_folder"), 1),
     **dict.fromkeys(("engine", "step", "checkpoint", "eval", "report"), 2),
-    **dict.fromkeys(("arguments", "train", "plan", "doctor", "launch"), 3),
+    **dict.fromkeys(("arguments", "build", "train", "plan", "doctor", "launch"), 3),
     "__main__": 4,
 }
 """Subject (a module or a package of disco_ds) -> layer. A subject imports itself and layers strictly below."""
@@ -28,6 +28,7 @@ WITHIN_A_LAYER = {
     ("step", "engine"): "the step goes through the engine's backward",
     ("checkpoint", "engine"): "it saves and restores an engine",
     ("eval", "engine"): "the towers are run through the engine",
+    ("train", "build"): "the trainer runs what build.py puts together",
     ("train", "arguments"): "the trainer parses its own command line",
 }
 """Imports between subjects of one layer, with the reason."""

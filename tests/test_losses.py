@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -146,6 +147,19 @@ def fail_on_rank_1() -> None:
 
 def test_collectives_sum_in_backward_and_take_a_group():
     run_ranks(primitives, 3)
+
+
+def raise_on_rank_1() -> None:
+    if comm.rank() == 1:
+        raise LookupError("only here")
+    comm.gather(torch.ones(1, 1))
+
+
+def test_rank_that_raises_leaves_at_once_and_is_heard():
+    start = time.monotonic()
+    with pytest.raises(pytest.fail.Exception, match=r"rank 1 failed(.|\n)*only here"):
+        run_ranks(raise_on_rank_1, 2)
+    assert time.monotonic() - start < 60  # the group's timeout is 120 s
 
 
 def test_loss_without_a_process_group_is_the_same():

@@ -14,6 +14,7 @@ from dist import run_ranks
 from towers import (
     Batch,
     batches,
+    build_towers,
     distance,
     masters,
     norm,
@@ -46,9 +47,15 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": {"enabled": True}},
     "bf16_wire": {"bf16": {"enabled": True}, "communication_data_type": "bf16"},
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
+    # ds_configs/zero3_offload.json, but for its precision
+    "offload": {"zero_optimization": read_ds_config("zero3_offload", Path())["zero_optimization"]},
 }
 REFUSED = {("bf16", 0), ("bf16_wire", 0), ("fp16", 0)}  # tests/test_config.py has their refusals
-MATRIX = [case for case in itertools.product(PRECISIONS, range(4)) if case not in REFUSED]
+MATRIX = [
+    (precision, stage)
+    for precision, stage in itertools.product(PRECISIONS, range(4))
+    if (precision, stage) not in REFUSED and (precision != "offload" or stage == 3)
+]
 
 
 def ds_config(precision: str, stage: int) -> dict[str, Any]:
@@ -62,15 +69,14 @@ def no_fp16() -> str:
     return "" if get_accelerator().is_fp16_supported() else "this accelerator has no fp16"
 
 
-def build(config: Any, loss: Any = None) -> Any:
-    torch.manual_seed(config.seed)
-    model = build_model(config.model)
+def build(config: Any, text_dropout: float = 0.0) -> Any:
+    model = build_towers(config, text_dropout)
     torch.manual_seed(100 + comm.rank())
     return build_engine(model, config.optim, render_ds_config(config, comm.size()))
 
 
 def one_case(
-    model: str, precision: str, stage: int, count: int, clip: bool, loss: str, **changes: Any
+    model: str, precision: str, stage: int, count: int, clip: bool, loss: str, text_dropout: float = 0.0, **changes: Any
 ) -> dict[str, float]:
     """One SGD step through the engine against the single process: errors of gradient, change, norm, loss."""
     N = comm.size()
@@ -89,7 +95,7 @@ def one_case(
             states.append(torch.get_rng_state())
         return prepare(batch)
 
-    engine = build(config)
+    engine = build(config, text_dropout)
     engine.train()
     set_lr(engine, lr)
     read: list[dict[str, torch.Tensor]] = []
@@ -101,10 +107,10 @@ def one_case(
     engine.destroy()
 
     all_states = [state for part in comm.gather_objects(states) for state in part]
-    true, true_loss = reference(config, everything, all_states)
+    true, true_loss = reference(config, everything, all_states, text_dropout=text_dropout)
     kind = precision.removesuffix("_bf16_wire").removesuffix("_wire")
     one_process = 0.0
-    if kind != "fp32":
+    if kind not in ("fp32", "offload"):
         one_process = distance(reference(config, everything, all_states, cast=kind)[0], true)
     true_norm = norm(true)
     factor = min(1.0, config.optim.clip_norm / true_norm) if clip else 1.0
@@ -124,19 +130,25 @@ def one_case(
 
 def allowed(precision: str, one_process: float) -> float:
     """1e-6 in fp32; twice the one-process error at a 16-bit precision."""
-    return 1e-6 if precision == "fp32" else 2 * one_process
+    return 1e-6 if precision in ("fp32", "offload") else 2 * one_process
 
 
-def run_cases(model: str, cases: list[tuple[Any, ...]], changes: dict[str, Any]) -> list[str]:
+Group = tuple[list[tuple[Any, ...]], dict[str, Any]]
+"""Cases (precision, stage, micro-batches, clip, loss) and the settings they share."""
+
+
+def run_cases(model: str, groups: list[Group]) -> list[str]:
+    """The cases that fail, in words."""
     failures = []
-    for precision, stage, count, clip, loss in cases:
+    for case, changes in [(case, changes) for cases, changes in groups for case in cases]:
+        precision, stage, count, clip, loss = case
         errors = one_case(model, precision, stage, count, clip, loss, **changes)
         limit = allowed(precision, errors["one_process"])
         # Changes are read from weights: one rounding more. 16-bit norms and losses are as far off as the gradient.
         limits = {"gradient": limit, "change": limit + 1e-6, "norm": limit + 1e-6, "loss": limit + 1e-6}
         wrong = {name: value for name, value in errors.items() if name in limits and not value <= limits[name]}
         if wrong:
-            failures.append(f"{precision} zero{stage} K={count} clip={clip} {loss}: {wrong} of {errors}")
+            failures.append(f"{precision} zero{stage} K={count} clip={clip} {loss} {changes}: {wrong} of {errors}")
     return failures
 
 
@@ -148,13 +160,26 @@ def matrix(precisions: list[str]) -> list[tuple[Any, ...]]:
     ]
 
 
-def test_step_equals_single_process_in_four_micro_batches(tmp_path):
-    """One representative of every stage and precision: two ranks, GradAccum, dropout, clipping."""
-    cases = [
-        case for case in matrix(list(PRECISIONS)) if case[2:4] == (4, True) and not (case[0] == "fp16" and no_fp16())
-    ]
-    for failures in run_ranks(run_cases, 2, write_tiny(tmp_path, patch_dropout=0.5), cases, {}):
+def check(size: int, model: str, groups: list[Group], timeout_s: float = 240) -> None:
+    for failures in run_ranks(run_cases, size, model, groups, timeout_s=timeout_s):
         assert not failures, "\n".join(failures)
+
+
+def test_step_equals_single_process_in_four_micro_batches(tmp_path):
+    """Every stage and precision with GradAccum, dropout and clipping; checkpointed activations; locked towers."""
+    everything = [case for case in matrix(list(PRECISIONS)) if case[2:4] == (4, True)]
+    checkpointed = [("fp32", stage, 4, False, loss) for stage in (2, 3) for loss in ("clip", "disco")]
+    locked = [("fp32", stage, 4, False, "disco") for stage in range(4)]
+    groups: list[Group] = [
+        ([case for case in everything if not (case[0] == "fp16" and no_fp16())], {}),
+        (checkpointed, {"model__activation_checkpointing": True}),
+        (locked, {"model__lock_image": True}),
+        (locked, {"model__lock_text": True}),
+        # A locked tower that draws from the generator before the trained one does.
+        (locked[1:2], {"model__lock_image": True, "text_dropout": 0.3}),
+        ([("offload", 3, 4, True, "disco")], {}),
+    ]
+    check(2, write_tiny(tmp_path, patch_dropout=0.5), groups)
 
 
 @pytest.mark.slow
@@ -163,45 +188,21 @@ def test_step_equals_single_process_in_four_micro_batches(tmp_path):
 def test_step_equals_single_process(size, precision, tmp_path):
     if precision == "fp16" and no_fp16():
         pytest.skip(no_fp16())
-    model = write_tiny(tmp_path, patch_dropout=0.5)
-    for failures in run_ranks(run_cases, size, model, matrix([precision]), {}):
-        assert not failures, "\n".join(failures)
+    check(size, write_tiny(tmp_path, patch_dropout=0.5), [(matrix([precision]), {})])
 
 
-def test_step_with_checkpointed_activations_and_every_loss(tmp_path):
-    model = write_tiny(tmp_path, patch_dropout=0.5)
-    cases = [("fp32", stage, 4, False, loss) for stage in (0, 2, 3) for loss in ("clip", "disco")]
-    for failures in run_ranks(run_cases, 2, model, cases, {"model__activation_checkpointing": True}):
-        assert not failures, "\n".join(failures)
-
-
-def test_step_with_everything_offloaded_to_the_host(tmp_path):
-    """ds_configs/zero3_offload.json, but for its precision."""
-    offload = read_ds_config("zero3_offload", Path())["zero_optimization"]
-    cases = [("fp32", 3, 4, True, "disco"), ("fp32", 3, 1, False, "disco")]
-    for failures in run_ranks(offloaded, 2, write_tiny(tmp_path), cases, offload):
-        assert not failures, "\n".join(failures)
+@pytest.mark.slow
+@pytest.mark.parametrize("tower", ["image", "text"])
+def test_step_with_a_locked_tower(tower, tmp_path):
+    cases = [("fp32", stage, count, True, loss) for stage in range(4) for count in (1, 2) for loss in ("clip", "disco")]
+    check(2, write_tiny(tmp_path, patch_dropout=0.5), [(cases, {f"model__lock_{tower}": True})])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_step_with_compiled_towers(tmp_path):
     cases = [("fp32", stage, 2, False, "disco") for stage in (0, 1, 3)]
-    for failures in run_ranks(run_cases, 2, write_tiny(tmp_path), cases, {"model__compile": True}, timeout_s=500):
-        assert not failures, "\n".join(failures)
-
-
-def offloaded(model: str, cases: list[tuple[Any, ...]], zero: dict[str, Any]) -> list[str]:
-    PRECISIONS["fp32"] = {"zero_optimization": zero}
-    return run_cases(model, cases, {})
-
-
-@pytest.mark.parametrize("tower", ["image", "text"])
-def test_locked_tower_takes_no_gradient_and_the_other_the_right_one(tower, tmp_path):
-    model = write_tiny(tmp_path)
-    cases = [("fp32", stage, count, False, "disco") for stage in range(4) for count in (1, 4)]
-    for failures in run_ranks(run_cases, 2, model, cases, {f"model__lock_{tower}": True}):
-        assert not failures, "\n".join(failures)
+    check(2, write_tiny(tmp_path), [(cases, {"model__compile": True})], timeout_s=500)
 
 
 def pushed_up(model: str) -> list[str]:
@@ -263,6 +264,37 @@ def poisoned(model: str) -> None:
 
 def test_non_finite_gradient_stops_all_ranks_before_the_update(tmp_path):
     run_ranks(poisoned, 2, write_tiny(tmp_path))
+
+
+def overflowing(model: str) -> None:
+    """A loss scale far too large: steps are skipped until it fits, with the weights untouched; then one is right."""
+    if no_fp16():
+        return
+    for stage in (1, 2, 3):
+        scaling = {"fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}}
+        zero = {"zero_optimization": {"stage": stage}}
+        config = tiny_config(model, zero | scaling, global_batch=8 * comm.size(), micro_batch=4)
+        engine = build(config)
+        engine.train()
+        set_lr(engine, 1.0)
+        before = masters(engine)
+        everything = batches(2 * comm.size(), 4)
+        mine = everything[2 * comm.rank() : 2 * comm.rank() + 2]
+        skipped = 0
+        while train_step(engine, build_loss("disco"), mine, prepare, max_scale=1e9).grad_norm is None:
+            skipped += 1
+            assert distance(masters(engine), before) == 0
+        assert 0 < skipped < 24
+        true, _ = reference(config, everything, [torch.get_rng_state()] * len(everything))
+        after = masters(engine)
+        assert distance({name: before[name] - after[name] for name in before}, true) < 1e-2
+        engine.destroy()
+
+
+def test_loss_scale_overflow_skips_the_step_and_is_no_fault(tmp_path):
+    if no_fp16():
+        pytest.skip(no_fp16())
+    run_ranks(overflowing, 2, write_tiny(tmp_path))
 
 
 def curve(model: str, loss: str, count: int) -> list[float]:

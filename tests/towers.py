@@ -71,15 +71,23 @@ def prepare(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     return batch["image"], batch["text"], batch["index"]
 
 
+def build_towers(config: Config, text_dropout: float = 0.0) -> nn.Module:
+    """The model of the settings; open_clip's own text tower has no dropout, others have."""
+    torch.manual_seed(config.seed)
+    model: Any = build_model(config.model)
+    if text_dropout:
+        model.ln_final = nn.Sequential(model.ln_final, nn.Dropout(text_dropout))
+    return model
+
+
 def reference(
-    config: Config, chunks: list[Batch], states: list[Tensor], cast: str = "fp32"
+    config: Config, chunks: list[Batch], states: list[Tensor], cast: str = "fp32", text_dropout: float = 0.0
 ) -> tuple[dict[str, Tensor], float]:
     """Gradient of the full-batch loss by one graph in one process, and the loss.
 
     Each chunk is forwarded under the RNG state recorded for it. cast: fp32, autocast, bf16, fp16: how the towers run.
     """
-    torch.manual_seed(config.seed)
-    model = build_model(config.model)
+    model = build_towers(config, text_dropout)
     model.train()
     if cast in ("bf16", "fp16"):
         model.to(torch.bfloat16 if cast == "bf16" else torch.float16)

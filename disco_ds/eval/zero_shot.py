@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from disco_ds import comm
-from disco_ds.config import Config
+from disco_ds.config import Config, EvalSettings
 from disco_ds.data import ImageSpec, Manifest, load_manifest, read_all, read_labels, resolve_shards
 from disco_ds.engine import Engine
 
@@ -36,24 +36,44 @@ class Accuracy:
         return 1 / self.num_classes
 
 
-@torch.no_grad()
-def classify_sets(engine: Engine, config: Config, image: ImageSpec, tokenize: Tokenize) -> dict[str, Accuracy]:
-    """Accuracy on every set of config.eval.labelled, by name. Collective.
+@dataclass(frozen=True)
+class LabelledSet:
+    """Images with labels, to be told apart by them."""
 
-    Raises: ValueError on every rank alike for a set that is missing or has no readable sample.
+    name: str
+    manifest: Manifest
+    classes: list[str]
+
+
+def load_sets(settings: EvalSettings) -> list[LabelledSet]:
+    """The sets of eval.labelled with their labels, which are read here: at the start, not after the last step.
+
+    Raises: ValueError for a set that is missing or has no label.
+    """
+    sets = []
+    for name, shards in settings.labelled.items():
+        manifest = load_manifest(resolve_shards(shards))
+        classes = sorted({label for label in read_labels(manifest, settings.label_key) if label is not None})
+        if not classes:
+            raise ValueError(f"eval.labelled.{name}: no sample of {shards} has a label {settings.label_key}")
+        sets.append(LabelledSet(name, manifest, classes))
+    return sets
+
+
+@torch.no_grad()
+def classify_sets(
+    engine: Engine, sets: list[LabelledSet], config: Config, image: ImageSpec, tokenize: Tokenize
+) -> dict[str, Accuracy]:
+    """Accuracy on every set, by name. Collective.
+
+    Raises: AgreedError for images that cannot be read.
     """
     results = {}
     engine.eval()
-    for name, shards in config.eval.labelled.items():
-        with comm.together(f"eval.labelled.{name}"):
-            manifest = load_manifest(resolve_shards(shards))
-            labels = read_labels(manifest, config.eval.label_key)
-        classes = sorted({label for label in labels if label is not None})
-        if not classes:
-            raise ValueError(f"eval.labelled.{name}: no sample has a label {config.eval.label_key}")
-        texts = encode_texts(engine, classes, tokenize, config.micro_batch)
-        samples = read_all(manifest, config.data, image, comm.rank(), comm.size(), config.eval.label_key)
-        results[name] = _classify(engine, samples, manifest, classes, texts, image, config.micro_batch)
+    for labelled in sets:
+        texts = encode_texts(engine, labelled.classes, tokenize, config.micro_batch)
+        samples = read_all(labelled.manifest, config.data, image, comm.rank(), comm.size(), config.eval.label_key)
+        results[labelled.name] = _classify(engine, samples, labelled, texts, image, config.micro_batch)
     engine.train()
     return results
 
@@ -72,28 +92,35 @@ def encode_texts(engine: Engine, texts: list[str], tokenize: Tokenize, chunk: in
 def _classify(
     engine: Engine,
     samples: Iterator[tuple[Tensor, str, int]],
-    manifest: Manifest,
-    classes: list[str],
+    labelled: LabelledSet,
     texts: Tensor,
     image: ImageSpec,
     chunk: int,
 ) -> Accuracy:
     device = comm.local_device()
-    number = {label: place for place, label in enumerate(classes)}
+    number = {label: place for place, label in enumerate(labelled.classes)}
     hits = torch.zeros(3, dtype=torch.int64, device=device)  # top-1, top-5, images
-    rounds = math.ceil(math.ceil(manifest.num_samples / comm.size()) / chunk)
-    for _ in range(rounds):  # the same on every rank, though one may have fewer readable samples
-        batch = list(islice(samples, chunk))
+    problem: OSError | None = None
+    # The same number on every rank, though one may have fewer readable samples, or none.
+    for _ in range(math.ceil(math.ceil(labelled.manifest.num_samples / comm.size()) / chunk)):
+        batch: list[tuple[Tensor, str, int]] = []
+        try:
+            batch = list(islice(samples, chunk))
+        except OSError as error:
+            problem = error
         pixels = torch.zeros(chunk, 3, *image.size, dtype=torch.uint8)
         target = torch.full((chunk,), -1)
         for row, (picture, label, _) in enumerate(batch):
             pixels[row], target[row] = picture, number[label]
         target = target.to(device)
         features = engine(image=pixels.to(device))[0]
-        best = (features @ texts.T).topk(min(5, len(classes)), dim=1).indices
+        best = (features @ texts.T).topk(min(5, len(number)), dim=1).indices
         right = best == target[:, None]
         hits += torch.stack([right[:, 0].sum(), right.any(dim=1).sum(), (target >= 0).sum()])
+    with comm.together(f"eval.labelled.{labelled.name}"):
+        if problem is not None:
+            raise problem
     top1, top5, count = comm.all_reduce_sum(hits).tolist()
     if not count:
-        raise ValueError(f"{manifest.folder}: no image could be read")
-    return Accuracy(top1 / count, top5 / count, count, len(classes))
+        raise comm.AgreedError(f"eval.labelled.{labelled.name}: no image could be read")
+    return Accuracy(top1 / count, top5 / count, count, len(number))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
@@ -63,14 +62,20 @@ class LossOutput:
 class Loss(nn.Module):
     """A contrastive loss. Subclasses register themselves and implement forward(embeddings) -> LossOutput."""
 
-    needs: ClassVar[frozenset[str]] = frozenset()
-    """Which optional fields of Embeddings it needs: "bias", "index"."""
     learns_scale: ClassVar[bool] = True
     initial_scale: ClassVar[float] = 1 / 0.07
     initial_bias: ClassVar[float | None] = None
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
         raise NotImplementedError
+
+    def load_state_parts(self, parts: list[dict[str, Any]]) -> None:
+        """Restore from every rank's state_dict(), at any number of ranks. A loss that keeps state overrides this.
+
+        Raises: ValueError for state that this loss does not keep.
+        """
+        if any(parts):
+            raise ValueError(f"the checkpoint has state that {type(self).__name__} does not keep")
 
 
 _REGISTRY: dict[str, type[Loss]] = {}
@@ -116,8 +121,3 @@ def global_metrics(loss: Tensor, i2t_hits: Tensor, t2i_hits: Tensor, num_rows: i
     part = torch.stack([loss.detach().float(), i2t_hits.float() / num_rows, t2i_hits.float() / num_rows])
     mean = comm.all_reduce_sum(part, group) / comm.size(group)
     return dict(zip(("loss", "i2t_accuracy", "t2i_accuracy"), mean.unbind(), strict=True))
-
-
-def chance_loss(global_batch: int) -> float:
-    """The InfoNCE loss of features that say nothing: ln B."""
-    return math.log(global_batch)

@@ -1,0 +1,159 @@
+"""Everything a run is made of, built from its settings in an order that finds mistakes before work is done.
+
+Not the run itself: that is train.py.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from disco_ds import checkpoint, comm
+from disco_ds.checkpoint import Saved
+from disco_ds.config import Config, render_ds_config
+from disco_ds.data import ImageSpec, Loader, Manifest, load_manifest, merge_states, resolve_shards
+from disco_ds.engine import Engine, build_engine
+from disco_ds.eval import LabelledSet, load_sets
+from disco_ds.losses import build_loss
+from disco_ds.losses.base import Loss
+from disco_ds.metrics import Metrics
+from disco_ds.model import build_model, build_tokenizer, read_architecture, read_preprocessing, read_text_size
+from disco_ds.run_folder import FINISHED, RunFolder, find_run_folder, make_run_folder
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Run:
+    """Everything a run is made of, once it is built."""
+
+    config: Config
+    folder: Path
+    engine: Engine
+    loss: Loss
+    loader: Loader
+    metrics: Metrics
+    image: ImageSpec
+    tokenizer: Any
+    sets: list[LabelledSet]
+    """To evaluate on."""
+    identity: dict[str, Any]
+    first_step: int
+
+
+def build(config: Config, resume: str | None, stack: ExitStack) -> Run:
+    """Everything, in an order that finds mistakes before work is done. Collective.
+
+    Args:   resume: "latest", or a run folder to go on in; None for a new one; stack: closes what is opened.
+    Raises: ValueError on every rank alike.
+    """
+    ranks = comm.size()
+    render_ds_config(config, ranks)
+    loss = build_loss(config.loss.name, **config.loss.options).to(comm.local_device())
+    with comm.together("data"):
+        manifest = load_manifest(resolve_shards(config.data.shards)) if config.data.shards else None
+        sets = load_sets(config.eval)
+    with comm.together("model"):
+        seed_generators(config.seed)
+        model = build_model(config.model, loss.initial_scale, loss.initial_bias, loss.learns_scale)
+        tokenizer = build_tokenizer(config.model, model)
+    preprocessing = read_preprocessing(model)
+    image = ImageSpec(preprocessing.size, preprocessing.interpolation, preprocessing.resize_mode)
+    fingerprint = manifest.fingerprint if manifest else "synthetic"
+    identity = checkpoint.identity(config, ranks, fingerprint, read_architecture(config.model))
+    folder = open_folder(config, resume, stack) if resume else None
+    saved = None
+    with comm.together("data"):
+        if folder:
+            saved = checkpoint.read(checkpoint.find_latest(folder))
+            checkpoint.refuse_changes(saved.meta["identity"], identity)
+            check_length(saved, config)
+        loader = build_loader(config, manifest, model, image, tokenizer, saved)
+    stack.callback(loader.close)
+    folder = folder or open_folder(config, None, stack)
+    ds_config = render_ds_config(config, ranks, folder)
+    write_settings(config, ds_config, folder)
+    # Dropout must differ between ranks; the weights above must not.
+    seed_generators(config.seed + 1 + comm.rank())
+    engine = build_engine(model, config.optim, ds_config)
+    if saved:
+        checkpoint.restore(saved, engine)
+        loss.load_state_parts([part["loss"] for part in saved.ranks])
+    first_step = saved.step if saved else 0
+    metrics = Metrics(folder, engine.monitor.write_events, config.global_batch, config.num_steps, first_step)
+    stack.callback(metrics.close)
+    return Run(config, folder, engine, loss, loader, metrics, image, tokenizer, sets, identity, first_step)
+
+
+def check_length(saved: Saved, config: Config) -> None:
+    """Raises: ValueError for a run that ends before its checkpoint."""
+    if saved.step > config.num_steps:
+        raise ValueError(f"{saved.path} is at step {saved.step}, the run would end at {config.num_steps}")
+    if saved.meta["num_steps"] != config.num_steps and comm.rank() == 0:
+        logger.warning(
+            "the run was to be %d steps long and is now %d: its learning-rate schedule changes from here on",
+            saved.meta["num_steps"],
+            config.num_steps,
+        )
+
+
+def seed_generators(seed: int) -> None:
+    """Every generator a model may draw from."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)
+
+
+def build_loader(
+    config: Config,
+    manifest: Manifest | None,
+    model: torch.nn.Module,
+    image: ImageSpec,
+    tokenizer: Any,
+    saved: Saved | None,
+) -> Loader:
+    """This rank's part of the data order, from the start or from where the checkpoint left it."""
+    context_length, vocab_size = read_text_size(model)
+    return Loader(
+        config.data,
+        manifest,
+        image,
+        tokenizer,
+        context_length,
+        vocab_size,
+        rank=comm.rank(),
+        size=comm.size(),
+        global_batch=config.global_batch,
+        micro_batch=config.micro_batch,
+        seed=config.seed,
+        state=merge_states([part["data"] for part in saved.ranks]) if saved else None,
+    )
+
+
+def open_folder(config: Config, resume: str | None, stack: ExitStack) -> Path:
+    """The run's folder, made or found and locked by rank 0, known to all. Collective."""
+    opened: RunFolder | None = None
+    with comm.together("run folder"):
+        if comm.rank() == 0:
+            runs, name = config.runs, config.name
+            opened = find_run_folder(runs, name, resume) if resume else make_run_folder(runs, name)
+            stack.callback(opened.close)
+            if (opened.path / FINISHED).exists():
+                raise ValueError(f"{opened.path} has done all its steps; start a new run without --resume")
+    return comm.broadcast(opened.path if opened else None)
+
+
+def write_settings(config: Config, ds_config: dict[str, Any], folder: Path) -> None:
+    """config.yaml and ds_config.json: what this run really used. Collective."""
+    with comm.together(f"writing the settings into {folder}"):
+        if comm.rank() == 0:
+            (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+            (folder / "ds_config.json").write_text(json.dumps(ds_config, indent=2) + "\n", encoding="utf-8")
