@@ -22,8 +22,10 @@ def accuracies(path: Path, stage: int) -> tuple[Accuracy, Accuracy]:
     """By all ranks, and by a plain loop on every rank; after a little training, so that it is not all zeros."""
     overrides = [
         f"deepspeed.zero_optimization.stage={stage}",
-        "steps=25",
-        "log.every_steps=25",
+        "steps=45",
+        "micro_batch=8",
+        "log.every_steps=45",
+        "data.crop_scale=null",
         "model={name: quickstart, token_embedding_std: 0.5}",
         f"name=stage{stage}-{comm.size()}",
         "eval={labelled: {unseen: bundled:emoji/unseen}, label_key: '{json[caption]}'}",
