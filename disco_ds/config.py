@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from disco_ds.ds_config import complete_ds_config, read_ds_config
+from disco_ds.ds_config import complete_ds_config, read_ds_config, stage
 
 PACKAGE = Path(__file__).parent
 BASE_BATCH = 32_768
@@ -271,6 +271,11 @@ class Config(Settings):
 
 def render_ds_config(config: Config, ranks: int, run_folder: Path | None = None) -> dict[str, Any]:
     """The complete ds_config of a run. Raises: ValueError, see complete_ds_config and Config.num_micro_batches."""
+    if config.model.compile and stage(config.deepspeed) == 3:
+        raise ValueError(
+            "model.compile at ZeRO 3 is refused: torch.compile reads parameters that ZeRO has not gathered (those of "
+            "nn.MultiheadAttention); use ZeRO 0 to 2"
+        )
     owned: dict[str, Any] = {
         "train_batch_size": config.global_batch,
         "train_micro_batch_size_per_gpu": config.micro_batch,

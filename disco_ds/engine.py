@@ -35,7 +35,24 @@ def build_engine(model: nn.Module, settings: OptimSettings, ds_config: dict[str,
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config, dist_init_required=False)
     # Of the engine's own points only: they would repeat ours, at every step. write_events goes on working.
     engine.monitor.enabled = False
+    if engine.zero_optimization_stage() == 3:
+        _clear_padding(engine)
     return engine
+
+
+@torch.no_grad()
+def _clear_padding(engine: Engine) -> None:
+    """Zero what ZeRO 3 pads a parameter with to divide it by the ranks.
+
+    It is whatever the memory held; no step reads it, but checkpoints would differ from run to run.
+    """
+    for parameter in engine.module.parameters():
+        if parameter.requires_grad:
+            mine = safe_get_local_fp32_param(parameter)
+            used = max(parameter.ds_numel - comm.rank() * mine.numel(), 0)
+            if used < mine.numel():
+                safe_set_local_fp32_param(parameter, torch.cat([mine[:used], torch.zeros_like(mine[used:])]))
+                parameter.ds_tensor.data[used:] = 0
 
 
 def build_optimizer(groups: list[dict[str, Any]], settings: OptimSettings) -> torch.optim.Optimizer:

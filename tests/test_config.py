@@ -638,3 +638,9 @@ def test_ds_config_key_that_changes_the_gradient_is_refused(key: str) -> None:
 def test_data_timeout_longer_than_the_collectives_is_refused() -> None:
     with pytest.raises(ValueError, match=r"data.timeout_s \(300\) must be below timeout_s \(100\)"):
         settings(timeout_s=100)
+
+
+def test_compile_at_zero_3_is_refused() -> None:
+    deepspeed = {"zero_optimization": {"stage": 3}}
+    with pytest.raises(ValueError, match=r"model\.compile at ZeRO 3 is refused"):
+        render_ds_config(settings(deepspeed=deepspeed, model={"compile": True}), 1)
