@@ -25,7 +25,7 @@ from disco_ds.model import parameter_groups
 def build_engine(model: nn.Module, settings: OptimSettings, ds_config: dict[str, Any]) -> Engine:
     """Wrap the model. Collective: every rank must call.
 
-    Args: ds_config: rendered by ds_config.render_ds_config, so complete and free of combinations DeepSpeed gets wrong.
+    Args: ds_config: rendered by config.render_ds_config, so complete and free of combinations DeepSpeed gets wrong.
     """
     deepspeed.utils.logger.setLevel(logging.WARNING)
     # Global to the process in DeepSpeed 0.19: a second engine would reduce in the first one's autocast precision.

@@ -1,0 +1,26 @@
+"""What several test files start from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from minimal import MINIMAL
+from shards import SIZES, write_shards
+
+from disco_ds.data import Manifest
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """A recipe file of the smallest settings."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL))
+    return path
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    """Shards of uneven sizes."""
+    return write_shards(tmp_path_factory.mktemp("shards"), SIZES)

@@ -17,6 +17,8 @@ from PIL import Image
 from disco_ds.config import DataSettings
 from disco_ds.data import ImageSpec, Loader, Manifest, index_shards, merge_states, write_manifest
 
+SIZES = [17, 30, 9, 25, 30, 13, 20, 22]
+NUM_SAMPLES = sum(SIZES)
 CONTEXT = 8
 VOCAB = 260
 SPEC = ImageSpec((8, 8))

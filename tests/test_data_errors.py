@@ -13,6 +13,8 @@ import pytest
 import torch
 from shards import (
     CONTEXT,
+    NUM_SAMPLES,
+    SIZES,
     SPEC,
     VOCAB,
     bomb,
@@ -25,14 +27,6 @@ from shards import (
 )
 
 from disco_ds.data import Loader, Manifest, load_manifest
-
-SIZES = [17, 30, 9, 25, 30, 13, 20, 22]
-NUM_SAMPLES = sum(SIZES)
-
-
-@pytest.fixture(scope="module")
-def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    return write_shards(tmp_path_factory.mktemp("shards"), SIZES)
 
 
 def damage(index: int, sample: dict[str, bytes]) -> dict[str, bytes]:

@@ -11,6 +11,8 @@ import torch
 from PIL import Image
 from shards import (
     CONTEXT,
+    NUM_SAMPLES,
+    SIZES,
     VOCAB,
     encode,
     make_loader,
@@ -21,14 +23,6 @@ from shards import (
 )
 
 from disco_ds.data import Loader, Manifest, merge_states
-
-SIZES = [17, 30, 9, 25, 30, 13, 20, 22]
-NUM_SAMPLES = sum(SIZES)
-
-
-@pytest.fixture(scope="module")
-def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    return write_shards(tmp_path_factory.mktemp("shards"), SIZES)
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     # ds_configs/zero3_offload.json, but for its precision
     "offload": {"zero_optimization": read_ds_config("zero3_offload", Path())["zero_optimization"]},
 }
-REFUSED = {("bf16", 0), ("bf16_wire", 0), ("fp16", 0)}  # tests/test_config.py has their refusals
+REFUSED = {("bf16", 0), ("bf16_wire", 0), ("fp16", 0)}  # tests/test_ds_config.py has their refusals
 MATRIX = [
     (precision, stage)
     for precision, stage in itertools.product(PRECISIONS, range(4))
