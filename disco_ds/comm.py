@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
@@ -116,6 +116,19 @@ def reduce_scatter(x: Tensor, group: Group = None) -> Tensor:
     return _ReduceScatter.apply(x, group)
 
 
+def reduce_scatter_in_place(x: Tensor, group: Group = None) -> Tensor:
+    """reduce_scatter without gradient and without a copy: what x holds afterwards is undefined. Collective.
+
+    Args:    x [N b, ...], contiguous.
+    Returns: [b, ...]; a part of x itself at one rank.
+    """
+    if size(group) == 1:
+        return x
+    out = x.new_empty(x.shape[0] // size(group), *x.shape[1:])
+    dist.reduce_scatter_tensor(out, x, group=group)
+    return out
+
+
 def all_reduce_sum(x: Tensor, group: Group = None) -> Tensor:
     """Sum over ranks as a new tensor, without gradient. Collective."""
     return _all_reduce(x.detach(), group, dist.ReduceOp.SUM)
@@ -124,6 +137,86 @@ def all_reduce_sum(x: Tensor, group: Group = None) -> Tensor:
 def all_reduce_max(x: Tensor, group: Group = None) -> Tensor:
     """Maximum over ranks as a new tensor, without gradient. Collective."""
     return _all_reduce(x.detach(), group, dist.ReduceOp.MAX)
+
+
+# A ring: blocks travel from rank to rank, each to the next
+
+
+def around(block: Tensor, group: Group = None) -> Iterator[tuple[int, Tensor]]:
+    """Every rank's block passes by, one's own first; the next one travels while this one is used.
+
+    Collective: every rank must use the iterator up. Holds two blocks besides one's own.
+    Args:   block: the same shape on every rank; nobody may change it meanwhile.
+    Yields: (the rank it came from, its block, valid until the next is asked for).
+    """
+    N, n = size(group), rank(group)
+    block = block.contiguous()
+    spare = [torch.empty_like(block) for _ in range(min(N - 1, 2))]
+    for hop in range(N):
+        following = spare[hop % 2] if hop < N - 1 else None
+        requests = _pass_on(block, following, group) if following is not None else []
+        yield (n - hop) % N, block
+        for request in requests:
+            request.wait()
+        if following is not None:
+            block = following
+
+
+class Collector:
+    """Gathers on the ring what each rank adds to every block, in step with `around`: call add once for each block.
+
+    Args: combine: adds the second tensor to the first, in place.
+    """
+
+    def __init__(self, combine: Callable[[Tensor, Tensor], None], group: Group = None):
+        self.combine, self.group = combine, group
+        self.requests: list[Any] = []
+        self.arriving: Tensor | None = None
+        self.leaving: Tensor | None = None
+        self.free: list[Tensor] = []
+
+    def buffer(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """A tensor to hold a part, one that has been sent if there is any; its contents are undefined."""
+        return self.free.pop() if self.free else torch.empty_like(like, dtype=dtype)
+
+    def add(self, part: Tensor) -> None:
+        """Join this rank's part of the block at hand to what the ranks before it said, and send both on.
+
+        Collective. `part` belongs to the collector from here on.
+        """
+        self._receive(part)
+        if size(self.group) == 1:
+            self.leaving = part
+            return
+        self.arriving = self.free.pop() if self.free else torch.empty_like(part)
+        self.leaving = part
+        self.requests = _pass_on(part, self.arriving, self.group)
+
+    def result(self) -> Tensor:
+        """What all ranks said of this rank's own block."""
+        for request in self.requests:
+            request.wait()
+        home = self.leaving if self.arriving is None else self.arriving
+        assert home is not None, "nothing was added"
+        return home
+
+    def _receive(self, part: Tensor) -> None:
+        for request in self.requests:
+            request.wait()
+        if self.arriving is not None and self.leaving is not None:
+            self.combine(part, self.arriving)
+            self.free += [self.arriving, self.leaving]
+
+
+def _pass_on(block: Tensor, into: Tensor, group: Group) -> list[Any]:
+    """Start sending to the next rank and receiving from the one before."""
+    N, n = size(group), rank(group)
+    next_rank, previous = (
+        peer if group is None else dist.get_global_rank(group, peer) for peer in ((n + 1) % N, (n - 1) % N)
+    )
+    return dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, block, next_rank, group), dist.P2POp(dist.irecv, into, previous, group)]
+    )
 
 
 class _Gather(torch.autograd.Function):
@@ -208,7 +301,7 @@ class AgreedError(ValueError):
 def together(what: str) -> Iterator[None]:
     """Do what may fail on some ranks only, and fail on all of them or none. Collective; the body must not communicate.
 
-    Raises: AgreedError on every rank, naming the ranks that failed and why.
+    Raises: AgreedError on every rank, naming the ranks and hosts that failed and why.
     """
     problem: str | None = None
     try:
@@ -216,11 +309,14 @@ def together(what: str) -> Iterator[None]:
     except Exception as error:
         told = isinstance(error, ValueError | OSError)
         problem = str(error) if told else f"{type(error).__name__}: {error}"
-    problems = gather_objects(problem)
-    failed = [number for number, text in enumerate(problems) if text is not None]
+    reports = gather_objects((problem, socket.gethostname()))
+    failed = [number for number, (text, _) in enumerate(reports) if text is not None]
     if failed:
         where = "" if len(failed) == size() else f" (rank {', '.join(map(str, failed))})"
-        raise AgreedError(f"{what}{where}: {problems[failed[0]]}")
+        hosts = dict.fromkeys(reports[number][1] for number in failed)
+        if len(hosts) < len({host for _, host in reports}):
+            where += f" on {', '.join(hosts)}"
+        raise AgreedError(f"{what}{where}: {reports[failed[0]][0]}")
 
 
 def _free_port() -> int:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
+from torch.profiler import record_function
 
 from disco_ds.engine import Engine, backward_and_step, clamp_scale
 from disco_ds.losses import Embeddings, LossOutput
@@ -64,13 +65,16 @@ def train_step(
     """
     forward = Forward(engine, prepare)
     last = len(micro_batches) - 1
-    parts = [forward(batch, keep_graph=k == last) for k, batch in enumerate(micro_batches)]
+    with record_function("step/forward"):
+        parts = [forward(batch, keep_graph=k == last) for k, batch in enumerate(micro_batches)]
     after = Rng()
     leaves = _cut(parts, trains=forward.trains)
-    out = loss(leaves)
-    out.loss.backward()
+    with record_function("step/loss"):
+        out = loss(leaves)
+        out.loss.backward()
     agree(out.loss)
-    norm = backward_and_step(engine, _surrogates(forward, micro_batches, parts, leaves))
+    with record_function("step/backward and update"):
+        norm = backward_and_step(engine, _surrogates(forward, micro_batches, parts, leaves))
     after.restore()
     clamp_scale(engine, max_scale)
     return StepOutput(out.metrics, leaves.scale.detach(), norm)

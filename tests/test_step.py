@@ -50,6 +50,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     # ds_configs/zero3_offload.json, but for its precision
     "offload": {"zero_optimization": read_ds_config("zero3_offload", Path())["zero_optimization"]},
 }
+OTHER_LOSSES = ("disco_fused", "inf_cl", "siglip", "nt_xent")
 REFUSED = {("bf16", 0), ("bf16_wire", 0), ("fp16", 0)}  # tests/test_ds_config.py has their refusals
 MATRIX = [
     (precision, stage)
@@ -81,7 +82,7 @@ def one_case(
     """One SGD step through the engine against the single process: errors of gradient, change, norm, loss."""
     N = comm.size()
     lr = 1000.0  # the change then dwarfs the rounding of the weights it is read from
-    shape = {"global_batch": PER_RANK * N, "micro_batch": PER_RANK // count, "optim__lr": lr}
+    shape = {"global_batch": PER_RANK * N, "micro_batch": PER_RANK // count, "optim__lr": lr, "loss__name": loss}
     clipping = {"optim__clip_norm": 0.05} if clip else {}
     config = tiny_config(model, ds_config(precision, stage), **shape, **clipping, **changes)
     everything = batches(N * count, config.micro_batch)
@@ -175,6 +176,7 @@ def test_step_equals_single_process_in_four_micro_batches(tmp_path):
         (checkpointed, {"model__activation_checkpointing": True}),
         (locked, {"model__lock_image": True}),
         (locked, {"model__lock_text": True}),
+        ([("fp32", stage, 8, True, loss) for stage, loss in zip((1, 3, 2, 0), OTHER_LOSSES, strict=True)], {}),
         # A locked tower that draws from the generator before the trained one does.
         (locked[1:2], {"model__lock_image": True, "text_dropout": 0.3}),
         ([("offload", 3, 4, True, "disco")], {}),
@@ -203,6 +205,17 @@ def test_step_with_a_locked_tower(tower, tmp_path):
 def test_step_with_compiled_towers(tmp_path):
     cases = [("fp32", stage, 2, False, "disco") for stage in (0, 1, 2)]
     check(2, write_tiny(tmp_path), [(cases, {"model__compile": True})], timeout_s=500)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", OTHER_LOSSES)
+def test_step_of_every_loss(loss, tmp_path):
+    cases = [
+        (precision, stage, count, False, loss)
+        for (precision, stage), count in itertools.product(MATRIX, (1, 8))
+        if precision in ("fp32", "autocast", "bf16")
+    ]
+    check(2, write_tiny(tmp_path, patch_dropout=0.5), [(cases, {})])
 
 
 def pushed_up(model: str) -> list[str]:
@@ -327,19 +340,26 @@ def _split(step: int, parts: int) -> list[Batch]:
     return [{key: value.chunk(parts)[k] for key, value in whole.items()} for k in range(parts)]
 
 
-def curves(model: str, counts: list[int]) -> dict[tuple[str, int], list[float]]:
-    return {(loss, count): curve(model, loss, count) for loss in ("clip", "disco") for count in counts}
+def curves(model: str, losses: list[str], counts: list[int]) -> dict[tuple[str, int], list[float]]:
+    return {(loss, count): curve(model, loss, count) for loss in losses for count in counts}
+
+
+def check_curves(model: str, losses: list[str]) -> None:
+    (alone,) = run_ranks(curves, 1, model, ["clip"], [1])
+    cut = run_ranks(curves, 2, model, losses, [1, 8], timeout_s=500)[0]
+    true = torch.tensor(alone["clip", 1], dtype=torch.float64)
+    assert true[-1] < 0.9 * true[0], "the run must learn, or the curves say nothing"
+    for label, values in cut.items():
+        error = ((torch.tensor(values, dtype=torch.float64) - true) / true).abs().max().item()
+        assert error <= 1e-5, f"2 ranks, {label}: {error}"
 
 
 def test_loss_curves_are_those_of_one_rank(tmp_path):
     """DisCo-CLIP's Table 2 (clip and disco learn the same), and the cut of the batch does not matter."""
-    model = write_tiny(tmp_path)
-    (alone,) = run_ranks(curves, 1, model, [1])
-    cut = run_ranks(curves, 2, model, [1, 4])[0]
-    true = torch.tensor(alone["clip", 1], dtype=torch.float64)
-    assert true[-1] < 0.9 * true[0], "the run must learn, or the curves say nothing"
-    for label, values in [(("1 rank", *key), value) for key, value in alone.items()] + [
-        (("2 ranks", *key), value) for key, value in cut.items()
-    ]:
-        error = ((torch.tensor(values, dtype=torch.float64) - true) / true).abs().max().item()
-        assert error <= 1e-5, f"{label}: {error}"
+    check_curves(write_tiny(tmp_path), ["disco_fused"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_loss_curves_of_every_infonce_are_those_of_one_rank(tmp_path):
+    check_curves(write_tiny(tmp_path), ["clip", "disco", "inf_cl"])

@@ -74,7 +74,7 @@ def prepare(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
 def build_towers(config: Config, text_dropout: float = 0.0) -> nn.Module:
     """The model of the settings; open_clip's own text tower has no dropout, others have."""
     torch.manual_seed(config.seed)
-    model: Any = build_model(config.model)
+    model: Any = build_model(config.model, initial_bias=-3.0 if config.loss.name == "siglip" else None)
     if text_dropout:
         model.ln_final = nn.Sequential(model.ln_final, nn.Dropout(text_dropout))
     return model
@@ -100,13 +100,25 @@ def reference(
         image.append(features[0])
         text.append(features[1])
     torch.set_rng_state(after)
-    logits = features[2] * torch.cat(image) @ torch.cat(text).T
-    labels = torch.arange(len(logits))
-    loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+    loss = write_down(config.loss.name, torch.cat(image), torch.cat(text), features[2], features[3])
     # 16-bit gradients of a mean over the batch would be subnormal in fp16; any engine scales them.
     factor = 256.0 if cast == "fp16" else 1.0
     (factor * loss).backward()
     return {name: p.grad.float() / factor for name, p in model.named_parameters() if p.grad is not None}, loss.item()
+
+
+def write_down(loss: str, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """The loss's formula over the whole batch, with matrices of similarities."""
+    labels = torch.arange(len(image))
+    logits = scale * image @ text.T
+    if loss == "siglip":
+        signs = 2 * torch.eye(len(image)) - 1
+        return F.softplus(-signs * (logits + bias)).sum() / len(image)
+    if loss == "nt_xent":
+        views = torch.cat([image, text])
+        logits = (scale * views @ views.T).masked_fill(torch.eye(len(views), dtype=torch.bool), -torch.inf)
+        return F.cross_entropy(logits, torch.arange(len(views)).roll(len(image)))
+    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
 
 
 def distance(got: dict[str, Tensor], true: dict[str, Tensor]) -> float:

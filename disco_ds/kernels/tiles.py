@@ -1,0 +1,149 @@
+"""How a block of similarities is cut into tiles, and products of tiles in the precision asked for."""
+
+# n rows, m columns, D width; a tile is a part of the n x m block
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+Precision = Literal["fp32", "tf32", "fp16", "bf16"]
+Impl = Literal["auto", "torch", "triton"]
+_HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_FULL = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How to compute; results depend on it through rounding only.
+
+    Args:   tile: rows and columns of a tile; None: 512 x 2048 on a CPU, which stays in cache, and on a GPU 4096 x 8192,
+            or 16384 x 16384 of which nothing is written: enough work to outlast the host's launches;
+            precision: of the factors of every product; sums are fp32. float64 features are computed in float64;
+            impl: "torch" runs everywhere, "triton" on a GPU; "auto" is Triton where it runs.
+    Raises: ValueError for a value that is not one of these.
+    """
+
+    tile: Sequence[int] | None = None
+    precision: Precision = "fp32"
+    impl: Impl = "auto"
+
+    def __post_init__(self) -> None:
+        if self.tile is not None and (len(self.tile) != 2 or min(self.tile) < 1):
+            raise ValueError(f"tile must be two positive numbers, rows and columns, got {self.tile}")
+        for name, known in (("precision", get_args(Precision)), ("impl", get_args(Impl))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+
+    def size(self, device: torch.device, written: bool = True) -> tuple[int, int]:
+        """Rows and columns of a tile; `written`: whether all of it is held in memory."""
+        if self.tile is not None:
+            rows, columns = self.tile
+            return rows, columns
+        if device.type == "cpu":
+            return 512, 2048
+        return (4096, 8192) if written else (16384, 16384)
+
+    def cut(self, n: int, m: int, device: torch.device, written: bool = True) -> Iterator[tuple[slice, slice]]:
+        """Row and column range of every tile of an n x m block."""
+        rows, columns = self.size(device, written)
+        for i in range(0, n, rows):
+            for j in range(0, m, columns):
+                yield slice(i, min(i + rows, n)), slice(j, min(j + columns, m))
+
+    def uses_triton(self, x: Tensor) -> bool:
+        """Raises: ValueError where Triton is asked for and cannot run."""
+        if self.impl == "torch" or x.dtype == torch.float64:
+            return False
+        runs = _has_triton() and (x.is_cuda or _interprets())
+        if self.impl == "triton" and not runs:
+            raise ValueError(f"impl=triton needs the triton package and a GPU; the features are on {x.device}")
+        return runs and (x.is_cuda or self.impl == "triton")
+
+    def gain(self) -> float:
+        """Weights of the gradient (at most 2) are computed times this power of two, lest small ones be denormal.
+
+        On a CPU a product of denormal numbers takes 200 times as long (AVX-512, MKL), and fp16 has no range to spare.
+        """
+        return 2.0**14 if self.precision == "fp16" else 2.0**40
+
+    def factor(self, x: Tensor) -> Tensor:
+        """A tile as a factor of a product: rounded to `precision`, and held in fp32 where a 16-bit product would
+        also round its sums, on a CPU."""
+        if x.dtype == torch.float64:
+            return x
+        if self.precision == "tf32":
+            # To 11 bits (Veltkamp): the tensor cores cut off the rest, and all errors would go one way.
+            x = x.float()
+            split = x * (2**13 + 1)
+            return split - (split - x)
+        if self.precision == "fp32":
+            return x.float()
+        half = x.to(_HALF[self.precision])
+        return half if x.is_cuda else half.float()
+
+    def product(self, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+        """out = a @ b of factors; out is fp32 (float64 of float64)."""
+        with self._tf32(a):
+            return torch.mm(a, b, out=out) if a.dtype in _FULL else torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+    def add_product(self, total: Tensor, a: Tensor, b: Tensor) -> None:
+        """total += a @ b of factors; total is fp32 (float64 of float64)."""
+        with self._tf32(a):
+            if a.dtype in _FULL:
+                total.addmm_(a, b)
+            else:
+                torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+
+    @contextmanager
+    def _tf32(self, x: Tensor) -> Iterator[None]:
+        if not x.is_cuda or x.dtype != torch.float32:
+            yield
+            return
+        # Not allow_tf32: reading that raises where a user has set this.
+        matmul = torch.backends.cuda.matmul
+        before = matmul.fp32_precision
+        matmul.fp32_precision = "tf32" if self.precision == "tf32" else "ieee"
+        try:
+            yield
+        finally:
+            matmul.fp32_precision = before
+
+
+class Scratch:
+    """One tile's worth of memory, used again for every tile of a block."""
+
+    def __init__(self, tiling: Tiling, like: Tensor, n: int, m: int):
+        rows, columns = tiling.size(like.device)
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        self.flat = torch.empty(min(rows, n) * min(columns, m), dtype=dtype, device=like.device)
+
+    def tile(self, rows: slice, columns: slice) -> Tensor:
+        shape = rows.stop - rows.start, columns.stop - columns.start
+        return self.flat[: shape[0] * shape[1]].view(shape)
+
+
+def pairs_offset(rows: slice, columns: slice, first: int | None) -> int | None:
+    """Which diagonal of a tile holds the pairs, where row i's is column i + first; None if none does."""
+    if first is None:
+        return None
+    offset = rows.start + first - columns.start
+    return offset if rows.start - rows.stop < offset < columns.stop - columns.start else None
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _interprets() -> bool:
+    import triton
+
+    return triton.knobs.runtime.interpret

@@ -1,0 +1,218 @@
+"""Where the columns of the similarity matrix come from: gathered once, or passing by on a ring.
+
+A rank has its own rows against the columns of all ranks. Either way gives the sums over its rows and over its own
+columns, and the gradients of both; the losses differ in what they do with them. Only losses import this file.
+"""
+
+# b local batch, B global = N b, D width, N ranks, n this rank
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from disco_ds import comm
+from disco_ds.kernels import Sums, Tiling, softmax_gradient, softmax_sums
+
+WIRES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+CHUNK = 1024
+"""Rows that are worked on at a time where a temporary copy is made of them."""
+
+
+class Blocks(Protocol):
+    """Collective: every rank must call, in the same order."""
+
+    own: Tensor
+    """This rank's columns as all ranks see them, [b, D]."""
+
+    def sums(self, rows: Tensor, row_scale: Tensor, column_scale: Tensor, shift: float | None) -> Sums:
+        """Over all columns for own rows, and over all rows for own columns, without pairs. All [b]."""
+
+    def gradient(
+        self,
+        rows: Tensor,
+        row_scale: Tensor,
+        column_scale: Tensor,
+        row_shift: Tensor,
+        column_shift: Tensor,
+        shift: float | None,
+        of_rows: bool,
+        of_columns: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """softmax_gradient of own rows over all columns, and of own columns over all ranks' rows. Each [b, D]."""
+
+
+class Gathered:
+    """Columns of all ranks in one tensor: the fastest where B x D fits, twice if they have a gradient.
+
+    Args:   columns [b, D]; wire: dtype they are gathered in, None for their own; keep: the sums hold on to the
+            exponentials, b x B in bf16, so that the gradient need not compute them again.
+    """
+
+    def __init__(self, columns: Tensor, tiling: Tiling, wire: torch.dtype | None, group: Any, keep: bool = False):
+        self.tiling, self.group = tiling, group
+        sent = columns if wire is None or columns.dtype == torch.float64 else columns.to(wire)
+        self.columns = comm.gather(sent.detach(), group=group) if comm.size(group) > 1 else sent.detach()
+        self.first = comm.rank(group) * len(columns)
+        self.mine = slice(self.first, self.first + len(columns))
+        self.own = self.columns[self.mine]
+        self.kept: list[Tensor] | None = [] if keep else None
+
+    def sums(self, rows: Tensor, row_scale: Tensor, column_scale: Tensor, shift: float | None) -> Sums:
+        column_scale = comm.gather(column_scale, group=self.group)
+        kept = None if shift is None else self.kept
+        part = softmax_sums(rows, self.columns, row_scale, column_scale, self.first, shift, self.tiling, kept)
+        largest = comm.all_reduce_max(part.columns_max, self.group)
+        # Against one shift the sums add up as they are; without one, against the largest of any rank.
+        base = comm.all_reduce_max(part.columns, self.group) if shift is None else torch.full_like(largest, shift)
+        dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
+        total = comm.all_reduce_sum((part.columns - base.clamp_(min=-1e300)).exp_().to(dtype), self.group)
+        columns = total.double().log_().add_(base)
+        return Sums(part.rows, columns[self.mine], part.rows_max, largest[self.mine])
+
+    def gradient(
+        self,
+        rows: Tensor,
+        row_scale: Tensor,
+        column_scale: Tensor,
+        row_shift: Tensor,
+        column_shift: Tensor,
+        shift: float | None,
+        of_rows: bool,
+        of_columns: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        d_rows = zeros(rows) if of_rows else None
+        d_columns = zeros(self.columns) if of_columns else None
+        column_scale, column_shift = (comm.gather(x, group=self.group) for x in (column_scale, column_shift))
+        kept = None if shift is None else self.kept
+        softmax_gradient(
+            rows, self.columns, row_scale, column_scale, row_shift, column_shift, self.first, shift, self.tiling,
+            d_rows, d_columns, kept,
+        )  # fmt: skip
+        return d_rows, None if d_columns is None else comm.reduce_scatter_in_place(d_columns, self.group)
+
+
+class Ring:
+    """Columns of one rank at a time: nothing of size B is held, whatever the global batch.
+
+    Args: columns [b, D]; wire: dtype they travel in, None for their own.
+    """
+
+    def __init__(self, columns: Tensor, tiling: Tiling, wire: torch.dtype | None, group: Any):
+        self.tiling, self.group = tiling, group
+        sent = columns if wire is None or columns.dtype == torch.float64 else columns.to(wire)
+        self.own = sent.detach().contiguous()
+
+    def sums(self, rows: Tensor, row_scale: Tensor, column_scale: Tensor, shift: float | None) -> Sums:
+        total, largest = (torch.full((len(rows),), -math.inf, dtype=torch.float64, device=rows.device) for _ in "ab")
+        of_columns = comm.Collector(_join_sums, self.group)
+        scales = comm.around(column_scale, self.group)
+        for block, columns in comm.around(self.own, self.group):
+            _, scale = next(scales)
+            part = softmax_sums(rows, columns, row_scale, scale, self._first(block), shift, self.tiling)
+            torch.logaddexp(total, part.rows, out=total)
+            torch.maximum(largest, part.rows_max, out=largest)
+            of_columns.add(torch.stack([part.columns, part.columns_max]))
+        columns_sum, columns_max = of_columns.result()
+        return Sums(total, columns_sum, largest, columns_max)
+
+    def gradient(
+        self,
+        rows: Tensor,
+        row_scale: Tensor,
+        column_scale: Tensor,
+        row_shift: Tensor,
+        column_shift: Tensor,
+        shift: float | None,
+        of_rows: bool,
+        of_columns: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        d_rows = zeros(rows) if of_rows else None
+        collector = comm.Collector(Tensor.add_, self.group)
+        vectors = comm.around(torch.stack([column_scale.double(), column_shift]), self.group)
+        for block, columns in comm.around(self.own, self.group):
+            _, (scale, shift_of_columns) = next(vectors)
+            d_columns = collector.buffer(columns, full_dtype(columns)).zero_() if of_columns else None
+            softmax_gradient(
+                rows, columns, row_scale, scale, row_shift, shift_of_columns, self._first(block), shift, self.tiling,
+                d_rows, d_columns,
+            )  # fmt: skip
+            if d_columns is not None:
+                collector.add(d_columns)
+        return d_rows, collector.result() if of_columns else None
+
+    def _first(self, block: int) -> int | None:
+        """Pairs stand in one's own block only."""
+        return 0 if block == comm.rank(self.group) else None
+
+
+def positives(rows: Tensor, columns: Tensor, tiling: Tiling) -> Tensor:
+    """Cosine of every pair, [b] float64, a few rows at a time: a float64 copy of the features would not be small.
+
+    Of the factors that the tiles multiply, so that a pair and a copy of it elsewhere have one similarity.
+    """
+    pairs = zip(rows.split(CHUNK), columns.split(CHUNK), strict=True)
+    return torch.cat([(tiling.factor(r).double() * tiling.factor(c).double()).sum(1) for r, c in pairs])
+
+
+def agree_on_shift(rows: Tensor, columns: Tensor, scale: Tensor, cosines: Tensor, group: Any) -> float | None:
+    """One number c for which exp(x - c), its sums and 1 / sums stay within fp32 on every rank; None if there is none.
+
+    Needs top + ln B - 88 <= c <= bottom + 58 with the largest possible and the smallest positive exponent: lower, and
+    sums overflow; higher, and the pair itself vanishes beside its reciprocal times Tiling.gain (losses.md section 2).
+    0 is preferred: it costs no subtraction. Collective, one all_reduce of three numbers and a wait for them.
+    """
+    norms = [
+        torch.stack([x.float().square().sum(1).max() for x in side.split(CHUNK)]).max() for side in (rows, columns)
+    ]
+    extremes = comm.all_reduce_max(torch.stack([*norms, -cosines.min().float()]), group)
+    row_norm, column_norm, lowest = extremes.tolist()
+    s = scale.item()
+    top, bottom = s * max(row_norm, column_norm), -s * lowest
+    low, high = top + math.log(len(rows) * comm.size(group)) - 88, bottom + 58
+    # Also None if anything is not a number: the comparison says no, and so it does on every rank.
+    return min(max(0.0, low), high) if low <= high else None
+
+
+def finish(gradient: Tensor | None, others: Tensor, weight: Tensor, factor: Tensor, tiling: Tiling) -> Tensor | None:
+    """factor x (gradient / Tiling.gain + weight_i others_i), the pairs' part joined, in place. [b, D]"""
+    if gradient is None:
+        return None
+    for part, other, w in zip(gradient.split(CHUNK), others.split(CHUNK), weight.split(CHUNK), strict=True):
+        pair = tiling.factor(other).to(part.dtype) * w[:, None].to(part.dtype)
+        part.mul_(1 / tiling.gain()).add_(pair).mul_(factor)
+    return gradient
+
+
+def inner(a: Tensor, b: Tensor) -> Tensor:
+    """<a, b> over all rows, 0-d float64."""
+    parts = [(x.to(y.dtype) * y).sum(dtype=torch.float64) for x, y in zip(a.split(CHUNK), b.split(CHUNK), strict=True)]
+    return torch.stack(parts).sum()
+
+
+def join_largest(mine: Tensor, theirs: Tensor) -> None:
+    torch.maximum(mine, theirs, out=mine)
+
+
+def _join_sums(mine: Tensor, theirs: Tensor) -> None:
+    torch.logaddexp(mine[0], theirs[0], out=mine[0])
+    join_largest(mine[1], theirs[1])
+
+
+def full_dtype(x: Tensor) -> torch.dtype:
+    """What sums of its rows are collected in."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def zeros(x: Tensor) -> Tensor:
+    return torch.zeros(x.shape, dtype=full_dtype(x), device=x.device)
+
+
+def read_wire(name: str | None) -> torch.dtype | None:
+    """Raises: ValueError for an unknown name."""
+    if name is not None and name not in WIRES:
+        raise ValueError(f"wire must be one of {', '.join(WIRES)} or null, got {name!r}")
+    return None if name is None else WIRES[name]

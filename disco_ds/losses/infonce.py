@@ -1,0 +1,109 @@
+"""InfoNCE from sums over tiles: what `disco_fused`, `inf_cl` and `nt_xent` share."""
+
+# b local batch, B global = N b, D width, N ranks; x_ij = s <row i, column j>; P, Q row- and column-softmax
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from disco_ds.kernels import Sums, Tiling
+from disco_ds.losses.base import Embeddings, LossOutput, global_metrics
+from disco_ds.losses.blocks import Blocks, agree_on_shift, finish, inner, positives
+
+MakeBlocks = Callable[[Tensor], Blocks]
+"""From this rank's columns [b, D]."""
+
+
+def infonce(
+    embeddings: Embeddings, make_blocks: MakeBlocks, tiling: Tiling, group: Any, shared: bool = False
+) -> LossOutput:
+    """The contract of base.py without a matrix of similarities. Collective in forward and backward.
+
+    Args:   shared: images and texts are two views of one thing and stand in each other's denominators (NT-Xent): an
+            image is told from all texts and from all other images. The upstream gradient of the share must be the same
+            on every rank, as that of a mean over ranks is.
+    Source: losses.md sections 1 and 2.
+    """
+    # Only what the other side needs is sent: with one tower locked, its features are, and have no gradient to return.
+    swap = embeddings.text.requires_grad and not embeddings.image.requires_grad
+    rows, columns = (embeddings.text, embeddings.image) if swap else (embeddings.image, embeddings.text)
+    loss, row_hits, column_hits = _InfoNCE.apply(rows, columns, embeddings.scale, make_blocks, tiling, group, shared)
+    i2t_hits, t2i_hits = (column_hits, row_hits) if swap else (row_hits, column_hits)
+    return LossOutput(loss, global_metrics(loss, i2t_hits, t2i_hits, len(rows), group))
+
+
+class _InfoNCE(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        columns: Tensor,
+        scale: Tensor,
+        make_blocks: MakeBlocks,
+        tiling: Tiling,
+        group: Any,
+        shared: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rows, columns = rows.detach().contiguous(), columns.detach().contiguous()
+        cross = make_blocks(columns)
+        cosines = positives(rows, cross.own, tiling)
+        shift = agree_on_shift(rows, columns, scale, cosines, group)
+        scales = scale.detach().double().expand(len(rows))
+        x = scale.double() * cosines
+        sums = cross.sums(rows, scales, scales, shift)
+        same: tuple[Blocks, ...] = (make_blocks(rows), make_blocks(columns)) if shared else ()
+        if shared:  # where what is left out is not a pair but a view beside itself
+            of_rows, of_columns = (
+                same[0].sums(rows, scales, scales, shift),
+                same[1].sums(columns, scales, scales, shift),
+            )
+            sums = Sums(
+                torch.logaddexp(sums.rows, of_rows.rows),
+                torch.logaddexp(sums.columns, of_columns.rows),
+                torch.maximum(sums.rows_max, of_rows.rows_max),
+                torch.maximum(sums.columns_max, of_columns.rows_max),
+            )
+        # log1p(sum of the others / the pair), which does not cancel where the pair is nearly all there is.
+        zero = torch.zeros_like(x)
+        per_pair = torch.logaddexp(zero, sums.rows - x) + torch.logaddexp(zero, sums.columns - x)
+        ctx.cross, ctx.same, ctx.shift, ctx.tiling, ctx.columns_dtype = cross, same, shift, tiling, columns.dtype
+        ctx.save_for_backward(rows, cross.own, scale, x, sums.rows, sums.columns)
+        hits = (sums.rows_max < x).sum(), (sums.columns_max < x).sum()
+        ctx.mark_non_differentiable(*hits)
+        return (per_pair.mean() / 2).to(torch.promote_types(rows.dtype, torch.float32)), *hits
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        rows, columns, scale, x, row_others, column_others = ctx.saved_tensors
+        needs_rows, needs_columns, needs_scale, *_ = ctx.needs_input_grad
+        row_lse, column_lse = torch.logaddexp(row_others, x), torch.logaddexp(column_others, x)
+        scales = scale.double().expand(len(x))
+        # The gradient at the scale is <rows, their gradient> / s: it comes with either side's.
+        shared = bool(ctx.same)
+        wanted = needs_rows or needs_scale, needs_columns or (needs_scale and shared)
+        d_rows, d_columns = ctx.cross.gradient(rows, scales, scales, row_lse, column_lse, ctx.shift, *wanted)
+        if shared:  # the same block is a view's as an anchor and as an other: its rows have all of the gradient
+            for block, views, lse, total in (
+                (ctx.same[0], rows, row_lse, d_rows),
+                (ctx.same[1], columns, column_lse, d_columns),
+            ):
+                total += block.gradient(views, scales, scales, lse, lse, ctx.shift, True, False)[0]
+        # A pair's weight is P + Q - 2, which is minus what the others have of its row and of its column.
+        pairs = -((row_others - row_lse).exp() + (column_others - column_lse).exp())
+        factor = upstream * scale / (2 * len(x))
+        d_rows = finish(d_rows, columns, pairs, factor, ctx.tiling)
+        d_columns = finish(d_columns, rows, pairs, factor, ctx.tiling)
+        d_scale = None
+        if needs_scale:
+            both = (inner(rows, d_rows) + inner(columns, d_columns)) / 2 if shared else inner(rows, d_rows)
+            d_scale = (both / scale).to(scale.dtype)
+        return (
+            d_rows.to(rows.dtype) if d_rows is not None and needs_rows else None,
+            d_columns.to(ctx.columns_dtype) if d_columns is not None and needs_columns else None,
+            d_scale,
+            *[None] * 4,
+        )

@@ -1,0 +1,188 @@
+"""The tiled losses where others break: extreme logits, and a bound on memory that no batch size moves."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from dist import run_ranks
+from oracle import errors, features, infonce
+from test_losses import TILED, evaluate
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from disco_ds import comm
+from disco_ds.losses import Embeddings, build_loss
+
+LIMIT = {torch.float64: 1e-12, torch.float32: 5e-5}
+
+
+def extremes(dtype: torch.dtype) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Unit rows, 48 pairs, that overflow, underflow or tie when the scale is 100."""
+    image, text = features(48, 24, torch.float64)
+    opposed = (
+        image * -0.9 + torch.nn.functional.normalize(text - (text * image).sum(1, keepdim=True) * image) * 0.19**0.5
+    )
+    one_bad = text.clone()
+    one_bad[5] = opposed[5]  # smallest positive cosine -0.9
+    outlier = image.clone()
+    outlier[7] = -image.mean(0) / image.mean(0).norm()
+    equal = image[:1].expand(48, 24).contiguous()
+    cases = {
+        "every pair opposed": (image, opposed),
+        "one pair opposed": (image, one_bad),
+        "all rows equal": (equal, equal),
+        "all images equal": (equal, text),
+        "one outlier": (outlier, text),
+        "exact copies": (image, image),
+        "copies opposed": (image, -image),
+    }
+    return {name: (i.to(dtype), t.to(dtype)) for name, (i, t) in cases.items()}
+
+
+def extreme_cases() -> list[str]:
+    failures = []
+    for dtype, limit in LIMIT.items():
+        for label, (image, text) in extremes(dtype).items():
+            true = infonce(image, text, 100.0)
+            for name, options in TILED:
+                wrong = errors(evaluate(name, options | {"tile": (16, 16)}, image, text, 100.0), true, 100.0)
+                if not max(wrong.values()) <= limit:
+                    failures.append(f"{name} {label} {dtype}: {wrong}")
+    return failures
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_extreme_logits_give_the_right_gradient(size):
+    for failures in run_ranks(extreme_cases, size):
+        assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize(("name", "options"), TILED)
+def test_a_single_pair_has_no_loss_and_no_gradient(name, options):
+    image, text = (x.clone().requires_grad_() for x in features(1, 8, torch.float32))
+    scale = torch.tensor([100.0], requires_grad=True)
+    out = build_loss(name, **options)(Embeddings(image, text, scale))
+    out.loss.backward()
+    assert out.loss == 0
+    for leaf in (image, text, scale):
+        assert torch.equal(leaf.grad, torch.zeros_like(leaf))
+
+
+def fallback_is_agreed() -> list[bool]:
+    """Only rank 1 has the pair that needs the other way; both must take it, or their collectives would not match."""
+    image, text = extremes(torch.float32)["one pair opposed"]
+    text = text.roll(24, 0) if comm.rank() == 0 else text
+    image = image.roll(24, 0) if comm.rank() == 0 else image
+    own = slice(0, 24)
+    finite = []
+    for name, options in TILED:
+        leaf = image[own].clone().requires_grad_()
+        out = build_loss(name, **options)(Embeddings(leaf, text[own], torch.tensor([100.0])))
+        out.loss.backward()
+        finite.append(bool(out.loss.isfinite() and leaf.grad.isfinite().all()))
+    return finite
+
+
+def test_all_ranks_take_the_safe_way_together():
+    for finite in run_ranks(fallback_is_agreed, 2):
+        assert all(finite)
+
+
+def not_a_number() -> list[bool]:
+    image, text = features(16, 24, torch.float32)
+    if comm.rank() == 1:
+        image[3, 3] = float("nan")
+    return [
+        bool(build_loss(name, **options)(Embeddings(image, text, torch.tensor([14.3]))).metrics["loss"].isnan())
+        for name, options in TILED
+    ]
+
+
+def test_nan_reaches_the_loss_and_hangs_nobody():
+    for values in run_ranks(not_a_number, 2):
+        assert all(values)
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that any operation makes, in elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.untyped_storage().nbytes() // x.element_size())
+        return out
+
+
+class Peak:
+    """Highest resident memory of this process above that at the start, in bytes, looked at all the time."""
+
+    def __enter__(self) -> Peak:
+        self.start, self.bytes, self.done = _resident(), 0, threading.Event()
+        self.thread = threading.Thread(target=self._watch)
+        self.thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self.done.is_set():
+            self.bytes = max(self.bytes, _resident() - self.start)
+            time.sleep(0.001)
+
+    def __exit__(self, *_: object) -> None:
+        self.done.set()
+        self.thread.join()
+
+
+def _resident() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def memory(b: int, D: int) -> dict[str, tuple[int, int]]:
+    """(largest tensor in elements, peak beyond the features and their gradients in bytes) of each tiled loss."""
+    result = {}
+    generator = torch.Generator().manual_seed(comm.rank())
+    for name in ("disco_fused", "inf_cl"):
+        image, text = (
+            torch.nn.functional.normalize(torch.randn(b, D, generator=generator), dim=1).requires_grad_() for _ in "ab"
+        )
+        scale = torch.tensor([14.3], requires_grad=True)
+        with Largest() as largest:
+            build_loss(name)(Embeddings(image, text, scale)).loss.backward()
+        image.grad = text.grad = None
+        with Peak() as peak:
+            build_loss(name)(Embeddings(image, text, scale)).loss.backward()
+        result[name] = (largest.elements, peak.bytes - 2 * b * D * 4)
+    return result
+
+
+def check_memory(B: int, size: int, D: int) -> None:
+    b = B // size
+    tile = 512 * 2048 * 4
+    slack = 48 * 2**20  # several tiles of scratch, the libraries' own buffers, pages the allocator keeps
+    bounds = {"disco_fused": 2 * B * D * 4, "inf_cl": 4 * b * D * 4}
+    for result in run_ranks(memory, size, b, D, timeout_s=900):
+        for name, (elements, peak) in result.items():
+            assert elements <= max(B * D, tile // 4), f"{name} made a tensor of {elements} elements"
+            assert elements < b * B, f"{name} made a matrix of similarities"
+            assert peak <= bounds[name] + tile + slack, (
+                f"{name}: {peak / 2**20:.0f} MiB over {bounds[name] / 2**20:.0f}"
+            )
+
+
+def test_memory_is_bounded_by_features_not_by_the_matrix():
+    check_memory(8192, 2, 256)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("B", [4096, 65536])
+def test_memory_stays_bounded_at_larger_batches(B):
+    check_memory(B, 2, 256)

@@ -1,0 +1,328 @@
+"""Time, memory, wire bytes and error of every registered loss, beside open_clip's and the published kernels.
+
+    python tools/bench_loss.py --ranks 2 --batch 8192                 two CPU ranks, or that many GPUs
+    python tools/bench_loss.py --as-rank-of 64 --batch 196608      the share of one rank of 64, without the wire
+
+Runs of all losses alternate; times are medians. Memory is the peak beyond the features and their gradients. Errors are
+the largest row error of the feature gradients over the largest true row, against `clip` in float64 at a smaller batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from disco_ds import comm
+from disco_ds.losses import Embeddings, build_loss, list_losses
+
+Method = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""image, text, scale, bias -> this rank's share of the loss."""
+ERROR_BATCH = 1024
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=1, help="processes, one device each (default: 1)")
+    parser.add_argument("--as-rank-of", type=int, metavar="N", help="one rank's share of N, on one device")
+    parser.add_argument("--batch", type=int, default=8192, help="global batch B")
+    parser.add_argument("--width", type=int, default=512, help="width D of the features")
+    parser.add_argument("--scale", type=float, default=1 / 0.07)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--methods", nargs="*", help="some of the names in the table (default: all that run here)")
+    parser.add_argument("--precisions", nargs="*", help="of the tiled losses' products (default: fp32; on a GPU all)")
+    parser.add_argument("--out", type=Path, help="writes OUT.json and OUT.png")
+    return parser.parse_args()
+
+
+def our_methods(precisions: list[str]) -> dict[str, Method]:
+    """Every registered loss under its name, with the options that change what it costs."""
+    options: dict[str, dict[str, Any]] = {}
+    for name in list_losses():
+        options[name] = {}
+        if name in ("disco_fused", "inf_cl", "siglip"):
+            options |= {f"{name} {p}": {"precision": p} for p in precisions if p != "fp32"}
+    options["disco_fused stored"] = {"store": True}
+
+    def method(loss: Any) -> Method:
+        return lambda image, text, scale, bias: loss(Embeddings(image, text, scale, bias)).loss
+
+    return {label: method(build_loss(label.split()[0], **chosen)) for label, chosen in options.items()}
+
+
+def other_methods() -> dict[str, Method]:
+    """open_clip's loss both ways, and the published kernels where they are installed and there is a GPU."""
+    from open_clip.loss import ClipLoss
+
+    N, n = comm.size(), comm.rank()
+    found: dict[str, Method] = {}
+    for label, local in (("open_clip full", False), ("open_clip local", True)):
+        loss = ClipLoss(local_loss=local, gather_with_grad=local, rank=n, world_size=N)
+        found[label] = lambda image, text, scale, bias, loss=loss: loss(image, text, scale)
+    if torch.cuda.is_available():
+        found |= published_kernels()
+    return found
+
+
+def published_kernels() -> dict[str, Method]:
+    """`inf-cl` and `memeff` of PyPI."""
+    found: dict[str, Method] = {}
+    try:
+        from inf_cl import cal_inf_loss
+
+        found["Inf-CL published"] = lambda image, text, scale, bias: cal_inf_loss(image, text, scale=scale)
+    except ImportError as error:
+        print(f"Inf-CL's published code is left out: {error}", file=sys.stderr)
+    try:
+        from memeff import infonce
+
+        found["memeff"] = lambda image, text, scale, bias: infonce(image, text, temperature=1 / scale.item())
+    except ImportError as error:
+        print(f"memeff is left out: {error}", file=sys.stderr)
+    return found
+
+
+def pretend(N: int) -> None:
+    """A world of N ranks of which only this one exists: others' blocks are copies of its own, and nothing is sent."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=N)
+    comm.init(timeout_s=60)
+    comm._all_gather = lambda x, group: x.repeat(N, *[1] * (x.dim() - 1))  # type: ignore[assignment]
+
+    def stay(block: Tensor, into: Tensor, group: Any) -> list[Any]:
+        into.copy_(block)
+        return []
+
+    comm._pass_on = stay
+
+
+class Wire(TorchDispatchMode):
+    """Bytes this rank receives, counted from the collectives as a ring does them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().split("::")
+        if name[0] == "c10d":
+            self.bytes += self._received(name[1], args)
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _received(name: str, args: Any) -> float:
+        others = 1 - 1 / comm.size()
+        size = _nbytes(args[0])
+        if "allreduce" in name:
+            return 2 * others * size
+        if "reduce_scatter" in name:  # args: output, input
+            return others * _nbytes(args[1])
+        if "gather" in name or "alltoall" in name:
+            return others * size
+        return size if name.startswith("recv") else 0.0
+
+
+def _nbytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    return sum(map(_nbytes, value)) if isinstance(value, list | tuple) else 0
+
+
+class Peak:
+    """Highest memory within a `with` block above that at its start, in bytes."""
+
+    def __enter__(self) -> Peak:
+        self.bytes, self.done = 0, threading.Event()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self.start = torch.cuda.memory_allocated()
+            return self
+        self.start = _resident()
+        self.thread = threading.Thread(target=self._watch)
+        self.thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self.done.is_set():
+            self.bytes = max(self.bytes, _resident() - self.start)
+            time.sleep(0.002)
+
+    def __exit__(self, *_: object) -> None:
+        if torch.cuda.is_available():
+            self.bytes = torch.cuda.max_memory_allocated() - self.start
+            return
+        self.done.set()
+        self.thread.join()
+
+
+def _resident() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def make_leaves(b: int, D: int, scale: float, seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """image, text [b, D] unit rows, scale and bias [1], all with gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    image, noise = (torch.randn(b, D, generator=generator, dtype=torch.float64) for _ in "ab")
+    rows = [F.normalize(x, dim=1) for x in (image, image + 2 * noise)]
+    vectors = [*rows, torch.tensor([scale]), torch.tensor([-10.0])]
+    return [x.to(comm.local_device(), dtype).requires_grad_() for x in vectors]
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def run_once(method: Method, leaves: list[Tensor]) -> float:
+    """Seconds of forward and backward."""
+    for leaf in leaves:
+        leaf.grad = None
+    synchronize()
+    comm.barrier()
+    start = time.perf_counter()
+    method(*leaves).sum().backward()
+    synchronize()
+    return time.perf_counter() - start
+
+
+def find_errors(methods: dict[str, Method], args: argparse.Namespace) -> dict[str, float]:
+    """By method, at ERROR_BATCH."""
+    b = max(ERROR_BATCH // comm.size(), 1)
+    leaves = make_leaves(b, args.width, args.scale, comm.rank())
+    errors = {}
+    for label, method in methods.items():
+        double = [x.detach().double().requires_grad_() for x in leaves]
+        true_name = "siglip" if label.startswith("siglip") else "clip"
+        build_loss(true_name)(Embeddings(*double)).loss.backward()
+        for leaf in leaves:
+            leaf.grad = None
+        method(*leaves).sum().backward()
+        pairs = [(x.grad.double(), y.grad) for x, y in zip(leaves[:2], double[:2], strict=True)]
+        worst = max(((got - true).norm(dim=1).max() / true.norm(dim=1).max()).item() for got, true in pairs)
+        errors[label] = comm.all_reduce_max(torch.tensor([worst], device=comm.local_device())).item()
+    return errors
+
+
+def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Method -> its figures, the worst of all ranks. Collective."""
+    warnings.simplefilter("ignore", FutureWarning)  # open_clip's collectives are deprecated
+    on_gpu = torch.cuda.is_available()
+    methods = our_methods(args.precisions or (["fp32", "tf32", "fp16", "bf16"] if on_gpu else ["fp32"]))
+    methods |= {} if args.as_rank_of else other_methods()
+    methods = {label: method for label, method in methods.items() if not args.methods or label in args.methods}
+    errors = {} if args.as_rank_of else find_errors(methods, args)
+    leaves = make_leaves(args.batch // comm.size(), args.width, args.scale, comm.rank())
+    rows: dict[str, dict[str, float]] = {}
+    for label, method in list(methods.items()):
+        try:
+            with Wire() as wire:
+                run_once(method, leaves)
+            for leaf in leaves:
+                leaf.grad = None
+            with Peak() as peak:
+                run_once(method, leaves)
+        except torch.OutOfMemoryError:
+            methods.pop(label)
+            rows[label] = {"memory_bytes": float("inf"), "ms": float("nan"), "wire_bytes": float("nan")}
+            continue
+        gradients = sum(_nbytes(leaf) for leaf in leaves[:2])
+        rows[label] = {"memory_bytes": peak.bytes - gradients, "wire_bytes": wire.bytes}
+    times: dict[str, list[float]] = {label: [] for label in methods}
+    for _ in range(args.repeats):
+        for label, method in methods.items():
+            times[label].append(run_once(method, leaves))
+    for label, seconds in times.items():
+        rows[label] |= {"ms": 1000 * statistics.median(seconds)}
+    for label, row in rows.items():
+        worst = comm.all_reduce_max(torch.tensor(list(row.values()), dtype=torch.float64, device=leaves[0].device))
+        rows[label] = dict(zip(row, worst.tolist(), strict=True)) | {"error": errors.get(label, float("nan"))}
+    return rows
+
+
+def print_table(rows: dict[str, dict[str, float]], args: argparse.Namespace) -> None:
+    N = args.as_rank_of or args.ranks
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    print(f"B {args.batch:,}, D {args.width}, N {N}, s {args.scale:.1f}, {device}, torch {torch.__version__}")
+    print(f"{'loss':22} {'ms':>10} {'memory MiB':>11} {'wire MiB':>9} {'error':>9}")
+    for label, row in sorted(rows.items(), key=lambda item: item[1]["ms"]):
+        memory, wire = row["memory_bytes"] / 2**20, row["wire_bytes"] / 2**20
+        print(f"{label:22} {row['ms']:10.1f} {memory:11.1f} {wire:9.1f} {row['error']:9.1e}")
+
+
+def write_out(rows: dict[str, dict[str, float]], args: argparse.Namespace) -> None:
+    settings = {key: value for key, value in vars(args).items() if key != "out"}
+    args.out.with_suffix(".json").write_text(json.dumps({"settings": settings, "losses": rows}, indent=1) + "\n")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 0.4 * len(rows) + 1.5), layout="constrained")
+    labels = sorted(rows, key=lambda label: -rows[label]["ms"])
+    for axes, (key, unit, title) in zip(
+        figure.subplots(1, 2, sharey=True),
+        (("ms", 1, "forward + backward, ms"), ("memory_bytes", 2**20, "memory beyond features, MiB")),
+        strict=True,
+    ):
+        bars = axes.barh(labels, [rows[label][key] / unit for label in labels], color="#4477aa")
+        axes.bar_label(bars, fmt="%.4g", padding=3)
+        axes.set_xlabel(title)
+        axes.margins(x=0.2)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"B {args.batch:,}, D {args.width}, {args.as_rank_of or args.ranks} ranks")
+    figure.savefig(args.out.with_suffix(".png"), dpi=120)
+
+
+def worker(rank: int, args: argparse.Namespace, port: int) -> None:
+    """One rank."""
+    import os
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(args.ranks)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if not torch.cuda.is_available():
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.ranks))
+    if args.as_rank_of:
+        pretend(args.as_rank_of)
+        rows = measure(args)
+    else:
+        with comm.session(timeout_s=1800):
+            rows = measure(args)
+    if rank == 0:
+        print_table(rows, args)
+        if args.out:
+            write_out(rows, args)
+
+
+def main() -> int:
+    args = parse_args()
+    N = args.as_rank_of or args.ranks
+    if args.as_rank_of and args.ranks != 1:
+        print("--as-rank-of runs on one device: leave --ranks out", file=sys.stderr)
+        return 2
+    if args.batch % N:
+        print(
+            f"--batch {args.batch} is not a multiple of {N} ranks; nearest: {args.batch - args.batch % N}",
+            file=sys.stderr,
+        )
+        return 2
+    from torch.multiprocessing import spawn
+
+    spawn(worker, (args, comm._free_port()), nprocs=args.ranks)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

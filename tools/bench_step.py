@@ -1,0 +1,173 @@
+"""Where a training step's time and memory go, by loss and by cut: DisCo-CLIP's Tables 1 and 4, measured here.
+
+    python tools/bench_step.py --ranks 2 --batch 512 --micro-batch 64              two CPU ranks, or that many GPUs
+    python tools/bench_step.py --ranks 8 --batch 32768 --micro-batch 512 --model ViT-B-32 --deepspeed zero1
+
+Each method takes whole optimizer steps on random data, in alternation with the others; times are medians. The phases
+are those that step.py names: forwards without graph; the loss with its collectives, forward and backward; the towers'
+backward (with the forwards that GradAccum repeats), the gradients' reduction and the update.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from disco_ds import comm
+from disco_ds.config import check_config, render_ds_config
+from disco_ds.ds_config import merge, read_ds_config
+from disco_ds.engine import build_engine, set_lr
+from disco_ds.losses import build_loss, list_losses
+from disco_ds.model import build_model, read_preprocessing, read_text_size
+from disco_ds.step import train_step
+
+PHASES = ("step/forward", "step/loss", "step/backward and update")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--batch", type=int, default=512, help="global batch")
+    parser.add_argument(
+        "--micro-batch", type=int, default=64, help="of the methods with GradAccum; the others have one"
+    )
+    parser.add_argument("--model", default="quickstart")
+    parser.add_argument("--deepspeed", default="zero1", help="a name of ds_configs/ or a file")
+    parser.add_argument("--precision", choices=("fp32", "autocast"), default="fp32", help="autocast: bf16")
+    parser.add_argument("--losses", nargs="*", default=["clip", "disco", "disco_fused"], choices=list_losses())
+    parser.add_argument("--repeats", type=int, default=5)
+    return parser.parse_args()
+
+
+def build_step(args: argparse.Namespace, loss_name: str, micro_batch: int) -> Callable[[], Any]:
+    """An engine of its own, and a function that takes one step with it."""
+    precision: dict[str, Any] = {"torch_autocast": {"enabled": args.precision == "autocast", "dtype": "bfloat16"}}
+    config = check_config(
+        {
+            "name": "bench",
+            "global_batch": args.batch,
+            "micro_batch": micro_batch,
+            "steps": 1000,
+            "model": {"name": args.model},
+            "data": {"source": "synthetic"},
+            "optim": {"warmup_steps": 0},
+            "log": {"tensorboard": False},
+            "deepspeed": merge(read_ds_config(args.deepspeed, Path.cwd()), precision),
+        },
+        "bench_step",
+    )
+    loss = build_loss(loss_name).to(comm.local_device())
+    torch.manual_seed(0)
+    model = build_model(config.model, loss.initial_scale, loss.initial_bias, loss.learns_scale)
+    size, (length, vocabulary) = read_preprocessing(model).size, read_text_size(model)
+    engine = build_engine(model, config.optim, render_ds_config(config, comm.size()))
+    engine.train()
+    set_lr(engine, 1e-4)
+    count = config.num_micro_batches(comm.size())
+    batches = [
+        (
+            torch.randint(256, (micro_batch, 3, *_pair(size)), dtype=torch.uint8, device=comm.local_device()),
+            torch.randint(1, vocabulary, (micro_batch, length), device=comm.local_device()),
+            torch.arange(micro_batch, device=comm.local_device()),
+        )
+        for _ in range(count)
+    ]
+    return lambda: train_step(engine, loss, batches, lambda batch: batch, config.model.max_scale)
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else tuple(size)  # type: ignore[return-value]
+
+
+def measure(step: Callable[[], Any]) -> dict[str, float]:
+    """Milliseconds of one step and of its phases, and the peak of memory above that at its start in MiB (GPU)."""
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+    comm.barrier()
+    with profile(activities=activities) as profiler:
+        start = time.perf_counter()
+        step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+    kind = "device_time_total" if torch.cuda.is_available() else "cpu_time_total"
+    found = {event.key: getattr(event, kind) / 1000 for event in profiler.key_averages()}
+    row = {phase: found.get(phase, float("nan")) for phase in PHASES}
+    if torch.cuda.is_available():
+        row["memory"] = (torch.cuda.max_memory_allocated() - before) / 2**20
+    return {"step": 1000 * seconds} | row
+
+
+def run(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Method -> its medians, the worst of all ranks. Collective."""
+    whole = args.batch // comm.size()
+    steps = {}
+    for name in args.losses:
+        steps[name] = build_step(args, name, whole)
+        steps[f"{name} + GradAccum"] = build_step(args, name, args.micro_batch)
+    rows: dict[str, list[dict[str, float]]] = {label: [] for label in steps}
+    for repeat in range(args.repeats + 1):
+        for label, step in steps.items():
+            if repeat == 0:
+                step()  # warm: buffers, kernels' choice
+            else:
+                rows[label].append(measure(step))
+    medians = {
+        label: {key: statistics.median(row[key] for row in found) for key in found[0]} for label, found in rows.items()
+    }
+    for row in medians.values():
+        worst: Tensor = comm.all_reduce_max(torch.tensor(list(row.values()), device=comm.local_device()))
+        row |= dict(zip(row, worst.tolist(), strict=True))
+    return medians
+
+
+def print_table(rows: dict[str, dict[str, float]], args: argparse.Namespace) -> None:
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    print(
+        f"{args.model}, B {args.batch:,}, {args.ranks} ranks, micro-batch {args.micro_batch:,}, {args.deepspeed}, "
+        f"{args.precision}, {device}, torch {torch.__version__}"
+    )
+    columns = list(next(iter(rows.values())))
+    print(f"{'ms; memory in MiB':24}" + "".join(f"{name.removeprefix('step/'):>22}" for name in columns))
+    for label, row in rows.items():
+        print(f"{label:24}" + "".join(f"{row[name]:22.1f}" for name in columns))
+
+
+def worker(rank: int, args: argparse.Namespace, port: int) -> None:
+    """One rank."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(args.ranks)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "KINETO_LOG_LEVEL": "99"}
+    if not torch.cuda.is_available():
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.ranks))
+    with comm.session(timeout_s=1800):
+        rows = run(args)
+    if rank == 0:
+        print_table(rows, args)
+
+
+def main() -> int:
+    args = parse_args()
+    if args.batch % (args.ranks * args.micro_batch):
+        print(f"--batch {args.batch} is not a multiple of ranks x micro-batch", file=sys.stderr)
+        return 2
+    from torch.multiprocessing import spawn
+
+    spawn(worker, (args, comm._free_port()), nprocs=args.ranks)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
