@@ -8,7 +8,6 @@ it imports neither torch nor DeepSpeed.
 from __future__ import annotations
 
 import difflib
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,6 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from disco_ds.ds_config import complete_ds_config, read_ds_config, stage
+from disco_ds.recipe_yaml import Dumper, assign, parse, split_override
 
 PACKAGE = Path(__file__).parent
 BASE_BATCH = 32_768
@@ -172,10 +172,22 @@ class LogSettings(Settings):
 
 
 class EvalSettings(Settings):
+    every_steps: int = Field(0, ge=0)
+    """Steps between two evaluations; 0: only at the end."""
     labelled: dict[str, str] = {}
-    """Name -> shards (as data.shards) to classify at the end: each image among the labels of its own set."""
+    """Name -> images to classify among the labels of their own set: shards (as data.shards), a folder with a sub-folder
+    per class (ImageNet val, -v2, -R, -Sketch), or a folder in clip_benchmark's webdataset layout."""
     label_key: str = "{json[label]}"
-    """Template of a sample's label."""
+    """Template of a sample's label in shards."""
+    classes: dict[str, Path] = {}
+    """Name of a labelled set -> file that names its labels: lines of names, lines of label and name, or JSON."""
+    templates: dict[str, str] = {}
+    """Name of a labelled set -> file of prompts with {} or {c} for the class, or `imagenet` for open_clip's 80; else
+    shards take the label alone, clip_benchmark's layout its own file, folders the 80."""
+    retrieval: dict[str, str] = {}
+    """Name -> captioned images to find by text and the other way round: shards, or clip_benchmark's layout."""
+    caption_key: str = "{txt}"
+    """Template of a sample's captions in shards, one per line."""
 
 
 class Config(Settings):
@@ -266,7 +278,7 @@ class Config(Settings):
         )
 
     def to_yaml(self) -> str:
-        return yaml.dump(self.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+        return yaml.dump(self.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
 
 def render_ds_config(config: Config, ranks: int, run_folder: Path | None = None) -> dict[str, Any]:
@@ -297,19 +309,19 @@ def load_config(recipe: str | Path, overrides: list[str] | None = None) -> Confi
     """
     path = find_recipe(recipe)
     try:
-        tree = _parse(path.read_text(encoding="utf-8"), str(path))
+        tree = parse(path.read_text(encoding="utf-8"), str(path))
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not a text file in UTF-8: {error}") from None
     if not isinstance(tree, dict):
         raise ValueError(f"{path}: expected a mapping of settings, got {type(tree).__name__}")
-    assigned = [_split_override(item) for item in overrides or []]
+    assigned = [split_override(item) for item in overrides or []]
     for keys, value in assigned:
         if keys == ["deepspeed"] or keys[0] != "deepspeed":
-            _assign(tree, keys, value)
+            assign(tree, keys, value)
     tree["deepspeed"] = read_ds_config(tree.get("deepspeed", "zero1"), folder=path.parent)
     for keys, value in assigned:
         if len(keys) > 1 and keys[0] == "deepspeed":
-            _assign(tree, keys, value)
+            assign(tree, keys, value)
     return check_config(tree, str(path))
 
 
@@ -332,44 +344,6 @@ def find_recipe(recipe: str | Path) -> Path:
     if str(recipe) not in known:
         raise ValueError(f"unknown recipe {str(recipe)!r}{_nearest(str(recipe), known)}; known: {', '.join(known)}")
     return PACKAGE / "recipes" / f"{recipe}.yaml"
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 1e-3 as a string; a recipe means a number."""
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes the strings that _Loader would read as numbers."""
-
-
-for _side in (_Loader, _Dumper):
-    _side.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-    )
-
-
-def _parse(text: str, origin: str) -> Any:
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{origin} is not valid YAML: {error}") from None
-
-
-def _split_override(item: str) -> tuple[list[str], Any]:
-    key, separator, text = item.partition("=")
-    keys = key.split(".")
-    if not separator or not all(keys):
-        raise ValueError(f"override {item!r} is not of the form a.b=value")
-    return keys, _parse(text, f"override {item!r}")
-
-
-def _assign(tree: dict[str, Any], keys: list[str], value: Any) -> None:
-    """Replace what stands at this key, a mapping too."""
-    for key in keys[:-1]:
-        if not isinstance(tree.get(key), dict):
-            tree[key] = {}
-        tree = tree[key]
-    tree[keys[-1]] = value
 
 
 def _explain(item: Any, tree: dict[str, Any]) -> str:

@@ -30,6 +30,7 @@ from disco_ds.data.decode import (
     resize_random_crop,
 )
 from disco_ds.data.keyed import AUGMENT_COLUMN, keyed_uniform
+from disco_ds.model import register_config
 
 MAX_PIXELS = 10**8
 
@@ -49,14 +50,26 @@ def test_evaluation_resize_equals_open_clip(mode: str, interpolation: str, targe
         target, is_train=False, mean=(0,) * 3, std=(1,) * 3, resize_mode=mode, interpolation=interpolation
     )
     spec = ImageSpec(target, interpolation, mode)  # type: ignore[arg-type]
-    for size in [(100, 75), (75, 101), (64, 64), (20, 17), (13, 300), (32, 32)]:
+    for size in [(100, 75), (75, 101), (64, 64), (20, 17), (13, 300), (32, 32)] + [(2000, 13)] * (mode == "shortest"):
         image = noise(*size)
         ours = resize_for_evaluation(image, spec)
         assert ours.shape == (3, *target)
         assert ours.dtype == torch.uint8
-        # PIL keeps the box of a crop in single precision, which shows where the crop is a small part of a long image.
-        levels = 2 if max(size) > 10 * min(size) else 1
+        # Beyond that aspect ratio only the crop is resized, whose box PIL keeps in single precision.
+        levels = 2 if max(size) > 64 * min(size) else 0
         assert (ours - 255 * transform(image)).abs().max() < levels + 0.01, size
+
+
+@pytest.mark.parametrize("name", ["ViT-B-32", "quickstart"])
+def test_evaluation_pixels_are_those_of_the_model_s_own_preprocessing(name: str) -> None:
+    side = open_clip.get_model_config(register_config(name))["vision_cfg"]["image_size"]
+    transform = open_clip.image_transform(side, is_train=False, mean=(0,) * 3, std=(1,) * 3)
+    for mode, size in [("RGB", (300, 231)), ("L", (231, 300)), ("RGBA", (side, side)), ("P", (side - 1, 2 * side))]:
+        data = encode(noise(*size).convert(mode))
+        # RGB first, as webdataset and torchvision's image folders hand images to the transform.
+        expected = transform(Image.open(io.BytesIO(data)).convert("RGB"))
+        ours = resize_for_evaluation(decode_image(data, MAX_PIXELS), ImageSpec((side, side)))
+        assert torch.equal(ours.float() / 255, expected), mode
 
 
 def test_evaluation_resize_of_a_thread_does_not_fill_the_memory() -> None:

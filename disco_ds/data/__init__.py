@@ -5,12 +5,14 @@
     decode      bytes -> image, caption        source      shards, or random pixels
     augment     images, on the device          worker      decoding processes
     loader      a rank's micro-batches         sequential  every sample once, for evaluation
+    folder      images in class sub-folders
 
 It imports disco_ds.config alone of the package, takes (rank, size) as integers and never communicates.
 """
 
 from disco_ds.data.augment import augment
 from disco_ds.data.decode import ImageSpec
+from disco_ds.data.folder import ImageFolder, scan_folder, sort_labels
 from disco_ds.data.keyed import keyed_uniform
 from disco_ds.data.loader import Loader, MicroBatch, StepData, merge_states
 from disco_ds.data.manifest import Manifest, Shard, index_shards, load_manifest, resolve_shards, write_manifest
@@ -21,6 +23,7 @@ from disco_ds.data.tar import BrokenSample
 __all__ = [
     "BrokenSample",
     "DataOrder",
+    "ImageFolder",
     "ImageSpec",
     "Loader",
     "Manifest",
@@ -36,5 +39,7 @@ __all__ = [
     "read_all",
     "read_labels",
     "resolve_shards",
+    "scan_folder",
+    "sort_labels",
     "write_manifest",
 ]

@@ -29,6 +29,8 @@ _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 Image.MAX_IMAGE_PIXELS = None
 _TRIES = 10
 NUM_CROP_NUMBERS = 2 * _TRIES + 2
+_LONGEST = 64
+"""Aspect ratio up to which evaluation's pixels are open_clip's to the bit."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,11 @@ def resize_for_evaluation(image: Image.Image, spec: ImageSpec) -> Tensor:
         resample, ratio = Image.Resampling.BICUBIC, min(w / width, h / height)
         full_w, full_h = round(w / ratio), round(h / ratio)
     left, top = round((full_w - width) / 2), round((full_h - height) / 2)
-    # Only what the crop keeps is resized: the whole of a very long image would be huge.
+    if full_w * full_h <= _LONGEST * width * height:
+        image = image.resize((full_w, full_h), resample)
+        return _to_tensor(image.crop((left, top, left + width, top + height)))
+    # The whole of a very long image would be huge: only what the crop keeps is resized, a level or two off where PIL
+    # rounds the box to single precision.
     box = (left * w / full_w, top * h / full_h, (left + width) * w / full_w, (top + height) * h / full_h)
     return _to_tensor(image.resize((width, height), resample, (box[0], box[1], min(box[2], w), min(box[3], h))))
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from disco_ds.config import DataSettings
 from disco_ds.data.decode import ImageSpec, decode_image, fill_template, find_image, resize_for_evaluation
+from disco_ds.data.folder import ImageFolder
 from disco_ds.data.manifest import Manifest
 from disco_ds.data.tar import BrokenSample, TarReader
 
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_all(
-    manifest: Manifest,
+    source: Manifest | ImageFolder,
     settings: DataSettings,
     image: ImageSpec,
     rank: int,
@@ -44,7 +45,8 @@ def read_all(
         picture = decode_image(find_image(members, settings.image_key), settings.max_pixels)
         return resize_for_evaluation(picture, image), label
 
-    with closing(_open(manifest)) as reader, ThreadPoolExecutor(THREADS) as pool:
+    opened = source if isinstance(source, ImageFolder) else _open_shards(source)
+    with closing(opened) as reader, ThreadPoolExecutor(THREADS) as pool:
         waiting: deque[tuple[int, int, int, Future[tuple[Tensor, str]]]] = deque()
 
         def finish() -> Iterator[tuple[Tensor, str, int]]:
@@ -54,7 +56,7 @@ def read_all(
             except BrokenSample as error:
                 on_broken(f"{reader.name(shard, entry)}: {error}")
 
-        for shard, entry, index in _places(manifest):
+        for shard, entry, index in _places(source):
             if index % size != rank:
                 continue
             try:
@@ -76,7 +78,7 @@ def read_labels(manifest: Manifest, label_template: str) -> list[str | None]:
     """
     wanted = {name.partition("[")[0] for _, name, _, _ in string.Formatter().parse(label_template) if name}
     labels: list[str | None] = []
-    with closing(_open(manifest)) as reader:
+    with closing(_open_shards(manifest)) as reader:
         for shard, entry, _ in _places(manifest):
             try:
                 labels.append(fill_template(label_template, reader.read(shard, entry, wanted)))
@@ -85,14 +87,14 @@ def read_labels(manifest: Manifest, label_template: str) -> list[str | None]:
     return labels
 
 
-def _open(manifest: Manifest) -> TarReader:
+def _open_shards(manifest: Manifest) -> TarReader:
     return TarReader(manifest.folder, [shard.name for shard in manifest.shards], num_indices=2)
 
 
-def _places(manifest: Manifest) -> Iterator[tuple[int, int, int]]:
+def _places(source: Manifest | ImageFolder) -> Iterator[tuple[int, int, int]]:
     """(shard, entry, id) of every sample."""
     index = 0
-    for shard, samples in enumerate(manifest.sizes):
+    for shard, samples in enumerate(source.sizes):
         for entry in range(samples):
             yield shard, entry, index
             index += 1

@@ -1,5 +1,56 @@
-"""Evaluation over all ranks: every rank takes its part of a set and all make the same number of forwards."""
+"""Evaluation over all ranks: every rank takes its part of a set and all make the same number of forwards.
 
-from disco_ds.eval.zero_shot import Accuracy, LabelledSet, classify_sets, load_sets
+sets        what to evaluate on            zero_shot   accuracy on a set with labels
+encode      features of images and texts   retrieval   recall on a set with captions
+"""
 
-__all__ = ["Accuracy", "LabelledSet", "classify_sets", "load_sets"]
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from torch import nn
+
+from disco_ds.data import ImageSpec
+from disco_ds.eval.encode import Tokenize
+from disco_ds.eval.retrieval import Recall, retrieve
+from disco_ds.eval.sets import ImageSet, load_sets
+from disco_ds.eval.zero_shot import Accuracy, Example, classify
+
+__all__ = ["Accuracy", "Example", "ImageSet", "Recall", "Result", "describe", "evaluate_sets", "load_sets", "record"]
+
+Result = Accuracy | Recall
+
+
+def evaluate_sets(
+    model: nn.Module, sets: Sequence[ImageSet], spec: ImageSpec, tokenize: Tokenize, chunk: int
+) -> list[Result]:
+    """What the model makes of every set, in eval mode; its mode is put back, and no random number is drawn.
+
+    Collective: every rank must call.
+    Args:   model: an engine, or a module, whose forward is model.forward; chunk: images or texts per rank and forward.
+    Raises: AgreedError for images that cannot be read.
+    """
+    training = model.training
+    model.eval()
+    results = [(classify if item.classes else retrieve)(model, item, spec, tokenize, chunk) for item in sets]
+    model.train(training)
+    return results
+
+
+def record(results: Sequence[Result]) -> dict[str, float]:
+    """The results as points of metrics.jsonl and TensorBoard."""
+    return {f"eval/{result.name}_{kind}": value for result in results for kind, value in result.values.items()}
+
+
+def describe(results: Sequence[Result]) -> str:
+    """A table for each kind of result, a line per set."""
+    lines = []
+    for _, group in groupby(results, key=type):
+        rows = [result.row for result in group]
+        cells = [list(rows[0]), *(list(row.values()) for row in rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        for first, *rest in cells:
+            figures = (f"{cell:>{width}}" for cell, width in zip(rest, widths[1:], strict=True))
+            lines.append("  ".join((f"{first:{widths[0]}}", *figures)))
+    return "\n".join(lines)

@@ -1,126 +1,92 @@
-"""Zero-shot classification: each image of a labelled set among the set's own labels, by the nearest text.
-
-All ranks work: each encodes its part of the texts and of the images, in equal numbers of forwards, since a forward of
-one rank alone hangs at ZeRO 3 and keeps the others waiting at every stage.
-"""
+"""Zero-shot classification: each image of a labelled set among the set's own classes, by the nearest text."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from disco_ds import comm
-from disco_ds.config import Config, EvalSettings
-from disco_ds.data import ImageSpec, Manifest, load_manifest, read_all, read_labels, resolve_shards
-from disco_ds.engine import Engine
+from disco_ds.data import ImageSpec
+from disco_ds.eval.encode import Tokenize, encode_classes, encode_images
+from disco_ds.eval.sets import ImageSet
 
-Tokenize = Callable[[list[str]], Tensor]
+NUM_EXAMPLES = 24
+"""At most so many, from places spread evenly over the set."""
+
+
+class Example(NamedTuple):
+    """An image of a set and what the model takes it for, to be looked at."""
+
+    image: Tensor
+    """[3, H, W] uint8."""
+    label: str
+    best: list[str]
+    """The words of the three nearest classes, the nearest first."""
 
 
 @dataclass(frozen=True)
 class Accuracy:
     """Of one labelled set."""
 
+    name: str
     top1: float
     top5: float
+    recall: float
+    """Mean over the classes of the top-1 accuracy on their images."""
     num_images: int
     num_classes: int
+    num_broken: int
+    """Images that could not be read, which count nowhere else."""
+    examples: list[Example] = field(default_factory=list, repr=False, compare=False)
+    """The same whatever the number of ranks."""
 
     @property
     def chance(self) -> float:
         return 1 / self.num_classes
 
+    @property
+    def values(self) -> dict[str, float]:
+        return {"top1": self.top1, "top5": self.top5, "recall": self.recall, "chance": self.chance}
 
-@dataclass(frozen=True)
-class LabelledSet:
-    """Images with labels, to be told apart by them."""
-
-    name: str
-    manifest: Manifest
-    classes: list[str]
-
-
-def load_sets(settings: EvalSettings) -> list[LabelledSet]:
-    """The sets of eval.labelled with their labels, which are read here: at the start, not after the last step.
-
-    Raises: ValueError for a set that is missing or has no label.
-    """
-    sets = []
-    for name, shards in settings.labelled.items():
-        manifest = load_manifest(resolve_shards(shards))
-        classes = sorted({label for label in read_labels(manifest, settings.label_key) if label is not None})
-        if not classes:
-            raise ValueError(f"eval.labelled.{name}: no sample of {shards} has a label {settings.label_key}")
-        sets.append(LabelledSet(name, manifest, classes))
-    return sets
+    @property
+    def row(self) -> dict[str, str]:
+        shares = {"top-1": self.top1, "top-5": self.top5, "class recall": self.recall, "chance": self.chance}
+        counts = {"labels": self.num_classes, "images": self.num_images, "broken": self.num_broken}
+        return {
+            "zero-shot": self.name,
+            **{k: f"{v:.2%}" for k, v in shares.items()},
+            **{k: f"{v:,}" for k, v in counts.items()},
+        }
 
 
 @torch.no_grad()
-def classify_sets(
-    engine: Engine, sets: list[LabelledSet], config: Config, image: ImageSpec, tokenize: Tokenize
-) -> dict[str, Accuracy]:
-    """Accuracy on every set, by name. Collective.
-
-    Raises: AgreedError for images that cannot be read.
-    """
-    results = {}
-    engine.eval()
-    for labelled in sets:
-        texts = encode_texts(engine, labelled.classes, tokenize, config.micro_batch)
-        samples = read_all(labelled.manifest, config.data, image, comm.rank(), comm.size(), config.eval.label_key)
-        results[labelled.name] = _classify(engine, samples, labelled, texts, image, config.micro_batch)
-    engine.train()
-    return results
-
-
-@torch.no_grad()
-def encode_texts(engine: Engine, texts: list[str], tokenize: Tokenize, chunk: int) -> Tensor:
-    """Unit features of texts, [n, D] fp32 on every rank, each rank encoding its part. Collective."""
-    share = math.ceil(len(texts) / comm.size())
-    padded = texts + [texts[0]] * (share * comm.size() - len(texts))
-    mine = padded[comm.rank() * share : (comm.rank() + 1) * share]
-    device = comm.local_device()
-    parts = [engine(text=tokenize(mine[i : i + chunk]).to(device))[1] for i in range(0, share, chunk)]
-    return comm.gather(torch.cat(parts))[: len(texts)]
-
-
-def _classify(
-    engine: Engine,
-    samples: Iterator[tuple[Tensor, str, int]],
-    labelled: LabelledSet,
-    texts: Tensor,
-    image: ImageSpec,
-    chunk: int,
-) -> Accuracy:
-    device = comm.local_device()
+def classify(model: nn.Module, labelled: ImageSet, spec: ImageSpec, tokenize: Tokenize, chunk: int) -> Accuracy:
+    """Accuracy on a set. Collective. Raises: AgreedError for images that cannot be read."""
+    classes = list(labelled.classes.values())
+    texts = encode_classes(model, classes, labelled.templates, tokenize, chunk)
     number = {label: place for place, label in enumerate(labelled.classes)}
-    hits = torch.zeros(3, dtype=torch.int64, device=device)  # top-1, top-5, images
-    problem: OSError | None = None
-    # The same number on every rank, though one may have fewer readable samples, or none.
-    for _ in range(math.ceil(math.ceil(labelled.manifest.num_samples / comm.size()) / chunk)):
-        batch: list[tuple[Tensor, str, int]] = []
-        try:
-            batch = list(islice(samples, chunk))
-        except OSError as error:
-            problem = error
-        pixels = torch.zeros(chunk, 3, *image.size, dtype=torch.uint8)
-        target = torch.full((chunk,), -1)
-        for row, (picture, label, _) in enumerate(batch):
-            pixels[row], target[row] = picture, number[label]
-        target = target.to(device)
-        features = engine(image=pixels.to(device))[0]
-        best = (features @ texts.T).topk(min(5, len(number)), dim=1).indices
+    counts = torch.zeros(3, len(classes), dtype=torch.int64, device=texts.device)  # images, top-1, top-5
+    shown, every = dict[int, Example](), math.ceil(labelled.source.num_samples / NUM_EXAMPLES)
+    for features, samples in encode_images(model, labelled, spec, chunk):
+        target = torch.tensor([number[label] for _, label, _ in samples], dtype=torch.int64, device=texts.device)
+        best = (features @ texts.T).topk(min(5, len(classes)), dim=1).indices
         right = best == target[:, None]
-        hits += torch.stack([right[:, 0].sum(), right.any(dim=1).sum(), (target >= 0).sum()])
-    with comm.together(f"eval.labelled.{labelled.name}"):
-        if problem is not None:
-            raise problem
-    top1, top5, count = comm.all_reduce_sum(hits).tolist()
-    if not count:
+        hits = torch.stack([torch.ones_like(target), right[:, 0].long(), right.any(dim=1).long()])
+        counts.index_add_(1, target, hits)
+        for (image, label, index), near in zip(samples, best.tolist(), strict=True):
+            if index % every == 0:
+                shown[index] = Example(image, labelled.classes[label], [classes[place] for place in near[:3]])
+    counts = comm.all_reduce_sum(counts).double()
+    images, top1, top5 = counts.sum(dim=1).tolist()
+    if not images:
         raise comm.AgreedError(f"eval.labelled.{labelled.name}: no image could be read")
-    return Accuracy(top1 / count, top5 / count, count, len(number))
+    seen = counts[0] > 0
+    recall = (counts[1, seen] / counts[0, seen]).mean().item()
+    broken = labelled.source.num_samples - int(images)
+    shown = {index: example for part in comm.gather_objects(shown) for index, example in part.items()}
+    examples = [shown[index] for index in sorted(shown)]
+    return Accuracy(labelled.name, top1 / images, top5 / images, recall, int(images), len(classes), broken, examples)

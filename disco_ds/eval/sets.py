@@ -1,0 +1,183 @@
+"""What a model is evaluated on: images with labels or captions, in a layout told by what lies in the folder.
+
+    shards          .tar files with their manifest.json (disco-ds index)
+    image folder    a sub-folder per class: ImageNet val, -Sketch and -R (named by wnid), -v2 (named 0 to 999)
+    clip_benchmark  test/nshards.txt, test/0.tar ...; classnames.txt and zeroshot_classification_templates.txt, with
+                    labels in .cls, or dataset_type.txt saying `retrieval`, with captions in .txt, one per line
+
+Everything is looked at when a run starts, so that no mistake shows after the last step only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from disco_ds.config import DataSettings, EvalSettings
+from disco_ds.data import (
+    ImageFolder,
+    Manifest,
+    index_shards,
+    load_manifest,
+    read_labels,
+    resolve_shards,
+    scan_folder,
+    sort_labels,
+)
+
+PLAIN = ("{}",)
+_IMAGENET = "imagenet"
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """Images with a text each: labels, to tell them apart by, or captions, one per line, to find them by."""
+
+    name: str
+    source: Manifest | ImageFolder
+    data: DataSettings
+    """Which member is the image, and how large one may be."""
+    text: str
+    """Template of a sample's label or captions."""
+    classes: dict[str, str] = field(default_factory=dict)
+    """Label -> its words; none in a set with captions."""
+    templates: tuple[str, ...] = PLAIN
+    """Prompts, with {c} or {} for the words."""
+
+
+def load_sets(settings: EvalSettings, data: DataSettings) -> list[ImageSet]:
+    """The sets that the settings name, with their labels.
+
+    Raises: ValueError for a set that is missing, empty or of another kind, and for labels without words.
+    """
+    for key, names in (("classes", settings.classes), ("templates", settings.templates)):
+        if unknown := sorted(set(names) - set(settings.labelled)):
+            known = ", ".join(settings.labelled) or "none"
+            raise ValueError(f"eval.{key}: there is no labelled set {', '.join(unknown)}; eval.labelled has {known}")
+    labelled = [_load_labelled(name, shards, settings, data) for name, shards in settings.labelled.items()]
+    return [*labelled, *(_load_captioned(name, shards, settings, data) for name, shards in settings.retrieval.items())]
+
+
+def _load_labelled(name: str, shards: str, settings: EvalSettings, data: DataSettings) -> ImageSet:
+    where, folder = f"eval.labelled.{name}", resolve_shards(shards)
+    images = _open(name, where, folder, "classification", data, settings.label_key)
+    source, file = images.source, settings.classes.get(name)
+    wanted = settings.templates.get(name, _IMAGENET)
+    if isinstance(source, ImageFolder):
+        classes = read_classes(file, source.classes) if file else _imagenet_classes(where, source.classes)
+        return replace(images, classes=classes, templates=read_templates(wanted))
+    labels = {label for label in read_labels(source, images.text) if label is not None}
+    if not labels:
+        raise ValueError(f"{where}: no sample of {shards} has a label {images.text}")
+    if _is_benchmark(folder):
+        own = folder / "zeroshot_classification_templates.txt"
+        file = file or folder / "classnames.txt"
+        wanted = settings.templates.get(name, str(own) if own.is_file() else _IMAGENET)
+    classes = read_classes(file, labels) if file else {label: label for label in sorted(labels)}
+    plain = name not in settings.templates and not _is_benchmark(folder)
+    return replace(images, classes=classes, templates=PLAIN if plain else read_templates(wanted))
+
+
+def _load_captioned(name: str, shards: str, settings: EvalSettings, data: DataSettings) -> ImageSet:
+    where, folder = f"eval.retrieval.{name}", resolve_shards(shards)
+    images = _open(name, where, folder, "retrieval", data, settings.caption_key)
+    if isinstance(images.source, ImageFolder):
+        raise ValueError(f"{where}: {folder} holds no .tar shards; captions come from shards")
+    if not any(read_labels(images.source, images.text)):
+        raise ValueError(f"{where}: no sample of {shards} has a caption {images.text}; set eval.caption_key")
+    return images
+
+
+def _is_benchmark(folder: Path) -> bool:
+    return (folder / "test" / "nshards.txt").is_file()
+
+
+def _open(name: str, where: str, folder: Path, kind: str, data: DataSettings, text: str) -> ImageSet:
+    """The images of a folder in any of the layouts, and how to read them; `text`: the template in plain shards."""
+    if not folder.is_dir():
+        raise ValueError(f"{where}: there is no folder {folder}")
+    if _is_benchmark(folder):
+        stated = folder / "dataset_type.txt"
+        found = _read(stated).strip().lower() if stated.is_file() else "classification"
+        if found != kind:
+            raise ValueError(f"{where}: {stated} says {found}, expected {kind}")
+        manifest = index_shards(folder / "test")
+        number = _read(folder / "test" / "nshards.txt").strip()
+        if number != str(len(manifest.shards)):
+            raise ValueError(f"{where}: nshards.txt says {number}, {folder / 'test'} has {len(manifest.shards)} .tar")
+        data = data.model_copy(update={"image_key": "webp;png;jpg;jpeg"})
+        return ImageSet(name, manifest, data, "{txt}" if kind == "retrieval" else "{cls}")
+    if any(folder.glob("*.tar")):
+        return ImageSet(name, load_manifest(folder), data, text)
+    return ImageSet(name, scan_folder(folder), data.model_copy(update={"image_key": "image"}), "{cls}")
+
+
+def read_templates(wanted: str) -> tuple[str, ...]:
+    """Prompts of a file, one per line, or open_clip's 80 for `imagenet`. Raises: ValueError."""
+    if wanted == _IMAGENET:
+        from open_clip import OPENAI_IMAGENET_TEMPLATES
+
+        return tuple(fill("{c}") for fill in OPENAI_IMAGENET_TEMPLATES)
+    lines = tuple(line.strip() for line in _read(Path(wanted)).splitlines() if line.strip())
+    for number, line in enumerate(lines or ("",), start=1):
+        if "{c}" not in line and "{}" not in line:
+            raise ValueError(f"{wanted}, template {number}: {line!r} has neither {{c}} nor {{}} where the class goes")
+    return lines
+
+
+def read_classes(path: Path, labels: Collection[str]) -> dict[str, str]:
+    """Words by label, of a file: JSON (list, or mapping from label) or lines (words, or label and words).
+
+    Words without labels go to the labels in order; if those are numbers, the first words to label 0, and so on, also
+    where no sample has that label. Keras' {"0": [wnid, words]} is known too.
+
+    Raises: ValueError for a label without words.
+    """
+    given: Any = [line.strip() for line in _read(path).splitlines() if line.strip()]
+    if path.suffix == ".json":
+        try:
+            given = json.loads(_read(path))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is not valid JSON: {error}") from None
+    elif set(labels) <= {line.split()[0] for line in given} and all(len(line.split()) > 1 for line in given):
+        given = dict(line.split(None, 1) for line in given)
+    if isinstance(given, dict):
+        pairs = [value if isinstance(value, list) else (key, value) for key, value in given.items()]
+        words = {str(key): str(value) for key, value in pairs if key in labels}
+    else:
+        numbered = all(label.isdecimal() for label in labels)
+        words = dict(zip(map(str, range(len(given))) if numbered else sort_labels(labels), given, strict=False))
+    missing = sort_labels(set(labels) - set(words))
+    if missing or (len(words) != len(given) and isinstance(given, list)):
+        example = f", such as {missing[0]!r}" if missing else ""
+        raise ValueError(
+            f"{path} names {len(given)} classes, the images have {len(labels)} labels, {len(missing)} of them without "
+            f"words{example}; give a line or a JSON entry for each"
+        )
+    return words
+
+
+def _imagenet_classes(where: str, labels: tuple[str, ...]) -> dict[str, str]:
+    """open_clip's names of ImageNet's classes, for all or some wnids, or for the numbers 0 to 999."""
+    from open_clip import IMAGENET_CLASSNAMES
+    from timm.data import ImageNetInfo
+
+    wnids = ImageNetInfo().label_names()
+    numbers = [str(number) for number in range(len(wnids))]
+    if set(labels) <= set(wnids) or set(labels) == set(numbers):
+        keys = numbers if "0" in labels else wnids
+        return {key: words for key, words in zip(keys, IMAGENET_CLASSNAMES, strict=True) if key in set(labels)}
+    raise ValueError(
+        f"{where}: the sub-folders ({labels[0]} ... {labels[-1]}) are neither wnids of ImageNet-1k nor 0 to 999, so "
+        f"their classes are not known; name a file that does: {where.replace('labelled', 'classes')}=FILE"
+    )
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
