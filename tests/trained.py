@@ -1,0 +1,28 @@
+"""A run folder with one checkpoint of a model, written without an engine as ZeRO 0 writes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from towers import tiny_config
+
+from disco_ds import checkpoint
+from disco_ds.checkpoint import FORMAT, identity
+from disco_ds.model import read_architecture
+from disco_ds.run_folder import CHECKPOINTS
+
+
+def write_run(folder: Path, model: nn.Module, name: str, step: int = 7) -> Path:
+    """name: model.name of the run's settings; returns the checkpoint folder."""
+    config = tiny_config(name, {})
+    folder.mkdir(exist_ok=True)
+    (folder / "config.yaml").write_text(config.to_yaml())
+    final = folder / CHECKPOINTS / f"step-{step:08d}"
+    partial = final.with_name(".partial")
+    (partial / "engine").mkdir(parents=True)
+    torch.save({"module": model.state_dict()}, partial / "engine" / "mp_rank_00_model_states.pt")
+    same = identity(config, 1, "abc", read_architecture(config.model))
+    checkpoint._complete(partial, final, {"format": FORMAT, "step": step, "num_steps": 9, "identity": same})
+    return final
