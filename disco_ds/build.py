@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
-from contextlib import ExitStack
+import shutil
+import socket
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +24,12 @@ from disco_ds.checkpoint import Saved
 from disco_ds.config import Config, render_ds_config
 from disco_ds.data import ImageSpec, Loader, Manifest, load_manifest, merge_states, resolve_shards
 from disco_ds.engine import Engine, build_engine
-from disco_ds.eval import LabelledSet, load_sets
+from disco_ds.eval import ImageSet, load_sets
 from disco_ds.losses import build_loss
 from disco_ds.losses.base import Loss
 from disco_ds.metrics import Metrics
 from disco_ds.model import build_model, build_tokenizer, read_architecture, read_preprocessing, read_text_size
-from disco_ds.run_folder import FINISHED, RunFolder, find_run_folder, make_run_folder
+from disco_ds.run_folder import FINISHED, RunFolder, find_run_folder, make_run_folder, make_token
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +46,7 @@ class Run:
     metrics: Metrics
     image: ImageSpec
     tokenizer: Any
-    sets: list[LabelledSet]
+    sets: list[ImageSet]
     """To evaluate on."""
     identity: dict[str, Any]
     first_step: int
@@ -60,7 +63,7 @@ def build(config: Config, resume: str | None, stack: ExitStack) -> Run:
     loss = build_loss(config.loss.name, **config.loss.options).to(comm.local_device())
     with comm.together("data"):
         manifest = load_manifest(resolve_shards(config.data.shards)) if config.data.shards else None
-        sets = load_sets(config.eval)
+        sets = load_sets(config.eval, config.data)
     with comm.together("model"):
         seed_generators(config.seed)
         model = build_model(config.model, loss.initial_scale, loss.initial_bias, loss.learns_scale)
@@ -139,8 +142,9 @@ def build_loader(
 
 
 def open_folder(config: Config, resume: str | None, stack: ExitStack) -> Path:
-    """The run's folder, made or found and locked by rank 0, known to all. Collective."""
+    """The run's folder, made or found and locked by rank 0, known to all and shared by all. Collective."""
     opened: RunFolder | None = None
+    token: Path | None = None
     with comm.together("run folder"):
         if comm.rank() == 0:
             runs, name = config.runs, config.name
@@ -148,7 +152,37 @@ def open_folder(config: Config, resume: str | None, stack: ExitStack) -> Path:
             stack.callback(opened.close)
             if (opened.path / FINISHED).exists():
                 raise ValueError(f"{opened.path} has done all its steps; start a new run without --resume")
-    return comm.broadcast(opened.path if opened else None)
+            token = make_token(opened.path)
+    token = comm.broadcast(token)
+    try:
+        check_shared(token)
+    except ValueError:
+        if opened and not resume:
+            shutil.rmtree(opened.path, ignore_errors=True)
+        raise
+    return token.parent
+
+
+def check_shared(token: Path) -> None:
+    """Every rank must see rank 0's file and may write beside it; rank 0 removes it. Collective.
+
+    Raises: ValueError on every rank alike, naming the hosts and ranks that do not.
+    """
+    sees = os.path.exists(token) and os.access(token.parent, os.W_OK)
+    reports = comm.gather_objects((socket.gethostname(), sees))
+    if comm.rank() == 0:
+        with suppress(OSError):
+            token.unlink()
+    blind: dict[str, list[str]] = {}
+    for rank, (host, fine) in enumerate(reports):
+        if not fine:
+            blind.setdefault(host, []).append(str(rank))
+    if blind:
+        where = "; ".join(f"{host} (rank {', '.join(ranks)})" for host, ranks in blind.items())
+        raise ValueError(
+            f"run folder {token.parent} of {reports[0][0]} is not seen, or not writable, on {where}: every host writes "
+            "its part of a checkpoint there; name a folder on a file system that all hosts share (runs=/shared/runs)"
+        )
 
 
 def write_settings(config: Config, ds_config: dict[str, Any], folder: Path) -> None:

@@ -1,6 +1,6 @@
 """The folder of a run, runs/<name>: found or made, and locked, so that no two runs write to one.
 
-Used by rank 0 only; what it decides is broadcast by train.py.
+Used by rank 0 only; what it decides is broadcast by build.py.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import re
+import secrets
 import socket
 from pathlib import Path
 from typing import IO
@@ -67,6 +68,13 @@ def find_run_folder(runs: Path, name: str, resume: str) -> RunFolder:
     if not found:
         raise ValueError(f"--resume latest: no run called {name} in {runs}; start one without --resume")
     return RunFolder(max(found)[1])
+
+
+def make_token(path: Path) -> Path:
+    """An empty file for every rank to look for: its name is new, so no network file system knows it from before."""
+    token = path / f".shared-{secrets.token_hex(8)}"
+    token.touch()
+    return token
 
 
 def mark_finished(path: Path, record: dict[str, object]) -> None:

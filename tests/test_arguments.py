@@ -49,7 +49,8 @@ def test_dry_run_imports_no_model_library(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "ranks"), [("a slots=2\nb slots=6\n", 8), ("localhost slots=1", 1)])
-def test_count_ranks_sums_the_slots(text: str, ranks: int, tmp_path: Path) -> None:
+def test_count_ranks_sums_the_slots(text: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "hosts"
     path.write_text(text)
     assert count_ranks(None, path) == ranks

@@ -1,0 +1,248 @@
+"""Several hosts on one machine, to try a launch over ssh without a cluster.
+
+    python tools/local_cluster.py [--hosts 2] [--slots 1] -- \\
+        deepspeed --hostfile /run/cluster/hosts --module disco_ds.train --config quickstart
+
+What it is: each host is a set of Linux namespaces (network, host name, mounts, processes) with an address on a common
+switch and an sshd; the command runs on the first. All see the same files, as with a shared file system, but for
+/run, /etc/ssh and /dev/shm, which are each host's own. /run/cluster/hosts is the hostfile; ssh needs no password.
+DeepSpeed's front end ends processes by their name on Ctrl-C (pkill -f): here it finds only those of these hosts.
+Everything ends with this process, whatever ends it, and leaves nothing. What it is not: part of the package, or a way
+to train: the hosts share the machine's cores. Needs Linux, root, and Debian's pdsh, openssh-server and iproute2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+SWITCH = "switch"
+FOLDER = Path("/run/cluster")
+HOSTFILE = FOLDER / "hosts"
+ENVIRONMENT = FOLDER / "deepspeed_env"
+NAMESPACES = ("--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+NETWORK = "10.77.0"
+PACKAGES = {
+    "unshare": "util-linux",
+    "nsenter": "util-linux",
+    "hostname": "hostname",
+    "pkill": "procps",
+    "ip": "iproute2",
+    "pdsh": "pdsh",
+    "ssh": "openssh-client",
+    "ssh-keygen": "openssh-client",
+    "sshd": "openssh-server",
+}
+"""Program -> Debian package."""
+
+# The first process of a host: the host ends with it, and it ends when the pipe from its maker closes.
+HOLD = """
+import select, signal, sys
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # whoever is left to it is reaped
+print("up", flush=True)
+select.select([sys.stdin], [], [], float(sys.argv[1]))
+"""
+# ~/.ssh is hidden: what it says of other hosts must not change these.
+SETUP = """
+set -e
+ip link set lo up
+ip address add "$2" dev eth0
+ip link set eth0 up
+hostname "$1"
+for own in /run /etc/ssh /dev/shm; do mount -t tmpfs tmpfs "$own"; done
+if [ -d ~/.ssh ]; then mount -t tmpfs tmpfs ~/.ssh; fi
+mkdir /run/sshd "$3"
+"""
+SSHD = """
+HostKey /etc/ssh/key
+AuthorizedKeysFile /etc/ssh/key.pub
+StrictModes no
+UsePAM no
+MaxStartups 1000
+"""
+# Keep-alives: without them ssh, and with it the launch, waits for ever on a host that is cut off.
+SSH = """
+IdentityFile /etc/ssh/key
+GlobalKnownHostsFile /etc/ssh/known_hosts
+UserKnownHostsFile none
+UpdateHostKeys no
+ServerAliveInterval 5
+ServerAliveCountMax 3
+"""
+
+
+def describe_missing() -> str | None:
+    """What this machine lacks to be a cluster, in words; None: nothing."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "Linux and root are needed to make network namespaces"
+    lacking = {package for program, package in PACKAGES.items() if shutil.which(program, path=_path()) is None}
+    if lacking:
+        return f"apt-get install --no-install-recommends {' '.join(sorted(lacking))}"
+    links = "ip link add type veth && ip link add type bridge"
+    probe = subprocess.run(["unshare", *NAMESPACES, "sh", "-c", links], capture_output=True, text=True, env=_env())
+    return f"namespaces or virtual links are not allowed here: {probe.stderr.strip()}" if probe.returncode else None
+
+
+class LocalCluster:
+    """Hosts host-1, host-2, ... for a `with` block, each with `slots` slots in the hostfile.
+
+    Their links end in port-1, port-2, ... of the host called "switch", where one can be cut.
+    Raises: RuntimeError when they cannot be made. Nothing lives longer than timeout_s.
+    """
+
+    def __init__(self, hosts: int = 2, slots: int = 1, timeout_s: float = 3600.0):
+        self.slots, self.timeout_s = slots, timeout_s
+        self.addresses = {f"host-{number}": f"{NETWORK}.{number}" for number in range(1, hosts + 1)}
+        self.holders: dict[str, subprocess.Popen[str]] = {}
+
+    def __enter__(self) -> LocalCluster:
+        try:
+            self._make()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all hosts, and with them every process, link and mount they have."""
+        for holder in self.holders.values():
+            assert holder.stdin is not None
+            holder.stdin.close()
+        for holder in self.holders.values():
+            try:
+                holder.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                holder.kill()
+                holder.wait()
+            assert holder.stdout is not None
+            holder.stdout.close()
+
+    def start(self, command: Sequence[str], host: str = "host-1", folder: Path | None = None, **options: Any) -> Any:
+        """The subprocess.Popen of a command on a host; `options` are Popen's. Its processes end with the host."""
+        return subprocess.Popen(self._on(host, command, folder), env=_env(), **options)
+
+    def run(self, command: Sequence[str], host: str = "host-1", given: str = "") -> str:
+        """What a command prints on a host. Raises: RuntimeError when it fails."""
+        done = subprocess.run(self._on(host, command), env=_env(), input=given, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed on {host}: {done.stderr.strip() or done.returncode}")
+        return done.stdout
+
+    def _on(self, host: str, command: Sequence[str], folder: Path | None = None) -> list[str]:
+        pid = self.holders[host].pid
+        # `unshare` itself stays in the outer process namespace: only its child, the holder, is in the new one.
+        spaces = ["--mount", "--uts", "--net", f"--pid=/proc/{pid}/ns/pid_for_children"]
+        return ["nsenter", "--target", str(pid), *spaces, "env", "--chdir", str(folder or Path.cwd()), *command]
+
+    def _make(self) -> None:
+        for host in (SWITCH, *self.addresses):
+            command = ["unshare", *NAMESPACES, sys.executable, "-c", HOLD, str(self.timeout_s)]
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            # A session of its own: Ctrl-C is for the command.
+            holder = subprocess.Popen(command, env=_env(), start_new_session=True, **pipes)
+            self.holders[host] = holder
+            assert holder.stdout is not None
+            if holder.stdout.readline() != "up\n":
+                raise RuntimeError(f"{host} cannot be made: {describe_missing()}")
+        self.run(["ip", "link", "add", "bridge", "type", "bridge"], SWITCH)
+        self.run(["ip", "link", "set", "bridge", "up"], SWITCH)
+        for number, (host, address) in enumerate(self.addresses.items(), 1):
+            self._connect(host, f"port-{number}")
+            self.run(["sh", "-c", SETUP, "sh", host, f"{address}/24", str(FOLDER)], host)
+        self.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "", "-f", "/etc/ssh/key"])
+        files = self._files()
+        for host in self.addresses:
+            for path, text in files.items():
+                self.run(["install", "-m", "600", "/dev/stdin", path], host, text)
+            self.run(["mount", "--bind", str(FOLDER / "names"), "/etc/hosts"], host)
+            self.run([shutil.which("sshd", path=_path()) or "sshd"], host)
+        for host in self.addresses:
+            self._wait_for_ssh(host)
+
+    def _connect(self, host: str, port: str) -> None:
+        """Plug the host's eth0 into a port of the switch."""
+        # Not self.run: there the process number would not be known.
+        enter = ["nsenter", "--target", str(self.holders[SWITCH].pid), "--net"]
+        peer = ["peer", "name", "eth0", "netns", str(self.holders[host].pid)]
+        subprocess.run([*enter, "ip", "link", "add", port, "type", "veth", *peer], check=True, env=_env())
+        self.run(["ip", "link", "set", port, "up", "master", "bridge"], SWITCH)
+
+    def _files(self) -> dict[str, str]:
+        """Path -> text of what is the same on every host."""
+        public = self.run(["cat", "/etc/ssh/key.pub"])
+        names = [f"{address} {host}" for host, address in self.addresses.items()]
+        # What sshd's shells would not know: DeepSpeed hands on only this file, PYTHON* and the like.
+        known = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
+        known |= {key: _env()[key] for key in ("DS_ACCELERATOR", "OMP_NUM_THREADS") if key in _env()}
+        return {
+            "/etc/ssh/key": self.run(["cat", "/etc/ssh/key"]),
+            "/etc/ssh/key.pub": public,
+            "/etc/ssh/known_hosts": f"* {public}",
+            "/etc/ssh/sshd_config": SSHD,
+            "/etc/ssh/ssh_config": SSH,
+            str(FOLDER / "names"): "\n".join(["127.0.0.1 localhost", *names, ""]),
+            str(HOSTFILE): "".join(f"{host} slots={self.slots}\n" for host in self.addresses),
+            str(ENVIRONMENT): "".join(f"{key}={value}\n" for key, value in known.items()),
+        }
+
+    def _wait_for_ssh(self, host: str) -> None:
+        end = time.monotonic() + 20
+        while True:
+            try:
+                self.run(["ssh", host, "true"])
+                return
+            except RuntimeError:
+                if time.monotonic() > end:
+                    raise
+            time.sleep(0.1)
+
+
+def _path() -> str:
+    """Programs beside this Python first, as in an activated environment; sbin is not in everybody's PATH."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+
+
+def _env() -> dict[str, str]:
+    """The environment of a host's processes: CPU ranks unless told otherwise, as the hosts share the GPUs."""
+    own = {"PATH": _path(), "DS_ENV_FILE": str(ENVIRONMENT)}
+    return {"DS_ACCELERATOR": "cpu", **os.environ, **own}
+
+
+def main() -> int:
+    """Exit code: the command's; 2: no cluster can be made here; 124: it took longer than --timeout; 130: Ctrl-C."""
+    parser = argparse.ArgumentParser(description="Run a command on the first of several hosts made on this machine.")
+    parser.add_argument("--hosts", type=int, default=2, choices=range(1, 251), metavar="N")
+    parser.add_argument("--slots", type=int, default=1, metavar="N", help="ranks per host, as the hostfile says")
+    parser.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="end everything after S seconds")
+    parser.add_argument("command", nargs="+", help=f"after --; the hostfile is {HOSTFILE}")
+    args = parser.parse_args()
+    if problem := describe_missing():
+        print(f"no local cluster: {problem}", file=sys.stderr)
+        return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    # The hosts' own limit only matters if this process is stopped.
+    with LocalCluster(args.hosts, args.slots, args.timeout + 60) as cluster:
+        process = cluster.start(args.command)
+        try:
+            code = process.wait(timeout=args.timeout)
+        except subprocess.TimeoutExpired:
+            print(f"no end after {args.timeout:g} s: all hosts are ended", file=sys.stderr)
+            return 124
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
