@@ -40,6 +40,8 @@ class ModelSettings(Settings):
     """Freeze the image tower (LiT)."""
     lock_text: bool = False
     """Freeze the text tower."""
+    two_views: bool = False
+    """Self-supervised: pairs are two augmentations of one image, both through the image tower (DisCo-CLIP, 4.1)."""
     activation_checkpointing: bool = False
     """Recompute the blocks' activations in backward."""
     patch_dropout: float | None = Field(None, ge=0, lt=1)
@@ -53,6 +55,8 @@ class ModelSettings(Settings):
 
     @model_validator(mode="after")
     def _one_tower_trains(self) -> ModelSettings:
+        if self.two_views and (self.lock_image or self.lock_text):
+            raise ValueError("model.two_views trains the image tower and leaves the text tower out: lock neither")
         if self.lock_image and self.lock_text:
             raise ValueError("model.lock_image and model.lock_text are both true: nothing is left to train")
         return self
@@ -230,6 +234,11 @@ class Config(Settings):
                 f"data.timeout_s ({self.data.timeout_s:g}) must be below timeout_s ({self.timeout_s:g}): else the "
                 "other ranks give up before the silent worker is named"
             )
+        if self.model.two_views:
+            if self.data.augment == AugmentSettings():
+                raise ValueError("model.two_views needs data.augment: without it the two views are one")
+            if self.eval.labelled or self.eval.retrieval:
+                raise ValueError("model.two_views trains no text tower, so there is nothing to evaluate by text")
         if self.optim.warmup_steps + self.optim.cooldown_steps > self.num_steps:
             raise ValueError(
                 f"optim.warmup_steps + optim.cooldown_steps ({self.optim.warmup_steps} + {self.optim.cooldown_steps}) "

@@ -81,6 +81,7 @@ def build_model(
     if settings.activation_checkpointing:
         model.set_grad_checkpointing(True)
     preprocessing = read_preprocessing(model)
+    model.two_views = settings.two_views
     model.image_mean, model.image_std = preprocessing.mean, preprocessing.std
     # ZeRO 3 gathers a module's own parameters around its forward: a wrapper around open_clip's module would find
     # logit_scale, text_projection and positional_embedding empty.
@@ -95,19 +96,23 @@ def build_model(
 def forward(model: Any, image: Tensor | None = None, text: Tensor | None = None) -> Features:
     """Unit features of either or both towers; the only way through the model at every ZeRO stage.
 
-    Args:    image [b, 3, H, W], uint8 or floating in [0, 1]; text [b, L] int64 tokens.
+    Args:    image [b, 3, H, W], uint8 or floating in [0, 1]; text [b, L] int64 tokens, or second views like image.
     Returns: Features; scale = exp(logit_scale) always comes, so that every parameter can stay in every graph.
     """
     image_features = text_features = None
     if image is not None:
-        pixels = image.float() / 255 if image.dtype == torch.uint8 else image.float()
-        pixels = (pixels - _channels(model.image_mean, pixels.device)) / _channels(model.image_std, pixels.device)
-        pixels = pixels.to(model.logit_scale.dtype, memory_format=torch.channels_last)  # convolutions run faster
-        image_features = unit_rows(model.encode_image(pixels))
+        image_features = unit_rows(model.encode_image(_normalise(model, image)))
     if text is not None:
-        text_features = unit_rows(model.encode_text(text))
+        encoded = model.encode_image(_normalise(model, text)) if model.two_views else model.encode_text(text)
+        text_features = unit_rows(encoded)
     bias = getattr(model, "logit_bias", None)
     return image_features, text_features, model.logit_scale.float().exp(), None if bias is None else bias.float()
+
+
+def _normalise(model: Any, image: Tensor) -> Tensor:
+    pixels = image.float() / 255 if image.dtype == torch.uint8 else image.float()
+    pixels = (pixels - _channels(model.image_mean, pixels.device)) / _channels(model.image_std, pixels.device)
+    return pixels.to(model.logit_scale.dtype, memory_format=torch.channels_last)  # convolutions run faster
 
 
 @lru_cache
@@ -119,6 +124,18 @@ def _channels(values: tuple[float, ...], device: torch.device) -> Tensor:
 def unit_rows(x: Tensor) -> Tensor:
     """x / |x| in fp32, also under autocast: 16-bit unit rows would cost the loss its precision."""
     return F.normalize(x.float(), dim=-1)
+
+
+def trained_sides(model: Any) -> dict[str, bool]:
+    """Whether the features that forward gives for its arguments `image` and `text` have a gradient."""
+    image = any(parameter.requires_grad for parameter in model.visual.parameters())
+    # open_clip's CLIP keeps its text tower's parameters beside its own.
+    text = any(
+        parameter.requires_grad
+        for name, parameter in model.named_parameters()
+        if not name.startswith("visual.") and name not in ("logit_scale", "logit_bias")
+    )
+    return {"image": image, "text": image if model.two_views else text}
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -216,7 +233,7 @@ def _text_tower(model: Any) -> Any:
 def _lock(model: Any, settings: ModelSettings, learns_scale: bool) -> None:
     if settings.lock_image:
         model.lock_image_tower(freeze_bn_stats=True)
-    if settings.lock_text:
+    if settings.lock_text or settings.two_views:
         model.lock_text_tower()
     model.logit_scale.requires_grad_(learns_scale)
 

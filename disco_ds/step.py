@@ -20,10 +20,10 @@ from torch.profiler import record_function
 
 from disco_ds.engine import Engine, backward_and_step, clamp_scale
 from disco_ds.losses import Embeddings, LossOutput
-from disco_ds.model import Features
+from disco_ds.model import Features, trained_sides
 
 Prepare = Callable[[Any], tuple[Tensor, Tensor, Tensor]]
-"""Micro-batch -> (image [m, 3, H, W], text [m, L], index [m]) on the device; called once per pass, equal each time."""
+"""Micro-batch -> (image [m, 3, H, W], text [m, L] or second views, index [m]) on the device; equal at each call."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,7 @@ class Forward:
 
     def __init__(self, engine: Engine, prepare: Prepare):
         self.engine, self.prepare = engine, prepare
-        towers = {"image": engine.module.visual.parameters(), "text": _text_parameters(engine.module)}
-        self.trains = {name: any(p.requires_grad for p in parameters) for name, parameters in towers.items()}
+        self.trains = trained_sides(engine.module)
 
     def __call__(self, batch: Any, keep_graph: bool) -> MicroFeatures:
         image, text, index = self.prepare(batch)
@@ -164,10 +163,3 @@ def _inner(value: Tensor | None, leaf: Tensor | None, rows: slice, weight: float
         return None
     grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
     return weight * (value * grad[rows]).sum()
-
-
-def _text_parameters(model: Any) -> Iterator[Tensor]:
-    """Parameters of the text tower, which open_clip's CLIP keeps beside its own."""
-    for name, parameter in model.named_parameters():
-        if not name.startswith("visual.") and name not in ("logit_scale", "logit_bias"):
-            yield parameter

@@ -86,6 +86,8 @@ def one_case(
     clipping = {"optim__clip_norm": 0.05} if clip else {}
     config = tiny_config(model, ds_config(precision, stage), **shape, **clipping, **changes)
     everything = batches(N * count, config.micro_batch)
+    if config.model.two_views:
+        everything = [batch | {"text": batch["image"].flip(3)} for batch in everything]
     mine = everything[comm.rank() * count : (comm.rank() + 1) * count]
 
     states: list[torch.Tensor] = []
@@ -177,6 +179,10 @@ def test_step_equals_single_process_in_four_micro_batches(tmp_path):
         (locked, {"model__lock_image": True}),
         (locked, {"model__lock_text": True}),
         ([("fp32", stage, 8, True, loss) for stage, loss in zip((1, 3, 2, 0), OTHER_LOSSES, strict=True)], {}),
+        (
+            [("fp32", stage, 2, False, "nt_xent") for stage in range(4)],
+            {"model__two_views": True, "data__augment__zoom": 0.1},
+        ),
         # A locked tower that draws from the generator before the trained one does.
         (locked[1:2], {"model__lock_image": True, "text_dropout": 0.3}),
         ([("offload", 3, 4, True, "disco")], {}),

@@ -18,10 +18,10 @@ from disco_ds.data.keyed import AUGMENT_COLUMN, keyed_uniform
 _NUM_COLUMNS = 10
 
 
-def augment(image: Tensor, epoch: Tensor, index: Tensor, seed: int, settings: AugmentSettings) -> Tensor:
+def augment(image: Tensor, epoch: Tensor, index: Tensor, seed: int, settings: AugmentSettings, view: int = 0) -> Tensor:
     """Rotate, zoom and shift each image, then change gain and offset of its channels.
 
-    Args:    image [m, 3, H, W] uint8; epoch, index [m] int64, all on one device.
+    Args:    image [m, 3, H, W] uint8; epoch, index [m] int64, all on one device; view: each has its own random changes.
     Returns: [m, 3, H, W] fp32 in [0, 1], also under autocast; what comes into view from outside is white.
     """
     with torch.autocast(device_type=image.device.type, enabled=False):
@@ -31,7 +31,7 @@ def augment(image: Tensor, epoch: Tensor, index: Tensor, seed: int, settings: Au
         if not moves and not colours:
             return pixels
         # [m, 10] in [-1, 1): rotation, zoom, shift x and y, gains, offsets.
-        drawn = 2 * keyed_uniform(seed, epoch, index, _NUM_COLUMNS, AUGMENT_COLUMN) - 1
+        drawn = 2 * keyed_uniform(seed, epoch, index, _NUM_COLUMNS, AUGMENT_COLUMN + view * _NUM_COLUMNS) - 1
         if moves:
             grid = _grid(drawn, settings, image.shape[2], image.shape[3])
             # Outside of its input grid_sample returns 0: of the inverted image, that is white.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 CROP_COLUMN = 0
-"""Columns of a sample's row of random numbers: 22 for the crop, one for the caption, ten for the augmentation."""
+"""Columns of a sample's row of random numbers: 22 for the crop, one for the caption, ten for every view."""
 CAPTION_COLUMN = 22
 AUGMENT_COLUMN = 32
 
