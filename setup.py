@@ -24,7 +24,7 @@ setup(
         "disco_ds.ds_configs": ["*.json"],
     },
     install_requires=[
-        "torch>=2.7",
+        "torch>=2.9",
         "torchvision",
         "deepspeed>=0.19.8,<0.20",
         "open_clip_torch>=3.3,<4",
@@ -33,10 +33,11 @@ setup(
         "tensorboard",
         "pydantic>=2.7",
         "timm>=1.0.17",
+        "matplotlib",
     ],
     extras_require={
         "dev": ["pytest", "pytest-timeout", "ruff", "mypy", "types-PyYAML"],
-        "emoji": ["resvg-py", "matplotlib"],
+        "emoji": ["resvg-py"],
     },
     entry_points={"console_scripts": ["disco-ds=disco_ds.__main__:main"]},
 )
