@@ -14,20 +14,21 @@ ROOT = Path(disco_ds.__file__).parent
 TESTS = Path(__file__).parent
 
 LAYERS = {
-    **dict.fromkeys(("config", "ds_config", "comm", "kernels"), 0),
+    **dict.fromkeys(("config", "ds_config", "recipe_yaml", "comm", "kernels"), 0),
     **dict.fromkeys(("losses", "data", "model", "convnet", "metrics", "watchdog", "run_folder"), 1),
-    **dict.fromkeys(("engine", "step", "checkpoint", "eval", "report"), 2),
-    **dict.fromkeys(("arguments", "build", "train", "plan", "doctor", "launch"), 3),
+    **dict.fromkeys(("engine", "step", "checkpoint", "weights", "eval", "report"), 2),
+    **dict.fromkeys(("arguments", "build", "train", "evaluate", "export", "plan", "doctor", "launch"), 3),
     "__main__": 4,
 }
 """Subject (a module or a package of disco_ds) -> layer. A subject imports itself and layers strictly below."""
 
 WITHIN_A_LAYER = {
     ("config", "ds_config"): "a recipe's `deepspeed` entry is read and merged by its owner",
+    ("config", "recipe_yaml"): "a recipe is read as its text says",
     ("model", "convnet"): "importing it registers the tower with timm",
     ("step", "engine"): "the step goes through the engine's backward",
     ("checkpoint", "engine"): "it saves and restores an engine",
-    ("eval", "engine"): "the towers are run through the engine",
+    ("weights", "checkpoint"): "it reads what that one writes",
     ("train", "build"): "the trainer runs what build.py puts together",
     ("train", "arguments"): "the trainer parses its own command line",
 }

@@ -55,7 +55,7 @@ class _InfoNCE(torch.autograd.Function):
         scales = scale.detach().double().expand(len(rows))
         x = scale.double() * cosines
         sums = cross.sums(rows, scales, scales, shift)
-        same: tuple[Blocks, ...] = (make_blocks(rows), make_blocks(columns)) if shared else ()
+        same: tuple[Blocks, ...] = (make_blocks(rows), cross) if shared else ()
         if shared:  # where what is left out is not a pair but a view beside itself
             of_rows, of_columns = (
                 same[0].sums(rows, scales, scales, shift),

@@ -21,7 +21,7 @@ from disco_ds.losses.blocks import finish, full_dtype, inner, join_largest, posi
 class SigLIPLoss(Loss):
     """-1/B sum_ij log sigmoid(y_ij z_ij) over the global batch; scale and bias are learned.
 
-    Texts go round once; value and gradient come from the same tile, so nothing is multiplied twice. Memory: five blocks
+    Texts go round once; value and gradient come from the same tile, so nothing is multiplied twice. Memory: four blocks
     b x D + a tile. Source: losses.md section 5; SigLIP (arXiv 2303.15343).
 
     Args:   wire: dtype in which texts travel, None for their own; tile, precision, impl: see kernels.Tiling.
