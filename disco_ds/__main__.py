@@ -8,6 +8,9 @@ from pathlib import Path
 
 COMMANDS = {
     "train": "train a recipe (under `deepspeed --module disco_ds.train` for several ranks)",
+    "eval": "zero-shot accuracy and retrieval of a run, a checkpoint, an export or open_clip's weights",
+    "export": "write trained weights as open_clip loads them",
+    "report": "draw report.png of a run, finished or not",
     "index": "write the manifest of a folder of shards",
 }
 
@@ -22,6 +25,16 @@ def main() -> int:
     command, rest = sys.argv[1], sys.argv[2:]
     if command == "index":
         return index(rest)
+    if command == "report":
+        return report(rest)
+    if command == "eval":
+        from disco_ds.evaluate import main as evaluate
+
+        return evaluate(rest)
+    if command == "export":
+        from disco_ds.export import main as export
+
+        return export(rest)
     if "--dry-run" in rest:
         return dry_run(rest)
     from disco_ds.train import main as train
@@ -38,6 +51,21 @@ def dry_run(argv: list[str]) -> int:
     try:
         print(describe_run(load_config(args.config, args.overrides), count_ranks(args.ranks, args.hostfile)))
     except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def report(argv: list[str]) -> int:
+    """Draw the curves of a run, and the images it was last evaluated on, as report.png in its folder."""
+    parser = argparse.ArgumentParser(prog="disco-ds report", description=report.__doc__)
+    parser.add_argument("run", type=Path, help="a run folder, finished or not")
+    args = parser.parse_args(argv)
+    from disco_ds.report import write_report
+
+    try:
+        print(write_report(args.run))
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -49,6 +49,10 @@ class Metrics:
         """Time this rank waited for data in the step at hand."""
         self.wait_s += seconds
 
+    def skip(self, seconds: float) -> None:
+        """Time that is not to count as training's, such as an evaluation's."""
+        self.since += seconds
+
     def log(self, step: int, values: dict[str, float], index: Tensor, broken: int) -> None:
         """Write one record. Collective.
 

@@ -10,20 +10,23 @@ import os
 import shlex
 import socket
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from disco_ds import checkpoint, comm
-from disco_ds.arguments import count_ranks, describe_run, parse_args
+from disco_ds.arguments import count_ranks, describe_run, parse_args, refuse_launch
 from disco_ds.build import Run, build
 from disco_ds.config import Config, load_config
 from disco_ds.data import MicroBatch, StepData, augment
 from disco_ds.engine import learning_rate, set_lr
-from disco_ds.eval import Accuracy, classify_sets
+from disco_ds.eval import Accuracy, describe, evaluate_sets, record
+from disco_ds.report import REPORT, save_examples, told_only, write_report
 from disco_ds.run_folder import mark_finished
 from disco_ds.step import train_step
 from disco_ds.watchdog import die_with_launcher
@@ -58,6 +61,8 @@ def train(run: Run) -> None:
             run.metrics.log(done, values, torch.cat([batch.index for batch in data.micro_batches]), run.loader.broken)
         if done == num_steps or (config.checkpoint.every_steps and done % config.checkpoint.every_steps == 0):
             save(run, done)
+        if config.eval.every_steps and done % config.eval.every_steps == 0 and done < num_steps:
+            evaluate(run, done)
 
 
 def agree(step: int, data: StepData, loss: Tensor) -> None:
@@ -84,7 +89,8 @@ def prepare(config: Config) -> Callable[[MicroBatch], tuple[Tensor, Tensor, Tens
 
     def on_device(batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
         batch = batch.to(device, non_blocking=True)
-        return augment(batch.image, batch.epoch, batch.index, config.seed, config.data.augment), batch.text, batch.index
+        view = partial(augment, batch.image, batch.epoch, batch.index, config.seed, config.data.augment)
+        return view(), view(view=1) if config.model.two_views else batch.text, batch.index
 
     return on_device
 
@@ -109,24 +115,33 @@ def save(run: Run, step: int) -> None:
 def finish(run: Run) -> None:
     """Evaluate, and say what came of it. Collective."""
     config = run.config
-    results = classify_sets(run.engine, run.sets, config, run.image, run.tokenizer)
-    values = {
-        f"eval/{name}_{kind}": getattr(value, kind) for name, value in results.items() for kind in ("top1", "top5")
-    }
-    run.metrics.note(config.num_steps, values)
+    values = evaluate(run, config.num_steps)
     if comm.rank() == 0:
         mark_finished(run.folder, {"steps": config.num_steps, **values})
-        print(describe_results(results))
-        print(f"run folder: {run.folder}\ncurves: tensorboard --logdir {shlex.quote(str(run.folder))}", flush=True)
+        with told_only("report.png was not drawn"):
+            monitor = run.engine.monitor.tb_monitor
+            write_report(run.folder, monitor.summary_writer if monitor else None)
+        tensorboard = Path(sys.executable).with_name("tensorboard")
+        command = shlex.join(
+            [str(tensorboard) if tensorboard.exists() else "tensorboard", "--logdir", str(config.runs)]
+        )
+        print(f"run folder: {run.folder}\npictures: {run.folder / REPORT}\ncurves: {command}", flush=True)
 
 
-def describe_results(results: dict[str, Accuracy]) -> str:
-    """A line per evaluated set, accuracy against chance."""
-    return "\n".join(
-        f"{name}: top-1 {value.top1:.2%}, top-5 {value.top5:.2%} of {value.num_images:,} images among "
-        f"{value.num_classes:,} labels (chance {value.chance:.2%})"
-        for name, value in results.items()
-    )
+def evaluate(run: Run, step: int) -> dict[str, float]:
+    """Evaluate on all sets and note the figures, which are returned. Collective; the run goes on as if it had not."""
+    start = time.monotonic()
+    results = evaluate_sets(run.engine, run.sets, run.image, run.tokenizer, run.config.micro_batch)
+    values = record(results)
+    run.metrics.note(step, values)
+    run.metrics.skip(time.monotonic() - start)
+    if comm.rank() == 0 and results:
+        print(describe(results), flush=True)
+        with told_only("the images for report.png were not kept"):
+            shown = [result for result in results if isinstance(result, Accuracy)]
+            if shown:
+                save_examples(run.folder, shown[0].name, shown[0].examples)
+    return values
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -139,6 +154,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.dry_run:
             print(describe_run(config, count_ranks(args.ranks, args.hostfile)))
             return 0
+        refuse_launch()
     except ValueError as error:
         # Before the ranks know of each other: each host tells of its own mistake.
         return _fail(error, os.environ.get("LOCAL_RANK", "0") == "0", code=2)

@@ -1,33 +1,102 @@
-"""`make demo`: train and evaluate the quickstart on the bundled data, on the GPUs there are, else two CPU ranks."""
+"""`make demo`: train, evaluate and export the quickstart, on the GPUs there are, else on two CPU ranks.
+
+What the launcher and the libraries say goes to runs/demo.log; what the run says is shown.
+"""
 
 from __future__ import annotations
 
 import os
-import shutil
+import re
+import shlex
+import socket
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+from typing import IO
+
+LOG = Path("runs/demo.log")
+NOISE = re.compile(r"^(\[\d{4}-\d\d-\d\d |\[rank\d+\]:\[|\[Gloo\]|\[W\d|[\d:]+ \[|Warning: |\s*$)|NCCL INFO|cpu_count")
+"""Lines of DeepSpeed's and torch's loggers."""
+FOLDER = re.compile(r"^(.+): global batch [\d,]+ = ")
+MISSING = "{} is not installed beside this Python ({}): run `make demo`, which installs what it needs"
 
 
 def main() -> int:
+    os.chdir(Path(__file__).resolve().parent.parent)
+    for needed in ("torch", "deepspeed", "open_clip", "disco_ds"):
+        if find_spec(needed) is None:
+            print(MISSING.format(needed, sys.executable), file=sys.stderr)
+            return 1
     import torch
 
-    deepspeed = shutil.which("deepspeed", path=str(Path(sys.executable).parent)) or shutil.which("deepspeed")
-    if deepspeed is None:
-        print("deepspeed is not installed beside this Python: run `make demo`", file=sys.stderr)
-        return 1
     gpus = torch.cuda.device_count()
     ranks = next(count for count in (8, 4, 2, 1) if count <= gpus) if gpus else 2
-    where = ["--num_gpus", str(ranks)] if gpus else ["--num_accelerators", str(ranks)]
     environment = dict(os.environ)
     if not gpus:
         # One thread per rank: two ranks share the cores, and OpenMP's threads would fight over them.
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 2) // ranks)))
         environment.setdefault("DS_ACCELERATOR", "cpu")
-    command = [deepspeed, *where, "--module", "disco_ds.train", "--config", "quickstart"]
-    command += [f"micro_batch={128 // ranks}", *sys.argv[1:]]
-    print(" ".join(command), flush=True)
-    return subprocess.run(command, env=environment).returncode
+    # As a module: the path of the script `deepspeed` stands in its first line, where a space would end it.
+    launch = [sys.executable, "-m", "deepspeed.launcher.runner"]
+    launch += ["--num_gpus", str(ranks)] if gpus else ["--num_accelerators", str(ranks)]
+    launch += [
+        "--master_port",
+        str(free_port()),
+        "--module",
+        "disco_ds.train",
+        "--config",
+        "quickstart",
+        f"micro_batch={128 // ranks}",
+        *sys.argv[1:],
+    ]
+    print(f"deepspeed {shlex.join(launch[3:])}\n(the launcher's own words: {LOG})", flush=True)
+    LOG.parent.mkdir(exist_ok=True)
+    with LOG.open("w", encoding="utf-8") as log:
+        code, folder = follow(launch, environment, log)
+    if code or folder is None or not (folder / "finished.json").exists():
+        print(f"\nthe run did not finish; the end of {LOG}:\n" + "".join(tail(LOG, 30)), file=sys.stderr)
+        return code or 1
+    return finish(folder)
+
+
+def follow(command: list[str], environment: dict[str, str], log: IO[str]) -> tuple[int, Path | None]:
+    """Run, show what is not noise, keep all of it. Returns: exit code, the run's folder once it was named."""
+    folder = None
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                log.write(line)
+                log.flush()
+                if not NOISE.search(line):
+                    print(line, end="", flush=True)
+                if found := FOLDER.match(line):
+                    folder = Path(found[1])
+        except KeyboardInterrupt:
+            process.terminate()  # the launcher ends its ranks
+    return process.returncode, folder
+
+
+def finish(folder: Path) -> int:
+    """Export what was learnt."""
+    from disco_ds.export import export
+
+    print(f"exported for open_clip: {export(folder, folder / 'export')}")
+    return 0
+
+
+def free_port() -> int:
+    """The launcher's own 29500 may be another run's."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def tail(path: Path, count: int) -> list[str]:
+    return path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)[-count:]
 
 
 if __name__ == "__main__":

@@ -6,8 +6,10 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from numpy.typing import NDArray
+from torch import nn
 
 from disco_ds import comm
 from disco_ds.data import ImageSpec
@@ -21,8 +23,8 @@ NUM_EXAMPLES = 24
 class Example(NamedTuple):
     """An image of a set and what the model takes it for, to be looked at."""
 
-    image: Tensor
-    """[3, H, W] uint8."""
+    image: NDArray[np.uint8]
+    """[H, W, 3]."""
     label: str
     best: list[str]
     """The words of the three nearest classes, the nearest first."""
@@ -79,7 +81,9 @@ def classify(model: nn.Module, labelled: ImageSet, spec: ImageSpec, tokenize: To
         counts.index_add_(1, target, hits)
         for (image, label, index), near in zip(samples, best.tolist(), strict=True):
             if index % every == 0:
-                shown[index] = Example(image, labelled.classes[label], [classes[place] for place in near[:3]])
+                shown[index] = Example(
+                    image.permute(1, 2, 0).numpy(), labelled.classes[label], [classes[place] for place in near[:3]]
+                )
     counts = comm.all_reduce_sum(counts).double()
     images, top1, top5 = counts.sum(dim=1).tolist()
     if not images:
