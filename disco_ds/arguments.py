@@ -6,6 +6,8 @@ import argparse
 import json
 import os
 import re
+import socket
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -67,6 +69,13 @@ def _refuse_folder(folder: str) -> None:
             f"working directory {folder!r}: on several hosts deepspeed changes to it without quotes, so that the ranks "
             "start elsewhere; start from a folder without spaces or other characters of the shell's"
         )
+
+
+def fail(error: Exception, tells: bool, code: int) -> int:
+    """Say why this process ends, where it is the one that tells. Returns: code."""
+    if tells:
+        print(f"error on {socket.gethostname()}: {error}", file=sys.stderr, flush=True)
+    return code
 
 
 def describe_run(config: Config, ranks: int) -> str:

@@ -9,7 +9,6 @@ import argparse
 import json
 import logging
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from disco_ds import comm
+from disco_ds.arguments import fail
 from disco_ds.config import Config, ModelSettings, check_config, load_config
 from disco_ds.data import ImageSpec
 from disco_ds.eval import Result, describe, evaluate_sets, load_sets
@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = read_settings(args)
     except ValueError as error:
-        return _fail(error, first, code=2)
+        return fail(error, first, code=2)
     die_with_launcher()
     with comm.session(config.timeout_s):
         try:
@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
             with comm.together("model"):
                 model, tokenizer = load_model(args)
         except ValueError as error:
-            return _fail(error, first, code=2)
+            return fail(error, first, code=2)
         look = read_preprocessing(model)
         spec = ImageSpec(look.size, look.interpolation, look.resize_mode)
         try:
@@ -123,14 +123,8 @@ def main(argv: list[str] | None = None) -> int:
                 if first and args.json:
                     write_json(args.json, args.model, results)
         except comm.AgreedError as error:
-            return _fail(error, first, code=1)
+            return fail(error, first, code=1)
     return 0
-
-
-def _fail(error: Exception, tells: bool, code: int) -> int:
-    if tells:
-        print(f"error on {socket.gethostname()}: {error}", file=sys.stderr, flush=True)
-    return code
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from disco_ds import checkpoint, comm
-from disco_ds.arguments import count_ranks, describe_run, parse_args, refuse_launch
+from disco_ds.arguments import count_ranks, describe_run, fail, parse_args, refuse_launch
 from disco_ds.build import Run, build
 from disco_ds.config import Config, load_config
 from disco_ds.data import MicroBatch, StepData, augment
@@ -157,27 +156,21 @@ def main(argv: list[str] | None = None) -> int:
         refuse_launch()
     except ValueError as error:
         # Before the ranks know of each other: each host tells of its own mistake.
-        return _fail(error, os.environ.get("LOCAL_RANK", "0") == "0", code=2)
+        return fail(error, os.environ.get("LOCAL_RANK", "0") == "0", code=2)
     die_with_launcher()
     with comm.session(config.timeout_s), ExitStack() as stack:
         try:
             run = build(config, args.resume, stack)
         except ValueError as error:
-            return _fail(error, first, code=2)
+            return fail(error, first, code=2)
         if first:
             print(f"{run.folder}: {config.describe(comm.size())}", flush=True)
         try:
             train(run)
             finish(run)
         except (StopError, FloatingPointError, comm.AgreedError) as error:
-            return _fail(error, first, code=1)
+            return fail(error, first, code=1)
     return 0
-
-
-def _fail(error: Exception, tells: bool, code: int) -> int:
-    if tells:
-        print(f"error on {socket.gethostname()}: {error}", file=sys.stderr, flush=True)
-    return code
 
 
 if __name__ == "__main__":

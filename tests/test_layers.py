@@ -31,6 +31,7 @@ WITHIN_A_LAYER = {
     ("weights", "checkpoint"): "it reads what that one writes",
     ("train", "build"): "the trainer runs what build.py puts together",
     ("train", "arguments"): "the trainer parses its own command line",
+    ("evaluate", "arguments"): "both commands end with one message",
 }
 """Imports between subjects of one layer, with the reason."""
 

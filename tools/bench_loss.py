@@ -62,7 +62,7 @@ def our_methods(precisions: list[str]) -> dict[str, Method]:
     return {label: method(build_loss(label.split()[0], **chosen)) for label, chosen in options.items()}
 
 
-def other_methods() -> dict[str, Method]:
+def other_methods(args: argparse.Namespace) -> dict[str, Method]:
     """open_clip's loss both ways, and the published kernels where they are installed and there is a GPU."""
     from open_clip.loss import ClipLoss
 
@@ -72,23 +72,38 @@ def other_methods() -> dict[str, Method]:
         loss = ClipLoss(local_loss=local, gather_with_grad=local, rank=n, world_size=N)
         found[label] = lambda image, text, scale, bias, loss=loss: loss(image, text, scale)
     if torch.cuda.is_available():
-        found |= published_kernels()
+        found["open_clip autocast"] = under_autocast(found["open_clip local"])
+        found |= published_kernels(args)
     return found
 
 
-def published_kernels() -> dict[str, Method]:
-    """`inf-cl` and `memeff` of PyPI."""
+def under_autocast(method: Method) -> Method:
+    """As open_clip's trainer calls its loss with --precision amp_bf16."""
+
+    def run(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+        with torch.autocast(image.device.type, torch.bfloat16):
+            return method(image, text, scale, bias)
+
+    return run
+
+
+def published_kernels(args: argparse.Namespace) -> dict[str, Method]:
+    """`inf-cl` and `memeff` of PyPI; memeff's temperature is a constant."""
     found: dict[str, Method] = {}
     try:
         from inf_cl import cal_inf_loss
 
-        found["Inf-CL published"] = lambda image, text, scale, bias: cal_inf_loss(image, text, scale=scale)
+        found["Inf-CL published"] = lambda image, text, scale, bias: (
+            0.5 * (cal_inf_loss(image, text, scale=scale) + cal_inf_loss(text, image, scale=scale))
+        )
     except ImportError as error:
         print(f"Inf-CL's published code is left out: {error}", file=sys.stderr)
     try:
-        from memeff import infonce
+        from memeff import DistributedMemoryEfficientCLIPLoss
 
-        found["memeff"] = lambda image, text, scale, bias: infonce(image, text, temperature=1 / scale.item())
+        loss = DistributedMemoryEfficientCLIPLoss(temperature=1 / args.scale, normalized_inputs=True, stable=False)
+        for label, dtype in (("memeff fp32", torch.float32), ("memeff fp16", torch.float16)):
+            found[label] = lambda image, text, scale, bias, dtype=dtype: loss(image.to(dtype), text.to(dtype))
     except ImportError as error:
         print(f"memeff is left out: {error}", file=sys.stderr)
     return found
@@ -224,7 +239,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     warnings.simplefilter("ignore", FutureWarning)  # open_clip's collectives are deprecated
     on_gpu = torch.cuda.is_available()
     methods = our_methods(args.precisions or (["fp32", "tf32", "fp16", "bf16"] if on_gpu else ["fp32"]))
-    methods |= {} if args.as_rank_of else other_methods()
+    methods |= {} if args.as_rank_of else other_methods(args)
     methods = {label: method for label, method in methods.items() if not args.methods or label in args.methods}
     errors = {} if args.as_rank_of else find_errors(methods, args)
     leaves = make_leaves(args.batch // comm.size(), args.width, args.scale, comm.rank())

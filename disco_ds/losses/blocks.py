@@ -9,17 +9,43 @@ columns, and the gradients of both; the losses differ in what they do with them.
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from disco_ds import comm
-from disco_ds.kernels import Sums, Tiling, softmax_gradient, softmax_sums
+from disco_ds.kernels import Impl, Precision, Sums, Tiling, softmax_gradient, softmax_sums
+from disco_ds.losses.base import Loss
 
-WIRES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+Wire = Literal["fp32", "fp16", "bf16"]
+WIRES: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 CHUNK = 1024
 """Rows that are worked on at a time where a temporary copy is made of them."""
+
+
+class TiledLoss(Loss):
+    """What tiled losses have in common: how to compute, and what to send.
+
+    Args:   wire: dtype in which features of one side are sent to other ranks, None for their own; tile, precision,
+            impl: see kernels.Tiling.
+    Raises: ValueError for a value that is none of these.
+    """
+
+    def __init__(
+        self,
+        wire: Wire | None = None,
+        tile: Sequence[int] | None = None,
+        precision: Precision = "fp32",
+        impl: Impl = "auto",
+        group: Any = None,
+    ):
+        super().__init__()
+        if wire is not None and wire not in WIRES:
+            raise ValueError(f"wire must be one of {', '.join(WIRES)} or null, got {wire!r}")
+        self.tiling = Tiling(tile, precision, impl)
+        self.wire, self.group = None if wire is None else WIRES[wire], group
 
 
 class Blocks(Protocol):
@@ -209,10 +235,3 @@ def full_dtype(x: Tensor) -> torch.dtype:
 
 def zeros(x: Tensor) -> Tensor:
     return torch.zeros(x.shape, dtype=full_dtype(x), device=x.device)
-
-
-def read_wire(name: str | None) -> torch.dtype | None:
-    """Raises: ValueError for an unknown name."""
-    if name is not None and name not in WIRES:
-        raise ValueError(f"wire must be one of {', '.join(WIRES)} or null, got {name!r}")
-    return None if name is None else WIRES[name]

@@ -4,44 +4,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from disco_ds import comm
-from disco_ds.kernels import Impl, Precision, Tiling, sigmoid_block
-from disco_ds.losses.base import Embeddings, Loss, LossOutput, global_metrics, register_loss
-from disco_ds.losses.blocks import finish, full_dtype, inner, join_largest, positives, read_wire, zeros
+from disco_ds.kernels import Tiling, sigmoid_block
+from disco_ds.losses.base import Embeddings, LossOutput, global_metrics, register_loss
+from disco_ds.losses.blocks import TiledLoss, finish, full_dtype, inner, join_largest, positives, zeros
 
 
 @register_loss("siglip")
-class SigLIPLoss(Loss):
+class SigLIPLoss(TiledLoss):
     """-1/B sum_ij log sigmoid(y_ij z_ij) over the global batch; scale and bias are learned.
 
     Texts go round once; value and gradient come from the same tile, so nothing is multiplied twice. Memory: four blocks
     b x D + a tile. Source: losses.md section 5; SigLIP (arXiv 2303.15343).
 
-    Args:   wire: dtype in which texts travel, None for their own; tile, precision, impl: see kernels.Tiling.
-    Raises: ValueError for a value that is none of these, or embeddings without a bias.
+    Options: see TiledLoss. Raises: ValueError for embeddings without a bias.
     """
 
     initial_scale = 10.0
     initial_bias = -10.0
-
-    def __init__(
-        self,
-        wire: Literal["fp32", "fp16", "bf16"] | None = None,
-        tile: Sequence[int] | None = None,
-        precision: Precision = "fp32",
-        impl: Impl = "auto",
-        group: Any = None,
-    ):
-        super().__init__()
-        self.tiling = Tiling(tile, precision, impl)
-        self.wire, self.group = read_wire(wire), group
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
         if embeddings.bias is None:
