@@ -189,14 +189,13 @@ def agree_on_shift(rows: Tensor, columns: Tensor, scale: Tensor, cosines: Tensor
 
     Needs top + ln B - 88 <= c <= bottom + 58 with the largest possible and the smallest positive exponent: lower, and
     sums overflow; higher, and the pair itself vanishes beside its reciprocal times Tiling.gain (losses.md section 2).
-    0 is preferred: it costs no subtraction. Collective, one all_reduce of three numbers and a wait for them.
+    0 is preferred: it costs no subtraction. Collective, one all_reduce of four numbers and a wait for them.
     """
     norms = [
         torch.stack([x.float().square().sum(1).max() for x in side.split(CHUNK)]).max() for side in (rows, columns)
     ]
-    extremes = comm.all_reduce_max(torch.stack([*norms, -cosines.min().float()]), group)
-    row_norm, column_norm, lowest = extremes.tolist()
-    s = scale.item()
+    extremes = comm.all_reduce_max(torch.stack([*norms, -cosines.min().float(), scale.detach().float()[0]]), group)
+    row_norm, column_norm, lowest, s = extremes.tolist()
     top, bottom = s * max(row_norm, column_norm), -s * lowest
     low, high = top + math.log(len(rows) * comm.size(group)) - 88, bottom + 58
     # Also None if anything is not a number: the comparison says no, and so it does on every rank.
