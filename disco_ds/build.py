@@ -25,6 +25,7 @@ from disco_ds.config import Config, render_ds_config
 from disco_ds.data import ImageSpec, Loader, Manifest, load_manifest, merge_states, resolve_shards
 from disco_ds.engine import Engine, build_engine
 from disco_ds.eval import ImageSet, load_sets
+from disco_ds.interrupt import Interrupts
 from disco_ds.losses import build_loss
 from disco_ds.losses.base import Loss
 from disco_ds.metrics import Metrics
@@ -44,6 +45,7 @@ class Run:
     loss: Loss
     loader: Loader
     metrics: Metrics
+    interrupts: Interrupts
     image: ImageSpec
     tokenizer: Any
     sets: list[ImageSet]
@@ -93,7 +95,8 @@ def build(config: Config, resume: str | None, stack: ExitStack) -> Run:
     first_step = saved.step if saved else 0
     metrics = Metrics(folder, engine.monitor.write_events, config.global_batch, config.num_steps, first_step)
     stack.callback(metrics.close)
-    return Run(config, folder, engine, loss, loader, metrics, image, tokenizer, sets, identity, first_step)
+    interrupts = Interrupts(60 * config.checkpoint.every_minutes)
+    return Run(config, folder, engine, loss, loader, metrics, interrupts, image, tokenizer, sets, identity, first_step)
 
 
 def check_length(saved: Saved, config: Config) -> None:

@@ -2,13 +2,14 @@
 
 A checkpoint is written under a temporary name and completed by one rename, so a folder called step-NNNNNNNN is whole.
 checkpoints/step-00000100/
-    checkpoint.json   step, settings, the sizes of all files; written last
+    checkpoint.json   step, settings, size and SHA-256 of all files; written last
     engine/           DeepSpeed's
     rank_00000.pt     ours, one per rank
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -28,7 +29,7 @@ from disco_ds.ds_config import precision, stage
 from disco_ds.engine import Engine
 from disco_ds.run_folder import CHECKPOINTS
 
-FORMAT = 1
+FORMAT = 2
 META = "checkpoint.json"
 MAY_CHANGE = {"workers", "prefetch", "timeout_s", "max_broken", "shards"}
 """Data settings that change neither a sample nor its place; the shards are compared by their manifest instead."""
@@ -80,9 +81,16 @@ def save(
         torch.save(
             {"rng": _rng_state(), "data": data_state, "loss": loss_state}, partial / f"rank_{comm.rank():05d}.pt"
         )
+    names = _list_files(partial)
+    sums: dict[str, str] = {}
+    with comm.together(f"checking {partial}"):
+        for name in names[comm.rank() :: comm.size()]:
+            _sync(partial / name)
+            sums[name] = _checksum(partial / name)
+    checked = {name: value for part in comm.gather_objects(sums) for name, value in part.items()}
     with comm.together(f"completing {final}"):
         if comm.rank() == 0:
-            _complete(partial, final, {"format": FORMAT, **meta})
+            _complete(partial, final, {"format": FORMAT, **meta}, checked)
     return final
 
 
@@ -116,9 +124,12 @@ def restore(saved: Saved, engine: Engine) -> None:
     Raises: ValueError on every rank alike, with the engine untouched, if any rank cannot read its files.
     """
     with comm.together(f"checkpoint {saved.path}"):
+        for name in sorted(saved.meta["files"])[comm.rank() :: comm.size()]:
+            if _checksum(saved.path / name) != saved.meta["files"][name]["sha256"]:
+                raise ValueError(f"{name} is damaged: it is not what was written; resume from an older checkpoint")
         # Unreadable on one rank only, a file would let the others train on, so each looks at its own first.
-        for name in _own_files(engine, saved.path):
-            _read(name)
+        for path in _own_files(engine, saved.path):
+            _read(path)
     engine.load_checkpoint(str(saved.path), tag="engine")
     _restore_rng(saved.ranks[comm.rank()]["rng"])
 
@@ -143,12 +154,13 @@ def read_meta(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not a complete disco_ds checkpoint: it has no {META}")
     try:
         meta = json.loads((path / META).read_text(encoding="utf-8"))
-        version, files, *_ = meta["format"], dict(meta["files"]), meta["step"], meta["num_steps"], meta["identity"]
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        version, *_ = meta["format"], meta["step"], meta["num_steps"], meta["identity"]
+        sizes = {name: (entry["bytes"], entry["sha256"])[0] for name, entry in meta["files"].items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path / META} is not a disco_ds checkpoint description: {error!r}") from None
     if version != FORMAT:
         raise ValueError(f"{path} has format {version}, this version of disco_ds reads {FORMAT}")
-    for name, size in files.items():
+    for name, size in sizes.items():
         if not (path / name).is_file():
             raise ValueError(f"{path} is incomplete: {name} is missing")
         if (path / name).stat().st_size != size:
@@ -163,9 +175,13 @@ def refuse_changes(saved: dict[str, Any], now: dict[str, Any]) -> None:
         raise ValueError("the checkpoint was made with other settings:\n  " + "\n  ".join(changed))
 
 
-def remove_old(folder: Path, keep_last: int) -> None:
-    """Remove all but the last complete checkpoints, and what a crash has left unfinished. Rank 0 only."""
-    for path in [*_list(folder)[:-keep_last], *(folder / CHECKPOINTS).glob(".step-*.partial")]:
+def remove_old(folder: Path, keep_last: int, keep_every_steps: int = 0) -> None:
+    """Remove all but the last complete checkpoints and those of every so many steps (0: none), and what a crash has
+    left unfinished. Rank 0 only."""
+    old = _list(folder)[:-keep_last]
+    if keep_every_steps:
+        old = [path for path in old if int(path.name.removeprefix("step-")) % keep_every_steps]
+    for path in [*old, *(folder / CHECKPOINTS).glob(".step-*.partial")]:
         shutil.rmtree(path)
 
 
@@ -174,11 +190,25 @@ def _list(folder: Path) -> list[Path]:
     return sorted(path for path in (folder / CHECKPOINTS).glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name))
 
 
-def _complete(partial: Path, final: Path, meta: dict[str, Any]) -> None:
-    files = sorted(path for path in partial.rglob("*") if path.is_file())
-    for path in files:
-        _sync(path)
-    meta["files"] = {str(path.relative_to(partial)): path.stat().st_size for path in files}
+def _list_files(partial: Path) -> list[str]:
+    """Relative names, as rank 0 sees them. Collective."""
+    names: list[str] = []
+    with comm.together(f"listing {partial}"):
+        if comm.rank() == 0:
+            names = sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file())
+    return comm.broadcast(names)
+
+
+def _checksum(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(2**24):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _complete(partial: Path, final: Path, meta: dict[str, Any], sums: dict[str, str]) -> None:
+    meta["files"] = {name: {"bytes": (partial / name).stat().st_size, "sha256": sums[name]} for name in sorted(sums)}
     (partial / META).write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
     _sync(partial / META)
     if final.exists():  # an older visit of this step, by a run that was resumed from before it

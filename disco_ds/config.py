@@ -164,9 +164,13 @@ class OptimSettings(Settings):
 
 class CheckpointSettings(Settings):
     every_steps: int = Field(1000, ge=0)
-    """0: only at the end."""
+    """0: only at the end, and as every_minutes says."""
+    every_minutes: float = Field(0.0, ge=0)
+    """By the clock, besides; 0: never. SIGTERM or SIGUSR1 to any rank saves too, and ends the run."""
     keep_last: int = Field(3, gt=0)
-    """Older checkpoints are removed."""
+    """Older checkpoints are removed,"""
+    keep_every_steps: int = Field(0, ge=0)
+    """but for those of every so many steps; 0: no exception."""
 
 
 class LogSettings(Settings):

@@ -25,6 +25,7 @@ from disco_ds.config import Config, load_config
 from disco_ds.data import MicroBatch, StepData, augment
 from disco_ds.engine import learning_rate, set_lr
 from disco_ds.eval import Accuracy, describe, evaluate_sets, record
+from disco_ds.interrupt import Interrupts
 from disco_ds.report import REPORT, save_examples, told_only, write_report
 from disco_ds.run_folder import mark_finished
 from disco_ds.step import train_step
@@ -50,7 +51,7 @@ def train(run: Run) -> None:
             hold_pixels(data.micro_batches, config.pixels),
             prepare(config),
             config.model.max_scale,
-            agree=partial(agree, step, data),
+            agree=partial(agree, step, data, run.interrupts),
         )
         done = step + 1
         if done % config.log.every_steps == 0 or done == num_steps:
@@ -58,20 +59,26 @@ def train(run: Run) -> None:
             values = {name: value.item() for name, value in out.metrics.items()}
             values |= {"scale": out.scale.item(), "lr": lr, "grad_norm": norm}
             run.metrics.log(done, values, torch.cat([batch.index for batch in data.micro_batches]), run.loader.broken)
-        if done == num_steps or (config.checkpoint.every_steps and done % config.checkpoint.every_steps == 0):
+        every = config.checkpoint.every_steps
+        if done == num_steps or run.interrupts.save or (every and done % every == 0):
             save(run, done)
+        if run.interrupts.stop and done < num_steps:
+            raise InterruptedError(f"asked to stop, saved after step {done:,}; --resume latest goes on from there")
         if config.eval.every_steps and done % config.eval.every_steps == 0 and done < num_steps:
             evaluate(run, done)
 
 
-def agree(step: int, data: StepData, loss: Tensor) -> None:
+def agree(step: int, data: StepData, interrupts: Interrupts, loss: Tensor) -> None:
     """Go on together or stop together, before anything is changed. Collective, one all_reduce.
+
+    What `interrupts` wish for is agreed on too, and done after the step.
 
     Raises: StopError for a data error or a loss that is not finite, naming step and ranks.
     """
-    problems = torch.tensor([float(data.error is not None), 0.0], device=loss.device)
-    problems[1] = ~torch.isfinite(loss.detach())
-    has_error, not_finite = comm.all_reduce_max(problems).tolist()
+    flags = torch.tensor([0.0, float(data.error is not None), *interrupts.wishes], device=loss.device)
+    flags[0] = ~torch.isfinite(loss.detach())
+    not_finite, has_error, save, stop = comm.all_reduce_max(flags).tolist()
+    interrupts.agree(bool(save), bool(stop))
     if not (has_error or not_finite):
         return
     reports = comm.gather_objects((data.error, loss.item()))
@@ -108,7 +115,9 @@ def save(run: Run, step: int) -> None:
     checkpoint.save(run.folder, meta, run.engine, run.loader.state_dict(), run.loss.state_dict())
     with comm.together("removing old checkpoints"):
         if comm.rank() == 0:
-            checkpoint.remove_old(run.folder, run.config.checkpoint.keep_last)
+            settings = run.config.checkpoint
+            checkpoint.remove_old(run.folder, settings.keep_last, settings.keep_every_steps)
+    run.interrupts.saved()
 
 
 def finish(run: Run) -> None:
@@ -144,7 +153,8 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0: done; 1: all ranks stopped together; 2: a mistake in settings or data, told before any work."""
+    """Exit code 0: done; 1: all ranks stopped together; 2: a mistake in settings or data, told before any work;
+    3: asked to stop by a signal, and saved."""
     args = parse_args(sys.argv[1:] if argv is None else argv)
     first = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(level=logging.WARNING if first else logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
@@ -170,6 +180,8 @@ def main(argv: list[str] | None = None) -> int:
             finish(run)
         except (StopError, FloatingPointError, comm.AgreedError) as error:
             return fail(error, first, code=1)
+        except InterruptedError as error:
+            return fail(error, first, code=3)
     return 0
 
 

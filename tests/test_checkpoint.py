@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,11 @@ def write_checkpoint(run: Path, step: int, ranks: int = 2) -> Path:
     (path / "engine" / "weights.pt").write_bytes(b"0123456789")
     for rank in range(ranks):
         torch.save({"rng": None, "data": {"rank": rank}, "loss": torch.arange(rank)}, path / f"rank_{rank:05d}.pt")
-    files = {str(p.relative_to(path)): p.stat().st_size for p in path.rglob("*") if p.is_file()}
+    files = {
+        str(p.relative_to(path)): {"bytes": p.stat().st_size, "sha256": sha256(p.read_bytes()).hexdigest()}
+        for p in path.rglob("*")
+        if p.is_file()
+    }
     describe(path, {"format": FORMAT, "step": step, "num_steps": 10, "identity": identify(), "files": files})
     return path
 
@@ -152,6 +157,9 @@ def test_read_meta_foreign_folder_is_refused(tmp_path: Path) -> None:
         pytest.param(
             '{"format": 1, "files": {}}',
         ),
+        pytest.param(
+            '{"format": 1, "files": {"a": 5}, "step": 3, "num_steps": 9, "identity": {}}',
+        ),
     ],
 )
 def test_read_meta_foreign_description_is_refused(text: str, tmp_path: Path) -> None:
@@ -227,6 +235,14 @@ def test_remove_old_keeps_the_last_and_no_leftovers(keep: int, tmp_path: Path) -
     read_meta(find_latest(tmp_path))
 
 
+def test_remove_old_keeps_those_of_every_so_many_steps(tmp_path: Path) -> None:
+    for step in range(1, 8):
+        write_checkpoint(tmp_path, step)
+    remove_old(tmp_path, keep_last=1, keep_every_steps=3)
+    names = sorted(path.name for path in (tmp_path / CHECKPOINTS).iterdir())
+    assert names == ["step-00000003", "step-00000006", "step-00000007"]
+
+
 def test_remove_old_leaves_a_copy_the_user_named(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 5).rename(tmp_path / CHECKPOINTS / "step-00000005-best")
     for step in (6, 7):
@@ -242,9 +258,10 @@ def test_complete_checkpoint_passes_read_meta_and_replaces_an_older_visit(tmp_pa
     partial = final.with_name(f".{final.name}.partial")
     (partial / "engine").mkdir(parents=True)
     (partial / "engine" / "weights.pt").write_bytes(b"new")
-    checkpoint._complete(partial, final, {"format": FORMAT, "step": 3, "num_steps": 9, "identity": identify()})
+    meta = {"format": FORMAT, "step": 3, "num_steps": 9, "identity": identify()}
+    checkpoint._complete(partial, final, meta, {"engine/weights.pt": sha256(b"new").hexdigest()})
     assert not partial.exists()
-    assert sorted(read_meta(final)["files"].items()) == [("engine/weights.pt", 3)]
+    assert read_meta(final)["files"] == {"engine/weights.pt": {"bytes": 3, "sha256": sha256(b"new").hexdigest()}}
     assert not (final / "stale.pt").exists()
 
 

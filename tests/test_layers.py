@@ -15,7 +15,7 @@ TESTS = Path(__file__).parent
 
 LAYERS = {
     **dict.fromkeys(("config", "ds_config", "recipe_yaml", "comm", "kernels"), 0),
-    **dict.fromkeys(("losses", "data", "model", "convnet", "metrics", "watchdog", "run_folder"), 1),
+    **dict.fromkeys(("losses", "data", "model", "convnet", "metrics", "watchdog", "run_folder", "interrupt"), 1),
     **dict.fromkeys(("engine", "step", "checkpoint", "weights", "eval", "report"), 2),
     **dict.fromkeys(("arguments", "build", "train", "evaluate", "export", "plan", "doctor", "launch"), 3),
     "__main__": 4,

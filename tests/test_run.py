@@ -204,6 +204,50 @@ def test_killed_and_resumed_run_is_the_uninterrupted_one(case, tmp_path):
     assert shared_memory() <= before + 2**20
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signal_to_one_rank_saves_on_all_and_loses_nothing(number, tmp_path):
+    folder = tmp_path / "run"
+    arguments = [*write_recipe(folder, CASES["zero1-fp32"]), "steps=60", "checkpoint.every_steps=0"]
+    finish("torchrun", 2, [*arguments, "name=whole"], folder)
+    run = folder / "runs" / "cut"
+    with launched("launch", 2, [*arguments, "name=cut"], folder) as process:
+        wait_for(lambda: any(record["step"] >= 4 for record in records(run)), "step 4", folder)
+        start = time.monotonic()
+        ranks_of(process.pid)[1].send_signal(number)
+        assert process.wait(timeout=60) != 0
+        assert time.monotonic() - start < 30
+        wait_for(lambda: not members(process.pid), "every process to end", folder, 10)
+    (saved,) = (run / "checkpoints").iterdir()
+    step = int(saved.name.removeprefix("step-"))
+    assert 4 <= step < 60
+    assert f"asked to stop, saved after step {step}" in (folder / "log.txt").read_text()
+    assert not (run / "finished.json").exists()
+    finish("launch", 2, [*arguments, "name=cut", "--resume", "latest"], folder)
+    for mine, other in zip(records(run), records(folder / "runs" / "whole"), strict=True):
+        assert [mine.get(key) for key in SAME] == [other.get(key) for key in SAME]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_changed_byte_in_a_checkpoint_is_refused_by_name(tmp_path):
+    folder = tmp_path / "run"
+    arguments = [*write_recipe(folder, CASES["zero1-fp32"]), "name=cut"]
+    run = folder / "runs" / "cut"
+    kill_at_step(4, "rank", "launch", arguments, folder, run)
+    (latest,) = (run / "checkpoints").glob("step-*")
+    victim = max((path for path in latest.rglob("*.pt")), key=lambda path: path.stat().st_size)
+    with victim.open("r+b") as file:
+        file.seek(victim.stat().st_size // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+    with launched("launch", 2, [*arguments, "--resume", "latest"], folder) as process:
+        assert process.wait(timeout=100) != 0
+    assert f"{victim.name} is damaged" in (folder / "log.txt").read_text()
+
+
 @pytest.mark.timeout(300)
 def test_front_end_killed_ends_launcher_and_ranks(tmp_path):
     folder = tmp_path / "run"

@@ -209,10 +209,10 @@ def _end(process: mp.process.BaseProcess, connection: Connection) -> None:
 
 @contextmanager
 def _hold_signals() -> Iterator[None]:
-    """Start a process with SIGINT and SIGTERM blocked: they go to process groups, and the trainer ends its workers."""
+    """Start a process with these signals blocked: they go to process groups, and the trainer ends its workers."""
     # Starting the tracker later on would unblock them.
     resource_tracker.ensure_running()
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
     try:
         yield
     finally:
@@ -236,7 +236,7 @@ def _hide_main() -> Iterator[None]:
 
 
 def _main(job: Job, connection: Connection) -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
     threading.Thread(target=_follow_parent, daemon=True).start()
     torch.set_num_threads(1)
     # PIL reports oddities of images it reads anyway.

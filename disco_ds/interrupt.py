@@ -1,0 +1,45 @@
+"""What asks a run to save or to stop between two steps: SIGTERM or SIGUSR1 to any rank, and the clock.
+
+A signal only sets a flag. The flags ride in the all_reduce that every step has (train.py), so that all ranks act after
+the same step.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class Interrupts:
+    """This rank's wishes, and what all ranks have agreed on.
+
+    Args: save_every_s: by this rank's clock; 0: never.
+    """
+
+    def __init__(self, save_every_s: float = 0.0):
+        self.save_every_s = save_every_s
+        self.since = time.monotonic()
+        self.asked: str | None = None
+        """The signal that has come."""
+        self.save = self.stop = False
+        """Agreed by all ranks for the step at hand."""
+        for number in SIGNALS:
+            signal.signal(number, self._ask)
+
+    @property
+    def wishes(self) -> tuple[float, float]:
+        """(save, stop), 0 or 1 each, to take the maximum of over ranks."""
+        late = 0 < self.save_every_s <= time.monotonic() - self.since
+        return float(late), float(self.asked is not None)
+
+    def agree(self, save: bool, stop: bool) -> None:
+        self.save, self.stop = save or stop, stop
+
+    def saved(self) -> None:
+        self.since = time.monotonic()
+
+    def _ask(self, number: int, frame: Any) -> None:
+        self.asked = signal.Signals(number).name
