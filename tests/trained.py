@@ -24,5 +24,7 @@ def write_run(folder: Path, model: nn.Module, name: str, step: int = 7) -> Path:
     (partial / "engine").mkdir(parents=True)
     torch.save({"module": model.state_dict()}, partial / "engine" / "mp_rank_00_model_states.pt")
     same = identity(config, 1, "abc", read_architecture(config.model))
-    checkpoint._complete(partial, final, {"format": FORMAT, "step": step, "num_steps": 9, "identity": same})
+    meta = {"format": FORMAT, "step": step, "num_steps": 9, "identity": same}
+    names = checkpoint._list_files(partial)
+    checkpoint._complete(partial, final, meta, {name: checkpoint._checksum(partial / name) for name in names})
     return final
