@@ -279,7 +279,8 @@ def test_command_line_trains_alone_and_says_what_it_did(tmp_path):
     done = subprocess.run(command, cwd=folder, env=alone(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "global batch 16 = 1 ranks x 16 micro-batch x 1 micro-batches per rank" in done.stdout
-    assert "unseen: top-1" in done.stdout
+    assert "top-1   top-5" in done.stdout
+    assert "\nunseen  " in done.stdout
     run = folder / "runs" / "tiny"
     assert [record["step"] for record in records(run)] == [1, 2, 2]
     assert (run / "finished.json").is_file()
