@@ -36,6 +36,10 @@ class StopError(RuntimeError):
     """All ranks have agreed to stop."""
 
 
+class AskedToStopError(RuntimeError):
+    """A signal has come, and all ranks have saved."""
+
+
 def train(run: Run) -> None:
     """The loop. Collective."""
     config, engine, num_steps = run.config, run.engine, run.config.num_steps
@@ -63,7 +67,7 @@ def train(run: Run) -> None:
         if done == num_steps or run.interrupts.save or (every and done % every == 0):
             save(run, done)
         if run.interrupts.stop and done < num_steps:
-            raise InterruptedError(f"asked to stop, saved after step {done:,}; --resume latest goes on from there")
+            raise AskedToStopError(f"asked to stop, saved after step {done:,}; --resume latest goes on from there")
         if config.eval.every_steps and done % config.eval.every_steps == 0 and done < num_steps:
             evaluate(run, done)
 
@@ -131,7 +135,7 @@ def finish(run: Run) -> None:
             write_report(run.folder, monitor.summary_writer if monitor else None)
         tensorboard = Path(sys.executable).with_name("tensorboard")
         command = shlex.join(
-            [str(tensorboard) if tensorboard.exists() else "tensorboard", "--logdir", str(config.runs)]
+            [str(tensorboard) if tensorboard.exists() else "tensorboard", "--logdir", str(run.folder.parent)]
         )
         print(f"run folder: {run.folder}\npictures: {run.folder / REPORT}\ncurves: {command}", flush=True)
 
@@ -180,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
             finish(run)
         except (StopError, FloatingPointError, comm.AgreedError) as error:
             return fail(error, first, code=1)
-        except InterruptedError as error:
+        except AskedToStopError as error:
             return fail(error, first, code=3)
     return 0
 

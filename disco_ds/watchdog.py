@@ -11,6 +11,8 @@ import threading
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
+FRONT_ENDS = {"deepspeed", "deepspeed.launcher.runner"}
+"""The script, and the module it runs, which tools/demo.py starts."""
 
 
 def die_with_launcher() -> None:
@@ -24,7 +26,7 @@ def die_with_launcher() -> None:
     die_with_parent()
     front_end = _parent_of(parent)
     starts_ranks = "deepspeed.launcher.launch" in _command_of(parent)
-    if starts_ranks and any(Path(word).name == "deepspeed" for word in _command_of(front_end)):
+    if starts_ranks and FRONT_ENDS & {Path(word).name for word in _command_of(front_end)}:
         threading.Thread(target=_wait_for_end, args=(front_end,), name="launcher-watch", daemon=True).start()
 
 

@@ -99,9 +99,8 @@ def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     stage = checkpoint.read_meta(path)["identity"]["deepspeed.zero_optimization.stage"]
     state: dict[str, Any] = {}
     try:
-        if (
-            stage < 3
-        ):  # at ZeRO 0 these are the masters (16-bit ones are refused there); at 1 only they have frozen ones
+        if stage < 3:
+            # At ZeRO 0 these are the masters (16-bit weights are refused there); at 1 only they have the frozen ones.
             file = path / "engine" / "mp_rank_00_model_states.pt"
             state |= torch.load(file, map_location="cpu", weights_only=False, mmap=True)["module"]
         if stage > 0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -14,13 +13,13 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import psutil
 import pytest
 from dist import free_port, run_ranks
 from minimal import settings
+from tool import load_tool
 
 from disco_ds import comm
 from disco_ds.arguments import count_ranks
@@ -35,17 +34,7 @@ QUICKSTART = ["--config", "quickstart", "steps=20", "samples=null", "global_batc
 QUICKSTART += ["optim.warmup_steps=5", "log.every_steps=1", "checkpoint.every_steps=0", "eval.labelled={}"]
 
 
-def load_tool() -> ModuleType:
-    """tools/local_cluster.py as a module."""
-    spec = importlib.util.spec_from_file_location("local_cluster", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = load_tool()
+tool = load_tool("local_cluster")
 
 
 @pytest.fixture

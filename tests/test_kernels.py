@@ -5,34 +5,20 @@ Triton decides at its first import whether it interprets, so that takes a fresh 
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from dist import run_ranks
 from oracle import features
+from tool import load_tool
 from torch import Tensor
 
 from disco_ds import comm
 from disco_ds.kernels import Tiling, sigmoid_block, softmax_gradient, softmax_sums
 from disco_ds.losses import Embeddings, build_loss
 
-
-def load_tool() -> ModuleType:
-    """tools/check_kernels.py as a module."""
-    path = Path(__file__).parent.parent / "tools" / "check_kernels.py"
-    spec = importlib.util.spec_from_file_location("check_kernels", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = load_tool()
+tool = load_tool("check_kernels")
 EVERY_OFFSET = [(5, 6, 3, pairs) for pairs in (None, *range(-5, 7))]
 EDGES = [(64, 128, 64, 64), (70, 130, 20, -3), (33, 40, 70, None), (1, 1, 1, 0), (20, 65, 33, 64)]
 LOSSES: list[tuple[str, dict[str, Any]]] = [

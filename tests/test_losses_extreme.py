@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from typing import Any
 
 import pytest
@@ -11,6 +9,7 @@ import torch
 from dist import run_ranks
 from oracle import errors, features, infonce
 from test_losses import TILED, evaluate
+from tool import load_tool
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from disco_ds import comm
@@ -121,30 +120,6 @@ class Largest(TorchDispatchMode):
         return out
 
 
-class Peak:
-    """Highest resident memory of this process above that at the start, in bytes, looked at all the time."""
-
-    def __enter__(self) -> Peak:
-        self.start, self.bytes, self.done = _resident(), 0, threading.Event()
-        self.thread = threading.Thread(target=self._watch)
-        self.thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self.done.is_set():
-            self.bytes = max(self.bytes, _resident() - self.start)
-            time.sleep(0.001)
-
-    def __exit__(self, *_: object) -> None:
-        self.done.set()
-        self.thread.join()
-
-
-def _resident() -> int:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * 4096
-
-
 def memory(b: int, D: int) -> dict[str, tuple[int, int]]:
     """(largest tensor in elements, peak beyond the features and their gradients in bytes) of each tiled loss."""
     result = {}
@@ -157,7 +132,7 @@ def memory(b: int, D: int) -> dict[str, tuple[int, int]]:
         with Largest() as largest:
             build_loss(name)(Embeddings(image, text, scale)).loss.backward()
         image.grad = text.grad = None
-        with Peak() as peak:
+        with load_tool("bench_loss").Peak() as peak:
             build_loss(name)(Embeddings(image, text, scale)).loss.backward()
         result[name] = (largest.elements, peak.bytes - 2 * b * D * 4)
     return result

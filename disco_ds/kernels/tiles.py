@@ -24,8 +24,8 @@ _FULL = (torch.float32, torch.float64)
 class Tiling:
     """How to compute; results depend on it through rounding only.
 
-    Args:   tile: rows and columns of a tile; None: on a CPU 1024 x 2048, the fastest of eight measured; on a GPU
-            4096 x 8192, or 16384 x 16384 of which nothing is written: enough work to outlast the host's launches;
+    Args:   tile: rows and columns of a tile; None: on a CPU 1024 x 2048; on a GPU 4096 x 8192, or 16384 x 16384
+            of which nothing is written: enough work to outlast the host's launches;
             precision: of the factors of every product; sums are fp32. float64 features are computed in float64;
             impl: "torch" runs everywhere, "triton" on a GPU; "auto" is Triton where it runs.
     Raises: ValueError for a value that is not one of these.

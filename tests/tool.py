@@ -1,0 +1,19 @@
+"""Files of tools/, which is no package, as modules."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+TOOLS = Path(__file__).parent.parent / "tools"
+
+
+def load_tool(name: str) -> ModuleType:
+    """tools/NAME.py."""
+    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
