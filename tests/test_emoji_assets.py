@@ -5,11 +5,9 @@ Not a test of the drawing: that needs the npm packages and resvg-py, which a tes
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import re
-import sys
 import tarfile
 from collections import Counter
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from tool import load_tool
 
 ROOT = Path(__file__).resolve().parents[1]
 ASSETS = ROOT / "disco_ds" / "assets" / "emoji"
@@ -57,14 +56,7 @@ def splits() -> dict[str, list[dict[str, Any]]]:
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
     """tools/make_emoji_shards.py as a module."""
-    path = ROOT / "tools" / "make_emoji_shards.py"
-    spec = importlib.util.spec_from_file_location("make_emoji_shards", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("make_emoji_shards")
 
 
 @pytest.mark.parametrize("split", NUM_SHARDS)

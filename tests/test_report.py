@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import math
@@ -19,6 +18,7 @@ from dist import run_ranks
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_build import recipe
+from tool import load_tool
 from torch.utils.tensorboard import SummaryWriter
 
 from disco_ds import comm
@@ -173,12 +173,7 @@ def test_finished_run_has_its_pictures_and_keeps_what_it_did_without(tmp_path):
 
 
 def test_contact_sheet_shows_what_its_rule_says(tmp_path, monkeypatch, capsys):
-    path = Path(__file__).parents[1] / "tools" / "contact_sheet.py"
-    spec = importlib.util.spec_from_file_location("contact_sheet", path)
-    assert spec
-    assert spec.loader
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
+    tool = load_tool("contact_sheet")
     out = tmp_path / "sheet.png"
     monkeypatch.setattr(sys, "argv", ["sheet", UNSEEN, "--count", "14", "--shift", "2", "--out", str(out)])
     assert tool.main() == 0
