@@ -6,10 +6,16 @@ from pathlib import Path
 
 import pytest
 import yaml
+from dist import start_server
 from minimal import MINIMAL
 from shards import SIZES, write_shards
 
 from disco_ds.data import Manifest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if any(hasattr(getattr(item, "module", None), "run_ranks") for item in items):
+        start_server()  # before a test of the data workers starts one with less in it
 
 
 @pytest.fixture

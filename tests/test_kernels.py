@@ -113,7 +113,7 @@ def gradients(name: str, options: dict[str, Any], image: Tensor, text: Tensor) -
 
 def test_triton_under_the_interpreter_equals_torch_and_float64(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    for failures in run_ranks(interpreted, 2):
+    for failures in run_ranks(interpreted, 2, method="spawn"):
         assert not failures, "\n".join(failures)
 
 

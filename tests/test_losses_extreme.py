@@ -140,7 +140,7 @@ def memory(b: int, D: int) -> dict[str, tuple[int, int]]:
 
 def check_memory(B: int, size: int, D: int) -> None:
     b = B // size
-    tile = 1024 * 2048 * 4
+    tile = 2048 * 2048 * 4
     slack = 48 * 2**20  # several tiles of scratch, the libraries' own buffers, pages the allocator keeps
     bounds = {"disco_fused": 2 * B * D * 4, "inf_cl": 4 * b * D * 4}
     for result in run_ranks(memory, size, b, D, timeout_s=900):

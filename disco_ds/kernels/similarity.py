@@ -120,7 +120,7 @@ def softmax_gradient(
         if shift is None:
             W = tiles.log_weights(r, c, row_scale[i], column_scale[j], a[i], beta[j], pairs, tiling, out)
         elif kept:
-            W = tiling.factor(out.copy_(kept[number]).mul_(a[i, None] + beta[j]))
+            W = torch_tiles.kept_weights(kept[number], a[i], beta[j], tiling, out)
         else:
             W = tiles.exp_weights(r, c, row_scale[:1], shift, a[i], beta[j], pairs, tiling, out)
         if into_rows is not None:

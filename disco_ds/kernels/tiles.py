@@ -24,7 +24,7 @@ _FULL = (torch.float32, torch.float64)
 class Tiling:
     """How to compute; results depend on it through rounding only.
 
-    Args:   tile: rows and columns of a tile; None: on a CPU 1024 x 2048; on a GPU 4096 x 8192, or 16384 x 16384
+    Args:   tile: rows and columns of a tile; None: on a CPU 2048 x 2048; on a GPU 4096 x 8192, or 16384 x 16384
             of which nothing is written: enough work to outlast the host's launches;
             precision: of the factors of every product; sums are fp32. float64 features are computed in float64;
             impl: "torch" runs everywhere, "triton" on a GPU; "auto" is Triton where it runs.
@@ -48,7 +48,7 @@ class Tiling:
             rows, columns = self.tile
             return rows, columns
         if device.type == "cpu":
-            return 1024, 2048
+            return 2048, 2048
         return (4096, 8192) if written else (16384, 16384)
 
     def cut(self, n: int, m: int, device: torch.device, written: bool = True) -> Iterator[tuple[slice, slice]]:

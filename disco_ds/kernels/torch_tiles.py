@@ -6,6 +6,7 @@ r [n, D] and c [m, D] are factors (Tiling.factor); `pairs` is the diagonal to le
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -13,13 +14,19 @@ from torch.nn import functional as F
 
 from disco_ds.kernels.tiles import Tiling
 
+STRIP = 2**17
+"""Elements of a tile that all passes but the product see one after the other, on a CPU: they stay in its cache."""
 
-def exponents(r: Tensor, c: Tensor, scale: Tensor, pairs: int | None, tiling: Tiling, out: Tensor) -> Tensor:
-    """scale <r_i, c_j>, -inf at the pairs. The scale goes to the smaller factor where that costs no precision."""
-    full = r.dtype == out.dtype and tiling.precision != "tf32"
-    x = tiling.product(r * scale if full else r, c.T, out)
-    if not full:
-        x.mul_(scale)
+
+def strips(x: Tensor) -> Iterator[slice]:
+    """Rows of a tile that are worked on at a time."""
+    height = len(x) if x.is_cuda else max(1, STRIP // x.shape[1])
+    return (slice(i, min(i + height, len(x))) for i in range(0, len(x), height))
+
+
+def cosines(r: Tensor, c: Tensor, pairs: int | None, tiling: Tiling, out: Tensor) -> Tensor:
+    """<r_i, c_j>, -inf at the pairs."""
+    x = tiling.product(r, c.T, out)
     if pairs is not None:
         x.diagonal(pairs).fill_(-math.inf)
     return x
@@ -29,12 +36,18 @@ def exp_sums(
     r: Tensor, c: Tensor, scale: Tensor, shift: float, pairs: int | None, tiling: Tiling, out: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """E = exp(x - shift) into `out`. Returns: its sums over rows and over columns, and the largest x of each."""
-    x = exponents(r, c, scale, pairs, tiling, out)
-    row_max, column_max = x.amax(1), x.amax(0)
-    if shift:
-        x.sub_(shift)
-    x.exp_()
-    return x.sum(1), x.sum(0), row_max, column_max
+    x = cosines(r, c, pairs, tiling, out)
+    row_sum, row_max = x.new_empty(2, len(r))
+    column_sum, column_max = x.new_zeros(len(c)), x.new_full((len(c),), -math.inf)
+    for part in strips(x):
+        e = x[part].mul_(scale)
+        torch.amax(e, 1, out=row_max[part])
+        torch.maximum(column_max, e.amax(0), out=column_max)
+        if shift:
+            e.sub_(shift)
+        torch.sum(e.exp_(), 1, out=row_sum[part])
+        column_sum += e.sum(0)
+    return row_sum, column_sum, row_max, column_max
 
 
 def exp_weights(
@@ -49,17 +62,27 @@ def exp_weights(
     out: Tensor,
 ) -> Tensor:
     """exp(x - shift) (a_i + beta_j), a factor of a product."""
-    x = exponents(r, c, scale, pairs, tiling, out)
-    if shift:
-        x.sub_(shift)
-    return tiling.factor(x.exp_().mul_(a[:, None] + beta))
+    x = cosines(r, c, pairs, tiling, out)
+    for part in strips(x):
+        e = x[part].mul_(scale)
+        if shift:
+            e.sub_(shift)
+        e.exp_().mul_(a[part, None] + beta)
+    return tiling.factor(x)
+
+
+def kept_weights(e: Tensor, a: Tensor, beta: Tensor, tiling: Tiling, out: Tensor) -> Tensor:
+    """exp_weights of exponentials that were kept, in a dtype of their own."""
+    for part in strips(out):
+        out[part].copy_(e[part]).mul_(a[part, None] + beta)
+    return tiling.factor(out)
 
 
 def log_sums(
     r: Tensor, c: Tensor, row_scale: Tensor, column_scale: Tensor, pairs: int | None, tiling: Tiling, out: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """exp_sums for any exponents: the sums' logarithms, found with the largest of each row and column."""
-    cosine = exponents(r, c, torch.ones_like(row_scale[:1]), pairs, tiling, out)
+    cosine = cosines(r, c, pairs, tiling, out)
     x, y = cosine * row_scale[:, None], cosine * column_scale
     return x.logsumexp(1), y.logsumexp(0), x.amax(1), y.amax(0)
 
@@ -76,7 +99,7 @@ def log_weights(
     out: Tensor,
 ) -> Tensor:
     """exp(x - row_shift_i) + exp(y - column_shift_j), x and y the exponents under either scale, a factor."""
-    cosine = exponents(r, c, torch.ones_like(row_scale[:1]), pairs, tiling, out)
+    cosine = cosines(r, c, pairs, tiling, out)
     x = (cosine * row_scale[:, None]).sub_(row_shift[:, None]).exp_()
     return tiling.factor(x.add_((cosine * column_scale).sub_(column_shift).exp_()))
 
@@ -86,7 +109,7 @@ def sigmoid_weights(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """z = x + bias. Returns: sums of softplus(z) and of sigmoid(z), Tiling.gain times sigmoid(z) as a factor of a
     product, and the largest z of each row and column."""
-    z = exponents(r, c, scale, pairs, tiling, out).add_(bias)
+    z = cosines(r, c, pairs, tiling, out).mul_(scale).add_(bias)
     row_max, column_max = z.amax(1), z.amax(0)
     # From 40 on it is z even in float64; exp(z) overflows fp32 at 89.
     loss = F.softplus(z, threshold=40).sum(dtype=torch.float64)

@@ -176,12 +176,15 @@ class Ring:
 
 
 def positives(rows: Tensor, columns: Tensor, tiling: Tiling) -> Tensor:
-    """Cosine of every pair, [b] float64, a few rows at a time: a float64 copy of the features would not be small.
+    """Cosine of every pair, [b] float64, a few rows at a time: a copy of the features would not be small.
 
     Of the factors that the tiles multiply, so that a pair and a copy of it elsewhere have one similarity.
     """
+    full = full_dtype(rows)
     pairs = zip(rows.split(CHUNK), columns.split(CHUNK), strict=True)
-    return torch.cat([(tiling.factor(r).double() * tiling.factor(c).double()).sum(1) for r, c in pairs])
+    return torch.cat(
+        [(tiling.factor(r).to(full) * tiling.factor(c).to(full)).sum(1, dtype=torch.float64) for r, c in pairs]
+    )
 
 
 def agree_on_shift(rows: Tensor, columns: Tensor, scale: Tensor, cosines: Tensor, group: Any) -> float | None:
