@@ -29,6 +29,7 @@ setup(
         "deepspeed>=0.19.8,<0.20",
         "open_clip_torch>=3.3,<4",
         "webdataset>=1.0.2,<2",
+        "braceexpand",
         "pyyaml",
         "tensorboard",
         "pydantic>=2.7",

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from disco_ds.config import DataSettings
-from disco_ds.data import ImageSpec, Loader, Manifest, index_shards, merge_states, write_manifest
+from disco_ds.data import ImageSpec, Loader, Manifest, Table, index_shards, merge_states, write_manifest
 
 SIZES = [17, 30, 9, 25, 30, 13, 20, 22]
 NUM_SAMPLES = sum(SIZES)
@@ -67,10 +67,11 @@ def write_tar(path: Path, members: list[tuple[str, bytes]], **options: Any) -> P
     return path
 
 
-def write_shards(folder: Path, sizes: list[int], change: Change | None = None) -> Manifest:
-    """Shards of these sizes with their manifest; `change` may damage the members of a sample, by id."""
+def write_shards(folder: Path, sizes: list[int], change: Change | None = None, first: int = 0) -> Manifest:
+    """Shards of these sizes with their manifest, ids from `first` on; `change` may damage the members of a sample, by
+    id."""
     folder.mkdir(parents=True, exist_ok=True)
-    index = 0
+    index = first
     for number, size in enumerate(sizes):
         members = []
         for entry in range(size):
@@ -89,12 +90,18 @@ def settings(folder: Path | str = "unused", **changes: Any) -> DataSettings:
 
 
 def make_loader(
-    manifest: Manifest | None, data: DataSettings, rank: int = 0, size: int = 1, batch: int = 24, **changes: Any
+    sources: Manifest | list[Manifest | Table] | None,
+    data: DataSettings,
+    rank: int = 0,
+    size: int = 1,
+    batch: int = 24,
+    **changes: Any,
 ) -> Loader:
+    sources = [sources] if isinstance(sources, Manifest) else sources or []
     options = {"micro_batch": batch // size // 2, "seed": 3, "tokenize": tokenize, **changes}
     return Loader(
         data,
-        manifest,
+        sources,
         SPEC,
         context_length=CONTEXT,
         vocab_size=VOCAB,
@@ -121,11 +128,11 @@ def read_rank(loader: Loader, steps: int) -> list[list[tuple[int, int]]]:
     return read
 
 
-def read_global(manifest: Manifest, data: DataSettings, size: int, steps: int, batch: int = 24, **changes: Any) -> Any:
+def read_global(sources: Any, data: DataSettings, size: int, steps: int, batch: int = 24, **changes: Any) -> Any:
     """The global batches of `steps` steps, in order of position, the loaders' merged state and their broken samples."""
     ranks, states, broken = [], [], []
     for rank in range(size):
-        loader = make_loader(manifest, data, rank, size, batch, **changes)
+        loader = make_loader(sources, data, rank, size, batch, **changes)
         try:
             ranks.append(read_rank(loader, steps))
             states.append(loader.state_dict())

@@ -48,6 +48,13 @@ def test_epochs_hold_every_sample_once(reference: Any) -> None:
     assert {epoch for _, epoch in read[8 * 21 : 8 * 41]} == {1}
 
 
+def test_order_stays_what_it_is(reference: Any) -> None:
+    # A change here changes the order of every run that resumes.
+    steps, _ = reference
+    assert steps[0][:6] == [(2, 0), (59, 0), (114, 0), (153, 0), (26, 0), (43, 0)]
+    assert steps[7][:3] == [(51, 1), (72, 1), (12, 1)]
+
+
 @pytest.mark.parametrize(("size", "workers", "micro_batch"), [(2, 0, 3), (4, 0, 1), (8, 0, 3), (1, 1, 24), (2, 3, 2)])
 def test_global_batches_do_not_depend_on_ranks_workers_micro_batch(
     manifest: Manifest, reference: Any, size: int, workers: int, micro_batch: int

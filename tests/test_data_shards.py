@@ -111,16 +111,21 @@ def test_reader_keeps_no_more_than_it_is_told(tmp_path: Path) -> None:
 def test_manifest_roundtrip(tmp_path: Path) -> None:
     calls = []
     write_shards(tmp_path, [3, 5, 1])
-    manifest = index_shards(tmp_path, progress=lambda done, total: calls.append((done, total)))
-    assert calls == [(1, 3), (2, 3), (3, 3)]
+    manifest = index_shards(tmp_path, progress=calls.append)
+    assert calls == [1, 2, 3]
     assert write_manifest(manifest) == tmp_path / "manifest.json"
     assert load_manifest(tmp_path) == manifest
     assert manifest.sizes == [3, 5, 1]
     assert manifest.num_samples == 9
     tree = json.loads((tmp_path / "manifest.json").read_text())
-    size = (tmp_path / "00000.tar").stat().st_size
+    status = (tmp_path / "00000.tar").stat()
     assert tree["version"] == 1
-    assert tree["shards"][0] == {"name": "00000.tar", "samples": 3, "bytes": size}
+    assert tree["shards"][0] == {
+        "name": "00000.tar",
+        "samples": 3,
+        "bytes": status.st_size,
+        "mtime": int(status.st_mtime),
+    }
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".tar") == ["manifest.json"]
 
 
@@ -177,7 +182,8 @@ def test_shard_of_another_size_is_only_a_warning(tmp_path: Path, caplog: pytest.
     with open(tmp_path / "00001.tar", "ab") as file:
         file.write(b"\0" * 512)
     assert load_manifest(tmp_path) == manifest
-    assert "00001.tar has 10752 bytes, its manifest says 10240" in caplog.text
+    assert "1 of 2 shards have another size or time than when they were counted: 00001.tar" in caplog.text
+    assert "disco-ds index --check" in caplog.text
 
 
 def test_index_refuses_shards_without_samples(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from disco_ds.data.manifest import index_shards, resolve_shards, write_manifest
+from disco_ds.data import index_shards, resolve_shards, write_manifest
 
 BATCHES = (64, 128, 256, 512, 1024, 2048)
 QUARTER_BATCHES = (64, 256, 1024)

@@ -167,6 +167,11 @@ class Captions:
         return fill_template(self._templates[bisect_right(self._ends, uniform)], members)
 
 
+def list_fields(template: str) -> set[str]:
+    """The members that a template takes."""
+    return {name.partition("[")[0] for _, name, _, _ in string.Formatter().parse(template) if name}
+
+
 def fill_template(template: str, members: dict[str, bytes]) -> str:
     """The template with the sample's members in its fields, stripped.
 

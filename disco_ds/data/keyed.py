@@ -25,7 +25,9 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-_GAMMA = _signed(0x9E37_79B9_7F4A_7C15)
+GOLDEN = 0x9E37_79B9_7F4A_7C15
+"""2**64 times the fraction of the golden ratio, an odd number."""
+_GAMMA = _signed(GOLDEN)
 _FACTOR_1 = _signed(0xBF58_476D_1CE4_E5B9)
 _FACTOR_2 = _signed(0x94D0_49BB_1331_11EB)
 
@@ -54,6 +56,14 @@ def keyed_row(seed: int, epoch: int, index: int, num: int, first: int = 0) -> li
     for value in (epoch, index):
         key = _mix_int(_mix_int(key + (value + 1) * _GAMMA))
     return [(_mix_int(key + (column + 1) * _GAMMA) >> 40) * 2.0**-24 for column in range(first, first + num)]
+
+
+def keyed_int(*keys: int) -> int:
+    """64 random bits in Python's integers."""
+    key = 0
+    for value in keys:
+        key = _mix_int(_mix_int(key) + (value + 1) * _GAMMA)
+    return key
 
 
 def keyed_permutation(num: int, *keys: int) -> Tensor:

@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from disco_ds.config import DataSettings
 from disco_ds.data.decode import ImageSpec
 from disco_ds.data.manifest import Manifest
-from disco_ds.data.order import DataOrder, choose_slots
-from disco_ds.data.source import ShardSource, Source, SyntheticSource, Tokenize
-from disco_ds.data.worker import NUM_NAMED, DataError, Job, Part, Worker, produce_parts
+from disco_ds.data.order import choose_slots, divide
+from disco_ds.data.source import Tokenize, fingerprint, mix, open_sources
+from disco_ds.data.table import Table
+from disco_ds.data.tar import DataError
+from disco_ds.data.worker import Job, Part, Worker, produce_parts
+from disco_ds.data_settings import DataSettings
 
 
 @dataclass(frozen=True)
@@ -53,20 +55,22 @@ class StepData:
     """Not None: the micro-batches are placeholders, for the collectives only."""
     wait_s: float
     """Time the trainer waited for data."""
+    broken: list[str]
+    """`shard/key: reason` of the samples skipped on the way to this step."""
 
 
 class Loader:
     """A rank's micro-batches in the data order; see order.py for which samples they hold.
 
-    Args:    manifest: of settings.shards, None for the synthetic source; tokenize: captions -> [n, L] int64, sent to
-             the workers by pickle; state: None, or merge_states of every rank's state_dict, at any number of ranks.
+    Args:    sources: what load_sources found; tokenize: captions -> [n, L] int64, sent to the workers by pickle; state:
+             None, or merge_states of every rank's state_dict, at any number of ranks.
     Raises:  ValueError when ranks, batch, slots or state do not fit, or the data differ from the state's.
     """
 
     def __init__(
         self,
         settings: DataSettings,
-        manifest: Manifest | None,
+        sources: Sequence[Manifest | Table],
         image: ImageSpec,
         tokenize: Tokenize,
         context_length: int,
@@ -82,33 +86,35 @@ class Loader:
             raise ValueError(
                 f"global_batch {global_batch} is not a multiple of ranks x micro_batch ({size} x {micro_batch})"
             )
-        sizes = manifest.sizes if manifest is not None else SyntheticSource.divide(settings.num_samples)
-        self.num_samples = sum(sizes)
-        self.num_slots = choose_slots(len(sizes), self.num_samples, settings.slots, size)
+        sizes = [data.sizes for data in sources] or [divide(settings.num_samples)]
+        self.num_samples = sum(map(sum, sizes))
+        self.num_slots = choose_slots(sum(map(len, sizes)), self.num_samples, settings.slots, size)
         slots = tuple(range(rank, self.num_slots, size))
         num_workers = min(settings.workers, len(slots))
-        source: Source = SyntheticSource(settings.num_samples, image, context_length, vocab_size, seed)
-        if manifest is not None:
-            per_worker = -(-len(slots) // max(1, num_workers))
-            source = ShardSource(settings, manifest, image, tokenize, context_length, seed, per_worker)
-        self._origin = {"slots": self.num_slots, "fingerprint": source.fingerprint, "global_batch": global_batch}
+        order = mix(settings, sources, self.num_slots, seed)
+        self._origin: dict[str, Any] = {
+            "slots": self.num_slots,
+            "sources": len(sizes),
+            "fingerprint": fingerprint(settings, sources) if sources else f"synthetic-{settings.num_samples}",
+            "global_batch": global_batch,
+        }
         state = self._check(state)
         self._rank = rank
         self._num_parts = global_batch // size // micro_batch
         self._steps: int = state["steps"]
-        self._cursor: dict[int, tuple[int, int]] = {slot: tuple(state["cursor"][slot]) for slot in slots}
+        streams = [stream for slot in slots for stream in order.streams(slot)]
+        self._cursor: dict[int, tuple[int, int]] = {stream: tuple(state["cursor"][stream]) for stream in streams}
         # The count so far goes on at one rank, so that the sum over ranks does.
         self.broken: int = state["broken"] if rank == 0 else 0
-        self.last_broken: list[str] = []
-        """`shard/key: reason` of the last few."""
         self.worker_pids: list[int] = []
         self._error: str | None = None
         self._shape = (micro_batch, 3, *image.size)
         self._context_length = context_length
         self._resources = ExitStack()
+        per_worker = -(-len(slots) // max(1, num_workers))
         job = Job(
-            source=source,
-            order=DataOrder(sizes, self.num_slots, seed, settings.window),
+            source=open_sources(settings, sources, image, tokenize, context_length, vocab_size, seed, per_worker),
+            order=order,
             max_broken=settings.max_broken,
             slots=slots,
             cursor=self._cursor,
@@ -131,9 +137,9 @@ class Loader:
                 text = str(error) if known else traceback.format_exc()
                 self._error = f"data of rank {self._rank}, step {self._steps + 1}: {text}"
             else:
-                self._advance(part for group in parts for part in group)
-                return StepData(micro_batches, None, time.perf_counter() - start)
-        return StepData([self._placeholder()] * self._num_parts, self._error, time.perf_counter() - start)
+                broken = self._advance(part for group in parts for part in group)
+                return StepData(micro_batches, None, time.perf_counter() - start, broken)
+        return StepData([self._placeholder()] * self._num_parts, self._error, time.perf_counter() - start, [])
 
     def state_dict(self) -> dict[str, Any]:
         """Where this rank stands after the last step read without an error; merge_states joins those of all ranks."""
@@ -146,17 +152,19 @@ class Loader:
 
     def _check(self, state: dict[str, Any] | None) -> dict[str, Any]:
         """The state to begin from, once it is known to be of this order."""
+        num_streams = self.num_slots * self._origin["sources"]
         if state is None:
-            return {**self._origin, "steps": 0, "broken": 0, "cursor": dict.fromkeys(range(self.num_slots), (0, 0))}
+            return {**self._origin, "steps": 0, "broken": 0, "cursor": dict.fromkeys(range(num_streams), (0, 0))}
+        state = {"sources": 1, **state}  # checkpoints of before there could be several
         for key, expected in self._origin.items():
             if state[key] != expected:
                 raise ValueError(
                     f"the checkpoint's data have {key} {state[key]}, this run has {expected}; the order of the samples "
                     "would be another one: restore the setting or the shards, or start a new run"
                 )
-        if len(state["cursor"]) != self.num_slots:
+        if len(state["cursor"]) != num_streams:
             raise ValueError(
-                f"the data state has {len(state['cursor'])} of {self.num_slots} slots: merge_states of every rank first"
+                f"the data state has {len(state['cursor'])} of {num_streams} slots: merge_states of every rank first"
             )
         return state
 
@@ -193,12 +201,15 @@ class Loader:
         text = torch.zeros(self._shape[0], self._context_length, dtype=torch.int64)
         return MicroBatch(torch.zeros(self._shape, dtype=torch.uint8), text, zeros, zeros)
 
-    def _advance(self, parts: Iterable[Part]) -> None:
+    def _advance(self, parts: Iterable[Part]) -> list[str]:
+        """Go on to the next step. Returns: the broken samples that were met."""
         self._steps += 1
+        broken = []
         for part in parts:
             self._cursor.update(part.cursor)
-            self.broken += len(part.broken)
-            self.last_broken = [*self.last_broken, *part.broken][-NUM_NAMED:]
+            broken += part.broken
+        self.broken += len(broken)
+        return broken
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -212,8 +223,9 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         raise ValueError(
             f"the ranks' data states differ in {', '.join(differing)}: they are not of one step of one run"
         )
-    cursor = {slot: place for state in states for slot, place in state["cursor"].items()}
-    if missing := first["slots"] - len(cursor):
-        raise ValueError(f"{missing} of {first['slots']} slots are missing from the ranks' data states")
+    cursor = {stream: place for state in states for stream, place in state["cursor"].items()}
+    num_streams = first["slots"] * first.get("sources", 1)
+    if missing := num_streams - len(cursor):
+        raise ValueError(f"{missing} of {num_streams} slots are missing from the ranks' data states")
     merged = {key: first[key] for key in shared}
     return {**merged, "broken": sum(state["broken"] for state in states), "cursor": dict(sorted(cursor.items()))}

@@ -33,14 +33,12 @@ _EPOCHS_KEPT = 4
 class DataOrder:
     """Where the samples of every slot lie.
 
-    Args:    sizes: samples per shard; num_slots S <= their sum; seed; window: entries shuffled together.
+    Args:    sizes: samples per shard; num_slots S; seed; window: entries shuffled together.
     """
 
     def __init__(self, sizes: Sequence[int], num_slots: int, seed: int, window: int) -> None:
         self.sizes = np.asarray(sizes, dtype=np.int64)
         self.num_samples = int(self.sizes.sum())
-        if not 0 < num_slots <= self.num_samples:
-            raise ValueError(f"num_slots must be in 1 .. {self.num_samples} (the number of samples), got {num_slots}")
         self.num_slots = num_slots
         self.seed = seed
         self.window = window
@@ -52,6 +50,12 @@ class DataOrder:
         """Samples of a slot in an epoch."""
         start, stop = self._interval(slot, epoch)
         return stop - start
+
+    def settle(self, slot: int, epoch: int, offset: int) -> tuple[int, int]:
+        """The place itself or, past the end of the slot's epoch, the beginning of its next one that has samples."""
+        while offset >= self.length(slot, epoch):
+            epoch, offset = epoch + 1, 0
+        return epoch, offset
 
     def locate(self, slot: int, epoch: int, offset: int) -> tuple[int, int]:
         """(shard, entry) of a slot's sample number `offset` in an epoch."""
@@ -90,6 +94,12 @@ class DataOrder:
             order = keyed_permutation(size, self.seed, _WINDOW, epoch, slot, number).numpy()
             self._windows[slot] = kept = ((epoch, number), order)
         return kept[1]
+
+
+def divide(num_samples: int) -> list[int]:
+    """Sizes of pretended shards for samples that lie in none, enough for the largest default number of slots."""
+    num_shards = min(SLOTS[0], num_samples)
+    return [(i + 1) * num_samples // num_shards - i * num_samples // num_shards for i in range(num_shards)]
 
 
 def choose_slots(num_shards: int, num_samples: int, requested: int | None, ranks: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import string
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,11 +10,11 @@ from contextlib import closing
 
 from torch import Tensor
 
-from disco_ds.config import DataSettings
-from disco_ds.data.decode import ImageSpec, decode_image, fill_template, find_image, resize_for_evaluation
+from disco_ds.data.decode import ImageSpec, decode_image, fill_template, find_image, list_fields, resize_for_evaluation
 from disco_ds.data.folder import ImageFolder
 from disco_ds.data.manifest import Manifest
 from disco_ds.data.tar import BrokenSample, TarReader
+from disco_ds.data_settings import DataSettings
 
 THREADS = 4
 """PIL releases the interpreter's lock while it decodes and resizes."""
@@ -76,7 +75,7 @@ def read_labels(manifest: Manifest, label_template: str) -> list[str | None]:
 
     Raises:  OSError naming a shard that cannot be read.
     """
-    wanted = {name.partition("[")[0] for _, name, _, _ in string.Formatter().parse(label_template) if name}
+    wanted = list_fields(label_template)
     labels: list[str | None] = []
     with closing(_open_shards(manifest)) as reader:
         for shard, entry, _ in _places(manifest):

@@ -1,4 +1,4 @@
-"""Where training samples come from: tar shards, or random pixels and tokens.
+"""Where training samples come from: tar shards and csv files, one or several, or random pixels and tokens.
 
 A source says how its samples are divided into shards and reads one by (shard, entry); what it returns is a function of
 the sample's id, the epoch and the settings. Sources are sent to the worker processes, so they pickle.
@@ -6,14 +6,18 @@ the sample's id, the epoch and the settings. Sources are sent to the worker proc
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from disco_ds.config import DataSettings
 from disco_ds.data.decode import (
     NUM_CROP_NUMBERS,
     Captions,
@@ -24,9 +28,14 @@ from disco_ds.data.decode import (
     resize_random_crop,
 )
 from disco_ds.data.keyed import CAPTION_COLUMN, CROP_COLUMN, keyed_bits, keyed_row
-from disco_ds.data.manifest import Manifest
-from disco_ds.data.order import SLOTS
+from disco_ds.data.listing import is_folder, is_table, list_shards, refuse_remote, resolve_shards
+from disco_ds.data.manifest import Manifest, load_listed, load_manifest
+from disco_ds.data.mixture import Mixture
+from disco_ds.data.order import divide
+from disco_ds.data.remote import ShardCache
+from disco_ds.data.table import Table, TableReader, read_table
 from disco_ds.data.tar import TarReader
+from disco_ds.data_settings import DataSettings, SourceSettings
 
 Tokenize = Callable[[list[str]], Tensor]
 """Captions -> [n, L] int64; it is sent to the workers, so it pickles."""
@@ -36,10 +45,6 @@ _CELLS = 8
 
 
 class Source(Protocol):
-    sizes: list[int]
-    """Samples per shard."""
-    fingerprint: str
-
     def read(self, shard: int, entry: int, epoch: int, index: int) -> tuple[Tensor, Tensor]:
         """(image [3, H, W] uint8, text [L] int64) of a sample; index is its id.
 
@@ -53,8 +58,65 @@ class Source(Protocol):
         """Close its files."""
 
 
+def load_sources(settings: DataSettings) -> list[Manifest | Table]:
+    """What is known of the sources that the settings name, before a sample is read; none if they are synthetic.
+
+    Raises:  ValueError naming the setting: for shards or manifests that are missing or do not fit together, and for
+             remote shards that the settings do not allow.
+    """
+    found = []
+    for number, part in enumerate(settings.parts):
+        try:
+            found.append(_load(part, settings))
+        except ValueError as error:
+            where = f"data.sources[{number}]" if settings.sources else "data.shards"
+            raise ValueError(f"{where}: {error}") from None
+    return found
+
+
+def _load(part: SourceSettings, settings: DataSettings) -> Manifest | Table:
+    text, own = part.shards, settings.settings_of(part)
+    refuse_remote(text, settings.remote)
+    if is_table(text):
+        return read_table(Path(text).expanduser(), own.image_key, own.captions, settings.csv_separator)
+    if is_folder(text):
+        return load_manifest(resolve_shards(text), part.manifest)
+    return load_listed(list_shards(text), part.manifest)
+
+
+def mix(settings: DataSettings, sources: Sequence[Manifest | Table], num_slots: int, seed: int) -> Mixture:
+    """The order of the sources' samples; without any, of the synthetic ones."""
+    sizes = [data.sizes for data in sources] or [divide(settings.num_samples)]
+    replacement = [part.replacement for part in settings.parts] or [False]
+    return Mixture(sizes, _weigh(settings, sources) or [1.0], replacement, num_slots, seed, settings.window)
+
+
+def _weigh(settings: DataSettings, sources: Sequence[Manifest | Table]) -> list[float]:
+    """The weight of every source: its own or, where none has one, its samples."""
+    return [part.weight or sum(data.sizes) for part, data in zip(settings.parts, sources, strict=True)]
+
+
+def fingerprint(settings: DataSettings, sources: Sequence[Manifest | Table]) -> str:
+    """Of what the data order depends on; a single source is known by its own."""
+    if len(sources) == 1 and not settings.parts[0].replacement:
+        return sources[0].fingerprint
+    parts = zip(sources, _weigh(settings, sources), settings.parts, strict=True)
+    text = json.dumps([(data.fingerprint, weight, part.replacement) for data, weight, part in parts])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class Reader(Protocol):
+    """The bytes of samples: TarReader, TableReader."""
+
+    def read(self, shard: int, entry: int) -> dict[str, bytes]: ...
+
+    def name(self, shard: int, entry: int) -> str: ...
+
+    def close(self) -> None: ...
+
+
 class ShardSource:
-    """Samples of the tar shards of a manifest.
+    """Samples of the tar shards of a manifest, or of a csv file.
 
     Args:    num_slots: slots that one process reads in turn, which says how many shards it needs at hand.
     """
@@ -62,23 +124,21 @@ class ShardSource:
     def __init__(
         self,
         settings: DataSettings,
-        manifest: Manifest,
+        data: Manifest | Table,
         image: ImageSpec,
         tokenize: Tokenize,
         context_length: int,
         seed: int,
         num_slots: int,
     ) -> None:
-        self.sizes = manifest.sizes
-        self.fingerprint = manifest.fingerprint
+        self.sizes = data.sizes
         self._settings = settings
         self._image = image
         self._tokenize = tokenize
         self._context_length = context_length
         self._seed = seed
         self._captions = Captions(settings.captions)
-        per_window = math.ceil(settings.window * len(manifest.shards) / manifest.num_samples) + 1
-        self._reader = TarReader(manifest.folder, [shard.name for shard in manifest.shards], num_slots * per_window)
+        self._reader = _open(data, settings, num_slots)
 
     def read(self, shard: int, entry: int, epoch: int, index: int) -> tuple[Tensor, Tensor]:
         members = self._reader.read(shard, entry)
@@ -106,22 +166,69 @@ class ShardSource:
         self._reader.close()
 
 
+def _open(data: Manifest | Table, settings: DataSettings, num_slots: int) -> Reader:
+    if isinstance(data, Table):
+        return TableReader(data)
+    names = [shard.name for shard in data.shards]
+    per_window = math.ceil(settings.window * len(names) / data.num_samples) + 1
+    if not data.urls:
+        return TarReader(data.folder, names, num_slots * per_window)
+    cache = ShardCache(data.urls, names, [shard.bytes for shard in data.shards], settings.remote)
+    return TarReader(cache.folder, names, num_slots * per_window, cache.open)
+
+
+class MixedSource:
+    """Several sources as one, their shards numbered through."""
+
+    def __init__(self, sources: Sequence[ShardSource]) -> None:
+        self.sizes = [size for source in sources for size in source.sizes]
+        self._sources = sources
+        self._first = [0, *accumulate(len(source.sizes) for source in sources)]
+
+    def read(self, shard: int, entry: int, epoch: int, index: int) -> tuple[Tensor, Tensor]:
+        number = self._number(shard)
+        return self._sources[number].read(shard - self._first[number], entry, epoch, index)
+
+    def name(self, shard: int, entry: int) -> str:
+        number = self._number(shard)
+        return self._sources[number].name(shard - self._first[number], entry)
+
+    def close(self) -> None:
+        for source in self._sources:
+            source.close()
+
+    def _number(self, shard: int) -> int:
+        return bisect_right(self._first, shard) - 1
+
+
+def open_sources(
+    settings: DataSettings,
+    sources: Sequence[Manifest | Table],
+    image: ImageSpec,
+    tokenize: Tokenize,
+    context_length: int,
+    vocab_size: int,
+    seed: int,
+    num_slots: int,
+) -> Source:
+    """The sources as one, for a process that reads so many slots in turn; without any, the synthetic one."""
+    if not sources:
+        return SyntheticSource(image, context_length, vocab_size, seed)
+    opened = [
+        ShardSource(settings.settings_of(part), data, image, tokenize, context_length, seed, num_slots)
+        for part, data in zip(settings.parts, sources, strict=True)
+    ]
+    return opened[0] if len(opened) == 1 else MixedSource(opened)
+
+
 class SyntheticSource:
     """Random pixels and tokens, a function of the id: to try a model or a cluster without data."""
 
-    def __init__(self, num_samples: int, image: ImageSpec, context_length: int, vocab_size: int, seed: int) -> None:
-        self.sizes = self.divide(num_samples)
-        self.fingerprint = f"synthetic-{num_samples}"
+    def __init__(self, image: ImageSpec, context_length: int, vocab_size: int, seed: int) -> None:
         self._image = image
         self._context_length = context_length
         self._vocab_size = vocab_size
         self._seed = seed
-
-    @staticmethod
-    def divide(num_samples: int) -> list[int]:
-        """Sizes of the pretended shards, enough for the largest default number of slots."""
-        num_shards = min(SLOTS[0], num_samples)
-        return [(i + 1) * num_samples // num_shards - i * num_samples // num_shards for i in range(num_shards)]
 
     def read(self, shard: int, entry: int, epoch: int, index: int) -> tuple[Tensor, Tensor]:
         height, width = self._image.size

@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import re
 import tarfile
+import warnings
 from array import array
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -26,6 +27,15 @@ _FILES_KEPT = 64
 
 class BrokenSample(Exception):  # noqa: N818 - it is an event that costs one sample, not an error of the run
     """A sample that cannot be used, with the reason; the order goes on with the next one."""
+
+
+class DataError(Exception):
+    """The data cannot go on: too many broken samples, a shard that cannot be fetched, or a worker that failed, died or
+    fell silent."""
+
+
+class CacheFullError(DataError):
+    """No room for one more shard: all that is kept is being read."""
 
 
 class TarIndex:
@@ -102,13 +112,18 @@ def _walk(file: BinaryIO, at: int = 0) -> Iterator[tarfile.TarInfo]:
 class TarReader:
     """Samples of a folder's shards by (shard, entry); not for several threads at once.
 
-    Args:    names: the shards in the manifest's order; num_indices: shard indices kept, the least recently used goes.
+    Args:    names: the shards in the manifest's order; num_indices: shard indices kept, the least recently used goes;
+             fetch: opens a shard, by its number, that is not in the folder, and stays in use until it is closed.
     """
 
-    def __init__(self, folder: Path, names: list[str], num_indices: int) -> None:
+    def __init__(
+        self, folder: Path, names: list[str], num_indices: int, fetch: Callable[[int], BinaryIO] | None = None
+    ) -> None:
         self._folder = folder
         self._names = names
         self._num_indices = num_indices
+        self._fetch = fetch
+        self._num_files = _FILES_KEPT if fetch is None else num_indices
         self._indices: OrderedDict[int, TarIndex] = OrderedDict()
         self._files: OrderedDict[int, BinaryIO] = OrderedDict()
 
@@ -158,9 +173,21 @@ class TarReader:
 
     def _file(self, shard: int) -> BinaryIO:
         if shard not in self._files:
-            # Unbuffered: a buffer would read 8 KiB for a header of 512 bytes.
-            self._files[shard] = open(self._folder / self._names[shard], "rb", buffering=0)  # noqa: SIM115
-            if len(self._files) > _FILES_KEPT:
+            self._files[shard] = self._open(shard)
+            if len(self._files) > self._num_files:
                 self._files.popitem(last=False)[1].close()
         self._files.move_to_end(shard)
         return self._files[shard]
+
+    def _open(self, shard: int) -> BinaryIO:
+        while self._fetch is not None:
+            try:
+                return self._fetch(shard)
+            except CacheFullError:
+                if not self._files:
+                    raise
+                # What was read longest ago may not be needed any more. A warning is given once.
+                warnings.warn("data.remote.cache_gb is small: some shards may be fetched again and again", stacklevel=2)
+                self._files.popitem(last=False)[1].close()
+        # Unbuffered: a buffer would read 8 KiB for a header of 512 bytes.
+        return open(self._folder / self._names[shard], "rb", buffering=0)

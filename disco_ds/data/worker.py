@@ -29,18 +29,14 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import get_context
 
-from disco_ds.data.order import DataOrder
+from disco_ds.data.mixture import Mixture
 from disco_ds.data.source import Source
-from disco_ds.data.tar import BrokenSample
+from disco_ds.data.tar import BrokenSample, DataError
 
 SPARE_BROKEN = 16
 """Broken samples that a worker tolerates beyond its fraction: the first one read must not stop a run."""
 NUM_NAMED = 5
 """Broken samples that a message names."""
-
-
-class DataError(Exception):
-    """The data cannot go on: too many broken samples, or a worker that failed, died or fell silent."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,7 @@ class Part:
     ids: Tensor
     """[n, 3] int64: place in the micro-batch, sample id, epoch."""
     cursor: dict[int, tuple[int, int]]
-    """(epoch, offset) that follows, of the slots that moved."""
+    """(epoch, offset) that follows, of the streams that moved."""
     broken: list[str]
     """Samples skipped on the way, `shard/key: reason`."""
 
@@ -63,16 +59,16 @@ class Part:
 class Job:
     """One worker's share of a rank's stream; it pickles.
 
-    The rank's sample number q (from the run's start) belongs to slots[q % len(slots)].
+    The rank's sample number q (from the run's start) belongs to slots[q % len(slots)], as its number q // len(slots).
     """
 
     source: Source
-    order: DataOrder
+    order: Mixture
     max_broken: float
     slots: tuple[int, ...]
     """The rank's slots, in order."""
     cursor: dict[int, tuple[int, int]]
-    """(epoch, offset) of each."""
+    """(epoch, offset) of each of their streams."""
     first: int
     """The rank's first sample number."""
     micro_batch: int
@@ -83,8 +79,8 @@ class Job:
     num_workers: int = 1
 
 
-class _Stream:
-    """Reads the next good sample of a slot, and counts the broken ones."""
+class _Reader:
+    """Reads the next good sample of a stream, and counts the broken ones."""
 
     def __init__(self, job: Job) -> None:
         self._source = job.source
@@ -94,16 +90,15 @@ class _Stream:
         self._broken = 0
         self._last: list[str] = []
 
-    def next(self, slot: int, epoch: int, offset: int, broken: list[str]) -> tuple[Tensor, Tensor, int, int, int]:
-        """(image, text, id, epoch, offset) of the slot's next good sample from (epoch, offset) on.
+    def next(self, stream: int, epoch: int, offset: int, broken: list[str]) -> tuple[Tensor, Tensor, int, int, int]:
+        """(image, text, id, epoch, offset) of the stream's next good sample from (epoch, offset) on.
 
-        Raises:  DataError when too many were broken, or all that the slot has in two epochs.
+        Raises:  DataError when too many were broken, or all that the stream has in two epochs.
         """
         skipped = 0
         while True:
-            while offset >= self._order.length(slot, epoch):
-                epoch, offset = epoch + 1, 0
-            shard, entry = self._order.locate(slot, epoch, offset)
+            epoch, offset = self._order.settle(stream, epoch, offset)
+            shard, entry = self._order.locate(stream, epoch, offset)
             index = self._order.index(shard, entry)
             self._read += 1
             try:
@@ -113,9 +108,11 @@ class _Stream:
             skipped += 1
             offset += 1
             self._count(broken[-1])
-            # Also with data.max_broken=1 a slot that finds nothing ends; each epoch gives it other samples.
-            if skipped >= SPARE_BROKEN + 2 * self._order.length(slot, epoch):
-                raise DataError(f"slot {slot} found no readable sample in {skipped}; the last: {'; '.join(self._last)}")
+            # Also with data.max_broken=1 a stream that finds nothing ends; each epoch gives it other samples.
+            if skipped >= SPARE_BROKEN + 2 * self._order.length(stream, epoch):
+                raise DataError(
+                    f"stream {stream} found no readable sample in {skipped}; the last: {'; '.join(self._last)}"
+                )
 
     def _count(self, text: str) -> None:
         self._broken += 1
@@ -133,20 +130,24 @@ def produce_parts(job: Job) -> Iterator[Part]:
 
     Raises:  DataError, OSError naming a shard that cannot be read.
     """
-    stream, cursor = _Stream(job), dict(job.cursor)
+    reader, cursor = _Reader(job), dict(job.cursor)
     start, m = job.first, job.micro_batch
     while True:
-        numbers = [(q - start, q % len(job.slots)) for q in range(start, start + m)]
-        mine = [(place, job.slots[i]) for place, i in numbers if i % job.num_workers == job.worker]
+        numbers = [(q - start, *divmod(q, len(job.slots))) for q in range(start, start + m)]
+        mine = [
+            (place, job.order.stream(job.slots[i], number))
+            for place, number, i in numbers
+            if i % job.num_workers == job.worker
+        ]
         image = torch.empty(len(mine), 3, *job.image_size, dtype=torch.uint8)
         text = torch.empty(len(mine), job.context_length, dtype=torch.int64)
         ids = torch.empty(len(mine), 3, dtype=torch.int64)
         broken: list[str] = []
-        for row, (place, slot) in enumerate(mine):
-            image[row], text[row], index, epoch, offset = stream.next(slot, *cursor[slot], broken)
+        for row, (place, stream) in enumerate(mine):
+            image[row], text[row], index, epoch, offset = reader.next(stream, *cursor[stream], broken)
             ids[row] = torch.tensor((place, index, epoch))
-            cursor[slot] = epoch, offset + 1
-        yield Part(image, text, ids, {slot: cursor[slot] for _, slot in mine}, broken)
+            cursor[stream] = epoch, offset + 1
+        yield Part(image, text, ids, {stream: cursor[stream] for _, stream in mine}, broken)
         start += m
 
 

@@ -1,0 +1,100 @@
+"""What a setting like data.shards may say, and the names and places of the shards it means. Reads no shard.
+
+folder, bundled:<set>          every .tar in it
+/data/{00000..00099}.tar       local shards one by one; several braces and lists {a,b} work too
+https://host/x/{0..9}.tar      fetched, if data.remote.http allows it
+pipe:COMMAND {0..9}.tar        what a shell command writes, if data.remote.pipe allows it
+table.csv                      rows of image path and caption
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from braceexpand import braceexpand
+
+from disco_ds.config import PACKAGE
+from disco_ds.data_settings import RemoteSettings
+
+NAME = "manifest.json"
+PIPE = "pipe:"
+_BUNDLED = "bundled:"
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://")
+_BRACES = re.compile(r"[^\s/?&='\"|]*\{.*\}[^\s?#&'\"|]*")
+_TAR = re.compile(r"[^\s/?&='\"|]+\.tar\b")
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Shards that a text names one by one."""
+
+    folder: Path
+    """Of local shards."""
+    names: tuple[str, ...]
+    """In the manifest, sorted: paths below the folder, or what differs between URLs. Never a query or a password."""
+    urls: tuple[str, ...] = ()
+    """Of remote shards."""
+
+
+def is_table(text: str) -> bool:
+    return text.endswith((".csv", ".tsv")) and not is_remote(text)
+
+
+def is_remote(text: str) -> bool:
+    return text.startswith(("http://", "https://", PIPE))
+
+
+def is_folder(text: str) -> bool:
+    return not (is_remote(text) or is_table(text) or text.endswith(".tar") or "{" in text)
+
+
+def refuse_remote(text: str, remote: RemoteSettings) -> None:
+    """Raises: ValueError naming the setting that would allow it."""
+    if text.startswith(PIPE) and not remote.pipe:
+        raise ValueError("a pipe: runs its command in a shell, as you; if you trust it, set data.remote.pipe=true")
+    if is_remote(text) and not text.startswith(PIPE) and not remote.http:
+        raise ValueError("shards at a URL are fetched into data.remote.cache; to allow it, set data.remote.http=true")
+    if (match := _URL.match(text)) and not is_remote(text):
+        raise ValueError(
+            f"{match[0]} is not read directly: give an http(s) URL, or a pipe: whose command writes the tar"
+        )
+
+
+def list_shards(text: str) -> Listing:
+    """The shards of a text with braces, or of one that names a single .tar.
+
+    Raises:  ValueError for braces that do not match and shards that would share a name.
+    """
+    if is_remote(text):
+        head = text if text.startswith(PIPE) else text.partition("?")[0]
+        match = _BRACES.search(head) or _BRACES.search(text) or _TAR.search(head)
+        if match is None:
+            raise ValueError("a URL or command names its shards by braces, {0000..0099}.tar, or one that ends in .tar")
+        start, stop = match.span()
+    else:
+        start, stop = text.rfind("/", 0, text.find("{") if "{" in text else None) + 1, len(text)
+    try:
+        names = sorted(braceexpand(text[start:stop], escape=False))
+    except ValueError:
+        raise ValueError(f"the braces of {text[start:stop]} do not match") from None
+    if len(set(names)) < len(names):
+        raise ValueError(f"{text[start:stop]} names a shard twice")
+    urls = tuple(text[:start] + name + text[stop:] for name in names) if is_remote(text) else ()
+    return Listing(Path(text[:start]).expanduser() if not urls else Path(), tuple(names), urls)
+
+
+def resolve_shards(text: str) -> Path:
+    """The folder of a text that names one: a path, or `bundled:<set>` for data of the package.
+
+    Raises:  ValueError listing the bundled sets when there is none of that name.
+    """
+    if not text.startswith(_BUNDLED):
+        return Path(text).expanduser()
+    assets = PACKAGE / "assets"
+    folder = assets / text.removeprefix(_BUNDLED)
+    if not folder.is_dir():
+        known = sorted(_BUNDLED + path.parent.relative_to(assets).as_posix() for path in assets.rglob(NAME))
+        raise ValueError(f"no bundled data is called {text!r}; known: {', '.join(known) or 'none'}")
+    return folder

@@ -1,0 +1,117 @@
+"""Several sources in one data order: which of them a sample comes from, and where it lies there.
+
+A source keeps the slots and the order it would have alone (order.py), or its samples are drawn with replacement. A
+slot's part of a source is a stream: number source * S + slot, with a cursor (epoch, offset) of its own. Sample number k
+of slot s comes from the source in whose share of [0, 1) the number
+
+    frac(phase(seed, s) + k * golden ratio)
+
+falls: a function of seed and position alone, each source as likely as its weight says, and, since multiples of the
+golden ratio spread more evenly than random numbers do, no slot runs far ahead of the others in a source.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from disco_ds.data.keyed import GOLDEN, keyed_int
+from disco_ds.data.order import DataOrder
+
+_SEED, _PHASE, _RUN, _DRAW = 3, 4, 5, 6
+
+
+class Draws:
+    """Where the samples of every slot lie, drawn with replacement.
+
+    A draw is an epoch of its own, so that crop and caption differ from those of the sample's other draws: epoch e has
+    one sample, of slot e % S. A slot draws from a run of consecutive entries, as many as are shuffled together without
+    replacement, and takes another run after as many draws: it reads few shards at a time, every sample is as likely as
+    any other at every draw, and draws of different runs are independent.
+
+    Args:    sizes: samples per shard; num_slots S; seed; window: length of a run.
+    """
+
+    def __init__(self, sizes: Sequence[int], num_slots: int, seed: int, window: int) -> None:
+        self._ends = np.cumsum(np.asarray(sizes, dtype=np.int64))
+        self._num_slots = num_slots
+        self._seed = seed
+        self._run = min(window, int(self._ends[-1]))
+
+    def length(self, slot: int, epoch: int) -> int:
+        """Entries that the draw is one of."""
+        return self._run
+
+    def settle(self, slot: int, epoch: int, offset: int) -> tuple[int, int]:
+        """The slot's next draw, this one if nothing has been read of it."""
+        epoch += offset
+        return epoch + (slot - epoch) % self._num_slots, 0
+
+    def locate(self, slot: int, epoch: int, offset: int) -> tuple[int, int]:
+        """(shard, entry) of a draw."""
+        num_samples = int(self._ends[-1])
+        start = keyed_int(self._seed, _RUN, slot, epoch // self._num_slots // self._run) % num_samples
+        place = (start + keyed_int(self._seed, _DRAW, epoch) % self._run) % num_samples
+        shard = int(np.searchsorted(self._ends, place, side="right"))
+        return shard, place - (int(self._ends[shard - 1]) if shard else 0)
+
+
+class Mixture:
+    """The orders of one or more sources as one; their shards are numbered through, and so are the ids.
+
+    Args:    sizes: samples per shard, by source; weights: share of each source, up to a factor; replacement: whether it
+             is drawn with replacement; num_slots S; seed; window: entries of a slot that are shuffled together.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[Sequence[int]],
+        weights: Sequence[float],
+        replacement: Sequence[bool],
+        num_slots: int,
+        seed: int,
+        window: int,
+    ) -> None:
+        self._orders: list[DataOrder | Draws] = []
+        for number, (part, again) in enumerate(zip(sizes, replacement, strict=True)):
+            # Sources of equal sizes must not go in step; the first is ordered as it would be alone.
+            own = keyed_int(seed, _SEED, number) if number else seed
+            self._orders.append((Draws if again else DataOrder)(part, num_slots, own, window))
+        self._num_slots = num_slots
+        self._seed = seed
+        self._ends = [int(end / math.fsum(weights) * 2**64) for end in accumulate(weights)][:-1]
+        self._first_shard = [0, *accumulate(map(len, sizes))]
+        self._first_index = [0, *accumulate(size for part in sizes for size in part)]
+
+    def streams(self, slot: int) -> list[int]:
+        """The streams of a slot, one for each source."""
+        return [source * self._num_slots + slot for source in range(len(self._orders))]
+
+    def stream(self, slot: int, number: int) -> int:
+        """The stream that the slot's sample `number`, from the run's start, comes from."""
+        point = (keyed_int(self._seed, _PHASE, slot) + number * GOLDEN) % 2**64
+        return bisect_right(self._ends, point) * self._num_slots + slot
+
+    def length(self, stream: int, epoch: int) -> int:
+        """Samples of a stream in an epoch, or among which it draws."""
+        source, slot = divmod(stream, self._num_slots)
+        return self._orders[source].length(slot, epoch)
+
+    def settle(self, stream: int, epoch: int, offset: int) -> tuple[int, int]:
+        """A place of the stream itself or, past the end of an epoch, its next one."""
+        source, slot = divmod(stream, self._num_slots)
+        return self._orders[source].settle(slot, epoch, offset)
+
+    def locate(self, stream: int, epoch: int, offset: int) -> tuple[int, int]:
+        """(shard, entry) at a place of a stream."""
+        source, slot = divmod(stream, self._num_slots)
+        shard, entry = self._orders[source].locate(slot, epoch, offset)
+        return self._first_shard[source] + shard, entry
+
+    def index(self, shard: int, entry: int) -> int:
+        """The sample's id: contiguous, in the order of sources and manifests."""
+        return self._first_index[shard] + entry

@@ -1,0 +1,221 @@
+"""Shards that are fetched: from http(s) URLs, and what shell commands write (`pipe:COMMAND`).
+
+The data order reads the samples of a shard out of order, so a shard is fetched whole into a folder of this host,
+completed by a rename, and read there by all workers and ranks. A process holds what it reads by a lock (flock), which
+ends with the process; only what nobody holds is evicted, the longest unused first.
+
+Not webdataset's gopen and cache: they ignore some failures of their commands, know no HTTP status, name files by the
+last part of the path alone and evict what others read.
+"""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import hashlib
+import http.client
+import os
+import random
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+from disco_ds.data.listing import PIPE
+from disco_ds.data.tar import CacheFullError, DataError
+from disco_ds.data_settings import RemoteSettings
+
+_PASSING = {408, 425, 429, 500, 502, 503, 504}
+"""HTTP statuses that may be gone at the next try."""
+_BLOCK = 2**20
+
+
+class _FetchError(Exception):
+    def __init__(self, reason: str, passing: bool = True) -> None:
+        super().__init__(reason)
+        self.passing = passing
+
+
+class ShardCache:
+    """Remote shards of a manifest as local files; it pickles.
+
+    Args:    urls, names, sizes (in bytes, as counted) of the shards; settings: where, how much, how often to try.
+    """
+
+    def __init__(
+        self, urls: Sequence[str], names: Sequence[str], sizes: Sequence[int], settings: RemoteSettings
+    ) -> None:
+        self._urls = urls
+        self._names = names
+        self._sizes = sizes
+        self._settings = settings
+        self.folder = settings.cache.expanduser()
+
+    def open(self, shard: int) -> BinaryIO:
+        """A shard's file, fetched if it is not there, held until it is closed.
+
+        Raises:  DataError naming the URL and the status; CacheFullError; OSError of the folder.
+        """
+        key = hashlib.sha256(f"{self._sizes[shard]} {self._urls[shard]}".encode()).hexdigest()[:32]
+        path = self.folder / f"{key}.tar"
+        while True:
+            try:
+                file = open(path, "rb", buffering=0)  # noqa: SIM115 - the caller closes it
+            except FileNotFoundError:
+                self._fetch(shard, path)
+                continue
+            fcntl.flock(file, fcntl.LOCK_SH)
+            # Between open and lock it may have been evicted.
+            if _is_at(file, path):
+                os.utime(path)
+                return file
+            file.close()
+
+    def _fetch(self, shard: int, path: Path) -> None:
+        """Bring a shard to `path`; or nothing, if another process has just done so."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        name = path.with_suffix(".partial")
+        with open(os.open(name, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if not _is_at(file, name):
+                return
+            try:
+                file.truncate(0)
+                self._make_room(file, self._sizes[shard])
+                fetch(self._urls[shard], self._names[shard], file, self._settings, self._sizes[shard])
+                os.fsync(file.fileno())
+                name.rename(path)
+            except BaseException:
+                name.unlink(missing_ok=True)
+                raise
+
+    def _make_room(self, file: BinaryIO, need: int) -> None:
+        """Evict until so many bytes more fit, and take them by giving the file this size."""
+        limit = int(self._settings.cache_gb * 1e9)
+        with open(self.folder / ".lock", "ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            known = []
+            for entry in os.scandir(self.folder):
+                with suppress(FileNotFoundError):  # a .partial that has just been renamed
+                    if entry.name.endswith((".tar", ".partial")):
+                        known.append((entry.stat().st_mtime_ns, entry.stat().st_size, Path(entry.path)))
+            used = sum(size for _, size, _ in known)
+            for _, size, path in sorted(known):
+                if used + need <= limit:
+                    break
+                if _evict(path):
+                    used -= size
+            if used + need > limit:
+                raise CacheFullError(
+                    f"a shard of {need:,} bytes finds no room in {self.folder}: {used:,} bytes are being read, "
+                    f"data.remote.cache_gb is {self._settings.cache_gb:g}; raise it, or set fewer data.slots"
+                )
+            file.truncate(need)
+
+
+def fetch(url: str, name: str, file: BinaryIO, settings: RemoteSettings, size: int | None = None) -> None:
+    """Write a remote shard into an open file, in several tries if need be.
+
+    Args:    name: for messages; size: what it must have, in bytes.
+    Raises:  DataError naming the URL, without what may be secret in it, and the last failure.
+    """
+    for number in range(settings.tries):
+        if number:
+            # Many processes fail at once: let them come back one after the other. Not from the trainer's generator.
+            time.sleep(2 ** (number - 1) * random.SystemRandom().uniform(0.5, 1.5))
+        try:
+            with closing(_read_url(url, settings.timeout_s)) as blocks:
+                _write(blocks, file, size)
+            return
+        except _FetchError as error:
+            last = error
+            if not error.passing:
+                break
+    raise DataError(f"shard {name} cannot be fetched from {describe(url)}: {last}; tries: {number + 1}")
+
+
+@contextmanager
+def fetch_temporary(url: str, name: str, settings: RemoteSettings) -> Iterator[BinaryIO]:
+    """A remote shard in a file without a name, which is gone at the end. Raises: as fetch."""
+    with tempfile.TemporaryFile(buffering=0) as file:
+        fetch(url, name, file, settings)
+        yield file
+
+
+def describe(url: str) -> str:
+    """A URL without user, password and query; a command, which may hold secrets anywhere, is not told at all."""
+    if url.startswith(PIPE):
+        return "its pipe:"
+    parts = urllib.parse.urlsplit(url)
+    return urllib.parse.urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+def _write(blocks: Iterable[bytes], file: BinaryIO, size: int | None) -> None:
+    file.seek(0)
+    done = 0
+    for block in blocks:
+        done += len(block)
+        if size is not None and done > size:
+            break
+        view = memoryview(block)
+        while view:
+            view = view[file.write(view) :]
+    if size is not None and done != size:
+        what = f"more than {size:,}" if done > size else f"{done:,} of {size:,}"
+        raise _FetchError(f"{what} bytes as its manifest counts them; if it was written anew, index it again")
+    file.truncate(done)
+
+
+def _read_url(url: str, timeout_s: float) -> Generator[bytes, None, None]:
+    """Its bytes, block by block. Raises: _FetchError."""
+    if url.startswith(PIPE):
+        with subprocess.Popen(url.removeprefix(PIPE), shell=True, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            yield from iter(partial(process.stdout.read, _BLOCK), b"")
+        if process.returncode:
+            raise _FetchError(f"the command ended with status {process.returncode}")
+        return
+    parts = urllib.parse.urlsplit(url)
+    request = urllib.request.Request(urllib.parse.urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])))
+    if parts.username:
+        pair = urllib.parse.unquote(f"{parts.username}:{parts.password or ''}")
+        request.add_unredirected_header("Authorization", f"Basic {base64.b64encode(pair.encode()).decode()}")
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            done, length = 0, answer.headers["Content-Length"]
+            while block := answer.read(_BLOCK):
+                done += len(block)
+                yield block
+    except urllib.error.HTTPError as error:
+        error.close()
+        reason = http.client.responses.get(error.code, "")
+        raise _FetchError(f"HTTP status {error.code} {reason}".strip(), error.code in _PASSING) from None
+    except http.client.HTTPException as error:
+        # Its text may hold the URL.
+        raise _FetchError(type(error).__name__) from None
+    except OSError as error:
+        raise _FetchError(str(getattr(error, "reason", error))) from None
+    if length is not None and done < int(length):
+        raise _FetchError(f"the connection ended after {done:,} of {int(length):,} bytes")
+
+
+def _is_at(file: BinaryIO, path: Path) -> bool:
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    return False
+
+
+def _evict(path: Path) -> bool:
+    """Remove a file that nobody holds."""
+    with suppress(OSError), open(path, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()
+        return True
+    return False

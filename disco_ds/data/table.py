@@ -1,0 +1,132 @@
+"""A csv file of image paths and captions: a row is a sample, its number the sample's id.
+
+As open_clip's --train-data takes it: column names in the first line, separated by tabs or commas. data.image_key names
+the column of paths (relative to the csv's folder), the templates of data.captions name the others. Of the rows only
+their places are kept in memory; for the data order they are divided into pretended shards.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import os
+from array import array
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from disco_ds.data.decode import list_fields
+from disco_ds.data.order import divide
+from disco_ds.data.tar import BrokenSample
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    path: Path
+    separator: str
+    columns: tuple[str, ...]
+    image: str
+    """The column of image paths."""
+    starts: np.ndarray
+    """Where each row begins and the last one ends, in bytes, [n + 1] int64."""
+    fingerprint: str
+    """Of the whole file: its rows are the samples."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """Rows of the pretended shards."""
+        return divide(len(self.starts) - 1)
+
+
+class TableReader:
+    """Samples of a table by (pretended shard, entry)."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self._first = [0, *accumulate(table.sizes)]
+        self._file: BinaryIO | None = None
+
+    def read(self, shard: int, entry: int) -> dict[str, bytes]:
+        """The row's values by column, the image's bytes in place of its path.
+
+        Raises:  BrokenSample when the row is short or its image cannot be read; OSError for the csv file itself.
+        """
+        table, row = self._table, self._first[shard] + entry
+        if self._file is None:
+            self._file = open(table.path, "rb", buffering=0)  # noqa: SIM115 - close() closes it
+        start, stop = int(table.starts[row]), int(table.starts[row + 1])
+        try:
+            text = os.pread(self._file.fileno(), stop - start, start).decode()
+            values = next(csv.reader(io.StringIO(text, newline=""), delimiter=table.separator), [])
+            sample = {column: value.encode() for column, value in zip(table.columns, values, strict=False)}
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise BrokenSample(f"the row cannot be read: {error}") from None
+        if table.image not in sample:
+            raise BrokenSample(f"the row has no {table.image}: {len(values)} of {len(table.columns)} values")
+        path = table.path.parent / sample[table.image].decode()
+        try:
+            return {**sample, table.image: path.read_bytes()}
+        except (OSError, ValueError) as error:
+            raise BrokenSample(f"image {path} cannot be read: {error}") from None
+
+    def name(self, shard: int, entry: int) -> str:
+        return f"{self._table.path.name}/row {self._first[shard] + entry}"
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def read_table(path: Path, image_key: str, captions: Collection[str], separator: str | None = None) -> Table:
+    """Find the rows of a csv file.
+
+    Args:    image_key, captions: data.image_key and the templates of data.captions; separator: None: a tab if the first
+             line has one, else a comma.
+    Raises:  ValueError for a file that is missing, empty or malformed, and for columns that it does not have.
+    """
+    try:
+        with open(path, "rb") as file:
+            first = file.readline()
+            heading = first.decode("utf-8-sig")
+            separator = separator or ("\t" if "\t" in heading else ",")
+            columns = tuple(next(csv.reader([heading], delimiter=separator), ()))
+            starts, fingerprint = _find_rows(file, separator, first)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} cannot be read as a csv file: {error}") from None
+    image = next((key for key in image_key.split(";") if key in columns), None)
+    missing = sorted({field for template in captions for field in list_fields(template)} - set(columns))
+    if image is None or missing:
+        what = f"captions name {', '.join(missing)}" if missing else f"image_key is {image_key}"
+        raise ValueError(
+            f"{path} has the columns {', '.join(columns)}, {what}: say, for instance, image_key=filepath "
+            "captions={'{title}': 1} (and csv_separator=';')"
+        )
+    if len(starts) < 2:
+        raise ValueError(f"{path} has no row below its column names")
+    return Table(path, separator, columns, image, starts, fingerprint)
+
+
+def _find_rows(file: BinaryIO, separator: str, heading: bytes) -> tuple[np.ndarray, str]:
+    """Where the rows begin, and the file's fingerprint; a quoted value may span lines, and empty lines do not count."""
+    position, digest = file.tell(), hashlib.sha256(heading)
+
+    def lines() -> Iterator[str]:
+        nonlocal position
+        for line in file:
+            position += len(line)
+            digest.update(line)
+            # Only the structure matters here, and latin-1 reads any byte.
+            yield line.decode("latin-1")
+
+    starts, start = array("q"), position
+    for row in csv.reader(lines(), delimiter=separator):
+        if row:
+            starts.append(start)
+        start = position
+    starts.append(position)
+    return np.array(starts, dtype=np.int64), digest.hexdigest()[:16]

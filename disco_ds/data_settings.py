@@ -1,0 +1,141 @@
+"""The `data` part of a recipe: where samples come from, how they are read and changed. See config.py for the rest.
+
+The base class of all settings stands here, since config.py imports this file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+
+class Settings(BaseModel):
+    """Frozen, typed, without unknown keys; the docstring under a field is its help text."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+
+class AugmentSettings(Settings):
+    """Random changes of the training images, applied on the device; all zero: none."""
+
+    rotate_degrees: float = Field(0.0, ge=0, le=180)
+    """Rotation, uniform in +- this many degrees."""
+    zoom: float = Field(0.0, ge=0, lt=1)
+    """Scale, uniform in 1 +- this."""
+    shift: float = Field(0.0, ge=0, lt=1)
+    """Translation per axis, uniform in +- this fraction of the side."""
+    colour_scale: float = Field(0.0, ge=0, lt=1)
+    """Gain per channel, uniform in 1 +- this."""
+    colour_offset: float = Field(0.0, ge=0, lt=1)
+    """Offset per channel, uniform in +- this, pixels in [0, 1]."""
+
+
+class RemoteSettings(Settings):
+    """Shards that are fetched, whole, before they are read."""
+
+    http: bool = False
+    """Allow shards at http:// and https://."""
+    pipe: bool = False
+    """Allow `pipe:COMMAND`: whoever wrote the recipe then runs COMMAND in a shell, as you."""
+    cache: Path = Path("~/.cache/disco_ds")
+    """Folder on a disk of each host, for all its processes; fetched shards stay there until others need the room."""
+    cache_gb: float = Field(100.0, gt=0)
+    """Its size, in 1e9 bytes. A host reads about data.slots / hosts shards at a time, of every source."""
+    tries: int = Field(5, gt=0)
+    """Of one shard, with pauses of about 1, 2, 4, 8 s."""
+    timeout_s: float = Field(60.0, gt=0)
+    """A server silent for this long has failed; below data.timeout_s."""
+
+
+def _check_captions(captions: dict[str, float]) -> dict[str, float]:
+    if not captions or min(captions.values()) < 0 or sum(captions.values()) <= 0:
+        raise ValueError(f"data.captions needs templates with weights >= 0 that do not sum to 0, got {captions}")
+    return captions
+
+
+Captions = Annotated[dict[str, float], AfterValidator(_check_captions)]
+
+
+class SourceSettings(Settings):
+    """One of several sources."""
+
+    shards: str
+    """As data.shards."""
+    manifest: Path | None = None
+    """As data.manifest."""
+    weight: float | None = Field(None, gt=0)
+    """Its share of the samples, relative to the others'; None, for all or no source: as many as it has."""
+    replacement: bool = False
+    """Draw its samples independently, instead of each once per epoch."""
+    image_key: str | None = None
+    """None: data.image_key."""
+    captions: Captions | None = None
+    """None: data.captions."""
+
+
+class DataSettings(Settings):
+    source: Literal["shards", "synthetic"] = "shards"
+    """What `shards` or `sources` name, or random pixels and tokens (to try a model or a cluster without data)."""
+    shards: str | None = None
+    """A folder of .tar shards; or by braces: /data/{00000..00099}.tar, https://host/{0..9}.tar, pipe:COMMAND {0..9};
+    a .csv of image paths and captions; `bundled:emoji/train` names data of the package."""
+    sources: tuple[SourceSettings, ...] | None = Field(None, min_length=1)
+    """Instead of shards: several of them, mixed by weight."""
+    manifest: Path | None = None
+    """What `disco-ds index` wrote for the shards; None: manifest.json in their folder."""
+    remote: RemoteSettings = RemoteSettings()
+    num_samples: int = Field(1_000_000, gt=0)
+    """Size of the synthetic source."""
+    image_key: str = "jpg;jpeg;png;webp"
+    """Member names (extensions) that may hold the image, tried in this order; of a csv, the column of image paths."""
+    captions: Captions = {"{txt}": 1.0}
+    """Caption templates and weights, e.g. {"{txt}": 0.5, "{json[keywords]}": 0.5}; fields are members or columns."""
+    csv_separator: str | None = Field(None, min_length=1, max_length=1)
+    """None: a tab if the first line of the csv has one, else a comma."""
+    slots: int | None = Field(None, gt=0)
+    """Logical streams the data order is made of; a multiple of the ranks. None: 512, fewer for fewer shards."""
+    window: int = Field(4096, gt=0)
+    """Entries of a slot that are shuffled together."""
+    workers: int = Field(4, ge=0)
+    """Decoding processes per rank; 0: decode in the trainer's process."""
+    prefetch: int = Field(4, gt=0)
+    """Micro-batches a worker prepares ahead."""
+    timeout_s: float = Field(300.0, gt=0)
+    """A worker silent for this long is an error."""
+    max_broken: float = Field(0.01, ge=0, le=1)
+    """Fraction of unreadable samples a worker tolerates (and 16 more) before the run stops."""
+    max_pixels: int = Field(89_478_485, gt=0)
+    """Larger images are taken for decompression bombs and skipped."""
+    crop_scale: tuple[float, float] | None = (0.9, 1.0)
+    """Random resized crop: area range of the crop; None: resize as in evaluation."""
+    crop_ratio: tuple[float, float] = (0.75, 4 / 3)
+    """Aspect ratios of the crop."""
+    augment: AugmentSettings = AugmentSettings()
+
+    @model_validator(mode="after")
+    def _complete(self) -> DataSettings:
+        if self.source == "shards" and not self.shards and not self.sources:
+            raise ValueError("data.shards is missing: name a folder of .tar shards, or set data.source=synthetic")
+        if self.sources and (self.shards or self.manifest):
+            raise ValueError("data.sources takes the place of data.shards and data.manifest: set one or the other")
+        if len({source.weight is None for source in self.sources or ()}) > 1:
+            raise ValueError("data.sources: give every source a weight, or none")
+        if self.crop_scale is not None and not 0 < self.crop_scale[0] <= self.crop_scale[1] <= 1:
+            raise ValueError(f"data.crop_scale must be (low, high) with 0 < low <= high <= 1, got {self.crop_scale}")
+        if not 0 < self.crop_ratio[0] <= self.crop_ratio[1]:
+            raise ValueError(f"data.crop_ratio must be (low, high) with 0 < low <= high, got {self.crop_ratio}")
+        return self
+
+    @property
+    def parts(self) -> tuple[SourceSettings, ...]:
+        """The sources, one or more; none if they are synthetic."""
+        if self.source == "synthetic":
+            return ()
+        return self.sources or (SourceSettings(shards=self.shards or "", manifest=self.manifest),)
+
+    def settings_of(self, part: SourceSettings) -> DataSettings:
+        """The settings that a source is read by."""
+        own = {"image_key": part.image_key, "captions": part.captions}
+        return self.model_copy(update={key: value for key, value in own.items() if value is not None})

@@ -1,0 +1,72 @@
+"""A web server on this host for tests: serves a folder, fails on command, and remembers what it was asked."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+
+class _Handler(http.server.SimpleHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        with self.server.lock:
+            self.server.asked[path] += 1
+            self.server.authorizations.append(self.headers["Authorization"])
+            failures = self.server.failures.get(path, [])
+            status = failures.pop(0) if failures else 200
+        if status == 200 and path not in self.server.halves:
+            super().do_GET()
+        elif status == 200:
+            self._pause(path, Path(self.translate_path(path)).read_bytes())
+        else:
+            self.send_error(status)
+
+    def _pause(self, path: str, data: bytes) -> None:
+        """Send half of a file and wait; then the rest, unless half it shall remain."""
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data[: len(data) // 2])
+        self.server.resume.wait(30)
+        if path not in self.server.halves:
+            self.wfile.write(data[len(data) // 2 :])
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+class Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), partial(_Handler, directory=folder))
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.lock = threading.Lock()
+        self.asked: Counter[str] = Counter()
+        self.authorizations: list[str | None] = []
+        self.failures: dict[str, list[int]] = {}
+        """Path -> statuses of its next answers."""
+        self.halves: set[str] = set()
+        """Paths of which half is sent until `resume`, and no more if they are still here then."""
+        self.resume = threading.Event()
+
+
+@contextmanager
+def serve(folder: Path) -> Iterator[Server]:
+    with Server(folder) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.resume.set()
+            server.shutdown()
+            thread.join()
