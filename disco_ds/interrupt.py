@@ -39,6 +39,7 @@ class Interrupts:
         self.save, self.stop = save or stop, stop
 
     def saved(self) -> None:
+        """A save has begun: the clock's next one is as far away again, whatever comes of this one."""
         self.since = time.monotonic()
 
     def _ask(self, number: int, frame: Any) -> None:

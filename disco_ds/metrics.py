@@ -5,12 +5,15 @@ Rank 0 writes; the reductions are collective. Numbers of the loss arrive already
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -19,6 +22,7 @@ from torch import Tensor
 from disco_ds import comm
 
 METRICS_FILE = "metrics.jsonl"
+logger = logging.getLogger(__name__)
 WriteEvents = Callable[[list[tuple[str, float, int]]], None]
 """DeepSpeed's monitor: (name, value, samples)."""
 
@@ -28,6 +32,9 @@ class Metrics:
 
     Args: folder: of the run; write_events: TensorBoard and what else the ds_config's monitors name, or None;
           first_step: steps already done by the run this one resumes. Collective: every rank must call.
+
+    Records that came after the checkpoint of first_step are dropped. A disk that is full costs points of TensorBoard,
+    not records and not the run: they wait until there is room.
     """
 
     def __init__(
@@ -36,11 +43,15 @@ class Metrics:
         self.write_events = write_events
         self.global_batch, self.num_steps = global_batch, num_steps
         self.path = folder / METRICS_FILE
-        self.file: IO[str] | None = None
+        self.file: io.FileIO | None = None
+        self.broken = folder / f"broken-{comm.rank():05d}.txt"
+        self.unwritten = b""
         with comm.together(f"opening {self.path}"):
             if comm.rank() == 0:
-                _drop_after(self.path, first_step)
-                self.file = self.path.open("a", encoding="utf-8")
+                last = _drop_after(self.path, first_step)
+                self.file = io.FileIO(self.path, "a")
+                for record in last:  # rewind_tensorboard has dropped its points
+                    self._events(record)
         self.start = self.since = time.monotonic()
         self.first_step = self.last_step = first_step
         self.wait_s = 0.0
@@ -49,16 +60,22 @@ class Metrics:
         """Time this rank waited for data in the step at hand."""
         self.wait_s += seconds
 
+    def name_broken(self, step: int, names: list[str]) -> None:
+        """Add samples that this rank has skipped to its list in the run folder."""
+        if names:
+            with suppress(OSError), self.broken.open("a", encoding="utf-8") as file:  # counted all the same
+                file.writelines(f"step {step}: {name}\n" for name in names)
+
     def skip(self, seconds: float) -> None:
         """Time that is not to count as training's, such as an evaluation's."""
         self.since += seconds
 
-    def log(self, step: int, values: dict[str, float], index: Tensor, broken: int) -> None:
+    def log(self, step: int, values: dict[str, float], index: Tensor, broken: int, skipped: int = 0) -> None:
         """Write one record. Collective.
 
         Args: step: optimizer steps done; values: loss, scale, lr, grad_norm, ..., equal on every rank; index: this
               rank's sample ids of the step, which become one digest of the global batch, free of order and ranks;
-              broken: samples this rank has skipped so far.
+              broken: samples this rank has skipped so far; skipped: batches passed over so far, on every rank.
         """
         now = time.monotonic()
         elapsed, steps = now - self.since, step - self.last_step
@@ -77,29 +94,39 @@ class Metrics:
             "data_wait": wait,
             "peak_memory_bytes": int(peak),
             "broken_samples": int(counts[1]),
+            "skipped_batches": skipped,
         }
         self.since, self.last_step, self.wait_s = now, step, 0.0
         if self.file is not None:
-            self._write(record)
+            self._append(record)
+            with suppress(OSError):  # a log on a full disk
+                print(self._describe(record), flush=True)
 
     def note(self, step: int, values: dict[str, float]) -> None:
         """Points of their own, such as an evaluation's; rank 0 writes them."""
-        if self.file is not None:
-            record = {"step": step, "samples": step * self.global_batch, **values}
-            self.file.write(json.dumps(record) + "\n")
-            self.file.flush()
-            self._events(record)
+        if self.file is not None and values:
+            self._append({"step": step, "samples": step * self.global_batch, **values})
 
     def close(self) -> None:
         if self.file is not None:
+            self._flush()
             self.file.close()
             self.file = None
 
-    def _write(self, record: dict[str, Any]) -> None:
-        assert self.file is not None
-        self.file.write(json.dumps(record) + "\n")
-        self.file.flush()
+    def _append(self, record: dict[str, Any]) -> None:
+        self.unwritten += json.dumps(record).encode() + b"\n"
+        self._flush()
         self._events(record)
+
+    def _flush(self) -> None:
+        assert self.file is not None
+        try:
+            while self.unwritten:
+                self.unwritten = self.unwritten[self.file.write(self.unwritten) :]
+        except OSError as error:
+            logger.warning("%s: %s; the records wait in memory", self.path, error.strerror)
+
+    def _describe(self, record: dict[str, Any]) -> str:
         done = record["step"]
         pace = (time.monotonic() - self.start) / max(done - self.first_step, 1)
         left = timedelta(seconds=round(pace * (self.num_steps - done)))
@@ -113,7 +140,9 @@ class Metrics:
         )
         if record["broken_samples"]:
             line += f"  {record['broken_samples']} broken samples skipped"
-        print(line, flush=True)
+        if record["skipped_batches"]:
+            line += f"  {record['skipped_batches']} batches passed over"
+        return line
 
     def _events(self, record: dict[str, Any]) -> None:
         if self.write_events is None:
@@ -124,7 +153,23 @@ class Metrics:
             for name, value in record.items()
             if isinstance(value, int | float) and name not in ("step", "samples")
         ]
-        self.write_events(points)
+        try:
+            self.write_events(points)
+        except OSError as error:
+            logger.warning("TensorBoard gets no more points until the run is resumed: %s", error)
+            self.write_events = None
+
+
+def rewind_tensorboard(monitor: Any, samples: int) -> None:
+    """Let what is written from here on take the place of the points at `samples` and later, which a run that was
+    interrupted has left. monitor: DeepSpeed's, of the engine."""
+    if monitor.tb_monitor is None or monitor.tb_monitor.summary_writer is None:
+        return
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = monitor.tb_monitor.summary_writer
+    writer.close()
+    monitor.tb_monitor.summary_writer = SummaryWriter(writer.log_dir, purge_step=samples)
 
 
 def digest(index: Tensor) -> Tensor:
@@ -137,24 +182,35 @@ def digest(index: Tensor) -> Tensor:
     return mixed.sum()
 
 
-def _drop_after(path: Path, step: int) -> None:
-    """Remove records of steps that a resumed run is about to do again, and a line a crash has cut."""
+def _drop_after(path: Path, step: int) -> list[dict[str, Any]]:
+    """Remove what a resumed run is about to do again, and a line that a crash has cut.
+
+    Evaluations come after the checkpoint of their step, so that step's are removed too. Returns: what stays of `step`.
+    """
     if not path.exists():
-        return
+        return []
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("\n") and _step_of(line) <= step]
-    if kept != lines:
+    records = [(line, _parse(line)) for line in lines]
+    kept = [
+        (line, record)
+        for line, record in records
+        if record["step"] < step or (record["step"] == step and not any("/" in name for name in record))
+    ]
+    if len(kept) < len(lines):
         partial = path.with_suffix(".partial")
-        partial.write_text("".join(kept), encoding="utf-8")
+        partial.write_text("".join(line for line, _ in kept), encoding="utf-8")
         partial.replace(path)
+    return [record for _, record in kept if record["step"] == step and "samples" in record]
 
 
-def _step_of(line: str) -> float:
-    """Infinite for a line that a crash has left unreadable."""
+def _parse(line: str) -> dict[str, Any]:
+    """The record; of an infinite step for a line that a crash has left unreadable."""
     try:
-        return json.loads(line)["step"]
+        record = json.loads(line if line.endswith("\n") else "")
+        float(record["step"])
+        return record
     except (ValueError, KeyError, TypeError):
-        return float("inf")
+        return {"step": float("inf")}
 
 
 def _peak_rss() -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 from dist import run_ranks
 
 from disco_ds import comm
-from disco_ds.metrics import METRICS_FILE, Metrics, digest
+from disco_ds.metrics import METRICS_FILE, Metrics, digest, rewind_tensorboard
 
 VALUES = {"loss": 2.5, "i2t_accuracy": 0.25, "t2i_accuracy": 0.5, "scale": 14.0, "lr": 1e-3, "grad_norm": 0.125}
 MASK = 2**64 - 1
@@ -125,6 +127,46 @@ def test_metrics_whole_file_is_left_as_it_is(tmp_path: Path) -> None:
     before = path.stat()
     Metrics(tmp_path, None, global_batch=8, num_steps=40, first_step=20).close()
     assert (path.stat().st_ino, path.stat().st_size) == (before.st_ino, before.st_size)
+
+
+def test_points_of_a_resumed_run_replace_those_it_does_again(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    for first_step, steps in ((0, (5, 10, 15)), (10, (15, 20))):
+        board = SimpleNamespace(summary_writer=SummaryWriter(tmp_path / "points"))
+        if first_step:
+            rewind_tensorboard(SimpleNamespace(tb_monitor=board), first_step * 8)
+
+        def write(events: list[tuple[str, float, int]], board: Any = board) -> None:
+            for event in events:
+                board.summary_writer.add_scalar(*event)
+
+        metrics = Metrics(tmp_path, write, global_batch=8, num_steps=40, first_step=first_step)
+        for step in steps:
+            metrics.log(step, VALUES, torch.arange(8), broken=0)
+            metrics.note(step, {"eval/top1": step / 100})
+        metrics.close()
+        board.summary_writer.close()
+    points = EventAccumulator(str(tmp_path / "points")).Reload()
+    assert [point.step for point in points.Scalars("train/loss")] == [40, 80, 120, 160]
+    # The one of step 10 came after its checkpoint and is to be done again.
+    assert [point.step for point in points.Scalars("eval/top1")] == [40, 120, 160]
+    assert [record["step"] for record in read(tmp_path)] == [5, 5, 10, 15, 15, 20, 20]
+
+
+def test_records_wait_for_room_on_the_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """/dev/full takes nothing; the file that comes after it gets all."""
+    metrics = Metrics(tmp_path, None, global_batch=8, num_steps=40)
+    whole, metrics.file = metrics.file, io.FileIO("/dev/full", "w")
+    metrics.log(10, VALUES, torch.arange(8), broken=0)
+    metrics.note(10, {"eval/top1": 0.5})
+    assert "No space left on device; the records wait in memory" in caplog.text
+    metrics.file.close()
+    metrics.file = whole
+    metrics.log(20, VALUES, torch.arange(8), broken=0)
+    metrics.close()
+    assert [record["step"] for record in read(tmp_path)] == [10, 10, 20]
 
 
 def log_on_ranks(folder: str) -> dict[str, Any] | None:

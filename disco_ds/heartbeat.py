@@ -1,0 +1,194 @@
+"""Which rank is lost: every rank tells a store that it lives and where it stands, and reads what the others tell.
+
+A collective that waits for a lost rank names nobody. So each rank has two threads beside the training. One writes this
+rank's beat into the launcher's rendezvous store and reads everyone's; the other only looks at the clock and never
+touches the store, which blocks for ever when its host is stopped. A step costs two assignments.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from types import TracebackType
+
+from disco_ds import comm
+
+INTERVAL_S = 2.0
+"""Between two beats; less where a lost rank is to be found sooner."""
+HURRY_S = 10.0
+"""A rank silent for so long is lost once a collective has failed or a signal has come: the launcher sends SIGTERM a
+second after it has lost a rank, and kills the others half a minute later."""
+GONE = ""
+"""The verdict of a rank that has left in order."""
+RUNS = b" null]"
+"""How the beat of a rank without a verdict ends: thousands of them are not parsed every two seconds."""
+
+
+class Heartbeat:
+    """Watches the other ranks while it is entered, and ends this process when one is lost.
+
+    A rank that fails says so as it leaves, so that the others need not wait for its silence.
+
+    Args: lost_after_s: a rank silent for so long is lost; stuck_after_s: where this rank has waited for so long, the
+          rank that has not come as far is named.
+    """
+
+    def __init__(self, lost_after_s: float, stuck_after_s: float):
+        self.lost_after_s, self.stuck_after_s = lost_after_s, stuck_after_s
+        self.interval_s = min(INTERVAL_S, lost_after_s / 5)
+        self.step, self.doing, self.marks = 0, "starting", 0
+        self._marked = self._answered = time.monotonic()
+        self._count = 0
+        self._verdict: str | None = None
+        """Why this rank leaves, for the others to read; None while it goes on."""
+        self._error: BaseException | None = None
+        self._hurry = self._stop = False
+        self._wake, self._written = threading.Event(), threading.Event()
+
+    def mark(self, step: int, doing: str) -> None:
+        """Where the training is: steps done, and what comes. All ranks pass the same marks."""
+        self.step, self.doing = step, doing
+        self.marks += 1
+        self._marked = time.monotonic()
+
+    def __enter__(self) -> Heartbeat:
+        """Start. Collective."""
+        self._watches = comm.size() > 1
+        if not self._watches:
+            return self
+        self._hosts = comm.gather_objects(socket.gethostname())
+        self._store = comm.open_store(self.lost_after_s)
+        self._keys = [f"disco_ds/heartbeat/{rank}" for rank in range(comm.size())]
+        self._me = comm.rank()
+        self._write()
+        comm.barrier()  # reading a beat that was never written would block
+        self._beats: list[bytes] = self._store.multi_get(self._keys)
+        self._fresh_window()
+        # A signal's own handler waits for the main thread, which may wait for a lost rank.
+        self._signals, self._signalled = socket.socketpair()
+        self._signalled.setblocking(False)
+        self._wakeup_before = signal.set_wakeup_fd(self._signalled.fileno(), warn_on_full_buffer=False)
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._beat, self._look_at_clock)]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """Leave; after an error of communication first let the rank that caused it be named, which ends the process."""
+        if not self._watches:
+            return
+        if error is not None and comm.may_be_of_another(error):
+            self._error, self._hurry = error, True
+            time.sleep(self._patience_s + 3 * self.interval_s)  # long enough for _beat to name another and end this
+        place = f"rank {self._me} on {socket.gethostname()} (last step {self.step:,}, {self.doing})"
+        self._verdict = GONE if error is None else f"{place} failed: {type(error).__name__}: {error}"
+        self._wake.set()
+        self._written.wait(self.lost_after_s)
+        if error is not None and self._me == 0:
+            time.sleep(2 * self.interval_s)  # the others read it, in a store that may live in this process
+        self._stop = True
+        self._wake.set()
+        self._signalled.send(b"!")
+        for thread in self._threads:
+            thread.join(2 * self.interval_s)
+        signal.set_wakeup_fd(self._wakeup_before)
+        self._signals.close()
+        self._signalled.close()
+
+    @property
+    def _patience_s(self) -> float:
+        return min(self.lost_after_s, HURRY_S) if self._hurry else self.lost_after_s
+
+    def _beat(self) -> None:
+        """The thread that uses the store."""
+        last = time.monotonic()
+        while not self._stop:
+            self._wake.wait(self.interval_s)
+            self._wake.clear()
+            leaves = self._verdict is not None
+            try:
+                self._write()
+                beats = self._store.multi_get(self._keys)
+            except RuntimeError:
+                time.sleep(self.interval_s)  # the clock's thread says when that is final
+                continue
+            now = time.monotonic()
+            if now - last > 3 * self.interval_s:  # this process was stopped, or the store was: what is old may be ours
+                self._fresh_window()
+            last = self._answered = now
+            for rank, beat in enumerate(beats):
+                if beat != self._beats[rank]:
+                    self._beats[rank], self._since[rank] = beat, now
+            if leaves:
+                self._written.set()
+            elif told := self._find_lost(now):
+                self._end(told)
+
+    def _look_at_clock(self) -> None:
+        """The thread that never waits for the store."""
+        last = time.monotonic()
+        while not self._stop:
+            if select.select([self._signals], [], [], self.interval_s / 2)[0]:
+                self._signals.recv(64)
+                self._hurry = True
+            now = time.monotonic()
+            if now - last > 3 * self.interval_s:  # stopped, and going on
+                self._answered = now
+            last = now
+            if now - self._answered > self._patience_s:
+                holder = self._name(0)
+                if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                    holder = f"torchrun's agent, {holder}"
+                self._end(
+                    f"no answer from the rendezvous store for {now - self._answered:.0f} s; it is held by {holder}",
+                    tell=False,
+                )
+
+    def _find_lost(self, now: float) -> str | None:
+        """Who is lost, in words; what another rank has found out comes first."""
+        others = []
+        for rank, beat in enumerate(self._beats):
+            if rank != self._me and beat.endswith(RUNS):
+                others.append(rank)
+            elif rank != self._me and (verdict := json.loads(beat)[-1]) != GONE:
+                return verdict
+        silent = min(others, key=lambda rank: self._since[rank], default=self._me)
+        if others and now - self._since[silent] > self._patience_s:
+            return f"{self._name(silent)} has given no sign of life for {now - self._since[silent]:.0f} s"
+        if now - self._marked > self.stuck_after_s:
+            behind = [self._name(rank) for rank in others if json.loads(self._beats[rank])[1] < self.marks]
+            if behind:
+                return f"all wait for {now - self._marked:.0f} s, for {'; '.join(behind)}"
+        return None
+
+    def _end(self, told: str, tell: bool = True) -> None:
+        if tell:
+            self._verdict = told
+            with suppress(RuntimeError):
+                self._write()
+            if self._me == 0:
+                time.sleep(2 * self.interval_s)
+        if self._error is not None:
+            traceback.print_exception(self._error)
+        print(f"error on {socket.gethostname()}: rank {self._me} stops: {told}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    def _write(self) -> None:
+        self._count += 1
+        beat = [self._count, self.marks, self.step, self.doing, self._verdict]
+        self._store.set(self._keys[self._me], json.dumps(beat))
+
+    def _name(self, rank: int) -> str:
+        _, _, step, doing, _ = json.loads(self._beats[rank])
+        return f"rank {rank} on {self._hosts[rank]} (last step {step:,}, {doing})"
+
+    def _fresh_window(self) -> None:
+        self._since = [time.monotonic()] * len(self._beats)

@@ -1,0 +1,169 @@
+"""Lost ranks, made for real with signals: every survivor ends in time and names who is lost."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dist import free_port, start_server
+
+from disco_ds import comm
+from disco_ds.heartbeat import HURRY_S, Heartbeat
+
+SIZE = 3
+FAULTY = 1
+LOST_AFTER_S = 3.0
+
+
+def enter(number: int, port: int, folder: Path, kind: str, lost_after_s: float) -> None:
+    """One rank, in a process of its own."""
+    with (folder / f"{number}.log").open("wb") as log:
+        os.dup2(log.fileno(), 2)
+    os.environ.update(RANK=str(number), WORLD_SIZE=str(SIZE), LOCAL_RANK=str(number))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    torch.set_num_threads(1)
+    with comm.session(60), Heartbeat(lost_after_s, LOST_AFTER_S if kind == "hangs" else 60) as heart:
+        for step in range(10 if kind == "fine" else 10**6):
+            heart.mark(step, "reading data")
+            if number == FAULTY and step == 10:
+                misbehave(kind)
+            heart.mark(step, "computing")
+            comm.all_reduce_sum(torch.ones(1))
+            if step == 9:
+                (folder / f"{number}.ready").touch()
+            time.sleep(0.03)
+
+
+def misbehave(kind: str) -> None:
+    if kind == "fails":
+        raise ValueError("bad luck")
+    while kind == "hangs":
+        time.sleep(0.1)
+
+
+class Ranks:
+    """A group of ranks that step together until something happens."""
+
+    def __init__(self, folder: Path, kind: str = "", lost_after_s: float = LOST_AFTER_S):
+        self.folder = folder / (kind or "steps")
+        self.folder.mkdir()
+        start_server()
+        context = multiprocessing.get_context("forkserver")
+        port = free_port()
+        self.processes = [
+            context.Process(target=enter, args=(number, port, self.folder, kind, lost_after_s))
+            for number in range(SIZE)
+        ]
+        for process in self.processes:
+            process.start()
+        self.since = 0.0
+
+    def wait_ready(self) -> None:
+        wait_for(lambda: all((self.folder / f"{number}.ready").exists() for number in range(SIZE)))
+
+    def send(self, number: int, *ranks: int) -> None:
+        self.wait_ready()
+        for rank in ranks or range(SIZE):
+            os.kill(self.processes[rank].pid, number)
+        self.since = time.monotonic()
+
+    def log(self, number: int) -> str:
+        return (self.folder / f"{number}.log").read_text()
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    def check_named(self, faulty: int, *words: str, within_s: float = LOST_AFTER_S + 5) -> None:
+        """Every other rank has ended with an error that names the faulty one, its host and its last step."""
+        for number in set(range(SIZE)) - {faulty}:
+            process = self.processes[number]
+            process.join(max(self.since + within_s - time.monotonic(), 0))
+            assert process.exitcode == 1, (number, process.exitcode, self.log(number))
+            named = f"rank {number} stops: "
+            said = next(line for line in self.log(number).splitlines() if named in line)
+            for word in (f"rank {faulty} on {socket.gethostname()} (last step ", *words):
+                assert word in said, said
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float = 30) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def check_fine(group: Ranks) -> None:
+    for process in group.processes:
+        process.join(20)
+    assert [process.exitcode for process in group.processes] == [0] * SIZE
+    assert not any(group.log(number) for number in range(SIZE))
+
+
+def check_frozen(group: Ranks) -> None:
+    """A laptop that slept: nobody has missed anything."""
+    time.sleep(LOST_AFTER_S + 2)
+    group.send(signal.SIGCONT)
+    time.sleep(LOST_AFTER_S + 2)
+    assert all(process.is_alive() for process in group.processes)
+    assert not any(group.log(number) for number in range(SIZE))
+
+
+SILENT = "has given no sign of life for"
+STORE = "no answer from the rendezvous store for"
+CASES: dict[str, tuple[Callable[[Ranks], Any], Callable[[Ranks], None]]] = {
+    "fine": (Ranks.wait_ready, check_fine),
+    "fails": (
+        Ranks.wait_ready,
+        lambda r: r.check_named(FAULTY, "last step 10, reading", "failed: ValueError: bad luck"),
+    ),
+    "killed": (lambda r: r.send(signal.SIGKILL, FAULTY), lambda r: r.check_named(FAULTY, SILENT)),
+    "stopped": (lambda r: r.send(signal.SIGSTOP, FAULTY), lambda r: r.check_named(FAULTY, SILENT)),
+    "hangs": (Ranks.wait_ready, lambda r: r.check_named(FAULTY, "last step 10, reading", "all wait for ")),
+    "store killed": (lambda r: r.send(signal.SIGKILL, 0), lambda r: r.check_named(0, STORE)),
+    "store stopped": (lambda r: r.send(signal.SIGSTOP, 0), lambda r: r.check_named(0, STORE)),
+    "all frozen": (lambda r: r.send(signal.SIGSTOP), check_frozen),
+}
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ("fails", "killed", "stopped"),
+        pytest.param(("fine", "hangs", "store killed", "store stopped", "all frozen"), marks=pytest.mark.slow),
+    ],
+)
+def test_every_survivor_names_the_lost_rank(kinds: tuple[str, ...], tmp_path: Path) -> None:
+    """The cases run side by side: they wait, for the most part."""
+    groups = {kind: Ranks(tmp_path, kind) for kind in kinds}
+    try:
+        for kind, group in groups.items():
+            CASES[kind][0](group)
+            group.since = time.monotonic()
+        for kind, group in groups.items():
+            CASES[kind][1](group)
+    finally:
+        for group in groups.values():
+            group.end()
+
+
+@pytest.mark.slow
+def test_signal_of_a_launcher_shortens_the_wait(tmp_path: Path) -> None:
+    """It comes a second after a rank has died, and half a minute later SIGKILL."""
+    group = Ranks(tmp_path, lost_after_s=60.0)
+    try:
+        group.send(signal.SIGSTOP, FAULTY)
+        group.send(signal.SIGTERM, 0)
+        group.check_named(FAULTY, SILENT, within_s=HURRY_S + 8)
+    finally:
+        group.end()
