@@ -19,16 +19,18 @@ from typing import Any
 import numpy
 import torch
 
-from disco_ds import checkpoint, comm
+from disco_ds import checkpoint, comm, reshape
 from disco_ds.checkpoint import Saved
 from disco_ds.config import Config, render_ds_config
-from disco_ds.data import ImageSpec, Loader, Manifest, load_manifest, merge_states, resolve_shards
+from disco_ds.copies import Copies
+from disco_ds.data import ImageSpec, Loader, Manifest, Table, fingerprint, load_sources, merge_states
 from disco_ds.engine import Engine, build_engine
 from disco_ds.eval import ImageSet, load_sets
+from disco_ds.heartbeat import Heartbeat
 from disco_ds.interrupt import Interrupts
 from disco_ds.losses import build_loss
 from disco_ds.losses.base import Loss
-from disco_ds.metrics import Metrics
+from disco_ds.metrics import Metrics, rewind_tensorboard
 from disco_ds.model import build_model, build_tokenizer, read_architecture, read_preprocessing, read_text_size
 from disco_ds.run_folder import FINISHED, RunFolder, find_run_folder, make_run_folder, make_token
 
@@ -52,6 +54,10 @@ class Run:
     """To evaluate on."""
     identity: dict[str, Any]
     first_step: int
+    heart: Heartbeat
+    copies: Copies | None
+    failed_saves: int = 0
+    """In a row."""
 
 
 def build(config: Config, resume: str | None, stack: ExitStack) -> Run:
@@ -61,10 +67,13 @@ def build(config: Config, resume: str | None, stack: ExitStack) -> Run:
     Raises: ValueError on every rank alike.
     """
     ranks = comm.size()
+    heart = stack.enter_context(Heartbeat(config.lost_after_s, 0.9 * config.timeout_s))
     render_ds_config(config, ranks)
     loss = build_loss(config.loss.name, **config.loss.options).to(comm.local_device())
+    if config.optim.tau_lr is not None and not loss.learns_scale:
+        raise ValueError(f"optim.tau_lr is of a learned logit scale, and loss {config.loss.name} learns none")
     with comm.together("data"):
-        manifest = load_manifest(resolve_shards(config.data.shards)) if config.data.shards else None
+        sources = load_sources(config.data)
         sets = load_sets(config.eval, config.data)
     with comm.together("model"):
         seed_generators(config.seed)
@@ -72,8 +81,8 @@ def build(config: Config, resume: str | None, stack: ExitStack) -> Run:
         tokenizer = build_tokenizer(config.model, model)
     preprocessing = read_preprocessing(model)
     image = ImageSpec(preprocessing.size, preprocessing.interpolation, preprocessing.resize_mode)
-    fingerprint = manifest.fingerprint if manifest else "synthetic"
-    identity = checkpoint.identity(config, ranks, fingerprint, read_architecture(config.model))
+    data = fingerprint(config.data, sources) if sources else "synthetic"
+    identity = checkpoint.identity(config, data, read_architecture(config.model))
     folder = open_folder(config, resume, stack) if resume else None
     saved = None
     with comm.together("data"):
@@ -81,22 +90,65 @@ def build(config: Config, resume: str | None, stack: ExitStack) -> Run:
             saved = checkpoint.read(checkpoint.find_latest(folder))
             checkpoint.refuse_changes(saved.meta["identity"], identity)
             check_length(saved, config)
-        loader = build_loader(config, manifest, model, image, tokenizer, saved)
+        loader = build_loader(config, sources, model, image, tokenizer, saved)
     stack.callback(loader.close)
+    loss.set_num_samples(loader.num_samples)
     folder = folder or open_folder(config, None, stack)
     ds_config = render_ds_config(config, ranks, folder)
     write_settings(config, ds_config, folder)
     # Dropout must differ between ranks; the weights above must not.
     seed_generators(config.seed + 1 + comm.rank())
-    engine = build_engine(model, config.optim, ds_config)
+    engine = restore(saved, config, model, ds_config) if saved else build_engine(model, config.optim, ds_config)
     if saved:
-        checkpoint.restore(saved, engine)
         loss.load_state_parts([part["loss"] for part in saved.ranks])
     first_step = saved.step if saved else 0
+    if saved:
+        rewind_tensorboard(engine.monitor, first_step * config.global_batch)
     metrics = Metrics(folder, engine.monitor.write_events, config.global_batch, config.num_steps, first_step)
     stack.callback(metrics.close)
     interrupts = Interrupts(60 * config.checkpoint.every_minutes)
-    return Run(config, folder, engine, loss, loader, metrics, interrupts, image, tokenizer, sets, identity, first_step)
+    copies = None
+    if config.checkpoint.copy_command and comm.rank() == 0:
+        copies = Copies(config.checkpoint.copy_command, folder / "copies.log")
+        stack.callback(copies.close)
+    return Run(
+        config=config,
+        folder=folder,
+        engine=engine,
+        loss=loss,
+        loader=loader,
+        metrics=metrics,
+        interrupts=interrupts,
+        image=image,
+        tokenizer=tokenizer,
+        sets=sets,
+        identity=identity,
+        first_step=first_step,
+        heart=heart,
+        copies=copies,
+    )
+
+
+def restore(saved: Saved, config: Config, model: torch.nn.Module, ds_config: dict[str, Any]) -> Engine:
+    """The engine as the checkpoint left it, whatever shape has written that. Collective.
+
+    Raises: ValueError on every rank alike for damaged files.
+    """
+    # JSON has turned tuples into lists.
+    if saved.meta["shape"] == json.loads(json.dumps(checkpoint.shape(config, comm.size()))):
+        engine = build_engine(model, config.optim, ds_config)
+        checkpoint.restore(saved, engine)
+        return engine
+    if comm.rank() == 0:
+        before = "{ranks} ranks at ZeRO {stage}, {precision}".format_map(saved.meta["shape"])
+        logger.warning("%s was written by %s: random draws, as of dropout, will be others", saved.path, before)
+    checkpoint.verify(saved)
+    order = reshape.optimizer_order(model)
+    with comm.together(f"checkpoint {saved.path}"):
+        reshape.load_untrained(saved, model, set(order))
+    engine = build_engine(model, config.optim, ds_config)
+    reshape.restore(saved, engine, order)
+    return engine
 
 
 def check_length(saved: Saved, config: Config) -> None:
@@ -120,7 +172,7 @@ def seed_generators(seed: int) -> None:
 
 def build_loader(
     config: Config,
-    manifest: Manifest | None,
+    sources: list[Manifest | Table],
     model: torch.nn.Module,
     image: ImageSpec,
     tokenizer: Any,
@@ -130,7 +182,7 @@ def build_loader(
     context_length, vocab_size = read_text_size(model)
     return Loader(
         config.data,
-        manifest,
+        sources,
         image,
         tokenizer,
         context_length,

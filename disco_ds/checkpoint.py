@@ -15,6 +15,7 @@ import os
 import random
 import re
 import shutil
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,25 +26,27 @@ from deepspeed.accelerator import get_accelerator
 
 from disco_ds import comm
 from disco_ds.config import Config
+from disco_ds.disk import write_tensors
 from disco_ds.ds_config import precision, stage
 from disco_ds.engine import Engine
 from disco_ds.run_folder import CHECKPOINTS
 
-FORMAT = 2
+FORMAT = 3
 META = "checkpoint.json"
-MAY_CHANGE = {"workers", "prefetch", "timeout_s", "max_broken", "shards"}
+MAY_CHANGE = {"workers", "prefetch", "timeout_s", "max_broken", "shards", "manifest", "remote"}
 """Data settings that change neither a sample nor its place; the shards are compared by their manifest instead."""
 
 MODEL_MAY_CHANGE = {"name", "pretrained", "activation_checkpointing", "compile"}
 """The name is compared by what it stands for; the weights come from the checkpoint."""
 
 
-def identity(config: Config, ranks: int, fingerprint: str, architecture: dict[str, Any]) -> dict[str, Any]:
+def identity(config: Config, fingerprint: str, architecture: dict[str, Any]) -> dict[str, Any]:
     """What must stay the same over a resume, by the names a user knows.
 
     Args: fingerprint: of the shards; architecture: open_clip's config of the model, whatever file it came from.
     """
-    data = config.data.model_dump(mode="json")
+    moved = {"sources": {"__all__": {"shards", "manifest"}}}
+    data = config.data.model_dump(mode="json", exclude={**dict.fromkeys(MAY_CHANGE, True), **moved})
     return {
         "loss": config.loss.model_dump(mode="json"),
         "model": config.model.model_dump(mode="json", exclude=MODEL_MAY_CHANGE),
@@ -51,11 +54,18 @@ def identity(config: Config, ranks: int, fingerprint: str, architecture: dict[st
         "optim": config.optim.model_dump(mode="json"),
         "global_batch": config.global_batch,
         "seed": config.seed,
-        "data": {key: value for key, value in data.items() if key not in MAY_CHANGE},
+        "data": data,
         "data.shards": fingerprint,
+    }
+
+
+def shape(config: Config, ranks: int) -> dict[str, Any]:
+    """What says who holds what. It may change over a resume, by way of reshape.py."""
+    return {
         "ranks": ranks,
-        "deepspeed.zero_optimization.stage": stage(config.deepspeed),
+        "stage": stage(config.deepspeed),
         "precision": precision(config.deepspeed),
+        "zero_optimization": config.deepspeed.get("zero_optimization", {}),
     }
 
 
@@ -64,10 +74,9 @@ def save(
 ) -> Path:
     """Write checkpoints/step-N of this run folder. Collective.
 
-    Args:    meta: step, num_steps, identity; data_state, loss_state: this rank's part.
+    Args:    meta: step, num_steps, identity, shape; data_state, loss_state: this rank's part.
     Returns: the finished folder.
-    Raises:  ValueError on every rank if any could not write our part; what DeepSpeed raises, on the rank where its
-             part failed. Nothing then bears the finished name.
+    Raises:  AgreedError if any rank could not write its part. Nothing then bears the finished name.
     """
     final = folder / CHECKPOINTS / f"step-{meta['step']:08d}"
     partial = final.with_name(f".{final.name}.partial")
@@ -78,9 +87,9 @@ def save(
             partial.mkdir(parents=True)
     engine.save_checkpoint(str(partial), tag="engine", save_latest=False)
     with comm.together(f"writing {partial}"):
-        torch.save(
-            {"rng": _rng_state(), "data": data_state, "loss": loss_state}, partial / f"rank_{comm.rank():05d}.pt"
-        )
+        engine.checkpoint_engine.raise_error()
+        ours = {"rng": _rng_state(), "data": data_state, "loss": loss_state}
+        write_tensors(ours, partial / f"rank_{comm.rank():05d}.pt")
     names = _list_files(partial)
     sums: dict[str, str] = {}
     with comm.together(f"checking {partial}"):
@@ -115,7 +124,18 @@ def read(path: Path) -> Saved:
     """
     meta = read_meta(path)
     names = sorted(name for name in meta["files"] if re.fullmatch(r"rank_\d+\.pt", name))
-    return Saved(path, meta, [_read(path / name) for name in names])
+    return Saved(path, meta, [read_file(path / name) for name in names])
+
+
+def verify(saved: Saved) -> None:
+    """Read all files once, shared out between the ranks. Collective.
+
+    Raises: ValueError on every rank alike for one that is not what was written.
+    """
+    with comm.together(f"checkpoint {saved.path}"):
+        for name in sorted(saved.meta["files"])[comm.rank() :: comm.size()]:
+            if _checksum(saved.path / name) != saved.meta["files"][name]["sha256"]:
+                raise ValueError(f"{name} is damaged: it is not what was written; resume from an older checkpoint")
 
 
 def restore(saved: Saved, engine: Engine) -> None:
@@ -123,13 +143,11 @@ def restore(saved: Saved, engine: Engine) -> None:
 
     Raises: ValueError on every rank alike, with the engine untouched, if any rank cannot read its files.
     """
+    verify(saved)
     with comm.together(f"checkpoint {saved.path}"):
-        for name in sorted(saved.meta["files"])[comm.rank() :: comm.size()]:
-            if _checksum(saved.path / name) != saved.meta["files"][name]["sha256"]:
-                raise ValueError(f"{name} is damaged: it is not what was written; resume from an older checkpoint")
         # Unreadable on one rank only, a file would let the others train on, so each looks at its own first.
         for path in _own_files(engine, saved.path):
-            _read(path)
+            read_file(path)
     engine.load_checkpoint(str(saved.path), tag="engine")
     _restore_rng(saved.ranks[comm.rank()]["rng"])
 
@@ -154,7 +172,7 @@ def read_meta(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not a complete disco_ds checkpoint: it has no {META}")
     try:
         meta = json.loads((path / META).read_text(encoding="utf-8"))
-        version, *_ = meta["format"], meta["step"], meta["num_steps"], meta["identity"]
+        version, *_ = meta["format"], meta["step"], meta["num_steps"], meta["identity"], meta["shape"]["stage"]
         sizes = {name: (entry["bytes"], entry["sha256"])[0] for name, entry in meta["files"].items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path / META} is not a disco_ds checkpoint description: {error!r}") from None
@@ -175,14 +193,15 @@ def refuse_changes(saved: dict[str, Any], now: dict[str, Any]) -> None:
         raise ValueError("the checkpoint was made with other settings:\n  " + "\n  ".join(changed))
 
 
-def remove_old(folder: Path, keep_last: int, keep_every_steps: int = 0) -> None:
-    """Remove all but the last complete checkpoints and those of every so many steps (0: none), and what a crash has
-    left unfinished. Rank 0 only."""
-    old = _list(folder)[:-keep_last]
+def remove_old(folder: Path, keep_last: int, keep_every_steps: int = 0, busy: Collection[Path] = ()) -> int:
+    """Remove all but the last complete checkpoints, those of every so many steps (0: none) and those in `busy`, and
+    what a crash has left unfinished. Returns: how many complete ones are gone. Rank 0 only."""
+    old = [path for path in _list(folder)[:-keep_last] if path not in busy]
     if keep_every_steps:
         old = [path for path in old if int(path.name.removeprefix("step-")) % keep_every_steps]
     for path in [*old, *(folder / CHECKPOINTS).glob(".step-*.partial")]:
         shutil.rmtree(path)
+    return len(old)
 
 
 def _list(folder: Path) -> list[Path]:
@@ -233,7 +252,8 @@ def _own_files(engine: Engine, path: Path) -> list[Path]:
     return [Path(name) for name in sorted(names)]
 
 
-def _read(path: Path) -> Any:
+def read_file(path: Path) -> Any:
+    """What torch.save has written, mapped. Raises: ValueError if it cannot be read."""
     try:
         # weights_only=False: DeepSpeed's files hold its own classes. A checkpoint is as trusted as the code.
         return torch.load(path, map_location="cpu", weights_only=False, mmap=True)

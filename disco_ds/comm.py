@@ -92,6 +92,21 @@ def barrier() -> None:
         dist.barrier()
 
 
+def open_store(timeout_s: float) -> Any:
+    """A client of its own to the rendezvous' store (torch's TCPStore), for a thread beside the collectives."""
+    from torch.distributed import TCPStore
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+
+
+def may_be_of_another(error: BaseException) -> bool:
+    """Whether it may be a failed collective's, and its cause another rank; gloo's errors have no type of their own."""
+    if isinstance(error, torch.distributed.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in ("gloo", "nccl"))
+
+
 # Tensors
 
 

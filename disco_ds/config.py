@@ -8,12 +8,14 @@ it imports neither torch nor DeepSpeed.
 from __future__ import annotations
 
 import difflib
+import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from disco_ds.data_settings import AugmentSettings, DataSettings, Settings, SourceSettings
 from disco_ds.ds_config import complete_ds_config, read_ds_config, stage
 from disco_ds.recipe_yaml import Dumper, assign, parse, split_override
 
@@ -23,12 +25,6 @@ BASE_BATCH = 32_768
 
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-
-
-class Settings(BaseModel):
-    """Frozen, typed, without unknown keys; the docstring under a field is its help text."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
 
 
 class ModelSettings(Settings):
@@ -65,69 +61,8 @@ class ModelSettings(Settings):
 class LossSettings(Settings):
     name: str = "disco"
     """A registered loss: python -c 'import disco_ds.losses as l; print(l.list_losses())' lists them."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field({})
     """Keyword arguments of that loss."""
-
-
-class AugmentSettings(Settings):
-    """Random changes of the training images, applied on the device; all zero: none."""
-
-    rotate_degrees: float = Field(0.0, ge=0, le=180)
-    """Rotation, uniform in +- this many degrees."""
-    zoom: float = Field(0.0, ge=0, lt=1)
-    """Scale, uniform in 1 +- this."""
-    shift: float = Field(0.0, ge=0, lt=1)
-    """Translation per axis, uniform in +- this fraction of the side."""
-    colour_scale: float = Field(0.0, ge=0, lt=1)
-    """Gain per channel, uniform in 1 +- this."""
-    colour_offset: float = Field(0.0, ge=0, lt=1)
-    """Offset per channel, uniform in +- this, pixels in [0, 1]."""
-
-
-class DataSettings(Settings):
-    source: Literal["shards", "synthetic"] = "shards"
-    """Local tar shards, or random pixels and tokens (to try a model or a cluster without data)."""
-    shards: str | None = None
-    """A folder of .tar shards with its manifest.json; `bundled:emoji/train` names data of the package."""
-    num_samples: int = Field(1_000_000, gt=0)
-    """Size of the synthetic source."""
-    image_key: str = "jpg;jpeg;png;webp"
-    """Member names (extensions) that may hold the image, tried in this order."""
-    captions: dict[str, float] = {"{txt}": 1.0}
-    """Caption templates and weights, e.g. {"{txt}": 0.5, "{json[keywords]}": 0.5}; fields are member names."""
-    slots: int | None = Field(None, gt=0)
-    """Logical streams the data order is made of; a multiple of the ranks. None: 512, fewer for fewer shards."""
-    window: int = Field(4096, gt=0)
-    """Entries of a slot that are shuffled together."""
-    workers: int = Field(4, ge=0)
-    """Decoding processes per rank; 0: decode in the trainer's process."""
-    prefetch: int = Field(4, gt=0)
-    """Micro-batches a worker prepares ahead."""
-    timeout_s: float = Field(300.0, gt=0)
-    """A worker silent for this long is an error."""
-    max_broken: float = Field(0.01, ge=0, le=1)
-    """Fraction of unreadable samples a worker tolerates (and 16 more) before the run stops."""
-    max_pixels: int = Field(89_478_485, gt=0)
-    """Larger images are taken for decompression bombs and skipped."""
-    crop_scale: tuple[float, float] | None = (0.9, 1.0)
-    """Random resized crop: area range of the crop; None: resize as in evaluation."""
-    crop_ratio: tuple[float, float] = (0.75, 4 / 3)
-    """Aspect ratios of the crop."""
-    augment: AugmentSettings = AugmentSettings()
-
-    @model_validator(mode="after")
-    def _complete(self) -> DataSettings:
-        if self.source == "shards" and not self.shards:
-            raise ValueError("data.shards is missing: name a folder of .tar shards, or set data.source=synthetic")
-        if not self.captions or min(self.captions.values()) < 0 or sum(self.captions.values()) <= 0:
-            raise ValueError(
-                f"data.captions needs templates with weights >= 0 that do not sum to 0, got {self.captions}"
-            )
-        if self.crop_scale is not None and not 0 < self.crop_scale[0] <= self.crop_scale[1] <= 1:
-            raise ValueError(f"data.crop_scale must be (low, high) with 0 < low <= high <= 1, got {self.crop_scale}")
-        if not 0 < self.crop_ratio[0] <= self.crop_ratio[1]:
-            raise ValueError(f"data.crop_ratio must be (low, high) with 0 < low <= high, got {self.crop_ratio}")
-        return self
 
 
 class OptimSettings(Settings):
@@ -152,9 +87,15 @@ class OptimSettings(Settings):
     cooldown_steps: int = Field(0, ge=0)
     """Length of the descent of schedule=cooldown."""
     lr_min: float = Field(0.0, ge=0)
+    tau_lr: float | None = Field(None, gt=0)
+    """Learning rate of the logit scale (and bias), without warm-up or schedule; None: that of everything else."""
+    tau_slow: float = Field(0.0, ge=0)
+    """While the temperature is at most this, a third of tau_lr (FastCLIP: 0.03)."""
 
     @model_validator(mode="after")
     def _schedule(self) -> OptimSettings:
+        if self.tau_slow and self.tau_lr is None:
+            raise ValueError(f"optim.tau_slow ({self.tau_slow:g}) divides optim.tau_lr, which is not given")
         if (self.schedule == "cooldown") != (self.cooldown_steps > 0):
             raise ValueError(
                 f"optim.cooldown_steps ({self.cooldown_steps}) goes with optim.schedule=cooldown ({self.schedule})"
@@ -171,6 +112,25 @@ class CheckpointSettings(Settings):
     """Older checkpoints are removed,"""
     keep_every_steps: int = Field(0, ge=0)
     """but for those of every so many steps; 0: no exception."""
+    max_failed: int = Field(2, ge=0)
+    """Saves in a row that may fail (the disk is full) before the run stops; 0: the first stops it."""
+    copy_command: str | None = None
+    """Run after each save, in the background and without a shell, one at a time, with {path} and {name} of the
+    checkpoint: `aws s3 cp --recursive {path} s3://bucket/run/{name}`. While it runs, a newer checkpoint waits for it,
+    and takes the place of one that waits; its failure is told and stops nothing."""
+    copy_timeout_s: float = Field(600.0, ge=0)
+    """How long the end of the run waits for copies."""
+
+    @model_validator(mode="after")
+    def _copy(self) -> CheckpointSettings:
+        if self.copy_command is not None:
+            if "{path}" not in self.copy_command:
+                raise ValueError(f"checkpoint.copy_command does not say {{path}}, the checkpoint: {self.copy_command}")
+            try:
+                shlex.split(self.copy_command)
+            except ValueError as error:
+                raise ValueError(f"checkpoint.copy_command cannot be split: {error}: {self.copy_command}") from None
+        return self
 
 
 class LogSettings(Settings):
@@ -182,17 +142,17 @@ class LogSettings(Settings):
 class EvalSettings(Settings):
     every_steps: int = Field(0, ge=0)
     """Steps between two evaluations; 0: only at the end."""
-    labelled: dict[str, str] = {}
+    labelled: dict[str, str] = Field({})
     """Name -> images to classify among the labels of their own set: shards (as data.shards), a folder with a sub-folder
     per class (ImageNet val, -v2, -R, -Sketch), or a folder in clip_benchmark's webdataset layout."""
     label_key: str = "{json[label]}"
     """Template of a sample's label in shards."""
-    classes: dict[str, Path] = {}
+    classes: dict[str, Path] = Field({})
     """Name of a labelled set -> file that names its labels: lines of names, lines of label and name, or JSON."""
-    templates: dict[str, str] = {}
+    templates: dict[str, str] = Field({})
     """Name of a labelled set -> file of prompts with {} or {c} for the class, or `imagenet` for open_clip's 80; else
     shards take the label alone, clip_benchmark's layout its own file, folders the 80."""
-    retrieval: dict[str, str] = {}
+    retrieval: dict[str, str] = Field({})
     """Name -> captioned images to find by text and the other way round: shards, or clip_benchmark's layout."""
     caption_key: str = "{txt}"
     """Template of a sample's captions in shards, one per line."""
@@ -216,7 +176,12 @@ class Config(Settings):
     pixels: Literal["device", "host"] = "device"
     """Where a step's uint8 images wait between the two passes of GradAccum: on the device, or pinned on the host."""
     timeout_s: float = Field(600.0, gt=0)
-    """A collective that waits longer ends the run."""
+    """A collective that waits longer ends the run, naming the rank that did not come."""
+    lost_after_s: float = Field(120.0, gt=0)
+    """A rank that gives no sign of life for so long (it was killed or stopped, its host is gone) ends the run."""
+    skip_nonfinite: int = Field(0, ge=0)
+    """Batches in a row whose loss or gradient is not finite that are passed over, with nothing changed; the next one
+    stops the run. 0: the first does. A step that fp16's loss scaler skips is none of them."""
     model: ModelSettings = ModelSettings()
     loss: LossSettings = LossSettings()
     data: DataSettings
@@ -370,11 +335,13 @@ def _explain(item: Any, tree: dict[str, Any]) -> str:
     return f"{key}: {item['msg'][0].lower()}{item['msg'][1:]}, got {item['input']!r}"
 
 
-def _fields(path: tuple[str, ...]) -> list[str]:
+def _fields(path: tuple[str | int, ...]) -> list[str]:
     """Valid keys of the settings at this path."""
+    if path[:2] == ("data", "sources"):
+        return list(SourceSettings.model_fields)
     model: type[BaseModel] = Config
     for part in path:
-        model = model.model_fields[part].annotation  # type: ignore[assignment]
+        model = model.model_fields[part].annotation  # type: ignore[assignment,index]
     return list(model.model_fields)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from disco_ds import comm
 from disco_ds.config import OptimSettings
+from disco_ds.disk import install_writer
 from disco_ds.model import parameter_groups
 
 
@@ -35,6 +36,10 @@ def build_engine(model: nn.Module, settings: OptimSettings, ds_config: dict[str,
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config, dist_init_required=False)
     # Of the engine's own points only: they would repeat ours, at every step. write_events goes on working.
     engine.monitor.enabled = False
+    install_writer(engine)
+    if engine.fp16_enabled():
+        # On overflow at the lowest scale it would raise in the middle of the step; backward_and_step raises after it.
+        engine.optimizer.loss_scaler.raise_error_at_min_scale = False
     if engine.zero_optimization_stage() == 3:
         _clear_padding(engine)
     return engine
@@ -80,9 +85,17 @@ def learning_rate(step: int, num_steps: int, peak: float, settings: OptimSetting
     return peak
 
 
-def set_lr(engine: Engine, lr: float) -> None:
+def set_lr(engine: Engine, lr: float, tau_lr: float | None = None) -> None:
+    """tau_lr: of the logit scale, if it has one of its own."""
     for group in engine.optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = tau_lr if tau_lr is not None and group["name"] == "scale" else lr
+
+
+def temperature_lr(scale: Tensor, settings: OptimSettings) -> float | None:
+    """Of the logit scale while exp of it is `scale`, [1]; None for that of everything else."""
+    if settings.tau_lr is None:
+        return None
+    return settings.tau_lr / 3 if settings.tau_slow * scale.item() >= 1 else settings.tau_lr
 
 
 def backward_and_step(engine: Engine, surrogates: Any) -> Tensor | None:
@@ -91,28 +104,32 @@ def backward_and_step(engine: Engine, surrogates: Any) -> Tensor | None:
     Args:    surrogates: iterable of 0-d tensors, one per micro-batch, each built when asked for; their number is the
              engine's gradient_accumulation_steps.
     Returns: the global gradient norm before clipping, 0-d, or None where a loss scaler skipped the step.
-    Raises:  FloatingPointError before the update, on every rank alike, for a non-finite gradient without a loss scaler.
+    Raises:  FloatingPointError on every rank alike for a gradient that is not finite, unless a loss scaler has skipped
+             it and can still go lower. Weights, optimizer, scaler and counts are then as if the step had not been.
     """
-    norm: Tensor | None = None
+    norm, finite = None, True
+    before = engine.global_steps, engine.global_samples, engine.skipped_steps
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    scaling = dict(vars(scaler)) if scaler is not None else {}
     for surrogate in surrogates:
         engine.backward(surrogate, scale_wrt_gas=False)
         if engine.is_gradient_accumulation_boundary() and engine.zero_optimization_stage() == 0:
             # At ZeRO 0 DeepSpeed neither reports the norm nor refuses a NaN. The gradients are reduced by now.
             gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
             norm = torch.nn.utils.get_total_norm(gradients)
-            if not torch.isfinite(norm):
-                raise FloatingPointError(
-                    f"step {engine.global_steps}: the gradient norm is {norm.item()}; nothing was updated"
-                )
+            finite = bool(torch.isfinite(norm))
+            if not finite:
+                engine.zero_grad()  # to None: the optimizer passes over each parameter
         engine.step()
-    if norm is not None:
-        return norm
-    if not engine.was_step_applied():
-        if not engine.fp16_enabled():
-            raise FloatingPointError(f"step {engine.global_steps - 1}: the gradient is not finite; nothing was updated")
+    if finite and engine.was_step_applied():
+        value = engine.get_global_grad_norm() if norm is None else norm
+        return None if value is None else torch.as_tensor(value, dtype=torch.float32)
+    if scaling.get("dynamic") and scaling["cur_scale"] > scaling["min_scale"]:
         return None
-    value = engine.get_global_grad_norm()
-    return None if value is None else torch.as_tensor(value, dtype=torch.float32)
+    engine.global_steps, engine.global_samples, engine.skipped_steps = before
+    if scaler is not None:
+        vars(scaler).update(scaling)
+    raise FloatingPointError(f"step {engine.global_steps}: the gradient is not finite; nothing was updated")
 
 
 @torch.no_grad()

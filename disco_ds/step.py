@@ -55,13 +55,14 @@ def train_step(
     micro_batches: Sequence[Any],
     prepare: Prepare,
     max_scale: float,
-    agree: Callable[[Tensor], None] = lambda loss: None,
+    agree: Callable[[Embeddings, Tensor], None] = lambda embeddings, loss: None,
 ) -> StepOutput:
     """Apply the full-batch gradient of these micro-batches (of all ranks) once. Collective: every rank must call.
 
     Args:   micro_batches: K of equal size, the same K and size on every rank, K = gradient_accumulation_steps;
-            agree: called with this rank's loss before anything is changed; raises on all ranks together or on none.
-    Raises: what `agree` raises, with the model untouched; FloatingPointError, see backward_and_step.
+            agree: called with this rank's embeddings and loss before anything is changed; raises on all ranks together
+            or on none.
+    Raises: what `agree` raises, or FloatingPointError (see backward_and_step), with model and optimizer untouched.
     """
     forward = Forward(engine, prepare)
     last = len(micro_batches) - 1
@@ -72,7 +73,7 @@ def train_step(
     with record_function("step/loss"):
         out = loss(leaves)
         out.loss.backward()
-    agree(out.loss)
+    agree(leaves, out.loss)
     with record_function("step/backward and update"):
         norm = backward_and_step(engine, _surrogates(forward, micro_batches, parts, leaves))
     after.restore()

@@ -6,8 +6,10 @@ The loop, how ranks agree to stop, and the end. What a run is made of is in buil
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shlex
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -23,13 +25,17 @@ from disco_ds.arguments import count_ranks, describe_run, fail, parse_args, refu
 from disco_ds.build import Run, build
 from disco_ds.config import Config, load_config
 from disco_ds.data import MicroBatch, StepData, augment
-from disco_ds.engine import learning_rate, set_lr
+from disco_ds.engine import learning_rate, set_lr, temperature_lr
 from disco_ds.eval import Accuracy, describe, evaluate_sets, record
 from disco_ds.interrupt import Interrupts
+from disco_ds.losses import Embeddings
 from disco_ds.report import REPORT, save_examples, told_only, write_report
 from disco_ds.run_folder import mark_finished
-from disco_ds.step import train_step
+from disco_ds.step import StepOutput, train_step
 from disco_ds.watchdog import die_with_launcher
+
+COPY_POLL_S = 5.0
+logger = logging.getLogger(__name__)
 
 
 class StopError(RuntimeError):
@@ -44,53 +50,101 @@ def train(run: Run) -> None:
     """The loop. Collective."""
     config, engine, num_steps = run.config, run.engine, run.config.num_steps
     engine.train()
-    for step in range(run.first_step, num_steps):
+    done, in_a_row = run.first_step, 0
+    if done and is_due(done, config.eval.every_steps, num_steps):
+        evaluate(run, done)  # it came after the checkpoint
+    while done < num_steps:
+        run.heart.mark(done, "reading data")
         data = run.loader.read_step()
         run.metrics.add_wait(data.wait_s)
-        lr = learning_rate(step, num_steps, config.peak_lr, config.optim)
-        set_lr(engine, lr)
-        out = train_step(
-            engine,
-            run.loss,
-            hold_pixels(data.micro_batches, config.pixels),
-            prepare(config),
-            config.model.max_scale,
-            agree=partial(agree, step, data, run.interrupts),
-        )
-        done = step + 1
+        run.metrics.name_broken(done, data.broken)
+        run.heart.mark(done, "computing")
+        lr = learning_rate(done, num_steps, config.peak_lr, config.optim)
+        try:
+            out = train_step(
+                engine,
+                run.loss,
+                hold_pixels(data.micro_batches, config.pixels),
+                prepare(config),
+                config.model.max_scale,
+                agree=partial(before_update, run, done, lr, data),
+            )
+        except FloatingPointError as error:  # on every rank alike
+            in_a_row += 1
+            pass_over(error, in_a_row, config.skip_nonfinite)
+            continue
+        if out.grad_norm is not None:  # else a loss scaler has skipped the step
+            run.loss.commit()
+        done, in_a_row = done + 1, 0
         if done % config.log.every_steps == 0 or done == num_steps:
-            norm = None if out.grad_norm is None else out.grad_norm.item()
-            values = {name: value.item() for name, value in out.metrics.items()}
-            values |= {"scale": out.scale.item(), "lr": lr, "grad_norm": norm}
-            run.metrics.log(done, values, torch.cat([batch.index for batch in data.micro_batches]), run.loader.broken)
+            log(run, done, lr, out, data)
         every = config.checkpoint.every_steps
         if done == num_steps or run.interrupts.save or (every and done % every == 0):
-            save(run, done)
+            save(run, done, last=done == num_steps or run.interrupts.stop)
         if run.interrupts.stop and done < num_steps:
             raise AskedToStopError(f"asked to stop, saved after step {done:,}; --resume latest goes on from there")
-        if config.eval.every_steps and done % config.eval.every_steps == 0 and done < num_steps:
+        if is_due(done, config.eval.every_steps, num_steps):
             evaluate(run, done)
 
 
-def agree(step: int, data: StepData, interrupts: Interrupts, loss: Tensor) -> None:
+def is_due(done: int, every_steps: int, num_steps: int) -> bool:
+    """Whether an evaluation comes after this step; the last one is finish's."""
+    return bool(every_steps) and done % every_steps == 0 and done < num_steps
+
+
+def before_update(run: Run, step: int, lr: float, data: StepData, embeddings: Embeddings, loss: Tensor) -> None:
+    """Once the loss is known: go on, if all ranks do, and at which learning rates. Collective. Raises: see agree."""
+    agree(step, data, run.interrupts, embeddings, loss)
+    set_lr(run.engine, lr, temperature_lr(embeddings.scale, run.config.optim))
+
+
+def agree(step: int, data: StepData, interrupts: Interrupts, embeddings: Embeddings, loss: Tensor) -> None:
     """Go on together or stop together, before anything is changed. Collective, one all_reduce.
 
     What `interrupts` wish for is agreed on too, and done after the step.
 
-    Raises: StopError for a data error or a loss that is not finite, naming step and ranks.
+    Raises: StopError for a data error, or ranks that are not at one step; FloatingPointError for a loss that is not
+            finite. Both name step and ranks.
     """
-    flags = torch.tensor([0.0, float(data.error is not None), *interrupts.wishes], device=loss.device)
+    flags = torch.tensor(
+        [0.0, float(data.error is not None), *interrupts.wishes, step, -step], dtype=torch.float64, device=loss.device
+    )
     flags[0] = ~torch.isfinite(loss.detach())
-    not_finite, has_error, save, stop = comm.all_reduce_max(flags).tolist()
+    not_finite, has_error, save, stop, last, first = comm.all_reduce_max(flags).tolist()
+    if last != -first:  # a rank has left out collectives, and others' have taken their place
+        places = comm.gather_objects(f"rank {comm.rank()} on {socket.gethostname()}: step {step}")
+        raise StopError(f"the ranks are not at one step, so what they trained is not one model: {'; '.join(places)}")
     interrupts.agree(bool(save), bool(stop))
     if not (has_error or not_finite):
         return
-    reports = comm.gather_objects((data.error, loss.item()))
+    finite = all(bool(torch.isfinite(side).all()) for side in (embeddings.image, embeddings.text))
+    reports = comm.gather_objects((data.error, loss.item(), finite))
     if has_error:
-        told = {rank: error for rank, (error, _) in enumerate(reports) if error is not None}
+        told = {rank: error for rank, (error, *_) in enumerate(reports) if error is not None}
         raise StopError(f"step {step}: data failed on rank {', '.join(map(str, told))}: {next(iter(told.values()))}")
-    ranks = [str(rank) for rank, (_, value) in enumerate(reports) if not torch.isfinite(torch.tensor(value))]
-    raise StopError(f"step {step}: the loss is not finite on rank {', '.join(ranks)}; nothing was updated")
+    # One rank's NaN in the features is in every rank's loss.
+    culprits = [str(rank) for rank, (*_, fine) in enumerate(reports) if not fine]
+    ranks = [str(rank) for rank, (_, value, _) in enumerate(reports) if not math.isfinite(value)]
+    where = f"features of rank {', '.join(culprits)}" if culprits else f"loss of rank {', '.join(ranks)}"
+    raise FloatingPointError(f"step {step}: the loss is not finite, from the {where}; nothing was updated")
+
+
+def pass_over(error: FloatingPointError, in_a_row: int, at_most: int) -> None:
+    """Tell of a batch that had no effect; the step is done with the next one. Raises: error, where that is too many."""
+    if in_a_row > at_most:
+        raise error
+    if comm.rank() == 0:
+        logger.warning("%s; going on with the next batch (%d in a row, at most %d)", error, in_a_row, at_most)
+
+
+def log(run: Run, done: int, lr: float, out: StepOutput, data: StepData) -> None:
+    """One record of what the step has given. Collective."""
+    norm = None if out.grad_norm is None else out.grad_norm.item()
+    values = {name: value.item() for name, value in out.metrics.items()}
+    values |= {"scale": out.scale.item(), "lr": lr, "grad_norm": norm}
+    index = torch.cat([batch.index for batch in data.micro_batches])
+    skipped = run.loader.state_dict()["steps"] - done
+    run.metrics.log(done, values, index, run.loader.broken, skipped)
 
 
 def prepare(config: Config) -> Callable[[MicroBatch], tuple[Tensor, Tensor, Tensor]]:
@@ -113,21 +167,70 @@ def hold_pixels(batches: list[MicroBatch], where: str) -> list[MicroBatch]:
     return [batch.pin_memory() for batch in batches] if device.type != "cpu" else batches
 
 
-def save(run: Run, step: int) -> None:
-    """Write a checkpoint, then remove old ones. Collective."""
+def save(run: Run, step: int, last: bool) -> None:
+    """Write a checkpoint, then remove old ones. Collective.
+
+    A save that fails is told, and tried again when the next one is due: a full disk is no reason to stop at once.
+
+    Raises: comm.AgreedError for the last save of the run, or too many failed in a row.
+    """
+    run.heart.mark(step, "saving")
+    run.interrupts.saved()
+    settings = run.config.checkpoint
+    try:
+        path = write_checkpoint(run, step)
+    except comm.AgreedError as error:
+        run.failed_saves += 1
+        remove_old(run, settings.keep_last)
+        if last or run.failed_saves > settings.max_failed:
+            raise
+        if comm.rank() == 0:
+            logger.warning("step %d is not saved: %s; the run goes on and tries again at the next save", step, error)
+        return
+    run.failed_saves = 0
+    if run.copies:
+        run.copies.start(path)
+    remove_old(run, settings.keep_last)
+
+
+def write_checkpoint(run: Run, step: int) -> Path:
+    """Write it; where that fails, make room by what it would have made superfluous, and try again. Collective."""
     meta = {"step": step, "num_steps": run.config.num_steps, "identity": run.identity}
-    checkpoint.save(run.folder, meta, run.engine, run.loader.state_dict(), run.loss.state_dict())
+    meta["shape"] = checkpoint.shape(run.config, comm.size())
+    while True:
+        try:
+            return checkpoint.save(run.folder, meta, run.engine, run.loader.state_dict(), run.loss.state_dict())
+        except comm.AgreedError:
+            if not remove_old(run, max(run.config.checkpoint.keep_last - 1, 1)):
+                raise
+
+
+def remove_old(run: Run, keep_last: int) -> int:
+    """Remove all but the last checkpoints, and what a failed save has left. Returns: how many. Collective."""
+    removed = 0
     with comm.together("removing old checkpoints"):
         if comm.rank() == 0:
-            settings = run.config.checkpoint
-            checkpoint.remove_old(run.folder, settings.keep_last, settings.keep_every_steps)
-    run.interrupts.saved()
+            busy = run.copies.busy if run.copies else ()
+            removed = checkpoint.remove_old(run.folder, keep_last, run.config.checkpoint.keep_every_steps, busy)
+    return comm.broadcast(removed)
+
+
+def wait_for_copies(run: Run) -> None:
+    """Until the user's command has copied the last checkpoint, within its time. Collective."""
+    settings = run.config.checkpoint
+    end = time.monotonic() + settings.copy_timeout_s
+    while settings.copy_command:
+        left = end - time.monotonic()
+        waits = bool(run.copies and left > 0 and run.copies.wait(min(left, COPY_POLL_S)))
+        if not comm.broadcast(waits):  # the others wait here a little at a time, however long it takes
+            return
 
 
 def finish(run: Run) -> None:
     """Evaluate, and say what came of it. Collective."""
     config = run.config
     values = evaluate(run, config.num_steps)
+    run.heart.mark(config.num_steps, "ending")
     if comm.rank() == 0:
         mark_finished(run.folder, {"steps": config.num_steps, **values})
         with told_only("report.png was not drawn"):
@@ -142,6 +245,7 @@ def finish(run: Run) -> None:
 
 def evaluate(run: Run, step: int) -> dict[str, float]:
     """Evaluate on all sets and note the figures, which are returned. Collective; the run goes on as if it had not."""
+    run.heart.mark(step, "evaluating")
     start = time.monotonic()
     results = evaluate_sets(run.engine, run.sets, run.image, run.tokenizer, run.config.micro_batch)
     values = record(results)
@@ -179,14 +283,16 @@ def main(argv: list[str] | None = None) -> int:
             return fail(error, first, code=2)
         if first:
             print(f"{run.folder}: {config.describe(comm.size())}", flush=True)
+        code = 0
         try:
             train(run)
             finish(run)
         except (StopError, FloatingPointError, comm.AgreedError) as error:
-            return fail(error, first, code=1)
+            code = fail(error, first, code=1)
         except AskedToStopError as error:
-            return fail(error, first, code=3)
-    return 0
+            code = fail(error, first, code=3)
+        wait_for_copies(run)
+    return code
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
 
     Raises: ValueError for files that cannot be read.
     """
-    stage = checkpoint.read_meta(path)["identity"]["deepspeed.zero_optimization.stage"]
+    stage = checkpoint.read_meta(path)["shape"]["stage"]
     state: dict[str, Any] = {}
     try:
         if stage < 3:

@@ -136,8 +136,6 @@ def changed_on_resume(path: Path) -> None:
         "data.window=7": "data.window",
         "data.slots=2": "data.slots",
         "data.shards=bundled:emoji/validation": "data.shards",
-        "deepspeed.zero_optimization.stage=2": "deepspeed.zero_optimization.stage: 1 in the checkpoint, 2 now",
-        "deepspeed.torch_autocast.enabled=true": "precision: 'fp32' in the checkpoint, 'autocast' now",
     }
     for change, said in changes.items():
         expect(refused(load_config(path, ["name=first", change]), resume=folder), said)
@@ -173,7 +171,8 @@ def broken_data(path: Path, folder: Path) -> None:
         overrides = [f"data.shards={folder / 'broken'}", "name=broken", "data.slots=2", "data.max_broken=0.5"]
         run = build(load_config(path, overrides), None, stack)
         train(run)
-        names = [name for part in comm.gather_objects(run.loader.last_broken) for name in part]
+        comm.barrier()
+        names = [line.partition(": ")[2] for path in run.folder.glob("broken-*.txt") for line in path.open()]
         records = (run.folder / METRICS_FILE).read_text().splitlines()
     # 80 samples in 4 steps of 16, so not all are met, but never the same one in another count.
     assert json.loads(records[-1])["broken_samples"] >= len(set(names)) >= 3, names

@@ -12,12 +12,15 @@ import torch
 from towers import TINY, tiny_config
 
 from disco_ds import checkpoint
-from disco_ds.checkpoint import FORMAT, META, find_latest, identity, read, read_meta, refuse_changes, remove_old
+from disco_ds.checkpoint import FORMAT, META, find_latest, identity, read, read_meta, refuse_changes, remove_old, shape
 from disco_ds.run_folder import CHECKPOINTS
 
 
-def identify(ranks: int = 2, fingerprint: str = "abc", stage: int = 1, **changes: Any) -> dict[str, Any]:
-    return identity(tiny_config("tiny", {"zero_optimization": {"stage": stage}}, **changes), ranks, fingerprint, TINY)
+def identify(fingerprint: str = "abc", **changes: Any) -> dict[str, Any]:
+    return identity(tiny_config("tiny", {"zero_optimization": {"stage": 1}}, **changes), fingerprint, TINY)
+
+
+SHAPE = shape(tiny_config("tiny", {"zero_optimization": {"stage": 1}}), 2)
 
 
 def stored(same: dict[str, Any]) -> dict[str, Any]:
@@ -37,7 +40,9 @@ def write_checkpoint(run: Path, step: int, ranks: int = 2) -> Path:
         for p in path.rglob("*")
         if p.is_file()
     }
-    describe(path, {"format": FORMAT, "step": step, "num_steps": 10, "identity": identify(), "files": files})
+    describe(
+        path, {"format": FORMAT, "step": step, "num_steps": 10, "identity": identify(), "shape": SHAPE, "files": files}
+    )
     return path
 
 
@@ -66,8 +71,6 @@ def describe(path: Path, meta: Any) -> None:
         ({"data__captions": {"{txt}": 2.0}}, "data.captions.{txt}"),
         ({"data__num_samples": 99}, "data.num_samples"),
         ({"fingerprint": "abd"}, "data.shards"),
-        ({"ranks": 4}, "ranks"),
-        ({"stage": 2}, "deepspeed.zero_optimization.stage"),
     ],
 )
 def test_refuse_changes_names_the_changed_setting(changes: dict[str, Any], name: str) -> None:
@@ -79,21 +82,21 @@ def test_refuse_changes_names_the_changed_setting(changes: dict[str, Any], name:
     assert lines[0].endswith(" now")
 
 
-def test_refuse_changes_names_a_changed_precision() -> None:
-    autocast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
-    now = identity(tiny_config("tiny", {"zero_optimization": {"stage": 1}} | autocast), 2, "abc", TINY)
-    with pytest.raises(ValueError, match="precision: 'fp32' in the checkpoint, 'autocast' now"):
-        refuse_changes(stored(identify()), now)
+def test_ranks_stage_and_precision_are_the_shape_and_no_refused_change() -> None:
+    config = tiny_config("tiny", {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}})
+    refuse_changes(stored(identify()), identity(config, "abc", TINY))
+    now = shape(config, 4)
+    assert (now["ranks"], now["stage"], now["precision"]) == (4, 3, "bf16")
+    assert (SHAPE["ranks"], SHAPE["stage"], SHAPE["precision"]) == (2, 1, "fp32")
 
 
 def test_refuse_changes_names_every_changed_setting_at_once() -> None:
     with pytest.raises(ValueError) as caught:
-        refuse_changes(stored(identify()), identify(seed=3, global_batch=32, optim__lr=0.5, ranks=4))
+        refuse_changes(stored(identify()), identify(seed=3, global_batch=32, optim__lr=0.5))
     assert [line.strip().split(":")[0] for line in str(caught.value).splitlines()[1:]] == [
         "optim.lr",
         "global_batch",
         "seed",
-        "ranks",
     ]
 
 
@@ -258,7 +261,7 @@ def test_complete_checkpoint_passes_read_meta_and_replaces_an_older_visit(tmp_pa
     partial = final.with_name(f".{final.name}.partial")
     (partial / "engine").mkdir(parents=True)
     (partial / "engine" / "weights.pt").write_bytes(b"new")
-    meta = {"format": FORMAT, "step": 3, "num_steps": 9, "identity": identify()}
+    meta = {"format": FORMAT, "step": 3, "num_steps": 9, "identity": identify(), "shape": SHAPE}
     checkpoint._complete(partial, final, meta, {"engine/weights.pt": sha256(b"new").hexdigest()})
     assert not partial.exists()
     assert read_meta(final)["files"] == {"engine/weights.pt": {"bytes": 3, "sha256": sha256(b"new").hexdigest()}}
@@ -267,6 +270,6 @@ def test_complete_checkpoint_passes_read_meta_and_replaces_an_older_visit(tmp_pa
 
 def test_refuse_changes_compares_the_model_by_its_config_not_its_name() -> None:
     config = tiny_config("moved/tiny.json", {"zero_optimization": {"stage": 1}}, model__pretrained="weights.pt")
-    refuse_changes(stored(identify()), identity(config, 2, "abc", TINY))
+    refuse_changes(stored(identify()), identity(config, "abc", TINY))
     with pytest.raises(ValueError, match=r"model.config.embed_dim: 16 in the checkpoint, 32 now"):
-        refuse_changes(stored(identify()), identity(config, 2, "abc", TINY | {"embed_dim": 32}))
+        refuse_changes(stored(identify()), identity(config, "abc", TINY | {"embed_dim": 32}))

@@ -14,20 +14,25 @@ ROOT = Path(disco_ds.__file__).parent
 TESTS = Path(__file__).parent
 
 LAYERS = {
-    **dict.fromkeys(("config", "ds_config", "recipe_yaml", "comm", "kernels"), 0),
+    **dict.fromkeys(("config", "data_settings", "ds_config", "recipe_yaml", "comm", "kernels"), 0),
     **dict.fromkeys(("losses", "data", "model", "convnet", "metrics", "watchdog", "run_folder", "interrupt"), 1),
-    **dict.fromkeys(("engine", "step", "checkpoint", "weights", "eval", "report"), 2),
+    **dict.fromkeys(("heartbeat", "disk", "copies"), 1),
+    **dict.fromkeys(("engine", "step", "checkpoint", "reshape", "weights", "eval", "report"), 2),
     **dict.fromkeys(("arguments", "build", "train", "evaluate", "export", "plan", "doctor", "launch"), 3),
     "__main__": 4,
 }
 """Subject (a module or a package of disco_ds) -> layer. A subject imports itself and layers strictly below."""
 
 WITHIN_A_LAYER = {
+    ("config", "data_settings"): "a recipe's `data` entry, a file of its own for its length",
     ("config", "ds_config"): "a recipe's `deepspeed` entry is read and merged by its owner",
     ("config", "recipe_yaml"): "a recipe is read as its text says",
     ("model", "convnet"): "importing it registers the tower with timm",
     ("step", "engine"): "the step goes through the engine's backward",
     ("checkpoint", "engine"): "it saves and restores an engine",
+    ("reshape", "checkpoint"): "it restores what that one has written",
+    ("reshape", "engine"): "into an engine",
+    ("reshape", "weights"): "frozen parameters are read as for an export",
     ("weights", "checkpoint"): "it reads what that one writes",
     ("train", "build"): "the trainer runs what build.py puts together",
     ("train", "arguments"): "the trainer parses its own command line",
@@ -35,7 +40,7 @@ WITHIN_A_LAYER = {
 }
 """Imports between subjects of one layer, with the reason."""
 
-ONLY_IMPORTS = {"losses": {"losses", "comm", "kernels"}, "data": {"data", "config"}}
+ONLY_IMPORTS = {"losses": {"losses", "comm", "kernels"}, "data": {"data", "config", "data_settings"}}
 """Subjects that are told more strictly than by their layer."""
 
 MAX_LINES = 400

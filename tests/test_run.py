@@ -82,12 +82,14 @@ def ranks_of(session: int) -> list[psutil.Process]:
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
-def wait_for(condition: Callable[[], Any], what: str, folder: Path, timeout_s: float = 120) -> Any:
+def wait_for(
+    condition: Callable[[], Any], what: str, folder: Path, timeout_s: float = 120, poll_s: float = 0.05
+) -> Any:
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
         if value := condition():
             return value
-        time.sleep(0.05)
+        time.sleep(poll_s)
     pytest.fail(f"waited {timeout_s} s for {what}:\n{(folder / 'log.txt').read_text()[-3000:]}")
 
 
@@ -166,6 +168,7 @@ def write_recipe(folder: Path, deepspeed: dict[str, Any]) -> list[str]:
         model=model,
         data=data | {"augment": {"rotate_degrees": 10, "colour_scale": 0.1}},
         checkpoint={"every_steps": 3, "keep_last": 3},
+        lost_after_s=5,
         deepspeed=deepspeed,
     )
     return ["--config", path.name]

@@ -17,7 +17,7 @@ from towers import CONTEXT, batches, masters, tiny_config, write_tiny
 from trained import write_run
 
 from disco_ds import checkpoint, comm
-from disco_ds.checkpoint import META, identity
+from disco_ds.checkpoint import META, identity, shape
 from disco_ds.config import ModelSettings, render_ds_config
 from disco_ds.engine import backward_and_step, build_engine, set_lr
 from disco_ds.model import build_model, build_tokenizer, read_architecture
@@ -73,8 +73,9 @@ def train_and_save(folder: Path, model_file: str, name: str) -> dict[str, Tensor
         held |= {key: p.detach().float().clone() for key, p in parameters.items() if key not in held}
     if comm.rank() == 0:
         (folder / "config.yaml").write_text(config.to_yaml())
-    same = identity(config, comm.size(), "abc", read_architecture(config.model))
-    checkpoint.save(folder, {"step": 2, "num_steps": 2, "identity": same}, engine, {}, {})
+    same = identity(config, "abc", read_architecture(config.model))
+    meta = {"step": 2, "num_steps": 2, "identity": same, "shape": shape(config, comm.size())}
+    checkpoint.save(folder, meta, engine, {}, {})
     engine.destroy()
     return held
 

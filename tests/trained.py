@@ -9,7 +9,7 @@ from torch import nn
 from towers import tiny_config
 
 from disco_ds import checkpoint
-from disco_ds.checkpoint import FORMAT, identity
+from disco_ds.checkpoint import FORMAT, identity, shape
 from disco_ds.model import read_architecture
 from disco_ds.run_folder import CHECKPOINTS
 
@@ -23,8 +23,8 @@ def write_run(folder: Path, model: nn.Module, name: str, step: int = 7) -> Path:
     partial = final.with_name(".partial")
     (partial / "engine").mkdir(parents=True)
     torch.save({"module": model.state_dict()}, partial / "engine" / "mp_rank_00_model_states.pt")
-    same = identity(config, 1, "abc", read_architecture(config.model))
-    meta = {"format": FORMAT, "step": step, "num_steps": 9, "identity": same}
+    same = identity(config, "abc", read_architecture(config.model))
+    meta = {"format": FORMAT, "step": step, "num_steps": 9, "identity": same, "shape": shape(config, 1)}
     names = checkpoint._list_files(partial)
     checkpoint._complete(partial, final, meta, {name: checkpoint._checksum(partial / name) for name in names})
     return final
