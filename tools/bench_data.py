@@ -1,0 +1,185 @@
+"""Samples per second and core of the data pipeline, beside open_clip's own on the same shards.
+
+    python tools/bench_data.py                                224-pixel JPEG shards made for it, one worker each
+    python tools/bench_data.py --shards DIR --size 224
+
+Both sides read tars of JPEG and text, take a random crop of 0.9 to 1 of the area, resize bicubic with antialias,
+tokenize, and hand batches of uint8 pixels over from one worker process. open_clip's side is open_clip_train's
+get_wds_dataset with --webdataset's version installed for it alone, in a folder that goes before this environment.
+Runs alternate, each in processes of its own; the figures are medians. A core is one second of CPU time of trainer and
+worker together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from PIL import Image
+
+BATCH = 128
+WARM_UP = 8
+"""Batches before the clock starts: the worker has started, and its shuffle buffer holds something."""
+SCALE = (0.9, 1.0)
+TOKENIZER = "ViT-B-32"
+PANDAS = ("pandas", "python-dateutil", "pytz", "tzdata", "six")
+"""open_clip_train imports it."""
+
+
+def parse_args() -> Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shards", type=Path, help="a folder of tars with a manifest.json (default: made for this)")
+    parser.add_argument("--size", type=int, default=224, help="pixels of a side, of the images made and of the crops")
+    parser.add_argument("--batches", type=int, default=40, help=f"measured, of {BATCH} samples")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--webdataset", default="0.2.86", help="the version for open_clip's side, which needs < 0.2.96")
+    parser.add_argument("--side", choices=("disco_ds", "open_clip"), help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def make_shards(folder: Path, size: int, shards: int = 4, samples: int = 1000) -> None:
+    """JPEG images of smooth colours with noise, about as large as photographs of that size, and captions."""
+    generator = numpy.random.default_rng(0)
+    for number in range(shards):
+        with tarfile.open(folder / f"{number:05d}.tar", "w") as tar:
+            for key in range(samples):
+                coarse = Image.fromarray(generator.integers(0, 256, (12, 12, 3), dtype=numpy.uint8))
+                pixels = numpy.asarray(coarse.resize((size, size), Image.Resampling.BICUBIC)).astype(numpy.int16)
+                pixels = pixels + generator.normal(0, 12, pixels.shape).astype(numpy.int16)
+                jpeg = io.BytesIO()
+                Image.fromarray(pixels.clip(0, 255).astype(numpy.uint8)).save(jpeg, "JPEG", quality=90)
+                words = " ".join(generator.choice(["a", "red", "photo", "of", "two", "small", "birds", "sea"], 9))
+                for name, data in (("jpg", jpeg.getvalue()), ("txt", words.encode())):
+                    info = tarfile.TarInfo(f"{number:05d}{key:04d}.{name}")
+                    info.size = len(data)
+                    tar.addfile(info, io.BytesIO(data))
+
+
+def our_batches(folder: Path, size: int) -> Iterator[Any]:
+    import open_clip
+
+    from disco_ds.config import DataSettings
+    from disco_ds.data import ImageSpec, Loader, load_manifest
+
+    settings = DataSettings(shards=str(folder), workers=1, crop_scale=SCALE, captions={"{txt}": 1.0})
+    tokenizer = open_clip.get_tokenizer(TOKENIZER)
+    loader = Loader(
+        settings, [load_manifest(folder)], ImageSpec((size, size), "bicubic", "shortest"), tokenizer, 77, 49408,
+        rank=0, size=1, global_batch=BATCH, micro_batch=BATCH, seed=0,
+    )  # fmt: skip
+    try:
+        while True:
+            data = loader.read_step()
+            if data.error:
+                raise RuntimeError(data.error)
+            yield data.micro_batches[0].image
+    finally:
+        loader.close()
+
+
+def open_clip_batches(folder: Path, size: int) -> Iterator[Any]:
+    import open_clip
+    from open_clip.transform import _convert_to_rgb
+    from open_clip_train.data import get_wds_dataset
+    from torchvision import transforms
+
+    preprocess = transforms.Compose(
+        [
+            transforms.RandomResizedCrop(size, scale=SCALE, interpolation=transforms.InterpolationMode.BICUBIC),
+            _convert_to_rgb,
+            transforms.PILToTensor(),
+        ]
+    )
+    names = sorted(path.name for path in folder.glob("*.tar"))
+    shards = f"{folder}/{{{names[0][:-4]}..{names[-1][:-4]}}}.tar"
+    args = Namespace(
+        train_data=shards, train_num_samples=10**7, train_data_upsampling_factors=None, dataset_resampled=True,
+        seed=0, batch_size=BATCH, workers=1, world_size=1,
+    )  # fmt: skip
+    info = get_wds_dataset(args, preprocess, is_train=True, tokenizer=open_clip.get_tokenizer(TOKENIZER))
+    for images, _ in info.dataloader:
+        yield images
+
+
+def measure(args: Namespace) -> None:
+    """One side, in this process: prints {samples/s, samples per CPU second}."""
+    torch.set_num_threads(1)
+    batches = (our_batches if args.side == "disco_ds" else open_clip_batches)(args.shards, args.size)
+    for _ in range(WARM_UP):
+        next(batches)
+    start, cpu = time.perf_counter(), cpu_seconds()
+    for _ in range(args.batches):
+        image = next(batches)
+    assert image.shape == (BATCH, 3, args.size, args.size), image.shape
+    assert image.dtype == torch.uint8, image.dtype
+    wall, cpu = time.perf_counter() - start, cpu_seconds() - cpu
+    print(json.dumps({"wall": args.batches * BATCH / wall, "core": args.batches * BATCH / cpu}))
+    sys.stdout.flush()
+    os._exit(0)  # open_clip's loader has no end
+
+
+def cpu_seconds() -> float:
+    """Of this process and its living children."""
+    import psutil
+
+    own = resource.getrusage(resource.RUSAGE_SELF)
+    children = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
+    return own.ru_utime + own.ru_stime + sum(times.user + times.system for times in children)
+
+
+def run_side(side: str, args: Namespace, folder: Path, old: Path) -> dict[str, float]:
+    environment = dict(os.environ, OMP_NUM_THREADS="1")
+    if side == "open_clip":
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(old), environment.get("PYTHONPATH")]))
+    command = [sys.executable, __file__, "--side", side, "--shards", str(folder)]
+    command += ["--size", str(args.size), "--batches", str(args.batches)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    if done.returncode:
+        raise SystemExit(f"{side} failed:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    args = parse_args()
+    if args.side:
+        measure(args)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, old = args.shards or Path(temporary, "shards"), Path(temporary, "webdataset")
+        wanted = [f"webdataset=={args.webdataset}", *PANDAS, "--no-deps", "--quiet", "--target", str(old)]
+        subprocess.run([sys.executable, "-m", "pip", "install", *wanted], check=True)
+        if not args.shards:
+            from disco_ds.data import index_shards, write_manifest
+
+            folder.mkdir()
+            make_shards(folder, args.size)
+            write_manifest(index_shards(folder))
+        found: dict[str, list[dict[str, float]]] = {"disco_ds": [], "open_clip": []}
+        for _ in range(args.repeats):
+            for side, runs in found.items():
+                runs.append(run_side(side, args, folder, old))
+    print(f"{args.size}-pixel JPEG, batches of {BATCH}, one worker, median of {args.repeats} alternating runs")
+    print(f"{'':12} {'samples/s':>10} {'samples per CPU second':>24}")
+    figures = {}
+    for side, runs in found.items():
+        wall, figures[side] = (statistics.median(run[key] for run in runs) for key in ("wall", "core"))
+        print(f"{side:12} {wall:10.0f} {figures[side]:24.0f}")
+    print(f"ratio per core: {figures['disco_ds'] / figures['open_clip']:.2f}")
+
+
+if __name__ == "__main__":
+    main()
