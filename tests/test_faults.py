@@ -152,7 +152,7 @@ def features(path: Path) -> None:
 
 def out_of_step() -> None:
     step = 5 + comm.rank()
-    data = StepData([], None, 0.0)
+    data = StepData([], None, 0.0, [])
     with pytest.raises(StopError, match=r"not at one step.*rank 0 on .*: step 5; rank 1 on .*: step 6"):
         agree(step, data, Interrupts(), Embeddings(torch.ones(1, 1), torch.ones(1, 1), torch.ones(1)), torch.ones(()))
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from dist import run_ranks
+from fastclip_oracle import PRESETS
 from oracle import Answer, answer, errors, features, infonce, naive
 
 from disco_ds import comm
@@ -226,10 +227,8 @@ def test_accuracy_counts_both_directions():
 
 
 def test_every_registered_loss_is_in_the_contract_test():
-    assert set(list_losses()) == {name for name, _ in LOSSES} | {
-        "siglip",
-        "nt_xent",
-    }  # whose contracts have files of their own
+    elsewhere = {"siglip", "nt_xent", *PRESETS}  # whose contracts have files of their own
+    assert set(list_losses()) == {name for name, _ in LOSSES} | elsewhere
 
 
 def test_unknown_loss_names_the_known_ones():

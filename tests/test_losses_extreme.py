@@ -120,30 +120,33 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def memory(b: int, D: int) -> dict[str, tuple[int, int]]:
+def memory(b: int, D: int, names: tuple[str, ...]) -> dict[str, tuple[int, int]]:
     """(largest tensor in elements, peak beyond the features and their gradients in bytes) of each tiled loss."""
     result = {}
     generator = torch.Generator().manual_seed(comm.rank())
-    for name in ("disco_fused", "inf_cl"):
+    index = torch.arange(b * comm.rank(), b * (comm.rank() + 1))
+    for name in names:
         image, text = (
             torch.nn.functional.normalize(torch.randn(b, D, generator=generator), dim=1).requires_grad_() for _ in "ab"
         )
         scale = torch.tensor([14.3], requires_grad=True)
+        loss = build_loss(name)
+        loss.set_num_samples(b * comm.size())
         with Largest() as largest:
-            build_loss(name)(Embeddings(image, text, scale)).loss.backward()
+            loss(Embeddings(image, text, scale, index=index)).loss.backward()
         image.grad = text.grad = None
         with load_tool("bench_loss").Peak() as peak:
-            build_loss(name)(Embeddings(image, text, scale)).loss.backward()
+            loss(Embeddings(image, text, scale, index=index)).loss.backward()
         result[name] = (largest.elements, peak.bytes - 2 * b * D * 4)
     return result
 
 
-def check_memory(B: int, size: int, D: int) -> None:
+def check_memory(B: int, size: int, D: int, names: tuple[str, ...] = ("disco_fused", "inf_cl")) -> None:
     b = B // size
     tile = 2048 * 2048 * 4
     slack = 48 * 2**20  # several tiles of scratch, the libraries' own buffers, pages the allocator keeps
-    bounds = {"disco_fused": 2 * B * D * 4, "inf_cl": 4 * b * D * 4}
-    for result in run_ranks(memory, size, b, D, timeout_s=900):
+    bounds = dict.fromkeys(names, 2 * B * D * 4) | {"inf_cl": 4 * b * D * 4}
+    for result in run_ranks(memory, size, b, D, names, timeout_s=900):
         for name, (elements, peak) in result.items():
             assert elements <= max(B * D, tile // 4), f"{name} made a tensor of {elements} elements"
             assert elements < b * B, f"{name} made a matrix of similarities"
@@ -154,6 +157,11 @@ def check_memory(B: int, size: int, D: int) -> None:
 
 def test_memory_is_bounded_by_features_not_by_the_matrix():
     check_memory(8192, 2, 256)
+
+
+@pytest.mark.slow
+def test_memory_of_fastclip_is_bounded_by_features():
+    check_memory(8192, 2, 256, ("fastclip_v3", "fastclip_v2"))
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,15 @@ import numpy
 import psutil
 import pytest
 import torch
-from dist import free_port
+from dist import free_port, run_ranks
 from test_build import recipe
 from towers import BPE_SIZE, write_tiny
 
+from disco_ds.arguments import parse_args
+from disco_ds.build import build
+from disco_ds.config import load_config
 from disco_ds.metrics import METRICS_FILE
+from disco_ds.train import train
 
 BIN = Path(sys.executable).parent
 SAME = ("step", "ids", "loss", "lr", "scale", "grad_norm")
@@ -103,6 +107,14 @@ def records(run: Path) -> list[dict[str, Any]]:
 def finish(kind: str, ranks: int, arguments: list[str], folder: Path) -> None:
     with launched(kind, ranks, arguments, folder) as process:
         assert process.wait(timeout=200) == 0, (folder / "log.txt").read_text()[-3000:]
+
+
+def train_without_launcher(folder: Path, arguments: list[str]) -> None:
+    """One rank, in a process of run_ranks: sooner there than a launcher's."""
+    os.chdir(folder)
+    args = parse_args(arguments)
+    with ExitStack() as stack:
+        train(build(load_config(args.config, args.overrides), args.resume, stack))
 
 
 def kill_at_step(step: int, victim: str, kind: str, arguments: list[str], folder: Path, run: Path) -> float:
@@ -192,12 +204,12 @@ def test_killed_and_resumed_run_is_the_uninterrupted_one(case, tmp_path):
     before = shared_memory()
     folder = tmp_path / "a folder"
     arguments = write_recipe(folder, CASES[case])
-    finish("torchrun", 2, [*arguments, "name=whole"], folder)
+    run_ranks(train_without_launcher, 2, folder, [*arguments, "name=whole"])
     run = folder / "runs" / "cut"
     # The kernel tells the launcher's ranks, a lost rank makes the others fail, and so on: nobody trains on.
     assert kill_at_step(4, "rank", "launch", [*arguments, "name=cut"], folder, run) < 45
     assert kill_at_step(7, "launcher", "launch", [*arguments, "name=cut", "--resume", "latest"], folder, run) < 10
-    finish("launch", 2, [*arguments, "name=cut", "--resume", "latest"], folder)
+    run_ranks(train_without_launcher, 2, folder, [*arguments, "name=cut", "--resume", "latest"])
     whole = folder / "runs" / "whole"
     for mine, other in zip(records(run), records(whole), strict=True):
         assert [mine.get(key) for key in SAME] == [other.get(key) for key in SAME]

@@ -2,6 +2,7 @@
 
     python tools/bench_data.py                                224-pixel JPEG shards made for it, one worker each
     python tools/bench_data.py --shards DIR --size 224
+    python tools/bench_data.py --decoders                     ms per image: PIL, and torchvision, which the workers use
 
 Both sides read tars of JPEG and text, take a random crop of 0.9 to 1 of the area, resize bicubic with antialias,
 tokenize, and hand batches of uint8 pixels over from one worker process. open_clip's side is open_clip_train's
@@ -48,6 +49,7 @@ def parse_args() -> Namespace:
     parser.add_argument("--batches", type=int, default=40, help=f"measured, of {BATCH} samples")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--webdataset", default="0.2.86", help="the version for open_clip's side, which needs < 0.2.96")
+    parser.add_argument("--decoders", action="store_true", help="compare what decodes and resizes, and nothing else")
     parser.add_argument("--side", choices=("disco_ds", "open_clip"), help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -58,16 +60,47 @@ def make_shards(folder: Path, size: int, shards: int = 4, samples: int = 1000) -
     for number in range(shards):
         with tarfile.open(folder / f"{number:05d}.tar", "w") as tar:
             for key in range(samples):
-                coarse = Image.fromarray(generator.integers(0, 256, (12, 12, 3), dtype=numpy.uint8))
-                pixels = numpy.asarray(coarse.resize((size, size), Image.Resampling.BICUBIC)).astype(numpy.int16)
-                pixels = pixels + generator.normal(0, 12, pixels.shape).astype(numpy.int16)
-                jpeg = io.BytesIO()
-                Image.fromarray(pixels.clip(0, 255).astype(numpy.uint8)).save(jpeg, "JPEG", quality=90)
                 words = " ".join(generator.choice(["a", "red", "photo", "of", "two", "small", "birds", "sea"], 9))
-                for name, data in (("jpg", jpeg.getvalue()), ("txt", words.encode())):
+                for name, data in (("jpg", make_jpeg(generator, size)), ("txt", words.encode())):
                     info = tarfile.TarInfo(f"{number:05d}{key:04d}.{name}")
                     info.size = len(data)
                     tar.addfile(info, io.BytesIO(data))
+
+
+def make_jpeg(generator: numpy.random.Generator, size: int) -> bytes:
+    coarse = Image.fromarray(generator.integers(0, 256, (12, 12, 3), dtype=numpy.uint8))
+    pixels = numpy.asarray(coarse.resize((size, size), Image.Resampling.BICUBIC)).astype(numpy.int16)
+    pixels = pixels + generator.normal(0, 12, pixels.shape).astype(numpy.int16)
+    jpeg = io.BytesIO()
+    Image.fromarray(pixels.clip(0, 255).astype(numpy.uint8)).save(jpeg, "JPEG", quality=90)
+    return jpeg.getvalue()
+
+
+def compare_decoders(size: int) -> None:
+    """Decode and resize a JPEG by nine tenths: milliseconds, and how far the pixels are from PIL's, of 255."""
+    from disco_ds.data.decode import NUM_CROP_NUMBERS, ImageSpec, decode_image, decode_pixels, resize_random_crop
+
+    torch.set_num_threads(1)
+    spec = ImageSpec((size, size))
+
+    def ours(data: bytes) -> torch.Tensor:
+        return resize_random_crop(decode_pixels(data, 10**8), spec, (1.0, 1.0), (1.0, 1.0), [0.0] * NUM_CROP_NUMBERS)
+
+    def pil(data: bytes) -> torch.Tensor:
+        image = decode_image(data, 10**8).resize((size, size), Image.Resampling.BICUBIC)
+        return torch.from_numpy(numpy.array(image)).permute(2, 0, 1)
+
+    print(f"{'JPEG side':10} {'PIL ms':>8} {'torchvision ms':>15} {'mean difference':>16}")
+    for side in (size * 10 // 9, 2 * size, 4 * size):
+        data = [make_jpeg(numpy.random.default_rng(number), side) for number in range(20)]
+        times = []
+        for decode in (pil, ours):
+            start = time.process_time()
+            for item in data * 5:
+                decode(item)
+            times.append(1000 * (time.process_time() - start) / (5 * len(data)))
+        difference = (pil(data[0]).float() - ours(data[0]).float()).abs().mean()
+        print(f"{side:<10} {times[0]:8.2f} {times[1]:15.2f} {difference:16.2f}")
 
 
 def our_batches(folder: Path, size: int) -> Iterator[Any]:
@@ -158,6 +191,9 @@ def main() -> None:
     args = parse_args()
     if args.side:
         measure(args)
+    if args.decoders:
+        compare_decoders(args.size)
+        return
     with tempfile.TemporaryDirectory() as temporary:
         folder, old = args.shards or Path(temporary, "shards"), Path(temporary, "webdataset")
         wanted = [f"webdataset=={args.webdataset}", *PANDAS, "--no-deps", "--quiet", "--target", str(old)]

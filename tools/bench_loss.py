@@ -4,7 +4,8 @@
     python tools/bench_loss.py --as-rank-of 64 --batch 196608      the share of one rank of 64, without the wire
 
 Runs of all losses alternate; times are medians. Memory is the peak beyond the features and their gradients. Errors are
-the largest row error of the feature gradients over the largest true row, against `clip` in float64 at a smaller batch.
+the largest row error of the feature gradients over the largest true row, that of float64 (InfoNCE: `clip`'s) at a
+smaller batch.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from disco_ds.losses import Embeddings, build_loss, list_losses
 Method = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """image, text, scale, bias -> this rank's share of the loss."""
 ERROR_BATCH = 1024
+SAME_AS_CLIP = ("disco", "disco_fused", "inf_cl")
 
 
 def parse_args() -> argparse.Namespace:
@@ -47,19 +49,28 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def our_methods(precisions: list[str]) -> dict[str, Method]:
+def our_methods(precisions: list[str], num_samples: int) -> dict[str, Method]:
     """Every registered loss under its name, with the options that change what it costs."""
     options: dict[str, dict[str, Any]] = {}
     for name in list_losses():
         options[name] = {}
-        if name in ("disco_fused", "inf_cl", "siglip"):
+        if name in ("disco_fused", "inf_cl", "siglip", "fastclip_v3"):
             options |= {f"{name} {p}": {"precision": p} for p in precisions if p != "fp32"}
     options["disco_fused stored"] = {"store": True}
+    options["fastclip_v3 as published"] = {"gather_both": True}
 
-    def method(loss: Any) -> Method:
-        return lambda image, text, scale, bias: loss(Embeddings(image, text, scale, bias)).loss
+    return {label: our_method(label.split()[0], num_samples, **chosen) for label, chosen in options.items()}
 
-    return {label: method(build_loss(label.split()[0], **chosen)) for label, chosen in options.items()}
+
+def our_method(name: str, num_samples: int, **options: Any) -> Method:
+    loss = build_loss(name, **options)
+    loss.set_num_samples(num_samples)
+
+    def run(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+        index = torch.arange(len(image), device=image.device) + comm.rank() * len(image)
+        return loss(Embeddings(image, text, scale, bias, index)).loss
+
+    return run
 
 
 def other_methods(args: argparse.Namespace) -> dict[str, Method]:
@@ -223,8 +234,9 @@ def find_errors(methods: dict[str, Method], args: argparse.Namespace) -> dict[st
     errors = {}
     for label, method in methods.items():
         double = [x.detach().double().requires_grad_() for x in leaves]
-        true_name = "siglip" if label.startswith("siglip") else "clip"
-        build_loss(true_name)(Embeddings(*double)).loss.backward()
+        name = label.split()[0]
+        true_name = name if name in list_losses() and name not in SAME_AS_CLIP else "clip"
+        our_method(true_name, len(leaves[0]) * comm.size())(*double).backward()
         for leaf in leaves:
             leaf.grad = None
         method(*leaves).sum().backward()
@@ -238,7 +250,8 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Method -> its figures, the worst of all ranks. Collective."""
     warnings.simplefilter("ignore", FutureWarning)  # open_clip's collectives are deprecated
     on_gpu = torch.cuda.is_available()
-    methods = our_methods(args.precisions or (["fp32", "tf32", "fp16", "bf16"] if on_gpu else ["fp32"]))
+    precisions = args.precisions or (["fp32", "tf32", "fp16", "bf16"] if on_gpu else ["fp32"])
+    methods = our_methods(precisions, max(args.batch, ERROR_BATCH))
     methods |= {} if args.as_rank_of else other_methods(args)
     methods = {label: method for label, method in methods.items() if not args.methods or label in args.methods}
     errors = {} if args.as_rank_of else find_errors(methods, args)

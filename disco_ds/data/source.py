@@ -23,6 +23,7 @@ from disco_ds.data.decode import (
     Captions,
     ImageSpec,
     decode_image,
+    decode_pixels,
     find_image,
     resize_for_evaluation,
     resize_random_crop,
@@ -144,12 +145,13 @@ class ShardSource:
         members = self._reader.read(shard, entry)
         numbers = keyed_row(self._seed, epoch, index, CAPTION_COLUMN + 1, CROP_COLUMN)
         caption = self._captions.pick(members, numbers[CAPTION_COLUMN])
-        picture = decode_image(find_image(members, self._settings.image_key), self._settings.max_pixels)
+        data = find_image(members, self._settings.image_key)
         if self._settings.crop_scale is None:
-            image = resize_for_evaluation(picture, self._image)
+            image = resize_for_evaluation(decode_image(data, self._settings.max_pixels), self._image)
         else:
+            pixels = decode_pixels(data, self._settings.max_pixels)
             image = resize_random_crop(
-                picture, self._image, self._settings.crop_scale, self._settings.crop_ratio, numbers[:NUM_CROP_NUMBERS]
+                pixels, self._image, self._settings.crop_scale, self._settings.crop_ratio, numbers[:NUM_CROP_NUMBERS]
             )
         text = self._tokenize([caption])
         if text.shape != (1, self._context_length):

@@ -95,13 +95,15 @@ def softmax_gradient(
     into_rows: Tensor | None,
     into_columns: Tensor | None,
     kept: list[Tensor] | None = None,
+    moments: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Adds gain x W columns to into_rows [n, D] and gain x W^T rows to into_columns [m, D], both fp32, or None.
 
     W_ij = exp(row_scale_i <i, j> - row_shift_i) + exp(column_scale_j <i, j> - column_shift_j), 0 for pairs, each term
     at most 1; gain is Tiling.gain, for the caller to divide by.
 
-    Args: row_shift [n], column_shift [m] float64; the others as in softmax_sums.
+    Args: row_shift [n], column_shift [m] float64; moments ([n], [m]): without a shift, to which is added gain x the sum
+          of the first term of W times <i, j> over a row, and of the second over a column; others: see softmax_sums.
     """
     n, m = len(rows), len(columns)
     tiles, scratch = choose_tiles(tiling, rows, shift is not None), Scratch(tiling, rows, n, m)
@@ -118,7 +120,8 @@ def softmax_gradient(
             scratch.tile(i, j),
         )
         if shift is None:
-            W = tiles.log_weights(r, c, row_scale[i], column_scale[j], a[i], beta[j], pairs, tiling, out)
+            parts = None if moments is None else (moments[0][i], moments[1][j])
+            W = tiles.log_weights(r, c, row_scale[i], column_scale[j], a[i], beta[j], pairs, tiling, out, parts)
         elif kept:
             W = torch_tiles.kept_weights(kept[number], a[i], beta[j], tiling, out)
         else:

@@ -18,9 +18,9 @@ STRIP = 2**17
 """Elements of a tile that all passes but the product see one after the other, on a CPU: they stay in its cache."""
 
 
-def strips(x: Tensor) -> Iterator[slice]:
+def strips(x: Tensor, multiple: int = 1) -> Iterator[slice]:
     """Rows of a tile that are worked on at a time."""
-    height = len(x) if x.is_cuda else max(1, STRIP // x.shape[1])
+    height = len(x) if x.is_cuda else max(1, STRIP // x.shape[1] // multiple) * multiple
     return (slice(i, min(i + height, len(x))) for i in range(0, len(x), height))
 
 
@@ -83,8 +83,15 @@ def log_sums(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """exp_sums for any exponents: the sums' logarithms, found with the largest of each row and column."""
     cosine = cosines(r, c, pairs, tiling, out)
-    x, y = cosine * row_scale[:, None], cosine * column_scale
-    return x.logsumexp(1), y.logsumexp(0), x.amax(1), y.amax(0)
+    row_sum, row_max = cosine.new_empty(2, len(r))
+    column_sum, column_max = cosine.new_empty(2, len(c))
+    for part in strips(cosine):
+        x = cosine[part] * row_scale[part, None]
+        row_sum[part], row_max[part] = x.logsumexp(1), x.amax(1)
+    for part in strips(cosine.T, multiple=64):  # else vector instructions would group the sums in another way
+        y = cosine[:, part] * column_scale[part]
+        column_sum[part], column_max[part] = y.logsumexp(0), y.amax(0)
+    return row_sum, column_sum, row_max, column_max
 
 
 def log_weights(
@@ -97,11 +104,23 @@ def log_weights(
     pairs: int | None,
     tiling: Tiling,
     out: Tensor,
+    moments: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """exp(x - row_shift_i) + exp(y - column_shift_j), x and y the exponents under either scale, a factor."""
-    cosine = cosines(r, c, pairs, tiling, out)
-    x = (cosine * row_scale[:, None]).sub_(row_shift[:, None]).exp_()
-    return tiling.factor(x.add_((cosine * column_scale).sub_(column_shift).exp_()))
+    """exp(x - row_shift_i) + exp(y - column_shift_j), x and y the exponents under either scale, a factor.
+
+    To `moments` is added what each of the two, times the cosine, sums to: by rows the first, by columns the second.
+    """
+    W = cosines(r, c, pairs, tiling, out)
+    for part in strips(W):
+        cosine = W[part]
+        x = (cosine * row_scale[part, None]).sub_(row_shift[part, None]).exp_()
+        y = (cosine * column_scale).sub_(column_shift).exp_()
+        if moments is not None:
+            cosine.clamp_(min=-1e30)  # of the pairs, whose weight is 0
+            moments[0][part].add_((x * cosine).sum(1))
+            moments[1].add_((y * cosine).sum(0))
+        torch.add(x, y, out=cosine)
+    return tiling.factor(W)
 
 
 def sigmoid_weights(

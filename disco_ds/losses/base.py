@@ -63,11 +63,17 @@ class Loss(nn.Module):
     """A contrastive loss. Subclasses register themselves and implement forward(embeddings) -> LossOutput."""
 
     learns_scale: ClassVar[bool] = True
-    initial_scale: ClassVar[float] = 1 / 0.07
+    initial_scale: float = 1 / 0.07
     initial_bias: ClassVar[float | None] = None
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
         raise NotImplementedError
+
+    def set_num_samples(self, num_samples: int) -> None:
+        """Told once, before the first forward: sample ids are below it."""
+
+    def commit(self) -> None:
+        """Take over what the last forward and backward have staged, now that their step is done."""
 
     def load_state_parts(self, parts: list[dict[str, Any]]) -> None:
         """Restore from every rank's state_dict(), at any number of ranks. A loss that keeps state overrides this.

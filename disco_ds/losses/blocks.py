@@ -79,13 +79,16 @@ class Gathered:
     """
 
     def __init__(self, columns: Tensor, tiling: Tiling, wire: torch.dtype | None, group: Any, keep: bool = False):
-        self.tiling, self.group = tiling, group
-        sent = columns if wire is None or columns.dtype == torch.float64 else columns.to(wire)
-        self.columns = comm.gather(sent.detach(), group=group) if comm.size(group) > 1 else sent.detach()
+        self.tiling, self.group, self.wire = tiling, group, wire
+        self.columns = self._gather(columns)
         self.first = comm.rank(group) * len(columns)
         self.mine = slice(self.first, self.first + len(columns))
         self.own = self.columns[self.mine]
         self.kept: list[Tensor] | None = [] if keep else None
+
+    def _gather(self, side: Tensor) -> Tensor:
+        sent = side if self.wire is None or side.dtype == torch.float64 else side.to(self.wire)
+        return comm.gather(sent.detach(), group=self.group) if comm.size(self.group) > 1 else sent.detach()
 
     def sums(self, rows: Tensor, row_scale: Tensor, column_scale: Tensor, shift: float | None) -> Sums:
         column_scale = comm.gather(column_scale, group=self.group)
@@ -109,16 +112,55 @@ class Gathered:
         shift: float | None,
         of_rows: bool,
         of_columns: bool,
+        moments: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
+        """moments [2, b] float64: softmax_gradient's, of own rows and of own columns, are written to it."""
         d_rows = zeros(rows) if of_rows else None
         d_columns = zeros(self.columns) if of_columns else None
+        parts = None if moments is None else (moments[0], moments.new_zeros(len(self.columns)))
         column_scale, column_shift = (comm.gather(x, group=self.group) for x in (column_scale, column_shift))
         kept = None if shift is None else self.kept
         softmax_gradient(
             rows, self.columns, row_scale, column_scale, row_shift, column_shift, self.first, shift, self.tiling,
-            d_rows, d_columns, kept,
+            d_rows, d_columns, kept, parts,
         )  # fmt: skip
+        if moments is not None and parts is not None:
+            moments[1] = comm.all_reduce_sum(parts[1], self.group)[self.mine]
         return d_rows, None if d_columns is None else comm.reduce_scatter_in_place(d_columns, self.group)
+
+
+class GatheredBoth(Gathered):
+    """Gathers the rows too, for the gradient, of which each rank then computes all of its own: no sums of features are
+    sent, at the cost of one more product."""
+
+    def gradient(
+        self,
+        rows: Tensor,
+        row_scale: Tensor,
+        column_scale: Tensor,
+        row_shift: Tensor,
+        column_shift: Tensor,
+        shift: float | None,
+        of_rows: bool,
+        of_columns: bool,
+        moments: Tensor | None = None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        sides = (rows, row_scale, row_shift), (self.own, column_scale, column_shift)
+        found: list[Tensor | None] = []
+        for number, wanted in enumerate((of_rows, of_columns)):
+            anchors, scale, own_shift = sides[number]
+            _, other_scale, other_shift = sides[1 - number]
+            vectors = [comm.gather(x, group=self.group) for x in (other_scale, other_shift)]
+            into = zeros(anchors) if wanted else None
+            if wanted or moments is not None:
+                others = self._gather(rows) if number else self.columns
+                parts = None if moments is None else (moments[number], moments.new_zeros(len(others)))
+                softmax_gradient(
+                    anchors, others, scale, vectors[0], own_shift, vectors[1], self.first, shift, self.tiling,
+                    into, None, None, parts,
+                )  # fmt: skip
+            found.append(into)
+        return found[0], found[1]
 
 
 class Ring:

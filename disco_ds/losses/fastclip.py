@@ -1,0 +1,263 @@
+"""FastCLIP and the methods it compares with: each sample's denominator is an estimate that is kept between batches.
+
+Six presets of one loss: which objective, and which temperature. The similarities are those of `disco_fused`, with other
+vectors beside them. Source: FastCLIP (arXiv 2407.01445), losses.md section 6.
+"""
+
+# b local batch, B global = N b, D width, N ranks; h_ij = <I_i, T_j> - <I_i, T_i>; tau = 1 / scale
+# g_i = mean over the B - 1 others of exp(h_ij / tau_i); u_i its moving average; [2, b]: of row and of column anchors
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from disco_ds import comm
+from disco_ds.kernels import Impl, Precision
+from disco_ds.losses.base import Embeddings, LossOutput, global_metrics, register_loss
+from disco_ds.losses.blocks import Gathered, GatheredBoth, TiledLoss, Wire, agree_on_shift, finish, inner, positives
+from disco_ds.losses.sample_state import Memory, SampleState, TauStep
+
+GammaSchedule = Literal["constant", "cosine", "fractional"]
+
+
+class FastCLIPLoss(TiledLoss):
+    """Half the mean over image anchors of tau_i (log(eps + u_i) + rho), plus the same of text anchors.
+
+    u is that after its update by this batch, and the gradient that of g / (eps + u) with u held. `fastclip_v0` has no
+    factor tau.
+
+    Args:   gamma: weight of a batch in u: 1 in the first epoch, then "constant", gamma_min; "cosine", which falls to it
+            in gamma_epochs (about half of the run's), by whole epochs; "fractional", the same sample by sample;
+            eps: see above; rho: of presets that learn temperatures, but v0; tau: where temperatures begin;
+            tau_lr, tau_min, tau_max: of presets with one per sample; memory: where the state lies, see SampleState;
+            gather_both: the paper's dataflow (its gradient reduction), which sends no sums of features; others: see
+            TiledLoss.
+    Raises: ValueError for values out of their range, and options that the preset has no use for.
+    """
+
+    weighs_by_tau: ClassVar[bool] = True
+    tau_per_sample: ClassVar[bool] = False
+    default_gamma: ClassVar[GammaSchedule] = "cosine"
+    default_rho: ClassVar[float] = 0.0
+    default_tau: ClassVar[float] = 0.07
+    learns_scale = False
+
+    def __init__(
+        self,
+        gamma: GammaSchedule | None = None,
+        gamma_min: float = 0.2,
+        gamma_epochs: int = 16,
+        eps: float = 1e-14,
+        rho: float | None = None,
+        tau: float | None = None,
+        tau_lr: float | None = None,
+        tau_min: float | None = None,
+        tau_max: float | None = None,
+        memory: Memory = "device",
+        gather_both: bool = False,
+        wire: Wire | None = None,
+        tile: Sequence[int] | None = None,
+        precision: Precision = "fp32",
+        impl: Impl = "auto",
+        group: Any = None,
+    ):
+        super().__init__(wire, tile, precision, impl, group)
+        unused = {"rho": rho} if not self.default_rho else {}
+        unused |= {} if self.tau_per_sample else {"tau_lr": tau_lr, "tau_min": tau_min, "tau_max": tau_max}
+        if given := [name for name, value in unused.items() if value is not None]:
+            raise ValueError(f"{type(self).__name__} has no use for {', '.join(given)}; leave it out")
+        self.gamma_schedule = gamma or self.default_gamma
+        if self.gamma_schedule not in get_args(GammaSchedule):
+            raise ValueError(f"gamma must be one of {', '.join(get_args(GammaSchedule))}, got {gamma!r}")
+        if not (0 < gamma_min <= 1 and gamma_epochs >= 1 and eps >= 0):
+            raise ValueError(
+                "needed: 0 < gamma_min <= 1, gamma_epochs >= 1, eps >= 0; "
+                f"got gamma_min {gamma_min}, gamma_epochs {gamma_epochs}, eps {eps}"
+            )
+        self.gamma_min, self.gamma_epochs, self.eps = gamma_min, gamma_epochs, eps
+        self.rho = self.default_rho if rho is None else rho
+        start = self.default_tau if tau is None else tau
+        low, high = (default if x is None else x for x, default in ((tau_min, 0.01), (tau_max, 1.0)))
+        if start <= 0 or (self.tau_per_sample and not 0 < low <= start <= high):
+            raise ValueError(f"needed: 0 < tau_min <= tau <= tau_max, got {low}, {start}, {high}")
+        self.initial_scale = 1 / start
+        lr = 0.0133 if tau_lr is None else tau_lr
+        self.tau_step = TauStep(start, lr, low, high) if self.tau_per_sample else None
+        if memory not in get_args(Memory):
+            raise ValueError(f"memory must be one of {', '.join(get_args(Memory))}, got {memory!r}")
+        self.memory: Memory = memory
+        self.blocks = GatheredBoth if gather_both else Gathered
+        self.state: SampleState | None = None
+
+    def set_num_samples(self, num_samples: int) -> None:
+        self.state = SampleState(num_samples, self.memory, self.tau_step, self.group)
+
+    def current_gamma(self) -> float:
+        """Of the next batch; a function of the samples committed so far."""
+        state = self._state()
+        epoch = state.samples / state.num_samples
+        if self.gamma_schedule != "fractional":
+            epoch = state.samples // state.num_samples
+        if self.gamma_schedule == "constant":
+            return 1.0 if epoch == 0 else self.gamma_min
+        left = (1 + math.cos(math.pi * min(epoch / self.gamma_epochs, 1.0))) / 2
+        return self.gamma_min + (1 - self.gamma_min) * left
+
+    def forward(self, embeddings: Embeddings) -> LossOutput:
+        state = self._state()
+        if embeddings.index is None:
+            raise ValueError(f"{type(self).__name__} needs sample ids: Embeddings(..., index=[b])")
+        b = len(embeddings.image)
+        if b * comm.size(self.group) < 2:
+            raise ValueError("FastCLIP needs a global batch of at least 2, got 1: there are no other samples")
+        held = state.fetch(embeddings.index)
+        # As in infonce: the side that is sent is the one without a gradient, if there is one.
+        swap = embeddings.text.requires_grad and not embeddings.image.requires_grad
+        rows, columns = (embeddings.text, embeddings.image) if swap else (embeddings.image, embeddings.text)
+        if self.tau_per_sample:
+            leaf = held["tau"].detach().requires_grad_()
+            # The state's own step wants neither the mean over samples nor that over sides.
+            leaf.register_hook(lambda gradient: state.stage("tau_gradient", 2 * b * gradient))
+            tau = (leaf.flip(1) if swap else leaf).T
+        else:
+            tau = embeddings.scale.double().reciprocal()
+        log_u = (held["log_u"].flip(1) if swap else held["log_u"]).T
+        gamma = self.current_gamma()
+        loss, log_u, *hits = _FastCLIP.apply(rows, columns, tau, log_u, gamma, self)
+        state.stage("log_u", log_u.flip(0).T if swap else log_u.T)
+        if swap:
+            hits.reverse()
+        metrics = global_metrics(loss, hits[0], hits[1], b, self.group) | {"gamma": torch.tensor(gamma)}
+        if self.tau_per_sample:
+            metrics["tau"] = comm.all_reduce_sum(held["tau"].mean(), self.group) / comm.size(self.group)
+        return LossOutput(loss, metrics)
+
+    def commit(self) -> None:
+        self._state().commit()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """This rank's part."""
+        return self._state().state_dict()
+
+    def load_state_parts(self, parts: list[dict[str, Any]]) -> None:
+        self._state().load_parts(parts)
+
+    def _state(self) -> SampleState:
+        if self.state is None:
+            raise ValueError(f"{type(self).__name__} keeps numbers per sample: call set_num_samples first")
+        return self.state
+
+
+class _FastCLIP(torch.autograd.Function):
+    """tau: [1], one for all, or [2, b]; float64."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, columns: Tensor, tau: Tensor, log_u: Tensor, gamma: float, loss: FastCLIPLoss
+    ) -> tuple[Tensor, ...]:
+        rows, columns = rows.detach().contiguous(), columns.detach().contiguous()
+        b, group, tiling = len(rows), loss.group, loss.tiling
+        cross = loss.blocks(columns, tiling, loss.wire, group)
+        cosines = positives(rows, cross.own, tiling)
+        scales = tau.reciprocal().expand(2, b)
+        shift = agree_on_shift(rows, columns, scales[0, :1], cosines, group) if len(tau) == 1 else None
+        sums = cross.sums(rows, scales[0], scales[1], shift)
+        if shift is not None:
+            # No pair keeps a sum of the others from vanishing (blocks.agree_on_shift has the bound).
+            lowest = torch.minimum(sums.rows.min(), sums.columns.min())
+            if not -comm.all_reduce_max(-lowest, group) >= shift - 58:
+                shift = None
+                sums = cross.sums(rows, scales[0], scales[1], shift)
+        others, x = torch.stack([sums.rows, sums.columns]), scales * cosines
+        count = math.log(b * comm.size(group) - 1)
+        log_g = others - x - count
+        kept = math.log1p(-gamma) if gamma < 1 else -math.inf
+        log_u = torch.where(log_u == -math.inf, log_g, torch.logaddexp(log_u + kept, log_g + math.log(gamma)))
+        log_sum = torch.logaddexp(log_u, torch.full_like(log_u, math.log(loss.eps) if loss.eps else -math.inf))
+        # gamma x the weights are at most 1, as the tiles want it: u is at least gamma g.
+        shifts = x + count + log_sum - math.log(gamma)
+        ctx.cross, ctx.shift, ctx.gamma, ctx.loss = cross, shift, gamma, loss
+        ctx.columns_dtype = columns.dtype
+        ctx.save_for_backward(rows, cross.own, tau, cosines, others, shifts, log_sum)
+        value = (log_sum + loss.rho) * tau if loss.weighs_by_tau else log_sum
+        hits = (sums.rows_max < x[0]).sum(), (sums.columns_max < x[1]).sum()
+        ctx.mark_non_differentiable(log_u, *hits)
+        return (value.sum() / (2 * b)).to(torch.promote_types(rows.dtype, torch.float32)), log_u, *hits
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        rows, columns, tau, cosines, others, shifts, log_sum = ctx.saved_tensors
+        needs_rows, needs_columns, needs_tau, *_ = ctx.needs_input_grad
+        loss, gamma, b, tiling = ctx.loss, ctx.gamma, len(rows), ctx.loss.tiling
+        scales = tau.reciprocal().expand(2, b)
+        moments = torch.zeros_like(shifts) if needs_tau and len(tau) == 2 else None
+        wanted = needs_rows or (needs_tau and moments is None), needs_columns
+        d_rows, d_columns = ctx.cross.gradient(rows, *scales, *shifts, ctx.shift, *wanted, moments)
+        # Minus what the others weigh: the pair is in each of its h.
+        weights = (others - shifts).exp()
+        share = upstream.double() / (2 * b)
+        factor = share / gamma if loss.weighs_by_tau else share / gamma / tau
+        d_rows = finish(d_rows, columns, -weights.sum(0), factor, tiling)
+        d_columns = finish(d_columns, rows, -weights.sum(0), factor, tiling)
+        d_tau = None
+        if needs_tau:
+            direct = share * (log_sum + loss.rho) if loss.weighs_by_tau else torch.zeros_like(log_sum)
+            if moments is None:  # <rows, their gradient> is the sum of all weights times h
+                d_tau = direct.sum() - inner(rows, d_rows) / tau
+            else:
+                d_tau = direct - share / gamma * scales * (moments / tiling.gain() - cosines * weights)
+        return (
+            d_rows.to(rows.dtype) if d_rows is not None and needs_rows else None,
+            d_columns.to(ctx.columns_dtype) if d_columns is not None else None,
+            d_tau,
+            *[None] * 3,
+        )
+
+
+@register_loss("fastclip_v0")
+class FastCLIPv0Loss(FastCLIPLoss):
+    """The global contrastive loss without its factor tau; one temperature, learned, which is the model's."""
+
+    weighs_by_tau = False
+    learns_scale = True
+
+
+@register_loss("fastclip_v1")
+class FastCLIPv1Loss(FastCLIPLoss):
+    """The global contrastive loss (GCL); one temperature, constant."""
+
+
+@register_loss("fastclip_v2")
+class FastCLIPv2Loss(FastCLIPLoss):
+    """The robust global contrastive loss (RGCL); a temperature per sample and side, learned by the loss itself."""
+
+    tau_per_sample = True
+    default_rho = 7.0
+    default_tau = 0.03
+
+
+@register_loss("fastclip_v3")
+class FastCLIPv3Loss(FastCLIPLoss):
+    """The robust global contrastive loss with one temperature, learned, which is the model's (RGCL-g)."""
+
+    learns_scale = True
+    default_rho = 6.5
+
+
+@register_loss("sogclr")
+class SogCLRLoss(FastCLIPv1Loss):
+    """`fastclip_v1` with a constant gamma (arXiv 2202.12387)."""
+
+    default_gamma = "constant"
+
+
+@register_loss("isogclr")
+class ISogCLRLoss(FastCLIPv2Loss):
+    """`fastclip_v2` with a constant gamma (arXiv 2305.11965)."""
+
+    default_gamma = "constant"
