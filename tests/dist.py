@@ -16,7 +16,7 @@ import pytest
 
 
 def run_ranks(
-    function: Callable[..., Any], size: int, *args: Any, timeout_s: float = 240.0, method: str = "forkserver"
+    function: Callable[..., Any], size: int, *args: Any, timeout_s: float = 800.0, method: str = "forkserver"
 ) -> list[Any]:
     """function(*args) on `size` ranks with comm initialised; what each returned, in rank order.
 
@@ -100,7 +100,7 @@ def _enter(
         from disco_ds import comm
 
         torch.set_num_threads(1)
-        with comm.session(timeout_s=120):
+        with comm.session(timeout_s=600):
             value = function(*args)
         send.send((True, value))
     except BaseException:

@@ -86,7 +86,7 @@ def write_shards(folder: Path, sizes: list[int], change: Change | None = None, f
 
 
 def settings(folder: Path | str = "unused", **changes: Any) -> DataSettings:
-    return DataSettings(**{"shards": str(folder), "workers": 0, "window": 5, "timeout_s": 60.0, **changes})
+    return DataSettings(**{"shards": str(folder), "workers": 0, "window": 5, "timeout_s": 240.0, **changes})
 
 
 def make_loader(
