@@ -96,7 +96,7 @@ class Ranks:
                 assert word in said, said
 
 
-def wait_for(condition: Callable[[], Any], timeout_s: float = 30) -> None:
+def wait_for(condition: Callable[[], Any], timeout_s: float = 120) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end

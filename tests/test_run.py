@@ -87,7 +87,7 @@ def ranks_of(session: int) -> list[psutil.Process]:
 
 
 def wait_for(
-    condition: Callable[[], Any], what: str, folder: Path, timeout_s: float = 120, poll_s: float = 0.05
+    condition: Callable[[], Any], what: str, folder: Path, timeout_s: float = 600, poll_s: float = 0.05
 ) -> Any:
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
@@ -106,7 +106,7 @@ def records(run: Path) -> list[dict[str, Any]]:
 
 def finish(kind: str, ranks: int, arguments: list[str], folder: Path) -> None:
     with launched(kind, ranks, arguments, folder) as process:
-        assert process.wait(timeout=200) == 0, (folder / "log.txt").read_text()[-3000:]
+        assert process.wait(timeout=800) == 0, (folder / "log.txt").read_text()[-3000:]
 
 
 def train_without_launcher(folder: Path, arguments: list[str]) -> None:
@@ -125,7 +125,7 @@ def kill_at_step(step: int, victim: str, kind: str, arguments: list[str], folder
         targets |= {"front end": lambda: psutil.Process(process.pid)}
         start = time.monotonic()
         targets[victim]().kill()
-        process.wait(timeout=60)
+        process.wait(timeout=200)
         wait_for(lambda: not members(process.pid), "every process to end", folder, 60)
         return time.monotonic() - start
 
@@ -180,7 +180,7 @@ def write_recipe(folder: Path, deepspeed: dict[str, Any]) -> list[str]:
         model=model,
         data=data | {"augment": {"rotate_degrees": 10, "colour_scale": 0.1}},
         checkpoint={"every_steps": 3, "keep_last": 3},
-        lost_after_s=5,
+        lost_after_s=10,
         deepspeed=deepspeed,
     )
     return ["--config", path.name]
@@ -196,7 +196,7 @@ CASES = {
 }
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize(
     "case", ["zero1-fp32", *(pytest.param(case, marks=pytest.mark.slow) for case in CASES if case != "zero1-fp32")]
 )
@@ -221,7 +221,7 @@ def test_killed_and_resumed_run_is_the_uninterrupted_one(case, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_signal_to_one_rank_saves_on_all_and_loses_nothing(number, tmp_path):
     folder = tmp_path / "run"
@@ -246,7 +246,7 @@ def test_signal_to_one_rank_saves_on_all_and_loses_nothing(number, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1800)
 def test_changed_byte_in_a_checkpoint_is_refused_by_name(tmp_path):
     folder = tmp_path / "run"
     arguments = [*write_recipe(folder, CASES["zero1-fp32"]), "name=cut"]
@@ -264,7 +264,7 @@ def test_changed_byte_in_a_checkpoint_is_refused_by_name(tmp_path):
     assert f"{victim.name} is damaged" in (folder / "log.txt").read_text()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_front_end_killed_ends_launcher_and_ranks(tmp_path):
     folder = tmp_path / "run"
     arguments = write_recipe(folder, CASES["zero1-fp32"])
@@ -292,7 +292,7 @@ def test_command_line_trains_alone_and_says_what_it_did(tmp_path):
     arguments = write_recipe(folder, CASES["zero1-fp32"])
     arguments += ["micro_batch=16", "steps=2", "eval={labelled: {unseen: bundled:emoji/unseen}}"]
     command = [sys.executable, "-m", "disco_ds", "train", *arguments]
-    done = subprocess.run(command, cwd=folder, env=alone(), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=folder, env=alone(), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert "global batch 16 = 1 ranks x 16 micro-batch x 1 micro-batches per rank" in done.stdout
     assert re.search(r"^zero-shot +top-1 +top-5 .*\nunseen +\d", done.stdout, re.MULTILINE)
@@ -302,11 +302,11 @@ def test_command_line_trains_alone_and_says_what_it_did(tmp_path):
     assert list((run / "tensorboard").glob("events.*"))
     # The written settings are a recipe, and a finished run is not started again.
     again = [sys.executable, "-m", "disco_ds", "train", "--config", "runs/tiny/config.yaml", "--resume", "latest"]
-    refused = subprocess.run(again, cwd=folder, env=alone(), capture_output=True, text=True, timeout=120)
+    refused = subprocess.run(again, cwd=folder, env=alone(), capture_output=True, text=True, timeout=600)
     assert refused.returncode == 2
     assert "has done all its steps" in refused.stderr
     wrong = subprocess.run(
-        [*command, "lr=1", "--dry-run"], cwd=folder, env=alone(), capture_output=True, text=True, timeout=60
+        [*command, "lr=1", "--dry-run"], cwd=folder, env=alone(), capture_output=True, text=True, timeout=600
     )
     assert wrong.returncode == 2
     assert "unknown key lr; valid: name, runs, seed" in wrong.stderr
