@@ -76,14 +76,14 @@ def relative(got: Answer, true: Answer) -> float:
     )
 
 
-@pytest.mark.parametrize(("size", "shapes"), [(1, SHAPES[:1]), (2, SHAPES), (3, SHAPES[:1])])
+@pytest.mark.parametrize(("size", "shapes"), [(1, SHAPES[:1]), (2, SHAPES[:2])])
 def test_loss_and_gradients_equal_the_oracle(size, shapes):
     for failures in run_ranks(all_cases, size, shapes):
         assert not failures, "\n".join(failures)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_loss_and_gradients_equal_the_oracle_at_every_shape(size):
     for failures in run_ranks(all_cases, size, SHAPES):
         assert not failures, "\n".join(failures)

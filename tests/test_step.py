@@ -257,6 +257,7 @@ def upward(embeddings: Embeddings) -> LossOutput:
     return LossOutput(-embeddings.scale.sum() + 0 * (embeddings.image.sum() + embeddings.text.sum()))
 
 
+@pytest.mark.slow
 def test_scale_stays_below_its_bound_at_every_stage_and_precision(tmp_path):
     for failures in run_ranks(pushed_up, 2, write_tiny(tmp_path)):
         assert not failures, "\n".join(failures)
