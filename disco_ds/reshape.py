@@ -96,7 +96,7 @@ def _find_parts(saved: checkpoint.Saved, order: list[str]) -> dict[str, list[Fra
         if shape["stage"] == 3:
             return _parts_of_shards(folder, shape["ranks"])
         return _parts_of_partitions(folder, shape["ranks"])
-    except (AttributeError, KeyError, IndexError, TypeError) as error:
+    except (AttributeError, KeyError, IndexError, StopIteration, TypeError) as error:
         raise ValueError(f"DeepSpeed's files are not as expected: {type(error).__name__}: {error}") from error
 
 
