@@ -1,8 +1,8 @@
-"""Train the quickstart with several losses at equal samples, over seeds, and print mean and spread as a Markdown table.
+"""Train the quickstart with several losses at equal samples, over seeds; mean and spread as a Markdown table.
 
-What FastCLIP's tables ask, in small: which loss learns most from small batches? One process and one thread per run, `--jobs`
-runs at a time; a run that has finished is not done again. Settings of one loss alone: --of fastclip_v3 optim.tau_lr=1e-4.
-From a clone: python tools/compare_losses.py [--losses ...] [--batches ...] [--optimizers ...] [--seeds ...] [key=value ...]
+What FastCLIP's tables ask, in small: which loss learns most from small batches? One process and one thread per run,
+`--jobs` runs at a time; a run that has finished is not done again. Settings of one loss alone: --of fastclip_v3
+optim.tau_lr=1e-4. From a clone: python tools/compare_losses.py [key=value ...] [--losses ...] [--batches ...] [...]
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from pathlib import Path
 def train_all(runs: Mapping[str, list[str]], out: Path, jobs: int, recipe: str) -> dict[str, dict[str, float]]:
     """Name -> what its finished.json holds. One process and one thread per run, `jobs` of them at a time.
 
-    Args:   runs: name -> settings, key=value; out: folder of the runs; those that have finished there are not done again.
+    Args:   runs: name -> settings, key=value; out: folder of the runs; what has finished there is not done again.
     Raises: subprocess.CalledProcessError for a run that fails; its words are in <out>/<name>.log.
     """
     out.mkdir(parents=True, exist_ok=True)
