@@ -1,7 +1,7 @@
 """Looks at a run before it is started: `disco-ds doctor`, a table of what was found and what to do about it.
 
-here.py: packages, ds_config, batch, data. hosts.py: the hosts, by what probe.py says there. ranks.py: the step and the
-collectives on the user's ranks.
+versions.py: packages. here.py: ds_config, batch, data. hosts.py: the hosts, by what probe.py says there. ranks.py: the
+step and the collectives on the user's ranks.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
-_WIDTH = 14
+_WIDTH = 16
 
 
 class Line(NamedTuple):
@@ -23,10 +23,8 @@ class Line(NamedTuple):
         return f"{self.status:4}  {self.check:{_WIDTH}}{self.found}{remedy}"
 
 
-def examine(
-    check: str, look: Callable[[], Iterable[Line]], errors: tuple[type[Exception], ...] = (Exception,)
-) -> list[Line]:
-    """What is wrong, or else that nothing is. What the check raises is a line too: the others have more to tell."""
+def examine(check: str, look: Callable[[], Iterable[Line]], *errors: type[Exception]) -> list[Line]:
+    """What is wrong, or else that nothing is. One of `errors` is a line too: the other checks have more to tell."""
     lines = []
     try:
         for line in look():

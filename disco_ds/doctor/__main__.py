@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from disco_ds.arguments import count_ranks
-from disco_ds.config import Config, load_config
+from disco_ds.config import load_config
 from disco_ds.doctor import Line, examine
-from disco_ds.doctor.here import check_batch, check_data, check_ds_config, check_versions
+from disco_ds.doctor.versions import check_versions
 from disco_ds.watchdog import die_with_launcher
 
 
@@ -26,9 +26,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher passes it
     args = parser.parse_intermixed_args(sys.argv[1:] if argv is None else argv)
     die_with_launcher()
-    first, size = os.environ.get("RANK", "0") == "0", int(os.environ.get("WORLD_SIZE", "1"))
-    failed = False
-    for line in look(args, first, size):
+    first, failed = os.environ.get("RANK", "0") == "0", False
+    for line in look(args, first, int(os.environ.get("WORLD_SIZE", "1"))):
         failed |= line.status == "fail"
         if first:
             print(line, flush=True)
@@ -36,9 +35,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def look(args: argparse.Namespace, first: bool, size: int) -> Iterator[Line]:
-    """The table; collective from where the ranks are needed."""
+    """The table, by the first rank up to where the others are needed."""
     if first:
-        yield from examine("versions", check_versions)
+        yield from examine("versions", check_versions, Exception)
     try:
         config = load_config(args.config, args.overrides)
         ranks = size if size > 1 else count_ranks(args.ranks or config.ranks, args.hostfile)
@@ -46,34 +45,19 @@ def look(args: argparse.Namespace, first: bool, size: int) -> Iterator[Line]:
         yield Line("fail", "recipe", str(error))
         return
     if first:
-        from disco_ds.doctor.hosts import check_hosts, read_slots
+        try:
+            from disco_ds.doctor.here import check_batch, check_data, check_ds_config
+            from disco_ds.doctor.hosts import check_hosts, read_slots
+        except (ImportError, RuntimeError):  # a line above says why
+            return
+        yield from examine("ds_config", lambda: check_ds_config(config), Exception)
+        yield from examine("batch", lambda: check_batch(config, ranks), Exception)
+        yield from examine("data", lambda: check_data(config, ranks), Exception)
+        yield from examine("hosts", lambda: check_hosts(config, read_slots(args.hostfile)), Exception)
+    if size > 1 or args.gradients:
+        from disco_ds.doctor.ranks import look_at_ranks
 
-        yield from examine("ds_config", lambda: check_ds_config(config))
-        yield from examine("batch", lambda: check_batch(config, ranks))
-        yield from examine("data", lambda: check_data(config, ranks))
-        yield from examine("hosts", lambda: check_hosts(config, read_slots(args.hostfile)))
-    if args.gradients or size > 1:
         yield from look_at_ranks(config, ranks, first, args.gradients)
-
-
-def look_at_ranks(config: Config, ranks: int, first: bool, gradients: bool) -> Iterator[Line]:
-    """Collective."""
-    from disco_ds import comm
-    from disco_ds.doctor.ranks import check_bandwidth, check_gradients, run_alone, shrink
-
-    try:
-        small = shrink(config, ranks)
-        alone = run_alone(small) if first and gradients else None
-    except ValueError as error:
-        yield Line("fail", "gradients", str(error))
-        return
-    with comm.session(config.timeout_s):
-        alike = (ValueError, FloatingPointError)  # what all ranks raise together; another error ends its rank at once
-        if gradients:
-            lines = examine("gradients", lambda: check_gradients(small, alone), alike)
-            yield from comm.broadcast(lines)
-        if ranks > 1:
-            yield from examine("bandwidth", check_bandwidth, alike)
 
 
 if __name__ == "__main__":

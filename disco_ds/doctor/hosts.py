@@ -15,9 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from deepspeed.launcher.runner import fetch_hostfile
+
 from disco_ds.config import Config
 from disco_ds.doctor import Line, probe
-from disco_ds.doctor.here import PACKAGES
+from disco_ds.doctor.versions import PACKAGES
+from disco_ds.model import read_architecture
 from disco_ds.run_folder import make_token
 
 _CONNECT_S, _ANSWER_S = 10, 120
@@ -29,67 +32,55 @@ Report = dict[str, Any]
 
 
 def read_slots(hostfile: Path | None) -> dict[str, int]:
-    """Ranks by host; without a hostfile this host's, whose number is that of its devices: 0 here."""
-    from deepspeed.launcher.runner import fetch_hostfile
-
+    """Ranks by host. Without a hostfile 0 on this one: as many as it has devices."""
     return dict(fetch_hostfile(str(hostfile))) if hostfile else {"this host": 0}
 
 
 def check_hosts(config: Config, slots: dict[str, int]) -> Iterator[Line]:
-    """Args: slots: ranks by host; several hosts are asked over ssh."""
-    folder = next(path for path in (config.runs.absolute(), *config.runs.absolute().parents) if path.is_dir())
+    """Args: slots: ranks by host, which are asked over ssh if they are several."""
+    runs = config.runs.absolute()
+    folder = next(path for path in (runs, *runs.parents) if path.is_dir())
     token = make_token(folder)
     try:
-        asked = {"packages": PACKAGES, "folder": str(folder), "paths": [str(token), *_find_data(config)]}
+        asked = {"packages": PACKAGES, "folder": str(folder), "token": str(token)}
         mine = probe.probe(asked)
         reports = dict.fromkeys(slots, mine)
         if len(slots) > 1:
             with ThreadPoolExecutor(len(slots)) as pool:
                 reports = dict(zip(slots, pool.map(partial(ask, asked), slots), strict=True))
+            yield Line("ok", "ssh", f"{len(slots)} hosts answer")
             if shutil.which("pdsh") is None:
                 yield Line("fail", "ssh", "pdsh is not installed on this host", "apt-get install pdsh")
-            yield Line("ok", "ssh", f"{len(slots)} hosts answer")
             yield Line("ok", "alike", f"Python, packages, code ({mine['same']['code']})")
             yield Line("ok", "clocks", f"within {_CLOCK_S:g} s")
     finally:
         token.unlink(missing_ok=True)
     yield Line("ok", "runs folder", f"{folder}, {(mine['disk'] or 0) / 1e9:,.0f} GB free")
     yield Line("ok", "GPUs", f"{mine['devices']} on this host")
-    yield Line("ok", "/dev/shm", f"{mine['shm'] / 2**20:,.0f} MiB free on this host")
-    need = _count_prepared_bytes(config)
+    side = read_architecture(config.model)["vision_cfg"].get("image_size") or 224
+    area = side**2 if isinstance(side, int) else side[0] * side[1]
+    need = config.data.prefetch * config.micro_batch * 3 * area if config.data.workers else 0
+    yield Line("ok", "/dev/shm", f"{mine['shm'] / 2**20:,.0f} MiB free on this host, a rank needs {need / 2**20:,.0f}")
     for host, report in reports.items():
         yield from judge(host, report, mine, slots[host], need)
 
 
-def _find_data(config: Config) -> Iterator[str]:
-    """Local folders and files that every host must see."""
-    from disco_ds.data import list_shards, resolve_shards
-    from disco_ds.data.listing import is_folder, is_remote, is_table
-
-    for text in (part.shards for part in config.data.parts if not is_remote(part.shards)):
-        path = resolve_shards(text) if is_folder(text) else Path(text) if is_table(text) else list_shards(text).folder
-        yield str(path.expanduser().absolute())
-
-
-def _count_prepared_bytes(config: Config) -> int:
-    """What the data workers of a rank hold ready in shared memory."""
-    from disco_ds.model import read_architecture
-
-    side = read_architecture(config.model)["vision_cfg"].get("image_size") or 224
-    area = side**2 if isinstance(side, int) else side[0] * side[1]
-    return bool(config.data.workers) * config.data.prefetch * config.micro_batch * 3 * area
-
-
 def ask(asked: dict[str, Any], host: str) -> Report:
     """The host's own report, with the `offset` of its clock; or with the `error` that there is none."""
-    folder, added = str(Path.cwd()), os.environ.get("PYTHONPATH", "")
-    words = ["env", f"PYTHONPATH={folder}:{added}".rstrip(":"), sys.executable, "-", json.dumps(asked)]
+    folder = str(Path.cwd())
+    path = ":".join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+    words = shlex.join(["env", f"PYTHONPATH={path}", sys.executable, "-", json.dumps(asked)])
     own = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
     ssh = ["ssh", *own, "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_S}", host]
-    ssh.append(f"cd {shlex.quote(folder)} && {shlex.join(words)}")
     text, sent = Path(probe.__file__).read_text(encoding="utf-8"), time.time()
     try:
-        done = subprocess.run(ssh, input=text, capture_output=True, text=True, timeout=_ANSWER_S)
+        done = subprocess.run(
+            [*ssh, f"cd {shlex.quote(folder)} && {words}"],
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=_ANSWER_S,
+        )
     except subprocess.TimeoutExpired:
         return {"error": f"no answer in {_ANSWER_S} s"}
     received = time.time()
@@ -104,20 +95,16 @@ def ask(asked: dict[str, Any], host: str) -> Report:
 def judge(host: str, report: Report, mine: Report, slots: int, need: int) -> Iterator[Line]:
     """What is wrong with a host, held against this one. Args: need: bytes of shared memory per rank."""
     if "error" in report:
-        remedy = f"`ssh {host} true` must work without a password; options go in PDSH_SSH_ARGS_APPEND"
+        remedy = f"`ssh {host} true` must work without a password (options: PDSH_SSH_ARGS_APPEND), and then this Python"
         yield Line("fail", "ssh", f"{host}: {report['error']}", remedy)
         return
-    differ = [key for key, value in report["same"].items() if value != mine["same"][key]]
-    if differ:
-        found = "; ".join(f"{key} {report['same'][key]}, here {mine['same'][key]}" for key in differ)
-        yield Line("fail", "alike", f"{host}: {found}", "one environment and one code, at the same path on all hosts")
+    pairs = [(key, value, mine["same"][key]) for key, value in report["same"].items()]
+    if differ := "; ".join(f"{key} {there}, here {here}" for key, there, here in pairs if there != here):
+        yield Line("fail", "alike", f"{host}: {differ}", "one environment and one code, at the same path on all hosts")
     if abs(offset := report.get("offset", 0.0)) > _CLOCK_S:
         found = f"{host} is {abs(offset):.0f} s {'ahead' if offset > 0 else 'behind'}"
         yield Line("warn", "clocks", found, "logs and curves will not line up: run a time service there")
-    hidden = [path for path in report["unseen"] if "/.shared-" not in path]
-    if hidden:
-        yield Line("fail", "data", f"{host} has no {', '.join(hidden)}", "mount or copy it there, at the same path")
-    if report["disk"] is None or len(hidden) < len(report["unseen"]):
+    if report["disk"] is None:
         found = f"{host} does not see this host's, or may not write there"
         yield Line("fail", "runs folder", found, "name a folder that all hosts share: runs=/shared/runs")
     elif report["disk"] < _DISK_BYTES:
@@ -129,5 +116,5 @@ def judge(host: str, report: Report, mine: Report, slots: int, need: int) -> Ite
     elif not devices:
         yield Line("warn", "GPUs", f"{host} has none", "its ranks will run on the CPU")
     if report["shm"] < (slots or devices or 1) * need:
-        found = f"{host}: {report['shm'] / 2**20:,.0f} MiB free, {need / 2**20:,.0f} per rank for its data workers"
+        found = f"{host}: {report['shm'] / 2**20:,.0f} MiB free, the data workers of a rank need {need / 2**20:,.0f}"
         yield Line("fail", "/dev/shm", found, "docker run --shm-size=..., or a smaller data.prefetch")

@@ -1,12 +1,8 @@
-"""What a host says of itself, as JSON: `python - REQUEST < probe.py`.
-
-Sent to the host's Python as text, for disco_ds may be missing there, or another: so the standard library only.
-"""
+"""What a host says of itself, as JSON: `python - REQUEST < probe.py`, for disco_ds may be another there."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import platform
@@ -19,19 +15,26 @@ from typing import Any
 
 
 def probe(asked: dict[str, Any]) -> dict[str, Any]:
-    """Args: asked: `packages`, whose versions to tell; `folder`, of runs; `paths`, to look for."""
+    """Args: asked: `packages`, whose versions to tell; `folder`, of runs; `token`, a file in it."""
     now, start = time.time(), time.monotonic()
-    same = {"Python": f"{platform.python_version()} at {sys.executable}", "code": _digest()}
-    report = {
+    import torch  # takes its time
+
+    import disco_ds
+
+    package, digest = Path(disco_ds.__file__ or "").parent, hashlib.sha256()
+    for path in sorted(path for path in package.rglob("*") if path.suffix in (".py", ".json", ".yaml")):
+        digest.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
+    own = {"Python": f"{platform.python_version()} at {sys.executable}", "code": digest.hexdigest()[:12]}
+    shared = os.path.exists(asked["token"]) and os.access(asked["folder"], os.W_OK)
+    return {
         "time": now,
-        "same": same | {name: installed(name) for name in asked["packages"]},
-        "devices": _count_devices(),
+        "same": own | {name: installed(name) for name in asked["packages"]},
+        "devices": torch.accelerator.device_count(),
         "driver": os.path.exists("/proc/driver/nvidia/version"),
         "shm": shutil.disk_usage("/dev/shm").free,
-        "disk": shutil.disk_usage(asked["folder"]).free if os.access(asked["folder"], os.W_OK) else None,
-        "unseen": [path for path in asked["paths"] if not os.path.exists(path)],
+        "disk": shutil.disk_usage(asked["folder"]).free if shared else None,
+        "seconds": time.monotonic() - start,
     }
-    return {**report, "seconds": time.monotonic() - start}
 
 
 def installed(package: str) -> str | None:
@@ -39,25 +42,6 @@ def installed(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _digest() -> str | None:
-    """Of the package's files, without importing it; None: it is not there."""
-    spec = importlib.util.find_spec("disco_ds")
-    if spec is None or spec.origin is None:
-        return None
-    folder, digest = Path(spec.origin).parent, hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".json", ".yaml")):
-        digest.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
-
-
-def _count_devices() -> int:
-    try:
-        import torch
-    except Exception:  # whatever a broken installation raises: the versions tell
-        return 0
-    return torch.accelerator.device_count()
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """On the user's ranks: one step of a small model against one process, and the speed of the collectives.
 
-The step has the run's loss, stage, precision and communication; its model has no dropout and its optimizer is plain SGD,
-so that the change of the weights is the gradient that was used.
+The step has the run's loss, stage, precision and communication. Its model has no dropout, its optimizer is plain SGD: the
+change of the weights is the gradient that was used.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from disco_ds import comm
 from disco_ds.config import Config, OptimSettings, render_ds_config
-from disco_ds.doctor import Line
+from disco_ds.doctor import Line, examine
 from disco_ds.ds_config import precision, stage
 from disco_ds.engine import build_engine, set_lr
 from disco_ds.losses import Embeddings, build_loss
@@ -37,6 +38,22 @@ _SLOW_GBPS = 0.1
 """Less than gigabit Ethernet gives."""
 Answer = tuple[dict[str, Tensor], float]
 """Gradient by parameter, loss."""
+
+
+def look_at_ranks(config: Config, ranks: int, first: bool, gradients: bool) -> Iterator[Line]:
+    """Collective."""
+    try:
+        small = shrink(config, ranks)
+        alone = run_alone(small) if first and gradients else None
+    except ValueError as error:
+        yield Line("fail", "gradients", str(error))
+        return
+    alike = (ValueError, FloatingPointError)  # what all ranks raise together; after another error the launcher ends all
+    with comm.session(config.timeout_s):
+        if gradients:
+            yield from examine("gradients", lambda: check_gradients(small, alone), *alike)
+        if ranks > 1:
+            yield from examine("bandwidth", check_bandwidth, *alike)
 
 
 def shrink(config: Config, ranks: int) -> Config:
@@ -67,26 +84,26 @@ def check_gradients(small: Config, alone: tuple[Answer, float] | None) -> Iterat
     if alone is None:
         return
     (true, true_loss), rough = alone
-    limit = max(_FP32, 2 * rough)
-    error, loss_error = _distance(got, true), abs(loss - true_loss) / abs(true_loss)
+    limit, error, loss_error = max(_FP32, 2 * rough), _distance(got, true), abs(loss / true_loss - 1)
     worst = max(true, key=lambda name: (got[name] - true[name]).norm().item())
-    found = f"{small.loss.name}, {comm.size()} ranks x {count} micro-batches, ZeRO {stage(small.deepspeed)}, "
-    found += f"{precision(small.deepspeed)}: {error:.1e} off one process, most in {worst}; the loss {loss_error:.1e}; "
+    found = f"{error:.1e} off one process, most in {worst}, the loss {loss_error:.1e}; allowed {limit:.1e}; "
+    found += f"{small.loss.name}, {comm.size()} ranks x {count} micro-batches, ZeRO {stage(small.deepspeed)}, "
     remedy = "the ranks would train another model: take loss.options and ds_config keys out until this is right"
     fine = error <= limit and loss_error <= limit
-    yield Line("ok" if fine else "fail", "gradients", f"{found}allowed {limit:.1e}", remedy)
+    yield Line("ok" if fine else "fail", "gradients", found + precision(small.deepspeed), remedy)
 
 
 def _step(small: Config, count: int) -> Answer:
     """One update by the engine. Collective."""
-    model, loss = _build(small, comm.local_device())
-    parts = list(zip(*(x.split(_ROWS) for x in _draw(small, comm.local_device())), strict=True))
+    device = comm.local_device()
+    model, loss = _build(small, device)
+    parts = list(zip(*(x.split(_ROWS) for x in _draw(small, device)), strict=True))
     mine = parts[comm.rank() * count :][:count]
     engine = build_engine(model, small.optim, render_ds_config(small, comm.size()))
     set_lr(engine, _LR)
     before = _masters(engine)
     for _ in range(40):  # an fp16 loss scaler skips steps until its scale fits
-        out = train_step(engine, loss, mine, lambda batch: batch, max_scale=float("inf"))
+        out = train_step(engine, loss, mine, lambda batch: batch, max_scale=math.inf)
         if out.grad_norm is not None:
             break
     after = _masters(engine)
@@ -133,10 +150,8 @@ def _masters(engine: Any) -> dict[str, Tensor]:
 
 def _distance(got: dict[str, Tensor], true: dict[str, Tensor]) -> float:
     """|got - true| / |true| over the whole gradient."""
-    error, norm = (
-        torch.cat([x.flatten() for x in side]).norm() for side in ([got[n] - true[n] for n in true], true.values())
-    )
-    return (error / norm).item()
+    error = sum((got[name] - value).square().sum().item() for name, value in true.items())
+    return math.sqrt(error / sum(value.square().sum().item() for value in true.values()))
 
 
 def check_bandwidth() -> Iterator[Line]:
