@@ -104,8 +104,8 @@ def check_data(config: Config, ranks: int) -> Iterator[Line]:
     found = f"{slots} for {ranks} ranks x {data.workers} workers"
     yield Line("warn" if few else "ok", "slots", found, f"data.workers={slots // ranks}; more have nothing to do")
     if sum(sizes) < config.global_batch:
-        found = f"{sum(sizes):,} are fewer than global_batch {config.global_batch:,}: pairs meet themselves"
-        yield Line("warn", "samples", found, "more data, or a smaller global_batch")
+        found = f"{sum(sizes):,} samples are fewer than global_batch {config.global_batch:,}: pairs meet themselves"
+        yield Line("warn", "data", found, "more data, or a smaller global_batch")
 
 
 def _count(source: Manifest, config: Config) -> Line:
@@ -137,5 +137,5 @@ def _read(source: Manifest | Table, data: DataSettings) -> Line:
     found = f"{len(chosen)} read, {len(broken) - captions} broken, {captions} without caption"
     found += f"; the last: {broken[-1]}" if broken else ""
     remedy = f"see data.image_key and data.captions; more than data.max_broken={data.max_broken:g} stop a run"
-    many = len(broken) > 2 + data.max_broken * len(chosen)
+    many = len(broken) > 2 + data.max_broken * len(chosen) or 2 * len(broken) > len(chosen)
     return Line("fail" if many else "warn" if broken else "ok", "samples", found, remedy)

@@ -1,6 +1,6 @@
 """On the user's ranks: one step of a small model against one process, and the speed of the collectives.
 
-The step has the run's loss, stage, precision and communication. Its model has no dropout, its optimizer is plain SGD: the
+The step has the run's loss, stage, precision and communication. Its model has no dropout and its optimizer is SGD: the
 change of the weights is the gradient that was used.
 """
 
