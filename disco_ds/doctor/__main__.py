@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from disco_ds.arguments import count_ranks
+from disco_ds.arguments import read_slots
 from disco_ds.config import load_config
 from disco_ds.doctor import Line, examine
 from disco_ds.doctor.versions import check_versions
@@ -40,20 +40,22 @@ def look(args: argparse.Namespace, first: bool, size: int) -> Iterator[Line]:
         yield from examine("versions", check_versions, Exception)
     try:
         config = load_config(args.config, args.overrides)
-        ranks = size if size > 1 else count_ranks(args.ranks or config.ranks, args.hostfile)
+        slots = read_slots(args.hostfile) if args.hostfile else {"this host": 0}
+        asked = sum(slots.values()) if args.hostfile else args.ranks or config.ranks or 1
+        ranks = size if size > 1 else asked
     except ValueError as error:
         yield Line("fail", "recipe", str(error))
         return
     if first:
         try:
             from disco_ds.doctor.here import check_batch, check_data, check_ds_config
-            from disco_ds.doctor.hosts import check_hosts, read_slots
+            from disco_ds.doctor.hosts import check_hosts
         except (ImportError, RuntimeError):  # a line above says why
             return
         yield from examine("ds_config", lambda: check_ds_config(config), Exception)
         yield from examine("batch", lambda: check_batch(config, ranks), Exception)
         yield from examine("data", lambda: check_data(config, ranks), Exception)
-        yield from examine("hosts", lambda: check_hosts(config, read_slots(args.hostfile)), Exception)
+        yield from examine("hosts", lambda: check_hosts(config, slots), Exception)
     if size > 1 or args.gradients:
         from disco_ds.doctor.ranks import look_at_ranks
 

@@ -10,16 +10,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from disco_ds.config import Config, DataSettings, render_ds_config
-from disco_ds.data import (
-    BrokenSample,
-    ImageSpec,
-    Listing,
-    Manifest,
-    Table,
-    choose_slots,
-    index_shards,
-    load_sources,
-)
+from disco_ds.data import BrokenSample, ImageSpec, Listing, Manifest, Table, choose_slots, index_shards, load_sources
 from disco_ds.data.counting import compare
 from disco_ds.data.manifest import has_changed
 from disco_ds.data.source import ShardSource

@@ -15,8 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deepspeed.launcher.runner import fetch_hostfile
-
 from disco_ds.config import Config
 from disco_ds.doctor import Line, probe
 from disco_ds.doctor.versions import PACKAGES
@@ -31,13 +29,8 @@ _DISK_BYTES = 20e9
 Report = dict[str, Any]
 
 
-def read_slots(hostfile: Path | None) -> dict[str, int]:
-    """Ranks by host. Without a hostfile 0 on this one: as many as it has devices."""
-    return dict(fetch_hostfile(str(hostfile))) if hostfile else {"this host": 0}
-
-
 def check_hosts(config: Config, slots: dict[str, int]) -> Iterator[Line]:
-    """Args: slots: ranks by host, which are asked over ssh if they are several."""
+    """Args: slots: ranks by host, which are asked over ssh if they are several; 0: as many as it has devices."""
     runs = config.runs.absolute()
     folder = next(path for path in (runs, *runs.parents) if path.is_dir())
     token = make_token(folder)
@@ -72,15 +65,10 @@ def ask(asked: dict[str, Any], host: str) -> Report:
     words = shlex.join(["env", f"PYTHONPATH={path}", sys.executable, "-", json.dumps(asked)])
     own = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
     ssh = ["ssh", *own, "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_S}", host]
+    ssh.append(f"cd {shlex.quote(folder)} && {words}")
     text, sent = Path(probe.__file__).read_text(encoding="utf-8"), time.time()
     try:
-        done = subprocess.run(
-            [*ssh, f"cd {shlex.quote(folder)} && {words}"],
-            input=text,
-            capture_output=True,
-            text=True,
-            timeout=_ANSWER_S,
-        )
+        done = subprocess.run(ssh, input=text, capture_output=True, text=True, timeout=_ANSWER_S)
     except subprocess.TimeoutExpired:
         return {"error": f"no answer in {_ANSWER_S} s"}
     received = time.time()
@@ -102,7 +90,7 @@ def judge(host: str, report: Report, mine: Report, slots: int, need: int) -> Ite
     if differ := "; ".join(f"{key} {there}, here {here}" for key, there, here in pairs if there != here):
         yield Line("fail", "alike", f"{host}: {differ}", "one environment and one code, at the same path on all hosts")
     if abs(offset := report.get("offset", 0.0)) > _CLOCK_S:
-        found = f"{host} is {abs(offset):.0f} s {'ahead' if offset > 0 else 'behind'}"
+        found = f"{host} is at least {abs(offset):.0f} s {'ahead' if offset > 0 else 'behind'}"
         yield Line("warn", "clocks", found, "logs and curves will not line up: run a time service there")
     if report["disk"] is None:
         found = f"{host} does not see this host's, or may not write there"

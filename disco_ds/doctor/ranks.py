@@ -163,20 +163,17 @@ def check_bandwidth() -> Iterator[Line]:
         "all_reduce": (2 - 2 / N, comm.all_reduce_sum),
     }
     for name, (share, run) in collectives.items():
-        tensors = [torch.ones(mib * 2**18 // N * N, device=comm.local_device()) for mib in _MIB]
-        rates = [share * 4 * len(x) / _time(run, x) / 1e9 for x in tensors]
+        rates = []
+        for mib in _MIB:
+            x = torch.ones(mib * 2**18 // N * N, device=comm.local_device())
+            run(x)  # the first one makes connections
+            comm.barrier()
+            start = time.perf_counter()
+            for _ in range(3):
+                run(x)
+            get_accelerator().synchronize()
+            seconds = torch.tensor((time.perf_counter() - start) / 3, device=x.device)
+            rates.append(share * 4 * len(x) / comm.all_reduce_max(seconds).item() / 1e9)
         found = f"{' / '.join(f'{rate:.2f}' for rate in rates)} GB/s per rank at {' / '.join(map(str, _MIB))} MiB"
         remedy = "slower than gigabit Ethernet: NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME may name a wrong interface"
         yield Line("ok" if max(rates) >= _SLOW_GBPS else "warn", name, found, remedy)
-
-
-def _time(run: Callable[[Tensor], Tensor], x: Tensor) -> float:
-    """Seconds of one run, on the slowest rank. Collective."""
-    run(x)  # the first one makes connections
-    comm.barrier()
-    get_accelerator().synchronize()
-    start = time.perf_counter()
-    for _ in range(3):
-        run(x)
-    get_accelerator().synchronize()
-    return comm.all_reduce_max(torch.tensor((time.perf_counter() - start) / 3, device=x.device)).item()
