@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import platform
@@ -19,9 +20,7 @@ def probe(asked: dict[str, Any]) -> dict[str, Any]:
     now, start = time.time(), time.monotonic()
     import torch  # takes its time
 
-    import disco_ds
-
-    package, digest = Path(disco_ds.__file__ or "").parent, hashlib.sha256()
+    package, digest = Path(importlib.import_module("disco_ds").__file__ or "").parent, hashlib.sha256()
     for path in sorted(path for path in package.rglob("*") if path.suffix in (".py", ".json", ".yaml")):
         digest.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
     own = {"Python": f"{platform.python_version()} at {sys.executable}", "code": digest.hexdigest()[:12]}
