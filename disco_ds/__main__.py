@@ -12,6 +12,7 @@ COMMANDS = {
     "eval": "zero-shot accuracy and retrieval of a run, a checkpoint, an export or open_clip's weights",
     "export": "write trained weights as open_clip loads them",
     "report": "draw report.png of a run, finished or not",
+    "doctor": "look at a run before it is started: packages, hosts, ds_config, batch, data, and --gradients",
     "index": "count the samples of shards, once, into their manifest; --check whether it still holds",
 }
 
@@ -28,6 +29,10 @@ def main() -> int:
         return index(rest)
     if command == "report":
         return report(rest)
+    if command == "doctor":
+        from disco_ds.doctor.__main__ import main as doctor
+
+        return doctor(rest)
     if command == "eval":
         from disco_ds.evaluate import main as evaluate
 

@@ -35,14 +35,19 @@ def count_ranks(ranks: int | None, hostfile: Path | None) -> int:
     """World size a dry run is for. Raises: ValueError for a hostfile that is missing, malformed or of no use here."""
     if hostfile is None:
         return 1 if ranks is None else ranks
+    return sum(read_slots(hostfile).values())
+
+
+def read_slots(hostfile: Path) -> dict[str, int]:
+    """Ranks by host. Raises: as count_ranks."""
     if not hostfile.is_file():
         raise ValueError(f"no hostfile {hostfile}; deepspeed would run on this host alone")
     from deepspeed.launcher.runner import fetch_hostfile
 
-    slots = fetch_hostfile(str(hostfile))
+    slots = dict(fetch_hostfile(str(hostfile)))
     if len(slots) > 1:
         _refuse_folder(str(Path.cwd()))
-    return sum(slots.values())
+    return slots
 
 
 def refuse_launch() -> None:

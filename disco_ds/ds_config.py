@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import difflib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -167,23 +168,36 @@ def stage(ds_config: dict[str, Any]) -> int:
 
 def check_keys(ds_config: dict[str, Any]) -> None:
     """Refuse keys that are unknown, misplaced, removed, or owned by the recipe too."""
+    for problem in find_problems(ds_config):
+        raise ValueError(problem)
+
+
+def find_problems(ds_config: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with the keys, one by one."""
     for key in ds_config:
         if key in OWNED_BY_RECIPE:
-            raise ValueError(
+            yield (
                 f"ds_config key {key} and the recipe's {OWNED_BY_RECIPE[key]} own the same value; "
                 "remove it from the ds_config: the recipe says it"
             )
-        _refuse(key)
-        if key not in KNOWN_KEYS:
-            raise ValueError(f"ds_config: unknown key {key}{_hint(key, KNOWN_KEYS - set(OWNED_BY_RECIPE))}")
-    for section, known in _section_keys().items():
+        elif key in REFUSED_KEYS:
+            yield f"ds_config key {key} is not supported: {REFUSED_KEYS[key]}"
+        elif key not in KNOWN_KEYS:
+            inside = " or ".join(section for section, known in section_keys().items() if key in known)
+            hint = f"; it belongs into {inside}" if inside else _hint(key, KNOWN_KEYS - set(OWNED_BY_RECIPE))
+            yield f"ds_config: unknown key {key}{hint}"
+    for section, known in section_keys().items():
         part = ds_config.get(section, {})
         if not isinstance(part, dict):
-            raise ValueError(f"ds_config: {section} must be a mapping, got {part!r}")
+            yield f"ds_config: {section} must be a mapping, got {part!r}"
+            continue
         for key in part:
-            _refuse(f"{section}.{key}")
-            if key not in known:
-                raise ValueError(f"ds_config: unknown key {section}.{key}{_hint(key, known)}")
+            if (whole := f"{section}.{key}") in REFUSED_KEYS:
+                yield f"ds_config key {whole} is not supported: {REFUSED_KEYS[whole]}"
+            elif key not in known:
+                outside = key in KNOWN_KEYS - set(OWNED_BY_RECIPE)
+                hint = "; it belongs to the top level" if outside else _hint(key, known)
+                yield f"ds_config: unknown key {whole}{hint}"
 
 
 def check_precision(ds_config: dict[str, Any]) -> None:
@@ -209,12 +223,8 @@ def check_precision(ds_config: dict[str, Any]) -> None:
         raise ValueError("bf16.check_grad_overflow=false is refused: one NaN on one rank would reach every weight")
 
 
-def _refuse(key: str) -> None:
-    if key in REFUSED_KEYS:
-        raise ValueError(f"ds_config key {key} is not supported: {REFUSED_KEYS[key]}")
-
-
-def _section_keys() -> dict[str, set[str]]:
+def section_keys() -> dict[str, set[str]]:
+    """Section -> keys that DeepSpeed reads there."""
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 

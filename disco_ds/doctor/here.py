@@ -1,0 +1,132 @@
+"""What one host can tell of a recipe: the ds_config, the batch algebra, the data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+from disco_ds.config import Config, DataSettings, render_ds_config
+from disco_ds.data import BrokenSample, ImageSpec, Listing, Manifest, Table, choose_slots, index_shards, load_sources
+from disco_ds.data.counting import compare
+from disco_ds.data.manifest import has_changed
+from disco_ds.data.source import ShardSource
+from disco_ds.doctor import Line
+from disco_ds.ds_config import find_problems, precision, stage
+
+_DEAD = {
+    "activation_checkpointing": "has no effect on open_clip's towers; model.activation_checkpointing of the recipe has",
+    "zero_optimization.allgather_partitions": "is not read by DeepSpeed 0.19",
+}
+_STAGES_1_2 = ("allgather_bucket_size", "use_multi_rank_bucket_allreduce", "round_robin_gradients", "parameter_align")
+_STAGE_3 = ("offload_param", "sub_group_size", "zero_hpz_partition_size", "memory_efficient_linear", "stage3_")
+_SLOW = ("flops_profiler", "comms_logger", "wall_clock_breakdown", "memory_breakdown")
+_SMALL, _MANY = 16, 64
+"""A micro-batch below this leaves a GPU idle; more micro-batches than this are mostly overhead."""
+_SAMPLES = 32
+"""Read of each of the first, the middle and the last shard."""
+
+
+def check_ds_config(config: Config) -> Iterator[Line]:
+    """Every key, what DeepSpeed itself says of the values, and what has no effect."""
+    given = config.deepspeed
+    problems = list(find_problems(given))
+    try:
+        if not problems:  # as it would be for one rank
+            alone = config.model_copy(update={"ranks": None, "global_batch": config.micro_batch})
+            DeepSpeedConfig(render_ds_config(alone, 1))
+            yield Line(
+                "ok", "ds_config", f"ZeRO {stage(given)}, {precision(given)}: every key is known and has an effect"
+            )
+    except (ValueError, AssertionError) as error:  # pydantic's is a ValueError
+        problems.append(str(error))
+    for problem in problems:
+        yield Line("fail", "ds_config", problem, "the files of ds_configs/ work")
+    for key, reason in _find_dead(given):
+        yield Line("warn", "ds_config", f"{key} {reason}", f"take {key} out of the ds_config")
+
+
+def _find_dead(given: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Keys that are accepted and have no effect, are of yesterday, or cost time; and why."""
+    zero = given.get("zero_optimization")
+    zero = zero if isinstance(zero, dict) else {}
+    for key, value in (given | {f"zero_optimization.{name}": value for name, value in zero.items()}).items():
+        level, name = zero.get("stage", 0), key.removeprefix("zero_optimization.")
+        field = DeepSpeedZeroConfig.model_fields.get(name)
+        extra: Any = (field and field.json_schema_extra) or {}
+        stages = {1, 2} if name.startswith(_STAGES_1_2) else {3} if name.startswith(_STAGE_3) else {1, 2, 3}
+        if value == "auto":
+            yield key, "is auto, which only Hugging Face's Trainer fills in: DeepSpeed takes its default"
+        elif key in _DEAD:
+            yield key, _DEAD[key]
+        elif key in _SLOW and (value.get("enabled") if isinstance(value, dict) else value):
+            yield key, "waits for the device in every step"
+        elif name != key and extra.get("deprecated"):
+            yield key, f"is deprecated in DeepSpeed 0.19: the name is {extra['new_param']}"
+        elif name not in (key, "stage") and level not in stages:
+            yield key, f"has no effect at ZeRO {level}"
+
+
+def check_batch(config: Config, ranks: int) -> Iterator[Line]:
+    """Raises: ValueError, see Config.num_micro_batches."""
+    count = config.num_micro_batches(ranks)
+    yield Line("ok", "batch", config.describe(ranks).splitlines()[0])
+    if config.micro_batch < _SMALL:
+        remedy = "raise micro_batch" if count > 1 else "raise global_batch, or take fewer ranks"
+        yield Line("warn", "batch", f"micro_batch {config.micro_batch} leaves a GPU idle", remedy)
+    if count > _MANY:
+        found = f"{count} micro-batches per rank and step, all but the last forwarded twice"
+        yield Line("warn", "batch", found, "raise micro_batch; model.activation_checkpointing makes room")
+
+
+def check_data(config: Config, ranks: int) -> Iterator[Line]:
+    """Counts, a few samples of each source, slots. Raises: ValueError, see load_sources and choose_slots."""
+    data, sources = config.data, load_sources(config.data)
+    for part, source in zip(data.parts, sources, strict=True):
+        if isinstance(source, Manifest):
+            yield _count(source, config)
+        yield _read(source, data.settings_of(part))
+    sizes = [size for source in sources for size in source.sizes] or [data.num_samples]
+    slots = choose_slots(len(sizes), sum(sizes), data.slots, ranks) if sources else ranks * data.workers
+    few = slots < ranks * data.workers
+    found = f"{slots} for {ranks} ranks x {data.workers} workers"
+    yield Line("warn" if few else "ok", "slots", found, f"data.workers={slots // ranks}; more have nothing to do")
+    if sum(sizes) < config.global_batch:
+        found = f"{sum(sizes):,} samples are fewer than global_batch {config.global_batch:,}: pairs meet themselves"
+        yield Line("warn", "data", found, "more data, or a smaller global_batch")
+
+
+def _count(source: Manifest, config: Config) -> Line:
+    """The first, the middle and the last shard, and some of those that have changed, against the manifest."""
+    last = len(source.shards) - 1
+    changed = [] if source.urls else [i for i, shard in enumerate(source.shards) if has_changed(source.folder, shard)]
+    chosen = sorted({0, last // 2, last, *changed[:3]})
+    shards, urls = [source.shards[i] for i in chosen], tuple(source.urls[i] for i in chosen if source.urls)
+    listing = Listing(source.folder, tuple(shard.name for shard in shards), urls)
+    wrong = compare(shards, index_shards(listing, remote=config.data.remote).shards)
+    found = f"{last + 1:,} shards, {source.num_samples:,} samples; {len(chosen)} shards counted again, "
+    found += "; ".join([f"{len(changed)} changed since they were indexed", *wrong])
+    remedy = "disco-ds index SHARDS --check tells all; restore the shards, or index again"
+    return Line("fail" if wrong else "warn" if changed else "ok", "manifest", found, remedy)
+
+
+def _read(source: Manifest | Table, data: DataSettings) -> Line:
+    """A few samples, all but their tokens: a tokenizer takes any text."""
+    reader = ShardSource(data, source, ImageSpec((32, 32)), lambda texts: torch.zeros(1, 1), 1, 0, 1)
+    sizes, last, broken = source.sizes, len(source.sizes) - 1, []
+    chosen = {(shard, i * sizes[shard] // _SAMPLES) for shard in (0, last // 2, last) for i in range(_SAMPLES)}
+    for shard, entry in sorted(chosen):
+        try:
+            reader.read(shard, entry, 0, entry)
+        except BrokenSample as error:
+            broken.append(f"{reader.name(shard, entry)}: {error}")
+    reader.close()
+    captions = sum(": caption " in text for text in broken)
+    found = f"{len(chosen)} read, {len(broken) - captions} broken, {captions} without caption"
+    found += f"; the last: {broken[-1]}" if broken else ""
+    remedy = f"see data.image_key and data.captions; more than data.max_broken={data.max_broken:g} stop a run"
+    many = len(broken) > 2 + data.max_broken * len(chosen) or 2 * len(broken) > len(chosen)
+    return Line("fail" if many else "warn" if broken else "ok", "samples", found, remedy)

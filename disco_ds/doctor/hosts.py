@@ -1,0 +1,108 @@
+"""The hosts of a run: ssh reaches them as DeepSpeed does, they are alike, and they have room."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from disco_ds.config import Config
+from disco_ds.doctor import Line, probe
+from disco_ds.doctor.versions import PACKAGES
+from disco_ds.model import read_architecture
+from disco_ds.run_folder import make_token
+
+_CONNECT_S, _ANSWER_S = 10, 120
+"""For ssh to connect; for the answer, which has to import torch."""
+_CLOCK_S = 2.0
+_DISK_BYTES = 20e9
+"""Four checkpoints of 400 million parameters: AdamW's take 12 bytes each."""
+Report = dict[str, Any]
+
+
+def check_hosts(config: Config, slots: dict[str, int]) -> Iterator[Line]:
+    """Args: slots: ranks by host, which are asked over ssh if they are several; 0: as many as it has devices."""
+    runs = config.runs.absolute()
+    folder = next(path for path in (runs, *runs.parents) if path.is_dir())
+    token = make_token(folder)
+    try:
+        asked = {"packages": PACKAGES, "folder": str(folder), "token": str(token)}
+        mine = probe.probe(asked)
+        reports = dict.fromkeys(slots, mine)
+        if len(slots) > 1:
+            with ThreadPoolExecutor(len(slots)) as pool:
+                reports = dict(zip(slots, pool.map(partial(ask, asked), slots), strict=True))
+            yield Line("ok", "ssh", f"{len(slots)} hosts answer")
+            if shutil.which("pdsh") is None:
+                yield Line("fail", "ssh", "pdsh is not installed on this host", "apt-get install pdsh")
+            yield Line("ok", "alike", f"Python, packages, code ({mine['same']['code']})")
+            yield Line("ok", "clocks", f"within {_CLOCK_S:g} s")
+    finally:
+        token.unlink(missing_ok=True)
+    yield Line("ok", "runs folder", f"{folder}, {(mine['disk'] or 0) / 1e9:,.0f} GB free")
+    yield Line("ok", "GPUs", f"{mine['devices']} on this host")
+    side = read_architecture(config.model)["vision_cfg"].get("image_size") or 224
+    area = side**2 if isinstance(side, int) else side[0] * side[1]
+    need = config.data.prefetch * config.micro_batch * 3 * area if config.data.workers else 0
+    yield Line("ok", "/dev/shm", f"{mine['shm'] / 2**20:,.0f} MiB free on this host, a rank needs {need / 2**20:,.0f}")
+    for host, report in reports.items():
+        yield from judge(host, report, mine, slots[host], need)
+
+
+def ask(asked: dict[str, Any], host: str) -> Report:
+    """The host's own report, with the `offset` of its clock; or with the `error` that there is none."""
+    folder = str(Path.cwd())
+    path = ":".join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+    words = shlex.join(["env", f"PYTHONPATH={path}", sys.executable, "-", json.dumps(asked)])
+    own = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
+    ssh = ["ssh", *own, "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_S}", host]
+    ssh.append(f"cd {shlex.quote(folder)} && {words}")
+    text, sent = Path(probe.__file__).read_text(encoding="utf-8"), time.time()
+    try:
+        done = subprocess.run(ssh, input=text, capture_output=True, text=True, timeout=_ANSWER_S)
+    except subprocess.TimeoutExpired:
+        return {"error": f"no answer in {_ANSWER_S} s"}
+    received = time.time()
+    if done.returncode:
+        return {"error": f"{(done.stderr.strip().splitlines() or ['no word'])[-1]} (exit code {done.returncode})"}
+    report = json.loads(done.stdout.splitlines()[-1])
+    # Its clock was read between these two moments: the least difference that explains what it said.
+    late, early = report["time"] - (received - report["seconds"]), report["time"] - sent
+    return {**report, "offset": max(late, 0.0) + min(early, 0.0)}
+
+
+def judge(host: str, report: Report, mine: Report, slots: int, need: int) -> Iterator[Line]:
+    """What is wrong with a host, held against this one. Args: need: bytes of shared memory per rank."""
+    if "error" in report:
+        remedy = f"`ssh {host} true` must work without a password (options: PDSH_SSH_ARGS_APPEND), and then this Python"
+        yield Line("fail", "ssh", f"{host}: {report['error']}", remedy)
+        return
+    pairs = [(key, value, mine["same"][key]) for key, value in report["same"].items()]
+    if differ := "; ".join(f"{key} {there}, here {here}" for key, there, here in pairs if there != here):
+        yield Line("fail", "alike", f"{host}: {differ}", "one environment and one code, at the same path on all hosts")
+    if abs(offset := report.get("offset", 0.0)) > _CLOCK_S:
+        found = f"{host} is at least {abs(offset):.0f} s {'ahead' if offset > 0 else 'behind'}"
+        yield Line("warn", "clocks", found, "logs and curves will not line up: run a time service there")
+    if report["disk"] is None:
+        found = f"{host} does not see this host's, or may not write there"
+        yield Line("fail", "runs folder", found, "name a folder that all hosts share: runs=/shared/runs")
+    elif report["disk"] < _DISK_BYTES:
+        yield Line("warn", "runs folder", f"{host}: {report['disk'] / 1e9:.1f} GB free", "make room there")
+    devices = report["devices"]
+    if (devices < slots and mine["devices"]) or (report["driver"] and not devices):
+        found = f"{host}: torch sees {devices}, slots are {slots}"
+        yield Line("fail", "GPUs", found, "nvidia-smi, CUDA_VISIBLE_DEVICES, a torch for that driver; or fewer slots")
+    elif not devices:
+        yield Line("warn", "GPUs", f"{host} has none", "its ranks will run on the CPU")
+    if report["shm"] < (slots or devices or 1) * need:
+        found = f"{host}: {report['shm'] / 2**20:,.0f} MiB free, the data workers of a rank need {need / 2**20:,.0f}"
+        yield Line("fail", "/dev/shm", found, "docker run --shm-size=..., or a smaller data.prefetch")

@@ -1,0 +1,47 @@
+"""What a host says of itself, as JSON: `python - REQUEST < probe.py`, for disco_ds may be another there."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+
+def probe(asked: dict[str, Any]) -> dict[str, Any]:
+    """Args: asked: `packages`, whose versions to tell; `folder`, of runs; `token`, a file in it."""
+    now, start = time.time(), time.monotonic()
+    import torch  # takes its time
+
+    package, digest = Path(importlib.import_module("disco_ds").__file__ or "").parent, hashlib.sha256()
+    for path in sorted(path for path in package.rglob("*") if path.suffix in (".py", ".json", ".yaml")):
+        digest.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
+    own = {"Python": f"{platform.python_version()} at {sys.executable}", "code": digest.hexdigest()[:12]}
+    shared = os.path.exists(asked["token"]) and os.access(asked["folder"], os.W_OK)
+    return {
+        "time": now,
+        "same": own | {name: installed(name) for name in asked["packages"]},
+        "devices": torch.accelerator.device_count(),
+        "driver": os.path.exists("/proc/driver/nvidia/version"),
+        "shm": shutil.disk_usage("/dev/shm").free,
+        "disk": shutil.disk_usage(asked["folder"]).free if shared else None,
+        "seconds": time.monotonic() - start,
+    }
+
+
+def installed(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    print(json.dumps(probe(json.loads(sys.argv[1]))))

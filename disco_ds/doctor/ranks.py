@@ -1,0 +1,179 @@
+"""On the user's ranks: one step of a small model against one process, and the speed of the collectives.
+
+The step has the run's loss, stage, precision and communication. Its model has no dropout and its optimizer is SGD: the
+change of the weights is the gradient that was used.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import safe_get_full_fp32_param
+from torch import Tensor, nn
+
+from disco_ds import comm
+from disco_ds.config import Config, OptimSettings, render_ds_config
+from disco_ds.doctor import Line, examine
+from disco_ds.ds_config import precision, stage
+from disco_ds.engine import build_engine, set_lr
+from disco_ds.losses import Embeddings, build_loss
+from disco_ds.losses.base import Loss
+from disco_ds.model import build_model
+from disco_ds.step import train_step
+
+_ROWS = 8
+"""Samples of a micro-batch."""
+_LR = 1000.0
+"""The change then dwarfs the rounding of the weights it is read from."""
+_FP32 = 1e-5
+"""Allowed in fp32; in 16 bits, or where convolutions take TF32, twice the error of one process."""
+_MIB = (1, 16, 64)
+_SLOW_GBPS = 0.1
+"""Less than gigabit Ethernet gives."""
+Answer = tuple[dict[str, Tensor], float]
+"""Gradient by parameter, loss."""
+
+
+def look_at_ranks(config: Config, ranks: int, first: bool, gradients: bool) -> Iterator[Line]:
+    """Collective."""
+    try:
+        small = shrink(config, ranks)
+        alone = run_alone(small) if first and gradients else None
+    except ValueError as error:
+        yield Line("fail", "gradients", str(error))
+        return
+    alike = (ValueError, FloatingPointError)  # what all ranks raise together; after another error the launcher ends all
+    with comm.session(config.timeout_s):
+        if gradients:
+            yield from examine("gradients", lambda: check_gradients(small, alone), *alike)
+        if ranks > 1:
+            yield from examine("bandwidth", check_bandwidth, *alike)
+
+
+def shrink(config: Config, ranks: int) -> Config:
+    """The run with a small model and at most four small micro-batches. Raises: ValueError, see num_micro_batches."""
+    small = {"name": str(Path(__file__).with_name("doctor.json")), "pretrained": None, "patch_dropout": None}
+    changes = {
+        "model": config.model.model_copy(update={**small, "compile": False}),
+        "optim": OptimSettings(name="sgd", momentum=0.0, weight_decay=0.0),
+        "micro_batch": _ROWS,
+        "global_batch": ranks * _ROWS * min(config.num_micro_batches(ranks), 4),
+    }
+    return config.model_copy(update=changes)
+
+
+def run_alone(small: Config) -> tuple[Answer, float]:
+    """The answer of towers in float64 on the CPU, and how far off the run's precision and device are by themselves.
+
+    To be called before the ranks know of each other: the loss then has the whole batch, and nobody to ask.
+    """
+    true = _backward(small, "float64", torch.device("cpu"))
+    return true, _distance(_backward(small, precision(small.deepspeed), comm.local_device())[0], true[0])
+
+
+def check_gradients(small: Config, alone: tuple[Answer, float] | None) -> Iterator[Line]:
+    """Yields on the rank that has `alone`. Collective. Raises: ValueError, FloatingPointError on all ranks alike."""
+    count = small.num_micro_batches(comm.size())
+    got, loss = _step(small, count)
+    if alone is None:
+        return
+    (true, true_loss), rough = alone
+    limit, error, loss_error = max(_FP32, 2 * rough), _distance(got, true), abs(loss / true_loss - 1)
+    worst = max(true, key=lambda name: (got[name] - true[name]).norm().item())
+    found = f"{error:.1e} off one process, most in {worst}, the loss {loss_error:.1e}; allowed {limit:.1e}; "
+    found += f"{small.loss.name}, {comm.size()} ranks x {count} micro-batches, ZeRO {stage(small.deepspeed)}, "
+    remedy = "the ranks would train another model: take loss.options and ds_config keys out until this is right"
+    fine = error <= limit and loss_error <= limit
+    yield Line("ok" if fine else "fail", "gradients", found + precision(small.deepspeed), remedy)
+
+
+def _step(small: Config, count: int) -> Answer:
+    """One update by the engine. Collective."""
+    device = comm.local_device()
+    model, loss = _build(small, device)
+    parts = list(zip(*(x.split(_ROWS) for x in _draw(small, device)), strict=True))
+    mine = parts[comm.rank() * count :][:count]
+    engine = build_engine(model, small.optim, render_ds_config(small, comm.size()))
+    set_lr(engine, _LR)
+    before = _masters(engine)
+    for _ in range(40):  # an fp16 loss scaler skips steps until its scale fits
+        out = train_step(engine, loss, mine, lambda batch: batch, max_scale=math.inf)
+        if out.grad_norm is not None:
+            break
+    after = _masters(engine)
+    engine.destroy()
+    return {name: (before[name] - after[name]) / _LR for name in before}, out.metrics["loss"].item()
+
+
+def _backward(small: Config, kind: str, device: torch.device) -> Answer:
+    """One graph over the whole batch. Args: kind: float64, fp32, autocast, bf16, fp16: how the towers run."""
+    model, loss = _build(small, device)
+    model.to({"float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}.get(kind, torch.float32))
+    image, text, index = _draw(small, device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=kind == "autocast"):
+        image, text, scale, bias = model(image, text)
+    out = loss(Embeddings(image, text, scale, bias, index))
+    factor = 256.0 if kind == "fp16" else 1.0  # gradients of a mean over the batch would be subnormal
+    (factor * out.loss).backward()
+    trained = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: grad.double().cpu() / factor for name, grad in trained.items()}, out.metrics["loss"].item()
+
+
+def _build(small: Config, device: torch.device) -> tuple[nn.Module, Loss]:
+    loss = build_loss(small.loss.name, **small.loss.options)
+    loss.set_num_samples(small.global_batch)
+    torch.manual_seed(small.seed)
+    model = build_model(small.model, loss.initial_scale, loss.initial_bias, loss.learns_scale)
+    return model.to(device).train(), loss.to(device)
+
+
+def _draw(small: Config, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Images, texts or second views, and ids of the global batch: the same on every rank."""
+    generator, B = torch.Generator().manual_seed(small.seed), small.global_batch
+    image = torch.randint(0, 256, (B, 3, 32, 32), generator=generator, dtype=torch.uint8)
+    text = image.flip(3) if small.model.two_views else torch.randint(1, 100, (B, 12), generator=generator)
+    return image.to(device), text.to(device), torch.arange(B, device=device)
+
+
+def _masters(engine: Any) -> dict[str, Tensor]:
+    """The fp32 copy of every trained parameter, whole. Collective."""
+    read = safe_get_full_fp32_param if engine.zero_optimization_stage() else torch.Tensor.detach
+    trained = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
+    return {name: read(p).to("cpu", torch.float64, copy=True) for name, p in trained}
+
+
+def _distance(got: dict[str, Tensor], true: dict[str, Tensor]) -> float:
+    """|got - true| / |true| over the whole gradient."""
+    error = sum((got[name] - value).square().sum().item() for name, value in true.items())
+    return math.sqrt(error / sum(value.square().sum().item() for value in true.values()))
+
+
+def check_bandwidth() -> Iterator[Line]:
+    """What the slowest rank receives per second. Collective."""
+    N = comm.size()
+    collectives: dict[str, tuple[float, Callable[[Tensor], Tensor]]] = {
+        "all_gather": (1 - 1 / N, lambda x: comm.gather(x.chunk(N)[0])),
+        "reduce_scatter": (1 - 1 / N, comm.reduce_scatter_in_place),
+        "all_reduce": (2 - 2 / N, comm.all_reduce_sum),
+    }
+    for name, (share, run) in collectives.items():
+        rates = []
+        for mib in _MIB:
+            x = torch.ones(mib * 2**18 // N * N, device=comm.local_device())
+            run(x)  # the first one makes connections
+            comm.barrier()
+            start = time.perf_counter()
+            for _ in range(3):
+                run(x)
+            get_accelerator().synchronize()
+            seconds = torch.tensor((time.perf_counter() - start) / 3, device=x.device)
+            rates.append(share * 4 * len(x) / comm.all_reduce_max(seconds).item() / 1e9)
+        found = f"{' / '.join(f'{rate:.2f}' for rate in rates)} GB/s per rank at {' / '.join(map(str, _MIB))} MiB"
+        remedy = "slower than gigabit Ethernet: NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME may name a wrong interface"
+        yield Line("ok" if max(rates) >= _SLOW_GBPS else "warn", name, found, remedy)
