@@ -127,7 +127,7 @@ def _backward(small: Config, kind: str, device: torch.device) -> Answer:
 
 def _build(small: Config, device: torch.device) -> tuple[nn.Module, Loss]:
     loss = build_loss(small.loss.name, **small.loss.options)
-    loss.set_num_samples(small.global_batch)
+    loss.set_num_samples(small.global_batch, small.global_batch)
     torch.manual_seed(small.seed)
     model = build_model(small.model, loss.initial_scale, loss.initial_bias, loss.learns_scale)
     return model.to(device).train(), loss.to(device)
