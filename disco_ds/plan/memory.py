@@ -135,9 +135,9 @@ def _states(
 
 def _offloads(settings: Any) -> bool:
     """Raises: ValueError for a place that is not planned for."""
-    place = "none" if settings is None else settings.device.value
+    place = getattr(settings, "device", "none")
     if place not in ("none", "cpu"):
-        raise ValueError(f"plan does not know what is offloaded to {place}; it knows cpu")
+        raise ValueError(f"plan does not know what is offloaded to {settings.device}; it knows cpu")
     return place == "cpu"
 
 
