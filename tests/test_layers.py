@@ -37,6 +37,7 @@ WITHIN_A_LAYER = {
     ("train", "build"): "the trainer runs what build.py puts together",
     ("train", "arguments"): "the trainer parses its own command line",
     ("evaluate", "arguments"): "both commands end with one message",
+    ("plan", "arguments"): "ranks are counted as for a dry run",
 }
 """Imports between subjects of one layer, with the reason."""
 

@@ -38,8 +38,16 @@ def tiny(folder: Path, **changes: Any) -> Config:
 # The towers
 
 
-@pytest.mark.parametrize("saves", [False, True])
-@pytest.mark.parametrize("kind", ["fp32", "autocast"])
+@pytest.mark.parametrize(
+    ("kind", "saves"),
+    [
+        ("autocast", False),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("autocast", True), ("fp32", False), ("fp32", True))
+        ),
+    ],
+)
 def test_trace_agrees_with_a_measured_step(kind: str, saves: bool, tmp_path: Path) -> None:
     config = tiny(tmp_path, model__activation_checkpointing=saves, deepspeed=AUTOCAST if kind == "autocast" else {})
     traced, found = trace(config, 64, like_gpu=False), measure_towers(config, 64, CPU)
@@ -49,7 +57,7 @@ def test_trace_agrees_with_a_measured_step(kind: str, saves: bool, tmp_path: Pat
     assert traced.replay < traced.held or saves
 
 
-@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.parametrize("saves", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_activations_grow_in_proportion_to_the_micro_batch(saves: bool, tmp_path: Path) -> None:
     config = tiny(tmp_path, model__activation_checkpointing=saves, deepspeed=AUTOCAST)
     first, second, third = (trace(config, m) for m in (256, 512, 1024))
@@ -58,11 +66,13 @@ def test_activations_grow_in_proportion_to_the_micro_batch(saves: bool, tmp_path
         assert c == pytest.approx(b + 2 * (b - a), rel=0.01), name
 
 
+@pytest.mark.slow
 def test_trace_counts_what_autocast_does_on_a_gpu(tmp_path: Path) -> None:
     config = tiny(tmp_path, deepspeed=AUTOCAST)
     assert trace(config, 64).held > 1.05 * trace(config, 64, like_gpu=False).held, "norms hold a copy of their input"
 
 
+@pytest.mark.slow
 def test_trace_leaves_nothing_fake_behind(tmp_path: Path) -> None:
     config = tiny(tmp_path)
     trace(config, 8)
@@ -82,12 +92,13 @@ def plan_undecided(pretrained: bool = False, **keywords: Any) -> nn.Module:
     return Undecided()
 
 
+@pytest.mark.slow
 def test_model_that_cannot_be_traced_is_named(tmp_path: Path) -> None:
     path = tmp_path / "undecided.json"
     vision = {"timm_model_name": "plan_undecided", "image_size": 32, "timm_pool": "", "timm_proj": ""}
     text = json.loads(Path(write_tiny(tmp_path)).read_text())["text_cfg"]
     path.write_text(json.dumps({"embed_dim": 16, "vision_cfg": vision, "text_cfg": text}))
-    with pytest.raises(ValueError, match="undecided.json (cannot be traced|: open_clip could not build it)"):
+    with pytest.raises(ValueError, match=r"undecided\.json cannot be traced: "):
         trace(tiny_config(str(path), {}), 8)
 
 
@@ -131,7 +142,7 @@ def test_stages_share_out_what_they_promise(tmp_path: Path) -> None:
     assert parts(3)["parameters"] == share + whole
     assert parts(2, offload_optimizer={"device": "cpu"})["optimizer"] == 0
     assert parts(2, overlap_comm=True)["communication"] == 2 * parts(2, overlap_comm=False)["communication"] == 8000
-    with pytest.raises(ValueError, match="offloaded to .*nvme"):
+    with pytest.raises(ValueError, match=r"offloaded to .*nvme"):
         parts(3, offload_optimizer={"device": "nvme", "nvme_path": "/x"})
 
 
@@ -148,7 +159,8 @@ def command(folder: Path, *arguments: str) -> list[str]:
     path = folder / "recipe.yaml"
     path.write_text(
         f"{{name: small, global_batch: 256, micro_batch: 64, samples: 1000000000, data: {{source: synthetic}}, "
-        f"model: {{name: {write_tiny(folder)}}}, deepspeed: {{base: zero1, zero_optimization: {{reduce_bucket_size: 1000}}}}}}"
+        f"model: {{name: {write_tiny(folder)}}}, "
+        "deepspeed: {base: zero1, zero_optimization: {reduce_bucket_size: 1000}}}"
     )
     return ["disco-ds", "plan", "--config", str(path), "--ranks", "4", "--context", "0.01", *arguments]
 
@@ -158,6 +170,7 @@ def run(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
     return main()
 
 
+@pytest.mark.slow
 def test_fit_writes_a_recipe_that_fits_and_is_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -197,8 +210,12 @@ def test_plan_says_what_does_not_fit_and_draws_it(
         (["--gpu-memory", "A100-40"], "did you mean A100-40G? a number of GiB, or one of A100-40G,"),
         (["--gpu-memory", "-1"], "positive number of GiB"),
         (["micro_batch=48"], "not a multiple of ranks x micro_batch"),
-        (["--gpu-memory", "0.001", "--fit", "x"], "nothing fits 0.001 GiB: a micro-batch of 64 alone"),
-        (["loss.name=sogclr", "data={shards: /x}"], "--data-samples N"),
+        pytest.param(
+            ["--gpu-memory", "0.001", "--fit", "x"],
+            "nothing fits 0.001 GiB: a micro-batch of 64 alone",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(["loss.name=sogclr", "data={shards: /x}"], "--data-samples N", marks=pytest.mark.slow),
         (["model.name=nothing"], "unknown model 'nothing'"),
     ],
 )
@@ -215,6 +232,7 @@ def test_mistakes_are_told_in_one_line(
     assert words in err
 
 
+@pytest.mark.slow
 def test_time_is_flops_and_bytes_over_the_rates(tmp_path: Path) -> None:
     config = tiny(tmp_path, deepspeed=AUTOCAST, global_batch=64, micro_batch=4)
     towers, gpu = trace(config, 4), find_gpu("A100-40G")

@@ -35,9 +35,7 @@ def measure(cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, int, int
             torch.manual_seed(comm.rank())
             loss = build_loss(name, **options)
             loss.set_num_samples(b * comm.size())
-            image, text = (
-                torch.nn.functional.normalize(torch.randn(b, D)).requires_grad_() for _ in range(2)
-            )
+            image, text = (torch.nn.functional.normalize(torch.randn(b, D)).requires_grad_() for _ in range(2))
             scale, bias = torch.tensor([14.3], requires_grad=True), torch.tensor([-10.0], requires_grad=True)
             index = torch.arange(b) + comm.rank() * b
             with Allocations([image, text, scale, bias, index]) as memory:
@@ -47,16 +45,19 @@ def measure(cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, int, int
     return found
 
 
-def test_planned_memory_of_every_loss_is_what_it_allocates_at_one_rank() -> None:
-    check(measure(CASES))
+def test_planned_memory_of_a_loss_is_what_it_allocates() -> None:
+    check(measure(CASES[1:3]), 2)
 
 
 @pytest.mark.slow
-def test_planned_memory_of_every_loss_is_what_it_allocates_at_two_ranks() -> None:
-    check(run_ranks(measure, 2, CASES)[0])
+def test_planned_memory_of_every_loss_is_what_it_allocates_at_one_rank_and_two() -> None:
+    check(measure(CASES), len(CASES))
+    check(run_ranks(measure, 2, CASES)[0], len(CASES))
 
 
-def check(found: list[tuple[str, int, int]]) -> None:
-    wrong = [f"{case}: planned {a:,}, allocated {b:,} ({a / b - 1:+.1%})" for case, a, b in found if not 0.95 < a / b < 1.15]
+def check(found: list[tuple[str, int, int]], num_cases: int) -> None:
+    wrong = [
+        f"{case}: planned {a:,}, allocated {b:,} ({a / b - 1:+.1%})" for case, a, b in found if not 0.9 < a / b < 1.2
+    ]
     assert not wrong, "\n".join(wrong)
-    assert len(found) == len(CASES) * len(SHAPES)
+    assert len(found) == num_cases * len(SHAPES)

@@ -29,7 +29,10 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     where.add_argument("--ranks", type=int, metavar="N", help="GPUs (default: the recipe's ranks, else 1)")
     where.add_argument("--hostfile", type=Path, metavar="FILE", help="for the slots of a hostfile")
     parser.add_argument(
-        "--gpu-memory", metavar="GIB|NAME", default="A100-80G", help=f"GiB, or one of {', '.join(GPUS)} (default: %(default)s)"
+        "--gpu-memory",
+        metavar="GIB|NAME",
+        default="A100-80G",
+        help=f"GiB, or one of {', '.join(GPUS)} (default: %(default)s)",
     )
     parser.add_argument("--fit", type=Path, metavar="FOLDER", help="write the recipe of the largest global batch there")
     parser.add_argument("--host-memory", type=float, metavar="GIB", help="of a host; with --fit, pixels may wait there")
@@ -37,13 +40,17 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--picture", type=Path, metavar="FILE.png", help="draw the memory as stacked bars")
     parser.add_argument("--measure", action="store_true", help="run the towers on the device at hand, and compare")
     assumed = parser.add_argument_group("what is assumed")
-    assumed.add_argument("--slack", type=float, default=Slack.share, help="fraction lost to the allocator (%(default)s)")
+    assumed.add_argument(
+        "--slack", type=float, default=Slack.share, help="fraction lost to the allocator (%(default)s)"
+    )
     assumed.add_argument("--context", type=float, default=Slack.gib, help="GiB of CUDA, NCCL, libraries (%(default)s)")
     assumed.add_argument("--per-host", type=int, default=8, help="GPUs of a host (%(default)s)")
     assumed.add_argument("--flops", type=float, metavar="T", help="TFLOP/s of 16-bit products (default: the GPU's)")
     assumed.add_argument("--efficiency", type=float, default=EFFICIENCY, help="fraction reached (%(default)s)")
     assumed.add_argument("--link", type=float, metavar="GB/S", help="a GPU receives in its host (default: the GPU's)")
-    assumed.add_argument("--bandwidth", type=float, default=BETWEEN_HOSTS, metavar="GB/S", help="from others (%(default)s)")
+    assumed.add_argument(
+        "--bandwidth", type=float, default=BETWEEN_HOSTS, metavar="GB/S", help="from others (%(default)s)"
+    )
     return parser.parse_intermixed_args(argv)
 
 
@@ -68,9 +75,10 @@ def plan(args: argparse.Namespace) -> int:
     assumed: dict[str, Any] = {"slack": Slack(args.slack, args.context), "num_samples": args.data_samples}
     if args.fit:
         config = fit(config, ranks, gpu.gib, args.host_memory, per_host, **assumed)
+    words = config.describe(ranks)  # raises where the batch does not divide, before the trace
     towers = trace(config, config.micro_batch)
     memory = plan_memory(config, ranks, towers, **assumed)
-    lines = [f"{config.name}: {config.describe(ranks)}", "", table(memory), verdict(memory, gpu.gib)]
+    lines = [f"{config.name}: {words}", "", table(memory), verdict(memory, gpu.gib)]
     lines += ["", describe_host(config, ranks, per_host, memory, towers), ""]
     lines += scaling(config, ranks, towers, Rates(gpu, args.efficiency, args.bandwidth, args.per_host), assumed)
     print("\n".join(lines))
@@ -116,7 +124,9 @@ def scaling(config: Config, ranks: int, towers: Towers, rates: Rates, assumed: d
                 line += f"{speed.step_s:9.2f}{config.global_batch / speed.step_s:11,.0f}"
                 line += f"{speed.towers_s:10.2f}{speed.loss_s:9.2f}{speed.wire_s:9.2f}{speed.wire_bytes / 1e9:10.1f}"
             lines.append(line)
-    told = f"{rates.efficiency:g} of the GPU's FLOP/s, {rates.between_hosts:g} GB/s between hosts of {rates.per_host} GPUs"
+    told = (
+        f"{rates.efficiency:g} of the GPU's FLOP/s, {rates.between_hosts:g} GB/s between hosts of {rates.per_host} GPUs"
+    )
     if not plan_speed(config, ranks, towers, rates):
         told = "no times: say --flops and --link, or a GPU by name"
     return [*lines, f"Assumed: {told}; nothing overlaps, no waiting for data, no stragglers."]
@@ -135,7 +145,9 @@ def draw(memory: Memory, gib: float, title: str, path: Path) -> None:
         base = [0.0] * len(memory.moments)
         for number, part in enumerate(PARTS):
             heights = [moment[part] / GIB for moment in memory.moments.values()]
-            axes.bar(list(memory.moments), heights, bottom=base, label=part, color=colormaps["tab10"](number), width=0.6)
+            axes.bar(
+                list(memory.moments), heights, bottom=base, label=part, color=colormaps["tab10"](number), width=0.6
+            )
             base = [low + height for low, height in zip(base, heights, strict=True)]
         axes.axhline(gib, color="black", linestyle="--", linewidth=1, label=f"the GPU: {gib:g} GiB")
         axes.set(ylabel="GiB", title=title)

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from disco_ds.config import Config, check_config
-from disco_ds.plan.memory import GIB, Memory, interpolate, plan_memory, search_largest
+from disco_ds.plan.memory import GIB, interpolate, plan_memory, search_largest
 from disco_ds.plan.towers import Towers, trace
 from disco_ds.recipe_yaml import Dumper
 
@@ -41,15 +41,18 @@ def fit(config: Config, ranks: int, gib: float, host_gib: float | None, per_host
         on_host = host_gib is None or per_host * sum(memory.host.values()) <= host_gib * GIB
         return memory.total <= gib * GIB and on_host
 
-    found: list[tuple[int, float, int, Config]] = []
-    for saves, m, pixels in product((False, True), TRIED, ("device",) if host_gib is None else ("device", "host")):
+    def reach(saves: bool, m: int, pixels: str) -> tuple[int, float, int, Config]:
+        """The largest global batch, FLOPs per sample (less is better), -m, and the recipe."""
         towers = interpolate([(n, trace(change(ranks, 1, saves, pixels), n)) for n in TRACED], m)
-        K = search_largest(lambda K: fits(change(ranks * m * K, m, saves, pixels), towers), LARGEST // (ranks * m))
-        if K:
-            flops = (towers.flops + (K - 1) / K * towers.replay_flops) / m
-            found.append((ranks * m * K, flops, -m, change(ranks * m * K, m, saves, pixels)))
-    largest = max((B for B, *_ in found), default=0)
-    for _, _, _, best in sorted((item for item in found if item[0] >= NEARLY * largest), key=lambda item: item[1:3]):
+        part = ranks * m
+        K = search_largest(lambda K: fits(change(part * K, m, saves, pixels), towers), LARGEST // part)
+        replays = (K - 1) / K if K else 0
+        return part * K, (towers.flops + replays * towers.replay_flops) / m, -m, change(part * K, m, saves, pixels)
+
+    places = ("device",) if host_gib is None else ("device", "host")
+    found = [reach(*choice) for choice in product((False, True), TRIED, places)]
+    enough = max(1, NEARLY * max(B for B, *_ in found))
+    for *_, best in sorted((item for item in found if item[0] >= enough), key=lambda item: item[1:3]):
         if fits(best, trace(best, best.micro_batch)):
             return best
     least = change(ranks * TRIED[0], TRIED[0], True, "device")

@@ -19,7 +19,7 @@ PASSES = ("replay", "forward", "held", "backward")
 
 
 def measure_towers(config: Config, m: int, device: torch.device) -> Towers:
-    """As trace, from the allocator's own records of a real step; FLOPs are the trace's. Raises: torch.OutOfMemoryError."""
+    """As trace, from the allocator's records of real passes; FLOPs are the trace's. Raises: torch.OutOfMemoryError."""
     model = prepare_model(config).to(device)
     batch = make_batch(model, m, device)
     found: dict[str, int] = {}

@@ -31,7 +31,11 @@ class Rates:
 
     def link(self, ranks: int) -> float:
         """Bytes/s that a rank receives: the slowest way counts."""
-        return self.gpu.link if ranks <= self.per_host else min(self.gpu.link, self.between_hosts * 1e9)
+        return 1e9 * (self.gpu.link if ranks <= self.per_host else min(self.gpu.link, self.between_hosts))
+
+    def flops(self, kind: str) -> float:
+        """FLOP/s of products in fp32, tf32 or 16 bits."""
+        return 1e12 * self.efficiency * {"fp32": self.gpu.fp32, "tf32": self.gpu.tf32}.get(kind, self.gpu.half)
 
 
 @dataclass(frozen=True)
@@ -49,16 +53,15 @@ class Speed:
 
 def plan_speed(config: Config, ranks: int, towers: Towers, rates: Rates) -> Speed | None:
     """Of a step. None where the GPU's rates are not known."""
-    gpu = rates.gpu
-    if not (gpu.half and gpu.full and gpu.link):
+    if not (rates.gpu.half and rates.gpu.link):
         return None
     K, kind = config.num_micro_batches(ranks), precision(config.deepspeed)
     cost = loss_cost(config.loss.name, config.loss.options, config.global_batch // ranks, ranks, towers.width)
     flops = (K - 1) * towers.replay_flops + K * towers.flops
     wire = cost.wire + (_engine_wire(config, ranks, K, towers) if ranks > 1 else 0)
     return Speed(
-        towers_s=flops / (rates.efficiency * gpu.rate("fp32" if kind == "fp32" else "bf16")),
-        loss_s=cost.flops / (rates.efficiency * gpu.rate(cost.precision)),
+        towers_s=flops / rates.flops(kind),
+        loss_s=cost.flops / rates.flops(cost.precision),
         wire_s=wire / rates.link(ranks),
         wire_bytes=wire,
     )
