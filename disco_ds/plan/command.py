@@ -69,7 +69,7 @@ def plan(args: argparse.Namespace) -> int:
     if args.measure:
         print(measure(config))
         return 0
-    ranks = count_ranks(args.ranks or config.ranks, None if args.ranks else args.hostfile)
+    ranks = count_ranks(config.ranks if args.ranks is None else args.ranks, args.hostfile)
     gpu = find_gpu(args.gpu_memory, args.flops, args.link)
     per_host = min(ranks, args.per_host)
     assumed: dict[str, Any] = {"slack": Slack(args.slack, args.context), "num_samples": args.data_samples}
@@ -127,7 +127,7 @@ def scaling(config: Config, ranks: int, towers: Towers, rates: Rates, assumed: d
     told = (
         f"{rates.efficiency:g} of the GPU's FLOP/s, {rates.between_hosts:g} GB/s between hosts of {rates.per_host} GPUs"
     )
-    if not plan_speed(config, ranks, towers, rates):
+    if not now:
         told = "no times: say --flops and --link, or a GPU by name"
     return [*lines, f"Assumed: {told}; nothing overlaps, no waiting for data, no stragglers."]
 

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,7 +165,7 @@ def describe_pixels(b: int, towers: Towers) -> str:
     )
 
 
-def search_largest(fits: Any, at_most: int = 2**40) -> int:
+def search_largest(fits: Callable[[int], bool], at_most: int = 2**40) -> int:
     """The largest n >= 0 with fits(n), which holds up to some n and no further."""
     high = 1
     while high <= at_most and fits(high):
