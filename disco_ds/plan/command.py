@@ -124,6 +124,11 @@ def scaling(config: Config, ranks: int, towers: Towers, rates: Rates, assumed: d
                 line += f"{speed.step_s:9.2f}{config.global_batch / speed.step_s:11,.0f}"
                 line += f"{speed.towers_s:10.2f}{speed.loss_s:9.2f}{speed.wire_s:9.2f}{speed.wire_bytes / 1e9:10.1f}"
             lines.append(line)
+    now = plan_speed(config, ranks, towers, rates)
+    if now and now.step_s > config.timeout_s / 2:
+        lines.append(
+            f"timeout_s is {config.timeout_s:g}: a rank that takes so long for a step is taken to hang; set more"
+        )
     told = (
         f"{rates.efficiency:g} of the GPU's FLOP/s, {rates.between_hosts:g} GB/s between hosts of {rates.per_host} GPUs"
     )
