@@ -38,26 +38,22 @@ def tiny(folder: Path, **changes: Any) -> Config:
 # The towers
 
 
-@pytest.mark.parametrize(
-    ("kind", "saves"),
-    [
-        ("autocast", False),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("autocast", True), ("fp32", False), ("fp32", True))
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.parametrize("kind", ["fp32", "autocast"])
 def test_trace_agrees_with_a_measured_step(kind: str, saves: bool, tmp_path: Path) -> None:
     config = tiny(tmp_path, model__activation_checkpointing=saves, deepspeed=AUTOCAST if kind == "autocast" else {})
     traced, found = trace(config, 64, like_gpu=False), measure_towers(config, 64, CPU)
-    for name in ("forward", "held", "backward"):
-        assert getattr(traced, name) == pytest.approx(getattr(found, name), rel=0.1), name
+    for name in ("replay", "forward", "held", "backward"):
+        # In 16 bits the CPU's attention sums its gradients in fp32, in buffers that no operator shows.
+        hidden = 0.2 if (kind, saves, name) == ("autocast", True, "backward") else 0.1
+        assert getattr(traced, name) == pytest.approx(getattr(found, name), rel=hidden), name
     assert traced.held < traced.backward
     assert traced.replay < traced.held or saves
 
 
-@pytest.mark.parametrize("saves", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("saves", [False, True])
 def test_activations_grow_in_proportion_to_the_micro_batch(saves: bool, tmp_path: Path) -> None:
     config = tiny(tmp_path, model__activation_checkpointing=saves, deepspeed=AUTOCAST)
     first, second, third = (trace(config, m) for m in (256, 512, 1024))

@@ -82,7 +82,7 @@ def loss_peak(loss: Loss, b: int, N: int, D: int, device: torch.device) -> int:
     B = N * b
     if isinstance(loss, ClipLoss):
         # The product, two softmaxes and two gradients on the way; both sides, gathered and before.
-        return 4 * max(5 * B * B + 2 * B * D, 4 * B * D + b * D)
+        return 4 * max(5 * B * B + 2 * B * D, B * B + 4 * B * D)
     if isinstance(loss, DisCoLoss):
         # Forward: two each of products, logits and softmaxes, and both sides. Backward: their gradients.
         return 4 * max(6 * b * B + 2 * B * D, b * B + 4 * B * D + (2 + (N > 1)) * b * D)
@@ -100,15 +100,15 @@ def _tiled_peak(loss: TiledLoss, b: int, N: int, D: int, device: torch.device) -
     copied = loss.wire is not None  # to the wire's dtype
     if ring:
         # The rows' gradient, blocks of the columns' under way, blocks of features, and one's own if it was copied.
-        blocks = own + own * (3 if N > 1 else 1) + sent * (min(N - 1, 2) + copied)
-        reduced = 0
+        gathered, reduced = sent * (min(N - 1, 2) + copied), 0
+        blocks = gathered + own + own * (3 if N > 1 else 1)
     else:
         gathered = sent * (N > 1 or copied) * (2 if gather_both or isinstance(loss, NTXentLoss) else 1)
         blocks = gathered + own + (own if gather_both else columns)
-        if isinstance(loss, NTXentLoss):
-            blocks = max(blocks, gathered + 3 * own)
         # gloo sums a copy
         reduced = 0 if gather_both or N == 1 else blocks + own + (columns if device.type == "cpu" else 0)
+    if isinstance(loss, NTXentLoss):
+        blocks = max(blocks, gathered + 3 * own)
     chunk = 4 * min(CHUNK, b) * D * (1 + copied)
     finished = blocks + chunk if isinstance(loss, SigLIPLoss) else 2 * own + chunk + sent * copied
     if isinstance(loss, SigLIPLoss):

@@ -78,7 +78,9 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()) not in self._known:
+            if not isinstance(tensor, Tensor) or tensor.is_meta:
+                continue
+            if (storage := tensor.untyped_storage()) not in self._known:
                 self._known[storage] = True
                 self.current += storage.nbytes()
                 weakref.finalize(storage, self._free, storage.nbytes())
