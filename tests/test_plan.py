@@ -171,10 +171,11 @@ def test_fit_writes_a_recipe_that_fits_and_is_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "fitted"
-    argv = command(tmp_path, "--gpu-memory", "0.1", "--fit", str(folder), "--host-memory", "2")
+    argv = command(tmp_path, "--gpu-memory", "0.1", "--fit", str(folder), "--host-memory", "2", "samples=5000000")
     assert run(argv, monkeypatch) == 0
     assert "\nfits: 0." in capsys.readouterr().out
     config = load_config(folder / "recipe.yaml")
+    assert config.optim.warmup_steps == config.num_steps // 10, "the default of 2,000 is longer than the run"
     assert "zero_optimization" in json.loads((folder / "ds_config.json").read_text())
     assert f"global batch {config.global_batch:,} = 4 ranks" in describe_run(config, 4)
     slack = Slack(Slack.share, 0.01)

@@ -54,7 +54,7 @@ def fit(config: Config, ranks: int, gib: float, host_gib: float | None, per_host
     enough = max(1, NEARLY * max(B for B, *_ in found))
     for *_, best in sorted((item for item in found if item[0] >= enough), key=lambda item: item[1:3]):
         if fits(best, trace(best, best.micro_batch)):
-            return best
+            return _shorten_warmup(best)
     least = change(ranks * TRIED[0], TRIED[0], True, "device")
     memory = plan_memory(least, ranks, trace(least, TRIED[0]), **assumed)
     parts = ", ".join(f"{part} {size / GIB:.2f}" for part, size in memory.parts.items() if size)
@@ -62,6 +62,14 @@ def fit(config: Config, ranks: int, gib: float, host_gib: float | None, per_host
         f"nothing fits {gib:g} GiB: a micro-batch of {TRIED[0]} alone, with activation checkpointing, needs "
         f"{memory.total / GIB:.2f} ({parts}); use a higher ZeRO stage, smaller buckets, or more GPUs"
     )
+
+
+def _shorten_warmup(config: Config) -> Config:
+    """A tenth of the run, where the larger batch has left fewer steps than the warm-up takes."""
+    if config.optim.warmup_steps + config.optim.cooldown_steps <= config.num_steps:
+        return config
+    optim = config.optim.model_copy(update={"warmup_steps": (config.num_steps - config.optim.cooldown_steps) // 10})
+    return config.model_copy(update={"optim": optim})
 
 
 def write_recipe(config: Config, folder: Path, comment: str) -> Path:
