@@ -13,6 +13,7 @@ COMMANDS = {
     "export": "write trained weights as open_clip loads them",
     "report": "draw report.png of a run, finished or not",
     "doctor": "look at a run before it is started: packages, hosts, ds_config, batch, data, and --gradients",
+    "plan": "memory of each GPU by part, the largest batch that fits, the time of a step; no GPU needed",
     "index": "count the samples of shards, once, into their manifest; --check whether it still holds",
 }
 
@@ -41,6 +42,10 @@ def main() -> int:
         from disco_ds.export import main as export
 
         return export(rest)
+    if command == "plan":
+        from disco_ds.plan.command import main as plan
+
+        return plan(rest)
     if "--dry-run" in rest:
         return dry_run(rest)
     from disco_ds.train import main as train

@@ -111,12 +111,12 @@ def forward(model: Any, image: Tensor | None = None, text: Tensor | None = None)
 
 def _normalise(model: Any, image: Tensor) -> Tensor:
     pixels = image.float() / 255 if image.dtype == torch.uint8 else image.float()
-    pixels = (pixels - _channels(model.image_mean, pixels.device)) / _channels(model.image_std, pixels.device)
+    pixels = (pixels - channels(model.image_mean, pixels.device)) / channels(model.image_std, pixels.device)
     return pixels.to(model.logit_scale.dtype, memory_format=torch.channels_last)  # convolutions run faster
 
 
 @lru_cache
-def _channels(values: tuple[float, ...], device: torch.device) -> Tensor:
+def channels(values: tuple[float, ...], device: torch.device) -> Tensor:
     """[1, 3, 1, 1] fp32. Not a buffer of the model: an engine with 16-bit weights would round it."""
     return torch.tensor(values, device=device).view(1, -1, 1, 1)
 

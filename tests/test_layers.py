@@ -40,6 +40,7 @@ WITHIN_A_LAYER = {
     ("train", "arguments"): "the trainer parses its own command line",
     ("evaluate", "arguments"): "both commands end with one message",
     ("doctor", "arguments"): "a hostfile is read and refused as for a dry run",
+    ("plan", "arguments"): "ranks are counted as for a dry run",
 }
 """Imports between subjects of one layer, with the reason."""
 

@@ -1,0 +1,53 @@
+"""GPUs by name: memory as torch reports it, and what their makers promise."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    gib: float
+    half: float = 0.0
+    """TFLOP/s of dense products in bf16 or fp16, with fp32 sums; 0: not known."""
+    tf32: float = 0.0
+    fp32: float = 0.0
+    link: float = 0.0
+    """GB/s that it receives from the others of its host."""
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("A100-40G", 39.4, 312, 156, 19.5, 300),
+        Gpu("A100-80G", 79.1, 312, 156, 19.5, 300),
+        Gpu("H100-80G", 79.1, 989, 494, 67, 450),
+        Gpu("H200", 139.8, 989, 494, 67, 450),
+        Gpu("L4", 22.0, 121, 60, 30.3, 32),
+        Gpu("A10G", 22.0, 70, 35, 35, 32),
+        Gpu("RTX-4090", 23.5, 165, 82.6, 82.6, 32),
+        Gpu("RTX-3090", 23.5, 71, 35.6, 35.6, 32),
+    )
+}
+"""Rates as in the makers' data sheets (dense, without sparsity); a link of 32 is PCIe 4."""
+
+
+def find_gpu(text: str, tflops: float | None = None, link: float | None = None) -> Gpu:
+    """A GPU of GPUS, or one of so many GiB; tflops (of all its products) and link replace what it has.
+
+    Raises: ValueError for another name, or a memory that is not positive.
+    """
+    known = {name.lower(): gpu for name, gpu in GPUS.items()}
+    try:
+        gpu = known[text.lower()] if text.lower() in known else Gpu(f"{float(text):g} GiB", float(text))
+    except ValueError:
+        close = difflib.get_close_matches(text.lower(), known, n=1, cutoff=0.4)
+        hint = f"did you mean {known[close[0]].name}? " if close else ""
+        raise ValueError(f"--gpu-memory {text}: {hint}a number of GiB, or one of {', '.join(GPUS)}") from None
+    if not 0 < gpu.gib < float("inf"):
+        raise ValueError(f"--gpu-memory {text}: the memory of a GPU is a positive number of GiB")
+    if tflops is not None:
+        gpu = replace(gpu, half=tflops, tf32=tflops, fp32=tflops)
+    return gpu if link is None else replace(gpu, link=link)

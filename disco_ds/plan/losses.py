@@ -1,0 +1,130 @@
+"""What a loss takes beside the features it is given: memory as its code allocates it, FLOPs, and what is sent.
+
+Every registered loss must be known here; tests/test_plan_losses.py measures each.
+"""
+
+# b samples of this rank, N ranks, B = N b, D width of the features, which are fp32
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from disco_ds.losses import build_loss
+from disco_ds.losses.base import Loss
+from disco_ds.losses.blocks import CHUNK, GatheredBoth, TiledLoss
+from disco_ds.losses.clip import ClipLoss
+from disco_ds.losses.disco import DisCoLoss
+from disco_ds.losses.disco_fused import DisCoFusedLoss
+from disco_ds.losses.fastclip import FastCLIPLoss
+from disco_ds.losses.inf_cl import InfCLLoss
+from disco_ds.losses.nt_xent import NTXentLoss
+from disco_ds.losses.siglip import SigLIPLoss
+
+
+@dataclass(frozen=True)
+class LossCost:
+    """Of one rank and step."""
+
+    peak: int
+    """Bytes while it runs, beside the features; the features' gradients are in it."""
+    state: int
+    """Bytes it keeps between steps, wherever they lie."""
+    state_on_host: bool
+    flops: int
+    precision: str
+    """Of its products."""
+    wire: int
+    """Bytes received."""
+
+
+def loss_cost(name: str, options: dict[str, object], b: int, N: int, D: int, num_samples: int = 0) -> LossCost:
+    """Cost of a loss on a GPU. Raises: ValueError for a loss that is not known here, or options it does not have."""
+    loss = build_loss(name, **options)
+    B = N * b
+    units, of_features, of_gradients = _work(loss, N)
+    sent = loss.wire.itemsize if isinstance(loss, TiledLoss) and loss.wire else 4
+    per_sample = 0
+    if isinstance(loss, FastCLIPLoss):
+        per_sample = 68 if loss.tau_per_sample else 16
+    return LossCost(
+        peak=loss_peak(loss, b, N, D, torch.device("cuda")),
+        state=per_sample * -(-num_samples // N),
+        state_on_host=isinstance(loss, FastCLIPLoss) and loss.memory == "host",
+        flops=units * 2 * b * B * D,
+        precision=loss.tiling.precision if isinstance(loss, TiledLoss) else "fp32",
+        wire=B * D * (of_features * sent + of_gradients * 4) if N > 1 else 0,
+    )
+
+
+def _work(loss: Loss, N: int) -> tuple[int, int, int]:
+    """Products of b x B x D, and how often B x D features and gradients of them are received."""
+    if isinstance(loss, ClipLoss):
+        return 3 * N, 2, 0
+    if isinstance(loss, DisCoLoss):
+        return 6, 2, 2 if loss.reduction == "reduce_scatter" else 4
+    if isinstance(loss, DisCoFusedLoss):
+        return 3 if loss.store else 4, 1, 1
+    if isinstance(loss, InfCLLoss):
+        return 4, 2, 1
+    if isinstance(loss, SigLIPLoss):
+        return 3, 1, 1
+    if isinstance(loss, FastCLIPLoss):
+        return (5, 2, 0) if loss.blocks is GatheredBoth else (4, 1, 1)
+    if isinstance(loss, NTXentLoss):
+        return 10, 6 if loss.ring else 2, 1
+    raise ValueError(f"plan does not know the work of loss {type(loss).__name__}; see disco_ds/plan/losses.py")
+
+
+def loss_peak(loss: Loss, b: int, N: int, D: int, device: torch.device) -> int:
+    """Bytes at the loss's peak beside the features. device: where it would run, which decides the tiles."""
+    B = N * b
+    if isinstance(loss, ClipLoss):
+        # The product, two softmaxes and two gradients on the way; both sides, gathered and before.
+        return 4 * max(5 * B * B + 2 * B * D, B * B + 4 * B * D)
+    if isinstance(loss, DisCoLoss):
+        # Forward: two each of products, logits and softmaxes, and both sides. Backward: their gradients.
+        return 4 * max(6 * b * B + 2 * B * D, b * B + 4 * B * D + (2 + (N > 1)) * b * D)
+    if not isinstance(loss, TiledLoss):
+        raise ValueError(f"plan does not know the memory of loss {type(loss).__name__}; see disco_ds/plan/losses.py")
+    return _tiled_peak(loss, b, N, D, device)
+
+
+def _tiled_peak(loss: TiledLoss, b: int, N: int, D: int, device: torch.device) -> int:
+    ring = isinstance(loss, InfCLLoss | SigLIPLoss) or getattr(loss, "ring", False)
+    gather_both = getattr(loss, "blocks", None) is GatheredBoth
+    num_columns = b if ring else N * b
+    own, columns = 4 * b * D, 4 * num_columns * D
+    sent = columns if loss.wire is None else num_columns * D * loss.wire.itemsize
+    copied = loss.wire is not None  # to the wire's dtype
+    if ring:
+        # The rows' gradient, blocks of the columns' under way, blocks of features, and one's own if it was copied.
+        gathered, reduced = sent * (min(N - 1, 2) + copied), 0
+        blocks = gathered + own + own * (3 if N > 1 else 1)
+    else:
+        gathered = sent * (N > 1 or copied) * (2 if gather_both or isinstance(loss, NTXentLoss) else 1)
+        blocks = gathered + own + (own if gather_both else columns)
+        # gloo sums a copy
+        reduced = 0 if gather_both or N == 1 else blocks + own + (columns if device.type == "cpu" else 0)
+    if isinstance(loss, NTXentLoss):
+        blocks = max(blocks, gathered + 3 * own)
+    chunk = 4 * min(CHUNK, b) * D * (1 + copied)
+    finished = blocks + chunk if isinstance(loss, SigLIPLoss) else 2 * own + chunk + sent * copied
+    if isinstance(loss, SigLIPLoss):
+        finished = max(finished, 4 * own)  # it still holds the gradients that autograd copies
+    kept = 2 * b * N * b if isinstance(loss, DisCoFusedLoss) and loss.store else 0
+    vectors = 8 * (8 * num_columns + 12 * b)
+    return kept + vectors + max(blocks + _tile(loss, b, num_columns, D, device), reduced, finished)
+
+
+def _tile(loss: TiledLoss, n: int, m: int, D: int, device: torch.device) -> int:
+    """Bytes to work on a tile of an n x m block."""
+    tiling = loss.tiling
+    rows, columns = (min(side, length) for side, length in zip(tiling.size(device), (n, m), strict=True))
+    # Triton writes weights once, in place; torch's way has a copy, and several where each row has its own scale.
+    copies = 1 if tiling.impl != "torch" and device.type == "cuda" else 2
+    if isinstance(loss, FastCLIPLoss) and loss.tau_per_sample:
+        copies = 4
+    factors = {"fp32": 4 * columns * D if loss.wire else 0, "tf32": 8 * (rows + columns) * D}
+    return 4 * copies * rows * columns + factors.get(tiling.precision, 2 * (rows + columns) * D)

@@ -1,0 +1,75 @@
+"""The passes of towers.py for real, on the device at hand, beside what was traced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from disco_ds import comm
+from disco_ds.config import Config
+from disco_ds.ds_config import precision
+from disco_ds.plan.memory import GIB, search_largest
+from disco_ds.plan.towers import Towers, make_batch, prepare_model, run_passes, trace
+
+PASSES = ("replay", "forward", "held", "backward")
+
+
+def measure_towers(config: Config, m: int, device: torch.device) -> Towers:
+    """As trace, from the allocator's records of real passes; FLOPs are the trace's. Raises: torch.OutOfMemoryError."""
+    model = prepare_model(config).to(device)
+    batch = make_batch(model, m, device)
+    found: dict[str, int] = {}
+    base = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+
+    @contextmanager
+    def on_gpu(name: str) -> Iterator[None]:
+        torch.cuda.reset_peak_memory_stats()
+        yield
+        torch.cuda.synchronize()
+        found[name] = torch.cuda.max_memory_allocated() - base
+
+    @contextmanager
+    def on_cpu(name: str) -> Iterator[None]:
+        nonlocal base
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            yield
+        events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+        found[name] = base
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            base += event.nbytes()
+            found[name] = max(found[name], base)
+
+    watch = on_gpu if device.type == "cuda" else on_cpu
+    run_passes(model, precision(config.deepspeed), batch, config.data.augment, watch)
+    return replace(trace(config, m, device.type != "cpu"), **found)
+
+
+def measure(config: Config) -> str:
+    """A table of traced and measured bytes: on a GPU of the largest micro-batch it holds, on a CPU of the recipe's."""
+    device = comm.local_device()
+    m, words = config.micro_batch, "the recipe's micro-batch"
+    if device.type == "cuda":
+        step = 16
+
+        def fits(n: int) -> bool:
+            try:
+                measure_towers(config, n * step, device)
+            except torch.OutOfMemoryError:
+                return False
+            finally:
+                torch.cuda.empty_cache()
+            return True
+
+        m, words = step * search_largest(fits), f"the largest micro-batch, in steps of {step}, beside nothing else"
+        if not m:
+            raise ValueError(f"a micro-batch of {step} does not fit {torch.cuda.get_device_name()}")
+    traced, found = trace(config, m, device.type != "cpu"), measure_towers(config, m, device)
+    lines = [f"{config.model.name} on {device}, {m} samples, {words}; GiB:", f"{'':10}{'traced':>9}{'measured':>10}"]
+    for name in PASSES:
+        a, b = getattr(traced, name), getattr(found, name)
+        lines.append(f"{name:10}{a / GIB:9.3f}{b / GIB:10.3f}  {a / b - 1:+.1%}")
+    return "\n".join(lines)

@@ -1,0 +1,186 @@
+"""Peak memory of a GPU and of a host, part by part, at the moments of a step. What DeepSpeed holds is as of 0.19."""
+
+# b samples of this rank = K micro-batches x m, N ranks, D width; e bytes of a parameter, P trained, F frozen
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from disco_ds.config import Config, render_ds_config
+from disco_ds.ds_config import precision, stage
+from disco_ds.plan.losses import LossCost, loss_cost
+from disco_ds.plan.towers import DTYPES, Towers
+
+GIB = 2**30
+PARTS = ("parameters", "gradients", "optimizer", "activations", "features", "loss", "pixels", "communication", "slack")
+JPEG_BYTES = 30_000
+"""Of a compressed image: an assumption, to say what holding those would take."""
+ALLREDUCE = 500_000_000
+"""Elements that DeepSpeed flattens at a time at ZeRO 0."""
+
+
+@dataclass(frozen=True)
+class Slack:
+    """What no plan can count, as assumed."""
+
+    share: float = 0.05
+    """Of all other parts: memory that the allocator holds in pieces too small to use."""
+    gib: float = 1.0
+    """CUDA's context, NCCL's buffers, workspaces of libraries."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    moments: dict[str, dict[str, int]]
+    """Moment of the step -> part -> bytes."""
+    host: dict[str, int]
+    """What for -> bytes, of one rank."""
+
+    @property
+    def peak(self) -> str:
+        """The moment that needs the most."""
+        return max(self.moments, key=lambda name: sum(self.moments[name].values()))
+
+    @property
+    def parts(self) -> dict[str, int]:
+        return self.moments[self.peak]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+def plan_memory(
+    config: Config, ranks: int, towers: Towers, slack: Slack | None = None, num_samples: int | None = None
+) -> Memory:
+    """Memory of one of `ranks` GPUs under this recipe.
+
+    Args:   towers: of the recipe's micro_batch; num_samples: of the data, for losses that keep numbers of each.
+    Raises: ValueError for a recipe that does not fit the ranks, a loss or an offload that is not known here.
+    """
+    ds_config, slack = render_ds_config(config, ranks), slack or Slack()
+    b = config.global_batch // ranks
+    cost = loss_cost(config.loss.name, config.loss.options, b, ranks, towers.width, known_samples(config, num_samples))
+    held, host = _states(config, ds_config, ranks, towers)
+    half_features = 2 * 4 * b * towers.width
+    waiting = b if config.pixels == "device" else config.micro_batch
+    moments = {
+        # The parts' features; with the leaves the loss gets; and with their gradients.
+        "forward": {"activations": max(towers.replay, towers.forward), "features": half_features},
+        "loss": {"activations": towers.held, "features": 2 * half_features, "loss": cost.peak},
+        "backward": {"activations": max(towers.backward, towers.forward), "features": 3 * half_features},
+        "update": {"features": 3 * half_features},
+    }
+    for name, moment in moments.items():
+        moment |= held[name] | {"pixels": waiting * towers.sample}
+        moment["loss"] = moment.get("loss", 0) + (0 if cost.state_on_host else cost.state)
+        moment["slack"] = int(slack.share * sum(moment.values()) + slack.gib * GIB)
+    ordered = {name: {part: moment.get(part, 0) for part in PARTS} for name, moment in moments.items()}
+    return Memory(ordered, _host(config, b, towers, cost) | host)
+
+
+def known_samples(config: Config, given: int | None) -> int:
+    """Samples of the data. Raises: ValueError for a loss that needs to know and is not told."""
+    if config.data.source == "synthetic" and given is None:
+        return config.data.num_samples
+    if given is None and loss_cost(config.loss.name, config.loss.options, 1, 1, 1, 1).state:
+        raise ValueError(f"loss {config.loss.name} keeps numbers of every sample: say how many, --data-samples N")
+    return given or 0
+
+
+def _states(
+    config: Config, ds_config: dict[str, Any], N: int, towers: Towers
+) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
+    """What the engine holds, by moment and part, and on the host."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    zero, level = DeepSpeedZeroConfig(**ds_config["zero_optimization"]), stage(ds_config)
+    e, K = DTYPES[precision(ds_config)].itemsize, config.num_micro_batches(N)
+    P, F = towers.trained, towers.frozen
+    share = -(-P // N)
+    numbers = {"adamw": 2, "lion": 1, "sgd": int(config.optim.momentum > 0)}[config.optim.name]
+    offloads = [_offloads(part) for part in (zero.offload_optimizer, zero.offload_param)]
+    states = 4 * share * (1 + numbers) if level else 4 * P * numbers
+    parameters, gradients, always = (P + F) * e, P * e, 0
+    bucket = int(zero.reduce_bucket_size) * e
+    if level == 2:  # of those that are this rank's, and with several micro-batches the sum so far
+        gradients = share * e * (1 + (K > 1))
+    elif level == 3:
+        own = 0 if offloads[1] else -(-(P + F) // N) * e
+        parameters = own + min(P + F, int(zero.max_live_parameters)) * e
+        gradients, always = share * e, bucket if zero.contiguous_gradients else 0
+    if level in (1, 2):
+        backward = bucket * (1 + bool(zero.overlap_comm)) if zero.contiguous_gradients else min(P * e, bucket)
+    else:
+        backward = min(P * e, bucket) if level else 0
+    update = min(P, ALLREDUCE) * e if level == 0 else 4 * share
+    host = {}
+    if offloads[0]:
+        host["optimizer"], states, update = states + share * (4 + e), 0, 0
+        if level > 1:
+            backward, gradients = backward + towers.largest * e, 0
+    if offloads[1]:
+        host["parameters"] = -(-(P + F) // N) * e
+    common = {"parameters": parameters, "optimizer": states}
+    moments = {
+        "forward": common | {"communication": always},
+        "loss": common | {"communication": always},
+        "backward": common | {"communication": always + backward, "gradients": gradients},
+        "update": common | {"communication": always + update, "gradients": gradients},
+    }
+    return moments, host
+
+
+def _offloads(settings: Any) -> bool:
+    """Raises: ValueError for a place that is not planned for."""
+    place = getattr(settings, "device", "none")
+    if place not in ("none", "cpu"):
+        raise ValueError(f"plan does not know what is offloaded to {settings.device}; it knows cpu")
+    return place == "cpu"
+
+
+def _host(config: Config, b: int, towers: Towers, cost: LossCost) -> dict[str, int]:
+    """Of one rank, beside Python and its libraries."""
+    m, image, workers = config.micro_batch, towers.sample, config.data.workers
+    # The step that was trained is there until the next one is read; parts of several workers are joined at its end.
+    host = {"pixels, read": b * image * (3 if workers > 1 else 2)}
+    if workers:
+        host["pixels, ahead"] = config.data.prefetch * m * image
+    if config.pixels == "host":
+        # Torch's allocator of pinned memory keeps blocks, each a power of two.
+        host["pixels, pinned"] = b // m * (1 << (m * image - 1).bit_length())
+    if cost.state_on_host:
+        host["loss"] = cost.state
+    return host
+
+
+def describe_pixels(b: int, towers: Towers) -> str:
+    """What holding the step's images takes, and what would take less."""
+    return (
+        f"pixels: {b:,} samples a rank are {b * towers.sample / 1e9:,.1f} GB as uint8, held between the two passes; "
+        f"as compressed images they would be {b * JPEG_BYTES / 1e9:,.1f} GB (at {JPEG_BYTES / 1000:g} kB each, an "
+        "assumption), but decoding them again is not there"
+    )
+
+
+def search_largest(fits: Callable[[int], bool], at_most: int = 2**40) -> int:
+    """The largest n >= 0 with fits(n), which holds up to some n and no further."""
+    high = 1
+    while high <= at_most and fits(high):
+        high *= 2
+    low, high = high // 2, min(high, at_most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def interpolate(known: Sequence[tuple[int, Towers]], m: int) -> Towers:
+    """Towers of m samples from two traces: what grows with m grows in proportion beyond a constant."""
+    (m0, first), (m1, second) = known
+    values = {
+        name: value + (getattr(second, name) - value) * (m - m0) // (m1 - m0) for name, value in vars(first).items()
+    }
+    return Towers(**values)
