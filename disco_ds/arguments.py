@@ -34,7 +34,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     where.add_argument("--ranks", type=int, metavar="N", help="with --dry-run: for N ranks")
     where.add_argument("--hostfile", type=Path, metavar="F", help="with --dry-run: for the slots of a hostfile")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher passes it
-    parser.add_argument("--launch", metavar="WORD", help=argparse.SUPPRESS)  # launch.py finds ranks and folder by it
+    parser.add_argument("--launch-word", help=argparse.SUPPRESS)  # launch.py finds its ranks and folder by it
     return parser.parse_intermixed_args(argv)
 
 

@@ -121,7 +121,7 @@ def front_end(args: argparse.Namespace, token: str, resume: str | None) -> list[
     # As a module: the path of the script `deepspeed` stands in its first line, where a space would end it.
     command = [sys.executable, "-m", "deepspeed.launcher.runner", *shlex.split(args.deepspeed)]
     command += ["--hostfile", str(args.hostfile)] if args.hostfile else []
-    command += ["--module", "disco_ds.train", "--launch", token, "--config", args.config]
+    command += ["--module", "disco_ds.train", "--launch-word", token, "--config", args.config]
     return [*command, *(["--resume", resume] if resume else []), *args.overrides]
 
 
@@ -169,12 +169,12 @@ def run_once(command: Sequence[str], hosts: Sequence[str], token: str, signals: 
 
 def follow(lines: IO[str], failed: dict[str, int]) -> None:
     """Pass on what deepspeed says, and note the hosts that have failed: pdsh waits for the others."""
-    for line in lines:
-        sys.stderr.write(line)
-        sys.stderr.flush()
-        if found := ENDED.match(line):
-            failed[found[1]] = int(found[2])
-            tell(f"{found[1]} {'is cut off' if int(found[2]) == CUT_OFF else f'has ended, exit code {found[2]}'}")
+    with lines:
+        for line in lines:
+            print(line, end="", file=sys.stderr, flush=True)
+            if found := ENDED.match(line):
+                failed[found[1]] = int(found[2])
+                tell(f"{found[1]} {'is cut off' if int(found[2]) == CUT_OFF else f'has ended, exit code {found[2]}'}")
 
 
 def signal_ranks(hosts: Sequence[str], token: str, number: int) -> dict[str, int | None]:

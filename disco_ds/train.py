@@ -286,7 +286,7 @@ def main(argv: list[str] | None = None) -> int:
             return fail(error, first, code=2)
         if first:
             print(f"{run.folder}: {config.describe(comm.size())}", flush=True)
-        note_launch(run, args.launch)
+        note_launch(run, args.launch_word)
         code = 0
         try:
             train(run)
@@ -296,7 +296,7 @@ def main(argv: list[str] | None = None) -> int:
         except AskedToStopError as error:
             code = fail(error, first, code=3)
         wait_for_copies(run)
-        note_launch(run, args.launch, code)
+        note_launch(run, args.launch_word, code)
     return code
 
 
