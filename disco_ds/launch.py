@@ -37,7 +37,7 @@ REACH = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=3")
 REACH_S = 6.0
 JOB_HOSTFILE = Path("/job/hostfile")
 """What deepspeed reads where it is not told."""
-NAMING_S = 15.0
+NAMING_S = 18.0
 """After a host's end, for the ranks of the others to find and name the lost one."""
 CUT_OFF, CUT_OFF_S = 255, 2.0
 """ssh's exit code for a connection lost: it took 20 s to find out, which the ranks had too."""

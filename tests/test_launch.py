@@ -36,7 +36,7 @@ from disco_ds.launch import Signals, judge, run_once
 from disco_ds.run_folder import CHECKPOINTS, FINISHED
 
 LOST_AFTER_S = 10
-STEPS = 120
+STEPS = 60
 
 # Parts
 
@@ -191,7 +191,7 @@ def log_of(folder: Path) -> str:
 @pytest.mark.timeout(900)
 def test_killed_rank_is_restarted_from_the_last_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "a folder"
-    arguments = [*write_recipe(folder, CASES["zero1-fp32"]), f"steps={STEPS}", "checkpoint.every_steps=10"]
+    arguments = [*write_recipe(folder, CASES["zero1-fp32"]), f"steps={STEPS}", "checkpoint.every_steps=5"]
     run_ranks(train_without_launcher, 2, folder, [*arguments, "name=whole"])
     run = folder / "runs" / "cut"
     with launched([*arguments, "name=cut"], folder, "--restarts", "1") as process:
@@ -289,7 +289,7 @@ def fault(kind: str, cluster: Any, name: str) -> None:
 
 def cluster_recipe(folder: Path) -> list[str]:
     arguments = write_recipe(folder, CASES["zero1-fp32"])
-    steps = [f"steps={STEPS}", "checkpoint.every_steps=10"]
+    steps = [f"steps={STEPS}", "checkpoint.every_steps=5"]
     return [*arguments, *steps, f"lost_after_s={LOST_AFTER_S}", "name=cut"]
 
 
@@ -325,7 +325,7 @@ def test_lost_host_ends_the_launch_and_the_run_goes_on(
         assert max(times.values()) < 30, times
         cluster.run(["ip", "link", "set", "port-2", "up"], "switch")
         with cluster_launch(cluster, folder, *arguments, "--resume", "latest", "--restarts", "1") as process:
-            wait_for(lambda: any(record["step"] >= 45 for record in records(run)), "step 45", folder)
+            wait_for(lambda: any(record["step"] >= 35 for record in records(run)), "step 35", folder)
             start = time.monotonic()
             fault(kind, cluster, marker)
             if kind == "cut":
