@@ -15,8 +15,9 @@ from typing import Any
 
 import psutil
 import pytest
+import test_hosts
 from dist import free_port, run_ranks
-from test_hosts import marked, marker, possible, tool  # noqa: F401  (fixtures)
+from test_hosts import marked, tool
 from test_run import (
     CASES,
     SAME,
@@ -35,6 +36,7 @@ from disco_ds.arguments import adopt_slurm
 from disco_ds.launch import Signals, judge, run_once
 from disco_ds.run_folder import CHECKPOINTS, FINISHED
 
+marker, possible = test_hosts.marker, test_hosts.possible
 LOST_AFTER_S = 10
 STEPS = 60
 
@@ -301,7 +303,7 @@ def test_lost_host_ends_the_launch_and_the_run_goes_on(
     tmp_path: Path,
     possible: None,
     marker: str,
-    capsys: pytest.CaptureFixture[str],  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = tmp_path / "run"
     arguments = cluster_recipe(folder)
