@@ -42,7 +42,8 @@ NAMING_S = 18.0
 CUT_OFF, CUT_OFF_S = 255, 2.0
 """ssh's exit code for a connection lost: it took 20 s to find out, which the ranks had too."""
 ASK_EVERY_S, ONE_SIGNAL_S = 5.0, 2.0
-HOSTS_BACK_S = 1800.0
+BACK_OFF_S = (2, 4, 8, 16, 32, *[60] * 30)
+"""Between two looks whether lost hosts are back."""
 STUCK = 2
 """Restarts in a row without a new checkpoint."""
 
@@ -65,7 +66,7 @@ print(found)
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    parser = recipe_parser("disco-ds launch", __doc__.splitlines()[0] if __doc__ else "")
+    parser = recipe_parser("disco-ds launch", "Train unattended.")
     parser.add_argument("--hostfile", type=Path, metavar="F", help="lines of `host slots=GPUs`; without: this host")
     parser.add_argument("--restarts", type=int, default=0, metavar="N", help="after a failure go on, N times at most")
     parser.add_argument("--deepspeed", default="", metavar="ARGS", help='more for its front end: "--num_gpus 4"')
@@ -94,41 +95,35 @@ def supervise(args: argparse.Namespace, config: Config, hosts: Sequence[str], si
     """Start the run, and again while that helps. Returns: the exit code, as main has them."""
     resume, folder, newest, stuck = args.resume, None, "", 0
     for life in range(args.restarts + 1):
-        token = f"launch-{secrets.token_hex(8)}"
-        codes = run_once(front_end(args, token, resume), hosts, token, signals, config.timeout_s)
-        found, code = find_run([config.runs, *([Path(resume).parent] if resume else [])], token)
+        word = f"launch-{secrets.token_hex(8)}"
+        codes = run_once(front_end(args, word, resume), hosts, word, signals, config.timeout_s)
+        found, agreed = find_run([config.runs, Path(resume or config.runs).parent], word)
         folder = found or folder
-        code = judge(found, code, codes)
-        if code != 1:
-            return code
-        if signals.count:
-            tell("stopped before it could save")
+        if (code := judge(found, agreed, codes)) != 1:
             return code
         before, newest = newest, newest_checkpoint(folder)
         stuck = stuck + 1 if life and newest == before else 0
-        if life == args.restarts or stuck == STUCK:
-            tell(f"the run has failed; {f'{stuck} restarts made no progress' if stuck else 'no restart is left'}")
-            return code
-        if not wait_for_hosts(hosts, token, signals):
-            return code
-        if folder and newest:
-            resume = str(folder)
+        if signals.count or stuck == STUCK or life == args.restarts or not wait_for_hosts(hosts, word, signals):
+            break
+        resume = str(folder) if newest else args.resume
         tell(f"restart {life + 1} of {args.restarts}, from {f'{folder}, {newest}' if newest else 'the beginning'}")
-    raise AssertionError("the last life returns")
+    after = f" after {STUCK} restarts without progress" if stuck == STUCK else ""
+    tell(f"not finished{after}; {f'--resume latest goes on from {newest}' if newest else 'nothing is saved'}")
+    return 1
 
 
-def front_end(args: argparse.Namespace, token: str, resume: str | None) -> list[str]:
+def front_end(args: argparse.Namespace, word: str, resume: str | None) -> list[str]:
     # As a module: the path of the script `deepspeed` stands in its first line, where a space would end it.
     command = [sys.executable, "-m", "deepspeed.launcher.runner", *shlex.split(args.deepspeed)]
     command += ["--hostfile", str(args.hostfile)] if args.hostfile else []
-    command += ["--module", "disco_ds.train", "--launch-word", token, "--config", args.config]
+    command += ["--module", "disco_ds.train", "--launch-word", word, "--config", args.config]
     return [*command, *(["--resume", resume] if resume else []), *args.overrides]
 
 
-def run_once(command: Sequence[str], hosts: Sequence[str], token: str, signals: Signals, patience_s: float) -> set[int]:
+def run_once(command: Sequence[str], hosts: Sequence[str], word: str, signals: Signals, patience_s: float) -> set[int]:
     """Run deepspeed until nothing of it is left on any host that can be reached.
 
-    Args:    hosts: of several; none: this one; token: a word of every rank's command line; patience_s: for ranks that
+    Args:    hosts: of several; none: this one; word: one of every rank's command line; patience_s: for ranks that
              were asked to stop.
     Returns: the exit codes of those hosts whose launcher has failed, else deepspeed's own.
     """
@@ -146,19 +141,19 @@ def run_once(command: Sequence[str], hosts: Sequence[str], token: str, signals: 
             now = time.monotonic()
             if signals.count and (asked_at > now or now - asked_at > ASK_EVERY_S):
                 end, asked_at = min(end, now + patience_s), now
-                signal_ranks(hosts, token, signal.SIGTERM)  # again and again: a rank may not have been there yet
+                signal_ranks(hosts, word, signal.SIGTERM)  # again and again: a rank may not have been there yet
             if signals.count > 1:
                 break
             if failed or ended:
                 cut_off = CUT_OFF in failed.values()
                 end = min(end, now + (CUT_OFF_S if cut_off else patience_s if signals.count else NAMING_S))
-            if ended and (now > end or not any(signal_ranks(hosts, token, 0).values())):
+            if ended and (now > end or not any(signal_ranks(hosts, word, 0).values())):
                 break
             time.sleep(0.2)
     finally:
-        left = signal_ranks(hosts, token, signal.SIGKILL)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        left = signal_ranks(hosts, word, signal.SIGKILL)
         process.wait()
         reader.join(2)
     for host, count in left.items():
@@ -177,12 +172,12 @@ def follow(lines: IO[str], failed: dict[str, int]) -> None:
                 tell(f"{found[1]} {'is cut off' if int(found[2]) == CUT_OFF else f'has ended, exit code {found[2]}'}")
 
 
-def signal_ranks(hosts: Sequence[str], token: str, number: int) -> dict[str, int | None]:
+def signal_ranks(hosts: Sequence[str], word: str, number: int) -> dict[str, int | None]:
     """Send a signal (0: none) to this launch's ranks, SIGKILL to their launchers too.
 
     Returns: host -> processes found; None: it could not be reached.
     """
-    command = [sys.executable, "-c", FIND, token, str(int(number))]
+    command = [sys.executable, "-c", FIND, word, str(int(number))]
     reach = ["ssh", *REACH, *shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))]
     places = {host: [*reach, host, shlex.join(command)] for host in hosts} or {"localhost": command}
     options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
@@ -198,28 +193,25 @@ def signal_ranks(hosts: Sequence[str], token: str, number: int) -> dict[str, int
     return found
 
 
-def wait_for_hosts(hosts: Sequence[str], token: str, signals: Signals) -> bool:
+def wait_for_hosts(hosts: Sequence[str], word: str, signals: Signals) -> bool:
     """Until every host can be reached, and nothing of the launch is left there. Returns: whether they came in time."""
-    end, delay_s = time.monotonic() + HOSTS_BACK_S, 2.0
-    while missing := [host for host, count in signal_ranks(hosts, token, signal.SIGKILL).items() if count is None]:
-        if time.monotonic() > end:
-            tell(f"gave up after {HOSTS_BACK_S:g} s: {', '.join(missing)} cannot be reached")
-            return False
+    for delay_s in BACK_OFF_S:
+        missing = [host for host, count in signal_ranks(hosts, word, signal.SIGKILL).items() if count is None]
+        if not missing:
+            return True
         tell(f"waiting for {', '.join(missing)}")
-        pause = time.monotonic() + delay_s
-        while time.monotonic() < pause:
+        for _ in range(5 * delay_s):
             time.sleep(0.2)
             if signals.count:
                 return False
-        delay_s = min(2 * delay_s, 60.0)
-    return not signals.count
+    return False
 
 
-def find_run(places: Sequence[Path], token: str) -> tuple[Path | None, int | None]:
+def find_run(places: Sequence[Path], word: str) -> tuple[Path | None, int | None]:
     """The run folder of a launch, and the exit code its ranks agreed on; None for what is not known."""
     for path in (path for place in places for path in place.glob(f"*/{LAUNCHED}")):
         with suppress(OSError, ValueError):  # another run's, being written
-            if (record := json.loads(path.read_text(encoding="utf-8")))["launch"] == token:
+            if (record := json.loads(path.read_text(encoding="utf-8")))["launch"] == word:
                 return path.parent, record["code"]
     return None, None
 
@@ -251,7 +243,3 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         return fail(error, True, code=2)
     return supervise(args, config, hosts if len(hosts) > 1 else [], Signals())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

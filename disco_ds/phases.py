@@ -6,7 +6,6 @@ read at the log point, where the host waits for the device anyway. On the CPU th
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -30,7 +29,7 @@ class Phases:
     def __init__(self) -> None:
         self.peak_bytes = 0
         """Of the accelerator's memory so far, or of this process on the CPU."""
-        self._start, self._spans = 0.0, list[tuple[str, Any, Any, float, int]]()
+        self._spans: list[tuple[str, Any, Any, float, int]] = []
 
     def timer(self, sampled: bool) -> Timer:
         """What train_step opens around each of its phases; for a step that is not sampled it takes no measure."""
@@ -39,15 +38,14 @@ class Phases:
 
     def note_peak(self) -> int:
         """Highest memory since the last reset, in bytes; the peak so far is kept."""
-        accelerator = get_accelerator()
-        peak = accelerator.max_memory_allocated() if accelerator.device_name() != "cpu" else _peak_resident()
+        peak = _peak_resident() if _on_cpu() else get_accelerator().max_memory_allocated()
         self.peak_bytes = max(self.peak_bytes, peak)
         return peak
 
     @contextmanager
     def _measure(self, name: str) -> Iterator[None]:
         self.note_peak()
-        if get_accelerator().device_name() != "cpu":
+        if not _on_cpu():
             get_accelerator().reset_peak_memory_stats()
         received, start = comm.received_bytes(), _now()
         with record_function(name):
@@ -58,39 +56,37 @@ class Phases:
         """What the step at hand has cost; nothing, if it was not sampled. Collective.
 
         Args:    wait_s: time this rank waited for the step's data.
-        Returns: time/...: seconds, the mean over ranks, which add up to the step; memory/...: peaks, of the rank that
-                 has most; comm/loss_bytes: received by a rank in the loss; ranks/slowest: which rank came last to the
-                 step's first collective, ranks/slowest_s, ranks/median_s: after how long.
+        Returns: time/...: seconds, the mean over ranks, so that they add up to the step; memory/...: of the rank that
+                 has most; comm/received_bytes: by the loss's collectives, not by the engine's; ranks/slowest: which
+                 rank came last to the first collective, ranks/slowest_s, ranks/median_s: after how long.
         """
         if not self._spans:
             return {}
-        on_cpu = get_accelerator().device_name() == "cpu"
+        names, starts, ends, received, peaks = zip(*self._spans, strict=True)
         mine = {"time/data_wait_s": wait_s}
-        for name, start, end, received, peak in self._spans:
-            mine[f"time/{name}_s"] = end - start if on_cpu else start.elapsed_time(end) / 1000
-            if name == "loss":
-                mine["comm/loss_bytes"] = received
-            if not on_cpu:
-                mine[f"memory/{name}_bytes"] = peak
-        if not on_cpu:
+        for name, start, end in zip(names, starts, ends, strict=True):
+            mine[f"time/{name}_s"] = end - start if _on_cpu() else start.elapsed_time(end) / 1000
+        mine |= {"comm/received_bytes": sum(received), "memory/host_bytes": psutil.Process().memory_info().rss}
+        if not _on_cpu():
+            mine |= {f"memory/{name}_bytes": peak for name, peak in zip(names, peaks, strict=True)}
             mine["memory/reserved_bytes"] = get_accelerator().max_memory_reserved()
-        mine["memory/host_bytes"] = psutil.Process().memory_info().rss
         row = torch.tensor([list(mine.values())], dtype=torch.float64, device=comm.local_device())
         ranks = comm.gather(row).cpu()
-        values = {
-            name: (column.mean() if name.startswith("time/") else column.max()).item()
-            for name, column in zip(mine, ranks.T, strict=True)
-        }
         # Data and forward: at ZeRO 3 the forward has collectives, so that the others wait in it too.
-        arrivals = ranks[:, [list(mine).index(name) for name in ("time/data_wait_s", "time/forward_s")]].sum(1).tolist()
-        slowest = max(range(len(arrivals)), key=arrivals.__getitem__)
-        values |= {"ranks/slowest": slowest, "ranks/slowest_s": arrivals[slowest]}
-        return values | {"ranks/median_s": statistics.median(arrivals)}
+        arrivals = ranks[:, 0] + ranks[:, 1]
+        means, most, last = ranks.mean(0).tolist(), ranks.amax(0).tolist(), int(arrivals.argmax())
+        values = {name: (means if name.startswith("time/") else most)[k] for k, name in enumerate(mine)}
+        values |= {"ranks/slowest": last, "ranks/slowest_s": arrivals[last].item()}
+        return values | {"ranks/median_s": arrivals.quantile(0.5).item()}
+
+
+def _on_cpu() -> bool:
+    return get_accelerator().device_name() == "cpu"
 
 
 def _now() -> Any:
     """The clock's time in seconds, or an event of the accelerator's stream."""
-    if get_accelerator().device_name() == "cpu":
+    if _on_cpu():
         return time.perf_counter()
     event = get_accelerator().Event(enable_timing=True)
     event.record()

@@ -73,7 +73,7 @@ def test_sampled_step_tells_the_slow_rank_and_the_bytes_of_its_loss() -> None:
     assert sampled["time/forward_s"] == pytest.approx(0.2, abs=0.1)
     # The rank that was early waits in the loss; half of it is the mean over two.
     assert sampled["time/loss_s"] == pytest.approx(0.1, abs=0.1)
-    assert sampled["comm/loss_bytes"] == 4 * 8 * 4 + 10 * 4
+    assert sampled["comm/received_bytes"] == 4 * 8 * 4 + 10 * 4 + 1000 * 4
     assert sampled["memory/host_bytes"] > 10 * 2**20
     for name, (counted, seen) in counts.items():
         assert counted == seen > 0, name
