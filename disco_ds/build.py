@@ -93,7 +93,7 @@ def build(config: Config, resume: str | None, stack: ExitStack) -> Run:
             check_length(saved, config)
         loader = build_loader(config, sources, model, image, tokenizer, saved)
     stack.callback(loader.close)
-    loss.set_num_samples(loader.num_samples)
+    loss.set_num_samples(loader.num_samples, config.num_steps * config.global_batch)
     folder = folder or open_folder(config, None, stack)
     ds_config = render_ds_config(config, ranks, folder)
     write_settings(config, ds_config, folder)
@@ -146,7 +146,7 @@ def restore(saved: Saved, config: Config, model: torch.nn.Module, ds_config: dic
         before = "{ranks} ranks at ZeRO {stage}, {precision}".format_map(saved.meta["shape"])
         logger.warning("%s was written by %s: random draws, as of dropout, will be others", saved.path, before)
     checkpoint.verify(saved)
-    order = reshape.optimizer_order(model)
+    order = reshape.optimizer_order(model, config.optim)
     with comm.together(f"checkpoint {saved.path}"):
         reshape.load_untrained(saved, model, set(order))
     engine = build_engine(model, config.optim, ds_config)

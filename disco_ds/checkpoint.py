@@ -31,7 +31,7 @@ from disco_ds.ds_config import precision, stage
 from disco_ds.engine import Engine
 from disco_ds.run_folder import CHECKPOINTS
 
-FORMAT = 3
+FORMAT = 4
 META = "checkpoint.json"
 MAY_CHANGE = {"workers", "prefetch", "timeout_s", "max_broken", "shards", "manifest", "remote"}
 """Data settings that change neither a sample nor its place; the shards are compared by their manifest instead."""

@@ -65,16 +65,26 @@ class LossSettings(Settings):
     """Keyword arguments of that loss."""
 
 
+class TowerOptimSettings(Settings):
+    lr_factor: float = Field(1.0, gt=0)
+    """Of the learning rate."""
+    weight_decay: float | None = Field(None, ge=0)
+    """None: optim.weight_decay."""
+    layer_decay: float = Field(1.0, gt=0, le=1)
+    """Factor of the learning rate from each layer to the one before it; 1: all alike."""
+
+
 class OptimSettings(Settings):
-    name: Literal["adamw", "lion", "sgd"] = "adamw"
+    name: Literal["adamw", "lamb", "lion", "sgd"] = "adamw"
+    """lamb: at ZeRO 0 only."""
     lr: float | None = Field(None, gt=0)
     """Peak learning rate, as it is; None: base_lr x global_batch / 32,768."""
     base_lr: float = Field(5e-4, gt=0)
     """Peak learning rate at a global batch of 32,768 (DisCo-CLIP's linear rule)."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.98)
-    """Of AdamW and Lion."""
+    """Of AdamW, LAMB and Lion."""
     eps: float = Field(1e-6, gt=0)
-    """Of AdamW."""
+    """Of AdamW and LAMB."""
     momentum: float = Field(0.9, ge=0, lt=1)
     """Of SGD."""
     weight_decay: float = Field(0.2, ge=0)
@@ -91,6 +101,8 @@ class OptimSettings(Settings):
     """Learning rate of the logit scale (and bias), without warm-up or schedule; None: that of everything else."""
     tau_slow: float = Field(0.0, ge=0)
     """While the temperature is at most this, a third of tau_lr (FastCLIP: 0.03)."""
+    image: TowerOptimSettings = TowerOptimSettings()
+    text: TowerOptimSettings = TowerOptimSettings()
 
     @model_validator(mode="after")
     def _schedule(self) -> OptimSettings:
@@ -205,6 +217,9 @@ class Config(Settings):
                 f"data.timeout_s ({self.data.timeout_s:g}) must be below timeout_s ({self.timeout_s:g}): else the "
                 "other ranks give up before the silent worker is named"
             )
+        for side, locked in (("image", self.model.lock_image), ("text", self.model.lock_text or self.model.two_views)):
+            if locked and getattr(self.optim, side) != TowerOptimSettings():
+                raise ValueError(f"optim.{side} is of a tower that is not trained; leave it out")
         if self.model.two_views:
             if self.data.augment == AugmentSettings():
                 raise ValueError("model.two_views needs data.augment: without it the two views are one")
@@ -267,6 +282,11 @@ def render_ds_config(config: Config, ranks: int, run_folder: Path | None = None)
         raise ValueError(
             "model.compile at ZeRO 3 is refused: torch.compile reads parameters that ZeRO has not gathered (those of "
             "nn.MultiheadAttention); use ZeRO 0 to 2"
+        )
+    if config.optim.name == "lamb" and stage(config.deepspeed) > 0:
+        raise ValueError(
+            f"optim.name=lamb at ZeRO {stage(config.deepspeed)} is refused: its trust ratio is of a parameter's norm, "
+            "and ZeRO's optimizer sees flat parts of many (its updates would be half off); use deepspeed=zero0"
         )
     owned: dict[str, Any] = {
         "train_batch_size": config.global_batch,

@@ -15,12 +15,13 @@ import torch
 from deepspeed import DeepSpeedEngine as Engine
 from deepspeed.runtime import torch_autocast
 from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
+from timm.optim import Lamb, Lion
 from torch import Tensor, nn
 
 from disco_ds import comm
 from disco_ds.config import OptimSettings
 from disco_ds.disk import install_writer
-from disco_ds.model import parameter_groups
+from disco_ds.groups import parameter_groups
 
 
 def build_engine(model: nn.Module, settings: OptimSettings, ds_config: dict[str, Any]) -> Engine:
@@ -32,7 +33,7 @@ def build_engine(model: nn.Module, settings: OptimSettings, ds_config: dict[str,
     # Global to the process in DeepSpeed 0.19: a second engine would reduce in the first one's autocast precision.
     torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
     model.to(comm.local_device())
-    optimizer = build_optimizer(parameter_groups(model, settings.weight_decay), settings)
+    optimizer = build_optimizer(parameter_groups(model, settings), settings)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config, dist_init_required=False)
     # Of the engine's own points only: they would repeat ours, at every step. write_events goes on working.
     engine.monitor.enabled = False
@@ -65,9 +66,10 @@ def build_optimizer(groups: list[dict[str, Any]], settings: OptimSettings) -> to
     if settings.name == "adamw":
         return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
     if settings.name == "lion":
-        from timm.optim import Lion
-
         return Lion(groups, lr=1.0, betas=settings.betas)
+    if settings.name == "lamb":
+        # Clipping is the engine's.
+        return Lamb(groups, lr=1.0, betas=settings.betas, eps=settings.eps, max_grad_norm=None)
     return torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum, fused=True)
 
 
@@ -88,7 +90,7 @@ def learning_rate(step: int, num_steps: int, peak: float, settings: OptimSetting
 def set_lr(engine: Engine, lr: float, tau_lr: float | None = None) -> None:
     """tau_lr: of the logit scale, if it has one of its own."""
     for group in engine.optimizer.param_groups:
-        group["lr"] = tau_lr if tau_lr is not None and group["name"] == "scale" else lr
+        group["lr"] = tau_lr if tau_lr is not None and group["name"] == "scale" else lr * group["lr_factor"]
 
 
 def temperature_lr(scale: Tensor, settings: OptimSettings) -> float | None:

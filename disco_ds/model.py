@@ -138,25 +138,6 @@ def trained_sides(model: Any) -> dict[str, bool]:
     return {"image": image, "text": image if model.two_views else text}
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Trained parameters as optimizer groups, each with a `name`: matrices (decayed), vectors, scale (not decayed).
-
-    DeepSpeed drops empty groups and renumbers, so none is empty, and a group is found by its name.
-    """
-    groups: dict[str, list[nn.Parameter]] = {"matrices": [], "vectors": [], "scale": []}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            kind = (
-                "scale" if name in ("logit_scale", "logit_bias") else "matrices" if parameter.ndim >= 2 else "vectors"
-            )
-            groups[kind].append(parameter)
-    return [
-        {"name": name, "params": parameters, "weight_decay": weight_decay if name == "matrices" else 0.0}
-        for name, parameters in groups.items()
-        if parameters
-    ]
-
-
 def read_preprocessing(model: nn.Module) -> Preprocessing:
     cfg = open_clip.get_model_preprocess_cfg(model)
     size = cfg["size"]

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from disco_ds import checkpoint, comm
+from disco_ds.config import OptimSettings
 from disco_ds.engine import Engine
-from disco_ds.model import parameter_groups
+from disco_ds.groups import parameter_groups
 from disco_ds.weights import read_tensors
 
 States = dict[str, Any]
@@ -26,10 +27,10 @@ States = dict[str, Any]
 Put = Callable[[nn.Parameter, States], None]
 
 
-def optimizer_order(model: nn.Module) -> list[str]:
+def optimizer_order(model: nn.Module, settings: OptimSettings) -> list[str]:
     """Names of the trained parameters as the optimizer numbers them. Before an engine has partitioned the model."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    return [names[parameter] for group in parameter_groups(model, 0.0) for parameter in group["params"]]
+    return [names[parameter] for group in parameter_groups(model, settings) for parameter in group["params"]]
 
 
 def load_untrained(saved: checkpoint.Saved, model: nn.Module, trained: set[str]) -> None:

@@ -186,7 +186,7 @@ def test_unknown_key_names_the_nearest(override: str, words: str, recipe: Path) 
         (["optim.lr=0"], "optim.lr: .*greater than 0"),
         (["optim.lr=.nan"], "optim.lr: "),
         (["optim.lr=fast"], "optim.lr: .*number.*got 'fast'"),
-        (["optim.name=adam"], "optim.name: .*'adamw', 'lion' or 'sgd'.*got 'adam'"),
+        (["optim.name=adam"], "optim.name: .*'adamw', 'lamb', 'lion' or 'sgd'.*got 'adam'"),
         (["optim.betas=[0.9]"], "optim.betas.1 is missing"),
         (["optim.schedule=linear"], "optim.schedule: "),
         (["optim.schedule=cooldown"], r"optim.cooldown_steps \(0\) goes with optim.schedule=cooldown"),
@@ -195,6 +195,8 @@ def test_unknown_key_names_the_nearest(override: str, words: str, recipe: Path) 
         (["optim.schedule=cooldown", "optim.cooldown_steps=91"], r"10 \+ 91\) exceed the run's 100 steps"),
         (["model.patch_dropout=1"], "model.patch_dropout: .*less than 1"),
         (["model.lock_image=true", "model.lock_text=true"], "nothing is left to train"),
+        (["model.lock_text=true", "optim.text.lr_factor=2"], "optim.text is of a tower that is not trained"),
+        (["optim.image.layer_decay=1.1"], "optim.image.layer_decay: .*less than or equal to 1"),
         (["model=3"], "model: .*got 3"),
         (["data.source=shards"], "data.shards is missing"),
         (["data.captions={a: -1}"], "data.captions needs templates"),
@@ -334,3 +336,13 @@ def test_compile_at_zero_3_is_refused() -> None:
     deepspeed = {"zero_optimization": {"stage": 3}}
     with pytest.raises(ValueError, match=r"model\.compile at ZeRO 3 is refused"):
         render_ds_config(settings(deepspeed=deepspeed, model={"compile": True}), 1)
+
+
+def test_lamb_above_zero_0_is_refused() -> None:
+    def render(stage: int) -> None:
+        changes = {"zero_optimization": {"stage": stage}}
+        render_ds_config(settings(deepspeed=changes, optim={"name": "lamb", "warmup_steps": 0}), 1)
+
+    render(0)
+    with pytest.raises(ValueError, match=r"optim\.name=lamb at ZeRO 1 is refused: its trust ratio"):
+        render(1)

@@ -6,11 +6,13 @@ import fcntl
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -300,12 +302,51 @@ pickle.loads(bytes.fromhex(sys.argv[1])).open(1)
 """
 
 
+def start_fetch(cache: ShardCache) -> subprocess.Popen[bytes]:
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    command = [sys.executable, "-c", FETCH, pickle.dumps(cache).hex()]
+    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path})
+
+
+def test_process_that_waits_for_a_fetch_does_not_wait_for_its_readers(
+    shards: Manifest, server: Server, tmp_path: Path
+) -> None:
+    """It is stopped until the shard is there and read, so that its turn comes when the readers hold the lock."""
+    cache = open_cache(shards, server.url, tmp_path / "cache", cache_gb=1.0)
+    server.halves.add("/00001.tar")
+    thread = threading.Thread(target=lambda: held.append(cache.open(1)))
+    held: list[Any] = []
+    thread.start()
+    wait_for(lambda: server.asked["/00001.tar"] == 1)
+    with start_fetch(cache) as process:
+        (partial,) = (tmp_path / "cache").glob("*.partial")
+        wait_for(lambda: str(partial) in opened_by(process.pid))
+        process.send_signal(signal.SIGSTOP)
+        server.halves.clear()
+        server.resume.set()
+        thread.join(20)
+        process.send_signal(signal.SIGCONT)
+        try:
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+    held[0].close()
+    assert server.asked == {"/00001.tar": 1}
+
+
+def opened_by(pid: int) -> set[str]:
+    """Files that a process has open."""
+    found = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found.add(os.readlink(link))
+    return found
+
+
 def test_fetch_that_is_killed_leaves_no_trace(shards: Manifest, server: Server, tmp_path: Path) -> None:
     server.halves.add("/00001.tar")
     cache = open_cache(shards, server.url, tmp_path / "cache", cache_gb=1.5 * shards.shards[1].bytes / 1e9)
-    path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
-    command = [sys.executable, "-c", FETCH, pickle.dumps(cache).hex()]
-    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}) as process:
+    with start_fetch(cache) as process:
         wait_for(lambda: server.asked["/00001.tar"] == 1)
         (partial,) = (tmp_path / "cache").glob("*.partial")
         with open(partial, "rb") as file, pytest.raises(BlockingIOError):

@@ -25,7 +25,7 @@ LIMIT = {torch.float64: 1e-10, torch.float32: 2e-5}
 def make_loss(name: str, num_samples: int = NUM_SAMPLES, **options: Any) -> FastCLIPLoss:
     loss = build_loss(name, **TILE | options)
     assert isinstance(loss, FastCLIPLoss)
-    loss.set_num_samples(num_samples)
+    loss.set_num_samples(num_samples, num_samples)
     return loss
 
 

@@ -15,7 +15,9 @@ TESTS = Path(__file__).parent
 
 LAYERS = {
     **dict.fromkeys(("config", "data_settings", "ds_config", "recipe_yaml", "comm", "kernels"), 0),
-    **dict.fromkeys(("losses", "data", "model", "convnet", "metrics", "watchdog", "run_folder", "interrupt"), 1),
+    **dict.fromkeys(
+        ("losses", "data", "model", "convnet", "metrics", "watchdog", "run_folder", "interrupt", "groups"), 1
+    ),
     **dict.fromkeys(("heartbeat", "disk", "copies", "phases"), 1),
     **dict.fromkeys(("engine", "step", "checkpoint", "reshape", "weights", "eval", "report", "flops"), 2),
     **dict.fromkeys(("arguments", "build", "train", "evaluate", "export", "plan", "doctor", "launch"), 3),

@@ -131,7 +131,7 @@ def memory(b: int, D: int, names: tuple[str, ...]) -> dict[str, tuple[int, int]]
         )
         scale = torch.tensor([14.3], requires_grad=True)
         loss = build_loss(name)
-        loss.set_num_samples(b * comm.size())
+        loss.set_num_samples(b * comm.size(), b * comm.size())
         with Largest() as largest:
             loss(Embeddings(image, text, scale, index=index)).loss.backward()
         image.grad = text.grad = None

@@ -18,7 +18,7 @@ from towers import CONTEXT, IMAGE_SIZE, TINY, VOCABULARY, batches, write_tiny
 
 from disco_ds.config import ModelSettings
 from disco_ds.convnet import ConvNet
-from disco_ds.model import build_model, parameter_groups, read_preprocessing, read_text_size
+from disco_ds.model import build_model, read_preprocessing, read_text_size
 
 RESNET = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "patch_size": None, "head_width": 16}
 
@@ -157,33 +157,7 @@ def test_read_text_size_of_both_kinds_of_tower(tiny: str, tmp_path: Path) -> Non
     assert read_text_size(custom) == (CONTEXT, VOCABULARY)
 
 
-# Groups and locked towers
-
-
-def test_parameter_groups_decay_matrices_only(tiny: str) -> None:
-    model = build(tiny, initial_bias=-10.0)
-    names = {id(p): name for name, p in model.named_parameters()}
-    groups = parameter_groups(model, 0.2)
-    decays = {group["name"]: group["weight_decay"] for group in groups}
-    assert decays == {"matrices": 0.2, "vectors": 0.0, "scale": 0.0}
-    members = {group["name"]: {names[id(p)] for p in group["params"]} for group in groups}
-    assert members["scale"] == {"logit_scale", "logit_bias"}
-    assert {"visual.proj", "text_projection", "token_embedding.weight", "visual.conv1.weight"} <= members["matrices"]
-    assert {"ln_final.weight", "ln_final.bias", "visual.class_embedding"} <= members["vectors"]
-    assert not [name for name in members["matrices"] if name.endswith("bias") or ".ln_" in name]
-    assert sum(len(group["params"]) for group in groups) == len(names), "none twice"
-    assert set().union(*members.values()) == set(names.values())
-
-
-def test_parameter_groups_hold_no_empty_group_and_nothing_frozen(tiny: str) -> None:
-    model = build(tiny, lock_image=True, learns_scale=False)
-    groups = parameter_groups(model, 0.2)
-    assert [group["name"] for group in groups] == ["matrices", "vectors"]
-    assert all(p.requires_grad for group in groups for p in group["params"])
-    for parameter in model.parameters():
-        if parameter.ndim < 2:
-            parameter.requires_grad_(False)
-    assert [group["name"] for group in parameter_groups(model, 0.2)] == ["matrices"]
+# Locked towers
 
 
 @pytest.mark.parametrize("kind", ["tiny", "custom_text", "quickstart", "resnet"])

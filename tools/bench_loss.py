@@ -64,7 +64,7 @@ def our_methods(precisions: list[str], num_samples: int) -> dict[str, Method]:
 
 def our_method(name: str, num_samples: int, **options: Any) -> Method:
     loss = build_loss(name, **options)
-    loss.set_num_samples(num_samples)
+    loss.set_num_samples(num_samples, num_samples)
 
     def run(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
         index = torch.arange(len(image), device=image.device) + comm.rank() * len(image)

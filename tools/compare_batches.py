@@ -8,14 +8,11 @@ done again. From a clone: python tools/compare_batches.py [--samples N] [--out D
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import shutil
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+from grid import train_all
 
 from disco_ds.data import index_shards, resolve_shards, write_manifest
 
@@ -49,24 +46,12 @@ def make_quarter(folder: Path) -> Path:
     return folder
 
 
-def train(cell: Cell, out: Path, samples: int, overrides: list[str]) -> dict[str, float]:
-    """Do a run, or find it done, and return its finished.json."""
-    finished = out / cell.name / "finished.json"
-    if not finished.exists():
-        shutil.rmtree(finished.parent, ignore_errors=True)
-        settings = [f"name={cell.name}", f"runs={out}", f"samples={samples}", f"global_batch={cell.batch}"]
-        settings += [f"micro_batch={min(cell.batch, MICRO_BATCH)}", "checkpoint.every_steps=0", "log.every_steps=5"]
-        settings += [f"optim.warmup_steps={max(1, WARMUP_SAMPLES // cell.batch)}"]
-        settings += [f"data.shards={out / 'quarter'}"] if cell.quarter else []
-        with open(out / f"{cell.name}.log", "w", encoding="utf-8") as log:
-            subprocess.run(
-                [sys.executable, "-m", "disco_ds.train", "--config", "quickstart", *settings, *overrides],
-                env={"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"} | dict(os.environ),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                check=True,
-            )
-    return json.loads(finished.read_text(encoding="utf-8"))
+def settings(cell: Cell, out: Path, samples: int) -> list[str]:
+    """What the cell's run changes in the recipe."""
+    changes = [f"samples={samples}", f"global_batch={cell.batch}", f"micro_batch={min(cell.batch, MICRO_BATCH)}"]
+    changes += [f"optim.warmup_steps={max(1, WARMUP_SAMPLES // cell.batch)}"]
+    changes += ["checkpoint.every_steps=0", "log.every_steps=5"]
+    return changes + ([f"data.shards={out / 'quarter'}"] if cell.quarter else [])
 
 
 def describe(cell: Cell, result: dict[str, float]) -> str:
@@ -86,8 +71,8 @@ def main() -> None:
     out = args.out.resolve()
     make_quarter(out / "quarter")
     cells = [Cell(batch, False) for batch in BATCHES] + [Cell(batch, True) for batch in QUARTER_BATCHES]
-    with ThreadPoolExecutor(args.jobs) as pool:
-        results = list(pool.map(lambda cell: train(cell, out, args.samples, args.overrides), cells))
+    runs = {cell.name: settings(cell, out, args.samples) + args.overrides for cell in cells}
+    results = train_all(runs, out, args.jobs, "quickstart").values()
     print("| data | batch | steps | validation top-1 | top-5 | unseen top-1 |\n|---|---|---|---|---|---|")
     print("\n".join(describe(cell, result) for cell, result in zip(cells, results, strict=True)))
 

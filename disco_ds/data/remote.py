@@ -35,6 +35,7 @@ from disco_ds.data_settings import RemoteSettings
 _PASSING = {408, 425, 429, 500, 502, 503, 504}
 """HTTP statuses that may be gone at the next try."""
 _BLOCK = 2**20
+_POLL_S = 0.05
 
 
 class _FetchError(Exception):
@@ -83,7 +84,11 @@ class ShardCache:
         self.folder.mkdir(parents=True, exist_ok=True)
         name = path.with_suffix(".partial")
         with open(os.open(name, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0) as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            # Not by waiting for the lock: once renamed, the same file is held by all who read it, perhaps for hours.
+            while not _try_lock(file):
+                if not _is_at(file, name):
+                    return
+                time.sleep(_POLL_S)
             if not _is_at(file, name):
                 return
             try:
@@ -215,7 +220,15 @@ def _is_at(file: BinaryIO, path: Path) -> bool:
 def _evict(path: Path) -> bool:
     """Remove a file that nobody holds."""
     with suppress(OSError), open(path, "rb") as file:
+        if _try_lock(file):
+            path.unlink()
+            return True
+    return False
+
+
+def _try_lock(file: BinaryIO) -> bool:
+    """Lock a file that nobody holds."""
+    with suppress(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.unlink()
         return True
     return False

@@ -69,8 +69,8 @@ class Loss(nn.Module):
     def forward(self, embeddings: Embeddings) -> LossOutput:
         raise NotImplementedError
 
-    def set_num_samples(self, num_samples: int) -> None:
-        """Told once, before the first forward: sample ids are below it."""
+    def set_num_samples(self, num_samples: int, run_samples: int) -> None:
+        """Told once, before the first forward: sample ids are below num_samples, and the run sees run_samples."""
 
     def commit(self) -> None:
         """Take over what the last forward and backward have staged, now that their step is done."""

@@ -32,7 +32,7 @@ class FastCLIPLoss(TiledLoss):
     factor tau.
 
     Args:   gamma: weight of a batch in u: 1 in the first epoch, then "constant", gamma_min; "cosine", which falls to it
-            in gamma_epochs (about half of the run's), by whole epochs; "fractional", the same sample by sample;
+            in gamma_epochs (None: half of the run's), by whole epochs; "fractional", the same sample by sample;
             eps: see above; rho: of presets that learn temperatures, but v0; tau: where temperatures begin;
             tau_lr, tau_min, tau_max: of presets with one per sample; memory: where the state lies, see SampleState;
             gather_both: the paper's dataflow (its gradient reduction), which sends no sums of features; others: see
@@ -51,7 +51,7 @@ class FastCLIPLoss(TiledLoss):
         self,
         gamma: GammaSchedule | None = None,
         gamma_min: float = 0.2,
-        gamma_epochs: int = 16,
+        gamma_epochs: int | None = None,
         eps: float = 1e-14,
         rho: float | None = None,
         tau: float | None = None,
@@ -74,7 +74,7 @@ class FastCLIPLoss(TiledLoss):
         self.gamma_schedule = gamma or self.default_gamma
         if self.gamma_schedule not in get_args(GammaSchedule):
             raise ValueError(f"gamma must be one of {', '.join(get_args(GammaSchedule))}, got {gamma!r}")
-        if not (0 < gamma_min <= 1 and gamma_epochs >= 1 and eps >= 0):
+        if not (0 < gamma_min <= 1 and (gamma_epochs is None or gamma_epochs >= 1) and eps >= 0):
             raise ValueError(
                 "needed: 0 < gamma_min <= 1, gamma_epochs >= 1, eps >= 0; "
                 f"got gamma_min {gamma_min}, gamma_epochs {gamma_epochs}, eps {eps}"
@@ -94,7 +94,9 @@ class FastCLIPLoss(TiledLoss):
         self.blocks = GatheredBoth if gather_both else Gathered
         self.state: SampleState | None = None
 
-    def set_num_samples(self, num_samples: int) -> None:
+    def set_num_samples(self, num_samples: int, run_samples: int) -> None:
+        if self.gamma_epochs is None:
+            self.gamma_epochs = max(run_samples // (2 * num_samples), 1)
         self.state = SampleState(num_samples, self.memory, self.tau_step, self.group)
 
     def current_gamma(self) -> float:
@@ -105,6 +107,7 @@ class FastCLIPLoss(TiledLoss):
             epoch = state.samples // state.num_samples
         if self.gamma_schedule == "constant":
             return 1.0 if epoch == 0 else self.gamma_min
+        assert self.gamma_epochs is not None
         left = (1 + math.cos(math.pi * min(epoch / self.gamma_epochs, 1.0))) / 2
         return self.gamma_min + (1 - self.gamma_min) * left
 

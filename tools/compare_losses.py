@@ -1,0 +1,128 @@
+"""Train the quickstart with several losses at equal samples, over seeds; mean and spread as a Markdown table.
+
+What FastCLIP's tables ask, in small: which loss learns most from small batches? One process and one thread per run,
+`--jobs` runs at a time; a run that has finished is not done again. Settings of one loss alone: --of fastclip_v3
+optim.tau_lr=1e-4. From a clone: python tools/compare_losses.py [key=value ...] [--losses ...] [--batches ...] [...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+
+from grid import train_all
+
+from disco_ds.losses import list_losses
+
+LOSSES = ("clip", "siglip", "sogclr", "fastclip_v0", "fastclip_v1", "fastclip_v2", "fastclip_v3")
+WARMUP_SAMPLES = 5120
+"""The recipe's 40 steps of 128: the same part of every run, whatever its batch."""
+SHOWN = {
+    "eval/validation_top1": "validation top-1",
+    "eval/validation_top5": "top-5",
+    "eval/unseen_top1": "unseen top-1",
+    "eval/unseen_top5": "top-5",
+}
+Results = dict["Cell", list[dict[str, float]]]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A line of the table: the same run at each seed."""
+
+    loss: str
+    batch: int
+    optimizer: str
+
+    def name(self, seed: int) -> str:
+        return f"{self.loss}-{self.batch}-{self.optimizer}-seed{seed}"
+
+    def settings(self, seed: int, samples: int) -> list[str]:
+        """What a run changes in the recipe."""
+        return [
+            f"loss={{name: {self.loss}}}",
+            f"global_batch={self.batch}",
+            f"micro_batch={self.batch}",
+            f"optim.name={self.optimizer}",
+            f"optim.warmup_steps={max(1, WARMUP_SAMPLES // self.batch)}",
+            f"samples={samples}",
+            f"seed={seed}",
+            "checkpoint.every_steps=0",
+            "log.every_steps=20",
+        ]
+
+
+def compare(cells: list[Cell], args: argparse.Namespace) -> Results:
+    own = {loss: changes for loss, *changes in args.of}
+    runs = {
+        cell.name(seed): cell.settings(seed, args.samples) + args.overrides + own.get(cell.loss, [])
+        for seed, cell in itertools.product(args.seeds, cells)
+    }
+    found = train_all(runs, args.out.resolve(), args.jobs, args.recipe)
+    return {cell: [found[cell.name(seed)] for seed in args.seeds] for cell in cells}
+
+
+def spread(values: Iterable[float]) -> str:
+    """Mean and standard deviation over seeds, in percent."""
+    percent = [100 * value for value in values]
+    return f"{mean(percent):.1f} ± {stdev(percent):.1f}" if len(percent) > 1 else f"{percent[0]:.1f}"
+
+
+def describe(results: Results) -> str:
+    lines = [
+        f"| batch | loss | optimizer | {' | '.join(SHOWN.values())} |",
+        f"|---|---|---|{'---|' * len(SHOWN)}",
+    ]
+    for cell, runs in results.items():
+        figures = " | ".join(spread(run[key] for run in runs) for key in SHOWN)
+        lines.append(f"| {cell.batch} | `{cell.loss}` | {cell.optimizer} | {figures} |")
+    return "\n".join(lines)
+
+
+def draw(results: Results, path: Path) -> None:
+    """A point per run and a bar for the mean, by loss and batch."""
+    from matplotlib import pyplot
+
+    keys = ("eval/validation_top1", "eval/unseen_top1")
+    figure, axes = pyplot.subplots(1, len(keys), figsize=(6 * len(keys), 4.5), layout="constrained")
+    for ax, key in zip(axes, keys, strict=True):
+        groups = sorted({(cell.batch, cell.optimizer) for cell in results})
+        losses = list(dict.fromkeys(cell.loss for cell in results))
+        for k, (batch, optimizer) in enumerate(groups):
+            places = [x + 0.8 * (k + 0.5) / len(groups) - 0.4 for x in range(len(losses))]
+            values = [[100 * run[key] for run in results[Cell(loss, batch, optimizer)]] for loss in losses]
+            ax.bar(places, list(map(mean, values)), 0.7 / len(groups), label=f"batch {batch}, {optimizer}", alpha=0.6)
+            for x, points in zip(places, values, strict=True):
+                ax.plot([x] * len(points), points, "k.", markersize=4)
+        ax.set_xticks(range(len(losses)), losses, rotation=30, ha="right")
+        ax.set_ylabel(f"{SHOWN[key]} (%)")
+    axes[0].legend()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--losses", nargs="+", default=LOSSES, choices=list_losses(), metavar="LOSS")
+    parser.add_argument("--batches", nargs="+", type=int, default=(64, 128), help="global batches")
+    parser.add_argument("--optimizers", nargs="+", default=("adamw",), choices=("adamw", "lamb", "lion", "sgd"))
+    parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2))
+    parser.add_argument("--samples", type=int, default=60_000, help="length of every run")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one core each")
+    parser.add_argument("--recipe", default="quickstart")
+    parser.add_argument("--of", nargs="+", action="append", default=[], metavar=("LOSS", "key=value"))
+    parser.add_argument("--out", type=Path, default=Path("runs/losses"), help="folder of the runs and the picture")
+    parser.add_argument("overrides", nargs="*", help="settings of every run, key=value")
+    args = parser.parse_args()
+    cells = [Cell(loss, *rest) for *rest, loss in itertools.product(args.batches, args.optimizers, args.losses)]
+    results = compare(cells, args)
+    print(describe(results))
+    draw(results, args.out / "losses.png")
+    print(f"picture: {args.out / 'losses.png'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""Runs of one recipe with other settings, several at a time, each done once: what the comparing tools share."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+
+def train_all(runs: Mapping[str, list[str]], out: Path, jobs: int, recipe: str) -> dict[str, dict[str, float]]:
+    """Name -> what its finished.json holds. One process and one thread per run, `jobs` of them at a time.
+
+    Args:   runs: name -> settings, key=value; out: folder of the runs; what has finished there is not done again.
+    Raises: subprocess.CalledProcessError for a run that fails; its words are in <out>/<name>.log.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(jobs) as pool:
+        return dict(zip(runs, pool.map(lambda name: train(name, runs[name], out, recipe), runs), strict=True))
+
+
+def train(name: str, settings: list[str], out: Path, recipe: str) -> dict[str, float]:
+    finished = out / name / "finished.json"
+    if not finished.exists():
+        shutil.rmtree(finished.parent, ignore_errors=True)
+        with open(out / f"{name}.log", "w", encoding="utf-8") as log:
+            subprocess.run(
+                [sys.executable, "-m", "disco_ds.train", "--config", recipe, f"name={name}", f"runs={out}", *settings],
+                env={"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"} | dict(os.environ),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                check=True,
+            )
+    return json.loads(finished.read_text(encoding="utf-8"))
