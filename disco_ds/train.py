@@ -286,7 +286,7 @@ def main(argv: list[str] | None = None) -> int:
             return fail(error, first, code=2)
         if first:
             print(f"{run.folder}: {config.describe(comm.size())}", flush=True)
-        note_launch(run, args.launch_word)
+            mark_launch(run.folder, args.launch_word)
         code = 0
         try:
             train(run)
@@ -296,15 +296,9 @@ def main(argv: list[str] | None = None) -> int:
         except AskedToStopError as error:
             code = fail(error, first, code=3)
         wait_for_copies(run)
-        note_launch(run, args.launch_word, code)
+        if first:
+            mark_launch(run.folder, args.launch_word, code)
     return code
-
-
-def note_launch(run: Run, word: str | None, code: int | None = None) -> None:
-    """For launch.py: which launch uses the run folder, and what came of it."""
-    if word and comm.rank() == 0:
-        with told_only("launch.json was not written"):
-            mark_launch(run.folder, word, code)
 
 
 if __name__ == "__main__":

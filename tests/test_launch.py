@@ -205,13 +205,14 @@ def test_killed_rank_is_restarted_from_the_last_checkpoint(tmp_path: Path) -> No
     same_as_uninterrupted(run, folder / "runs" / "whole")
 
 
-VICTIMS = ("wrapper", "front end", "launcher", "rank", "data worker")
+VICTIMS = ("wrapper", "wrapper, killed", "front end", "launcher", "rank", "data worker")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("victim", VICTIMS)
-def test_sigterm_to_any_process_leaves_no_orphan(victim: str, tmp_path: Path) -> None:
+def test_signal_to_any_process_leaves_no_orphan(victim: str, tmp_path: Path) -> None:
+    """SIGTERM, but for the wrapper's own SIGKILL."""
     folder = tmp_path / "run"
     arguments = [*write_recipe(folder, CASES["zero1-fp32"]), "steps=20000", "checkpoint.every_steps=0"]
     run = folder / "runs" / "tiny"
@@ -226,15 +227,19 @@ def test_sigterm_to_any_process_leaves_no_orphan(victim: str, tmp_path: Path) ->
             before = len(records(run))
             wait_for(lambda: len(records(run)) > before + 20, "steps after the signal", folder)
         start = time.monotonic()
-        targets["wrapper" if victim == "data worker" else victim].terminate()
+        if victim == "wrapper, killed":
+            process.kill()
+        else:
+            targets["wrapper" if victim == "data worker" else victim].terminate()
         code = process.wait(timeout=120)
         took = time.monotonic() - start
         wait_for(lambda: not marked(process.marker), "every process to end", folder, 5)  # type: ignore[attr-defined]
         assert not members(session)
-    print(f"SIGTERM to {victim}: exit code {code} after {took:.1f} s")
+    print(f"signal to {victim}: exit code {code} after {took:.1f} s")
     saved = list((run / CHECKPOINTS).glob("step-*"))
-    # DeepSpeed's front end ends at a signal, and its ranks with it; the others' ranks save.
-    assert (code, len(saved)) == ((1, 0) if victim == "front end" else (3, 1)), log_of(folder)[-3000:]
+    # DeepSpeed's front end ends at a signal, and its ranks with it; else the ranks save.
+    expected = {"front end": (1, 0), "wrapper, killed": (-signal.SIGKILL, 0)}.get(victim, (3, 1))
+    assert (code, len(saved)) == expected, log_of(folder)[-3000:]
     assert took < 30
 
 
@@ -252,6 +257,28 @@ def test_mistakes_are_told_once_and_not_restarted(tmp_path: Path) -> None:
             assert process.wait(timeout=100) == 2, log_of(folder)
         assert said in log_of(folder)
     assert "restart 1" not in log_of(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_tasks_of_srun_are_the_ranks_of_one_run(tmp_path: Path) -> None:
+    """srun emulated: what it sets, and nothing else."""
+    folder = tmp_path / "run"
+    words = [sys.executable, "-m", "disco_ds.train", *write_recipe(folder, CASES["zero1-fp32"]), "steps=2"]
+    step = {"STEP_ID": "0", "JOB_ID": str(free_port()), "NTASKS": "2", "NODELIST": "localhost"}
+    tasks = []
+    with (folder / "log.txt").open("ab") as log:
+        for number in range(2):
+            mine = {f"SLURM_{name}": value for name, value in step.items()}
+            mine |= {"SLURM_PROCID": str(number), "SLURM_LOCALID": str(number)}
+            tasks.append(subprocess.Popen(words, cwd=folder, env=alone() | mine, stdout=log, stderr=log))
+    try:
+        assert [task.wait(timeout=200) for task in tasks] == [0, 0], log_of(folder)[-3000:]
+    finally:
+        for task in tasks:
+            task.kill()
+    assert log_of(folder).count("global batch 16 = 2 ranks x") == 1
+    assert (folder / "runs" / "tiny" / FINISHED).exists()
 
 
 # Two hosts
