@@ -46,28 +46,36 @@ STEPS = 60
 RANK = "import time; time.sleep(100)"
 FRONT = """
 import subprocess, sys
-subprocess.Popen([sys.executable, "-c", {rank!r}, "--local_rank=0", {word!r}])
+subprocess.Popen([sys.executable, "-c", {rank!r}, "--local_rank=0", {word!r}], start_new_session={apart})
 print({says!r}, file=sys.stderr, flush=True)
 {then}
 """
 
 
 @pytest.mark.parametrize(
-    ("says", "then", "codes"),
+    ("says", "then", "apart", "codes"),
     [
-        ("", "sys.exit(0)", {0}),
-        ("pdsh@here: host-2: ssh exited with exit code 255", "import time; time.sleep(100)", {255}),
+        ("", "sys.exit(0)", True, {0}),
+        ("pdsh@here: host-2: ssh exited with exit code 255", "import time; time.sleep(100)", False, {255}),
     ],
 )
 def test_what_a_front_end_leaves_behind_is_ended(
-    says: str, then: str, codes: set[int], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    says: str,
+    then: str,
+    apart: bool,
+    codes: set[int],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """One that returns 0 while its ranks train on, and one that waits for ever for a host that is gone."""
+    """One that returns 0 while its ranks train on elsewhere, and one that waits for ever for a host that is gone.
+
+    What is apart is found by its word, as on other hosts; what is not, such as ssh, by its group.
+    """
     monkeypatch.setattr("disco_ds.launch.NAMING_S", 1.0)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     handlers[signal.SIGUSR1] = signal.getsignal(signal.SIGUSR1)
     word = f"word-{os.getpid()}-{len(codes)}-{len(says)}"
-    script = FRONT.format(rank=RANK, word=word, says=says, then=then)
+    script = FRONT.format(rank=RANK, word=word if apart else f"{word}-not", says=says, then=then, apart=apart)
     start = time.monotonic()
     try:
         assert run_once([sys.executable, "-c", script], [], word, Signals(), patience_s=60) == codes
@@ -75,7 +83,7 @@ def test_what_a_front_end_leaves_behind_is_ended(
         for number, handler in handlers.items():
             signal.signal(number, handler)
     assert time.monotonic() - start < 15
-    assert not [process for process in psutil.process_iter() if word in _words(process)]
+    assert not [process for process in psutil.process_iter() if word in " ".join(_words(process))]
     if says:
         assert f"{says}\ndisco-ds launch: host-2 is cut off\n" in capfd.readouterr().err
 
