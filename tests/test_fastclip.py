@@ -254,6 +254,10 @@ def test_gamma_by_hand():
 
     assert gammas("sogclr") == [1.0, 1.0, 0.2, 0.2, 0.2, 0.2]
     assert gammas("fastclip_v1", gamma_epochs=2) == pytest.approx([1.0, 1.0, 0.6, 0.6, 0.2, 0.2])
+    half = build_loss("fastclip_v1")
+    half.set_num_samples(8, 7 * 8)
+    assert isinstance(half, FastCLIPLoss)
+    assert half.gamma_epochs == 3, "half the epochs of the run"
     quarter = 0.2 + 0.8 * (1 + 0.5**0.5) / 2
     fractional = gammas("fastclip_v3", gamma="fractional", gamma_epochs=2)
     assert fractional == pytest.approx([1.0, quarter, 0.6, 1.2 - quarter, 0.2, 0.2])

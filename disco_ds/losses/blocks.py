@@ -4,7 +4,7 @@ A rank has its own rows against the columns of all ranks. Either way gives the s
 columns, and the gradients of both; the losses differ in what they do with them. Only losses import this file.
 """
 
-# b local batch, B global = N b, D width, N ranks, n this rank
+# b local batch, B global = N b, D width, N ranks, n this rank; scales, shifts, moments [2, b]: of rows, of columns
 
 from __future__ import annotations
 
@@ -54,19 +54,11 @@ class Blocks(Protocol):
     own: Tensor
     """This rank's columns as all ranks see them, [b, D]."""
 
-    def sums(self, rows: Tensor, row_scale: Tensor, column_scale: Tensor, shift: float | None) -> Sums:
+    def sums(self, rows: Tensor, scales: Tensor, shift: float | None) -> Sums:
         """Over all columns for own rows, and over all rows for own columns, without pairs. All [b]."""
 
     def gradient(
-        self,
-        rows: Tensor,
-        row_scale: Tensor,
-        column_scale: Tensor,
-        row_shift: Tensor,
-        column_shift: Tensor,
-        shift: float | None,
-        of_rows: bool,
-        of_columns: bool,
+        self, rows: Tensor, scales: Tensor, shifts: Tensor, shift: float | None, of_rows: bool, of_columns: bool
     ) -> tuple[Tensor | None, Tensor | None]:
         """softmax_gradient of own rows over all columns, and of own columns over all ranks' rows. Each [b, D]."""
 
@@ -90,10 +82,10 @@ class Gathered:
         sent = side if self.wire is None or side.dtype == torch.float64 else side.to(self.wire)
         return comm.gather(sent.detach(), group=self.group) if comm.size(self.group) > 1 else sent.detach()
 
-    def sums(self, rows: Tensor, row_scale: Tensor, column_scale: Tensor, shift: float | None) -> Sums:
-        column_scale = comm.gather(column_scale, group=self.group)
+    def sums(self, rows: Tensor, scales: Tensor, shift: float | None) -> Sums:
+        column_scale = comm.gather(scales[1], group=self.group)
         kept = None if shift is None else self.kept
-        part = softmax_sums(rows, self.columns, row_scale, column_scale, self.first, shift, self.tiling, kept)
+        part = softmax_sums(rows, self.columns, scales[0], column_scale, self.first, shift, self.tiling, kept)
         largest = comm.all_reduce_max(part.columns_max, self.group)
         # Against one shift the sums add up as they are; without one, against the largest of any rank.
         base = comm.all_reduce_max(part.columns, self.group) if shift is None else torch.full_like(largest, shift)
@@ -105,23 +97,21 @@ class Gathered:
     def gradient(
         self,
         rows: Tensor,
-        row_scale: Tensor,
-        column_scale: Tensor,
-        row_shift: Tensor,
-        column_shift: Tensor,
+        scales: Tensor,
+        shifts: Tensor,
         shift: float | None,
         of_rows: bool,
         of_columns: bool,
         moments: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """moments [2, b] float64: softmax_gradient's, of own rows and of own columns, are written to it."""
+        """moments, float64: softmax_gradient's, of own rows and of own columns, are written to it."""
         d_rows = zeros(rows) if of_rows else None
         d_columns = zeros(self.columns) if of_columns else None
         parts = None if moments is None else (moments[0], moments.new_zeros(len(self.columns)))
-        column_scale, column_shift = (comm.gather(x, group=self.group) for x in (column_scale, column_shift))
+        column_scale, column_shift = (comm.gather(x[1], group=self.group) for x in (scales, shifts))
         kept = None if shift is None else self.kept
         softmax_gradient(
-            rows, self.columns, row_scale, column_scale, row_shift, column_shift, self.first, shift, self.tiling,
+            rows, self.columns, scales[0], column_scale, shifts[0], column_shift, self.first, shift, self.tiling,
             d_rows, d_columns, kept, parts,
         )  # fmt: skip
         if moments is not None and parts is not None:
@@ -136,28 +126,23 @@ class GatheredBoth(Gathered):
     def gradient(
         self,
         rows: Tensor,
-        row_scale: Tensor,
-        column_scale: Tensor,
-        row_shift: Tensor,
-        column_shift: Tensor,
+        scales: Tensor,
+        shifts: Tensor,
         shift: float | None,
         of_rows: bool,
         of_columns: bool,
         moments: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        sides = (rows, row_scale, row_shift), (self.own, column_scale, column_shift)
         found: list[Tensor | None] = []
-        for number, wanted in enumerate((of_rows, of_columns)):
-            anchors, scale, own_shift = sides[number]
-            _, other_scale, other_shift = sides[1 - number]
-            vectors = [comm.gather(x, group=self.group) for x in (other_scale, other_shift)]
+        for side, (anchors, wanted) in enumerate(((rows, of_rows), (self.own, of_columns))):
+            other_scale, other_shift = (comm.gather(x[1 - side], group=self.group) for x in (scales, shifts))
             into = zeros(anchors) if wanted else None
             if wanted or moments is not None:
-                others = self._gather(rows) if number else self.columns
-                parts = None if moments is None else (moments[number], moments.new_zeros(len(others)))
+                others = self._gather(rows) if side else self.columns
+                parts = None if moments is None else (moments[side], moments.new_zeros(len(others)))
                 softmax_gradient(
-                    anchors, others, scale, vectors[0], own_shift, vectors[1], self.first, shift, self.tiling,
-                    into, None, None, parts,
+                    anchors, others, scales[side], other_scale, shifts[side], other_shift, self.first, shift,
+                    self.tiling, into, None, None, parts,
                 )  # fmt: skip
             found.append(into)
         return found[0], found[1]
@@ -174,13 +159,13 @@ class Ring:
         sent = columns if wire is None or columns.dtype == torch.float64 else columns.to(wire)
         self.own = sent.detach().contiguous()
 
-    def sums(self, rows: Tensor, row_scale: Tensor, column_scale: Tensor, shift: float | None) -> Sums:
+    def sums(self, rows: Tensor, scales: Tensor, shift: float | None) -> Sums:
         total, largest = (torch.full((len(rows),), -math.inf, dtype=torch.float64, device=rows.device) for _ in "ab")
         of_columns = comm.Collector(_join_sums, self.group)
-        scales = comm.around(column_scale, self.group)
+        passing = comm.around(scales[1].contiguous(), self.group)
         for block, columns in comm.around(self.own, self.group):
-            _, scale = next(scales)
-            part = softmax_sums(rows, columns, row_scale, scale, self._first(block), shift, self.tiling)
+            _, scale = next(passing)
+            part = softmax_sums(rows, columns, scales[0], scale, self._first(block), shift, self.tiling)
             torch.logaddexp(total, part.rows, out=total)
             torch.maximum(largest, part.rows_max, out=largest)
             of_columns.add(torch.stack([part.columns, part.columns_max]))
@@ -188,24 +173,16 @@ class Ring:
         return Sums(total, columns_sum, largest, columns_max)
 
     def gradient(
-        self,
-        rows: Tensor,
-        row_scale: Tensor,
-        column_scale: Tensor,
-        row_shift: Tensor,
-        column_shift: Tensor,
-        shift: float | None,
-        of_rows: bool,
-        of_columns: bool,
+        self, rows: Tensor, scales: Tensor, shifts: Tensor, shift: float | None, of_rows: bool, of_columns: bool
     ) -> tuple[Tensor | None, Tensor | None]:
         d_rows = zeros(rows) if of_rows else None
         collector = comm.Collector(Tensor.add_, self.group)
-        vectors = comm.around(torch.stack([column_scale.double(), column_shift]), self.group)
+        vectors = comm.around(torch.stack([scales[1].double(), shifts[1]]), self.group)
         for block, columns in comm.around(self.own, self.group):
             _, (scale, shift_of_columns) = next(vectors)
             d_columns = collector.buffer(columns, full_dtype(columns)).zero_() if of_columns else None
             softmax_gradient(
-                rows, columns, row_scale, scale, row_shift, shift_of_columns, self._first(block), shift, self.tiling,
+                rows, columns, scales[0], scale, shifts[0], shift_of_columns, self._first(block), shift, self.tiling,
                 d_rows, d_columns,
             )  # fmt: skip
             if d_columns is not None:

@@ -169,13 +169,13 @@ class _FastCLIP(torch.autograd.Function):
         cosines = positives(rows, cross.own, tiling)
         scales = tau.reciprocal().expand(2, b)
         shift = agree_on_shift(rows, columns, scales[0, :1], cosines, group) if len(tau) == 1 else None
-        sums = cross.sums(rows, scales[0], scales[1], shift)
+        sums = cross.sums(rows, scales, shift)
         if shift is not None:
             # No pair keeps a sum of the others from vanishing (blocks.agree_on_shift has the bound).
             lowest = torch.minimum(sums.rows.min(), sums.columns.min())
             if not -comm.all_reduce_max(-lowest, group) >= shift - 58:
                 shift = None
-                sums = cross.sums(rows, scales[0], scales[1], shift)
+                sums = cross.sums(rows, scales, shift)
         others, x = torch.stack([sums.rows, sums.columns]), scales * cosines
         count = math.log(b * comm.size(group) - 1)
         log_g = others - x - count
@@ -200,7 +200,7 @@ class _FastCLIP(torch.autograd.Function):
         scales = tau.reciprocal().expand(2, b)
         moments = torch.zeros_like(shifts) if needs_tau and len(tau) == 2 else None
         wanted = needs_rows or (needs_tau and moments is None), needs_columns
-        d_rows, d_columns = ctx.cross.gradient(rows, *scales, *shifts, ctx.shift, *wanted, moments)
+        d_rows, d_columns = ctx.cross.gradient(rows, scales, shifts, ctx.shift, *wanted, moments)
         # Minus what the others weigh: the pair is in each of its h.
         weights = (others - shifts).exp()
         share = upstream.double() / (2 * b)

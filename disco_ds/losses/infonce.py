@@ -52,15 +52,12 @@ class _InfoNCE(torch.autograd.Function):
         cross = make_blocks(columns)
         cosines = positives(rows, cross.own, tiling)
         shift = agree_on_shift(rows, columns, scale, cosines, group)
-        scales = scale.detach().double().expand(len(rows))
+        scales = scale.detach().double().expand(2, len(rows))
         x = scale.double() * cosines
-        sums = cross.sums(rows, scales, scales, shift)
+        sums = cross.sums(rows, scales, shift)
         same: tuple[Blocks, ...] = (make_blocks(rows), cross) if shared else ()
         if shared:  # where what is left out is not a pair but a view beside itself
-            of_rows, of_columns = (
-                same[0].sums(rows, scales, scales, shift),
-                same[1].sums(columns, scales, scales, shift),
-            )
+            of_rows, of_columns = same[0].sums(rows, scales, shift), same[1].sums(columns, scales, shift)
             sums = Sums(
                 torch.logaddexp(sums.rows, of_rows.rows),
                 torch.logaddexp(sums.columns, of_columns.rows),
@@ -80,20 +77,18 @@ class _InfoNCE(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         rows, columns, scale, x, row_others, column_others = ctx.saved_tensors
         needs_rows, needs_columns, needs_scale, *_ = ctx.needs_input_grad
-        row_lse, column_lse = torch.logaddexp(row_others, x), torch.logaddexp(column_others, x)
-        scales = scale.double().expand(len(x))
+        others = torch.stack([row_others, column_others])
+        lse = torch.logaddexp(others, x)
+        scales = scale.double().expand(2, len(x))
         # The gradient at the scale is <rows, their gradient> / s: it comes with either side's.
         shared = bool(ctx.same)
         wanted = needs_rows or needs_scale, needs_columns or (needs_scale and shared)
-        d_rows, d_columns = ctx.cross.gradient(rows, scales, scales, row_lse, column_lse, ctx.shift, *wanted)
+        d_rows, d_columns = ctx.cross.gradient(rows, scales, lse, ctx.shift, *wanted)
         if shared:  # the same block is a view's as an anchor and as an other: its rows have all of the gradient
-            for block, views, lse, total in (
-                (ctx.same[0], rows, row_lse, d_rows),
-                (ctx.same[1], columns, column_lse, d_columns),
-            ):
-                total += block.gradient(views, scales, scales, lse, lse, ctx.shift, True, False)[0]
+            for block, views, own, total in zip(ctx.same, (rows, columns), lse, (d_rows, d_columns), strict=True):
+                total += block.gradient(views, scales, own.expand(2, -1), ctx.shift, True, False)[0]
         # A pair's weight is P + Q - 2, which is minus what the others have of its row and of its column.
-        pairs = -((row_others - row_lse).exp() + (column_others - column_lse).exp())
+        pairs = -(others - lse).exp().sum(0)
         factor = upstream * scale / (2 * len(x))
         d_rows = finish(d_rows, columns, pairs, factor, ctx.tiling)
         d_columns = finish(d_columns, rows, pairs, factor, ctx.tiling)
