@@ -9,6 +9,7 @@ from pathlib import Path
 
 COMMANDS = {
     "train": "train a recipe (under `deepspeed --module disco_ds.train` for several ranks)",
+    "launch": "train unattended: `deepspeed` on one or several hosts, ended cleanly and started again",
     "eval": "zero-shot accuracy and retrieval of a run, a checkpoint, an export or open_clip's weights",
     "export": "write trained weights as open_clip loads them",
     "report": "draw report.png of a run, finished or not",
@@ -34,6 +35,10 @@ def main() -> int:
         from disco_ds.doctor.__main__ import main as doctor
 
         return doctor(rest)
+    if command == "launch":
+        from disco_ds.launch import main as launch
+
+        return launch(rest)
     if command == "eval":
         from disco_ds.evaluate import main as evaluate
 

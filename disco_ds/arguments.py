@@ -16,11 +16,17 @@ import psutil
 from disco_ds.config import Config, render_ds_config
 
 
-def parse_args(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="disco_ds.train", description="Train a CLIP model from a recipe.")
+def recipe_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """What every command that trains takes."""
+    parser = argparse.ArgumentParser(prog=prog, description=description)
     parser.add_argument("--config", required=True, metavar="NAME|FILE", help="a recipe: a bundled name or a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. optim.lr=1e-3 deepspeed=zero3")
     parser.add_argument("--resume", metavar="latest|FOLDER", help="go on from a run folder's last complete checkpoint")
+    return parser
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    parser = recipe_parser("disco_ds.train", "Train a CLIP model from a recipe.")
     parser.add_argument(
         "--dry-run", action="store_true", help="print the resolved run and stop; needs no ranks or data"
     )
@@ -28,6 +34,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     where.add_argument("--ranks", type=int, metavar="N", help="with --dry-run: for N ranks")
     where.add_argument("--hostfile", type=Path, metavar="F", help="with --dry-run: for the slots of a hostfile")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher passes it
+    parser.add_argument("--launch-word", help=argparse.SUPPRESS)  # launch.py finds its ranks and folder by it
     return parser.parse_intermixed_args(argv)
 
 
@@ -35,19 +42,46 @@ def count_ranks(ranks: int | None, hostfile: Path | None) -> int:
     """World size a dry run is for. Raises: ValueError for a hostfile that is missing, malformed or of no use here."""
     if hostfile is None:
         return 1 if ranks is None else ranks
-    return sum(read_slots(hostfile).values())
+    return sum(read_hostfile(hostfile).values())
 
 
-def read_slots(hostfile: Path) -> dict[str, int]:
-    """Ranks by host. Raises: as count_ranks."""
-    if not hostfile.is_file():
-        raise ValueError(f"no hostfile {hostfile}; deepspeed would run on this host alone")
-    from deepspeed.launcher.runner import fetch_hostfile
+def read_hostfile(path: Path) -> dict[str, int]:
+    """Host -> slots. Raises: ValueError where deepspeed could not launch on them."""
+    if not path.is_file():
+        raise ValueError(f"no hostfile {path}; deepspeed would run on this host alone")
+    from deepspeed.launcher.runner import DEEPSPEED_ENVIRONMENT_NAME, DEEPSPEED_ENVIRONMENT_PATHS, fetch_hostfile
 
-    slots = dict(fetch_hostfile(str(hostfile)))
+    slots: dict[str, int] = fetch_hostfile(str(path))
     if len(slots) > 1:
         _refuse_folder(str(Path.cwd()))
+        for variables in (Path(folder, DEEPSPEED_ENVIRONMENT_NAME) for folder in DEEPSPEED_ENVIRONMENT_PATHS):
+            for line in variables.read_text(encoding="utf-8").splitlines() if variables.is_file() else ():
+                if "=" not in line:
+                    raise ValueError(f"{variables}: deepspeed reads lines of NAME=VALUE only, got {line!r}; remove it")
     return slots
+
+
+def adopt_slurm() -> None:
+    """Set the variables of a launcher from those of srun, which knows no RANK; what is set already stays.
+
+    The lead host is the first of the step, where rank 0 is; the port is the job's own, below those that systems lend.
+    """
+    known = os.environ
+    # Slurm sets SLURM_PROCID in a batch script too, which is no task of a step.
+    if "RANK" in known or "SLURM_STEP_ID" not in known or "SLURM_PROCID" not in known:
+        return
+    nodes = known.get("SLURM_STEP_NODELIST") or known.get("SLURM_NODELIST") or ""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    lead = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0] if first else "")  # node[003-006,010] -> node003
+    job = 100 * int(known.get("SLURM_JOB_ID", "0")) + int(known["SLURM_STEP_ID"])
+    known.setdefault("MASTER_ADDR", lead or known.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"))
+    known.setdefault("MASTER_PORT", str(12_000 + job % 20_000))
+    known.setdefault("WORLD_SIZE", known.get("SLURM_STEP_NUM_TASKS") or known["SLURM_NTASKS"])
+    # With --gpus-per-task each task sees its own GPUs only.
+    seen = known.get("CUDA_VISIBLE_DEVICES", "")
+    local = int(known.get("SLURM_LOCALID", "0"))
+    known.setdefault("LOCAL_RANK", str(local % (seen.count(",") + 1) if seen else local))
+    known["RANK"] = known["SLURM_PROCID"]
 
 
 def refuse_launch() -> None:

@@ -26,6 +26,7 @@ from disco_ds.copies import Copies
 from disco_ds.data import ImageSpec, Loader, Manifest, Table, fingerprint, load_sources, merge_states
 from disco_ds.engine import Engine, build_engine
 from disco_ds.eval import ImageSet, load_sets
+from disco_ds.flops import peak_samples_per_s
 from disco_ds.heartbeat import Heartbeat
 from disco_ds.interrupt import Interrupts
 from disco_ds.losses import build_loss
@@ -96,6 +97,7 @@ def build(config: Config, resume: str | None, stack: ExitStack) -> Run:
     folder = folder or open_folder(config, None, stack)
     ds_config = render_ds_config(config, ranks, folder)
     write_settings(config, ds_config, folder)
+    best_pace = peak_samples_per_s(model, config.log.peak_flops)
     # Dropout must differ between ranks; the weights above must not.
     seed_generators(config.seed + 1 + comm.rank())
     engine = restore(saved, config, model, ds_config) if saved else build_engine(model, config.optim, ds_config)
@@ -104,7 +106,8 @@ def build(config: Config, resume: str | None, stack: ExitStack) -> Run:
     first_step = saved.step if saved else 0
     if saved:
         rewind_tensorboard(engine.monitor, first_step * config.global_batch)
-    metrics = Metrics(folder, engine.monitor.write_events, config.global_batch, config.num_steps, first_step)
+    write_events = engine.monitor.write_events
+    metrics = Metrics(folder, write_events, config.global_batch, config.num_steps, first_step, best_pace)
     stack.callback(metrics.close)
     interrupts = Interrupts(60 * config.checkpoint.every_minutes)
     copies = None

@@ -24,6 +24,19 @@ Group = Any
 Reduction = Literal["reduce_scatter", "all_reduce"]
 
 
+_received = 0.0
+
+
+def received_bytes() -> float:
+    """What this rank has received through this file's tensor collectives so far, as a ring does them."""
+    return _received
+
+
+def _count(x: Tensor, times: float) -> None:
+    global _received
+    _received += times * x.nbytes
+
+
 def init(timeout_s: float) -> None:
     """Join the process group that the launcher describes by environment; a lone process makes a group of one.
 
@@ -42,7 +55,7 @@ def init(timeout_s: float) -> None:
             if int(os.environ.get(variable, "1")) > 1:
                 raise ValueError(
                     f"{variable} is {os.environ[variable]} but RANK is not set: every process would train alone; start "
-                    "with deepspeed or torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
+                    "with deepspeed, torchrun or srun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
                 )
         lone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
         os.environ.update({key: str(value) for key, value in lone.items()})
@@ -140,6 +153,7 @@ def reduce_scatter_in_place(x: Tensor, group: Group = None) -> Tensor:
     if size(group) == 1:
         return x
     out = x.new_empty(x.shape[0] // size(group), *x.shape[1:])
+    _count(x, 1 - 1 / size(group))
     dist.reduce_scatter_tensor(out, x, group=group)
     return out
 
@@ -226,6 +240,7 @@ class Collector:
 def _pass_on(block: Tensor, into: Tensor, group: Group) -> list[Any]:
     """Start sending to the next rank and receiving from the one before."""
     N, n = size(group), rank(group)
+    _count(into, 1)
     next_rank, previous = (
         peer if group is None else dist.get_global_rank(group, peer) for peer in ((n + 1) % N, (n - 1) % N)
     )
@@ -266,6 +281,7 @@ def _all_gather(x: Tensor, group: Group) -> Tensor:
     if not dist.is_initialized():
         return x.clone()
     out = x.new_empty(size(group) * x.shape[0], *x.shape[1:])
+    _count(x, size(group) - 1)
     dist.all_gather_into_tensor(out, x.contiguous(), group=group)
     return out
 
@@ -276,6 +292,7 @@ def _reduce_scatter(x: Tensor, group: Group) -> Tensor:
     if x.shape[0] % size(group):
         raise ValueError(f"reduce_scatter of {x.shape[0]} rows over {size(group)} ranks: not a multiple")
     out = x.new_empty(x.shape[0] // size(group), *x.shape[1:])
+    _count(x, 1 - 1 / size(group))
     # A copy: gloo reduces in place.
     dist.reduce_scatter_tensor(out, x.clone(memory_format=torch.contiguous_format), group=group)
     return out
@@ -284,6 +301,7 @@ def _reduce_scatter(x: Tensor, group: Group) -> Tensor:
 def _all_reduce(x: Tensor, group: Group, op: Any) -> Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
     if dist.is_initialized():
+        _count(x, 2 - 2 / size(group))
         dist.all_reduce(out, op=op, group=group)
     return out
 

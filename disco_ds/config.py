@@ -147,8 +147,10 @@ class CheckpointSettings(Settings):
 
 class LogSettings(Settings):
     every_steps: int = Field(10, gt=0)
-    """Steps between two progress lines, metrics.jsonl records and TensorBoard points."""
+    """Steps between two progress lines, metrics.jsonl records and TensorBoard points; only these steps are timed."""
     tensorboard: bool = True
+    peak_flops: float | None = Field(None, gt=0)
+    """Floating-point operations per second of one device, which MFU is a part of; None: known GPUs' own, in 16 bits."""
 
 
 class EvalSettings(Settings):

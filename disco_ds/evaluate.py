@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from disco_ds import comm
-from disco_ds.arguments import fail
+from disco_ds.arguments import adopt_slurm, fail
 from disco_ds.config import Config, ModelSettings, check_config, load_config
 from disco_ds.data import ImageSpec
 from disco_ds.eval import Result, describe, evaluate_sets, load_sets
@@ -97,6 +97,7 @@ def write_json(path: Path, model: str, results: Sequence[Result]) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0: done; 1: all ranks stopped together; 2: a mistake in settings or data, told before any work."""
     args = parse_args(sys.argv[1:] if argv is None else argv)
+    adopt_slurm()
     first = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(level=logging.WARNING if first else logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from disco_ds import comm
+from disco_ds.phases import Phases
 
 METRICS_FILE = "metrics.jsonl"
 logger = logging.getLogger(__name__)
@@ -31,17 +31,26 @@ class Metrics:
     """Times and counts between two log points, and the record written at each.
 
     Args: folder: of the run; write_events: TensorBoard and what else the ds_config's monitors name, or None;
-          first_step: steps already done by the run this one resumes. Collective: every rank must call.
+          first_step: steps already done by the run this one resumes; peak_samples_per_s: what MFU is a part of, None:
+          not known. Collective: every rank must call.
 
     Records that came after the checkpoint of first_step are dropped. A disk that is full costs points of TensorBoard,
     not records and not the run: they wait until there is room.
     """
 
     def __init__(
-        self, folder: Path, write_events: WriteEvents | None, global_batch: int, num_steps: int, first_step: int = 0
+        self,
+        folder: Path,
+        write_events: WriteEvents | None,
+        global_batch: int,
+        num_steps: int,
+        first_step: int = 0,
+        peak_samples_per_s: float | None = None,
     ):
         self.write_events = write_events
         self.global_batch, self.num_steps = global_batch, num_steps
+        self.peak_samples_per_s = peak_samples_per_s
+        self.phases = Phases()
         self.path = folder / METRICS_FILE
         self.file: io.FileIO | None = None
         self.broken = folder / f"broken-{comm.rank():05d}.txt"
@@ -54,11 +63,12 @@ class Metrics:
                     self._events(record)
         self.start = self.since = time.monotonic()
         self.first_step = self.last_step = first_step
-        self.wait_s = 0.0
+        self.wait_s = self.step_wait_s = 0.0
 
     def add_wait(self, seconds: float) -> None:
         """Time this rank waited for data in the step at hand."""
         self.wait_s += seconds
+        self.step_wait_s = seconds
 
     def name_broken(self, step: int, names: list[str]) -> None:
         """Add samples that this rank has skipped to its list in the run folder."""
@@ -79,10 +89,10 @@ class Metrics:
         """
         now = time.monotonic()
         elapsed, steps = now - self.since, step - self.last_step
-        peak = get_accelerator().max_memory_allocated() if get_accelerator().device_name() != "cpu" else _peak_rss()
+        self.phases.note_peak()
         counts = comm.all_reduce_sum(torch.stack([digest(index.cpu()), torch.tensor(broken)]).to(comm.local_device()))
         worst = comm.all_reduce_max(
-            torch.tensor([self.wait_s / elapsed, float(peak)], dtype=torch.float64).to(comm.local_device())
+            torch.tensor([self.wait_s / elapsed, self.phases.peak_bytes], dtype=torch.float64).to(comm.local_device())
         )
         wait, peak = worst.tolist()
         record = {
@@ -90,11 +100,13 @@ class Metrics:
             "samples": step * self.global_batch,
             "ids": f"{counts[0].item() & (2**64 - 1):016x}",
             **values,
-            "samples_per_s": steps * self.global_batch / elapsed,
+            "samples_per_s": (pace := steps * self.global_batch / elapsed),
+            **({"mfu": pace / self.peak_samples_per_s} if self.peak_samples_per_s else {}),
             "data_wait": wait,
             "peak_memory_bytes": int(peak),
             "broken_samples": int(counts[1]),
             "skipped_batches": skipped,
+            **self.phases.read(self.step_wait_s),
         }
         self.since, self.last_step, self.wait_s = now, step, 0.0
         if self.file is not None:
@@ -194,7 +206,7 @@ def _drop_after(path: Path, step: int) -> list[dict[str, Any]]:
     kept = [
         (line, record)
         for line, record in records
-        if record["step"] < step or (record["step"] == step and not any("/" in name for name in record))
+        if record["step"] < step or (record["step"] == step and not any(name.startswith("eval/") for name in record))
     ]
     if len(kept) < len(lines):
         partial = path.with_suffix(".partial")
@@ -211,9 +223,3 @@ def _parse(line: str) -> dict[str, Any]:
         return record
     except (ValueError, KeyError, TypeError):
         return {"step": float("inf")}
-
-
-def _peak_rss() -> int:
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

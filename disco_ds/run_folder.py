@@ -12,12 +12,15 @@ import os
 import re
 import secrets
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 CHECKPOINTS = "checkpoints"
 FINISHED = "finished.json"
 """Written when a run has done all its steps: success is this file, not the launcher's exit code."""
+LAUNCHED = "launch.json"
+"""Which launch has used it last, and the exit code its ranks have agreed on."""
 
 
 class RunFolder:
@@ -79,6 +82,13 @@ def make_token(path: Path) -> Path:
 
 def mark_finished(path: Path, record: dict[str, object]) -> None:
     (path / FINISHED).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def mark_launch(path: Path, word: str | None, code: int | None = None) -> None:
+    """For launch.py, if it has started the run: where it is, and what came of it. A full disk is no reason to fail."""
+    if word is not None:
+        with suppress(OSError):
+            (path / LAUNCHED).write_text(json.dumps({"launch": word, "code": code}) + "\n", encoding="utf-8")
 
 
 def _take_lock(path: Path) -> IO[str]:

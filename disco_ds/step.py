@@ -21,6 +21,7 @@ from torch.profiler import record_function
 from disco_ds.engine import Engine, backward_and_step, clamp_scale
 from disco_ds.losses import Embeddings, LossOutput
 from disco_ds.model import Features, trained_sides
+from disco_ds.phases import Timer
 
 Prepare = Callable[[Any], tuple[Tensor, Tensor, Tensor]]
 """Micro-batch -> (image [m, 3, H, W], text [m, L] or second views, index [m]) on the device; equal at each call."""
@@ -56,25 +57,26 @@ def train_step(
     prepare: Prepare,
     max_scale: float,
     agree: Callable[[Embeddings, Tensor], None] = lambda embeddings, loss: None,
+    timer: Timer = record_function,
 ) -> StepOutput:
     """Apply the full-batch gradient of these micro-batches (of all ranks) once. Collective: every rank must call.
 
     Args:   micro_batches: K of equal size, the same K and size on every rank, K = gradient_accumulation_steps;
             agree: called with this rank's embeddings and loss before anything is changed; raises on all ranks together
-            or on none.
+            or on none; timer: opened with its name around each phase.
     Raises: what `agree` raises, or FloatingPointError (see backward_and_step), with model and optimizer untouched.
     """
     forward = Forward(engine, prepare)
     last = len(micro_batches) - 1
-    with record_function("step/forward"):
+    with timer("step/forward"):
         parts = [forward(batch, keep_graph=k == last) for k, batch in enumerate(micro_batches)]
     after = Rng()
     leaves = _cut(parts, trains=forward.trains)
-    with record_function("step/loss"):
+    with timer("step/loss"):
         out = loss(leaves)
         out.loss.backward()
     agree(leaves, out.loss)
-    with record_function("step/backward and update"):
+    with timer("step/backward and update"):
         norm = backward_and_step(engine, _surrogates(forward, micro_batches, parts, leaves))
     after.restore()
     clamp_scale(engine, max_scale)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from disco_ds import checkpoint, comm
-from disco_ds.arguments import count_ranks, describe_run, fail, parse_args, refuse_launch
+from disco_ds.arguments import adopt_slurm, count_ranks, describe_run, fail, parse_args, refuse_launch
 from disco_ds.build import Run, build
 from disco_ds.config import Config, load_config
 from disco_ds.data import MicroBatch, StepData, augment
@@ -30,7 +30,7 @@ from disco_ds.eval import Accuracy, describe, evaluate_sets, record
 from disco_ds.interrupt import Interrupts
 from disco_ds.losses import Embeddings
 from disco_ds.report import REPORT, save_examples, told_only, write_report
-from disco_ds.run_folder import mark_finished
+from disco_ds.run_folder import mark_finished, mark_launch
 from disco_ds.step import StepOutput, train_step
 from disco_ds.watchdog import die_with_launcher
 
@@ -60,6 +60,7 @@ def train(run: Run) -> None:
         run.metrics.name_broken(done, data.broken)
         run.heart.mark(done, "computing")
         lr = learning_rate(done, num_steps, config.peak_lr, config.optim)
+        logged = (done + 1) % config.log.every_steps == 0 or done + 1 == num_steps
         try:
             out = train_step(
                 engine,
@@ -68,6 +69,7 @@ def train(run: Run) -> None:
                 prepare(config),
                 config.model.max_scale,
                 agree=partial(before_update, run, done, lr, data),
+                timer=run.metrics.phases.timer(sampled=logged),
             )
         except FloatingPointError as error:  # on every rank alike
             in_a_row += 1
@@ -76,7 +78,7 @@ def train(run: Run) -> None:
         if out.grad_norm is not None:  # else a loss scaler has skipped the step
             run.loss.commit()
         done, in_a_row = done + 1, 0
-        if done % config.log.every_steps == 0 or done == num_steps:
+        if logged:
             log(run, done, lr, out, data)
         every = config.checkpoint.every_steps
         if done == num_steps or run.interrupts.save or (every and done % every == 0):
@@ -264,6 +266,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code 0: done; 1: all ranks stopped together; 2: a mistake in settings or data, told before any work;
     3: asked to stop by a signal, and saved."""
     args = parse_args(sys.argv[1:] if argv is None else argv)
+    adopt_slurm()
     first = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(level=logging.WARNING if first else logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
     try:
@@ -283,6 +286,7 @@ def main(argv: list[str] | None = None) -> int:
             return fail(error, first, code=2)
         if first:
             print(f"{run.folder}: {config.describe(comm.size())}", flush=True)
+            mark_launch(run.folder, args.launch_word)
         code = 0
         try:
             train(run)
@@ -292,6 +296,8 @@ def main(argv: list[str] | None = None) -> int:
         except AskedToStopError as error:
             code = fail(error, first, code=3)
         wait_for_copies(run)
+        if first:
+            mark_launch(run.folder, args.launch_word, code)
     return code
 
 

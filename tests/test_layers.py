@@ -18,8 +18,8 @@ LAYERS = {
     **dict.fromkeys(
         ("losses", "data", "model", "convnet", "metrics", "watchdog", "run_folder", "interrupt", "groups"), 1
     ),
-    **dict.fromkeys(("heartbeat", "disk", "copies"), 1),
-    **dict.fromkeys(("engine", "step", "checkpoint", "reshape", "weights", "eval", "report"), 2),
+    **dict.fromkeys(("heartbeat", "disk", "copies", "phases"), 1),
+    **dict.fromkeys(("engine", "step", "checkpoint", "reshape", "weights", "eval", "report", "flops"), 2),
     **dict.fromkeys(("arguments", "build", "train", "evaluate", "export", "plan", "doctor", "launch"), 3),
     "__main__": 4,
 }
@@ -30,6 +30,7 @@ WITHIN_A_LAYER = {
     ("config", "ds_config"): "a recipe's `deepspeed` entry is read and merged by its owner",
     ("config", "recipe_yaml"): "a recipe is read as its text says",
     ("model", "convnet"): "importing it registers the tower with timm",
+    ("metrics", "phases"): "a record has them",
     ("step", "engine"): "the step goes through the engine's backward",
     ("checkpoint", "engine"): "it saves and restores an engine",
     ("reshape", "checkpoint"): "it restores what that one has written",
@@ -38,6 +39,7 @@ WITHIN_A_LAYER = {
     ("weights", "checkpoint"): "it reads what that one writes",
     ("train", "build"): "the trainer runs what build.py puts together",
     ("train", "arguments"): "the trainer parses its own command line",
+    ("launch", "arguments"): "it starts the trainer, with the trainer's arguments",
     ("evaluate", "arguments"): "both commands end with one message",
     ("doctor", "arguments"): "a hostfile is read and refused as for a dry run",
     ("plan", "arguments"): "ranks are counted as for a dry run",

@@ -88,7 +88,7 @@ def test_log_writes_a_record_on_the_samples_axis(tmp_path: Path, capsys: pytest.
 def test_log_rates_count_from_the_last_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
-    metrics = Metrics(tmp_path, None, global_batch=32, num_steps=40, first_step=4)
+    metrics = Metrics(tmp_path, None, global_batch=32, num_steps=40, first_step=4, peak_samples_per_s=256.0)
     for step, seconds, wait in ((8, 2.0, 1.0), (10, 4.0, 1.0)):
         clock[0] += seconds
         metrics.add_wait(wait / 2)
@@ -100,10 +100,11 @@ def test_log_rates_count_from_the_last_log(tmp_path: Path, monkeypatch: pytest.M
     assert first["data_wait"] == pytest.approx(0.5)
     assert second["samples_per_s"] == pytest.approx(2 * 32 / 4)
     assert second["data_wait"] == pytest.approx(0.25)
+    assert first["mfu"] == pytest.approx(64 / 256)
 
 
 def test_metrics_of_a_resumed_run_drop_what_will_be_done_again(tmp_path: Path) -> None:
-    kept = [f'{{"step": {step}, "loss": {step}.5}}\n' for step in (10, 20)]
+    kept = [f'{{"step": {step}, "loss": {step}.5, "time/loss_s": 1.0}}\n' for step in (10, 20)]
     write(tmp_path, [*kept, '{"step": 21}\n', '{"step": 30}\n', '{"step": 4'])
     metrics = Metrics(tmp_path, None, global_batch=8, num_steps=40, first_step=20)
     metrics.log(25, VALUES, torch.arange(8), broken=0)

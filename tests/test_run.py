@@ -298,6 +298,7 @@ def test_command_line_trains_alone_and_says_what_it_did(tmp_path):
     assert re.search(r"^zero-shot +top-1 +top-5 .*\nunseen +\d", done.stdout, re.MULTILINE)
     run = folder / "runs" / "tiny"
     assert [record["step"] for record in records(run)] == [1, 2, 2]
+    assert {"time/forward_s", "time/loss_s", "time/update_s", "ranks/slowest"} <= records(run)[0].keys()
     assert (run / "finished.json").is_file()
     assert list((run / "tensorboard").glob("events.*"))
     # The written settings are a recipe, and a finished run is not started again.

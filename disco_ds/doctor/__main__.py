@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from disco_ds.arguments import read_slots
+from disco_ds.arguments import read_hostfile
 from disco_ds.config import load_config
 from disco_ds.doctor import Line, examine
 from disco_ds.doctor.versions import check_versions
@@ -40,7 +40,7 @@ def look(args: argparse.Namespace, first: bool, size: int) -> Iterator[Line]:
         yield from examine("versions", check_versions, Exception)
     try:
         config = load_config(args.config, args.overrides)
-        slots = read_slots(args.hostfile) if args.hostfile else {"this host": 0}
+        slots = read_hostfile(args.hostfile) if args.hostfile else {"this host": 0}
         asked = sum(slots.values()) if args.hostfile else args.ranks or config.ranks or 1
         ranks = size if size > 1 else asked
     except ValueError as error:
