@@ -21,10 +21,10 @@ demo: $(STAMP)
 	$(BIN)/python tools/demo.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow" --durations=15
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" --durations=15
 
 test-all: $(STAMP)
-	$(BIN)/python -m pytest --durations=30
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=30
 
 check: $(STAMP)
 	$(BIN)/python -m ruff check .

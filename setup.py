@@ -38,7 +38,7 @@ setup(
         "matplotlib",
     ],
     extras_require={
-        "dev": ["pytest", "pytest-timeout", "ruff", "mypy", "types-PyYAML"],
+        "dev": ["pytest", "pytest-timeout", "pytest-xdist", "ruff", "mypy", "types-PyYAML"],
         "emoji": ["resvg-py"],
     },
     entry_points={"console_scripts": ["disco-ds=disco_ds.__main__:main"]},

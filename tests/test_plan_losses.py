@@ -34,7 +34,7 @@ def measure(cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, int, int
         for b, D in SHAPES:
             torch.manual_seed(comm.rank())
             loss = build_loss(name, **options)
-            loss.set_num_samples(b * comm.size())
+            loss.set_num_samples(b * comm.size(), b * comm.size())
             image, text = (torch.nn.functional.normalize(torch.randn(b, D)).requires_grad_() for _ in range(2))
             scale, bias = torch.tensor([14.3], requires_grad=True), torch.tensor([-10.0], requires_grad=True)
             index = torch.arange(b) + comm.rank() * b

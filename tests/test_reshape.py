@@ -67,7 +67,8 @@ def records(folder: Path) -> list[dict[str, Any]]:
 def states(path: Path) -> dict[str, States]:
     """By parameter, of a checkpoint folder."""
     written_by = next(folder / "tiny.yaml" for folder in path.parents if (folder / "tiny.yaml").is_file())
-    order = optimizer_order(build_model(load_config(written_by).model))
+    config = load_config(written_by)
+    order = optimizer_order(build_model(config.model), config.optim)
     found = _find_parts(checkpoint.read(path), order)
     assert found.keys() == set(order)
     return {name: _join(parts) for name, parts in found.items()}
