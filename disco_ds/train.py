@@ -65,7 +65,7 @@ def train(run: Run) -> None:
             out = train_step(
                 engine,
                 run.loss,
-                hold_pixels(data.micro_batches, config.pixels),
+                hold_pixels(data, config.pixels),
                 prepare(config),
                 config.model.max_scale,
                 agree=partial(before_update, run, done, lr, data),
@@ -85,6 +85,7 @@ def train(run: Run) -> None:
             save(run, done, last=done == num_steps or run.interrupts.stop)
         if run.interrupts.stop and done < num_steps:
             raise AskedToStopError(f"asked to stop, saved after step {done:,}; --resume latest goes on from there")
+        del data  # or its images would be there beside the next step's
         if is_due(done, config.eval.every_steps, num_steps):
             evaluate(run, done)
 
@@ -161,12 +162,15 @@ def prepare(config: Config) -> Callable[[MicroBatch], tuple[Tensor, Tensor, Tens
     return on_device
 
 
-def hold_pixels(batches: list[MicroBatch], where: str) -> list[MicroBatch]:
-    """The step's micro-batches, where they shall wait between the two passes."""
+def hold_pixels(data: StepData, where: str) -> list[MicroBatch]:
+    """The step's micro-batches, moved one by one to where they shall wait between the two passes."""
     device = comm.local_device()
-    if where == "device":
-        return [batch.to(device) for batch in batches]
-    return [batch.pin_memory() for batch in batches] if device.type != "cpu" else batches
+    for k, batch in enumerate(data.micro_batches):
+        if where == "device":
+            data.micro_batches[k] = batch.to(device)
+        elif device.type != "cpu":
+            data.micro_batches[k] = batch.pin_memory()
+    return data.micro_batches
 
 
 def save(run: Run, step: int, last: bool) -> None:

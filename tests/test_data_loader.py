@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,29 @@ def test_micro_batch_moves_and_pins(manifest: Manifest) -> None:
     if torch.cuda.is_available():
         assert batch.pin_memory().text.is_pinned()
         assert torch.equal(batch.pin_memory().to("cuda", non_blocking=True).index.cpu(), batch.index)
+
+
+def test_parts_of_a_step_are_not_all_held_beside_it(manifest: Manifest) -> None:
+    """Eight micro-batches of two workers: no more than one micro-batch's parts live until they are joined."""
+    loader = make_loader(manifest, settings(workers=2), micro_batch=3)
+    seen: list[weakref.ref[Any]] = []
+    alive = []
+
+    def watch(receive: Any) -> Any:
+        def watched() -> Any:
+            part = receive()
+            seen.append(weakref.ref(part))
+            alive.append(sum(ref() is not None for ref in seen))
+            return part
+
+        return watched
+
+    loader._receive = [watch(receive) for receive in loader._receive]
+    for _ in range(2):
+        assert len(loader.read_step().micro_batches) == 8
+    loader.close()
+    assert len(seen) == 32
+    assert max(alive) <= 4
 
 
 def read_pixels(loader: Loader, steps: int) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:

@@ -130,14 +130,18 @@ class Loader:
         start = time.perf_counter()
         if self._error is None:
             try:
-                parts = [[receive() for receive in self._receive] for _ in range(self._num_parts)]
-                micro_batches = [self._join(group) for group in parts]
+                micro_batches, news = [], []
+                for _ in range(self._num_parts):
+                    # Joined at once: the parts of a whole step would be its images once more.
+                    parts = [receive() for receive in self._receive]
+                    micro_batches.append(self._join(parts))
+                    news += [(part.cursor, part.broken) for part in parts]
             except Exception as error:
                 known = isinstance(error, (DataError, OSError))
                 text = str(error) if known else traceback.format_exc()
                 self._error = f"data of rank {self._rank}, step {self._steps + 1}: {text}"
             else:
-                broken = self._advance(part for group in parts for part in group)
+                broken = self._advance(news)
                 return StepData(micro_batches, None, time.perf_counter() - start, broken)
         return StepData([self._placeholder()] * self._num_parts, self._error, time.perf_counter() - start, [])
 
@@ -201,13 +205,13 @@ class Loader:
         text = torch.zeros(self._shape[0], self._context_length, dtype=torch.int64)
         return MicroBatch(torch.zeros(self._shape, dtype=torch.uint8), text, zeros, zeros)
 
-    def _advance(self, parts: Iterable[Part]) -> list[str]:
-        """Go on to the next step. Returns: the broken samples that were met."""
+    def _advance(self, news: Iterable[tuple[dict[int, tuple[int, int]], list[str]]]) -> list[str]:
+        """Go on to the next step, by the cursor and the broken samples of each part. Returns: the latter."""
         self._steps += 1
         broken = []
-        for part in parts:
-            self._cursor.update(part.cursor)
-            broken += part.broken
+        for cursor, skipped in news:
+            self._cursor.update(cursor)
+            broken += skipped
         self.broken += len(broken)
         return broken
 

@@ -144,8 +144,8 @@ def _offloads(settings: Any) -> bool:
 def _host(config: Config, b: int, towers: Towers, cost: LossCost) -> dict[str, int]:
     """Of one rank, beside Python and its libraries."""
     m, image, workers = config.micro_batch, towers.sample, config.data.workers
-    # The step that was trained is there until the next one is read; parts of several workers are joined at its end.
-    host = {"pixels, read": b * image * (3 if workers > 1 else 2)}
+    # A step is read when the one before is gone; the parts of several workers are joined for each micro-batch.
+    host = {"pixels, read": b * image + (m * image if workers > 1 else 0)}
     if workers:
         host["pixels, ahead"] = config.data.prefetch * m * image
     if config.pixels == "host":
