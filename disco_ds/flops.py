@@ -11,28 +11,22 @@ from deepspeed.accelerator import get_accelerator
 from torch.func import functional_call
 
 from disco_ds import comm
+from disco_ds.gpus import recognise
 from disco_ds.model import read_preprocessing, read_text_size, trained_sides
 
 logger = logging.getLogger(__name__)
-
-PEAK_FLOPS = {
-    **{"B200": 2250e12, "H200 NVL": 835e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12},
-    **{"A100": 312e12, "A800": 312e12, "L40S": 362e12, "L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12},
-    **{"V100": 125e12, "T4": 65e12, "MI300X": 1307e12, "MI250X": 383e12},
-}
-"""16-bit, dense, by NVIDIA's and AMD's data sheets. The first name that the device's name has in it."""
 
 
 def peak_samples_per_s(model: Any, peak_flops: float | None) -> float | None:
     """Samples per second of all ranks if their devices did the model's operations at their peak and nothing else.
 
-    Args:    model: open_clip's, before an engine has it; peak_flops: of one device, None: as PEAK_FLOPS has it.
+    Args:    model: open_clip's, before an engine has it; peak_flops: of one device, None: as gpus.py has it.
     Returns: None where the device is not known, or the operations cannot be counted.
     """
     accelerator = get_accelerator()
     if peak_flops is None and accelerator.device_name() == "cuda":
-        name = torch.cuda.get_device_name()
-        peak_flops = next((flops for known, flops in PEAK_FLOPS.items() if known in name), None)
+        gpu = recognise(torch.cuda.get_device_name())
+        peak_flops = 1e12 * gpu.half if gpu else None
     if peak_flops is None:
         return None
     try:

@@ -14,7 +14,7 @@ ROOT = Path(disco_ds.__file__).parent
 TESTS = Path(__file__).parent
 
 LAYERS = {
-    **dict.fromkeys(("config", "data_settings", "ds_config", "recipe_yaml", "comm", "kernels"), 0),
+    **dict.fromkeys(("config", "data_settings", "ds_config", "recipe_yaml", "comm", "kernels", "gpus"), 0),
     **dict.fromkeys(
         ("losses", "data", "model", "convnet", "metrics", "watchdog", "run_folder", "interrupt", "groups"), 1
     ),

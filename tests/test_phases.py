@@ -17,6 +17,7 @@ from towers import CONTEXT, IMAGE_SIZE, TINY, write_tiny
 from disco_ds import comm
 from disco_ds.config import ModelSettings
 from disco_ds.flops import count_flops, peak_samples_per_s
+from disco_ds.gpus import recognise
 from disco_ds.losses import Embeddings, build_loss
 from disco_ds.model import build_model
 from disco_ds.phases import Phases
@@ -103,3 +104,23 @@ def test_flops_are_those_of_the_matrix_products(
     assert peak_samples_per_s(model, 1e9) == pytest.approx(1e9 / (weights[0] * image + weights[1] * text))
     assert peak_samples_per_s(model, None) is None, "of a CPU nothing is known"
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "A100-40G"),
+        ("NVIDIA H100 80GB HBM3", "H100-80G"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("NVIDIA L4", "L4"),
+    ],
+)
+def test_gpu_is_recognised_by_the_name_of_its_device(device: str, name: str) -> None:
+    gpu = recognise(device)
+    assert gpu is not None
+    assert gpu.name == name
+
+
+@pytest.mark.parametrize("device", ["NVIDIA L40S", "NVIDIA H100 PCIe", "Tesla T4"])
+def test_gpu_that_is_not_known_is_no_other(device: str) -> None:
+    assert recognise(device) is None

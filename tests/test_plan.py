@@ -17,9 +17,9 @@ from disco_ds.__main__ import main
 from disco_ds.arguments import describe_run
 from disco_ds.config import Config, load_config, render_ds_config
 from disco_ds.engine import build_engine, set_lr
+from disco_ds.gpus import find_gpu
 from disco_ds.losses import build_loss
 from disco_ds.model import build_model
-from disco_ds.plan.gpus import find_gpu
 from disco_ds.plan.measure import measure_towers
 from disco_ds.plan.memory import GIB, Slack, plan_memory, search_largest
 from disco_ds.plan.speed import Rates, plan_speed

@@ -11,7 +11,7 @@ from dist import run_ranks
 
 from disco_ds.build import build
 from disco_ds.config import PACKAGE, load_config
-from disco_ds.plan.gpus import find_gpu
+from disco_ds.gpus import find_gpu
 from disco_ds.plan.memory import GIB, plan_memory
 from disco_ds.plan.towers import trace
 from disco_ds.run_folder import FINISHED

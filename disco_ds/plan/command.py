@@ -9,8 +9,8 @@ from typing import Any
 
 from disco_ds.arguments import count_ranks
 from disco_ds.config import Config, load_config
+from disco_ds.gpus import GPUS, find_gpu
 from disco_ds.plan.fit import fit, write_recipe
-from disco_ds.plan.gpus import GPUS, find_gpu
 from disco_ds.plan.measure import measure
 from disco_ds.plan.memory import GIB, PARTS, Memory, Slack, describe_pixels, plan_memory
 from disco_ds.plan.speed import BETWEEN_HOSTS, EFFICIENCY, Rates, plan_speed

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from disco_ds.config import Config
 from disco_ds.ds_config import precision, stage
-from disco_ds.plan.gpus import Gpu
+from disco_ds.gpus import Gpu
 from disco_ds.plan.losses import loss_cost
 from disco_ds.plan.towers import DTYPES, Towers
 

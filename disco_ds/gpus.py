@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass, replace
 
 
@@ -10,6 +11,8 @@ from dataclasses import dataclass, replace
 class Gpu:
     name: str
     gib: float
+    device: str = ""
+    """What torch calls it has these words."""
     half: float = 0.0
     """TFLOP/s of dense products in bf16 or fp16, with fp32 sums; 0: not known."""
     tf32: float = 0.0
@@ -21,17 +24,22 @@ class Gpu:
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("A100-40G", 39.4, 312, 156, 19.5, 300),
-        Gpu("A100-80G", 79.1, 312, 156, 19.5, 300),
-        Gpu("H100-80G", 79.1, 989, 494, 67, 450),
-        Gpu("H200", 139.8, 989, 494, 67, 450),
-        Gpu("L4", 22.0, 121, 60, 30.3, 32),
-        Gpu("A10G", 22.0, 70, 35, 35, 32),
-        Gpu("RTX-4090", 23.5, 165, 82.6, 82.6, 32),
-        Gpu("RTX-3090", 23.5, 71, 35.6, 35.6, 32),
+        Gpu("A100-40G", 39.4, "A100", 312, 156, 19.5, 300),
+        Gpu("A100-80G", 79.1, "A100", 312, 156, 19.5, 300),
+        Gpu("H100-80G", 79.1, "H100 80GB HBM3", 989, 494, 67, 450),
+        Gpu("H200", 139.8, "H200", 989, 494, 67, 450),
+        Gpu("L4", 22.0, "L4", 121, 60, 30.3, 32),
+        Gpu("A10G", 22.0, "A10G", 70, 35, 35, 32),
+        Gpu("RTX-4090", 23.5, "RTX 4090", 165, 82.6, 82.6, 32),
+        Gpu("RTX-3090", 23.5, "RTX 3090", 71, 35.6, 35.6, 32),
     )
 }
 """Rates as in the makers' data sheets (dense, without sparsity); a link of 32 is PCIe 4."""
+
+
+def recognise(device: str) -> Gpu | None:
+    """The GPU that torch calls by this name; None if it is not known."""
+    return next((gpu for gpu in GPUS.values() if re.search(rf"\b{gpu.device}\b", device)), None)
 
 
 def find_gpu(text: str, tflops: float | None = None, link: float | None = None) -> Gpu:
