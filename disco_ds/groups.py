@@ -32,35 +32,34 @@ def parameter_groups(model: nn.Module, settings: OptimSettings) -> list[dict[str
 
     Raises: ValueError for `layer_decay` on a tower whose layers are not known.
     """
-    apart = settings.image != settings.text
-    layers = {side: number_layers(model, side) for side in ("image", "text") if layer_decay(settings, side) < 1}
+    towers = {"image": settings.image, "text": settings.text}
+    layers = {side: number_layers(model, side) for side, tower in towers.items() if tower.layer_decay < 1}
+    split = settings.image != settings.text or bool(layers)
     groups: dict[tuple[int, str, int], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        side = "image" if name.startswith("visual.") else "text"
-        kind = "scale" if name in SCALES else "matrices" if parameter.ndim >= 2 else "vectors"
-        factor, decay, words, depth = 1.0, 0.0, [kind], 0
-        if kind != "scale":
-            tower = settings.image if side == "image" else settings.text
-            factor = tower.lr_factor
+        kind, side, depth, factor, decay = "scale", "", 0, 1.0, 0.0
+        if name not in SCALES:
+            kind, side = "matrices" if parameter.ndim >= 2 else "vectors", "image" if _is_visual(name) else "text"
+            tower, factor = towers[side], towers[side].lr_factor
+            if kind == "matrices":
+                decay = settings.weight_decay if tower.weight_decay is None else tower.weight_decay
             if side in layers:
                 depth = layers[side][name]
                 factor *= tower.layer_decay ** (max(layers[side].values()) - depth)
-            if kind == "matrices":
-                decay = settings.weight_decay if tower.weight_decay is None else tower.weight_decay
-            words = [*([side] if apart or side in layers else []), kind, *([f"{depth}"] if side in layers else [])]
-        label = " ".join(words)
+        words = [side if split else "", kind, str(depth) if side in layers else ""]
         group = groups.setdefault(
-            (KINDS.index(kind), label, depth),
-            {"name": label, "params": [], "weight_decay": decay, "lr_factor": factor},
+            (KINDS.index(kind), words[0], depth),
+            {"name": " ".join(filter(None, words)), "params": [], "weight_decay": decay, "lr_factor": factor},
         )
         group["params"].append(parameter)
-    return [groups[key] for key in sorted(groups, key=lambda key: (key[0], key[1].split()[0], key[2]))]
+    return [groups[key] for key in sorted(groups)]
 
 
-def layer_decay(settings: OptimSettings, side: str) -> float:
-    return (settings.image if side == "image" else settings.text).layer_decay
+def _is_visual(name: str) -> bool:
+    """open_clip's CLIP keeps its text tower's parameters beside its own."""
+    return name.startswith("visual.")
 
 
 def number_layers(model: Any, side: str) -> dict[str, int]:
@@ -79,6 +78,6 @@ def number_layers(model: Any, side: str) -> dict[str, int]:
         raise ValueError(
             f"optim.{side}.layer_decay: the layers of this model's {side} tower are not known; leave it out"
         )
-    # What follows a trunk is not in it; a CLIP's text tower is not a module of its own.
-    own = (name for name, _ in model.named_parameters() if name.startswith("visual.") == (side == "image"))
+    # What follows a trunk is not in it.
+    own = (name for name, _ in model.named_parameters() if _is_visual(name) == (side == "image"))
     return {name: found.get(name, last) for name in own if name not in SCALES}

@@ -103,16 +103,10 @@ def broken_rules(name: str, source: str) -> list[str]:
 
 def names_communication(name: str, source: str) -> list[str]:
     """Imports and attributes of a module that reach for torch.distributed or deepspeed.comm."""
-    allowed = ("torch.distributed._tools",) if name == "plan" else ()
     spelled = list(imports(name, source))
     spelled += [ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
     refused = ("torch.distributed", "deepspeed.comm", "deepspeed.init_distributed", "torch.multiprocessing.spawn")
-    return [
-        text
-        for text in spelled
-        if any(text == word or text.startswith(word + ".") for word in refused)
-        and not any(text == word or text.startswith(word + ".") for word in allowed)
-    ]
+    return [text for text in spelled if any(text == word or text.startswith(word + ".") for word in refused)]
 
 
 def calls_initialize(source: str) -> bool:
@@ -183,7 +177,6 @@ def test_only_comm_names_communication(name: str) -> None:
 def test_communication_in_any_spelling_is_found(source: str) -> None:
     assert names_communication("step", source)
     assert not names_communication("step", "from disco_ds import comm\ncomm.barrier()")
-    assert not names_communication("plan", "from torch.distributed._tools.mem_tracker import MemTracker")
 
 
 def test_only_engine_calls_deepspeed_initialize() -> None:

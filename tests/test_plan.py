@@ -15,7 +15,7 @@ from towers import batches, prepare, tiny_config, write_tiny
 
 from disco_ds.__main__ import main
 from disco_ds.arguments import describe_run
-from disco_ds.config import Config, load_config, render_ds_config
+from disco_ds.config import Config, OptimSettings, load_config, render_ds_config
 from disco_ds.engine import build_engine, set_lr
 from disco_ds.gpus import find_gpu
 from disco_ds.losses import build_loss
@@ -143,6 +143,15 @@ def test_stages_share_out_what_they_promise(tmp_path: Path) -> None:
 
 
 # What fits
+
+
+def test_states_of_every_optimizer_are_known(tmp_path: Path) -> None:
+    config = tiny(tmp_path, deepspeed={})
+    towers = trace(config, 4)
+    for name, numbers in {"adamw": 2, "lamb": 2, "lion": 1, "sgd": 1}.items():
+        chosen = config.model_copy(update={"optim": OptimSettings.model_validate({"name": name})})
+        held = plan_memory(chosen, 1, towers, NOTHING).moments["update"]["optimizer"]
+        assert held == 4 * numbers * towers.trained, name
 
 
 def test_search_finds_the_last_that_fits() -> None:

@@ -54,10 +54,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv)
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parse_args(sys.argv[2:] if argv is None else argv)
+def main(argv: list[str]) -> int:
     try:
-        return plan(args)
+        return plan(parse_args(argv))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

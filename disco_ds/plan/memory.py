@@ -100,7 +100,7 @@ def _states(
     e, K = DTYPES[precision(ds_config)].itemsize, config.num_micro_batches(N)
     P, F = towers.trained, towers.frozen
     share = -(-P // N)
-    numbers = {"adamw": 2, "lion": 1, "sgd": int(config.optim.momentum > 0)}[config.optim.name]
+    numbers = {"adamw": 2, "lamb": 2, "lion": 1, "sgd": int(config.optim.momentum > 0)}[config.optim.name]
     offloads = [_offloads(part) for part in (zero.offload_optimizer, zero.offload_param)]
     states = 4 * share * (1 + numbers) if level else 4 * P * numbers
     parameters, gradients, always = (P + F) * e, P * e, 0
