@@ -196,6 +196,7 @@ def build_loader(
         micro_batch=config.micro_batch,
         seed=config.seed,
         state=merge_states([part["data"] for part in saved.ranks]) if saved else None,
+        decode_twice=config.pixels == "compressed",
     )
 
 

@@ -187,8 +187,9 @@ class Config(Settings):
     """Length of the run; or `samples`."""
     samples: int | None = Field(None, gt=0)
     """Length of the run in samples, rounded down to whole steps; or `steps`."""
-    pixels: Literal["device", "host"] = "device"
-    """Where a step's uint8 images wait between the two passes of GradAccum: on the device, or pinned on the host."""
+    pixels: Literal["device", "host", "compressed"] = "device"
+    """How a step's images wait between the two passes of GradAccum: as uint8 on the device, or pinned on the host; or
+    compressed in the data workers, which then decode them twice."""
     timeout_s: float = Field(600.0, gt=0)
     """A collective that waits longer ends the run, naming the rank that did not come."""
     lost_after_s: float = Field(120.0, gt=0)

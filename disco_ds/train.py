@@ -12,7 +12,7 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -56,8 +56,6 @@ def train(run: Run) -> None:
     while done < num_steps:
         run.heart.mark(done, "reading data")
         data = run.loader.read_step()
-        run.metrics.add_wait(data.wait_s)
-        run.metrics.name_broken(done, data.broken)
         run.heart.mark(done, "computing")
         lr = learning_rate(done, num_steps, config.peak_lr, config.optim)
         logged = (done + 1) % config.log.every_steps == 0 or done + 1 == num_steps
@@ -75,6 +73,9 @@ def train(run: Run) -> None:
             in_a_row += 1
             pass_over(error, in_a_row, config.skip_nonfinite)
             continue
+        finally:
+            run.metrics.add_wait(data.wait_s)
+            run.metrics.name_broken(done, data.broken)
         if out.grad_norm is not None:  # else a loss scaler has skipped the step
             run.loss.commit()
         done, in_a_row = done + 1, 0
@@ -145,9 +146,8 @@ def log(run: Run, done: int, lr: float, out: StepOutput, data: StepData) -> None
     norm = None if out.grad_norm is None else out.grad_norm.item()
     values = {name: value.item() for name, value in out.metrics.items()}
     values |= {"scale": out.scale.item(), "lr": lr, "grad_norm": norm}
-    index = torch.cat([batch.index for batch in data.micro_batches])
     skipped = run.loader.state_dict()["steps"] - done
-    run.metrics.log(done, values, index, run.loader.broken, skipped)
+    run.metrics.log(done, values, torch.cat(data.index), run.loader.broken, skipped)
 
 
 def prepare(config: Config) -> Callable[[MicroBatch], tuple[Tensor, Tensor, Tensor]]:
@@ -162,15 +162,16 @@ def prepare(config: Config) -> Callable[[MicroBatch], tuple[Tensor, Tensor, Tens
     return on_device
 
 
-def hold_pixels(data: StepData, where: str) -> list[MicroBatch]:
+def hold_pixels(data: StepData, where: str) -> Sequence[MicroBatch]:
     """The step's micro-batches, moved one by one to where they shall wait between the two passes."""
-    device = comm.local_device()
-    for k, batch in enumerate(data.micro_batches):
-        if where == "device":
-            data.micro_batches[k] = batch.to(device)
-        elif device.type != "cpu":
-            data.micro_batches[k] = batch.pin_memory()
-    return data.micro_batches
+    device, batches = comm.local_device(), data.micro_batches
+    if isinstance(batches, list):  # else nobody holds them
+        for k, batch in enumerate(batches):
+            if where == "device":
+                batches[k] = batch.to(device)
+            elif device.type != "cpu":
+                batches[k] = batch.pin_memory()
+    return batches
 
 
 def save(run: Run, step: int, last: bool) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +25,7 @@ from shards import (
     write_shards,
 )
 
-from disco_ds.data import Loader, Manifest, merge_states
+from disco_ds.data import DataError, Loader, Manifest, merge_states
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +149,55 @@ def test_parts_of_a_step_are_not_all_held_beside_it(manifest: Manifest) -> None:
     loader.close()
     assert len(seen) == 32
     assert max(alive) <= 4
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_decoding_twice_gives_the_same_batches_and_holds_none(tmp_path: Path, workers: int) -> None:
+    def change(index: int, sample: dict[str, bytes]) -> dict[str, bytes]:
+        return sample | {"png": sample["png"][:40]} if index % 7 == 3 else sample
+
+    manifest = write_shards(tmp_path, SIZES, change)
+    options = {"workers": workers, "max_broken": 1.0}
+    held, streamed = (make_loader(manifest, settings(**options), micro_batch=3, decode_twice=twice) for twice in (0, 1))
+    try:
+        for step in range(6):
+            expected, data = held.read_step().micro_batches, streamed.read_step()
+            seen: list[weakref.ref[Any]] = []
+            last_given_up = step == 3  # the next step begins where this one would have
+            for k in [*range(8), *range(2 if last_given_up else 7)]:
+                batch = data.micro_batches[k]
+                for name in ("image", "text", "index", "epoch"):
+                    assert torch.equal(getattr(batch, name), getattr(expected[k], name))
+                seen.append(weakref.ref(batch))
+                assert sum(ref() is not None for ref in seen) <= 2
+            assert torch.equal(torch.cat(data.index), torch.cat([b.index for b in expected]))
+            assert streamed.state_dict() == held.state_dict()
+        assert streamed.broken > 0
+        with pytest.raises(RuntimeError, match="micro-batch 3 is asked for, 0 is due"):
+            _ = streamed.read_step().micro_batches[3]
+    finally:
+        held.close()
+        streamed.close()
+
+
+def test_worker_lost_between_the_passes_is_an_error(manifest: Manifest) -> None:
+    """Before the loss it is told as every error of the data; after it nothing may stand in for the images."""
+    loader = make_loader(manifest, settings(workers=1, prefetch=1), micro_batch=3, decode_twice=True)
+    try:
+        data = loader.read_step()
+        assert len(list(data.micro_batches)) == 8
+        assert data.error is None
+        before = loader.state_dict()
+        os.kill(loader.worker_pids[0], signal.SIGKILL)
+        with pytest.raises(DataError, match=r"step 1: data worker 0 of 1 \(pid \d+\) died"):
+            list(map(data.micro_batches.__getitem__, range(7)))
+        following = loader.read_step()
+        assert not any(batch.image.any() for batch in following.micro_batches)
+        assert following.error is not None
+        assert "died" in following.error
+        assert loader.state_dict() == before
+    finally:
+        loader.close()
 
 
 def read_pixels(loader: Loader, steps: int) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:

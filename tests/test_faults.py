@@ -92,13 +92,17 @@ def spoil_gradient(module: Any, arguments: tuple[Embeddings], out: Any) -> None:
 SPOIL = {"loss": spoil_loss, "gradient": spoil_gradient}
 
 
-def passed_over(path: Path, name: str, deepspeed: dict[str, Any], kinds: dict[int, str]) -> None:
-    """The run that passes batches over is, to the bit, the run that never had them."""
+def passed_over(
+    path: Path, name: str, deepspeed: dict[str, Any], kinds: dict[int, str], pixels: str = "device"
+) -> None:
+    """The run that passes batches over is, to the bit, the run that never had them, whose images wait on the device."""
     settings = {"deepspeed": deepspeed, "checkpoint": {"every_steps": 0}, "optim": {"lr": 1e-3, "warmup_steps": 2}}
     rewrite(path, **settings)
     runs = {}
     for kind in ("spoilt", "without"):
-        config = load_config(path, [f"name={name}-{kind}", f"skip_nonfinite={len(kinds)}", "log.tensorboard=false"])
+        where = pixels if kind == "spoilt" else "device"
+        own = [f"name={name}-{kind}", f"skip_nonfinite={len(kinds)}", f"pixels={where}", "log.tensorboard=false"]
+        config = load_config(path, own)
         with ExitStack() as stack:
             run = start(config, poisoned(kinds) if kind == "spoilt" else nothing, stack)
             if kind == "without":
@@ -168,7 +172,7 @@ NO_AUTOCAST = {"torch_autocast": {"enabled": False}}
 
 
 def non_finite_of_one_stage(path: Path) -> None:
-    passed_over(path, "one", CASES["zero1-fp32"], BOTH)
+    passed_over(path, "one", CASES["zero1-fp32"], BOTH, pixels="compressed")
     features(path)
     out_of_step()
 

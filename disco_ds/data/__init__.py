@@ -7,7 +7,8 @@
     table       a csv of image paths           folder      images in class sub-folders
     decode      bytes -> image, caption        source      all of them, or random pixels
     augment     images, on the device          worker      decoding processes
-    loader      a rank's micro-batches         sequential  every sample once, for evaluation
+    loader      a rank's stream of them        step_data   the micro-batches of a step
+    sequential  every sample once, for evaluation
 
 It imports the settings alone of the package, takes (rank, size) as integers and never communicates.
 """
@@ -18,12 +19,13 @@ from disco_ds.data.decode import ImageSpec
 from disco_ds.data.folder import ImageFolder, scan_folder, sort_labels
 from disco_ds.data.keyed import keyed_uniform
 from disco_ds.data.listing import Listing, list_shards, resolve_shards
-from disco_ds.data.loader import Loader, MicroBatch, StepData, merge_states
+from disco_ds.data.loader import Loader, merge_states
 from disco_ds.data.manifest import Manifest, Shard, load_manifest, write_manifest
 from disco_ds.data.mixture import Mixture
 from disco_ds.data.order import DataOrder, choose_slots
 from disco_ds.data.sequential import read_all, read_labels
 from disco_ds.data.source import fingerprint, load_sources
+from disco_ds.data.step_data import MicroBatch, StepData
 from disco_ds.data.table import Table
 from disco_ds.data.tar import BrokenSample, DataError
 

@@ -9,61 +9,31 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from disco_ds.data.decode import ImageSpec
 from disco_ds.data.manifest import Manifest
 from disco_ds.data.order import choose_slots, divide
 from disco_ds.data.source import Tokenize, fingerprint, mix, open_sources
+from disco_ds.data.step_data import DecodedTwice, MicroBatch, StepData
 from disco_ds.data.table import Table
 from disco_ds.data.tar import DataError
 from disco_ds.data.worker import Job, Part, Worker, produce_parts
 from disco_ds.data_settings import DataSettings
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    image: Tensor
-    """[m, 3, H, W] uint8."""
-    text: Tensor
-    """[m, L] int64."""
-    index: Tensor
-    """[m] int64 sample ids."""
-    epoch: Tensor
-    """[m] int64."""
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
-        return self._map(lambda value: value.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> MicroBatch:
-        return self._map(lambda value: value.pin_memory())
-
-    def _map(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
-        return MicroBatch(change(self.image), change(self.text), change(self.index), change(self.epoch))
-
-
-@dataclass(frozen=True)
-class StepData:
-    micro_batches: list[MicroBatch]
-    error: str | None
-    """Not None: the micro-batches are placeholders, for the collectives only."""
-    wait_s: float
-    """Time the trainer waited for data."""
-    broken: list[str]
-    """`shard/key: reason` of the samples skipped on the way to this step."""
-
-
 class Loader:
     """A rank's micro-batches in the data order; see order.py for which samples they hold.
 
     Args:    sources: what load_sources found; tokenize: captions -> [n, L] int64, sent to the workers by pickle; state:
-             None, or merge_states of every rank's state_dict, at any number of ranks.
+             None, or merge_states of every rank's state_dict, at any number of ranks; decode_twice: hold a step's
+             images compressed, in the workers, and decode them at each of GradAccum's passes.
     Raises:  ValueError when ranks, batch, slots or state do not fit, or the data differ from the state's.
     """
 
@@ -81,6 +51,7 @@ class Loader:
         micro_batch: int,
         seed: int,
         state: dict[str, Any] | None = None,
+        decode_twice: bool = False,
     ) -> None:
         if global_batch % (size * micro_batch):
             raise ValueError(
@@ -108,6 +79,8 @@ class Loader:
         self.broken: int = state["broken"] if rank == 0 else 0
         self.worker_pids: list[int] = []
         self._error: str | None = None
+        self._decode_twice = decode_twice
+        self._skip_rest: Callable[[], None] = lambda: None
         self._shape = (micro_batch, 3, *image.size)
         self._context_length = context_length
         self._resources = ExitStack()
@@ -120,6 +93,8 @@ class Loader:
             cursor=self._cursor,
             first=self._steps * global_batch // size,
             micro_batch=micro_batch,
+            num_micro_batches=self._num_parts,
+            decode_twice=decode_twice,
             image_size=image.size,
             context_length=context_length,
         )
@@ -127,23 +102,57 @@ class Loader:
 
     def read_step(self) -> StepData:
         """The next step's micro-batches; after an error placeholders and its text, at every call. Never raises."""
-        start = time.perf_counter()
         if self._error is None:
             try:
-                micro_batches, news = [], []
-                for _ in range(self._num_parts):
-                    # Joined at once: the parts of a whole step would be its images once more.
-                    parts = [receive() for receive in self._receive]
-                    micro_batches.append(self._join(parts))
-                    news += [(part.cursor, part.broken) for part in parts]
+                self._skip_rest()
+            except DataError as error:
+                self._error = str(error)
+        data = StepData()
+        if self._decode_twice:
+            data.micro_batches = DecodedTwice(self._num_parts, partial(self._read, data), partial(self._again, data))
+            self._skip_rest = data.micro_batches.skip
+        else:
+            data.micro_batches = [self._read(data) for _ in range(self._num_parts)]
+        return data
+
+    def _read(self, data: StepData) -> MicroBatch:
+        """A step's next micro-batch; after an error a placeholder."""
+        start, batch = time.perf_counter(), self._placeholder
+        if self._error is None:
+            try:
+                # Joined at once: the parts of a whole step would be its images once more.
+                parts = [receive() for receive in self._receive]
+                batch = self._join(parts)
             except Exception as error:
-                known = isinstance(error, (DataError, OSError))
-                text = str(error) if known else traceback.format_exc()
-                self._error = f"data of rank {self._rank}, step {self._steps + 1}: {text}"
+                self._error = self._describe(error, self._steps + 1)
             else:
-                broken = self._advance(news)
-                return StepData(micro_batches, None, time.perf_counter() - start, broken)
-        return StepData([self._placeholder()] * self._num_parts, self._error, time.perf_counter() - start, [])
+                data.index.append(batch.index)
+                for part in parts:
+                    data.cursor.update(part.cursor)
+                    data.broken += part.broken
+                if len(data.index) == self._num_parts:
+                    self._steps += 1
+                    self._cursor.update(data.cursor)
+                    self.broken += len(data.broken)
+        data.error = self._error
+        data.wait_s += time.perf_counter() - start
+        return batch
+
+    def _again(self, data: StepData) -> MicroBatch:
+        """A micro-batch decoded once more. Raises: DataError, since the step must not go on without it."""
+        start = time.perf_counter()
+        try:
+            batch = self._join([receive() for receive in self._receive])
+        except Exception as error:
+            raise DataError(self._describe(error, self._steps)) from None
+        data.wait_s += time.perf_counter() - start
+        return batch
+
+    def _describe(self, error: Exception, step: int) -> str:
+        """Within the `except` that has caught it."""
+        known = isinstance(error, (DataError, OSError))
+        text = str(error) if known else traceback.format_exc()
+        return f"data of rank {self._rank}, step {step}: {text}"
 
     def state_dict(self) -> dict[str, Any]:
         """Where this rank stands after the last step read without an error; merge_states joins those of all ranks."""
@@ -200,20 +209,11 @@ class Loader:
                 image[place], text[place], ids[place] = part.image, part.text, part.ids
         return MicroBatch(image, text, ids[:, 1].contiguous(), ids[:, 2].contiguous())
 
+    @cached_property
     def _placeholder(self) -> MicroBatch:
         zeros = torch.zeros(self._shape[0], dtype=torch.int64)
         text = torch.zeros(self._shape[0], self._context_length, dtype=torch.int64)
         return MicroBatch(torch.zeros(self._shape, dtype=torch.uint8), text, zeros, zeros)
-
-    def _advance(self, news: Iterable[tuple[dict[int, tuple[int, int]], list[str]]]) -> list[str]:
-        """Go on to the next step, by the cursor and the broken samples of each part. Returns: the latter."""
-        self._steps += 1
-        broken = []
-        for cursor, skipped in news:
-            self._cursor.update(cursor)
-            broken += skipped
-        self.broken += len(broken)
-        return broken
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
@@ -41,15 +42,18 @@ from disco_ds.data_settings import DataSettings, SourceSettings
 Tokenize = Callable[[list[str]], Tensor]
 """Captions -> [n, L] int64; it is sent to the workers, so it pickles."""
 
+Decode = Callable[[], Tensor]
+"""The image of a sample, [3, H, W] uint8, the same at every call; it holds what it takes, such as compressed bytes."""
+
 _CELLS = 8
 """A synthetic image is this many cells high and wide, each of one colour."""
 
 
 class Source(Protocol):
-    def read(self, shard: int, entry: int, epoch: int, index: int) -> tuple[Tensor, Tensor]:
-        """(image [3, H, W] uint8, text [L] int64) of a sample; index is its id.
+    def read(self, shard: int, entry: int, epoch: int, index: int) -> tuple[Decode, Tensor]:
+        """What decodes the image, and text [L] int64, of a sample; index is its id.
 
-        Raises:  BrokenSample; OSError when the shard itself cannot be read.
+        Raises:  BrokenSample, as does the first decoding; OSError when the shard itself cannot be read.
         """
 
     def name(self, shard: int, entry: int) -> str:
@@ -141,25 +145,25 @@ class ShardSource:
         self._captions = Captions(settings.captions)
         self._reader = _open(data, settings, num_slots)
 
-    def read(self, shard: int, entry: int, epoch: int, index: int) -> tuple[Tensor, Tensor]:
+    def read(self, shard: int, entry: int, epoch: int, index: int) -> tuple[Decode, Tensor]:
         members = self._reader.read(shard, entry)
         numbers = keyed_row(self._seed, epoch, index, CAPTION_COLUMN + 1, CROP_COLUMN)
         caption = self._captions.pick(members, numbers[CAPTION_COLUMN])
         data = find_image(members, self._settings.image_key)
-        if self._settings.crop_scale is None:
-            image = resize_for_evaluation(decode_image(data, self._settings.max_pixels), self._image)
-        else:
-            pixels = decode_pixels(data, self._settings.max_pixels)
-            image = resize_random_crop(
-                pixels, self._image, self._settings.crop_scale, self._settings.crop_ratio, numbers[:NUM_CROP_NUMBERS]
-            )
         text = self._tokenize([caption])
         if text.shape != (1, self._context_length):
             raise ValueError(
                 f"the tokenizer returned {tuple(text.shape)} for one caption, the model takes "
                 f"{(1, self._context_length)}: build both from one model config"
             )
-        return image, text[0]
+        return partial(self._decode, data, numbers[:NUM_CROP_NUMBERS]), text[0]
+
+    def _decode(self, data: bytes, uniform: Sequence[float]) -> Tensor:
+        settings = self._settings
+        if settings.crop_scale is None:
+            return resize_for_evaluation(decode_image(data, settings.max_pixels), self._image)
+        pixels = decode_pixels(data, settings.max_pixels)
+        return resize_random_crop(pixels, self._image, settings.crop_scale, settings.crop_ratio, uniform)
 
     def name(self, shard: int, entry: int) -> str:
         return self._reader.name(shard, entry)
@@ -187,7 +191,7 @@ class MixedSource:
         self._sources = sources
         self._first = [0, *accumulate(len(source.sizes) for source in sources)]
 
-    def read(self, shard: int, entry: int, epoch: int, index: int) -> tuple[Tensor, Tensor]:
+    def read(self, shard: int, entry: int, epoch: int, index: int) -> tuple[Decode, Tensor]:
         number = self._number(shard)
         return self._sources[number].read(shard - self._first[number], entry, epoch, index)
 
@@ -232,7 +236,7 @@ class SyntheticSource:
         self._vocab_size = vocab_size
         self._seed = seed
 
-    def read(self, shard: int, entry: int, epoch: int, index: int) -> tuple[Tensor, Tensor]:
+    def read(self, shard: int, entry: int, epoch: int, index: int) -> tuple[Decode, Tensor]:
         height, width = self._image.size
         num_cells = 3 * _CELLS * _CELLS
         # The epoch stays out of the key: a sample has one image and one caption.
@@ -243,7 +247,7 @@ class SyntheticSource:
         # As open_clip's tokenizer ends: its text towers pool at the largest token.
         text[0], text[-1] = self._vocab_size - 2, self._vocab_size - 1
         # Columns first: the rows are then copied whole.
-        return cells.index_select(2, columns).index_select(1, rows), text
+        return lambda: cells.index_select(2, columns).index_select(1, rows), text
 
     def name(self, shard: int, entry: int) -> str:
         return f"synthetic {shard}/{entry}"

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.multiprocessing import get_context
 
 from disco_ds.data.mixture import Mixture
-from disco_ds.data.source import Source
+from disco_ds.data.source import Decode, Source
 from disco_ds.data.tar import BrokenSample, DataError
 
 SPARE_BROKEN = 16
@@ -72,6 +72,10 @@ class Job:
     first: int
     """The rank's first sample number."""
     micro_batch: int
+    num_micro_batches: int
+    """Of a step."""
+    decode_twice: bool
+    """After a step's parts make all but the last once more, from the compressed images."""
     image_size: tuple[int, int]
     context_length: int
     worker: int = 0
@@ -90,8 +94,10 @@ class _Reader:
         self._broken = 0
         self._last: list[str] = []
 
-    def next(self, stream: int, epoch: int, offset: int, broken: list[str]) -> tuple[Tensor, Tensor, int, int, int]:
-        """(image, text, id, epoch, offset) of the stream's next good sample from (epoch, offset) on.
+    def next(
+        self, stream: int, epoch: int, offset: int, broken: list[str]
+    ) -> tuple[Tensor, Decode, Tensor, int, int, int]:
+        """(image, what decodes it, text, id, epoch, offset) of the stream's next good sample from (epoch, offset) on.
 
         Raises:  DataError when too many were broken, or all that the stream has in two epochs.
         """
@@ -102,7 +108,8 @@ class _Reader:
             index = self._order.index(shard, entry)
             self._read += 1
             try:
-                return *self._source.read(shard, entry, epoch, index), index, epoch, offset
+                decode, text = self._source.read(shard, entry, epoch, index)
+                return decode(), decode, text, index, epoch, offset
             except BrokenSample as error:
                 broken.append(f"{self._source.name(shard, entry)}: {error}")
             skipped += 1
@@ -126,29 +133,50 @@ class _Reader:
 
 
 def produce_parts(job: Job) -> Iterator[Part]:
-    """The parts of one worker for all micro-batches of its rank, without end.
+    """The parts of one worker for all micro-batches of its rank, step by step, without end.
 
     Raises:  DataError, OSError naming a shard that cannot be read.
     """
     reader, cursor = _Reader(job), dict(job.cursor)
-    start, m = job.first, job.micro_batch
+    start = job.first
     while True:
-        numbers = [(q - start, *divmod(q, len(job.slots))) for q in range(start, start + m)]
-        mine = [
-            (place, job.order.stream(job.slots[i], number))
-            for place, number, i in numbers
-            if i % job.num_workers == job.worker
-        ]
-        image = torch.empty(len(mine), 3, *job.image_size, dtype=torch.uint8)
-        text = torch.empty(len(mine), job.context_length, dtype=torch.int64)
-        ids = torch.empty(len(mine), 3, dtype=torch.int64)
-        broken: list[str] = []
-        for row, (place, stream) in enumerate(mine):
-            image[row], text[row], index, epoch, offset = reader.next(stream, *cursor[stream], broken)
-            ids[row] = torch.tensor((place, index, epoch))
-            cursor[stream] = epoch, offset + 1
-        yield Part(image, text, ids, {stream: cursor[stream] for _, stream in mine}, broken)
-        start += m
+        first_pass = []
+        for _ in range(job.num_micro_batches):
+            part, decoders = _produce(job, reader, cursor, start)
+            yield part
+            if job.decode_twice:
+                first_pass.append((part.text, part.ids, decoders))
+            start += job.micro_batch
+        for text, ids, decoders in first_pass[:-1]:
+            image = _empty_images(job, len(decoders))
+            for row, decode in enumerate(decoders):
+                image[row] = decode()
+            yield Part(image, text, ids, cursor={}, broken=[])
+
+
+def _produce(job: Job, reader: _Reader, cursor: dict[int, tuple[int, int]], start: int) -> tuple[Part, list[Decode]]:
+    """The part of the micro-batch from the rank's sample number `start` on, and its images' decoders."""
+    numbers = [(q - start, *divmod(q, len(job.slots))) for q in range(start, start + job.micro_batch)]
+    mine = [
+        (place, job.order.stream(job.slots[i], number))
+        for place, number, i in numbers
+        if i % job.num_workers == job.worker
+    ]
+    image = _empty_images(job, len(mine))
+    text = torch.empty(len(mine), job.context_length, dtype=torch.int64)
+    ids = torch.empty(len(mine), 3, dtype=torch.int64)
+    broken: list[str] = []
+    decoders = []
+    for row, (place, stream) in enumerate(mine):
+        image[row], decode, text[row], index, epoch, offset = reader.next(stream, *cursor[stream], broken)
+        ids[row] = torch.tensor((place, index, epoch))
+        cursor[stream] = epoch, offset + 1
+        decoders.append(decode)
+    return Part(image, text, ids, {stream: cursor[stream] for _, stream in mine}, broken), decoders
+
+
+def _empty_images(job: Job, num: int) -> Tensor:
+    return torch.empty(num, 3, *job.image_size, dtype=torch.uint8)
 
 
 class Worker:
