@@ -142,9 +142,6 @@ def test_stages_share_out_what_they_promise(tmp_path: Path) -> None:
         parts(3, offload_optimizer={"device": "nvme", "nvme_path": "/x"})
 
 
-# What fits
-
-
 def test_states_of_every_optimizer_are_known(tmp_path: Path) -> None:
     config = tiny(tmp_path, deepspeed={})
     towers = trace(config, 4)
@@ -152,6 +149,24 @@ def test_states_of_every_optimizer_are_known(tmp_path: Path) -> None:
         chosen = config.model_copy(update={"optim": OptimSettings.model_validate({"name": name})})
         held = plan_memory(chosen, 1, towers, NOTHING).moments["update"]["optimizer"]
         assert held == 4 * numbers * towers.trained, name
+
+
+def test_host_holds_images_as_the_recipe_says(tmp_path: Path) -> None:
+    """4,096 samples of 2 ranks; the sums are those of a rank."""
+    config = tiny(tmp_path, global_batch=4096, micro_batch=16, data__workers=3, data__prefetch=5)
+    towers = trace(config, 16)
+    image = towers.sample  # and its caption
+
+    def host(pixels: str) -> dict[str, int]:
+        return plan_memory(config.model_copy(update={"pixels": pixels}), 2, towers, image_bytes=700).host
+
+    ahead = {"pixels, ahead": 5 * 16 * image}
+    assert host("device") == {"pixels, read": (2048 + 16) * image} | ahead
+    assert host("host") == {"pixels, read": (2048 + 16) * image, "pixels, pinned": 128 * 2**16} | ahead
+    assert host("compressed") == {"pixels, read": 3 * 16 * image, "images, compressed": 2048 * 700} | ahead
+
+
+# What fits
 
 
 def test_search_finds_the_last_that_fits() -> None:
@@ -206,7 +221,7 @@ def test_plan_says_what_does_not_fit_and_draws_it(
     out = capsys.readouterr().out
     assert "DOES NOT FIT: 2" in out
     assert "most of it: loss, 20.0" in out
-    assert "decoding them again is not there" in out
+    assert "with pixels=compressed 0.2 GB (at 30 kB each), decoded twice" in out
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

@@ -12,7 +12,7 @@ from disco_ds.config import Config, load_config
 from disco_ds.gpus import GPUS, find_gpu
 from disco_ds.plan.fit import fit, write_recipe
 from disco_ds.plan.measure import measure
-from disco_ds.plan.memory import GIB, PARTS, Memory, Slack, describe_pixels, plan_memory
+from disco_ds.plan.memory import GIB, IMAGE_BYTES, PARTS, Memory, Slack, describe_pixels, plan_memory
 from disco_ds.plan.speed import BETWEEN_HOSTS, EFFICIENCY, Rates, plan_speed
 from disco_ds.plan.towers import Towers, trace
 
@@ -44,6 +44,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         "--slack", type=float, default=Slack.share, help="fraction lost to the allocator (%(default)s)"
     )
     assumed.add_argument("--context", type=float, default=Slack.gib, help="GiB of CUDA, NCCL, libraries (%(default)s)")
+    assumed.add_argument(
+        "--image-kb", type=float, default=IMAGE_BYTES / 1000, help="of a compressed image (%(default)s)"
+    )
     assumed.add_argument("--per-host", type=int, default=8, help="GPUs of a host (%(default)s)")
     assumed.add_argument("--flops", type=float, metavar="T", help="TFLOP/s of 16-bit products (default: the GPU's)")
     assumed.add_argument("--efficiency", type=float, default=EFFICIENCY, help="fraction reached (%(default)s)")
@@ -71,14 +74,19 @@ def plan(args: argparse.Namespace) -> int:
     ranks = count_ranks(config.ranks if args.ranks is None else args.ranks, args.hostfile)
     gpu = find_gpu(args.gpu_memory, args.flops, args.link)
     per_host = min(ranks, args.per_host)
-    assumed: dict[str, Any] = {"slack": Slack(args.slack, args.context), "num_samples": args.data_samples}
+    assumed: dict[str, Any] = {
+        "slack": Slack(args.slack, args.context),
+        "num_samples": args.data_samples,
+        "image_bytes": int(1000 * args.image_kb),
+    }
     if args.fit:
         config = fit(config, ranks, gpu.gib, args.host_memory, per_host, **assumed)
     words = config.describe(ranks)  # raises where the batch does not divide, before the trace
     towers = trace(config, config.micro_batch)
     memory = plan_memory(config, ranks, towers, **assumed)
     lines = [f"{config.name}: {words}", "", table(memory), verdict(memory, gpu.gib)]
-    lines += ["", describe_host(config, ranks, per_host, memory, towers), ""]
+    lines += ["", describe_host(per_host, memory)]
+    lines += [describe_pixels(config.global_batch // ranks, towers, assumed["image_bytes"]), ""]
     lines += scaling(config, ranks, towers, Rates(gpu, args.efficiency, args.bandwidth, args.per_host), assumed)
     print("\n".join(lines))
     if args.fit:
@@ -104,11 +112,10 @@ def verdict(memory: Memory, gib: float) -> str:
     return f"{words}: {memory.total / GIB:.2f} of {gib:g} GiB, at its peak in {memory.peak}{'' if fits else most}"
 
 
-def describe_host(config: Config, ranks: int, per_host: int, memory: Memory, towers: Towers) -> str:
+def describe_host(per_host: int, memory: Memory) -> str:
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in memory.host.items())
     of_all = per_host * sum(memory.host.values()) / GIB
-    told = f"host: {of_all:,.1f} GiB for {per_host} ranks, beside Python and its libraries; of one rank: {parts}"
-    return f"{told}\n{describe_pixels(config.global_batch // ranks, towers)}"
+    return f"host: {of_all:,.1f} GiB for {per_host} ranks, beside Python and its libraries; of one rank: {parts}"
 
 
 def scaling(config: Config, ranks: int, towers: Towers, rates: Rates, assumed: dict[str, Any]) -> list[str]:

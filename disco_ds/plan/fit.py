@@ -27,7 +27,7 @@ def fit(config: Config, ranks: int, gib: float, host_gib: float | None, per_host
     """The recipe with the largest global batch, over micro-batches, activation checkpointing and where pixels wait.
 
     Args:   gib: of a GPU; host_gib: of a host, of per_host ranks; None: pixels stay on the device;
-            assumed: plan_memory's slack and num_samples.
+            assumed: plan_memory's slack, num_samples, image_bytes.
     Raises: ValueError when nothing fits, with the least that is needed.
     """
 
@@ -49,7 +49,7 @@ def fit(config: Config, ranks: int, gib: float, host_gib: float | None, per_host
         replays = (K - 1) / K if K else 0
         return part * K, (towers.flops + replays * towers.replay_flops) / m, -m, change(part * K, m, saves, pixels)
 
-    places = ("device",) if host_gib is None else ("device", "host")
+    places = ("device",) if host_gib is None else ("device", "host", "compressed")
     found = [reach(*choice) for choice in product((False, True), TRIED, places)]
     enough = max(1, NEARLY * max(B for B, *_ in found))
     for *_, best in sorted((item for item in found if item[0] >= enough), key=lambda item: item[1:3]):

@@ -15,8 +15,8 @@ from disco_ds.plan.towers import DTYPES, Towers
 
 GIB = 2**30
 PARTS = ("parameters", "gradients", "optimizer", "activations", "features", "loss", "pixels", "communication", "slack")
-JPEG_BYTES = 30_000
-"""Of a compressed image: an assumption, to say what holding those would take."""
+IMAGE_BYTES = 30_000
+"""Of a compressed image: an assumption."""
 ALLREDUCE = 500_000_000
 """Elements that DeepSpeed flattens at a time at ZeRO 0."""
 
@@ -53,11 +53,17 @@ class Memory:
 
 
 def plan_memory(
-    config: Config, ranks: int, towers: Towers, slack: Slack | None = None, num_samples: int | None = None
+    config: Config,
+    ranks: int,
+    towers: Towers,
+    slack: Slack | None = None,
+    num_samples: int | None = None,
+    image_bytes: int = IMAGE_BYTES,
 ) -> Memory:
     """Memory of one of `ranks` GPUs under this recipe.
 
-    Args:   towers: of the recipe's micro_batch; num_samples: of the data, for losses that keep numbers of each.
+    Args:   towers: of the recipe's micro_batch; num_samples: of the data, for losses that keep numbers of each;
+            image_bytes: of a compressed image, for recipes that hold those.
     Raises: ValueError for a recipe that does not fit the ranks, a loss or an offload that is not known here.
     """
     ds_config, slack = render_ds_config(config, ranks), slack or Slack()
@@ -78,7 +84,7 @@ def plan_memory(
         moment["loss"] = moment.get("loss", 0) + (0 if cost.state_on_host else cost.state)
         moment["slack"] = int(slack.share * sum(moment.values()) + slack.gib * GIB)
     ordered = {name: {part: moment.get(part, 0) for part in PARTS} for name, moment in moments.items()}
-    return Memory(ordered, _host(config, b, towers, cost) | host)
+    return Memory(ordered, _host(config, b, towers, cost, image_bytes) | host)
 
 
 def known_samples(config: Config, given: int | None) -> int:
@@ -141,11 +147,15 @@ def _offloads(settings: Any) -> bool:
     return place == "cpu"
 
 
-def _host(config: Config, b: int, towers: Towers, cost: LossCost) -> dict[str, int]:
+def _host(config: Config, b: int, towers: Towers, cost: LossCost, image_bytes: int) -> dict[str, int]:
     """Of one rank, beside Python and its libraries."""
     m, image, workers = config.micro_batch, towers.sample, config.data.workers
-    # A step is read when the one before is gone; the parts of several workers are joined for each micro-batch.
-    host = {"pixels, read": b * image + (m * image if workers > 1 else 0)}
+    # A step is read when the one before is gone, a micro-batch on demand beside the one before; the parts of several
+    # workers are joined for each micro-batch.
+    held = 2 * m if config.pixels == "compressed" else b
+    host = {"pixels, read": held * image + (m * image if workers > 1 else 0)}
+    if config.pixels == "compressed":
+        host["images, compressed"] = b * image_bytes
     if workers:
         host["pixels, ahead"] = config.data.prefetch * m * image
     if config.pixels == "host":
@@ -156,12 +166,11 @@ def _host(config: Config, b: int, towers: Towers, cost: LossCost) -> dict[str, i
     return host
 
 
-def describe_pixels(b: int, towers: Towers) -> str:
-    """What holding the step's images takes, and what would take less."""
+def describe_pixels(b: int, towers: Towers, image_bytes: int) -> str:
+    """What holding the step's images takes, either way."""
     return (
         f"pixels: {b:,} samples a rank are {b * towers.sample / 1e9:,.1f} GB as uint8, held between the two passes; "
-        f"as compressed images they would be {b * JPEG_BYTES / 1e9:,.1f} GB (at {JPEG_BYTES / 1000:g} kB each, an "
-        "assumption), but decoding them again is not there"
+        f"with pixels=compressed {b * image_bytes / 1e9:,.1f} GB (at {image_bytes / 1000:g} kB each), decoded twice"
     )
 
 
