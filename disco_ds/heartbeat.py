@@ -43,7 +43,7 @@ class Heartbeat:
 
     def __init__(self, lost_after_s: float, stuck_after_s: float):
         self.lost_after_s, self.stuck_after_s = lost_after_s, stuck_after_s
-        self.interval_s = min(INTERVAL_S, lost_after_s / 5)
+        self.interval_s = min(INTERVAL_S, lost_after_s / 10)
         self.step, self.doing, self.marks = 0, "starting", 0
         self._marked = self._answered = time.monotonic()
         self._count = 0
@@ -105,7 +105,9 @@ class Heartbeat:
 
     @property
     def _patience_s(self) -> float:
-        return min(self.lost_after_s, HURRY_S) if self._hurry else self.lost_after_s
+        """How long a beat may stay the same. Up to two intervals pass until it is seen, and one until it is looked at."""
+        usual = self.lost_after_s - 3 * self.interval_s
+        return min(usual, HURRY_S) if self._hurry else usual
 
     def _beat(self) -> None:
         """The thread that uses the store."""
