@@ -105,7 +105,7 @@ class Heartbeat:
 
     @property
     def _patience_s(self) -> float:
-        """How long a beat may stay the same. Up to two intervals pass until it is seen, and one until it is looked at."""
+        """How long a beat may stay the same: up to two intervals pass until it is seen, one until it is looked at."""
         usual = self.lost_after_s - 3 * self.interval_s
         return min(usual, HURRY_S) if self._hurry else usual
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -27,7 +28,7 @@ from disco_ds.doctor.__main__ import main
 from disco_ds.doctor.here import check_batch, check_data, check_ds_config
 from disco_ds.doctor.hosts import check_hosts, judge
 from disco_ds.doctor.probe import probe
-from disco_ds.doctor.ranks import check_gradients, run_alone, shrink
+from disco_ds.doctor.ranks import check_gradients, check_other_hosts, run_alone, shrink
 from disco_ds.doctor.versions import PACKAGES, check_versions
 from disco_ds.ds_config import find_ds_configs, read_ds_config
 from disco_ds.losses import Embeddings, LossOutput, list_losses
@@ -337,7 +338,26 @@ def test_shared_memory_that_the_data_workers_would_fill_fails(tmp_path: Path) ->
     assert f"the data workers of a rank need {1_000_000 * 16 * 3 * 224**2 / 2**20:,.0f}" in line.found
 
 
-# The step and the collectives
+# The ranks: their data, the step, the collectives
+
+
+def on_hosts(homes: list[str]) -> list[Line]:
+    """Each rank as if on a host of its own, with its own ~."""
+    os.environ.update(LOCAL_RANK="0", HOME=homes[comm.rank()])
+    return list(check_other_hosts(data_of("~/shards")))
+
+
+def test_data_that_another_host_lacks_or_has_broken_are_told_with_its_name(tmp_path: Path) -> None:
+    homes = [tmp_path / name for name in ("first", "other", "lacks", "broken")]
+    for home in (*homes[:2], homes[3]):
+        write_shards(home / "shards", [20, 20])
+    assert "ok    data            read on 1 more host(s)" in str(run_ranks(on_hosts, 2, list(map(str, homes)))[0][0])
+    write_shards(homes[3] / "shards", [20, 20], lambda index, sample: sample | {"png": sample["png"][:50]})
+    lines = run_ranks(on_hosts, 3, [str(homes[i]) for i in (0, 2, 3)])[0]
+    host = socket.gethostname()
+    assert statuses(lines) == [("fail", "data"), ("fail", "samples")], lines
+    assert lines[0].found.startswith(f"{host}: data.shards: ")
+    assert lines[1].found.startswith(f"{host}: 40 read, 40 broken")
 
 
 class Local(Loss):

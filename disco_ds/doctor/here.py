@@ -82,13 +82,18 @@ def check_batch(config: Config, ranks: int) -> Iterator[Line]:
         yield Line("warn", "batch", found, "raise micro_batch; model.activation_checkpointing makes room")
 
 
-def check_data(config: Config, ranks: int) -> Iterator[Line]:
-    """Counts, a few samples of each source, slots. Raises: ValueError, see load_sources and choose_slots."""
-    data, sources = config.data, load_sources(config.data)
-    for part, source in zip(data.parts, sources, strict=True):
+def check_sources(config: Config) -> Iterator[Line]:
+    """Counts and a few samples of each source, as this host has them. Raises: ValueError, see load_sources."""
+    for part, source in zip(config.data.parts, load_sources(config.data), strict=True):
         if isinstance(source, Manifest):
             yield _count(source, config)
-        yield _read(source, data.settings_of(part))
+        yield _read(source, config.data.settings_of(part))
+
+
+def check_data(config: Config, ranks: int) -> Iterator[Line]:
+    """The sources, how many samples and slots. Raises: ValueError, see load_sources and choose_slots."""
+    yield from check_sources(config)
+    data, sources = config.data, load_sources(config.data)
     sizes = [size for source in sources for size in source.sizes] or [data.num_samples]
     slots = choose_slots(len(sizes), sum(sizes), data.slots, ranks) if sources else ranks * data.workers
     few = slots < ranks * data.workers
@@ -120,7 +125,8 @@ def _read(source: Manifest | Table, data: DataSettings) -> Line:
     chosen = {(shard, i * sizes[shard] // _SAMPLES) for shard in (0, last // 2, last) for i in range(_SAMPLES)}
     for shard, entry in sorted(chosen):
         try:
-            reader.read(shard, entry, 0, entry)
+            decode, _ = reader.read(shard, entry, 0, entry)
+            decode()
         except BrokenSample as error:
             broken.append(f"{reader.name(shard, entry)}: {error}")
     reader.close()

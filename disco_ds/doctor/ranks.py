@@ -1,12 +1,14 @@
-"""On the user's ranks: one step of a small model against one process, and the speed of the collectives.
+"""On the user's ranks: the data as each host has them, a step against one process, the speed of the collectives.
 
-The step has the run's loss, stage, precision and communication. Its model has no dropout and its optimizer is SGD: the
-change of the weights is the gradient that was used.
+The step has the run's loss, stage, precision and communication, and a small model without dropout. Its optimizer is
+SGD: the change of the weights is the gradient that was used.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 from disco_ds import comm
 from disco_ds.config import Config, OptimSettings, render_ds_config
 from disco_ds.doctor import Line, examine
+from disco_ds.doctor.here import check_sources
 from disco_ds.ds_config import precision, stage
 from disco_ds.engine import build_engine, set_lr
 from disco_ds.losses import Embeddings, build_loss
@@ -53,7 +56,19 @@ def look_at_ranks(config: Config, ranks: int, first: bool, gradients: bool) -> I
         if gradients:
             yield from examine("gradients", lambda: check_gradients(small, alone), *alike)
         if ranks > 1:
+            yield from check_other_hosts(config)
             yield from examine("bandwidth", check_bandwidth, *alike)
+
+
+def check_other_hosts(config: Config) -> Iterator[Line]:
+    """The data as they are read on every host but the first rank's, which has told already. Collective."""
+    looks = comm.rank() > 0 and os.environ["LOCAL_RANK"] == "0"
+    mine = examine("data", lambda: check_sources(config), Exception) if looks else None
+    reports = [(host, lines) for host, lines in comm.gather_objects((socket.gethostname(), mine)) if lines is not None]
+    wrong = [(host, line) for host, lines in reports for line in lines if line.status != "ok"]
+    yield from (line._replace(found=f"{host}: {line.found}") for host, line in wrong)
+    if reports and not wrong:
+        yield Line("ok", "data", f"read on {len(reports)} more host(s)")
 
 
 def shrink(config: Config, ranks: int) -> Config:
