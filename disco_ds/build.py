@@ -33,7 +33,7 @@ from disco_ds.losses import build_loss
 from disco_ds.losses.base import Loss
 from disco_ds.metrics import Metrics, rewind_tensorboard
 from disco_ds.model import build_model, build_tokenizer, read_architecture, read_preprocessing, read_text_size
-from disco_ds.run_folder import FINISHED, RunFolder, find_run_folder, make_run_folder, make_token
+from disco_ds.run_folder import CONFIG, FINISHED, RunFolder, find_run_folder, make_run_folder, make_token
 
 logger = logging.getLogger(__name__)
 
@@ -248,5 +248,5 @@ def write_settings(config: Config, ds_config: dict[str, Any], folder: Path) -> N
     """config.yaml and ds_config.json: what this run really used. Collective."""
     with comm.together(f"writing the settings into {folder}"):
         if comm.rank() == 0:
-            (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+            (folder / CONFIG).write_text(config.to_yaml(), encoding="utf-8")
             (folder / "ds_config.json").write_text(json.dumps(ds_config, indent=2) + "\n", encoding="utf-8")

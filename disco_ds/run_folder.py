@@ -16,7 +16,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from disco_ds.recipe_yaml import parse
+
 CHECKPOINTS = "checkpoints"
+CONFIG = "config.yaml"
 FINISHED = "finished.json"
 """Written when a run has done all its steps: success is this file, not the launcher's exit code."""
 LAUNCHED = "launch.json"
@@ -66,11 +69,18 @@ def find_run_folder(runs: Path, name: str, resume: str) -> RunFolder:
     found = [
         (int(match.group(1) or 1), path)
         for path in (runs.iterdir() if runs.is_dir() else ())
-        if (match := numbered.fullmatch(path.name)) and path.is_dir()
+        if (match := numbered.fullmatch(path.name)) and path.is_dir() and _may_be_called(path, name)
     ]
     if not found:
         raise ValueError(f"--resume latest: no run called {name} in {runs}; start one without --resume")
     return RunFolder(max(found)[1])
+
+
+def _may_be_called(path: Path, name: str) -> bool:
+    """Folder a-2 is the second run of recipe a, or the first of one that is called a-2: its config.yaml knows."""
+    with suppress(OSError, ValueError, AttributeError):
+        return parse((path / CONFIG).read_text(encoding="utf-8"), CONFIG).get("name") == name
+    return True
 
 
 def make_token(path: Path) -> Path:

@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from disco_ds.run_folder import CHECKPOINTS, FINISHED, RunFolder, find_run_folder, make_run_folder, mark_finished
+from disco_ds.run_folder import (
+    CHECKPOINTS,
+    CONFIG,
+    FINISHED,
+    RunFolder,
+    find_run_folder,
+    make_run_folder,
+    mark_finished,
+)
 
 HOLD = """
 import sys
@@ -50,6 +58,20 @@ def test_find_run_folder_latest_is_the_highest_number(tmp_path: Path) -> None:
     folder = find_run_folder(tmp_path, "a", "latest")
     folder.close()
     assert folder.path == tmp_path / "a-10"
+
+
+def test_find_run_folder_leaves_runs_of_another_name(tmp_path: Path) -> None:
+    for folder, name in (("a", "a"), ("a-2", "a"), ("a-3", "a-3"), ("a-4", "a-3")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / CONFIG).write_text(f"name: {name}\nsteps: 3\n")
+    found = find_run_folder(tmp_path, "a", "latest")
+    found.close()
+    assert found.path.name == "a-2"
+    for broken in ("", "steps: [", "just text"):
+        (tmp_path / "a-4" / CONFIG).write_text(broken)
+        found = find_run_folder(tmp_path, "a", "latest")
+        found.close()
+        assert found.path.name == "a-4", "its lock or its checkpoints will tell"
 
 
 def test_find_run_folder_name_is_taken_literally(tmp_path: Path) -> None:
