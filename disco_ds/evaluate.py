@@ -23,6 +23,7 @@ from disco_ds.data import ImageSpec
 from disco_ds.eval import Result, describe, evaluate_sets, load_sets
 from disco_ds.model import build_model, build_tokenizer, read_preprocessing
 from disco_ds.recipe_yaml import assign, split_override
+from disco_ds.run_folder import CONFIG
 from disco_ds.watchdog import die_with_launcher
 from disco_ds.weights import build_from, read_weights
 
@@ -59,7 +60,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 def read_settings(args: argparse.Namespace) -> Config:
     """Of --config, else of the run that the model belongs to, else none but the overrides. Raises: ValueError."""
     path = Path(args.model)
-    own = [folder / "config.yaml" for folder in (path, *path.parents[:2]) if (folder / "config.yaml").is_file()]
+    own = [folder / CONFIG for folder in (path, *path.parents[:2]) if (folder / CONFIG).is_file()]
     if args.config or (own and not args.weights):
         config = load_config(args.config or own[0], args.overrides)
     else:

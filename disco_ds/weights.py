@@ -25,6 +25,7 @@ from disco_ds import checkpoint
 from disco_ds.config import ModelSettings, load_config
 from disco_ds.model import build_model, read_architecture, read_preprocessing
 from disco_ds.run_folder import CHECKPOINTS
+from disco_ds.run_folder import CONFIG as RUN_CONFIG
 
 CONFIG = "open_clip_config.json"
 TENSORS = "open_clip_model.safetensors"
@@ -115,7 +116,7 @@ def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 def _read_checkpoint(path: Path) -> Weights:
     architecture = checkpoint.read_meta(path)["identity"]["model.config"]
-    recipe = path.parent.parent / "config.yaml"
+    recipe = path.parent.parent / RUN_CONFIG
     if not recipe.is_file():
         raise ValueError(f"{path} is not inside a run folder: {recipe} is missing")
     return _assemble(path, load_config(recipe).model.name, architecture, {}, dict(read_tensors(path)))
