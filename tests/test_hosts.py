@@ -302,7 +302,9 @@ def test_cluster_returns_the_commands_exit_code_and_leaves_nothing(possible: Non
         ) as ended:
             assert ended.stdout is not None
             assert ended.stdout.readline() == "up\n"
-            assert sum(process.cmdline() == ["sleep", "200"] for process in marked(marker)) == 2
+            wait_for(
+                lambda: sum(process.cmdline() == ["sleep", "200"] for process in marked(marker)) == 2, "both sleeps"
+            )
             ended.send_signal(number)
             assert ended.wait(timeout=60) == code
         wait_for(lambda: not marked(marker), "every process to end", 10)
