@@ -38,7 +38,7 @@ def measure_towers(config: Config, m: int, device: torch.device) -> Towers:
     @contextmanager
     def on_cpu(name: str) -> Iterator[None]:
         nonlocal base
-        # oneDNN's kernels take scratch memory (110 MiB for a convolution in 16 bits) that no GPU's kernels need.
+        # oneDNN's kernels take scratch memory (110 MiB for a convolution in 16 bits), which tells nothing of a GPU's.
         with torch.backends.mkldnn.flags(enabled=False), profile(profile_memory=True) as profiler:
             yield
         events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
