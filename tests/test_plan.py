@@ -45,6 +45,7 @@ def test_trace_agrees_with_a_measured_step(kind: str, saves: bool, tmp_path: Pat
     config = tiny(tmp_path, model__activation_checkpointing=saves, deepspeed=AUTOCAST if kind == "autocast" else {})
     traced, found = trace(config, 64, like_gpu=False), measure_towers(config, 64, CPU)
     for name in ("replay", "forward", "held", "backward"):
+        print(f"{kind}, checkpointing {saves}, {name}: {getattr(traced, name) / getattr(found, name) - 1:+.1%}")
         assert getattr(traced, name) == pytest.approx(getattr(found, name), rel=0.05), name
     assert traced.held < traced.backward
     assert traced.replay < traced.held or saves

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -82,9 +82,9 @@ def check_batch(config: Config, ranks: int) -> Iterator[Line]:
         yield Line("warn", "batch", found, "raise micro_batch; model.activation_checkpointing makes room")
 
 
-def check_sources(config: Config) -> Iterator[Line]:
-    """Counts and a few samples of each source, as this host has them. Raises: ValueError, see load_sources."""
-    for part, source in zip(config.data.parts, load_sources(config.data), strict=True):
+def check_sources(config: Config, sources: Sequence[Manifest | Table]) -> Iterator[Line]:
+    """Counts and a few samples of each source, as this host has them."""
+    for part, source in zip(config.data.parts, sources, strict=True):
         if isinstance(source, Manifest):
             yield _count(source, config)
         yield _read(source, config.data.settings_of(part))
@@ -92,8 +92,8 @@ def check_sources(config: Config) -> Iterator[Line]:
 
 def check_data(config: Config, ranks: int) -> Iterator[Line]:
     """The sources, how many samples and slots. Raises: ValueError, see load_sources and choose_slots."""
-    yield from check_sources(config)
     data, sources = config.data, load_sources(config.data)
+    yield from check_sources(config, sources)
     sizes = [size for source in sources for size in source.sizes] or [data.num_samples]
     slots = choose_slots(len(sizes), sum(sizes), data.slots, ranks) if sources else ranks * data.workers
     few = slots < ranks * data.workers

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from disco_ds import comm
 from disco_ds.config import Config, OptimSettings, render_ds_config
+from disco_ds.data import load_sources
 from disco_ds.doctor import Line, examine
 from disco_ds.doctor.here import check_sources
 from disco_ds.ds_config import precision, stage
@@ -63,7 +64,7 @@ def look_at_ranks(config: Config, ranks: int, first: bool, gradients: bool) -> I
 def check_other_hosts(config: Config) -> Iterator[Line]:
     """The data as they are read on every host but the first rank's, which has told already. Collective."""
     looks = comm.rank() > 0 and os.environ["LOCAL_RANK"] == "0"
-    mine = examine("data", lambda: check_sources(config), Exception) if looks else None
+    mine = examine("data", lambda: check_sources(config, load_sources(config.data)), Exception) if looks else None
     reports = [(host, lines) for host, lines in comm.gather_objects((socket.gethostname(), mine)) if lines is not None]
     wrong = [(host, line) for host, lines in reports for line in lines if line.status != "ok"]
     yield from (line._replace(found=f"{host}: {line.found}") for host, line in wrong)
