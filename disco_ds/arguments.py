@@ -21,7 +21,8 @@ def recipe_parser(prog: str, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=prog, description=description)
     parser.add_argument("--config", required=True, metavar="NAME|FILE", help="a recipe: a bundled name or a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. optim.lr=1e-3 deepspeed=zero3")
-    parser.add_argument("--resume", metavar="latest|FOLDER", help="go on from a run folder's last complete checkpoint")
+    resume = "go on from a run folder's last complete checkpoint, or from RUN/checkpoints/step-N"
+    parser.add_argument("--resume", metavar="latest|FOLDER", help=resume)
     return parser
 
 

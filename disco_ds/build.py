@@ -19,7 +19,7 @@ from typing import Any
 import numpy
 import torch
 
-from disco_ds import checkpoint, comm, reshape
+from disco_ds import checkpoint, comm
 from disco_ds.checkpoint import Saved
 from disco_ds.config import Config, render_ds_config
 from disco_ds.copies import Copies
@@ -33,6 +33,7 @@ from disco_ds.losses import build_loss
 from disco_ds.losses.base import Loss
 from disco_ds.metrics import Metrics, rewind_tensorboard
 from disco_ds.model import build_model, build_tokenizer, read_architecture, read_preprocessing, read_text_size
+from disco_ds.resume import choose, restore, set_newer_aside
 from disco_ds.run_folder import CONFIG, FINISHED, RunFolder, find_run_folder, make_run_folder, make_token
 
 logger = logging.getLogger(__name__)
@@ -61,10 +62,11 @@ class Run:
     """In a row."""
 
 
-def build(config: Config, resume: str | None, stack: ExitStack) -> Run:
+def build(config: Config, resume: str | None, stack: ExitStack, unattended: bool = False) -> Run:
     """Everything, in an order that finds mistakes before work is done. Collective.
 
-    Args:   resume: "latest", or a run folder to go on in; None for a new one; stack: closes what is opened.
+    Args:   resume: "latest", a run folder to go on in, or one of its checkpoints; None for a new one; stack: closes
+            what is opened; unattended: an older checkpoint is taken where the newest is damaged.
     Raises: ValueError on every rank alike.
     """
     ranks = comm.size()
@@ -85,12 +87,8 @@ def build(config: Config, resume: str | None, stack: ExitStack) -> Run:
     data = fingerprint(config.data, sources) if sources else "synthetic"
     identity = checkpoint.identity(config, data, read_architecture(config.model))
     folder = open_folder(config, resume, stack) if resume else None
-    saved = None
+    saved = choose(folder, resume, config, identity, unattended) if folder and resume else None
     with comm.together("data"):
-        if folder:
-            saved = checkpoint.read(checkpoint.find_latest(folder))
-            checkpoint.refuse_changes(saved.meta["identity"], identity)
-            check_length(saved, config)
         loader = build_loader(config, sources, model, image, tokenizer, saved)
     stack.callback(loader.close)
     loss.set_num_samples(loader.num_samples, config.num_steps * config.global_batch)
@@ -105,6 +103,7 @@ def build(config: Config, resume: str | None, stack: ExitStack) -> Run:
         loss.load_state_parts([part["loss"] for part in saved.ranks])
     first_step = saved.step if saved else 0
     if saved:
+        set_newer_aside(saved)
         rewind_tensorboard(engine.monitor, first_step * config.global_batch)
     write_events = engine.monitor.write_events
     metrics = Metrics(folder, write_events, config.global_batch, config.num_steps, first_step, best_pace)
@@ -130,40 +129,6 @@ def build(config: Config, resume: str | None, stack: ExitStack) -> Run:
         heart=heart,
         copies=copies,
     )
-
-
-def restore(saved: Saved, config: Config, model: torch.nn.Module, ds_config: dict[str, Any]) -> Engine:
-    """The engine as the checkpoint left it, whatever shape has written that. Collective.
-
-    Raises: ValueError on every rank alike for damaged files.
-    """
-    # JSON has turned tuples into lists.
-    if saved.meta["shape"] == json.loads(json.dumps(checkpoint.shape(config, comm.size()))):
-        engine = build_engine(model, config.optim, ds_config)
-        checkpoint.restore(saved, engine)
-        return engine
-    if comm.rank() == 0:
-        before = "{ranks} ranks at ZeRO {stage}, {precision}".format_map(saved.meta["shape"])
-        logger.warning("%s was written by %s: random draws, as of dropout, will be others", saved.path, before)
-    checkpoint.verify(saved)
-    order = reshape.optimizer_order(model, config.optim)
-    with comm.together(f"checkpoint {saved.path}"):
-        reshape.load_untrained(saved, model, set(order))
-    engine = build_engine(model, config.optim, ds_config)
-    reshape.restore(saved, engine, order)
-    return engine
-
-
-def check_length(saved: Saved, config: Config) -> None:
-    """Raises: ValueError for a run that ends before its checkpoint."""
-    if saved.step > config.num_steps:
-        raise ValueError(f"{saved.path} is at step {saved.step}, the run would end at {config.num_steps}")
-    if saved.meta["num_steps"] != config.num_steps and comm.rank() == 0:
-        logger.warning(
-            "the run was to be %d steps long and is now %d: its learning-rate schedule changes from here on",
-            saved.meta["num_steps"],
-            config.num_steps,
-        )
 
 
 def seed_generators(seed: int) -> None:

@@ -1,10 +1,12 @@
 """Checkpoints: DeepSpeed's files plus what DeepSpeed does not keep (data cursor, RNG and loss state of every rank).
 
 A checkpoint is written under a temporary name and completed by one rename, so a folder called step-NNNNNNNN is whole.
+Nothing of a file is parsed before its SHA-256 is known to be what was written: that takes the place of zip's CRC, which
+torch does not look at in a mapped file. A run's folder of checkpoints is retention.py's.
 checkpoints/step-00000100/
     checkpoint.json   step, settings, size and SHA-256 of all files; written last
-    engine/           DeepSpeed's
-    rank_00000.pt     ours, one per rank
+    engine/           DeepSpeed's: pickles of its own classes, so as trusted as code
+    rank_00000.pt     ours, one per rank: tensors and plain values
 """
 
 from __future__ import annotations
@@ -12,11 +14,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 import random
 import re
 import shutil
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +34,20 @@ from disco_ds.config import Config
 from disco_ds.disk import write_tensors
 from disco_ds.ds_config import precision, stage
 from disco_ds.engine import Engine
+from disco_ds.retention import ENGINE, FORMAT, META, DamagedError, read_meta, seal, set_aside
 from disco_ds.run_folder import CHECKPOINTS
 
-FORMAT = 4
-META = "checkpoint.json"
+OWN = re.compile(r"rank_\d+\.pt")
 MAY_CHANGE = {"workers", "prefetch", "timeout_s", "max_broken", "shards", "manifest", "remote"}
 """Data settings that change neither a sample nor its place; the shards are compared by their manifest instead."""
 
 MODEL_MAY_CHANGE = {"name", "pretrained", "activation_checkpointing", "compile"}
 """The name is compared by what it stands for; the weights come from the checkpoint."""
+
+_rebuild = numpy.empty(0).__reduce__()[0]
+_NUMPY: list[Any] = [numpy.ndarray, numpy.dtype, type(numpy.dtype("uint32"))]
+_NUMPY += [(_rebuild, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]
+"""What an array of integers is made of, in our own files of format 4."""
 
 
 def identity(config: Config, fingerprint: str, architecture: dict[str, Any]) -> dict[str, Any]:
@@ -85,7 +95,7 @@ def save(
             if partial.exists():
                 shutil.rmtree(partial)
             partial.mkdir(parents=True)
-    engine.save_checkpoint(str(partial), tag="engine", save_latest=False)
+    engine.save_checkpoint(str(partial), tag=ENGINE, save_latest=False)
     with comm.together(f"writing {partial}"):
         engine.checkpoint_engine.raise_error()
         ours = {"rng": _rng_state(), "data": data_state, "loss": loss_state}
@@ -105,85 +115,106 @@ def save(
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint's own files, read and found whole."""
+    """A checkpoint of which nothing is parsed that is not what was written."""
 
     path: Path
     meta: dict[str, Any]
-    ranks: list[dict[str, Any]]
-    """rng, data and loss state of every rank."""
+    verified: set[str] = field(default_factory=set)
+    """Files known to be what was written."""
 
     @property
     def step(self) -> int:
         return self.meta["step"]
 
+    @cached_property
+    def ranks(self) -> list[dict[str, Any]]:
+        """rng, data and loss state of every rank. Raises: DamagedError."""
+        return [self.load(name) for name in sorted(filter(OWN.fullmatch, self.meta["files"]))]
+
+    def verify(self, names: Iterable[str]) -> None:
+        """Read these files once, unless they are verified already.
+
+        Raises: DamagedError for one that is not what was written.
+        """
+        for name in names:
+            if name in self.verified:
+                continue
+            try:
+                fine = _checksum(self.path / name) == self.meta["files"][name]["sha256"]
+            except (KeyError, OSError) as error:
+                raise DamagedError(f"{self.path} is damaged: {name} cannot be read: {error}") from None
+            if not fine:
+                raise DamagedError(f"{self.path} is damaged: {name} is not what was written")
+            self.verified.add(name)
+
+    def load(self, name: str) -> Any:
+        """What torch.save has written, mapped, once it is verified. Raises: DamagedError."""
+        self.verify([name])
+        own = OWN.fullmatch(name) is not None
+        allowed = _NUMPY if own and self.meta["format"] == 4 else []
+        try:
+            with torch.serialization.safe_globals(allowed):
+                # DeepSpeed's files hold its own classes.
+                return torch.load(self.path / name, map_location="cpu", weights_only=own, mmap=True)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            if own and isinstance(error, pickle.UnpicklingError):  # torch advises to allow them all
+                why = "it holds more than tensors and plain values"
+            raise DamagedError(f"{self.path / name} cannot be read: {why}") from error
+
 
 def read(path: Path) -> Saved:
-    """Everything but DeepSpeed's files.
+    """A checkpoint, for one process: each file is verified when it is loaded. Raises: see read_meta."""
+    return Saved(path, read_meta(path))
 
-    Raises: ValueError for a folder that is not a whole checkpoint of ours.
+
+def open_whole(path: Path, check: Callable[[dict[str, Any]], None]) -> Saved:
+    """A checkpoint whose files are all what was written, each verified by one of the ranks. Collective.
+
+    Args:   check: called with checkpoint.json, before the other files are read; what it raises is a mistake.
+    Raises: DamagedError, or the mistake as a ValueError, on every rank alike.
     """
-    meta = read_meta(path)
-    names = sorted(name for name in meta["files"] if re.fullmatch(r"rank_\d+\.pt", name))
-    return Saved(path, meta, [read_file(path / name) for name in names])
+    meta: dict[str, Any] = {}
+    with _damage_agreed(path):
+        if comm.rank() == 0:
+            meta = read_meta(path)
+    meta = comm.broadcast(meta)
+    with comm.together(f"checkpoint {path}"):
+        check(meta)
+    saved, names = Saved(path, meta), sorted(meta["files"])
+    with _damage_agreed(path):
+        saved.verify(names[comm.rank() :: comm.size()])
+    saved.verified.update(names)
+    with _damage_agreed(path):
+        _ = saved.ranks
+    return saved
 
 
-def verify(saved: Saved) -> None:
-    """Read all files once, shared out between the ranks. Collective.
-
-    Raises: ValueError on every rank alike for one that is not what was written.
-    """
-    with comm.together(f"checkpoint {saved.path}"):
-        for name in sorted(saved.meta["files"])[comm.rank() :: comm.size()]:
-            if _checksum(saved.path / name) != saved.meta["files"][name]["sha256"]:
-                raise ValueError(f"{name} is damaged: it is not what was written; resume from an older checkpoint")
+@contextmanager
+def _damage_agreed(path: Path) -> Iterator[None]:
+    """Find damage on some ranks, and raise it on all. Collective; the body must not communicate."""
+    found = ""
+    with comm.together(f"checkpoint {path}"):
+        try:
+            yield
+        except DamagedError as error:
+            found = str(error)
+    reports = list(filter(None, comm.gather_objects(found)))
+    if reports:
+        raise DamagedError(reports[0])
 
 
 def restore(saved: Saved, engine: Engine) -> None:
-    """Put a checkpoint of the same shape into the engine and this rank's RNG. Collective.
+    """Put a verified checkpoint of the same shape into the engine and this rank's RNG. Collective.
 
     Raises: ValueError on every rank alike, with the engine untouched, if any rank cannot read its files.
     """
-    verify(saved)
     with comm.together(f"checkpoint {saved.path}"):
         # Unreadable on one rank only, a file would let the others train on, so each looks at its own first.
-        for path in _own_files(engine, saved.path):
-            read_file(path)
-    engine.load_checkpoint(str(saved.path), tag="engine")
+        for name in _own_names(engine, saved.path):
+            saved.load(name)
+    engine.load_checkpoint(str(saved.path), tag=ENGINE)
     _restore_rng(saved.ranks[comm.rank()]["rng"])
-
-
-def find_latest(folder: Path) -> Path:
-    """The last complete checkpoint of a run folder.
-
-    Raises: ValueError if there is none.
-    """
-    complete = [path for path in _list(folder) if (path / META).is_file()]
-    if not complete:
-        raise ValueError(f"{folder} has no complete checkpoint; start the run anew without --resume")
-    return complete[-1]
-
-
-def read_meta(path: Path) -> dict[str, Any]:
-    """checkpoint.json, after a look at the files it lists.
-
-    Raises: ValueError for a folder that is not ours, or not whole.
-    """
-    if not (path / META).is_file():
-        raise ValueError(f"{path} is not a complete disco_ds checkpoint: it has no {META}")
-    try:
-        meta = json.loads((path / META).read_text(encoding="utf-8"))
-        version, *_ = meta["format"], meta["step"], meta["num_steps"], meta["identity"], meta["shape"]["stage"]
-        sizes = {name: (entry["bytes"], entry["sha256"])[0] for name, entry in meta["files"].items()}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path / META} is not a disco_ds checkpoint description: {error!r}") from None
-    if version != FORMAT:
-        raise ValueError(f"{path} has format {version}, this version of disco_ds reads {FORMAT}")
-    for name, size in sizes.items():
-        if not (path / name).is_file():
-            raise ValueError(f"{path} is incomplete: {name} is missing")
-        if (path / name).stat().st_size != size:
-            raise ValueError(f"{path} is damaged: {name} has {(path / name).stat().st_size} bytes, expected {size}")
-    return meta
 
 
 def refuse_changes(saved: dict[str, Any], now: dict[str, Any]) -> None:
@@ -191,22 +222,6 @@ def refuse_changes(saved: dict[str, Any], now: dict[str, Any]) -> None:
     changed = [line for key in now for line in _differences(key, saved.get(key), now[key])]
     if changed:
         raise ValueError("the checkpoint was made with other settings:\n  " + "\n  ".join(changed))
-
-
-def remove_old(folder: Path, keep_last: int, keep_every_steps: int = 0, busy: Collection[Path] = ()) -> int:
-    """Remove all but the last complete checkpoints, those of every so many steps (0: none) and those in `busy`, and
-    what a crash has left unfinished. Returns: how many complete ones are gone. Rank 0 only."""
-    old = [path for path in _list(folder)[:-keep_last] if path not in busy]
-    if keep_every_steps:
-        old = [path for path in old if int(path.name.removeprefix("step-")) % keep_every_steps]
-    for path in [*old, *(folder / CHECKPOINTS).glob(".step-*.partial")]:
-        shutil.rmtree(path)
-    return len(old)
-
-
-def _list(folder: Path) -> list[Path]:
-    """Checkpoints by step; a copy that a user has named step-00000100-best is not ours to use or remove."""
-    return sorted(path for path in (folder / CHECKPOINTS).glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name))
 
 
 def _list_files(partial: Path) -> list[str]:
@@ -228,10 +243,11 @@ def _checksum(path: Path) -> str:
 
 def _complete(partial: Path, final: Path, meta: dict[str, Any], sums: dict[str, str]) -> None:
     meta["files"] = {name: {"bytes": (partial / name).stat().st_size, "sha256": sums[name]} for name in sorted(sums)}
+    meta["seal"] = seal(meta)
     (partial / META).write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
     _sync(partial / META)
-    if final.exists():  # an older visit of this step, by a run that was resumed from before it
-        shutil.rmtree(final)
+    if os.path.lexists(final):  # an earlier save of this step, or incomplete: a crash here loses neither
+        set_aside(final)
     partial.rename(final)
     _sync(final.parent)
 
@@ -245,29 +261,22 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _own_files(engine: Engine, path: Path) -> list[Path]:
-    names = {engine._get_ckpt_name(str(path), "engine")}
+def _own_names(engine: Engine, path: Path) -> list[str]:
+    names = {engine._get_ckpt_name(str(path), ENGINE)}
     if engine.zero_optimization():
-        names.add(engine._get_zero_ckpt_name(str(path), "engine"))
-    return [Path(name) for name in sorted(names)]
-
-
-def read_file(path: Path) -> Any:
-    """What torch.save has written, mapped. Raises: ValueError if it cannot be read."""
-    try:
-        # weights_only=False: DeepSpeed's files hold its own classes. A checkpoint is as trusted as the code.
-        return torch.load(path, map_location="cpu", weights_only=False, mmap=True)
-    except Exception as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        names.add(engine._get_zero_ckpt_name(str(path), ENGINE))
+    return sorted(str(Path(name).relative_to(path)) for name in names)
 
 
 def _rng_state() -> dict[str, Any]:
     on_device = get_accelerator().device_name() != "cpu"
+    state: Any = numpy.random.get_state()
+    kind, key, *rest = state
     return {
         "torch": torch.get_rng_state(),
         "device": get_accelerator().get_rng_state() if on_device else None,
         "python": random.getstate(),
-        "numpy": numpy.random.get_state(),
+        "numpy": (kind, key.tolist(), *rest),
     }
 
 

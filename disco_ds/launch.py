@@ -28,7 +28,8 @@ from typing import IO, Any
 
 from disco_ds.arguments import fail, read_hostfile, recipe_parser
 from disco_ds.config import Config, load_config
-from disco_ds.run_folder import CHECKPOINTS, FINISHED, LAUNCHED
+from disco_ds.retention import list_complete
+from disco_ds.run_folder import FINISHED, LAUNCHED, split_resume
 from disco_ds.watchdog import die_with_parent
 
 KEEP_ALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3"
@@ -97,7 +98,7 @@ def supervise(args: argparse.Namespace, config: Config, hosts: Sequence[str], si
     for life in range(args.restarts + 1):
         word = f"launch-{secrets.token_hex(8)}"
         codes = run_once(front_end(args, word, resume), hosts, word, signals, config.timeout_s)
-        found, agreed = find_run([config.runs, Path(resume or config.runs).parent], word)
+        found, agreed = find_run([config.runs, split_resume(resume)[0].parent if resume else config.runs], word)
         folder = found or folder
         if (code := judge(found, agreed, codes)) != 1:
             return code
@@ -210,8 +211,10 @@ def wait_for_hosts(hosts: Sequence[str], word: str, signals: Signals) -> bool:
 def find_run(places: Sequence[Path], word: str) -> tuple[Path | None, int | None]:
     """The run folder of a launch, and the exit code its ranks agreed on; None for what is not known."""
     for path in (path for place in places for path in place.glob(f"*/{LAUNCHED}")):
-        with suppress(OSError, ValueError):  # another run's, being written
-            if (record := json.loads(path.read_text(encoding="utf-8")))["launch"] == word:
+        # Another run's, being written; or another program's, and anything.
+        with suppress(OSError, ValueError, RecursionError):
+            record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+            if isinstance(record, dict) and record.get("launch") == word:
                 return path.parent, record["code"]
     return None, None
 
@@ -225,8 +228,8 @@ def judge(folder: Path | None, agreed: int | None, codes: set[int]) -> int:
 
 def newest_checkpoint(folder: Path | None) -> str:
     """The name of the last complete one; empty: there is none."""
-    names = [path.name for path in (folder / CHECKPOINTS).glob("step-*")] if folder else []
-    return max((name for name in names if re.fullmatch(r"step-\d{8,}", name)), default="")
+    complete = list_complete(folder) if folder else []
+    return complete[-1].name if complete else ""
 
 
 def tell(text: str) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from disco_ds import checkpoint, comm
 from disco_ds.config import OptimSettings
 from disco_ds.engine import Engine
 from disco_ds.groups import parameter_groups
-from disco_ds.weights import read_tensors
+from disco_ds.weights import WHOLE, read_tensors
 
 States = dict[str, Any]
 """Of a parameter, or of flat memory that holds many: `fp32`, and what the optimizer keeps (exp_avg, step)."""
@@ -42,9 +41,9 @@ def load_untrained(saved: checkpoint.Saved, model: nn.Module, trained: set[str])
     if not wanted:
         return
     if saved.meta["shape"]["stage"] < 3:  # every rank held them whole
-        held: Any = checkpoint.read_file(saved.path / "engine" / "mp_rank_00_model_states.pt")["module"].items()
+        held: Any = saved.load(WHOLE)["module"].items()
     else:
-        held = read_tensors(saved.path)
+        held = read_tensors(saved)
     for name, value in held:
         if name in wanted:
             wanted.pop(name).copy_(value)
@@ -90,19 +89,19 @@ class Fragment:
 
 def _find_parts(saved: checkpoint.Saved, order: list[str]) -> dict[str, list[Fragment]]:
     """By name what the writing ranks held, in order. Raises: ValueError where DeepSpeed's files are not as expected."""
-    folder, shape = saved.path / "engine", saved.meta["shape"]
+    shape = saved.meta["shape"]
     try:
         if shape["stage"] == 0:
-            return _parts_of_whole(folder, order)
+            return _parts_of_whole(saved, order)
         if shape["stage"] == 3:
-            return _parts_of_shards(folder, shape["ranks"])
-        return _parts_of_partitions(folder, shape["ranks"])
+            return _parts_of_shards(saved, shape["ranks"])
+        return _parts_of_partitions(saved, shape["ranks"])
     except (AttributeError, KeyError, IndexError, StopIteration, TypeError) as error:
         raise ValueError(f"DeepSpeed's files are not as expected: {type(error).__name__}: {error}") from error
 
 
-def _parts_of_whole(folder: Path, order: list[str]) -> dict[str, list[Fragment]]:
-    file = checkpoint.read_file(folder / "mp_rank_00_model_states.pt")
+def _parts_of_whole(saved: checkpoint.Saved, order: list[str]) -> dict[str, list[Fragment]]:
+    file = saved.load(WHOLE)
     values, states = file["module"], file["optimizer"]["state"]
     return {
         name: [Fragment({"fp32": values[name], **states[number]}, 0, values[name].numel())]
@@ -110,11 +109,11 @@ def _parts_of_whole(folder: Path, order: list[str]) -> dict[str, list[Fragment]]
     }
 
 
-def _parts_of_partitions(folder: Path, ranks: int) -> dict[str, list[Fragment]]:
+def _parts_of_partitions(saved: checkpoint.Saved, ranks: int) -> dict[str, list[Fragment]]:
     """ZeRO 1 and 2: a rank has a stretch of each group of parameters, laid end to end."""
     parts: dict[str, list[Fragment]] = {}
     for rank in range(ranks):
-        file = _optimizer_file(folder, rank)
+        file = _optimizer_file(saved, rank)
         for group, addresses in enumerate(file["param_slice_mappings"]):
             states = {"fp32": file["single_partition_of_fp32_groups"][group]}
             states |= file["base_optimizer_state"]["state"][group]
@@ -123,12 +122,12 @@ def _parts_of_partitions(folder: Path, ranks: int) -> dict[str, list[Fragment]]:
     return parts
 
 
-def _parts_of_shards(folder: Path, ranks: int) -> dict[str, list[Fragment]]:
+def _parts_of_shards(saved: checkpoint.Saved, ranks: int) -> dict[str, list[Fragment]]:
     """ZeRO 3: a rank has an equal share of every parameter, the last ones padded."""
-    shapes = checkpoint.read_file(next(folder.glob("*zero_pp_rank_0_mp_rank_00_model_states.pt")))["param_shapes"]
+    shapes = _load_named(saved, "zero_pp_rank_0_mp_rank_00_model_states.pt")["param_shapes"]
     parts: dict[str, list[Fragment]] = {}
     for rank in range(ranks):
-        file = _optimizer_file(folder, rank)
+        file = _optimizer_file(saved, rank)
         for group, names in enumerate(shapes):
             states = {"fp32": file["fp32_flat_groups"][group], **file["optimizer_state_dict"]["state"][group]}
             start = 0
@@ -140,11 +139,13 @@ def _parts_of_shards(folder: Path, ranks: int) -> dict[str, list[Fragment]]:
     return parts
 
 
-def _optimizer_file(folder: Path, rank: int) -> dict[str, Any]:
+def _optimizer_file(saved: checkpoint.Saved, rank: int) -> dict[str, Any]:
+    return _load_named(saved, f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
+
+
+def _load_named(saved: checkpoint.Saved, end: str) -> dict[str, Any]:
     """Its name begins with the precision at some stages."""
-    return checkpoint.read_file(next(folder.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")))[
-        "optimizer_state_dict"
-    ]
+    return saved.load(next(name for name in saved.meta["files"] if name.endswith(end)))
 
 
 def _join(fragments: list[Fragment]) -> States:
@@ -217,4 +218,4 @@ def _fill(optimizer: torch.optim.Optimizer, held: Tensor, states: States, start:
 def _restore_scaler(saved: checkpoint.Saved, engine: Engine) -> None:
     """The loss scale goes on where both sides have one."""
     if saved.meta["shape"]["precision"] == "fp16" and engine.fp16_enabled():
-        engine.optimizer.loss_scaler = _optimizer_file(saved.path / "engine", 0)["loss_scaler"]
+        engine.optimizer.loss_scaler = _optimizer_file(saved, 0)["loss_scaler"]

@@ -19,6 +19,8 @@ from typing import IO
 from disco_ds.recipe_yaml import parse
 
 CHECKPOINTS = "checkpoints"
+STEP = re.compile(r"step-\d{8,}")
+"""Name of a complete checkpoint in there."""
 CONFIG = "config.yaml"
 FINISHED = "finished.json"
 """Written when a run has done all its steps: success is this file, not the launcher's exit code."""
@@ -57,13 +59,18 @@ def make_run_folder(runs: Path, name: str) -> RunFolder:
 def find_run_folder(runs: Path, name: str, resume: str) -> RunFolder:
     """The folder to go on in.
 
-    Args:   resume: "latest" for the newest of runs/name, name-2, ...; else the path of a run folder.
+    Args:   resume: "latest" for the newest of runs/name, name-2, ...; else the path of a run folder, or of one of its
+            checkpoints.
     Raises: ValueError when there is none, or another run holds it.
     """
     if resume != "latest":
-        path = Path(resume)
+        path, named = split_resume(resume)
         if not (path / CHECKPOINTS).is_dir():
-            raise ValueError(f"--resume {resume}: not a run folder (it has no {CHECKPOINTS}/)")
+            raise ValueError(
+                f"--resume {resume}: not a run folder (it has no {CHECKPOINTS}/), nor RUN/{CHECKPOINTS}/step-N"
+            )
+        if named and not named.is_dir():
+            raise ValueError(f"--resume {resume}: there is no such checkpoint")
         return RunFolder(path)
     numbered = re.compile(re.escape(name) + r"(?:-(\d+))?")
     found = [
@@ -74,6 +81,14 @@ def find_run_folder(runs: Path, name: str, resume: str) -> RunFolder:
     if not found:
         raise ValueError(f"--resume latest: no run called {name} in {runs}; start one without --resume")
     return RunFolder(max(found)[1])
+
+
+def split_resume(resume: str) -> tuple[Path, Path | None]:
+    """(run folder, checkpoint): what --resume RUN, or RUN/checkpoints/step-N, names."""
+    path = Path(os.path.abspath(resume))
+    if path.parent.name == CHECKPOINTS and STEP.fullmatch(path.name):
+        return path.parents[1], path
+    return Path(resume), None
 
 
 def _may_be_called(path: Path, name: str) -> bool:

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from disco_ds import checkpoint, comm
+from disco_ds import checkpoint, comm, retention
 from disco_ds.arguments import adopt_slurm, count_ranks, describe_run, fail, parse_args, refuse_launch
 from disco_ds.build import Run, build
 from disco_ds.config import Config, load_config
@@ -213,12 +213,15 @@ def write_checkpoint(run: Run, step: int) -> Path:
 
 
 def remove_old(run: Run, keep_last: int) -> int:
-    """Remove all but the last checkpoints, and what a failed save has left. Returns: how many. Collective."""
+    """Remove all but the last checkpoints, and what a failed save has left; what cannot be removed is a warning.
+
+    Returns: how many. Collective.
+    """
     removed = 0
     with comm.together("removing old checkpoints"):
         if comm.rank() == 0:
             busy = run.copies.busy if run.copies else ()
-            removed = checkpoint.remove_old(run.folder, keep_last, run.config.checkpoint.keep_every_steps, busy)
+            removed = retention.remove_old(run.folder, keep_last, run.config.checkpoint.keep_every_steps, busy)
     return comm.broadcast(removed)
 
 
@@ -286,7 +289,7 @@ def main(argv: list[str] | None = None) -> int:
     die_with_launcher()
     with comm.session(config.timeout_s), ExitStack() as stack:
         try:
-            run = build(config, args.resume, stack)
+            run = build(config, args.resume, stack, unattended=args.launch_word is not None)
         except ValueError as error:
             return fail(error, first, code=2)
         if first:

@@ -21,14 +21,17 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from disco_ds import checkpoint
+from disco_ds.checkpoint import Saved, read
 from disco_ds.config import ModelSettings, load_config
 from disco_ds.model import build_model, read_architecture, read_preprocessing
+from disco_ds.retention import ENGINE, META, DamagedError, find_latest, find_older
 from disco_ds.run_folder import CHECKPOINTS
 from disco_ds.run_folder import CONFIG as RUN_CONFIG
 
 CONFIG = "open_clip_config.json"
 TENSORS = "open_clip_model.safetensors"
+WHOLE = f"{ENGINE}/mp_rank_00_model_states.pt"
+"""Of a checkpoint below ZeRO 3: every parameter and buffer, as every rank had it."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,8 @@ def read_weights(path: Path) -> Weights:
     if (path / CONFIG).is_file():
         return _read_folder(path)
     if (path / CHECKPOINTS).is_dir():
-        return _read_checkpoint(checkpoint.find_latest(path))
-    if (path / checkpoint.META).is_file() or path.parent.name == CHECKPOINTS:
+        return _read_checkpoint(find_latest(path))
+    if (path / META).is_file() or path.parent.name == CHECKPOINTS:
         return _read_checkpoint(path)
     raise ValueError(
         f"{path} holds no weights: expected a run folder (with {CHECKPOINTS}/), a folder in its {CHECKPOINTS}/, an "
@@ -90,36 +93,42 @@ def build_from(weights: Weights) -> nn.Module:
     return model.eval()
 
 
-def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every parameter and buffer of a checkpoint folder; trained ones are their fp32 masters.
+def read_tensors(saved: Saved) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of every parameter and buffer of a checkpoint; trained ones are their fp32 masters.
 
     At ZeRO 0 and 3 one tensor at a time is in memory, the rest is mapped; DeepSpeed's reader of ZeRO 1 and 2 holds all.
 
-    Raises: ValueError for files that cannot be read.
+    Raises: DamagedError for files that are not what was written, ValueError for those that cannot be read.
     """
-    stage = checkpoint.read_meta(path)["shape"]["stage"]
+    path, stage = saved.path, saved.meta["shape"]["stage"]
+    saved.verify([name for name in saved.meta["files"] if name.startswith(f"{ENGINE}/")] if stage > 0 else [WHOLE])
     state: dict[str, Any] = {}
     try:
         if stage < 3:
             # At ZeRO 0 these are the masters (16-bit weights are refused there); at 1 only they have the frozen ones.
-            file = path / "engine" / "mp_rank_00_model_states.pt"
-            state |= torch.load(file, map_location="cpu", weights_only=False, mmap=True)["module"]
+            state |= saved.load(WHOLE)["module"]
         if stage > 0:
             with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # it prints and draws bars
-                state |= get_fp32_state_dict_from_zero_checkpoint(str(path), tag="engine", lazy_mode=True)
+                state |= get_fp32_state_dict_from_zero_checkpoint(str(path), tag=ENGINE, lazy_mode=True)
         for name, value in state.items():
             yield name, value.contiguous()
     except Exception as error:
-        # A damaged file fails wherever torch, pickle or DeepSpeed notices.
+        # A file of another make fails wherever torch, pickle or DeepSpeed notices.
         raise ValueError(f"the weights of {path} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def _read_checkpoint(path: Path) -> Weights:
-    architecture = checkpoint.read_meta(path)["identity"]["model.config"]
     recipe = path.parent.parent / RUN_CONFIG
     if not recipe.is_file():
         raise ValueError(f"{path} is not inside a run folder: {recipe} is missing")
-    return _assemble(path, load_config(recipe).model.name, architecture, {}, dict(read_tensors(path)))
+    try:
+        saved = read(path)
+        tensors = dict(read_tensors(saved))
+    except DamagedError as error:
+        older = find_older(path)
+        remedy = f"the one before it is {older}" if older else "the run has no older complete checkpoint"
+        raise ValueError(f"{error}; {remedy}") from None
+    return _assemble(path, load_config(recipe).model.name, saved.meta["identity"]["model.config"], {}, tensors)
 
 
 def _read_folder(path: Path) -> Weights:

@@ -1,18 +1,20 @@
-"""Checkpoints without an engine: what must stay the same, what is whole, what is removed."""
+"""Checkpoints without an engine: what must stay the same over a resume, and what is parsed of a file, and when."""
 
 from __future__ import annotations
 
 import json
+import random
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from towers import TINY, tiny_config
 
-from disco_ds import checkpoint
-from disco_ds.checkpoint import FORMAT, META, find_latest, identity, read, read_meta, refuse_changes, remove_old, shape
+from disco_ds.checkpoint import _restore_rng, _rng_state, identity, read, refuse_changes, shape
+from disco_ds.retention import FORMAT, META, DamagedError, seal
 from disco_ds.run_folder import CHECKPOINTS
 
 
@@ -34,20 +36,25 @@ def write_checkpoint(run: Path, step: int, ranks: int = 2) -> Path:
     (path / "engine").mkdir(parents=True)
     (path / "engine" / "weights.pt").write_bytes(b"0123456789")
     for rank in range(ranks):
-        torch.save({"rng": None, "data": {"rank": rank}, "loss": torch.arange(rank)}, path / f"rank_{rank:05d}.pt")
-    files = {
-        str(p.relative_to(path)): {"bytes": p.stat().st_size, "sha256": sha256(p.read_bytes()).hexdigest()}
-        for p in path.rglob("*")
-        if p.is_file()
-    }
-    describe(
-        path, {"format": FORMAT, "step": step, "num_steps": 10, "identity": identify(), "shape": SHAPE, "files": files}
-    )
+        state = {"rng": _rng_state(), "data": {"rank": rank}, "loss": torch.arange(rank)}
+        torch.save(state, path / f"rank_{rank:05d}.pt")
+    describe(path, {"format": FORMAT, "step": step, "num_steps": 10, "identity": identify(), "shape": SHAPE})
     return path
 
 
-def describe(path: Path, meta: Any) -> None:
-    (path / META).write_text(json.dumps(meta))
+def describe(path: Path, meta: dict[str, Any]) -> None:
+    """checkpoint.json of the files that are there."""
+    files = [file for file in path.rglob("*") if file.is_file() and file.name != META]
+    sums = {str(file.relative_to(path)): sha256(file.read_bytes()).hexdigest() for file in files}
+    meta["files"] = {name: {"bytes": (path / name).stat().st_size, "sha256": value} for name, value in sums.items()}
+    (path / META).write_text(json.dumps(meta | {"seal": seal(meta)}, indent=1))
+
+
+def flip(path: Path) -> None:
+    """One bit in the middle of a file."""
+    body = bytearray(path.read_bytes())
+    body[len(body) // 2] ^= 1
+    path.write_bytes(body)
 
 
 @pytest.mark.parametrize(
@@ -138,134 +145,60 @@ def test_read_whole_checkpoint_gives_every_rank_in_order(tmp_path: Path) -> None
     assert [len(part["loss"]) for part in saved.ranks] == [0, 1, 2]
 
 
-def test_read_meta_foreign_folder_is_refused(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(ValueError, match=f"not a complete disco_ds checkpoint: it has no {META}"):
-            read_meta(path)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{",
-        "[]",
-        "3",
-        "null",
-        '{"step": 3}',
-        '{"format": 1}',
-        pytest.param(
-            '{"format": 1, "files": ["a"], "step": 3, "num_steps": 9, "identity": {}}',
-        ),
-        pytest.param(
-            '{"format": 1, "files": {}}',
-        ),
-        pytest.param(
-            '{"format": 1, "files": {"a": 5}, "step": 3, "num_steps": 9, "identity": {}}',
-        ),
-    ],
-)
-def test_read_meta_foreign_description_is_refused(text: str, tmp_path: Path) -> None:
-    (tmp_path / META).write_text(text)
-    with pytest.raises(ValueError, match=f"{META} is not a disco_ds checkpoint description"):
-        read_meta(tmp_path)
-
-
-def test_read_meta_other_format_names_both(tmp_path: Path) -> None:
+def test_a_flipped_bit_is_named_before_anything_is_parsed(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, 1)
-    describe(path, json.loads((path / META).read_text()) | {"format": FORMAT + 1})
-    with pytest.raises(ValueError, match=f"has format {FORMAT + 1}, this version of disco_ds reads {FORMAT}"):
-        read_meta(path)
+    flip(path / "rank_00001.pt")
+    with pytest.raises(DamagedError, match=r"step-00000001 is damaged: rank_00001.pt is not what was written"):
+        _ = read(path).ranks
 
 
-@pytest.mark.parametrize("name", ["engine/weights.pt", "rank_00001.pt"])
-def test_read_meta_missing_file_is_named(name: str, tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path, 1)
-    (path / name).unlink()
-    with pytest.raises(ValueError, match=f"incomplete: {name} is missing"):
-        read_meta(path)
+class Bomb:
+    """Pickled, it makes a file when it is loaded."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
 
 
-def test_read_meta_cut_file_is_named_with_both_sizes(tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path, 1)
-    (path / "engine" / "weights.pt").write_bytes(b"01234")
-    with pytest.raises(ValueError, match=r"damaged: engine/weights.pt has 5 bytes, expected 10"):
-        read_meta(path)
+def plant(path: Path, name: str, mark: Path) -> None:
+    """Code in the place of a checkpoint's file, and its size, but not its checksum, in checkpoint.json."""
+    torch.save({"module": Bomb(mark)}, path / name)
+    meta = json.loads((path / META).read_text())
+    meta["files"][name]["bytes"] = (path / name).stat().st_size
+    (path / META).write_text(json.dumps(meta | {"seal": seal(meta)}))
 
 
-def test_read_spoilt_file_of_the_right_size_is_named(tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path, 1)
-    spoilt = path / "rank_00001.pt"
-    spoilt.write_bytes(b"\0" * spoilt.stat().st_size)
-    with pytest.raises(ValueError, match=r"rank_00001.pt cannot be read"):
-        read(path)
+def test_code_in_a_file_of_ours_never_runs(tmp_path: Path) -> None:
+    path, mark = write_checkpoint(tmp_path, 1), tmp_path / "ran"
+    plant(path, "rank_00000.pt", mark)
+    with pytest.raises(DamagedError, match=r"rank_00000.pt is not what was written"):
+        _ = read(path).ranks
+    # By somebody who has also written the checksums.
+    describe(path, json.loads((path / META).read_text()))
+    with pytest.raises(DamagedError, match=r"rank_00000.pt cannot be read: it holds more than tensors"):
+        _ = read(path).ranks
+    assert not mark.exists()
+    torch.load(path / "rank_00000.pt", weights_only=False)
+    assert mark.exists(), "the planted code is none"
 
 
-def test_find_latest_ignores_what_is_not_whole(tmp_path: Path) -> None:
-    for step in (9, 100, 20):
-        write_checkpoint(tmp_path, step)
-    root = tmp_path / CHECKPOINTS
-    (root / "step-00000300").mkdir()
-    partial = root / ".step-00000400.partial"
-    partial.mkdir()
-    describe(partial, {"format": FORMAT})
-    assert find_latest(tmp_path).name == "step-00000100"
-
-
-@pytest.mark.parametrize("kind", ["no folder", "empty", "partial"])
-def test_find_latest_without_a_whole_one_says_so(kind: str, tmp_path: Path) -> None:
-    if kind != "no folder":
-        (tmp_path / CHECKPOINTS).mkdir()
-    if kind == "partial":
-        (tmp_path / CHECKPOINTS / ".step-00000001.partial").mkdir()
-    with pytest.raises(ValueError, match="no complete checkpoint"):
-        find_latest(tmp_path)
-
-
-@pytest.mark.parametrize("keep", [1, 2, 3, 5])
-def test_remove_old_keeps_the_last_and_no_leftovers(keep: int, tmp_path: Path) -> None:
-    steps = [5, 40, 300]
-    for step in steps:
-        write_checkpoint(tmp_path, step)
-    root = tmp_path / CHECKPOINTS
-    (root / ".step-00000400.partial" / "engine").mkdir(parents=True)
-    (root / "notes.txt").write_text("of the user")
-    remove_old(tmp_path, keep)
-    assert sorted(path.name for path in root.iterdir()) == [
-        "notes.txt",
-        *(f"step-{step:08d}" for step in steps[-keep:]),
-    ]
-    read_meta(find_latest(tmp_path))
-
-
-def test_remove_old_keeps_those_of_every_so_many_steps(tmp_path: Path) -> None:
-    for step in range(1, 8):
-        write_checkpoint(tmp_path, step)
-    remove_old(tmp_path, keep_last=1, keep_every_steps=3)
-    names = sorted(path.name for path in (tmp_path / CHECKPOINTS).iterdir())
-    assert names == ["step-00000003", "step-00000006", "step-00000007"]
-
-
-def test_remove_old_leaves_a_copy_the_user_named(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, 5).rename(tmp_path / CHECKPOINTS / "step-00000005-best")
-    for step in (6, 7):
-        write_checkpoint(tmp_path, step)
-    remove_old(tmp_path, keep_last=1)
-    names = sorted(path.name for path in (tmp_path / CHECKPOINTS).iterdir())
-    assert names == ["step-00000005-best", "step-00000007"]
-
-
-def test_complete_checkpoint_passes_read_meta_and_replaces_an_older_visit(tmp_path: Path) -> None:
-    final = write_checkpoint(tmp_path, 3)
-    (final / "stale.pt").write_bytes(b"of the older visit")
-    partial = final.with_name(f".{final.name}.partial")
-    (partial / "engine").mkdir(parents=True)
-    (partial / "engine" / "weights.pt").write_bytes(b"new")
-    meta = {"format": FORMAT, "step": 3, "num_steps": 9, "identity": identify(), "shape": SHAPE}
-    checkpoint._complete(partial, final, meta, {"engine/weights.pt": sha256(b"new").hexdigest()})
-    assert not partial.exists()
-    assert read_meta(final)["files"] == {"engine/weights.pt": {"bytes": 3, "sha256": sha256(b"new").hexdigest()}}
-    assert not (final / "stale.pt").exists()
+@pytest.mark.parametrize("version", [4, FORMAT])
+def test_generators_go_on_from_a_checkpoint_of_either_format(version: int, tmp_path: Path) -> None:
+    """Format 4 had NumPy's state as it comes, with an array in it."""
+    numpy.random.standard_normal()  # half a pair is left over for the next
+    state = _rng_state() | ({"numpy": numpy.random.get_state()} if version == 4 else {})
+    drawn = random.random(), numpy.random.standard_normal(3).tolist(), torch.rand(3).tolist()
+    path = write_checkpoint(tmp_path, 1, ranks=0)
+    torch.save({"rng": state, "data": {}, "loss": {}}, path / "rank_00000.pt")
+    describe(path, json.loads((path / META).read_text()) | {"format": version})
+    if version == 4:
+        meta = json.loads((path / META).read_text())
+        del meta["seal"]
+        (path / META).write_text(json.dumps(meta))
+    _restore_rng(read(path).ranks[0]["rng"])
+    assert (random.random(), numpy.random.standard_normal(3).tolist(), torch.rand(3).tolist()) == drawn
 
 
 def test_refuse_changes_compares_the_model_by_its_config_not_its_name() -> None:

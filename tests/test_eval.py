@@ -20,10 +20,12 @@ from dist import run_ranks
 from PIL import Image
 from shards import encode, write_tar
 from test_build import recipe
+from test_checkpoint import flip
 from test_data_decode import noise
 from torch import Tensor, nn
 from torch.nn import functional as F
 from towers import BPE_SIZE, IMAGE_SIZE, write_tiny
+from trained import write_run
 
 from disco_ds import comm
 from disco_ds.build import build
@@ -259,6 +261,16 @@ def check_runs(found: dict[str, list[dict[str, Any]]]) -> None:
     assert [record["step"] for record in points] == [1, 2, 3, 4]
     assert {"eval/benchmark_recall", "eval/captioned_i2t_r1", "eval/captioned_t2i_median"} <= set(points[0])
     assert len([record for record in found["0"] if "eval/benchmark_top1" in record]) == 1
+
+
+def test_flipped_bit_is_not_evaluated(tmp_path: Path) -> None:
+    name = write_tiny(tmp_path, BPE_SIZE)
+    newest = write_run(tmp_path / "run", build_model(ModelSettings(name=name)), name)
+    load_model(parse_args([str(newest)]))
+    flip(newest / "engine" / "mp_rank_00_model_states.pt")
+    for model in (newest, tmp_path / "run"):
+        with pytest.raises(ValueError, match=r"engine/mp_rank_00_model_states.pt is not what was written"):
+            load_model(parse_args([str(model)]))
 
 
 def run_eval(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:

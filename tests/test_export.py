@@ -20,6 +20,7 @@ import torch
 from minimal import settings
 from PIL import Image
 from safetensors.torch import load_file
+from test_checkpoint import flip
 from torch import Tensor, nn
 from torch.nn import functional as F
 from towers import BPE_SIZE, CONTEXT, write_tiny
@@ -134,6 +135,19 @@ def test_fp16_that_cannot_hold_the_weights_is_refused_and_leaves_nothing(tmp_pat
     with pytest.raises(ValueError, match=r"ln_final.weight has values that fp16 cannot hold"):
         export(run, tmp_path / "exports" / "one", dtype="fp16")
     assert not (tmp_path / "exports").exists()
+
+
+def test_flipped_bit_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, model, _ = make_run(tmp_path, "own")
+    newest = write_run(run, model, str(tmp_path / "tiny.json"), step=8)
+    flip(newest / "engine" / "mp_rank_00_model_states.pt")
+    older = newest.with_name("step-00000007")
+    assert main([str(run), "--to", str(tmp_path / "one")]) == 2
+    said = capsys.readouterr().err
+    assert "step-00000008 is damaged: engine/mp_rank_00_model_states.pt is not what was written" in said
+    assert f"the one before it is {older}" in said
+    assert not (tmp_path / "one").exists()
+    assert main([str(older), "--to", str(tmp_path / "one"), "--format", "open_clip"]) == 0
 
 
 def test_export_never_overwrites_and_clears_what_a_killed_one_left(tmp_path: Path) -> None:

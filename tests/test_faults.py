@@ -29,6 +29,7 @@ from disco_ds.config import Config, load_config
 from disco_ds.data import StepData, index_shards, write_manifest
 from disco_ds.interrupt import Interrupts
 from disco_ds.losses import Embeddings
+from disco_ds.retention import find_latest, read_meta
 from disco_ds.run_folder import CHECKPOINTS
 from disco_ds.train import StopError, agree, finish, train, wait_for_copies
 
@@ -291,7 +292,7 @@ def test_records_and_points_go_on_after_a_crash(tmp_path):
     losses = {record["step"]: record["loss"] for record in records(run) if "loss" in record}
     assert [point.value for point in points.Scalars("train/loss")] == pytest.approx(list(losses.values()))
     for name in ("step-00000004", "step-00000008"):
-        checkpoint.read_meta(tmp_path / name)
+        read_meta(tmp_path / name)
 
 
 # A full disk
@@ -351,7 +352,7 @@ def full_disk(path: Path, disk: Path) -> None:
     # For too long: all stop, and the checkpoint before is whole.
     said = failure(config("stops", "checkpoint.max_failed=0"), fill, comm.AgreedError)
     expect(said, "No space left on device", str(disk / "stops" / CHECKPOINTS), "MiB free", "make room")
-    saved_at = checkpoint.read(checkpoint.find_latest(disk / "stops"))
+    saved_at = checkpoint.read(find_latest(disk / "stops"))
     assert saved_at.step == 1
     assert not list((disk / "stops" / CHECKPOINTS).glob(".*"))
 

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import test_hosts
 from dist import free_port, run_ranks
+from test_checkpoint import flip
 from test_hosts import marked, tool
 from test_run import (
     CASES,
@@ -33,8 +34,9 @@ from test_run import (
 )
 
 from disco_ds.arguments import adopt_slurm
-from disco_ds.launch import Signals, judge, run_once
-from disco_ds.run_folder import CHECKPOINTS, FINISHED
+from disco_ds.launch import Signals, find_run, judge, newest_checkpoint, run_once
+from disco_ds.retention import META
+from disco_ds.run_folder import CHECKPOINTS, FINISHED, LAUNCHED, mark_launch
 
 marker, possible = test_hosts.marker, test_hosts.possible
 LOST_AFTER_S = 10
@@ -114,6 +116,41 @@ def test_judge_looks_at_the_run_folder(
     if finished:
         (tmp_path / FINISHED).touch()
     assert judge(None if finished is None else tmp_path, agreed, codes) == code
+
+
+FOREIGN = {
+    "dict": b'{"version": "0.2.0", "configurations": []}',
+    "list": b"[1, 2]",
+    "word": b'"launch"',
+    "none": b"null",
+    "empty": b"",
+    "cut": b'{"launch": "our-w',
+    "deep": b"[" * 100_000,
+    "binary": b"\xff\xfe\x00",
+}
+
+
+def test_run_is_found_among_the_launch_files_of_other_programs(tmp_path: Path) -> None:
+    for name, body in FOREIGN.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / LAUNCHED).write_bytes(body)
+    (tmp_path / "folder" / LAUNCHED).mkdir(parents=True)
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe" / LAUNCHED)  # reading would wait for a writer
+    assert find_run([tmp_path, tmp_path / "missing"], "our-word") == (None, None)
+    for name, word, code in (("our", "our-word", 3), ("theirs", "another", 1)):
+        (tmp_path / name).mkdir()
+        mark_launch(tmp_path / name, word, code)
+    assert find_run([tmp_path], "our-word") == (tmp_path / "our", 3)
+
+
+def test_newest_checkpoint_is_the_last_complete_one(tmp_path: Path) -> None:
+    assert newest_checkpoint(None) == newest_checkpoint(tmp_path) == ""
+    for name in ("step-99999999", "step-100000000", "set-aside-step-200000000", ".step-300000000.removed"):
+        (tmp_path / CHECKPOINTS / name).mkdir(parents=True)
+        (tmp_path / CHECKPOINTS / name / META).touch()
+    (tmp_path / CHECKPOINTS / "step-400000000").mkdir()
+    assert newest_checkpoint(tmp_path) == "step-100000000"
 
 
 @pytest.mark.parametrize(
@@ -211,6 +248,28 @@ def test_killed_rank_is_restarted_from_the_last_checkpoint(tmp_path: Path) -> No
         assert not marked(process.marker)  # type: ignore[attr-defined]
     assert re.search(r"launch: restart 1 of 1, from runs/cut, step-000000\d\d", log_of(folder))
     same_as_uninterrupted(run, folder / "runs" / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_launch_goes_on_before_a_damaged_checkpoint(tmp_path: Path) -> None:
+    """Flipped while it is the newest one of a run that is killed: what restarts it is left to itself."""
+    folder = tmp_path / "run"
+    arguments = [*write_recipe(folder, CASES["zero1-fp32"]), "steps=30", "checkpoint.every_steps=10"]
+    run_ranks(train_without_launcher, 2, folder, [*arguments, "name=whole"])
+    run = folder / "runs" / "cut"
+    newest = run / CHECKPOINTS / "step-00000020"
+    with launched([*arguments, "name=cut"], folder, "--restarts", "1") as process:
+        wait_for(newest.exists, "step 20", folder, poll_s=0.005)
+        flip(max((newest / "engine").iterdir(), key=lambda file: file.stat().st_size))
+        ranks_of(deepspeed_session(process, folder))[1].kill()
+        assert process.wait(timeout=300) == 0, log_of(folder)[-3000:]
+    log = log_of(folder)
+    assert "launch: restart 1 of 1, from runs/cut, step-00000020" in log
+    assert re.search(r"step-00000020 is damaged: engine/.*; trying the one before it, step-00000010", log)
+    assert "going on from step-00000010: what is newer is now runs/cut/checkpoints/set-aside-step-00000020" in log
+    same_as_uninterrupted(run, folder / "runs" / "whole")
+    assert (run / CHECKPOINTS / "set-aside-step-00000020").is_dir()
 
 
 VICTIMS = ("wrapper", "wrapper, killed", "front end", "launcher", "rank", "data worker")

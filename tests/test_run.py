@@ -261,7 +261,7 @@ def test_changed_byte_in_a_checkpoint_is_refused_by_name(tmp_path):
         file.write(bytes([byte[0] ^ 1]))
     with launched("launch", 2, [*arguments, "--resume", "latest"], folder) as process:
         assert process.wait(timeout=100) != 0
-    assert f"{victim.name} is damaged" in (folder / "log.txt").read_text()
+    assert f"{victim.name} is not what was written" in (folder / "log.txt").read_text()
 
 
 @pytest.mark.timeout(1200)

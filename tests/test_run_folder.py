@@ -17,6 +17,7 @@ from disco_ds.run_folder import (
     find_run_folder,
     make_run_folder,
     mark_finished,
+    split_resume,
 )
 
 HOLD = """
@@ -101,6 +102,20 @@ def test_find_run_folder_path_must_have_checkpoints(tmp_path: Path) -> None:
     folder = find_run_folder(tmp_path / "elsewhere", "other", str(tmp_path / "a"))
     folder.close()
     assert folder.path == tmp_path / "a"
+
+
+def test_find_run_folder_takes_the_path_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a" / CHECKPOINTS / "step-00000040").mkdir(parents=True)
+    (tmp_path / "a" / CHECKPOINTS / "set-aside-step-00000050").mkdir()
+    monkeypatch.chdir(tmp_path / "a" / CHECKPOINTS)
+    for resume in (tmp_path / "a" / CHECKPOINTS / "step-00000040", "step-00000040/", "../checkpoints/step-00000040"):
+        find_run_folder(tmp_path, "b", str(resume)).close()
+        assert split_resume(str(resume)) == (tmp_path / "a", tmp_path / "a" / CHECKPOINTS / "step-00000040")
+    assert split_resume("../../a") == (Path("../../a"), None)
+    with pytest.raises(ValueError, match=r"step-00000041: there is no such checkpoint"):
+        find_run_folder(tmp_path, "b", "step-00000041")
+    with pytest.raises(ValueError, match=r"not a run folder .*, nor RUN/checkpoints/step-N"):
+        find_run_folder(tmp_path, "b", "set-aside-step-00000050")
 
 
 def test_second_run_in_one_process_is_refused_until_the_first_closes(tmp_path: Path) -> None:

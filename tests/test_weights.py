@@ -12,15 +12,17 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from dist import run_ranks
+from test_checkpoint import flip, plant
 from torch import Tensor
 from towers import CONTEXT, batches, masters, tiny_config, write_tiny
 from trained import write_run
 
 from disco_ds import checkpoint, comm
-from disco_ds.checkpoint import META, identity, shape
+from disco_ds.checkpoint import identity, shape
 from disco_ds.config import ModelSettings, render_ds_config
 from disco_ds.engine import backward_and_step, build_engine, set_lr
 from disco_ds.model import build_model, build_tokenizer, read_architecture
+from disco_ds.retention import META
 from disco_ds.run_folder import CHECKPOINTS
 from disco_ds.weights import CONFIG, TENSORS, build_from, read_weights
 
@@ -176,6 +178,8 @@ def spoil(run: Path, kind: str) -> Path:
         file.unlink()
     elif kind == "spoilt file":
         file.write_bytes(b"\0" * file.stat().st_size)
+    elif kind == "flipped bit":
+        flip(file)
     elif kind == "copied away":
         return shutil.copytree(step, run.parent / "copy")
     elif kind == "foreign folder":
@@ -199,7 +203,8 @@ def spoil(run: Path, kind: str) -> Path:
         ("no checkpoint", "has no complete checkpoint"),
         ("no meta", "is not a complete disco_ds checkpoint"),
         ("no file", "is incomplete: engine/mp_rank_00_model_states.pt is missing"),
-        ("spoilt file", "the weights of .*step-00000007 cannot be read"),
+        ("spoilt file", "step-00000007 is damaged: engine/mp_rank_00_model_states.pt is not what was written"),
+        ("flipped bit", "engine/mp_rank_00_model_states.pt is not what was written; the run has no older complete"),
         ("copied away", "copy is not inside a run folder: .*config.yaml is missing"),
         ("foreign folder", "holds no weights: expected a run folder"),
         ("foreign pt", r"is not a .pt that disco-ds export wrote.*model.pretrained"),
@@ -214,3 +219,14 @@ def test_read_weights_what_is_not_whole_or_ours_is_refused(kind: str, words: str
     path = spoil(tmp_path / "run", kind)
     with pytest.raises(ValueError, match=words):
         read_weights(path)
+
+
+def test_read_weights_runs_no_code_that_was_not_written_there_and_names_the_checkpoint_before(tmp_path: Path) -> None:
+    model_file = write_tiny(tmp_path)
+    model = build_model(ModelSettings(name=model_file))
+    older, newest = (write_run(tmp_path / "run", model, model_file, step) for step in (5, 40))
+    plant(newest, "engine/mp_rank_00_model_states.pt", tmp_path / "ran")
+    with pytest.raises(ValueError, match=f"is not what was written; the one before it is {older}"):
+        read_weights(tmp_path / "run")
+    assert not (tmp_path / "ran").exists()
+    assert read_weights(older).origin == older

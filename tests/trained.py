@@ -9,8 +9,9 @@ from torch import nn
 from towers import tiny_config
 
 from disco_ds import checkpoint
-from disco_ds.checkpoint import FORMAT, identity, shape
+from disco_ds.checkpoint import identity, shape
 from disco_ds.model import read_architecture
+from disco_ds.retention import FORMAT
 from disco_ds.run_folder import CHECKPOINTS
 
 
