@@ -44,9 +44,9 @@ MAY_CHANGE = {"workers", "prefetch", "timeout_s", "max_broken", "shards", "manif
 MODEL_MAY_CHANGE = {"name", "pretrained", "activation_checkpointing", "compile"}
 """The name is compared by what it stands for; the weights come from the checkpoint."""
 
-_rebuild = numpy.empty(0).__reduce__()[0]
+_REBUILD = numpy.empty(0).__reduce__()[0]
 _NUMPY: list[Any] = [numpy.ndarray, numpy.dtype, type(numpy.dtype("uint32"))]
-_NUMPY += [(_rebuild, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]
+_NUMPY += [(_REBUILD, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]
 """What an array of integers is made of, in our own files of format 4."""
 
 

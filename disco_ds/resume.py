@@ -63,8 +63,7 @@ def set_newer_aside(saved: Saved) -> None:
     """
     with comm.together(f"setting aside what is newer than {saved.path}"):
         if comm.rank() == 0:
-            for path in retention.set_newer_aside(saved.path):
-                logger.warning("going on from %s: what is newer is now %s", saved.path.name, path)
+            retention.set_newer_aside(saved.path)
 
 
 def check_length(path: Path, meta: dict[str, Any], config: Config) -> None:

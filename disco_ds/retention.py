@@ -102,17 +102,20 @@ def find_older(path: Path) -> Path | None:
     return older[-1] if older else None
 
 
-def set_newer_aside(path: Path) -> list[Path]:
-    """Set every complete checkpoint aside that is newer than this one. Returns: their new names. Rank 0 only."""
-    newer = [other for other in list_complete(path.parents[1]) if step_of(other) > step_of(path)]
-    return [set_aside(other) for other in reversed(newer)]
+def set_newer_aside(path: Path) -> None:
+    """Set every complete checkpoint aside that is newer than this one. Rank 0 only."""
+    for other in reversed(list_complete(path.parents[1])):
+        if step_of(other) > step_of(path):
+            set_aside(other)
 
 
 def set_aside(path: Path) -> Path:
     """Give it a name that is never resumed, counted or removed. Returns: that name. Rank 0 only."""
     first = path.with_name(f"set-aside-{path.name}")
     names = itertools.chain([first], (first.with_name(f"{first.name}-{number}") for number in itertools.count(2)))
-    return path.rename(next(name for name in names if not os.path.lexists(name)))
+    aside = path.rename(next(name for name in names if not os.path.lexists(name)))
+    logger.warning("%s is set aside as %s", path, aside.name)
+    return aside
 
 
 def remove_old(folder: Path, keep_last: int, keep_every_steps: int = 0, busy: Collection[Path] = ()) -> int:

@@ -112,6 +112,7 @@ def test_damage_of_every_kind_is_told_with_the_older_checkpoint_or_fallen_back_f
 def train_six(path: Path, resume: str | None = None, unattended: bool = False, *overrides: str) -> Path:
     with ExitStack() as stack:
         run = build(load_config(path, list(overrides)), resume, stack, unattended)
+        assert not resume or find_latest(run.folder).name == f"step-{run.first_step:08d}", "a crash would skip steps"
         train(run)
     return run.folder
 

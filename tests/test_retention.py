@@ -228,9 +228,8 @@ def test_set_newer_aside_gives_names_that_nothing_touches(tmp_path: Path) -> Non
         chosen, *newer = [write_checkpoint(tmp_path, step) for step in (1, 2, 3)]
         flip(newer[1] / META)
         (tmp_path / CHECKPOINTS / "step-00000002-best").mkdir(exist_ok=True)
-        moved = set_newer_aside(chosen)
+        set_newer_aside(chosen)
         ends = ["", "-2"][:round_]
-        assert [path.name for path in moved] == [f"set-aside-step-0000000{step}{ends[-1]}" for step in (3, 2)]
         assert find_latest(tmp_path) == chosen
         assert find_older(chosen) is None
         remove_old(tmp_path, keep_last=1)
