@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
@@ -170,83 +170,62 @@ def all_reduce_max(x: Tensor, group: Group = None) -> Tensor:
 
 # A ring: blocks travel from rank to rank, each to the next
 
+Visit = Callable[[int, list[Tensor], list[Tensor] | None], list[Tensor]]
 
-def around(block: Tensor, group: Group = None) -> Iterator[tuple[int, Tensor]]:
-    """Every rank's block passes by, one's own first; the next one travels while this one is used.
 
-    Collective: every rank must use the iterator up. Holds two blocks besides one's own.
-    Args:   block: the same shape on every rank; nobody may change it meanwhile.
-    Yields: (the rank it came from, its block, valid until the next is asked for).
+def circulate(block: Sequence[Tensor], visit: Visit, join: Callable[[list[Tensor], list[Tensor]], None],
+              group: Group = None) -> list[Tensor]:  # fmt: skip
+    """Every rank's block passes by, one's own first; what the ranks add to it follows one hop behind and comes home.
+
+    One exchange a hop, which runs while `visit` does. Holds two blocks besides one's own, and three sets of parts.
+    Collective: every rank must call.
+
+    Args:    block: tensors of the same shapes on every rank, which nobody may change meanwhile;
+             visit(owner, block, spare): what this rank adds to that rank's block, tensors of the same shapes each time,
+             or nothing; spare: a set of them that is used up and may be overwritten, if there is one;
+             join(mine, theirs): adds the second set to the first, in place.
+    Returns: what all ranks have added to this rank's own block.
     """
     N, n = size(group), rank(group)
-    block = block.contiguous()
-    spare = [torch.empty_like(block) for _ in range(min(N - 1, 2))]
+    at_hand = [x.contiguous() for x in block]
+    room = [[torch.empty_like(x) for x in at_hand] for _ in range(min(N - 1, 2))]
+    parts: list[Tensor] = []
+    free: list[list[Tensor]] = []
     for hop in range(N):
-        following = spare[hop % 2] if hop < N - 1 else None
-        requests = _pass_on(block, following, group) if following is not None else []
-        yield (n - hop) % N, block
+        following = room[hop % 2] if hop < N - 1 else []
+        arriving = _like(parts, free)
+        requests = _exchange([*(at_hand if following else []), *parts], [*following, *arriving], group)
+        mine = visit((n - hop) % N, at_hand, free.pop() if free else None)
         for request in requests:
             request.wait()
-        if following is not None:
-            block = following
+        if arriving:  # what the ranks before this one have added to the block at hand
+            join(mine, arriving)
+            free += [arriving, parts]
+        parts, at_hand = mine, following
+    if N == 1 or not parts:
+        return parts
+    home = _like(parts, free)
+    for request in _exchange(parts, home, group):
+        request.wait()
+    return home
 
 
-class Collector:
-    """Gathers on the ring what each rank adds to every block, in step with `around`: call add once for each block.
-
-    Args: combine: adds the second tensor to the first, in place.
-    """
-
-    def __init__(self, combine: Callable[[Tensor, Tensor], None], group: Group = None):
-        self.combine, self.group = combine, group
-        self.requests: list[Any] = []
-        self.arriving: Tensor | None = None
-        self.leaving: Tensor | None = None
-        self.free: list[Tensor] = []
-
-    def buffer(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """A tensor to hold a part, one that has been sent if there is any; its contents are undefined."""
-        return self.free.pop() if self.free else torch.empty_like(like, dtype=dtype)
-
-    def add(self, part: Tensor) -> None:
-        """Join this rank's part of the block at hand to what the ranks before it said, and send both on.
-
-        Collective. `part` belongs to the collector from here on.
-        """
-        self._receive(part)
-        if size(self.group) == 1:
-            self.leaving = part
-            return
-        self.arriving = self.free.pop() if self.free else torch.empty_like(part)
-        self.leaving = part
-        self.requests = _pass_on(part, self.arriving, self.group)
-
-    def result(self) -> Tensor:
-        """What all ranks said of this rank's own block."""
-        for request in self.requests:
-            request.wait()
-        home = self.leaving if self.arriving is None else self.arriving
-        assert home is not None, "nothing was added"
-        return home
-
-    def _receive(self, part: Tensor) -> None:
-        for request in self.requests:
-            request.wait()
-        if self.arriving is not None and self.leaving is not None:
-            self.combine(part, self.arriving)
-            self.free += [self.arriving, self.leaving]
+def _like(parts: list[Tensor], free: list[list[Tensor]]) -> list[Tensor]:
+    return free.pop() if parts and free else [torch.empty_like(x) for x in parts]
 
 
-def _pass_on(block: Tensor, into: Tensor, group: Group) -> list[Any]:
-    """Start sending to the next rank and receiving from the one before."""
+def _exchange(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: Group) -> list[Any]:
+    """Start sending to the next rank and receiving from the one before, all at once."""
+    if not outgoing and not incoming:
+        return []
     N, n = size(group), rank(group)
-    _count(into, 1)
     next_rank, previous = (
         peer if group is None else dist.get_global_rank(group, peer) for peer in ((n + 1) % N, (n - 1) % N)
     )
-    return dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, block, next_rank, group), dist.P2POp(dist.irecv, into, previous, group)]
-    )
+    for x in incoming:
+        _count(x, 1)
+    sends = [dist.P2POp(dist.isend, x, next_rank, group) for x in outgoing]
+    return dist.batch_isend_irecv([*sends, *(dist.P2POp(dist.irecv, x, previous, group) for x in incoming)])
 
 
 class _Gather(torch.autograd.Function):

@@ -59,6 +59,7 @@ def train(run: Run) -> None:
         run.heart.mark(done, "computing")
         lr = learning_rate(done, num_steps, config.peak_lr, config.optim)
         logged = (done + 1) % config.log.every_steps == 0 or done + 1 == num_steps
+        run.loss.accuracy = logged
         try:
             out = train_step(
                 engine,

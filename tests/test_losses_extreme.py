@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tool import load_tool
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from disco_ds import comm
-from disco_ds.losses import Embeddings, build_loss
+from disco_ds.losses import Embeddings, blocks, build_loss
 
 LIMIT = {torch.float64: 1e-12, torch.float32: 5e-5}
 
@@ -35,6 +36,7 @@ def extremes(dtype: torch.dtype) -> dict[str, tuple[torch.Tensor, torch.Tensor]]
         "all rows equal": (equal, equal),
         "all images equal": (equal, text),
         "one outlier": (outlier, text),
+        "one image opposed to all": (torch.cat([equal[:-1], -equal[:1]]), equal),
         "exact copies": (image, image),
         "copies opposed": (image, -image),
     }
@@ -70,24 +72,30 @@ def test_a_single_pair_has_no_loss_and_no_gradient(name, options):
         assert torch.equal(leaf.grad, torch.zeros_like(leaf))
 
 
-def fallback_is_agreed() -> list[bool]:
-    """Only rank 1 has the pair that needs the other way; both must take it, or their collectives would not match."""
-    image, text = extremes(torch.float32)["one pair opposed"]
-    text = text.roll(24, 0) if comm.rank() == 0 else text
-    image = image.roll(24, 0) if comm.rank() == 0 else image
-    own = slice(0, 24)
-    finite = []
+def ways_taken(case: str) -> list[tuple[bool, bool]]:
+    """For each loss: whether any sums were taken without a shift, and whether all is finite."""
+    image, text = extremes(torch.float32)[case]
+    own = slice(24 * comm.rank(), 24 * (comm.rank() + 1))
+    found = []
     for name, options in TILED:
         leaf = image[own].clone().requires_grad_()
-        out = build_loss(name, **options)(Embeddings(leaf, text[own], torch.tensor([100.0])))
+        with mock.patch.object(blocks, "softmax_sums", wraps=blocks.softmax_sums) as sums:
+            out = build_loss(name, **options)(Embeddings(leaf, text[own], torch.tensor([100.0])))
         out.loss.backward()
-        finite.append(bool(out.loss.isfinite() and leaf.grad.isfinite().all()))
-    return finite
+        without = any(call.args[0].shift is None for call in sums.call_args_list)
+        found.append((without, bool(out.loss.isfinite() and leaf.grad.isfinite().all())))
+    return found
 
 
 def test_all_ranks_take_the_safe_way_together():
-    for finite in run_ranks(fallback_is_agreed, 2):
-        assert all(finite)
+    """Only rank 1 has the row whose sums vanish; if rank 0 did not follow, their collectives would not match."""
+    for found in run_ranks(ways_taken, 2, "one image opposed to all"):
+        assert found == [(True, True)] * len(TILED)
+
+
+def test_one_opposed_pair_sends_nobody_down_the_slow_way():
+    for found in run_ranks(ways_taken, 2, "one pair opposed"):
+        assert found == [(False, True)] * len(TILED)
 
 
 def not_a_number() -> list[bool]:

@@ -1,7 +1,20 @@
 """Sums over, and products with, matrices of similarities that are never held whole. Imports torch and Triton only."""
 
+from disco_ds.kernels.availability import find_problem
 from disco_ds.kernels.sigmoid import SigmoidSums, sigmoid_block
-from disco_ds.kernels.similarity import Sums, softmax_gradient, softmax_sums
-from disco_ds.kernels.tiles import Impl, Precision, Tiling
+from disco_ds.kernels.similarity import Block, Sums, softmax_gradient, softmax_sums
+from disco_ds.kernels.tiles import Impl, Precision, Tiling, full_dtype
 
-__all__ = ["Impl", "Precision", "SigmoidSums", "Sums", "Tiling", "sigmoid_block", "softmax_gradient", "softmax_sums"]
+__all__ = [
+    "Block",
+    "Impl",
+    "Precision",
+    "SigmoidSums",
+    "Sums",
+    "Tiling",
+    "find_problem",
+    "full_dtype",
+    "sigmoid_block",
+    "softmax_gradient",
+    "softmax_sums",
+]

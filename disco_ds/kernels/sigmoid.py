@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from disco_ds.kernels.similarity import choose_tiles
-from disco_ds.kernels.tiles import Scratch, Tiling, pairs_offset
+from disco_ds.kernels.similarity import Block
+from disco_ds.kernels.tiles import pairs_offset
 
 
 @dataclass
@@ -25,48 +25,35 @@ class SigmoidSums:
     """0-d, the sum of softplus(z)."""
     weight: Tensor
     """0-d, the sum of sigmoid(z): the gradient at the bias."""
-    rows_max: Tensor
-    """[n], the row's largest z; -inf of nothing."""
-    columns_max: Tensor
+    rows_max: Tensor | None
+    """[n], the row's largest z, -inf of nothing; None where it was not asked for."""
+    columns_max: Tensor | None
     """[m]."""
 
 
 def sigmoid_block(
-    rows: Tensor,
-    columns: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    first: int | None,
-    tiling: Tiling,
-    into_rows: Tensor | None,
-    into_columns: Tensor | None,
+    block: Block, bias: Tensor, into_rows: Tensor | None, into_columns: Tensor | None, maxima: bool = True
 ) -> SigmoidSums:
     """Sums of a block; adds gain x W columns to into_rows and gain x W^T rows to into_columns, W = sigmoid(z).
 
-    Args:   rows [n, D], columns [m, D]; scale, bias [1]; first: column i + first is row i's pair, None without pairs;
-            into_rows [n, D], into_columns [m, D]: fp32, or None; gain is Tiling.gain, for the caller to divide by.
+    Args:   block: all its scales are equal; bias [1]; into_rows [n, D], into_columns [m, D]: fp32, or None; gain is
+            Tiling.gain, for the caller to divide by; maxima: find the largest z too.
     Source: losses.md section 5 (SigLIP, arXiv 2303.15343).
     """
-    n, m = len(rows), len(columns)
-    tiles = choose_tiles(tiling, rows)
-    scratch = Scratch(tiling, rows, n, m)
-    scale, bias = scale.to(scratch.flat.dtype), bias.to(scratch.flat.dtype)
-    loss, weight = (torch.zeros((), dtype=torch.float64, device=rows.device) for _ in range(2))
-    row_max, column_max = (torch.full((k,), -math.inf, dtype=torch.float64, device=rows.device) for k in (n, m))
-    for i, j in tiling.cut(n, m, rows.device):
-        r, c, pairs, out = (
-            tiling.factor(rows[i]),
-            tiling.factor(columns[j]),
-            pairs_offset(i, j, first),
-            scratch.tile(i, j),
-        )
-        losses, weights, W, *largest = tiles.sigmoid_weights(r, c, scale, bias, pairs, tiling, out)
+    n, m, tiling, tiles, device = len(block.rows), len(block.columns), block.tiling, block.tiles, block.rows.device
+    scratch = block.scratch(tiles)
+    scale, bias = block.row_scale[:1].to(block.dtype), bias.to(block.dtype)
+    loss, weight = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
+    largest = [torch.full((k,), -math.inf, dtype=torch.float64, device=device) for k in (n, m) if maxima]
+    for i, j in tiling.cut(n, m, device):
+        r, c, pairs = tiling.factor(block.rows[i]), tiling.factor(block.columns[j]), pairs_offset(i, j, block.first)
+        losses, weights, W, *tops = tiles.sigmoid_weights(r, c, scale, bias, pairs, tiling, scratch.tile(i, j), maxima)
         loss += losses
         weight += weights
-        for total, part, new in ((row_max, i, largest[0]), (column_max, j, largest[1])):
+        for total, part, new in zip(largest, (i, j), tops, strict=False):
             torch.maximum(total[part], new.double(), out=total[part])
         if into_rows is not None:
             tiling.add_product(into_rows[i], W, c)
         if into_columns is not None:
             tiling.add_product(into_columns[j], W.T, r)
-    return SigmoidSums(loss, weight, row_max, column_max)
+    return SigmoidSums(loss, weight, *(largest or (None, None)))

@@ -6,15 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
-from importlib.util import find_spec
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-Precision = Literal["fp32", "tf32", "fp16", "bf16"]
+Precision = Literal["auto", "fp32", "tf32", "fp16", "bf16"]
 Impl = Literal["auto", "torch", "triton"]
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _FULL = (torch.float32, torch.float64)
@@ -24,15 +22,16 @@ _FULL = (torch.float32, torch.float64)
 class Tiling:
     """How to compute; results depend on it through rounding only.
 
-    Args:   tile: rows and columns of a tile; None: on a CPU 2048 x 2048; on a GPU 4096 x 8192, or 16384 x 16384
-            of which nothing is written: enough work to outlast the host's launches;
-            precision: of the factors of every product; sums are fp32. float64 features are computed in float64;
+    Args:   tile: rows and columns of a tile; None: on a CPU 2048 x 2048; on a GPU 16384 x 16384 where nothing of the
+            tile is written, which is enough work to outlast the host's launches, else what takes 128 MiB;
+            precision: of the factors of every product; sums are fp32. "auto" is fp32 on a CPU and fp16 on a GPU: tf32
+            has no more mantissa bits, and unit rows stay within fp16's range. float64 features are computed in float64;
             impl: "torch" runs everywhere, "triton" on a GPU; "auto" is Triton where it runs.
     Raises: ValueError for a value that is not one of these.
     """
 
     tile: Sequence[int] | None = None
-    precision: Precision = "fp32"
+    precision: Precision = "auto"
     impl: Impl = "auto"
 
     def __post_init__(self) -> None:
@@ -42,6 +41,12 @@ class Tiling:
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
 
+    def on(self, device: torch.device) -> Tiling:
+        """The same with the precision that "auto" means on this device. The functions of this package take no other."""
+        if self.precision != "auto":
+            return self
+        return replace(self, precision="fp16" if device.type == "cuda" else "fp32")
+
     def size(self, device: torch.device, written: bool = True) -> tuple[int, int]:
         """Rows and columns of a tile; `written`: whether all of it is held in memory."""
         if self.tile is not None:
@@ -49,7 +54,9 @@ class Tiling:
             return rows, columns
         if device.type == "cpu":
             return 2048, 2048
-        return (4096, 8192) if written else (16384, 16384)
+        if not written:
+            return 16384, 16384
+        return (8192, 8192) if self.precision in _HALF else (4096, 8192)
 
     def cut(self, n: int, m: int, device: torch.device, written: bool = True) -> Iterator[tuple[slice, slice]]:
         """Row and column range of every tile of an n x m block."""
@@ -58,36 +65,41 @@ class Tiling:
             for j in range(0, m, columns):
                 yield slice(i, min(i + rows, n)), slice(j, min(j + columns, m))
 
-    def uses_triton(self, x: Tensor) -> bool:
-        """Raises: ValueError where Triton is asked for and cannot run."""
-        if self.impl == "torch" or x.dtype == torch.float64:
-            return False
-        runs = _has_triton() and (x.is_cuda or _interprets())
-        if self.impl == "triton" and not runs:
-            raise ValueError(f"impl=triton needs the triton package and a GPU; the features are on {x.device}")
-        return runs and (x.is_cuda or self.impl == "triton")
-
     def gain(self) -> float:
         """Weights of the gradient (at most 2) are computed times this power of two, lest small ones be denormal.
 
         On a CPU a product of denormal numbers takes 200 times as long (AVX-512, MKL), and fp16 has no range to spare.
         """
+        assert self.precision != "auto", "Tiling.on(device) decides the precision"
         return 2.0**14 if self.precision == "fp16" else 2.0**40
 
-    def factor(self, x: Tensor) -> Tensor:
-        """A tile as a factor of a product: rounded to `precision`, and held in fp32 where a 16-bit product would
-        also round its sums, on a CPU."""
+    def hold(self, x: Tensor) -> Tensor:
+        """Rows as they are kept and sent: rounded once to `precision`, contiguous, without gradient, never wider than
+        they came."""
+        x = x.detach()
         if x.dtype == torch.float64:
-            return x
-        if self.precision == "tf32":
+            return x.contiguous()
+        if self.precision == "tf32" and x.dtype == torch.float32:
             # To 11 bits (Veltkamp): the tensor cores cut off the rest, and all errors would go one way.
-            x = x.float()
             split = x * (2**13 + 1)
-            return split - (split - x)
-        if self.precision == "fp32":
-            return x.float()
-        half = x.to(_HALF[self.precision])
-        return half if x.is_cuda else half.float()
+            return (split - (split - x)).contiguous()
+        half = _HALF.get(self.precision)
+        return (x if half is None else x.to(half)).contiguous()
+
+    def factor(self, held: Tensor) -> Tensor:
+        """A tile of held rows as a factor of a product: on a GPU mostly itself; on a CPU fp32, where a 16-bit product
+        would also round its sums."""
+        return held.to(self.factor_dtype(held))
+
+    def factor_dtype(self, x: Tensor) -> torch.dtype:
+        """What rows like x are multiplied in."""
+        if x.dtype == torch.float64:
+            return torch.float64
+        return _HALF.get(self.precision, torch.float32) if x.is_cuda else torch.float32
+
+    def round(self, x: Tensor) -> Tensor:
+        """A full-precision tile, such as weights, as a factor of a product."""
+        return self.factor(self.hold(x))
 
     def product(self, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
         """out = a @ b of factors; out is fp32 (float64 of float64)."""
@@ -120,14 +132,18 @@ class Tiling:
 class Scratch:
     """One tile's worth of memory, used again for every tile of a block."""
 
-    def __init__(self, tiling: Tiling, like: Tensor, n: int, m: int):
-        rows, columns = tiling.size(like.device)
-        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-        self.flat = torch.empty(min(rows, n) * min(columns, m), dtype=dtype, device=like.device)
+    def __init__(self, tiling: Tiling, n: int, m: int, dtype: torch.dtype, device: torch.device):
+        rows, columns = tiling.size(device)
+        self.flat = torch.empty(min(rows, n) * min(columns, m), dtype=dtype, device=device)
 
     def tile(self, rows: slice, columns: slice) -> Tensor:
         shape = rows.stop - rows.start, columns.stop - columns.start
         return self.flat[: shape[0] * shape[1]].view(shape)
+
+
+def full_dtype(x: Tensor) -> torch.dtype:
+    """What sums of products of rows like x are collected in."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def pairs_offset(rows: slice, columns: slice, first: int | None) -> int | None:
@@ -136,14 +152,3 @@ def pairs_offset(rows: slice, columns: slice, first: int | None) -> int | None:
         return None
     offset = rows.start + first - columns.start
     return offset if rows.start - rows.stop < offset < columns.stop - columns.start else None
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
-
-
-def _interprets() -> bool:
-    import triton
-
-    return triton.knobs.runtime.interpret

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
@@ -56,12 +56,14 @@ class LossOutput:
     loss: Tensor
     """0-d: this rank's share; its mean over ranks is the global mean loss."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
-    """0-d each, the same on every rank: `loss`, and `i2t_accuracy`, `t2i_accuracy` where they come for free."""
+    """0-d each, the same on every rank: `loss`, and `i2t_accuracy`, `t2i_accuracy` unless Loss.accuracy is off."""
 
 
 class Loss(nn.Module):
     """A contrastive loss. Subclasses register themselves and implement forward(embeddings) -> LossOutput."""
 
+    accuracy: bool = True
+    """Whether the next forward finds accuracies too; a trainer switches it off for steps that it does not log."""
     learns_scale: ClassVar[bool] = True
     initial_scale: float = 1 / 0.07
     initial_bias: ClassVar[float | None] = None
@@ -122,8 +124,14 @@ def build_loss(name: str, **options: Any) -> Loss:
     return _REGISTRY[name](**options)
 
 
-def global_metrics(loss: Tensor, i2t_hits: Tensor, t2i_hits: Tensor, num_rows: int, group: Any) -> dict[str, Tensor]:
-    """Means over all ranks of the loss and of the hits in `num_rows` rows of each rank. Collective, one all_reduce."""
-    part = torch.stack([loss.detach().float(), i2t_hits.float() / num_rows, t2i_hits.float() / num_rows])
+def count_hits(largest: Tensor | None, pairs: Tensor) -> Tensor:
+    """In how many rows the pair is above all others, 0-d; [0] where their maxima were not asked for."""
+    return pairs.new_empty(0, dtype=torch.int64) if largest is None else (largest < pairs).sum()
+
+
+def global_metrics(loss: Tensor, hits: Sequence[Tensor], num_rows: int, group: Any) -> dict[str, Tensor]:
+    """Means over all ranks of the loss and of the hits (i2t, t2i; or of no elements) in `num_rows` rows of each rank.
+    Collective, one all_reduce."""
+    part = torch.stack([loss.detach().float(), *(x.float() / num_rows for x in hits if x.numel())])
     mean = comm.all_reduce_sum(part, group) / comm.size(group)
-    return dict(zip(("loss", "i2t_accuracy", "t2i_accuracy"), mean.unbind(), strict=True))
+    return dict(zip(("loss", "i2t_accuracy", "t2i_accuracy"), mean.unbind(), strict=False))

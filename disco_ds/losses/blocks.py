@@ -9,27 +9,34 @@ columns, and the gradients of both; the losses differ in what they do with them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from disco_ds import comm
-from disco_ds.kernels import Impl, Precision, Sums, Tiling, softmax_gradient, softmax_sums
+from disco_ds.kernels import (
+    Block,
+    Impl,
+    Precision,
+    Sums,
+    Tiling,
+    full_dtype,
+    softmax_gradient,
+    softmax_sums,
+)
 from disco_ds.losses.base import Loss
 
 Wire = Literal["fp32", "fp16", "bf16"]
 WIRES: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-CHUNK = 1024
-"""Rows that are worked on at a time where a temporary copy is made of them."""
 
 
 class TiledLoss(Loss):
     """What tiled losses have in common: how to compute, and what to send.
 
-    Args:   wire: dtype in which features of one side are sent to other ranks, None for their own; tile, precision,
-            impl: see kernels.Tiling.
+    Args:   wire: dtype in which features of one side are sent to other ranks; None: as `precision` rounds them, which
+            loses nothing; tile, precision, impl: see kernels.Tiling.
     Raises: ValueError for a value that is none of these.
     """
 
@@ -37,7 +44,7 @@ class TiledLoss(Loss):
         self,
         wire: Wire | None = None,
         tile: Sequence[int] | None = None,
-        precision: Precision = "fp32",
+        precision: Precision = "auto",
         impl: Impl = "auto",
         group: Any = None,
     ):
@@ -54,11 +61,11 @@ class Blocks(Protocol):
     own: Tensor
     """This rank's columns as all ranks see them, [b, D]."""
 
-    def sums(self, rows: Tensor, scales: Tensor, shift: float | None) -> Sums:
+    def sums(self, rows: Tensor, scales: Tensor, shift: Tensor | None, maxima: bool) -> Sums:
         """Over all columns for own rows, and over all rows for own columns, without pairs. All [b]."""
 
     def gradient(
-        self, rows: Tensor, scales: Tensor, shifts: Tensor, shift: float | None, of_rows: bool, of_columns: bool
+        self, rows: Tensor, scales: Tensor, shifts: Tensor, shift: Tensor | None, of_rows: bool, of_columns: bool
     ) -> tuple[Tensor | None, Tensor | None]:
         """softmax_gradient of own rows over all columns, and of own columns over all ranks' rows. Each [b, D]."""
 
@@ -66,40 +73,53 @@ class Blocks(Protocol):
 class Gathered:
     """Columns of all ranks in one tensor: the fastest where B x D fits, twice if they have a gradient.
 
-    Args:   columns [b, D]; wire: dtype they are gathered in, None for their own; keep: the sums hold on to the
-            exponentials, b x B in bf16, so that the gradient need not compute them again.
+    Args: columns [b, D], held (Tiling.hold); wire: dtype they are gathered in, None for their own; keep: the sums hold
+          on to the exponentials, b x B in bf16, so that the gradient need not compute them again.
     """
 
     def __init__(self, columns: Tensor, tiling: Tiling, wire: torch.dtype | None, group: Any, keep: bool = False):
-        self.tiling, self.group, self.wire = tiling, group, wire
+        self.tiling, self.group, self.wire, self.keep = tiling, group, wire, keep
         self.columns = self._gather(columns)
         self.first = comm.rank(group) * len(columns)
         self.mine = slice(self.first, self.first + len(columns))
         self.own = self.columns[self.mine]
-        self.kept: list[Tensor] | None = [] if keep else None
+        self.kept: Tensor | None = None
 
     def _gather(self, side: Tensor) -> Tensor:
-        sent = side if self.wire is None or side.dtype == torch.float64 else side.to(self.wire)
-        return comm.gather(sent.detach(), group=self.group) if comm.size(self.group) > 1 else sent.detach()
+        sent = as_sent(side, self.wire)
+        return comm.gather(sent, group=self.group) if comm.size(self.group) > 1 else sent
 
-    def sums(self, rows: Tensor, scales: Tensor, shift: float | None) -> Sums:
-        column_scale = comm.gather(scales[1], group=self.group)
-        kept = None if shift is None else self.kept
-        part = softmax_sums(rows, self.columns, scales[0], column_scale, self.first, shift, self.tiling, kept)
-        largest = comm.all_reduce_max(part.columns_max, self.group)
+    def _of_all(self, own: Tensor) -> Tensor:
+        """A number of each column, gathered only where the ranks' differ from each other's."""
+        if own.stride(0) == 0:  # one number, expanded
+            return own[:1].expand(len(self.columns))
+        return comm.gather(own, group=self.group)
+
+    def _block(self, rows: Tensor, scales: Tensor, shift: Tensor | None) -> Block:
+        return Block(rows, self.columns, scales[0], self._of_all(scales[1]), self.first, shift, self.tiling)
+
+    def sums(self, rows: Tensor, scales: Tensor, shift: Tensor | None, maxima: bool) -> Sums:
+        self.kept = None
+        if self.keep and shift is not None:
+            self.kept = torch.empty(len(rows), len(self.columns), dtype=torch.bfloat16, device=rows.device)
+        part = softmax_sums(self._block(rows, scales, shift), maxima, self.kept)
+        if comm.size(self.group) == 1:
+            return part
         # Against one shift the sums add up as they are; without one, against the largest of any rank.
-        base = comm.all_reduce_max(part.columns, self.group) if shift is None else torch.full_like(largest, shift)
-        dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
-        total = comm.all_reduce_sum((part.columns - base.clamp_(min=-1e300)).exp_().to(dtype), self.group)
-        columns = total.double().log_().add_(base)
-        return Sums(part.rows, columns[self.mine], part.rows_max, largest[self.mine])
+        base = comm.all_reduce_max(part.columns, self.group) if shift is None else shift.expand_as(part.columns)
+        base = base.clamp(min=-1e300)  # nothing at all, -inf, less itself would not be a number
+        total = comm.all_reduce_sum((part.columns - base).exp_().to(full_dtype(rows)), self.group)
+        columns = total.double().log_().add_(base)[self.mine]
+        if part.columns_max is None:
+            return Sums(part.rows, columns, None, None)
+        return Sums(part.rows, columns, part.rows_max, comm.all_reduce_max(part.columns_max, self.group)[self.mine])
 
     def gradient(
         self,
         rows: Tensor,
         scales: Tensor,
         shifts: Tensor,
-        shift: float | None,
+        shift: Tensor | None,
         of_rows: bool,
         of_columns: bool,
         moments: Tensor | None = None,
@@ -108,12 +128,8 @@ class Gathered:
         d_rows = zeros(rows) if of_rows else None
         d_columns = zeros(self.columns) if of_columns else None
         parts = None if moments is None else (moments[0], moments.new_zeros(len(self.columns)))
-        column_scale, column_shift = (comm.gather(x[1], group=self.group) for x in (scales, shifts))
-        kept = None if shift is None else self.kept
-        softmax_gradient(
-            rows, self.columns, scales[0], column_scale, shifts[0], column_shift, self.first, shift, self.tiling,
-            d_rows, d_columns, kept, parts,
-        )  # fmt: skip
+        block, kept = self._block(rows, scales, shift), None if shift is None else self.kept
+        softmax_gradient(block, shifts[0], self._of_all(shifts[1]), d_rows, d_columns, kept, parts)
         if moments is not None and parts is not None:
             moments[1] = comm.all_reduce_sum(parts[1], self.group)[self.mine]
         return d_rows, None if d_columns is None else comm.reduce_scatter_in_place(d_columns, self.group)
@@ -128,70 +144,85 @@ class GatheredBoth(Gathered):
         rows: Tensor,
         scales: Tensor,
         shifts: Tensor,
-        shift: float | None,
+        shift: Tensor | None,
         of_rows: bool,
         of_columns: bool,
         moments: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         found: list[Tensor | None] = []
         for side, (anchors, wanted) in enumerate(((rows, of_rows), (self.own, of_columns))):
-            other_scale, other_shift = (comm.gather(x[1 - side], group=self.group) for x in (scales, shifts))
             into = zeros(anchors) if wanted else None
             if wanted or moments is not None:
                 others = self._gather(rows) if side else self.columns
                 parts = None if moments is None else (moments[side], moments.new_zeros(len(others)))
-                softmax_gradient(
-                    anchors, others, scales[side], other_scale, shifts[side], other_shift, self.first, shift,
-                    self.tiling, into, None, None, parts,
-                )  # fmt: skip
+                other_scale, other_shift = (self._of_all(x[1 - side]) for x in (scales, shifts))
+                block = Block(anchors, others, scales[side], other_scale, self.first, shift, self.tiling)
+                softmax_gradient(block, shifts[side], other_shift, into, None, None, parts)
             found.append(into)
         return found[0], found[1]
 
 
 class Ring:
-    """Columns of one rank at a time: nothing of size B is held, whatever the global batch.
+    """Columns of one rank at a time: nothing of size B is held, whatever the global batch. All scales are equal.
 
-    Args: columns [b, D]; wire: dtype they travel in, None for their own.
+    Args: columns [b, D], held (Tiling.hold); wire: dtype they travel in, None for their own.
     """
 
     def __init__(self, columns: Tensor, tiling: Tiling, wire: torch.dtype | None, group: Any):
         self.tiling, self.group = tiling, group
-        sent = columns if wire is None or columns.dtype == torch.float64 else columns.to(wire)
-        self.own = sent.detach().contiguous()
+        self.own = as_sent(columns, wire)
 
-    def sums(self, rows: Tensor, scales: Tensor, shift: float | None) -> Sums:
-        total, largest = (torch.full((len(rows),), -math.inf, dtype=torch.float64, device=rows.device) for _ in "ab")
-        of_columns = comm.Collector(_join_sums, self.group)
-        passing = comm.around(scales[1].contiguous(), self.group)
-        for block, columns in comm.around(self.own, self.group):
-            _, scale = next(passing)
-            part = softmax_sums(rows, columns, scales[0], scale, self._first(block), shift, self.tiling)
+    def sums(self, rows: Tensor, scales: Tensor, shift: Tensor | None, maxima: bool) -> Sums:
+        nothing = {"size": (len(rows),), "fill_value": -math.inf, "dtype": torch.float64, "device": rows.device}
+        total, largest = torch.full(**nothing), torch.full(**nothing) if maxima else None
+
+        def visit(owner: int, block: list[Tensor], spare: list[Tensor] | None) -> list[Tensor]:
+            part = softmax_sums(self._block(rows, block[0], scales, owner, shift), maxima)
             torch.logaddexp(total, part.rows, out=total)
+            if largest is None or part.rows_max is None or part.columns_max is None:
+                return [part.columns]
             torch.maximum(largest, part.rows_max, out=largest)
-            of_columns.add(torch.stack([part.columns, part.columns_max]))
-        columns_sum, columns_max = of_columns.result()
-        return Sums(total, columns_sum, largest, columns_max)
+            return [part.columns, part.columns_max]
+
+        columns = comm.circulate([self.own], visit, _join_sums, self.group)
+        return Sums(total, columns[0], largest, columns[1] if maxima else None)
 
     def gradient(
-        self, rows: Tensor, scales: Tensor, shifts: Tensor, shift: float | None, of_rows: bool, of_columns: bool
+        self, rows: Tensor, scales: Tensor, shifts: Tensor, shift: Tensor | None, of_rows: bool, of_columns: bool
     ) -> tuple[Tensor | None, Tensor | None]:
         d_rows = zeros(rows) if of_rows else None
-        collector = comm.Collector(Tensor.add_, self.group)
-        vectors = comm.around(torch.stack([scales[1].double(), shifts[1]]), self.group)
-        for block, columns in comm.around(self.own, self.group):
-            _, (scale, shift_of_columns) = next(vectors)
-            d_columns = collector.buffer(columns, full_dtype(columns)).zero_() if of_columns else None
-            softmax_gradient(
-                rows, columns, scales[0], scale, shifts[0], shift_of_columns, self._first(block), shift, self.tiling,
-                d_rows, d_columns,
-            )  # fmt: skip
-            if d_columns is not None:
-                collector.add(d_columns)
-        return d_rows, collector.result() if of_columns else None
 
-    def _first(self, block: int) -> int | None:
+        def visit(owner: int, block: list[Tensor], spare: list[Tensor] | None) -> list[Tensor]:
+            columns, shift_of_columns = block
+            d_columns = None
+            if of_columns:
+                d_columns = zeros(columns) if spare is None else spare[0].zero_()
+            at_hand = self._block(rows, columns, scales, owner, shift)
+            softmax_gradient(at_hand, shifts[0], shift_of_columns, d_rows, d_columns)
+            return [] if d_columns is None else [d_columns]
+
+        found = comm.circulate([self.own, shifts[1]], visit, add_parts, self.group)
+        return d_rows, found[0] if found else None
+
+    def _block(self, rows: Tensor, columns: Tensor, scales: Tensor, owner: int, shift: Tensor | None) -> Block:
         """Pairs stand in one's own block only."""
-        return 0 if block == comm.rank(self.group) else None
+        first = 0 if owner == comm.rank(self.group) else None
+        return Block(rows, columns, scales[0], scales[0], first, shift, self.tiling)
+
+
+def as_sent(held: Tensor, wire: torch.dtype | None) -> Tensor:
+    return held if wire is None or held.dtype == torch.float64 else held.to(wire)
+
+
+def chunks(*sides: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Rows that are worked on at a time where a temporary copy is made of them: 64 MiB in fp32 on a GPU, where each
+    call costs; few enough to stay in its cache on a CPU."""
+    size = chunk_rows(sides[0].shape[-1], sides[0].device)
+    return zip(*(side.split(size) for side in sides), strict=True)
+
+
+def chunk_rows(D: int, device: torch.device) -> int:
+    return 1024 if device.type == "cpu" else max(2**24 // D, 1)
 
 
 def positives(rows: Tensor, columns: Tensor, tiling: Tiling) -> Tensor:
@@ -200,58 +231,65 @@ def positives(rows: Tensor, columns: Tensor, tiling: Tiling) -> Tensor:
     Of the factors that the tiles multiply, so that a pair and a copy of it elsewhere have one similarity.
     """
     full = full_dtype(rows)
-    pairs = zip(rows.split(CHUNK), columns.split(CHUNK), strict=True)
-    return torch.cat(
-        [(tiling.factor(r).to(full) * tiling.factor(c).to(full)).sum(1, dtype=torch.float64) for r, c in pairs]
+    pairs = (
+        (tiling.factor(r).to(full) * tiling.factor(c)).sum(1, dtype=torch.float64) for r, c in chunks(rows, columns)
     )
+    return _join(list(pairs))
 
 
-def agree_on_shift(rows: Tensor, columns: Tensor, scale: Tensor, cosines: Tensor, group: Any) -> float | None:
-    """One number c for which exp(x - c), its sums and 1 / sums stay within fp32 on every rank; None if there is none.
+def _join(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    Needs top + ln B - 88 <= c <= bottom + 58 with the largest possible and the smallest positive exponent: lower, and
-    sums overflow; higher, and the pair itself vanishes beside its reciprocal times Tiling.gain (losses.md section 2).
-    0 is preferred: it costs no subtraction. Collective, one all_reduce of four numbers and a wait for them.
+
+def largest_shift(rows: Tensor, columns: Tensor, scale: Tensor, group: Any) -> Tensor:
+    """The smallest number c >= 0, the same on every rank, for which no sum of exp(x - c) leaves fp32, [1] float64.
+
+    Whether it is too large for some row, whose sums would vanish, is seen from the sums: see `holds`. Collective, one
+    all_reduce; the host does not wait for it.
     """
+    dtype = full_dtype(rows)
     norms = [
-        torch.stack([x.float().square().sum(1).max() for x in side.split(CHUNK)]).max() for side in (rows, columns)
+        torch.linalg.vector_norm(x, dim=1, dtype=dtype).amax() for side in (rows, columns) for (x,) in chunks(side)
     ]
-    extremes = comm.all_reduce_max(torch.stack([*norms, -cosines.min().float(), scale.detach().float()[0]]), group)
-    row_norm, column_norm, lowest, s = extremes.tolist()
-    top, bottom = s * max(row_norm, column_norm), -s * lowest
-    low, high = top + math.log(len(rows) * comm.size(group)) - 88, bottom + 58
-    # Also None if anything is not a number: the comparison says no, and so it does on every rank.
-    return min(max(0.0, low), high) if low <= high else None
+    mine = torch.stack([torch.stack(norms).amax(), scale.detach()[0].to(dtype)])
+    norm, s = comm.all_reduce_max(mine, group).double().split(1)
+    return (norm * norm * s + (math.log(len(rows) * comm.size(group)) - 88)).clamp_(min=0)
+
+
+def holds(shift: Tensor, *sums: Tensor, group: Any) -> bool:
+    """Whether no log of a sum, of any rank, is so far below the shift that fp32 loses it, or its reciprocal times
+    Tiling.gain: exp(-58). Collective, one all_reduce and a wait for it."""
+    lowest = torch.stack([x.min() for x in sums]).min()
+    # Also False for what is not a number: the comparison says no, and so it does on every rank.
+    return bool(-comm.all_reduce_max(-lowest, group) >= shift[0] - 58)
 
 
 def finish(gradient: Tensor | None, others: Tensor, weight: Tensor, factor: Tensor, tiling: Tiling) -> Tensor | None:
     """factor x (gradient / Tiling.gain + weight_i others_i), the pairs' part joined, in place. [b, D]"""
     if gradient is None:
         return None
-    for part, other, w in zip(gradient.split(CHUNK), others.split(CHUNK), weight.split(CHUNK), strict=True):
-        pair = tiling.factor(other).to(part.dtype) * w[:, None].to(part.dtype)
-        part.mul_(1 / tiling.gain()).add_(pair).mul_(factor)
+    lifted = (weight * tiling.gain()).to(gradient.dtype)[:, None]
+    factor = (factor / tiling.gain()).to(gradient.dtype)
+    for part, other, w in chunks(gradient, others, lifted):
+        part.addcmul_(tiling.factor(other).to(part.dtype), w).mul_(factor)
     return gradient
 
 
 def inner(a: Tensor, b: Tensor) -> Tensor:
     """<a, b> over all rows, 0-d float64."""
-    parts = [(x.to(y.dtype) * y).sum(dtype=torch.float64) for x, y in zip(a.split(CHUNK), b.split(CHUNK), strict=True)]
-    return torch.stack(parts).sum()
+    parts = [(x.to(y.dtype) * y).sum(dtype=torch.float64) for x, y in chunks(a, b)]
+    return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
 
 
-def join_largest(mine: Tensor, theirs: Tensor) -> None:
-    torch.maximum(mine, theirs, out=mine)
+def add_parts(mine: list[Tensor], theirs: list[Tensor]) -> None:
+    for x, y in zip(mine, theirs, strict=True):
+        x.add_(y)
 
 
-def _join_sums(mine: Tensor, theirs: Tensor) -> None:
+def _join_sums(mine: list[Tensor], theirs: list[Tensor]) -> None:
     torch.logaddexp(mine[0], theirs[0], out=mine[0])
-    join_largest(mine[1], theirs[1])
-
-
-def full_dtype(x: Tensor) -> torch.dtype:
-    """What sums of its rows are collected in."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+    for x, y in zip(mine[1:], theirs[1:], strict=True):
+        torch.maximum(x, y, out=x)
 
 
 def zeros(x: Tensor) -> Tensor:

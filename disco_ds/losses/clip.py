@@ -34,7 +34,7 @@ class ClipLoss(Loss):
         loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
         with torch.no_grad():
             i2t_hits, t2i_hits = (logits.argmax(dim) == labels for dim in (1, 0))
-            metrics = global_metrics(loss, i2t_hits.sum(), t2i_hits.sum(), len(logits), self.group)
+            metrics = global_metrics(loss, (i2t_hits.sum(), t2i_hits.sum()), len(logits), self.group)
         return LossOutput(loss, metrics)
 
 

@@ -45,5 +45,5 @@ class DisCoLoss(Loss):
         loss = (F.cross_entropy(logits_image, labels) + F.cross_entropy(logits_text, labels)) / 2
         with torch.no_grad():
             i2t_hits, t2i_hits = (logits.argmax(1) == labels for logits in (logits_image, logits_text))
-            metrics = global_metrics(loss, i2t_hits.sum(), t2i_hits.sum(), b, self.group)
+            metrics = global_metrics(loss, (i2t_hits.sum(), t2i_hits.sum()), b, self.group)
         return LossOutput(loss, metrics)

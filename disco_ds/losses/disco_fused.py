@@ -30,7 +30,7 @@ class DisCoFusedLoss(TiledLoss):
         store: bool = False,
         wire: Wire | None = None,
         tile: Sequence[int] | None = None,
-        precision: Precision = "fp32",
+        precision: Precision = "auto",
         impl: Impl = "auto",
         group: Any = None,
     ):
@@ -38,7 +38,9 @@ class DisCoFusedLoss(TiledLoss):
         self.store = store
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
-        def gather(columns: Tensor) -> Gathered:
-            return Gathered(columns, self.tiling, self.wire, self.group, self.store)
+        tiling = self.tiling.on(embeddings.image.device)
 
-        return infonce(embeddings, gather, self.tiling, self.group)
+        def gather(columns: Tensor) -> Gathered:
+            return Gathered(columns, tiling, self.wire, self.group, self.store)
+
+        return infonce(embeddings, gather, self)

@@ -18,8 +18,18 @@ from torch import Tensor
 
 from disco_ds import comm
 from disco_ds.kernels import Impl, Precision
-from disco_ds.losses.base import Embeddings, LossOutput, global_metrics, register_loss
-from disco_ds.losses.blocks import Gathered, GatheredBoth, TiledLoss, Wire, agree_on_shift, finish, inner, positives
+from disco_ds.losses.base import Embeddings, LossOutput, count_hits, global_metrics, register_loss
+from disco_ds.losses.blocks import (
+    Gathered,
+    GatheredBoth,
+    TiledLoss,
+    Wire,
+    finish,
+    holds,
+    inner,
+    largest_shift,
+    positives,
+)
 from disco_ds.losses.sample_state import Memory, SampleState, TauStep
 
 GammaSchedule = Literal["constant", "cosine", "fractional"]
@@ -62,7 +72,7 @@ class FastCLIPLoss(TiledLoss):
         gather_both: bool = False,
         wire: Wire | None = None,
         tile: Sequence[int] | None = None,
-        precision: Precision = "fp32",
+        precision: Precision = "auto",
         impl: Impl = "auto",
         group: Any = None,
     ):
@@ -135,7 +145,7 @@ class FastCLIPLoss(TiledLoss):
         state.stage("log_u", log_u.flip(0).T if swap else log_u.T)
         if swap:
             hits.reverse()
-        metrics = global_metrics(loss, hits[0], hits[1], b, self.group) | {"gamma": torch.tensor(gamma)}
+        metrics = global_metrics(loss, hits, b, self.group) | {"gamma": torch.tensor(gamma)}
         if self.tau_per_sample:
             metrics["tau"] = comm.all_reduce_sum(held["tau"].mean(), self.group) / comm.size(self.group)
         return LossOutput(loss, metrics)
@@ -163,19 +173,16 @@ class _FastCLIP(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, columns: Tensor, tau: Tensor, log_u: Tensor, gamma: float, loss: FastCLIPLoss
     ) -> tuple[Tensor, ...]:
-        rows, columns = rows.detach().contiguous(), columns.detach().contiguous()
-        b, group, tiling = len(rows), loss.group, loss.tiling
+        dtypes, b, group, tiling = (rows.dtype, columns.dtype), len(rows), loss.group, loss.tiling.on(rows.device)
+        rows, columns = tiling.hold(rows), tiling.hold(columns)
         cross = loss.blocks(columns, tiling, loss.wire, group)
         cosines = positives(rows, cross.own, tiling)
         scales = tau.reciprocal().expand(2, b)
-        shift = agree_on_shift(rows, columns, scales[0, :1], cosines, group) if len(tau) == 1 else None
-        sums = cross.sums(rows, scales, shift)
-        if shift is not None:
-            # No pair keeps a sum of the others from vanishing (blocks.agree_on_shift has the bound).
-            lowest = torch.minimum(sums.rows.min(), sums.columns.min())
-            if not -comm.all_reduce_max(-lowest, group) >= shift - 58:
-                shift = None
-                sums = cross.sums(rows, scales, shift)
+        shift = largest_shift(rows, columns, scales[0, :1], group) if len(tau) == 1 else None
+        sums = cross.sums(rows, scales, shift, loss.accuracy)
+        if shift is not None and not holds(shift, sums.rows, sums.columns, group=group):
+            shift = None
+            sums = cross.sums(rows, scales, shift, loss.accuracy)
         others, x = torch.stack([sums.rows, sums.columns]), scales * cosines
         count = math.log(b * comm.size(group) - 1)
         log_g = others - x - count
@@ -184,19 +191,18 @@ class _FastCLIP(torch.autograd.Function):
         log_sum = torch.logaddexp(log_u, torch.full_like(log_u, math.log(loss.eps) if loss.eps else -math.inf))
         # gamma x the weights are at most 1, as the tiles want it: u is at least gamma g.
         shifts = x + count + log_sum - math.log(gamma)
-        ctx.cross, ctx.shift, ctx.gamma, ctx.loss = cross, shift, gamma, loss
-        ctx.columns_dtype = columns.dtype
+        ctx.cross, ctx.shift, ctx.gamma, ctx.loss, ctx.tiling, ctx.dtypes = cross, shift, gamma, loss, tiling, dtypes
         ctx.save_for_backward(rows, cross.own, tau, cosines, others, shifts, log_sum)
         value = (log_sum + loss.rho) * tau if loss.weighs_by_tau else log_sum
-        hits = (sums.rows_max < x[0]).sum(), (sums.columns_max < x[1]).sum()
+        hits = count_hits(sums.rows_max, x[0]), count_hits(sums.columns_max, x[1])
         ctx.mark_non_differentiable(log_u, *hits)
-        return (value.sum() / (2 * b)).to(torch.promote_types(rows.dtype, torch.float32)), log_u, *hits
+        return (value.sum() / (2 * b)).to(torch.promote_types(dtypes[0], torch.float32)), log_u, *hits
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         rows, columns, tau, cosines, others, shifts, log_sum = ctx.saved_tensors
         needs_rows, needs_columns, needs_tau, *_ = ctx.needs_input_grad
-        loss, gamma, b, tiling = ctx.loss, ctx.gamma, len(rows), ctx.loss.tiling
+        loss, gamma, b, tiling = ctx.loss, ctx.gamma, len(rows), ctx.tiling
         scales = tau.reciprocal().expand(2, b)
         moments = torch.zeros_like(shifts) if needs_tau and len(tau) == 2 else None
         wanted = needs_rows or (needs_tau and moments is None), needs_columns
@@ -215,8 +221,8 @@ class _FastCLIP(torch.autograd.Function):
             else:
                 d_tau = direct - share / gamma * scales * (moments / tiling.gain() - cosines * weights)
         return (
-            d_rows.to(rows.dtype) if d_rows is not None and needs_rows else None,
-            d_columns.to(ctx.columns_dtype) if d_columns is not None else None,
+            d_rows.to(ctx.dtypes[0]) if d_rows is not None and needs_rows else None,
+            d_columns.to(ctx.dtypes[1]) if d_columns is not None else None,
             d_tau,
             *[None] * 3,
         )

@@ -20,7 +20,9 @@ class InfCLLoss(TiledLoss):
     """
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
-        def send_round(columns: Tensor) -> Ring:
-            return Ring(columns, self.tiling, self.wire, self.group)
+        tiling = self.tiling.on(embeddings.image.device)
 
-        return infonce(embeddings, send_round, self.tiling, self.group)
+        def send_round(columns: Tensor) -> Ring:
+            return Ring(columns, tiling, self.wire, self.group)
+
+        return infonce(embeddings, send_round, self)

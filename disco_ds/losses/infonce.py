@@ -5,78 +5,75 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from disco_ds.kernels import Sums, Tiling
-from disco_ds.losses.base import Embeddings, LossOutput, global_metrics
-from disco_ds.losses.blocks import Blocks, agree_on_shift, finish, inner, positives
+from disco_ds.losses.base import Embeddings, LossOutput, count_hits, global_metrics
+from disco_ds.losses.blocks import Blocks, TiledLoss, finish, holds, inner, largest_shift, positives
 
 MakeBlocks = Callable[[Tensor], Blocks]
 """From this rank's columns [b, D]."""
 
 
-def infonce(
-    embeddings: Embeddings, make_blocks: MakeBlocks, tiling: Tiling, group: Any, shared: bool = False
-) -> LossOutput:
+def infonce(embeddings: Embeddings, make_blocks: MakeBlocks, loss: TiledLoss, shared: bool = False) -> LossOutput:
     """The contract of base.py without a matrix of similarities. Collective in forward and backward.
 
-    Args:   shared: images and texts are two views of one thing and stand in each other's denominators (NT-Xent): an
-            image is told from all texts and from all other images. The upstream gradient of the share must be the same
-            on every rank, as that of a mean over ranks is.
+    Args:   make_blocks: from this rank's columns, held by loss.tiling; shared: images and texts are two views of one
+            thing and stand in each other's denominators (NT-Xent): an image is told from all texts and from all other
+            images. The upstream gradient of the share must be the same on every rank, as that of a mean over ranks is.
     Source: losses.md sections 1 and 2.
     """
     # Only what the other side needs is sent: with one tower locked, its features are, and have no gradient to return.
     swap = embeddings.text.requires_grad and not embeddings.image.requires_grad
     rows, columns = (embeddings.text, embeddings.image) if swap else (embeddings.image, embeddings.text)
-    loss, row_hits, column_hits = _InfoNCE.apply(rows, columns, embeddings.scale, make_blocks, tiling, group, shared)
-    i2t_hits, t2i_hits = (column_hits, row_hits) if swap else (row_hits, column_hits)
-    return LossOutput(loss, global_metrics(loss, i2t_hits, t2i_hits, len(rows), group))
+    plan = Plan(make_blocks, loss.tiling.on(rows.device), loss.group, shared, loss.accuracy)
+    value, *hits = _InfoNCE.apply(rows, columns, embeddings.scale, plan)
+    return LossOutput(value, global_metrics(value, hits[::-1] if swap else hits, len(rows), loss.group))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is not differentiated."""
+
+    make_blocks: MakeBlocks
+    tiling: Tiling
+    group: Any
+    shared: bool
+    accuracy: bool
 
 
 class _InfoNCE(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        columns: Tensor,
-        scale: Tensor,
-        make_blocks: MakeBlocks,
-        tiling: Tiling,
-        group: Any,
-        shared: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        rows, columns = rows.detach().contiguous(), columns.detach().contiguous()
-        cross = make_blocks(columns)
-        cosines = positives(rows, cross.own, tiling)
-        shift = agree_on_shift(rows, columns, scale, cosines, group)
-        scales = scale.detach().double().expand(2, len(rows))
-        x = scale.double() * cosines
-        sums = cross.sums(rows, scales, shift)
-        same: tuple[Blocks, ...] = (make_blocks(rows), cross) if shared else ()
-        if shared:  # where what is left out is not a pair but a view beside itself
-            of_rows, of_columns = same[0].sums(rows, scales, shift), same[1].sums(columns, scales, shift)
-            sums = Sums(
-                torch.logaddexp(sums.rows, of_rows.rows),
-                torch.logaddexp(sums.columns, of_columns.rows),
-                torch.maximum(sums.rows_max, of_rows.rows_max),
-                torch.maximum(sums.columns_max, of_columns.rows_max),
-            )
+    def forward(ctx: Any, rows: Tensor, columns: Tensor, scale: Tensor, plan: Plan) -> tuple[Tensor, ...]:
+        ctx.dtypes, b = (rows.dtype, columns.dtype), len(rows)
+        rows, columns = (plan.tiling.hold(x) for x in (rows, columns))
+        cross = plan.make_blocks(columns)
+        # Views are told from those beside them too, not only from the others' views.
+        same: tuple[Blocks, ...] = (plan.make_blocks(rows), cross) if plan.shared else ()
+        x = scale.double() * positives(rows, cross.own, plan.tiling)
+        scales = scale.detach().double().expand(2, b)
+        shift: Tensor | None = largest_shift(rows, columns, scale, plan.group)
+        sums = _sums(cross, same, rows, columns, scales, shift, plan.accuracy)
+        if not holds(shift, torch.logaddexp(sums.rows, x), torch.logaddexp(sums.columns, x), group=plan.group):
+            shift = None
+            sums = _sums(cross, same, rows, columns, scales, shift, plan.accuracy)
         # log1p(sum of the others / the pair), which does not cancel where the pair is nearly all there is.
         zero = torch.zeros_like(x)
         per_pair = torch.logaddexp(zero, sums.rows - x) + torch.logaddexp(zero, sums.columns - x)
-        ctx.cross, ctx.same, ctx.shift, ctx.tiling, ctx.columns_dtype = cross, same, shift, tiling, columns.dtype
+        ctx.cross, ctx.same, ctx.shift, ctx.tiling = cross, same, shift, plan.tiling
         ctx.save_for_backward(rows, cross.own, scale, x, sums.rows, sums.columns)
-        hits = (sums.rows_max < x).sum(), (sums.columns_max < x).sum()
+        hits = count_hits(sums.rows_max, x), count_hits(sums.columns_max, x)
         ctx.mark_non_differentiable(*hits)
-        return (per_pair.mean() / 2).to(torch.promote_types(rows.dtype, torch.float32)), *hits
+        return (per_pair.mean() / 2).to(torch.promote_types(ctx.dtypes[0], torch.float32)), *hits
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         rows, columns, scale, x, row_others, column_others = ctx.saved_tensors
-        needs_rows, needs_columns, needs_scale, *_ = ctx.needs_input_grad
+        needs_rows, needs_columns, needs_scale, _ = ctx.needs_input_grad
         others = torch.stack([row_others, column_others])
         lse = torch.logaddexp(others, x)
         scales = scale.double().expand(2, len(x))
@@ -97,8 +94,29 @@ class _InfoNCE(torch.autograd.Function):
             both = (inner(rows, d_rows) + inner(columns, d_columns)) / 2 if shared else inner(rows, d_rows)
             d_scale = (both / scale).to(scale.dtype)
         return (
-            d_rows.to(rows.dtype) if d_rows is not None and needs_rows else None,
-            d_columns.to(ctx.columns_dtype) if d_columns is not None and needs_columns else None,
+            d_rows.to(ctx.dtypes[0]) if d_rows is not None and needs_rows else None,
+            d_columns.to(ctx.dtypes[1]) if d_columns is not None and needs_columns else None,
             d_scale,
-            *[None] * 4,
+            None,
         )
+
+
+def _sums(
+    cross: Blocks, same: tuple[Blocks, ...], rows: Tensor, columns: Tensor, scales: Tensor, shift: Tensor | None,
+    maxima: bool,
+) -> Sums:  # fmt: skip
+    """Of a pair's others; where it is told from views beside itself too, of all of them."""
+    sums = cross.sums(rows, scales, shift, maxima)
+    if not same:
+        return sums
+    of_rows, of_columns = same[0].sums(rows, scales, shift, maxima), same[1].sums(columns, scales, shift, maxima)
+    return Sums(
+        torch.logaddexp(sums.rows, of_rows.rows),
+        torch.logaddexp(sums.columns, of_columns.rows),
+        _larger(sums.rows_max, of_rows.rows_max),
+        _larger(sums.columns_max, of_columns.rows_max),
+    )
+
+
+def _larger(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return None if a is None or b is None else torch.maximum(a, b)

@@ -31,7 +31,7 @@ class NTXentLoss(TiledLoss):
         ring: bool = False,
         wire: Wire | None = None,
         tile: Sequence[int] | None = None,
-        precision: Precision = "fp32",
+        precision: Precision = "auto",
         impl: Impl = "auto",
         group: Any = None,
     ):
@@ -39,7 +39,9 @@ class NTXentLoss(TiledLoss):
         self.ring = ring
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
-        def make_blocks(views: Tensor) -> Blocks:
-            return (Ring if self.ring else Gathered)(views, self.tiling, self.wire, self.group)
+        tiling = self.tiling.on(embeddings.image.device)
 
-        return infonce(embeddings, make_blocks, self.tiling, self.group, shared=True)
+        def make_blocks(views: Tensor) -> Blocks:
+            return (Ring if self.ring else Gathered)(views, tiling, self.wire, self.group)
+
+        return infonce(embeddings, make_blocks, self, shared=True)

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from disco_ds import comm
-from disco_ds.kernels import Tiling, sigmoid_block
-from disco_ds.losses.base import Embeddings, LossOutput, global_metrics, register_loss
-from disco_ds.losses.blocks import TiledLoss, finish, full_dtype, inner, join_largest, positives, zeros
+from disco_ds.kernels import Block, sigmoid_block
+from disco_ds.losses.base import Embeddings, LossOutput, count_hits, global_metrics, register_loss
+from disco_ds.losses.blocks import TiledLoss, as_sent, finish, inner, positives, zeros
 
 
 @register_loss("siglip")
@@ -36,68 +36,59 @@ class SigLIPLoss(TiledLoss):
         # The side that has no gradient travels, if there is one.
         swap = text.requires_grad and not image.requires_grad
         rows, columns = (text, image) if swap else (image, text)
-        loss, *hits = _SigLIP.apply(
-            rows,
-            columns,
-            embeddings.scale,
-            embeddings.bias,
-            self.wire,
-            self.tiling,
-            self.group,
-            torch.is_grad_enabled(),
-        )
-        if swap:
-            hits.reverse()
-        return LossOutput(loss, global_metrics(loss, hits[0], hits[1], len(image), self.group))
+        value, *hits = _SigLIP.apply(rows, columns, embeddings.scale, embeddings.bias, self, torch.is_grad_enabled())
+        return LossOutput(value, global_metrics(value, hits[::-1] if swap else hits, len(image), self.group))
 
 
 class _SigLIP(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        rows: Tensor,
-        columns: Tensor,
-        scale: Tensor,
-        bias: Tensor,
-        wire: torch.dtype | None,
-        tiling: Tiling,
-        group: Any,
-        trains: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        rows, columns = rows.detach().contiguous(), columns.detach().contiguous()
-        sent = columns if wire is None or columns.dtype == torch.float64 else columns.to(wire)
+        ctx: Any, rows: Tensor, columns: Tensor, scale: Tensor, bias: Tensor, loss: SigLIPLoss, trains: bool
+    ) -> tuple[Tensor, ...]:
+        dtypes, b, group, tiling = (rows.dtype, columns.dtype), len(rows), loss.group, loss.tiling.on(rows.device)
+        needs_rows, needs_columns, needs_scale, *_ = (trains and needed for needed in ctx.needs_input_grad)
+        rows, sent = tiling.hold(rows), as_sent(tiling.hold(columns), loss.wire)
         z = scale.double() * positives(rows, sent, tiling) + bias.double()
-        of_rows = trains and (ctx.needs_input_grad[0] or ctx.needs_input_grad[2])
-        d_rows = zeros(rows) if of_rows else None
+        scales = scale.detach().expand(b)
+        d_rows = zeros(rows) if needs_rows or needs_scale else None
         # Pairs here, the others from the tiles.
         total, weight = F.softplus(-z, threshold=1e9).sum(), -(-z).sigmoid().sum()
         largest = torch.full_like(z, -torch.inf)
-        of_columns, largest_of_columns = comm.Collector(Tensor.add_, group), comm.Collector(join_largest, group)
-        for block, others in comm.around(sent, group):
-            first = 0 if block == comm.rank(group) else None
-            d_others = (
-                of_columns.buffer(others, full_dtype(rows)).zero_() if trains and ctx.needs_input_grad[1] else None
-            )
-            sums = sigmoid_block(rows, others, scale, bias, first, tiling, d_rows, d_others)
-            total, weight = total + sums.loss, weight + sums.weight
-            join_largest(largest, sums.rows_max)
-            largest_of_columns.add(sums.columns_max)
-            if d_others is not None:
-                of_columns.add(d_others)
-        b = len(rows)
-        d_columns = of_columns.result() if trains and ctx.needs_input_grad[1] else None
+
+        def visit(owner: int, block: list[Tensor], spare: list[Tensor] | None) -> list[Tensor]:
+            d_others = None
+            if needs_columns:
+                d_others = zeros(block[0]) if spare is None else spare[-1].zero_()
+            first = 0 if owner == comm.rank(group) else None
+            at_hand = Block(rows, block[0], scales, scales, first, None, tiling)
+            sums = sigmoid_block(at_hand, bias, d_rows, d_others, loss.accuracy)
+            total.add_(sums.loss)
+            weight.add_(sums.weight)
+            if sums.rows_max is not None:
+                torch.maximum(largest, sums.rows_max, out=largest)
+            return [x for x in (sums.columns_max, d_others) if x is not None]
+
+        def join(mine: list[Tensor], theirs: list[Tensor]) -> None:
+            if loss.accuracy:
+                torch.maximum(mine[0], theirs[0], out=mine[0])
+            if needs_columns:
+                mine[-1].add_(theirs[-1])
+
+        home = comm.circulate([sent], visit, join, group)
+        d_columns = home[-1] if needs_columns else None
         pairs, factor = -(-z).sigmoid(), scale / b
         d_rows, d_columns = finish(d_rows, sent, pairs, factor, tiling), finish(d_columns, rows, pairs, factor, tiling)
         d_scale = None if d_rows is None else (inner(rows, d_rows) / scale).to(scale.dtype)
         ctx.gradients = (
-            d_rows.to(rows.dtype) if d_rows is not None and ctx.needs_input_grad[0] else None,
-            None if d_columns is None else d_columns.to(columns.dtype),
+            d_rows.to(dtypes[0]) if d_rows is not None and needs_rows else None,
+            None if d_columns is None else d_columns.to(dtypes[1]),
             d_scale,
             (weight / b).to(bias.dtype).view(1),
         )
-        hits = (largest < z).sum(), (largest_of_columns.result() < z).sum()
+        maxima = (largest, home[0]) if loss.accuracy else (None, None)
+        hits = [count_hits(x, z) for x in maxima]
         ctx.mark_non_differentiable(*hits)
-        return (total / b).to(torch.promote_types(rows.dtype, torch.float32)), *hits
+        return (total / b).to(torch.promote_types(dtypes[0], torch.float32)), *hits
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
@@ -105,4 +96,4 @@ class _SigLIP(torch.autograd.Function):
             None if gradient is None or not needed else gradient.mul_(upstream)
             for gradient, needed in zip(ctx.gradients, ctx.needs_input_grad, strict=False)
         ]
-        return *gradients, None, None, None, None
+        return *gradients, None, None

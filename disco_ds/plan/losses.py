@@ -13,7 +13,7 @@ import torch
 
 from disco_ds.losses import build_loss
 from disco_ds.losses.base import Loss
-from disco_ds.losses.blocks import CHUNK, GatheredBoth, TiledLoss
+from disco_ds.losses.blocks import GatheredBoth, TiledLoss, chunk_rows
 from disco_ds.losses.clip import ClipLoss
 from disco_ds.losses.disco import DisCoLoss
 from disco_ds.losses.disco_fused import DisCoFusedLoss
@@ -44,16 +44,18 @@ def loss_cost(name: str, options: dict[str, object], b: int, N: int, D: int, num
     loss = build_loss(name, **options)
     B = N * b
     units, of_features, of_gradients = _work(loss, N)
-    sent = loss.wire.itemsize if isinstance(loss, TiledLoss) and loss.wire else 4
+    device, sent = torch.device("cuda"), 4
+    if isinstance(loss, TiledLoss):
+        sent = loss.wire.itemsize if loss.wire else _held_itemsize(loss, device) or 4
     per_sample = 0
     if isinstance(loss, FastCLIPLoss):
         per_sample = 68 if loss.tau_per_sample else 16
     return LossCost(
-        peak=loss_peak(loss, b, N, D, torch.device("cuda")),
+        peak=loss_peak(loss, b, N, D, device),
         state=per_sample * -(-num_samples // N),
         state_on_host=isinstance(loss, FastCLIPLoss) and loss.memory == "host",
         flops=units * 2 * b * B * D,
-        precision=loss.tiling.precision if isinstance(loss, TiledLoss) else "fp32",
+        precision=loss.tiling.on(device).precision if isinstance(loss, TiledLoss) else "fp32",
         wire=B * D * (of_features * sent + of_gradients * 4) if N > 1 else 0,
     )
 
@@ -96,8 +98,11 @@ def _tiled_peak(loss: TiledLoss, b: int, N: int, D: int, device: torch.device) -
     gather_both = getattr(loss, "blocks", None) is GatheredBoth
     num_columns = b if ring else N * b
     own, columns = 4 * b * D, 4 * num_columns * D
-    sent = columns if loss.wire is None else num_columns * D * loss.wire.itemsize
-    copied = loss.wire is not None  # to the wire's dtype
+    rounded = _held_itemsize(loss, device)
+    held = b * D * (rounded or 0)
+    sent_itemsize = loss.wire.itemsize if loss.wire else rounded or 4
+    sent = num_columns * D * sent_itemsize
+    copied = bool(rounded or loss.wire)  # to the dtype that is sent
     if ring:
         # The rows' gradient, blocks of the columns' under way, blocks of features, and one's own if it was copied.
         gathered, reduced = sent * (min(N - 1, 2) + copied), 0
@@ -109,22 +114,29 @@ def _tiled_peak(loss: TiledLoss, b: int, N: int, D: int, device: torch.device) -
         reduced = 0 if gather_both or N == 1 else blocks + own + (columns if device.type == "cpu" else 0)
     if isinstance(loss, NTXentLoss):
         blocks = max(blocks, gathered + 3 * own)
-    chunk = 4 * min(CHUNK, b) * D * (1 + copied)
+    chunk = 4 * min(chunk_rows(D, device), b) * D * (1 + (rounded == 2))
     finished = blocks + chunk if isinstance(loss, SigLIPLoss) else 2 * own + chunk + sent * copied
     if isinstance(loss, SigLIPLoss):
         finished = max(finished, 4 * own)  # it still holds the gradients that autograd copies
     kept = 2 * b * N * b if isinstance(loss, DisCoFusedLoss) and loss.store else 0
     vectors = 8 * (8 * num_columns + 12 * b)
-    return kept + vectors + max(blocks + _tile(loss, b, num_columns, D, device), reduced, finished)
+    return held + kept + vectors + max(blocks + _tile(loss, b, num_columns, D, device), reduced, finished)
+
+
+def _held_itemsize(loss: TiledLoss, device: torch.device) -> int | None:
+    """Bytes of a number in the copies of the features that are rounded to the precision; None where none is made."""
+    return {"fp32": None, "tf32": 4}.get(loss.tiling.on(device).precision, 2)
 
 
 def _tile(loss: TiledLoss, n: int, m: int, D: int, device: torch.device) -> int:
     """Bytes to work on a tile of an n x m block."""
-    tiling = loss.tiling
+    tiling = loss.tiling.on(device)
     rows, columns = (min(side, length) for side, length in zip(tiling.size(device), (n, m), strict=True))
-    # Triton writes weights once, in place; torch's way has a copy, and several where each row has its own scale.
-    copies = 1 if tiling.impl != "torch" and device.type == "cuda" else 2
-    if isinstance(loss, FastCLIPLoss) and loss.tau_per_sample:
-        copies = 4
-    factors = {"fp32": 4 * columns * D if loss.wire else 0, "tf32": 8 * (rows + columns) * D}
-    return 4 * copies * rows * columns + factors.get(tiling.precision, 2 * (rows + columns) * D)
+    on_gpu = device.type == "cuda"
+    factor = 2 if on_gpu and tiling.precision in ("fp16", "bf16") else 4
+    if on_gpu and tiling.impl != "torch":
+        tile = factor  # Triton writes weights once, as they are multiplied
+    else:  # torch has them in fp32, with a copy, and several where each row has its own scale
+        tile = 4 * (4 if isinstance(loss, FastCLIPLoss) and loss.tau_per_sample else 2) + factor * (factor == 2)
+    sent_otherwise = factor * columns * D if loss.wire and loss.wire.itemsize != factor else 0
+    return tile * rows * columns + sent_otherwise

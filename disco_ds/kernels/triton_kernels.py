@@ -1,0 +1,302 @@
+"""The Triton kernels: a product whose epilogue does the rest, and which block sizes it may take.
+
+Sums write nothing as large as the tile; weights write it once, as the factor of the library products that follow
+(losses.md section 3). Exponents are in powers of two, which is what the hardware has. No atomics: the same block sizes
+give the same bits. Only triton_tiles.py imports this file.
+"""
+
+# n rows, m columns, D width of a tile; a block is what one program computes of it
+# Triton takes annotations of a kernel's arguments for instructions.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+INTERPRETED = triton.knobs.runtime.interpret
+LARGE = 1 << 20
+"""Elements of a tile from which block sizes are worth timing."""
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+def _config(rows: int, columns: int, stages: int, warps: int, width_bytes: int = 128, group: int = 8) -> triton.Config:
+    sizes = {"BLOCK_M": rows, "BLOCK_N": columns, "WIDTH_BYTES": width_bytes, "GROUP": group}
+    return triton.Config(sizes, num_stages=stages, num_warps=warps)
+
+
+# The first is taken where nothing is timed. It takes 96 KB of shared memory, which every GPU since the A100 has; two of
+# its programs fit on a multiprocessor of a server's GPU, and one's epilogue runs beside the other's product.
+TENSOR_CORES = [
+    _config(128, 128, 3, 4),
+    _config(128, 128, 3, 8),
+    _config(128, 128, 4, 4),
+    _config(128, 256, 3, 8),
+    _config(256, 128, 3, 8),
+    _config(64, 128, 4, 4),
+]
+# Products of fp32 without tensor cores hold every operand in registers. Triton before 3.8 multiplies no less than 16
+# numbers of a row at a time.
+PLAIN_CORES = [_config(64, 64, 2, 4, 64), _config(64, 128, 2, 8, 64), _config(128, 128, 2, 8, 64)]
+SMALL = _config(32, 64, 1, 1, 64, 2)
+"""For the interpreter, which takes as long for a large block of a small tile as for a full one."""
+CONFIGS = [*TENSOR_CORES, *PLAIN_CORES, *([SMALL] if INTERPRETED else [])]
+SPILLS = {"SIGMOID": 64 * 32, "TWO_WEIGHTS": 64 * 32}
+"""Elements of a block per warp at most, for epilogues with twice the live values: kernels with a flag of that name."""
+
+_forced: triton.Config | None = None
+
+
+def force(config: triton.Config | None) -> None:
+    """Take this configuration for every tile from now on, whether it is fast or not; None: choose again. For tests."""
+    global _forced
+    _forced = config
+    for kernel in KERNELS:
+        kernel.cache.clear()
+
+
+def worth_timing(configs: Sequence[triton.Config], args: dict[str, Any], **options: Any) -> list[triton.Config]:
+    """Of the configurations those that may be the fastest for these arguments; the first one alone for small tiles."""
+    if _forced is not None:
+        return [_forced]
+    if INTERPRETED:
+        return [SMALL]
+    plain = args["r"].dtype == torch.float32 and options["PRECISION"] == "ieee"
+    fitting = PLAIN_CORES if plain else TENSOR_CORES
+    for name, limit in SPILLS.items():
+        if options.get(name):
+            fitting = [x for x in fitting if x.kwargs["BLOCK_M"] * x.kwargs["BLOCK_N"] <= limit * x.num_warps]
+    return fitting if args["tuned"] else fitting[:1]
+
+
+def _seconds(call: Callable[[], None], quantiles: Sequence[float]) -> list[float]:
+    """Time of a configuration, infinite for one that this version of Triton or this GPU cannot do."""
+    try:
+        return triton.testing.do_bench(call, quantiles=list(quantiles))
+    except (triton.TritonError, RuntimeError):  # the compiler's passes fail with the latter
+        return [float("inf")] * len(quantiles)
+
+
+def _tuned(*flags: str) -> Callable[[Any], Any]:
+    """What is timed once is good for tiles of the same size class, precision and flags."""
+    key = ["tuned", "PRECISION", *flags]
+    return triton.autotune(
+        CONFIGS, key=key, prune_configs_by={"early_config_prune": worth_timing}, do_bench=_seconds
+    )  # fmt: skip
+
+
+# Their divisibility makes no address quicker, so it is no reason to compile again.
+_jit = triton.jit(do_not_specialize=["n", "pairs", "tuned"])
+
+
+@triton.jit
+def _cosines(
+    r, c, n, m, D: tl.constexpr, pairs, r_row, r_width, c_row, c_width,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH_BYTES: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """<r_i, c_j> of this program's block, -inf at the pairs and outside the tile.
+
+    Returns: that [BLOCK_M, BLOCK_N], its rows' and columns' numbers in the tile, and its own number in both directions.
+    """
+    # Programs that run at the same time share rows and columns in the L2 cache: GROUP blocks high, then along.
+    num_n = tl.cdiv(m, BLOCK_N)
+    program = tl.program_id(0)
+    top = program // (GROUP * num_n) * GROUP
+    height = tl.minimum(tl.cdiv(n, BLOCK_M) - top, GROUP)
+    i = top + program % (GROUP * num_n) % height
+    j = program % (GROUP * num_n) // height
+
+    BLOCK_D: tl.constexpr = WIDTH_BYTES // (r.dtype.element_ty.primitive_bitwidth // 8)
+    rows = i * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = j * BLOCK_N + tl.arange(0, BLOCK_N)
+    width = tl.arange(0, BLOCK_D)
+    # Past an edge the last row is read again, which needs no mask. 64 bits: rows x D passes 2^31.
+    r_at = r + tl.minimum(rows, n - 1).to(tl.int64)[:, None] * r_row + width.to(tl.int64)[None, :] * r_width
+    c_at = c + tl.minimum(columns, m - 1).to(tl.int64)[None, :] * c_row + width.to(tl.int64)[:, None] * c_width
+    x = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, D, BLOCK_D):
+        if D % BLOCK_D == 0:
+            a = tl.load(r_at)
+            b = tl.load(c_at)
+        else:
+            a = tl.load(r_at, mask=width[None, :] < D - start, other=0.0)
+            b = tl.load(c_at, mask=width[:, None] < D - start, other=0.0)
+        x = tl.dot(a, b, x, input_precision=PRECISION)
+        r_at += BLOCK_D * tl.cast(r_width, tl.int64)
+        c_at += BLOCK_D * tl.cast(c_width, tl.int64)
+
+    # Most blocks have no pair and no edge.
+    left = j * BLOCK_N - pairs
+    on_diagonal = (i * BLOCK_M < left + BLOCK_N) & (left < (i + 1) * BLOCK_M)
+    if on_diagonal | ((i + 1) * BLOCK_M > n) | ((j + 1) * BLOCK_N > m):
+        kept = (rows[:, None] < n) & (columns[None, :] < m) & (rows[:, None] + pairs != columns[None, :])
+        x = tl.where(kept, x, float("-inf"))
+    return x, rows, columns, i, j
+
+
+@triton.jit
+def _store_parts(x_row, x_column, by_row, by_column, rows, columns, i, j, n, m):
+    """A block's number for each of its rows and columns; by_row [column blocks, n], by_column [row blocks, m]."""
+    tl.store(by_row + tl.cast(j, tl.int64) * n + rows, x_row, mask=rows < n)
+    tl.store(by_column + tl.cast(i, tl.int64) * m + columns, x_column, mask=columns < m)
+
+
+@triton.jit
+def _store_tile(out, out_row, x, rows, columns, n, m, PRECISION: tl.constexpr):
+    if PRECISION == "tf32":
+        # To 11 bits, as Tiling.hold does; not a number stays what it is.
+        bits = x.to(tl.int32, bitcast=True) + 0x1000 & -0x2000
+        x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    at = out + rows.to(tl.int64)[:, None] * out_row + columns[None, :]
+    tl.store(at, x.to(out.dtype.element_ty), mask=(rows[:, None] < n) & (columns[None, :] < m))
+
+
+@_tuned("KEEP", "MAXIMA")
+@_jit
+def exp_sums_kernel(
+    r, c, n, m, D: tl.constexpr, pairs, r_row, r_width, c_row, c_width, tuned,
+    scale, shift, out, out_row, row_sum, column_sum, row_max, column_max,
+    KEEP: tl.constexpr, MAXIMA: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH_BYTES: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    x, rows, columns, i, j = _cosines(
+        r, c, n, m, D, pairs, r_row, r_width, c_row, c_width, PRECISION, BLOCK_M, BLOCK_N, WIDTH_BYTES, GROUP
+    )
+    s = tl.load(scale)
+    if MAXIMA:
+        _store_parts(tl.max(x, 1) * s, tl.max(x, 0) * s, row_max, column_max, rows, columns, i, j, n, m)
+    x = tl.exp2(x * (s * LOG2_E) - tl.load(shift) * LOG2_E)
+    _store_parts(tl.sum(x, 1), tl.sum(x, 0), row_sum, column_sum, rows, columns, i, j, n, m)
+    if KEEP:
+        _store_tile(out, out_row, x, rows, columns, n, m, "ieee")
+
+
+@_tuned()
+@_jit
+def exp_weights_kernel(
+    r, c, n, m, D: tl.constexpr, pairs, r_row, r_width, c_row, c_width, tuned,
+    scale, shift, out, a, beta,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH_BYTES: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    x, rows, columns, _, _ = _cosines(
+        r, c, n, m, D, pairs, r_row, r_width, c_row, c_width, PRECISION, BLOCK_M, BLOCK_N, WIDTH_BYTES, GROUP
+    )
+    x = tl.exp2(x * (tl.load(scale) * LOG2_E) - tl.load(shift) * LOG2_E)
+    of_rows = tl.load(a + rows, mask=rows < n, other=0.0)
+    of_columns = tl.load(beta + columns, mask=columns < m, other=0.0)
+    _store_tile(out, m, x * (of_rows[:, None] + of_columns[None, :]), rows, columns, n, m, PRECISION)
+
+
+@_tuned("MAXIMA")
+@_jit
+def log_sums_kernel(
+    r, c, n, m, D: tl.constexpr, pairs, r_row, r_width, c_row, c_width, tuned,
+    row_scale, column_scale, row_sum, column_sum, row_max, column_max,
+    MAXIMA: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH_BYTES: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    x, rows, columns, i, j = _cosines(
+        r, c, n, m, D, pairs, r_row, r_width, c_row, c_width, PRECISION, BLOCK_M, BLOCK_N, WIDTH_BYTES, GROUP
+    )
+    of_rows = tl.load(row_scale + rows, mask=rows < n, other=1.0)
+    of_columns = tl.load(column_scale + columns, mask=columns < m, other=1.0)
+    row_top, column_top = tl.max(x, 1), tl.max(x, 0)
+    if MAXIMA:
+        _store_parts(row_top * of_rows, column_top * of_columns, row_max, column_max, rows, columns, i, j, n, m)
+    # Against the largest of the block; 0 where there is nothing, which would be -inf - -inf.
+    row_top = tl.where(row_top == float("-inf"), 0.0, row_top)
+    column_top = tl.where(column_top == float("-inf"), 0.0, column_top)
+    in_rows = tl.sum(tl.exp2((x - row_top[:, None]) * (of_rows * LOG2_E)[:, None]), 1)
+    in_columns = tl.sum(tl.exp2((x - column_top[None, :]) * (of_columns * LOG2_E)[None, :]), 0)
+    log_rows = tl.log2(in_rows) * LN_2 + row_top * of_rows
+    log_columns = tl.log2(in_columns) * LN_2 + column_top * of_columns
+    _store_parts(log_rows, log_columns, row_sum, column_sum, rows, columns, i, j, n, m)
+
+
+@_tuned("TWO_WEIGHTS", "MOMENTS")
+@_jit
+def log_weights_kernel(
+    r, c, n, m, D: tl.constexpr, pairs, r_row, r_width, c_row, c_width, tuned,
+    row_scale, column_scale, row_shift, column_shift, out, row_moment, column_moment,
+    TWO_WEIGHTS: tl.constexpr, MOMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH_BYTES: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    x, rows, columns, i, j = _cosines(
+        r, c, n, m, D, pairs, r_row, r_width, c_row, c_width, PRECISION, BLOCK_M, BLOCK_N, WIDTH_BYTES, GROUP
+    )
+    s = tl.load(row_scale + rows, mask=rows < n, other=1.0)
+    lowered = tl.load(row_shift + rows, mask=rows < n, other=0.0)
+    of_rows = tl.exp2((x * s[:, None] - lowered[:, None]) * LOG2_E)
+    s = tl.load(column_scale + columns, mask=columns < m, other=1.0)
+    lowered = tl.load(column_shift + columns, mask=columns < m, other=0.0)
+    of_columns = tl.exp2((x * s[None, :] - lowered[None, :]) * LOG2_E)
+    if MOMENTS:
+        x = tl.maximum(x, -1e30)  # of the pairs, whose weight is 0
+        in_rows, in_columns = tl.sum(of_rows * x, 1), tl.sum(of_columns * x, 0)
+        _store_parts(in_rows, in_columns, row_moment, column_moment, rows, columns, i, j, n, m)
+    _store_tile(out, m, of_rows + of_columns, rows, columns, n, m, PRECISION)
+
+
+@triton.jit
+def _log1p(e):
+    """log(1 + e) for e in [0, 1], to 3e-7 of itself.
+
+    It is e times a polynomial that interpolates log(1 + e) / e at Chebyshev's points. Triton has no log1p, log(1 + e)
+    loses a small e, and a division takes longer than the polynomial.
+    """
+    p = 0.0051261024 * e - 0.029074065
+    p = p * e + 0.077516086
+    p = p * e - 0.13602248
+    p = p * e + 0.19076881
+    p = p * e - 0.24835399
+    p = p * e + 0.33318120
+    p = p * e - 0.49999446
+    p = p * e + 0.99999994
+    return e * p
+
+
+@_tuned("SIGMOID", "MAXIMA")
+@_jit
+def sigmoid_weights_kernel(
+    r, c, n, m, D: tl.constexpr, pairs, r_row, r_width, c_row, c_width, tuned,
+    scale, bias, gain, out, loss, weight, row_max, column_max,
+    SIGMOID: tl.constexpr, MAXIMA: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH_BYTES: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    z, rows, columns, i, j = _cosines(
+        r, c, n, m, D, pairs, r_row, r_width, c_row, c_width, PRECISION, BLOCK_M, BLOCK_N, WIDTH_BYTES, GROUP
+    )
+    s, t = tl.load(scale), tl.load(bias)
+    if MAXIMA:
+        _store_parts(tl.max(z, 1) * s + t, tl.max(z, 0) * s + t, row_max, column_max, rows, columns, i, j, n, m)
+    z = z * s + t
+    e = tl.exp2(-tl.abs(z) * LOG2_E)
+    sigmoid = tl.where(z < 0, e, 1.0) / (1 + e)
+    tl.store(loss + tl.program_id(0), tl.sum(tl.maximum(z, 0.0) + _log1p(e)))
+    tl.store(weight + tl.program_id(0), tl.sum(sigmoid))
+    _store_tile(out, m, sigmoid * gain, rows, columns, n, m, PRECISION)
+
+
+@triton.jit
+def kept_weights_kernel(
+    kept, kept_row, a, beta, out, n, m, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """out = kept_ij (a_i + beta_j); limited by memory, so nothing is tuned."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (rows[:, None] < n) & (columns[None, :] < m)
+    at = kept + rows.to(tl.int64)[:, None] * kept_row + columns[None, :]
+    e = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    of_rows = tl.load(a + rows, mask=rows < n, other=0.0)
+    of_columns = tl.load(beta + columns, mask=columns < m, other=0.0)
+    _store_tile(out, m, e * (of_rows[:, None] + of_columns[None, :]), rows, columns, n, m, PRECISION)
+
+
+KERNELS = [exp_sums_kernel, exp_weights_kernel, log_sums_kernel, log_weights_kernel, sigmoid_weights_kernel]
