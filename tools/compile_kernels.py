@@ -1,0 +1,236 @@
+"""Compile the Triton kernels for GPUs that are not here, and say what the machine code takes.
+
+    python tools/compile_kernels.py                                          everything, for all GPUs
+    python tools/compile_kernels.py --arch 90 --kernels exp_sums --precisions fp16 --widths 512 768
+
+No GPU and no driver are needed: Triton brings NVIDIA's assembler. Columns: registers a thread; bytes of spilled
+registers; shared memory; programs that fit on a multiprocessor; the matrix instruction; cycles of a multiprocessor that
+the product takes at the full rate of its cores, and those in which its four schedulers issue everything, the product's
+own loop included, for blocks without pairs and edges. Exit 1 if a kernel does not compile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from disco_ds.kernels import triton_kernels as kernels
+
+SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+"""KB of shared memory that one program may take, by architecture: A100, RTX 3090, L40S, H100, B200, RTX 5090."""
+TYPES = {"fp32": "fp32", "tf32": "fp32", "fp16": "fp16", "bf16": "bf16"}
+FLOP_PER_CYCLE = {80: 2048, 86: 1024, 89: 1024, 90: 4096, 100: 8192, 120: 2048}
+"""Of one multiprocessor's tensor cores with 16-bit factors; tf32 has half of it, fp32 what its plain cores do."""
+VARIANTS: dict[str, tuple[str, dict[str, bool]]] = {
+    "exp_sums": ("exp_sums_kernel", {"KEEP": False, "MAXIMA": False}),
+    "exp_sums+maxima": ("exp_sums_kernel", {"KEEP": False, "MAXIMA": True}),
+    "exp_sums+keep": ("exp_sums_kernel", {"KEEP": True, "MAXIMA": True}),
+    "exp_weights": ("exp_weights_kernel", {}),
+    "log_sums": ("log_sums_kernel", {"MAXIMA": True}),
+    "log_weights": ("log_weights_kernel", {"TWO_WEIGHTS": True, "MOMENTS": True}),
+    "sigmoid": ("sigmoid_weights_kernel", {"SIGMOID": True, "MAXIMA": True}),
+    "sigmoid-maxima": ("sigmoid_weights_kernel", {"SIGMOID": True, "MAXIMA": False}),
+}
+"""What the losses launch: a kernel and its flags."""
+SCALARS = {"n", "m", "pairs", "r_row", "c_row", "tuned", "out_row"}
+UNALIGNED = {"n", "pairs", "tuned"}
+"""Numbers whose divisibility by 16 the launch does not tell."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    matrix: str
+    """The matrix instruction: wgmma, tcgen05, mma; FFMA where there is none."""
+    product_cycles: float
+    issue_cycles: float
+    warps: int
+    arch: int
+
+    @property
+    def programs(self) -> int:
+        """How many fit on a multiprocessor at once."""
+        by_memory = (SHARED[self.arch] + 1) * 1024 // (self.shared_bytes + 1024)
+        return min(by_memory, 65536 // (self.registers * self.warps * 32))
+
+    @property
+    def fits(self) -> bool:
+        return self.shared_bytes <= SHARED[self.arch] * 1024
+
+
+def compile_kernel(
+    variant: str, precision: str, D: int, config: triton.Config, arch: int, strided: bool = False
+) -> Compiled:
+    """As triton_tiles launches it for a large tile. Raises: what Triton raises.
+
+    Args: strided: rows at addresses and distances that nothing divides, instead of contiguous ones.
+    """
+    name, flags = VARIANTS[variant]
+    function = getattr(kernels, name).fn
+    constants: dict[str, Any] = {**config.kwargs, **flags, "D": D}
+    constants["PRECISION"] = "tf32" if precision == "tf32" else "ieee"
+    constants |= {} if strided else {"r_width": 1, "c_width": 1}
+    # The other pointers are of fp32 vectors.
+    of_factors, kept = {"r", "c"}, flags.get("KEEP", False)
+    signature, attributes = {}, {}
+    for position, argument in enumerate(function.arg_names):
+        if argument in constants:
+            signature[argument] = "constexpr"
+            continue
+        if argument in SCALARS or argument in ("r_width", "c_width"):
+            signature[argument] = "i32"
+        elif argument == "gain":
+            signature[argument] = "fp32"
+        elif argument == "out":
+            signature[argument] = "*bf16" if kept else f"*{TYPES[precision]}"
+        else:
+            signature[argument] = f"*{TYPES[precision]}" if argument in of_factors else "*fp32"
+        odd = argument in UNALIGNED or argument == "gain" or (strided and argument in (*of_factors, *SCALARS))
+        if not odd and argument not in ("r_width", "c_width"):
+            attributes[(position,)] = [["tt.divisibility", 16]]
+    source = ASTSource(function, signature, {(k,): v for k, v in _by_position(function, constants)}, attributes)
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True}
+    found = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    usage, code = _disassemble(found.asm["cubin"])
+    spilled = int(usage.get("STACK", 0))
+    block_m, block_n = config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"]
+    itemsize = 2 if TYPES[precision] in ("fp16", "bf16") else 4
+    passes = -(-D // (config.kwargs["WIDTH_BYTES"] // itemsize))
+    plain = 128 if arch in (80, 100) else 256
+    rate = plain if precision == "fp32" else FLOP_PER_CYCLE[arch] / (itemsize // 2)
+    ptx = found.asm["ptx"]
+    matrix = next(
+        (word for word in ("tcgen05", "wgmma", "mma") if f"{word}.mma" in ptx or f"{word}.sync" in ptx), "FFMA"
+    )
+    issued = _issued(code, passes, block_m * block_n / (32 * config.num_warps))
+    return Compiled(
+        int(usage["REG"]), spilled, found.metadata.shared, matrix, 2 * block_m * block_n * D / rate,
+        issued * config.num_warps / 4, config.num_warps, arch,
+    )  # fmt: skip
+
+
+def _by_position(function: Any, constants: dict[str, Any]) -> Iterator[tuple[int, Any]]:
+    return ((function.arg_names.index(name), value) for name, value in constants.items())
+
+
+def _disassemble(cubin: bytes) -> tuple[dict[str, str], str]:
+    """Resources, and the machine code in words."""
+    tool = str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage, code = (
+            subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+            for option in ("--dump-resource-usage", "--dump-sass")
+        )
+    return dict(re.findall(r"\b(REG|STACK):(\d+)", usage)), code
+
+
+INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);")
+MATRIX = ("HGMMA", "UTCHMMA", "UTCQMMA", "HMMA", "FFMA")
+
+
+def _issued(code: str, passes: int, elements: float) -> int:
+    """Instructions of one warp: the product's loop `passes` times, and what comes once.
+
+    The loop is the branch backwards around the most matrix instructions. A jump over a selection for at least half of a
+    thread's elements leaves out pairs and edges, which few blocks have: those are not counted.
+    """
+    listed = [(int(at, 16), name, rest) for at, name, rest in INSTRUCTION.findall(code) if name != "NOP"]
+    jumps = [
+        (at, int(target[1], 16)) for at, name, rest in listed if name.startswith("BRA")
+        and (target := re.search(r"0x([0-9a-f]+)", rest)) and int(target[1], 16) != at
+    ]  # fmt: skip
+
+    def between(low: int, high: int) -> list[str]:
+        return [name for at, name, _ in listed if low <= at <= high]
+
+    def products(jump: tuple[int, int]) -> tuple[int, int]:
+        names = between(jump[1], jump[0])
+        return sum(name.startswith(MATRIX) for name in names), -len(names)
+
+    back = [jump for jump in jumps if jump[1] < jump[0]]
+    end, start = max(back, key=products) if back else (-1, 0)
+    masks = [
+        (at + 1, to - 1) for at, to in jumps
+        if to > at and sum(name.startswith("FSEL") for name in between(at, to)) >= elements / 2
+        and not any(name.startswith(("MUFU", *MATRIX[:-1])) for name in between(at, to))
+    ]  # fmt: skip
+    inside = len(between(start, end)) if back else 0
+    skipped = {at for low, high in masks for at, *_ in listed if low <= at <= high}
+    return passes * inside + len(listed) - inside - len(skipped)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", type=int, nargs="+", default=list(SHARED), choices=list(SHARED), metavar="NN")
+    parser.add_argument("--kernels", nargs="+", default=list(VARIANTS), choices=list(VARIANTS), metavar="NAME")
+    parser.add_argument("--precisions", nargs="+", default=list(TYPES), choices=list(TYPES), metavar="P")
+    parser.add_argument("--widths", type=int, nargs="+", default=[512], metavar="D")
+    parser.add_argument("--configs", type=int, nargs="+", metavar="I", help="numbers of configurations (default: all)")
+    parser.add_argument("--strided", action="store_true", help="rows that are neither contiguous nor aligned")
+    return parser.parse_args()
+
+
+def cases(variant: str, precision: str) -> list[triton.Config]:
+    """The configurations that triton_tiles would time for a large tile."""
+    dtype = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]
+    args = {"r": torch.empty(0, dtype=dtype), "tuned": 1}
+    name = "tf32" if precision == "tf32" else "ieee"
+    return kernels.worth_timing(kernels.CONFIGS, args, PRECISION=name, **VARIANTS[variant][1])
+
+
+def main() -> int:
+    args = parse_args()
+    print(f"Triton {triton.__version__}, torch {torch.__version__}")
+    print(
+        f"{'sm':<5}{'kernel':<17}{'':<6}{'D':<6}{'block':<15}{'regs':>5}{'spilled':>8}{'shared':>8}{'fit':>4} "
+        f"{'matrix':<8}{'product':>8}{'issue':>8}"
+    )
+    failed = 0
+    for arch in args.arch:
+        for variant in args.kernels:
+            for precision in args.precisions:
+                for D in args.widths:
+                    for number, config in enumerate(cases(variant, precision)):
+                        if not args.configs or number in args.configs:
+                            failed += not show(variant, precision, D, config, arch, args.strided)
+    return int(failed > 0)
+
+
+def show(variant: str, precision: str, D: int, config: triton.Config, arch: int, strided: bool) -> bool:
+    """Prints a line. Returns: whether it compiled."""
+    sizes = config.kwargs
+    block = f"{sizes['BLOCK_M']}x{sizes['BLOCK_N']} w{config.num_warps} s{config.num_stages}"
+    head = f"{arch:<5}{variant:<17}{precision:<6}{D:<6}{block:<15}"
+    try:
+        x = compile_kernel(variant, precision, D, config, arch, strided)
+    except Exception as error:  # what a user's first step would raise
+        lines = str(error).strip().splitlines() or [""]
+        print(f"{head}{type(error).__name__}: {lines[-1][:150]}", flush=True)
+        return False
+    fits = str(x.programs) if x.fits else "no"
+    print(
+        f"{head}{x.registers:>5}{x.spilled_bytes:>8}{x.shared_bytes / 1024:>7.0f}K{fits:>4} "
+        f"{x.matrix:<8}{x.product_cycles:>8.0f}{x.issue_cycles:>8.0f}",
+        flush=True,
+    )
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())
