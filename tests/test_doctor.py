@@ -25,7 +25,7 @@ from disco_ds import comm
 from disco_ds.config import Config
 from disco_ds.doctor import Line, examine
 from disco_ds.doctor.__main__ import main
-from disco_ds.doctor.here import check_batch, check_data, check_ds_config
+from disco_ds.doctor.here import check_batch, check_data, check_ds_config, check_kernels
 from disco_ds.doctor.hosts import check_hosts, judge
 from disco_ds.doctor.probe import probe
 from disco_ds.doctor.ranks import check_gradients, check_other_hosts, run_alone, shrink
@@ -202,6 +202,16 @@ def data_of(folder: Path | str, **changes: Any) -> Config:
 
 def look_at_data(config: Config, ranks: int = 1) -> list[Line]:
     return examine("data", lambda: check_data(config, ranks), ValueError, OSError)
+
+
+def test_kernels_that_do_not_run_are_a_warning_with_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = settings(loss={"name": "disco_fused"})
+    assert statuses(list(check_kernels(config))) == [("ok", "kernels")]  # on a CPU torch computes the tiles
+    monkeypatch.setattr(comm, "local_device", lambda: torch.device("cuda", 7))
+    (line,) = check_kernels(config)
+    assert line.status == "warn"
+    assert line.found.startswith("Triton's do not run here: ")
+    assert "C compiler" in line.remedy
 
 
 def test_shards_that_are_whole_are_fine(tmp_path: Path) -> None:

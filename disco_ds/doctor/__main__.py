@@ -48,12 +48,13 @@ def look(args: argparse.Namespace, first: bool, size: int) -> Iterator[Line]:
         return
     if first:
         try:
-            from disco_ds.doctor.here import check_batch, check_data, check_ds_config
+            from disco_ds.doctor.here import check_batch, check_data, check_ds_config, check_kernels
             from disco_ds.doctor.hosts import check_hosts
         except (ImportError, RuntimeError):  # a line above says why
             return
         yield from examine("ds_config", lambda: check_ds_config(config), Exception)
         yield from examine("batch", lambda: check_batch(config, ranks), Exception)
+        yield from examine("kernels", lambda: check_kernels(config), Exception)
         yield from examine("data", lambda: check_data(config, ranks), Exception)
         yield from examine("hosts", lambda: check_hosts(config, slots), Exception)
     if size > 1 or args.gradients:

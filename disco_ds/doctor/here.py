@@ -9,6 +9,7 @@ import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
+from disco_ds import comm
 from disco_ds.config import Config, DataSettings, render_ds_config
 from disco_ds.data import BrokenSample, ImageSpec, Listing, Manifest, Table, choose_slots, index_shards, load_sources
 from disco_ds.data.counting import compare
@@ -16,6 +17,8 @@ from disco_ds.data.manifest import has_changed
 from disco_ds.data.source import ShardSource
 from disco_ds.doctor import Line
 from disco_ds.ds_config import find_problems, precision, stage
+from disco_ds.kernels import find_problem
+from disco_ds.losses import build_loss
 
 _DEAD = {
     "activation_checkpointing": "has no effect on open_clip's towers; model.activation_checkpointing of the recipe has",
@@ -68,6 +71,23 @@ def _find_dead(given: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield key, f"is deprecated in DeepSpeed 0.19: the name is {extra['new_param']}"
         elif name not in (key, "stage") and level not in stages:
             yield key, f"has no effect at ZeRO {level}"
+
+
+def check_kernels(config: Config) -> Iterator[Line]:
+    """Whether the loss's Triton kernels run on this host's GPU. Raises: ValueError for a loss that cannot be built."""
+    tiling = getattr(build_loss(config.loss.name, **config.loss.options), "tiling", None)
+    device = comm.local_device()
+    if tiling is None:
+        yield Line("ok", "kernels", f"{config.loss.name} has none of its own")
+    elif device.type != "cuda":
+        yield Line("ok", "kernels", "no GPU here: tiles are computed by torch")
+    elif tiling.impl == "torch":
+        yield Line("ok", "kernels", "loss.options.impl=torch: tiles are computed by torch")
+    elif problem := find_problem(device, tiling.on(device).precision):
+        remedy = "Triton needs a C compiler (gcc or clang) and a GPU that it knows; torch's tiles are slower"
+        yield Line("warn", "kernels", f"Triton's do not run here: {problem}", remedy)
+    else:
+        yield Line("ok", "kernels", f"Triton's run on {torch.cuda.get_device_name(device)}")
 
 
 def check_batch(config: Config, ranks: int) -> Iterator[Line]:

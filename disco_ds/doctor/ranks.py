@@ -26,6 +26,7 @@ from disco_ds.doctor import Line, examine
 from disco_ds.doctor.here import check_sources
 from disco_ds.ds_config import precision, stage
 from disco_ds.engine import build_engine, set_lr
+from disco_ds.kernels import Tiling
 from disco_ds.losses import Embeddings, build_loss
 from disco_ds.losses.base import Loss
 from disco_ds.model import build_model
@@ -36,7 +37,9 @@ _ROWS = 8
 _LR = 1000.0
 """The change then dwarfs the rounding of the weights it is read from."""
 _FP32 = 1e-5
-"""Allowed in fp32; in 16 bits, or where convolutions take TF32, twice the error of one process."""
+"""Allowed in any case; in 16 bits, or where convolutions take TF32, twice the error of one process,"""
+_BARS = {"fp32": 1e-3, "tf32": 5e-3, "fp16": 2e-2, "bf16": 1e-1, "autocast": 1e-1}
+"""but no more than this, by the coarsest precision of towers and loss: one process has the same kernels to be wrong."""
 _MIB = (1, 16, 64)
 _SLOW_GBPS = 0.1
 """Less than gigabit Ethernet gives."""
@@ -100,13 +103,19 @@ def check_gradients(small: Config, alone: tuple[Answer, float] | None) -> Iterat
     if alone is None:
         return
     (true, true_loss), rough = alone
-    limit, error, loss_error = max(_FP32, 2 * rough), _distance(got, true), abs(loss / true_loss - 1)
+    limit = min(max(_FP32, 2 * rough), _bar(small))
+    error, loss_error = _distance(got, true), abs(loss / true_loss - 1)
     worst = max(true, key=lambda name: (got[name] - true[name]).norm().item())
     found = f"{error:.1e} off one process, most in {worst}, the loss {loss_error:.1e}; allowed {limit:.1e}; "
     found += f"{small.loss.name}, {comm.size()} ranks x {count} micro-batches, ZeRO {stage(small.deepspeed)}, "
     remedy = "the ranks would train another model: take loss.options and ds_config keys out until this is right"
     fine = error <= limit and loss_error <= limit
     yield Line("ok" if fine else "fail", "gradients", found + precision(small.deepspeed), remedy)
+
+
+def _bar(small: Config) -> float:
+    tiling = getattr(build_loss(small.loss.name, **small.loss.options), "tiling", Tiling(precision="fp32"))
+    return max(_BARS[precision(small.deepspeed)], _BARS[tiling.on(comm.local_device()).precision])
 
 
 def _step(small: Config, count: int) -> Answer:
