@@ -59,9 +59,12 @@ def test_extreme_logits_give_the_right_gradient(size):
         assert not failures, "\n".join(failures)
 
 
+@pytest.mark.parametrize("opposed", [False, True])
 @pytest.mark.parametrize(("name", "options"), TILED)
-def test_a_single_pair_has_no_loss_and_no_gradient(name, options):
-    image, text = (x.clone().requires_grad_() for x in features(1, 8, torch.float32))
+def test_a_single_pair_has_no_loss_and_no_gradient(name, options, opposed):
+    """Opposed, no shift holds both the pair and the rest, and the sums over no others are logarithms of 0."""
+    image, text = features(1, 8, torch.float32)
+    image, text = (x.clone().requires_grad_() for x in (image, -image if opposed else text))
     scale = torch.tensor([100.0], requires_grad=True)
     out = build_loss(name, **options)(Embeddings(image, text, scale))
     out.loss.backward()
