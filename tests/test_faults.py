@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from dist import run_ranks
-from fp16 import HAS_FP16
+from machine import HAS_FP16
 from test_build import expect, image_sample, recipe, stopped, write_shard
 from test_run import CASES, SAME, equal_checkpoints, launched, members, ranks_of, records, wait_for, write_recipe
 from test_run import finish as finish_run

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from dist import run_ranks
-from fp16 import HAS_FP16
+from machine import HAS_FP16
 from test_build import recipe
 from towers import BPE_SIZE, write_tiny
 

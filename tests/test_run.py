@@ -21,7 +21,7 @@ import psutil
 import pytest
 import torch
 from dist import free_port, run_ranks
-from fp16 import needs_fp16
+from machine import needs_fp16
 from test_build import recipe
 from towers import BPE_SIZE, write_tiny
 

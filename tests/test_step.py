@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from dist import run_ranks
-from fp16 import HAS_FP16, needs_fp16
+from machine import HAS_FP16, needs_fp16
 from towers import (
     Batch,
     batches,

@@ -11,7 +11,7 @@ import deepspeed
 import pytest
 import torch
 from dist import run_ranks
-from fp16 import runnable
+from machine import runnable
 from torch import Tensor
 from towers import CONTEXT, batches, masters, tiny_config, write_tiny
 from trained import write_run
