@@ -118,7 +118,7 @@ class ShardCache:
             known = []
             for entry in os.scandir(self.folder):
                 with suppress(FileNotFoundError):  # a .partial that has just been renamed
-                    if _OWN_NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                    if _OWN_NAME.fullmatch(entry.name):
                         found = entry.stat(follow_symlinks=False)
                         known.append((found.st_mtime_ns, found.st_size, Path(entry.path)))
             used = sum(size for _, size, _ in known)
