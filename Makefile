@@ -1,5 +1,6 @@
 # make demo     trains and evaluates the quickstart on the bundled data
 # make test     the tests that fit in ten minutes on two cores;  make test-all  every test
+#               (ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 make test: as on a processor without fp16)
 # make check    lint, format and types
 SHELL := /bin/bash
 PYTHON ?= python3

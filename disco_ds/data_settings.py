@@ -40,7 +40,8 @@ class RemoteSettings(Settings):
     pipe: bool = False
     """Allow `pipe:COMMAND`: whoever wrote the recipe then runs COMMAND in a shell, as you."""
     cache: Path = Path("~/.cache/disco_ds")
-    """Folder on a disk of each host, for all its processes; fetched shards stay there until others need the room."""
+    """Folder on a disk of each host, for all its processes. Fetched shards stay in disco_ds-UID in it, which only this
+    user can open, until others need the room; nothing else is touched."""
     cache_gb: float = Field(100.0, gt=0)
     """Its size, in 1e9 bytes. A host reads about data.slots / hosts shards at a time, of every source."""
     tries: int = Field(5, gt=0)

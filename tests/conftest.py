@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import machine  # noqa: F401 - before anything asks for the accelerator
 import pytest
 import yaml
 from dist import start_server

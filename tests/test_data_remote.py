@@ -192,7 +192,7 @@ def test_lasting_failure_names_url_and_status_without_secrets(
     assert f"shard 00001.tar cannot be fetched from {server.url}/00001.tar: {words}" in error
     assert "secret" not in error
     assert server.asked["/00001.tar"] == tries
-    assert not list((tmp_path / "cache").glob("*.partial"))
+    assert not list(tmp_path.glob("cache/**/*.partial"))
 
 
 def test_shard_that_is_cut_short_or_another_is_not_kept(shards: Manifest, server: Server, tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_shard_that_is_cut_short_or_another_is_not_kept(shards: Manifest, server
         path.write_bytes(path.read_bytes() + change if change else path.read_bytes()[:10_240])
         with pytest.raises(DataError, match=f"{words}.* bytes as its manifest counts them; if it was written anew"):
             cache.open(1)
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == [".lock"]
+    assert [path.name for path in cache.folder.iterdir()] == [".lock"]
 
 
 def test_failing_command_tells_its_status_and_nothing_else(shards: Manifest, tmp_path: Path) -> None:
@@ -268,6 +268,118 @@ def check_bounds(shards: Manifest, server: Server, tmp_path: Path) -> None:
     assert size_of(cache.folder) <= limit
 
 
+def test_files_of_the_user_stay_and_are_neither_read_nor_counted(
+    shards: Manifest, server: Server, tmp_path: Path
+) -> None:
+    sizes = [shard.bytes for shard in shards.shards]
+    cache = open_cache(shards, server.url, tmp_path / "cache", cache_gb=1.5 * max(sizes) / 1e9)
+    cache.open(0).close()
+    (first,) = cache.folder.glob("*.shard")
+    mine = [
+        folder / name
+        for folder in (tmp_path / "cache", cache.folder)
+        for name in ("mine.tar", "mine.shard", "x.partial", f"{first.stem[:32]}.tar", f"{first.stem}.tar")
+    ]
+    for path in mine:
+        path.write_bytes(path.name.encode() * 100_000)
+        os.utime(path, (0, 0))  # the longest unused
+    (cache.folder / f"{'0' * 64}.shard").symlink_to(mine[0])
+    for shard in (1, 2, 1, 0):
+        with cache.open(shard) as file:
+            assert file.read() == (shards.folder / f"0000{shard}.tar").read_bytes()
+    assert [path.read_bytes() for path in mine] == [path.name.encode() * 100_000 for path in mine]
+
+
+def test_folders_and_files_of_the_cache_are_the_users_alone(shards: Manifest, server: Server, tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        cache = open_cache(shards, server.url, tmp_path / "a" / "b")
+        cache.open(0).close()
+    finally:
+        os.umask(before)
+    made = [tmp_path / "a", tmp_path / "a" / "b", cache.folder]
+    assert [oct(path.stat().st_mode & 0o777) for path in made] == ["0o700"] * 3
+    assert {oct(path.stat().st_mode & 0o777) for path in cache.folder.iterdir()} == {"0o600"}
+
+
+def test_cached_shard_that_was_cut_short_is_fetched_again(shards: Manifest, server: Server, tmp_path: Path) -> None:
+    cache = open_cache(shards, server.url, tmp_path / "cache")
+    cache.open(1).close()
+    (path,) = cache.folder.glob("*.shard")
+    os.truncate(path, 512)
+    with cache.open(1) as file:
+        assert file.read() == (shards.folder / "00001.tar").read_bytes()
+    assert server.asked == {"/00001.tar": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("link", "it is a link"),
+        ("pipe", "it is not a regular file"),
+        ("foreign", r"it belongs to user \d+"),
+    ],
+)
+def test_file_in_the_place_of_a_cached_shard_is_refused(
+    shards: Manifest, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, words: str
+) -> None:
+    cache = open_cache(shards, server.url, tmp_path / "cache")
+    cache.open(1).close()
+    (path,) = cache.folder.glob("*.shard")
+    content = path.read_bytes()
+    if kind == "foreign":
+        owners = {path.stat().st_ino: os.geteuid() + 1}
+        change_owners(monkeypatch, owners)
+    else:
+        path.unlink()
+        (tmp_path / "other").write_bytes(content)
+        path.symlink_to(tmp_path / "other") if kind == "link" else os.mkfifo(path)
+    with pytest.raises(DataError, match=f"{path} is in the way of a cached shard: {words}; remove it"):
+        cache.open(1)
+    assert server.asked == {"/00001.tar": 1}
+    assert os.path.lexists(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("link", "a link"),
+        ("open", "writable by others"),
+        ("foreign", r"of user \d+"),
+    ],
+)
+def test_cache_in_a_folder_of_somebody_else_is_refused(
+    shards: Manifest, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, words: str
+) -> None:
+    cache = open_cache(shards, server.url, tmp_path / "cache")
+    cache.folder.parent.mkdir()
+    if kind == "link":
+        (tmp_path / "other").mkdir(0o700)
+        cache.folder.symlink_to(tmp_path / "other")
+    else:
+        cache.folder.mkdir(0o700)
+        cache.folder.chmod(0o777 if kind == "open" else 0o700)
+    if kind == "foreign":
+        change_owners(monkeypatch, {cache.folder.stat().st_ino: os.geteuid() + 1})
+    with pytest.raises(DataError, match=f"{cache.folder} must be a folder of this user alone, and is {words}"):
+        cache.open(1)
+    assert not server.asked
+    assert not list(cache.folder.iterdir())
+
+
+def change_owners(monkeypatch: pytest.MonkeyPatch, owners: dict[int, int]) -> None:
+    """Files as if another user had made them, by inode; a real one would take root."""
+    for name in ("fstat", "lstat"):
+        real = getattr(os, name)
+
+        def found(path: Any, *, real: Any = real, **kwargs: Any) -> os.stat_result:
+            fields = list(real(path, **kwargs))
+            fields[4] = owners.get(fields[1], fields[4])
+            return os.stat_result(fields)
+
+        monkeypatch.setattr(os, name, found)
+
+
 def test_shard_that_is_being_fetched_is_waited_for_and_has_its_room(
     shards: Manifest, server: Server, tmp_path: Path
 ) -> None:
@@ -319,7 +431,7 @@ def test_process_that_waits_for_a_fetch_does_not_wait_for_its_readers(
     thread.start()
     wait_for(lambda: server.asked["/00001.tar"] == 1)
     with start_fetch(cache) as process:
-        (partial,) = (tmp_path / "cache").glob("*.partial")
+        (partial,) = cache.folder.glob("*.partial")
         wait_for(lambda: str(partial) in opened_by(process.pid))
         process.send_signal(signal.SIGSTOP)
         server.halves.clear()
@@ -348,14 +460,14 @@ def test_fetch_that_is_killed_leaves_no_trace(shards: Manifest, server: Server, 
     cache = open_cache(shards, server.url, tmp_path / "cache", cache_gb=1.5 * shards.shards[1].bytes / 1e9)
     with start_fetch(cache) as process:
         wait_for(lambda: server.asked["/00001.tar"] == 1)
-        (partial,) = (tmp_path / "cache").glob("*.partial")
+        (partial,) = cache.folder.glob("*.partial")
         with open(partial, "rb") as file, pytest.raises(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         process.kill()
     server.halves.clear()
     # What it had begun neither blocks the next fetch nor takes the room of another shard.
     cache.open(0).close()
-    assert not list((tmp_path / "cache").glob("*.partial"))
+    assert not list(cache.folder.glob("*.partial"))
     with cache.open(1) as file:
         assert file.read() == (shards.folder / "00001.tar").read_bytes()
 

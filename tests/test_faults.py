@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import torch
 from dist import run_ranks
+from machine import HAS_FP16
 from test_build import expect, image_sample, recipe, stopped, write_shard
 from test_run import CASES, SAME, equal_checkpoints, launched, members, ranks_of, records, wait_for, write_recipe
 from test_run import finish as finish_run
-from test_step import no_fp16
 
 from disco_ds import checkpoint, comm
 from disco_ds.build import Run, build
@@ -187,7 +187,7 @@ def non_finite_everywhere(path: Path) -> None:
         passed_over(path, f"autocast-{level}", {"base": f"zero{level}"}, BOTH)
         if level:
             passed_over(path, f"bf16-{level}", {"base": f"zero{level}", "bf16": {"enabled": True}, **NO_AUTOCAST}, BOTH)
-    if not no_fp16():
+    if HAS_FP16:
         passed_over(path, "fp16", CASES["zero2-fp16"], {NAN: "loss"})
         overflow_at_the_bottom(path)
 

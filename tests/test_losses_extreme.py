@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from disco_ds import comm
 from disco_ds.losses import Embeddings, blocks, build_loss
+from disco_ds.plan.towers import Allocations
 
 LIMIT = {torch.float64: 1e-12, torch.float32: 5e-5}
 
@@ -61,9 +62,12 @@ def test_extreme_logits_give_the_right_gradient(size):
         assert not failures, "\n".join(failures)
 
 
+@pytest.mark.parametrize("opposed", [False, True])
 @pytest.mark.parametrize(("name", "options"), TILED)
-def test_a_single_pair_has_no_loss_and_no_gradient(name, options):
-    image, text = (x.clone().requires_grad_() for x in features(1, 8, torch.float32))
+def test_a_single_pair_has_no_loss_and_no_gradient(name, options, opposed):
+    """Opposed, no shift holds both the pair and the rest, and the sums over no others are logarithms of 0."""
+    image, text = features(1, 8, torch.float32)
+    image, text = (x.clone().requires_grad_() for x in (image, -image if opposed else text))
     scale = torch.tensor([100.0], requires_grad=True)
     out = build_loss(name, **options)(Embeddings(image, text, scale))
     out.loss.backward()
@@ -128,8 +132,9 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def memory(b: int, D: int, names: tuple[str, ...]) -> dict[str, tuple[int, int]]:
-    """(largest tensor in elements, peak beyond the features and their gradients in bytes) of each tiled loss."""
+def memory(b: int, D: int, names: tuple[str, ...]) -> dict[str, tuple[int, int, int]]:
+    """Of each tiled loss: its largest tensor in elements, and its peak beyond the features and their gradients in
+    bytes, of its tensors and of the process."""
     result = {}
     generator = torch.Generator().manual_seed(comm.rank())
     index = torch.arange(b * comm.rank(), b * (comm.rank() + 1))
@@ -140,31 +145,41 @@ def memory(b: int, D: int, names: tuple[str, ...]) -> dict[str, tuple[int, int]]
         scale = torch.tensor([14.3], requires_grad=True)
         loss = build_loss(name)
         loss.set_num_samples(b * comm.size(), b * comm.size())
-        with Largest() as largest:
+        with Largest() as largest, Allocations([image, text, scale, index]) as tensors:
             loss(Embeddings(image, text, scale, index=index)).loss.backward()
         image.grad = text.grad = None
         with load_tool("bench_loss").Peak() as peak:
             loss(Embeddings(image, text, scale, index=index)).loss.backward()
-        result[name] = (largest.elements, peak.bytes - 2 * b * D * 4)
+        result[name] = (largest.elements, *(x - 2 * b * D * 4 for x in (tensors.peak, peak.bytes)))
     return result
 
 
 def check_memory(B: int, size: int, D: int, names: tuple[str, ...] = ("disco_fused", "inf_cl")) -> None:
+    """Bounds are of tensors, with a little room; the process may take more, as its allocator does.
+
+    disco_fused at B 65,536 and D 256 on two ranks, in MiB: 195 of tensors, of which the gathered texts are 64, their
+    gradient 64, the copy of it in which gloo's reduce_scatter sums 64, and vectors 3. The process takes 158 to 224,
+    by how much of what it had freed before malloc has kept. NCCL makes no copy.
+    """
     b = B // size
     tile = 2048 * 2048 * 4
+    vectors = 16 * B * 8
     slack = 48 * 2**20  # several tiles of scratch, the libraries' own buffers, pages the allocator keeps
-    bounds = dict.fromkeys(names, 2 * B * D * 4) | {"inf_cl": 4 * b * D * 4}
-    for result in run_ranks(memory, size, b, D, names, timeout_s=900):
-        for name, (elements, peak) in result.items():
+    bounds = {
+        name: (4 * b * D * 4, tile) if name == "inf_cl" else (2 * B * D * 4, max(tile, B * D * 4)) for name in names
+    }
+    for result in run_ranks(memory, size, b, D, names, timeout_s=1700):
+        for name, (elements, tensors, process) in result.items():
+            features, scratch = bounds[name]
             assert elements <= max(B * D, tile // 4), f"{name} made a tensor of {elements} elements"
             assert elements < b * B, f"{name} made a matrix of similarities"
-            assert peak <= bounds[name] + tile + slack, (
-                f"{name}: {peak / 2**20:.0f} MiB over {bounds[name] / 2**20:.0f}"
-            )
+            for kind, found, more in (("tensors", tensors, vectors), ("process", process, slack)):
+                limit = features + scratch + more
+                assert found <= limit, f"{name}, {kind}: {found / 2**20:.0f} MiB over {limit / 2**20:.0f}"
 
 
 def test_memory_is_bounded_by_features_not_by_the_matrix():
-    check_memory(8192, 2, 256)
+    check_memory(4096, 2, 1024)
 
 
 @pytest.mark.slow

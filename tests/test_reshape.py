@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from dist import run_ranks
+from machine import HAS_FP16
 from test_build import recipe
 from towers import BPE_SIZE, write_tiny
 
@@ -122,8 +123,9 @@ def test_run_goes_on_as_one_rank_at_zero0(whole: Path, tmp_path: Path) -> None:
 def test_states_are_the_same_to_the_bit_in_every_shape(whole: Path, tmp_path: Path) -> None:
     begin(whole, tmp_path, 8)
     written = checkpoint_of(whole, 8)
-    bf16, fp16 = settings(2, bf16={"enabled": True}), settings(1, fp16={"enabled": True})
-    chain = [settings(3), settings(0), bf16, settings(3, bf16={"enabled": True}), fp16, settings(2), settings(1)]
+    bf16, half = {"bf16": {"enabled": True}}, {"fp16" if HAS_FP16 else "bf16": {"enabled": True}}
+    chain = [settings(3), settings(0), settings(2, **bf16), settings(3, **bf16), settings(1, **half)]
+    chain += [settings(2), settings(1)]
     run_ranks(write_again, 2, write_recipe(tmp_path, steps=8), chain)
     for number in range(len(chain)):
         equal_states(written, tmp_path / f"written-2-{number}")

@@ -21,6 +21,7 @@ import psutil
 import pytest
 import torch
 from dist import free_port, run_ranks
+from machine import needs_fp16
 from test_build import recipe
 from towers import BPE_SIZE, write_tiny
 
@@ -198,7 +199,12 @@ CASES = {
 
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize(
-    "case", ["zero1-fp32", *(pytest.param(case, marks=pytest.mark.slow) for case in CASES if case != "zero1-fp32")]
+    "case",
+    [
+        "zero1-fp32",
+        *(pytest.param(case, marks=pytest.mark.slow) for case in ("zero0-fp32", "zero3-autocast", "zero2-bf16")),
+        pytest.param("zero2-fp16", marks=[pytest.mark.slow, needs_fp16]),
+    ],
 )
 def test_killed_and_resumed_run_is_the_uninterrupted_one(case, tmp_path):
     before = left_in_shared_memory()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from dist import run_ranks
+from machine import HAS_FP16, needs_fp16
 from towers import (
     Batch,
     batches,
@@ -49,25 +50,25 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
     # ds_configs/zero3_offload.json, but for its precision
     "offload": {"zero_optimization": read_ds_config("zero3_offload", Path())["zero_optimization"]},
+    # ZeRO 3 keeps small parameters, the scale's among them, whole on every rank, unless it is told not to
+    "partitioned": {"zero_optimization": {"stage3_param_persistence_threshold": 0}},
 }
+EXACT = ("fp32", "offload", "partitioned")
+ZERO3_ONLY = ("offload", "partitioned")
 OTHER_LOSSES = ("disco_fused", "inf_cl", "siglip", "nt_xent")
 REFUSED = {("bf16", 0), ("bf16_wire", 0), ("fp16", 0)}  # tests/test_ds_config.py has their refusals
 MATRIX = [
     (precision, stage)
     for precision, stage in itertools.product(PRECISIONS, range(4))
-    if (precision, stage) not in REFUSED and (precision != "offload" or stage == 3)
+    if (precision, stage) not in REFUSED
+    and (stage == 3 or precision not in ZERO3_ONLY)
+    and (precision != "fp16" or HAS_FP16)
 ]
+"""Every pair that runs on this machine."""
 
 
 def ds_config(precision: str, stage: int) -> dict[str, Any]:
     return merge({"zero_optimization": {"stage": stage}}, copy.deepcopy(PRECISIONS[precision]))
-
-
-def no_fp16() -> str:
-    """Why fp16 cannot run here, or nothing."""
-    from deepspeed.accelerator import get_accelerator
-
-    return "" if get_accelerator().is_fp16_supported() else "this accelerator has no fp16"
 
 
 def build(config: Any, text_dropout: float = 0.0) -> Any:
@@ -113,7 +114,7 @@ def one_case(
     true, true_loss = reference(config, everything, all_states, text_dropout=text_dropout)
     kind = precision.removesuffix("_bf16_wire").removesuffix("_wire")
     one_process = 0.0
-    if kind not in ("fp32", "offload"):
+    if kind not in EXACT:
         one_process = distance(reference(config, everything, all_states, cast=kind)[0], true)
     true_norm = norm(true)
     factor = min(1.0, config.optim.clip_norm / true_norm) if clip else 1.0
@@ -133,7 +134,7 @@ def one_case(
 
 def allowed(precision: str, one_process: float) -> float:
     """1e-6 in fp32; twice the one-process error at a 16-bit precision."""
-    return 1e-6 if precision in ("fp32", "offload") else 2 * one_process
+    return 1e-6 if precision in EXACT else 2 * one_process
 
 
 Group = tuple[list[tuple[Any, ...]], dict[str, Any]]
@@ -174,7 +175,7 @@ def test_step_equals_single_process_in_four_micro_batches(tmp_path):
     checkpointed = [("fp32", stage, 4, False, loss) for stage in (2, 3) for loss in ("clip", "disco")]
     locked = [("fp32", stage, 4, False, "disco") for stage in range(4)]
     groups: list[Group] = [
-        ([case for case in everything if not (case[0] == "fp16" and no_fp16())], {}),
+        (everything, {}),
         (checkpointed, {"model__activation_checkpointing": True}),
         (locked, {"model__lock_image": True}),
         (locked, {"model__lock_text": True}),
@@ -185,17 +186,16 @@ def test_step_equals_single_process_in_four_micro_batches(tmp_path):
         ),
         # A locked tower that draws from the generator before the trained one does.
         (locked[1:2], {"model__lock_image": True, "text_dropout": 0.3}),
-        ([("offload", 3, 4, True, "disco")], {}),
     ]
     check(2, write_tiny(tmp_path, patch_dropout=0.5), groups)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", list(PRECISIONS))
+@pytest.mark.parametrize(
+    "precision", [pytest.param(name, marks=needs_fp16) if name == "fp16" else name for name in PRECISIONS]
+)
 @pytest.mark.parametrize("size", [1, 2])
 def test_step_equals_single_process(size, precision, tmp_path):
-    if precision == "fp16" and no_fp16():
-        pytest.skip(no_fp16())
     check(size, write_tiny(tmp_path, patch_dropout=0.5), [(matrix([precision]), {})])
 
 
@@ -224,12 +224,10 @@ def test_step_of_every_loss(loss, tmp_path):
     check(2, write_tiny(tmp_path, patch_dropout=0.5), [(cases, {})])
 
 
-def pushed_up(model: str) -> list[str]:
+def pushed_up(model: str, cases: list[tuple[str, int]]) -> list[str]:
     """Steps of a loss that only wants a larger scale, from just below the bound."""
     failures = []
-    for precision, stage in MATRIX:
-        if precision == "fp16" and no_fp16():
-            continue
+    for precision, stage in cases:
         name = ("adamw", "sgd")[(stage + len(precision)) % 2]  # by turns: each stage meets both
         config = tiny_config(
             model, ds_config(precision, stage), global_batch=4 * comm.size(), micro_batch=4, optim__name=name
@@ -257,10 +255,44 @@ def upward(embeddings: Embeddings) -> LossOutput:
     return LossOutput(-embeddings.scale.sum() + 0 * (embeddings.image.sum() + embeddings.text.sum()))
 
 
+def check_bound(model: str, cases: list[tuple[str, int]]) -> None:
+    for failures in run_ranks(pushed_up, 2, model, cases):
+        assert not failures, "\n".join(failures)
+
+
+def test_scale_stays_below_its_bound(tmp_path):
+    check_bound(write_tiny(tmp_path), [("fp32", 0), ("fp32", 1), ("bf16", 2), ("fp32", 3), ("partitioned", 3)])
+
+
 @pytest.mark.slow
 def test_scale_stays_below_its_bound_at_every_stage_and_precision(tmp_path):
-    for failures in run_ranks(pushed_up, 2, write_tiny(tmp_path)):
-        assert not failures, "\n".join(failures)
+    check_bound(write_tiny(tmp_path), MATRIX)
+
+
+def states_used(model: str) -> list[bytes]:
+    """The generator's, before the first forward of each of three micro-batches, in two steps with dropout."""
+    config = tiny_config(model, ds_config("fp32", 1), global_batch=12, micro_batch=4)
+    engine = build(config, text_dropout=0.3)
+    engine.train()
+    seen: list[bytes] = []
+
+    def recording(batch: Batch) -> Any:
+        seen.append(torch.get_rng_state().numpy().tobytes())
+        return prepare(batch)
+
+    used = []
+    for _ in range(2):
+        seen.clear()
+        train_step(engine, build_loss("disco"), batches(3, 4), recording, max_scale=100.0)
+        used += seen[:3]  # the rest are replays
+    engine.destroy()
+    return used
+
+
+def test_no_micro_batch_draws_what_another_has_drawn(tmp_path):
+    """A step leaves the generator where its first forwards did, not where a replay did."""
+    (used,) = run_ranks(states_used, 1, write_tiny(tmp_path))
+    assert len(set(used)) == len(used) == 6
 
 
 def poisoned(model: str) -> None:
@@ -288,8 +320,6 @@ def test_non_finite_gradient_stops_all_ranks_before_the_update(tmp_path):
 
 def overflowing(model: str) -> None:
     """A loss scale far too large: steps are skipped until it fits, with the weights untouched; then one is right."""
-    if no_fp16():
-        return
     for stage in (1, 2, 3):
         scaling = {"fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}}
         zero = {"zero_optimization": {"stage": stage}}
@@ -311,9 +341,8 @@ def overflowing(model: str) -> None:
         engine.destroy()
 
 
+@needs_fp16
 def test_loss_scale_overflow_skips_the_step_and_is_no_fault(tmp_path):
-    if no_fp16():
-        pytest.skip(no_fp16())
     run_ranks(overflowing, 2, write_tiny(tmp_path))
 
 

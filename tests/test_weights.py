@@ -10,8 +10,8 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from deepspeed.accelerator import get_accelerator
 from dist import run_ranks
+from machine import runnable
 from test_checkpoint import flip, plant
 from torch import Tensor
 from towers import CONTEXT, batches, masters, tiny_config, write_tiny
@@ -119,7 +119,7 @@ def unverified(run: Path) -> list[str]:
 
 
 FAST = ["zero0_autocast_frozen", "zero1_bf16_frozen", "zero2_bf16", "zero3_bf16_frozen", "zero3_offload"]
-REST = [name for name in CASES if name not in FAST and ("fp16" not in name or get_accelerator().is_fp16_supported())]
+REST = runnable([name for name in CASES if name not in FAST])
 
 
 @pytest.mark.parametrize("names", [FAST, pytest.param(REST, marks=pytest.mark.slow)], ids=["fast", "rest"])

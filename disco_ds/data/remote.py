@@ -2,7 +2,8 @@
 
 The data order reads the samples of a shard out of order, so a shard is fetched whole into a folder of this host,
 completed by a rename, and read there by all workers and ranks. A process holds what it reads by a lock (flock), which
-ends with the process; only what nobody holds is evicted, the longest unused first.
+ends with the process; only what nobody holds is evicted, the longest unused first. The folder is one that no other
+user can write to, below the one that the settings name; files in either that this cache has not named are left alone.
 
 Not webdataset's gopen and cache: they ignore some failures of their commands, know no HTTP status, name files by the
 last part of the path alone and evict what others read.
@@ -11,11 +12,14 @@ last part of the path alone and evict what others read.
 from __future__ import annotations
 
 import base64
+import errno
 import fcntl
 import hashlib
 import http.client
 import os
 import random
+import re
+import stat
 import subprocess
 import tempfile
 import time
@@ -34,6 +38,8 @@ from disco_ds.data_settings import RemoteSettings
 
 _PASSING = {408, 425, 429, 500, 502, 503, 504}
 """HTTP statuses that may be gone at the next try."""
+_OWN_NAME = re.compile(r"[0-9a-f]{64}\.(shard|partial)")
+"""Of a shard, and of one that is being fetched."""
 _BLOCK = 2**20
 _POLL_S = 0.05
 
@@ -57,33 +63,36 @@ class ShardCache:
         self._names = names
         self._sizes = sizes
         self._settings = settings
-        self.folder = settings.cache.expanduser()
+        self.folder = settings.cache.expanduser() / f"disco_ds-{os.geteuid()}"
 
     def open(self, shard: int) -> BinaryIO:
         """A shard's file, fetched if it is not there, held until it is closed.
 
-        Raises:  DataError naming the URL and the status; CacheFullError; OSError of the folder.
+        Raises:  DataError naming the URL and the status, or what is in the way; CacheFullError; OSError of the folder.
         """
-        key = hashlib.sha256(f"{self._sizes[shard]} {self._urls[shard]}".encode()).hexdigest()[:32]
-        path = self.folder / f"{key}.tar"
+        key = hashlib.sha256(f"{self._sizes[shard]} {self._urls[shard]}".encode()).hexdigest()
+        path = self.folder / f"{key}.shard"
+        _make_private(self.folder)
         while True:
             try:
-                file = open(path, "rb", buffering=0)  # noqa: SIM115 - the caller closes it
+                file = _open(path, os.O_RDONLY)
             except FileNotFoundError:
                 self._fetch(shard, path)
                 continue
             fcntl.flock(file, fcntl.LOCK_SH)
-            # Between open and lock it may have been evicted.
-            if _is_at(file, path):
-                os.utime(path)
+            if os.fstat(file.fileno()).st_size != self._sizes[shard]:  # cut short by somebody: replace it
+                file.close()
+                self._fetch(shard, path)
+            elif _is_at(file, path):
+                os.utime(file.fileno())
                 return file
-            file.close()
+            else:  # evicted between open and lock
+                file.close()
 
     def _fetch(self, shard: int, path: Path) -> None:
         """Bring a shard to `path`; or nothing, if another process has just done so."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         name = path.with_suffix(".partial")
-        with open(os.open(name, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0) as file:
+        with _open(name, os.O_RDWR | os.O_CREAT) as file:
             # Not by waiting for the lock: once renamed, the same file is held by all who read it, perhaps for hours.
             while not _try_lock(file):
                 if not _is_at(file, name):
@@ -104,13 +113,14 @@ class ShardCache:
     def _make_room(self, file: BinaryIO, need: int) -> None:
         """Evict until so many bytes more fit, and take them by giving the file this size."""
         limit = int(self._settings.cache_gb * 1e9)
-        with open(self.folder / ".lock", "ab") as lock:
+        with _open(self.folder / ".lock", os.O_RDWR | os.O_CREAT) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             known = []
             for entry in os.scandir(self.folder):
                 with suppress(FileNotFoundError):  # a .partial that has just been renamed
-                    if entry.name.endswith((".tar", ".partial")):
-                        known.append((entry.stat().st_mtime_ns, entry.stat().st_size, Path(entry.path)))
+                    if _OWN_NAME.fullmatch(entry.name):
+                        found = entry.stat(follow_symlinks=False)
+                        known.append((found.st_mtime_ns, found.st_size, Path(entry.path)))
             used = sum(size for _, size, _ in known)
             for _, size, path in sorted(known):
                 if used + need <= limit:
@@ -211,15 +221,52 @@ def _read_url(url: str, timeout_s: float) -> Generator[bytes, None, None]:
         raise _FetchError(f"the connection ended after {done:,} of {int(length):,} bytes")
 
 
+def _make_private(folder: Path) -> None:
+    """Make a folder, with all above it, to which no other user can write. Raises: DataError if another is there."""
+    for path in (*reversed(folder.parents), folder):
+        path.mkdir(0o700, exist_ok=True)
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode):
+        wrong = "a link"
+    elif found.st_uid != os.geteuid():
+        wrong = f"of user {found.st_uid}, not {os.geteuid()}"
+    elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        wrong = "writable by others"
+    else:
+        return
+    raise DataError(
+        f"{folder} must be a folder of this user alone, and is {wrong}; remove it, or set data.remote.cache to another "
+        "folder, on a disk of this host"
+    )
+
+
+def _open(path: Path, flags: int) -> BinaryIO:
+    """Open a file of the cache, without following a link. Raises: DataError for what this user has not written."""
+    try:
+        # Without O_NONBLOCK the open of a named pipe would wait for its writer.
+        number = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        wrong = "is a link"
+    else:
+        found = os.fstat(number)
+        if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+            return open(number, "r+b" if flags & os.O_RDWR else "rb", buffering=0)
+        os.close(number)
+        wrong = f"belongs to user {found.st_uid}" if stat.S_ISREG(found.st_mode) else "is not a regular file"
+    raise DataError(f"{path} is in the way of a cached shard: it {wrong}; remove it")
+
+
 def _is_at(file: BinaryIO, path: Path) -> bool:
     with suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+        return os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
     return False
 
 
 def _evict(path: Path) -> bool:
     """Remove a file that nobody holds."""
-    with suppress(OSError), open(path, "rb") as file:
+    with suppress(OSError, DataError), _open(path, os.O_RDONLY) as file:
         if _try_lock(file):
             path.unlink()
             return True

@@ -1,0 +1,38 @@
+"""What the tests take from the machine they run on, so that they pass on any: imported before all else.
+
+Ranks are processes of the CPU, on a machine with GPUs too. What a launcher or an allocation has set is removed, and
+servers of tests are asked without a proxy. fp16 is asked for: DeepSpeed refuses it on a processor without.
+`ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 make test` hides it, from every process, on a processor that has it.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+SCHEDULED = ("SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_")
+
+for name in list(os.environ):
+    if name in LAUNCHED or name.startswith(SCHEDULED):
+        del os.environ[name]
+os.environ["DS_ACCELERATOR"] = "cpu"
+direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
+os.environ["no_proxy"] = f"127.0.0.1,localhost,{direct}"
+
+
+def _has_fp16() -> bool:
+    from deepspeed.accelerator import get_accelerator
+
+    return bool(get_accelerator().is_fp16_supported())
+
+
+HAS_FP16 = _has_fp16()
+
+needs_fp16 = pytest.mark.skipif(not HAS_FP16, reason="this processor has no fp16")
+
+
+def runnable(names: list[str]) -> list[str]:
+    """Those of some cases, by name, that run here."""
+    return [name for name in names if HAS_FP16 or "fp16" not in name]

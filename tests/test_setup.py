@@ -1,0 +1,86 @@
+"""What setup.py and the test suite say of a machine: imports are declared, and fp16 can be hidden."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+from machine import needs_fp16
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parent.parent
+OPTIONAL = {"triton": "comes with torch where there is a GPU for it, and is looked for before it is imported"}
+
+
+def declared() -> dict[str, set[str]]:
+    """Names of the distributions that setup.py asks for: `install`, and each extra."""
+    call = next(
+        node
+        for node in ast.walk(ast.parse((ROOT / "setup.py").read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "setup"
+    )
+    given = {keyword.arg: keyword.value for keyword in call.keywords}
+    wanted = {"install": given["install_requires"]} | ast_items(given["extras_require"])
+    return {
+        name: {canonicalize_name(Requirement(text).name) for text in ast.literal_eval(value)}
+        for name, value in wanted.items()
+    }
+
+
+def ast_items(node: ast.expr) -> dict[str, ast.expr]:
+    assert isinstance(node, ast.Dict)
+    return {ast.literal_eval(key): value for key, value in zip(node.keys, node.values, strict=True) if key is not None}
+
+
+def imported(source: str) -> set[str]:
+    """Top-level names that a module imports absolutely, wherever it does."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.split(".")[0])
+    return found - sys.stdlib_module_names
+
+
+def undeclared(folder: Path, allowed: set[str], own: set[str]) -> set[str]:
+    """Imports below a folder that come from no distribution allowed."""
+    names = set().union(*(imported(path.read_text(encoding="utf-8")) for path in folder.rglob("*.py")))
+    provided_by = packages_distributions()
+    assert "torch" in names
+    return {
+        name
+        for name in names - own
+        if not allowed & {canonicalize_name(distribution) for distribution in provided_by.get(name, ())}
+    }
+
+
+def test_what_the_package_imports_is_declared() -> None:
+    found = undeclared(ROOT / "disco_ds", declared()["install"], {"disco_ds"})
+    assert found <= OPTIONAL.keys()
+
+
+def test_what_the_tests_import_is_declared() -> None:
+    own = {"disco_ds"} | {path.stem for path in (ROOT / "tests").glob("*.py")}
+    allowed = declared()
+    assert not undeclared(ROOT / "tests", allowed["install"] | allowed["dev"], own)
+
+
+@pytest.mark.parametrize("source", ["import a.b as c", "from a.b import c", "def f():\n    from a import b"])
+def test_import_is_found_wherever_it_stands(source: str) -> None:
+    assert imported(f"import os\nfrom . import d\n{source}") == {"a"}
+
+
+@needs_fp16
+def test_fp16_can_be_hidden_from_every_process() -> None:
+    """With this, a whole test run on a machine with fp16 is one on a machine without."""
+    code = "from deepspeed.accelerator import get_accelerator as a; print(bool(a().is_fp16_supported()))"
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split()[-1] == "False", done.stderr
