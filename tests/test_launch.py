@@ -327,8 +327,7 @@ def fault(kind: str, cluster: Any, name: str) -> None:
 
 def cluster_recipe(folder: Path) -> list[str]:
     arguments = write_recipe(folder, CASES["zero1-fp32"])
-    steps = [f"steps={STEPS}", "checkpoint.every_steps=5"]
-    return [*arguments, *steps, f"lost_after_s={LOST_AFTER_S}", "name=cut"]
+    return [*arguments, f"steps={STEPS}", "checkpoint.every_steps=5", f"lost_after_s={LOST_AFTER_S}"]
 
 
 @pytest.mark.slow
@@ -344,7 +343,7 @@ def test_lost_host_ends_the_launch_and_the_run_goes_on(
     folder = tmp_path / "run"
     arguments = cluster_recipe(folder)
     run_ranks(train_without_launcher, 2, folder, [*arguments, "name=whole"])
-    run = folder / "runs" / "cut"
+    arguments, run = [*arguments, "name=cut"], folder / "runs" / "cut"
     times = {}
     with tool.LocalCluster(hosts=2, slots=1, timeout_s=1100) as cluster:
         # The hosts' own keep-alives are away: the launch has to bring its own.
