@@ -130,6 +130,10 @@ def test_bare_overrides_do_not_arrive_as_typed(tmp_path: Path) -> None:
     typed = ["deepspeed", "--module", "disco_ds.train", "--config", "x", HOSTILE[0]]
     got = parse_args(arrived(typed[1:], "bash", tmp_path))
     assert got.overrides == [f"data.shards=/data/{number:05}.tar" for number in range(4)]
+    # What docs/operators.md says of it.
+    quoted = [f"'{HOSTILE[0]}'", r"name=a \$b", "data.captions={'{txt}': 1, \"x\": 2}"]
+    got = parse_args(arrived([*typed[1:5], *quoted], "bash", tmp_path))
+    assert got.overrides == [HOSTILE[0], "name=a $b", "data.captions={'{txt}': 1, \"x\": 2}"]
 
 
 def test_demo_hands_the_ranks_what_was_typed() -> None:
