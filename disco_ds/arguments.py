@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import json
 import os
 import re
 import socket
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 from disco_ds.config import Config, render_ds_config
+
+PACKED = "--packed="
+MAX_PACKED = 2**16
+"""Characters; Linux allows 2**17 in one argument, and ssh gets the whole command of a host as one."""
 
 
 def recipe_parser(prog: str, description: str) -> argparse.ArgumentParser:
@@ -36,7 +42,43 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     where.add_argument("--hostfile", type=Path, metavar="F", help="with --dry-run: for the slots of a hostfile")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher passes it
     parser.add_argument("--launch-word", help=argparse.SUPPRESS)  # launch.py finds its ranks and folder by it
+    try:
+        argv = unpack(argv)
+    except ValueError as error:
+        parser.error(str(error))
     return parser.parse_intermixed_args(argv)
+
+
+def pack(argv: Sequence[str]) -> str:
+    """One word for a command line of the trainer's, which no shell on its way to the ranks can change.
+
+    Raises: ValueError where that would be longer than a command line may be.
+    """
+    text = base64.urlsafe_b64encode(json.dumps(argv).encode()).decode().rstrip("=")
+    if len(text) > MAX_PACKED:
+        raise ValueError(
+            f"the overrides take {len(text):,} characters on the way to the ranks, where {MAX_PACKED:,} have room: "
+            "write them into the recipe"
+        )
+    return PACKED + text
+
+
+def unpack(argv: Sequence[str]) -> list[str]:
+    """A command line with what `pack` has packed in its place. Raises: ValueError for a word that is not pack's."""
+    found: list[str] = []
+    for word in argv:
+        if not word.startswith(PACKED):
+            found.append(word)
+            continue
+        text = word.removeprefix(PACKED)
+        try:
+            words = json.loads(base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True))
+        except ValueError:
+            words = None
+        if not isinstance(words, list) or not all(isinstance(each, str) for each in words):
+            raise ValueError(f"{word} is not what disco-ds launch has packed: it was changed on its way to this rank")
+        found += words
+    return found
 
 
 def count_ranks(ranks: int | None, hostfile: Path | None) -> int:

@@ -44,6 +44,9 @@ MAY_CHANGE = {"workers", "prefetch", "timeout_s", "max_broken", "shards", "manif
 MODEL_MAY_CHANGE = {"name", "pretrained", "activation_checkpointing", "compile"}
 """The name is compared by what it stands for; the weights come from the checkpoint."""
 
+FORMER_DEFAULTS = {"loss.name": "disco"}
+"""Of settings whose default has changed: the one that an older run may have by saying nothing."""
+
 _REBUILD = numpy.empty(0).__reduce__()[0]
 _NUMPY: list[Any] = [numpy.ndarray, numpy.dtype, type(numpy.dtype("uint32"))]
 _NUMPY += [(_REBUILD, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]
@@ -295,4 +298,7 @@ def _differences(key: str, saved: Any, now: Any) -> list[str]:
     # JSON turns tuples into lists; compare as JSON would.
     if json.loads(json.dumps(saved)) == json.loads(json.dumps(now)):
         return []
-    return [f"{key}: {saved!r} in the checkpoint, {now!r} now"]
+    hint = ""
+    if key in FORMER_DEFAULTS and saved == FORMER_DEFAULTS[key]:
+        hint = f"; the default used to be {saved}: set {key}={saved} to go on, or start a new run without --resume"
+    return [f"{key}: {saved!r} in the checkpoint, {now!r} now{hint}"]

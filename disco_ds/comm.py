@@ -84,12 +84,27 @@ def session(timeout_s: float) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def _joined() -> bool:
+    """Whether there is a process group; every function of this file asks here.
+
+    Raises: ValueError where ranks are many, and deepspeed.comm does not know: each would take its part for the whole.
+    """
+    if dist.is_initialized():
+        return True
+    if torch.distributed.is_initialized() and (count := torch.distributed.get_world_size()) > 1:
+        raise ValueError(
+            f"torch.distributed has {count} ranks, of which deepspeed.comm knows nothing, so that each would take its "
+            "part of the batch for the whole; call disco_ds.comm.init(timeout_s) or deepspeed.init_distributed() first"
+        )
+    return False
+
+
 def rank(group: Group = None) -> int:
-    return dist.get_rank(group) if dist.is_initialized() else 0
+    return dist.get_rank(group) if _joined() else 0
 
 
 def size(group: Group = None) -> int:
-    return dist.get_world_size(group) if dist.is_initialized() else 1
+    return dist.get_world_size(group) if _joined() else 1
 
 
 def local_device() -> torch.device:
@@ -101,7 +116,7 @@ def local_device() -> torch.device:
 
 
 def barrier() -> None:
-    if dist.is_initialized():
+    if _joined():
         dist.barrier()
 
 
@@ -257,7 +272,7 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 def _all_gather(x: Tensor, group: Group) -> Tensor:
-    if not dist.is_initialized():
+    if not _joined():
         return x.clone()
     out = x.new_empty(size(group) * x.shape[0], *x.shape[1:])
     _count(x, size(group) - 1)
@@ -266,7 +281,7 @@ def _all_gather(x: Tensor, group: Group) -> Tensor:
 
 
 def _reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    if not dist.is_initialized():
+    if not _joined():
         return x.clone()
     if x.shape[0] % size(group):
         raise ValueError(f"reduce_scatter of {x.shape[0]} rows over {size(group)} ranks: not a multiple")
@@ -279,7 +294,7 @@ def _reduce_scatter(x: Tensor, group: Group) -> Tensor:
 
 def _all_reduce(x: Tensor, group: Group, op: Any) -> Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
-    if dist.is_initialized():
+    if _joined():
         _count(x, 2 - 2 / size(group))
         dist.all_reduce(out, op=op, group=group)
     return out
@@ -290,7 +305,7 @@ def _all_reduce(x: Tensor, group: Group, op: Any) -> Tensor:
 
 def gather_objects(item: Any) -> list[Any]:
     """Every rank's picklable object, in rank order. Collective."""
-    if not dist.is_initialized():
+    if not _joined():
         return [item]
     items: list[Any] = [None] * size()
     dist.all_gather_object(items, item)
@@ -300,7 +315,7 @@ def gather_objects(item: Any) -> list[Any]:
 def broadcast(item: Any) -> Any:
     """Rank 0's picklable object. Collective."""
     items = [item]
-    if dist.is_initialized():
+    if _joined():
         dist.broadcast_object_list(items, src=0)
     return items[0]
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from disco_ds.data_settings import AugmentSettings, DataSettings, Settings, SourceSettings
 from disco_ds.ds_config import complete_ds_config, read_ds_config, stage
-from disco_ds.recipe_yaml import Dumper, assign, parse, split_override
+from disco_ds.recipe_yaml import Dumper, assign, parse, split_overrides
 
 PACKAGE = Path(__file__).parent
 BASE_BATCH = 32_768
@@ -59,7 +59,7 @@ class ModelSettings(Settings):
 
 
 class LossSettings(Settings):
-    name: str = "disco"
+    name: str = "disco_fused"
     """A registered loss: python -c 'import disco_ds.losses as l; print(l.list_losses())' lists them."""
     options: dict[str, Any] = Field({})
     """Keyword arguments of that loss."""
@@ -303,7 +303,7 @@ def render_ds_config(config: Config, ranks: int, run_folder: Path | None = None)
 
 
 def load_config(recipe: str | Path, overrides: list[str] | None = None) -> Config:
-    """Read a recipe, apply `a.b=value` overrides, check everything.
+    """Read a recipe, apply `a.b=value` overrides, each key once, check everything.
 
     Args:    recipe: a name in disco_ds/recipes or a path; overrides: dotted keys, values in YAML.
     Raises:  ValueError naming the file, the key, what it got and the nearest valid name.
@@ -315,7 +315,7 @@ def load_config(recipe: str | Path, overrides: list[str] | None = None) -> Confi
         raise ValueError(f"{path} is not a text file in UTF-8: {error}") from None
     if not isinstance(tree, dict):
         raise ValueError(f"{path}: expected a mapping of settings, got {type(tree).__name__}")
-    assigned = [split_override(item) for item in overrides or []]
+    assigned = split_overrides(overrides or [])
     for keys, value in assigned:
         if keys == ["deepspeed"] or keys[0] != "deepspeed":
             assign(tree, keys, value)

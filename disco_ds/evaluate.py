@@ -17,12 +17,13 @@ from typing import Any
 from torch import nn
 
 from disco_ds import comm
+from disco_ds.agreement import check_agreement
 from disco_ds.arguments import adopt_slurm, fail
 from disco_ds.config import Config, ModelSettings, check_config, load_config
 from disco_ds.data import ImageSpec
 from disco_ds.eval import Result, describe, evaluate_sets, load_sets
 from disco_ds.model import build_model, build_tokenizer, read_preprocessing
-from disco_ds.recipe_yaml import assign, split_override
+from disco_ds.recipe_yaml import assign, split_overrides
 from disco_ds.run_folder import CONFIG
 from disco_ds.watchdog import die_with_launcher
 from disco_ds.weights import build_from, read_weights
@@ -65,8 +66,8 @@ def read_settings(args: argparse.Namespace) -> Config:
         config = load_config(args.config or own[0], args.overrides)
     else:
         tree = json.loads(json.dumps(_BARE))
-        for item in args.overrides:
-            assign(tree, *split_override(item))
+        for keys, value in split_overrides(args.overrides):
+            assign(tree, keys, value)
         config = check_config(tree, "the command line")
     if not config.eval.labelled and not config.eval.retrieval:
         raise ValueError("nothing to evaluate on: add eval.labelled.NAME=FOLDER or eval.retrieval.NAME=FOLDER")
@@ -109,6 +110,7 @@ def main(argv: list[str] | None = None) -> int:
     die_with_launcher()
     with comm.session(config.timeout_s):
         try:
+            check_agreement({**config.model_dump(mode="json"), "MODEL": args.model, "--weights": str(args.weights)})
             with comm.together("data"):
                 sets = load_sets(config.eval, config.data)
             with comm.together("model"):

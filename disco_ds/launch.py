@@ -26,7 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from disco_ds.arguments import fail, read_hostfile, recipe_parser
+from disco_ds.arguments import fail, pack, read_hostfile, recipe_parser
 from disco_ds.config import Config, load_config
 from disco_ds.retention import list_complete
 from disco_ds.run_folder import FINISHED, LAUNCHED, split_resume
@@ -117,8 +117,9 @@ def front_end(args: argparse.Namespace, word: str, resume: str | None) -> list[s
     # As a module: the path of the script `deepspeed` stands in its first line, where a space would end it.
     command = [sys.executable, "-m", "deepspeed.launcher.runner", *shlex.split(args.deepspeed)]
     command += ["--hostfile", str(args.hostfile)] if args.hostfile else []
-    command += ["--module", "disco_ds.train", "--launch-word", word, "--config", args.config]
-    return [*command, *(["--resume", resume] if resume else []), *args.overrides]
+    # Packed: on several hosts pdsh, ssh and the login shell there would expand what a person has typed.
+    packed = pack([f"--config={args.config}", *([f"--resume={resume}"] if resume else []), *args.overrides])
+    return [*command, "--module", "disco_ds.train", "--launch-word", word, packed]
 
 
 def run_once(command: Sequence[str], hosts: Sequence[str], word: str, signals: Signals, patience_s: float) -> set[int]:
@@ -243,6 +244,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = load_config(args.config, args.overrides)
         hosts = list(read_hostfile(args.hostfile)) if args.hostfile else []
+        front_end(args, "", args.resume)  # refuses overrides that are too long
     except ValueError as error:
         return fail(error, True, code=2)
     return supervise(args, config, hosts if len(hosts) > 1 else [], Signals())

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from disco_ds import checkpoint, comm, retention
+from disco_ds.agreement import check_agreement
 from disco_ds.arguments import adopt_slurm, count_ranks, describe_run, fail, parse_args, refuse_launch
 from disco_ds.build import Run, build
 from disco_ds.config import Config, load_config
@@ -290,6 +291,7 @@ def main(argv: list[str] | None = None) -> int:
     die_with_launcher()
     with comm.session(config.timeout_s), ExitStack() as stack:
         try:
+            check_agreement({**config.model_dump(mode="json"), "--resume": args.resume})
             run = build(config, args.resume, stack, unattended=args.launch_word is not None)
         except ValueError as error:
             return fail(error, first, code=2)

@@ -9,6 +9,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -16,11 +17,17 @@ import pytest
 
 
 def run_ranks(
-    function: Callable[..., Any], size: int, *args: Any, timeout_s: float = 800.0, method: str = "forkserver"
+    function: Callable[..., Any],
+    size: int,
+    *args: Any,
+    timeout_s: float = 800.0,
+    method: str = "forkserver",
+    joined: bool = True,
 ) -> list[Any]:
     """function(*args) on `size` ranks with comm initialised; what each returned, in rank order.
 
     `method` "spawn": processes that have imported nothing yet, for what reads the environment as it is imported.
+    Without `joined` the ranks only have a launcher's variables, and no process group.
 
     Fails the test with the traceback of the first rank that raised, died or was too slow; no process outlives it.
     """
@@ -30,7 +37,7 @@ def run_ranks(
     pipes, processes = [], []
     for rank in range(size):
         receive, send = context.Pipe(duplex=False)
-        given = (dict(os.environ), output, function, rank, size, port, send, args)
+        given = (dict(os.environ), output, function, rank, size, port, send, args, joined)
         process = context.Process(target=_enter, args=given)  # type: ignore[attr-defined]
         process.start()
         send.close()
@@ -87,6 +94,7 @@ def _enter(
     port: int,
     send: Connection,
     args: tuple[Any, ...],
+    joined: bool,
 ) -> None:
     # The server's own are as old as the server.
     os.environ.update(environment)
@@ -100,7 +108,7 @@ def _enter(
         from disco_ds import comm
 
         torch.set_num_threads(1)
-        with comm.session(timeout_s=600):
+        with comm.session(timeout_s=600) if joined else nullcontext():
             value = function(*args)
         send.send((True, value))
     except BaseException:

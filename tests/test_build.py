@@ -127,7 +127,7 @@ def changed_on_resume(path: Path) -> None:
         folder = str(run.folder)
         expect(refused(load_config(path, ["name=first"]), resume=folder), "in use by process")
     changes = {
-        "loss.name=clip": "loss.name: 'disco' in the checkpoint, 'clip' now",
+        "loss.name=clip": "loss.name: 'disco_fused' in the checkpoint, 'clip' now",
         "model.max_scale=50": "model.max_scale",
         "model.name=quickstart": "model.config.embed_dim: 16 in the checkpoint, 128 now",
         "optim.weight_decay=0.1": "optim.weight_decay",

@@ -89,6 +89,14 @@ def test_refuse_changes_names_the_changed_setting(changes: dict[str, Any], name:
     assert lines[0].endswith(" now")
 
 
+def test_refuse_changes_of_a_default_says_how_to_go_on() -> None:
+    """A recipe that says nothing of the loss, and a run that was started when the default was another."""
+    with pytest.raises(ValueError) as caught:
+        refuse_changes(stored(identify(loss__name="disco")), identify())
+    said = "loss.name: 'disco' in the checkpoint, 'disco_fused' now; the default used to be disco: "
+    assert f"{said}set loss.name=disco to go on, or start a new run without --resume" in str(caught.value)
+
+
 def test_ranks_stage_and_precision_are_the_shape_and_no_refused_change() -> None:
     config = tiny_config("tiny", {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}})
     refuse_changes(stored(identify()), identity(config, "abc", TINY))

@@ -82,6 +82,35 @@ def test_recipe_that_is_not_text_is_refused_naming_the_file(tmp_path: Path) -> N
         load_config(path)
 
 
+def test_recipe_without_a_loss_has_the_one_that_the_readme_recommends(recipe: Path) -> None:
+    readme = (PACKAGE.parent / "README.md").read_text(encoding="utf-8")
+    (by_default,) = (line for line in readme.splitlines() if line.endswith("| by default |"))
+    assert by_default.startswith(f"| `{load_config(recipe).loss.name}` |")
+    assert load_config(recipe, ["loss.options={tile: 4}"]).loss.name == "disco_fused"
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("seed: 1\nseed: 1", "seed"),
+        ("loss: {name: clip, options: {}, name: disco}", "name"),
+        ("eval: &a {labelled: {'b': x, b: y}}", "b"),
+        ("optim: {}", "optim"),  # with the one before
+    ],
+)
+def test_recipe_key_given_twice_is_refused(text: str, key: str, recipe: Path) -> None:
+    with recipe.open("a") as file:
+        file.write(f"{text}\n")
+    with pytest.raises(ValueError, match=f"(?s){re.escape(str(recipe))}.*key '{key}' is given twice"):
+        load_config(recipe)
+
+
+def test_recipe_may_override_what_it_merges(recipe: Path) -> None:
+    with recipe.open("a") as file:
+        file.write("model: &base {name: RN50, max_scale: 50}\nloss: {options: {<<: *base, name: x}}\n")
+    assert load_config(recipe).loss.options == {"name": "x", "max_scale": 50}
+
+
 # Overrides
 
 
@@ -112,16 +141,40 @@ def test_override_reaches_its_setting(override: str, path: str, value: Any, reci
     assert type(config) is type(value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["data.shards=/data/0.tar", "data.shards=/data/1.tar", "data.shards=/data/2.tar"], "data.shards"),
+        (["seed=1", "optim.eps=1e-8", "seed=1"], "seed"),
+        (["optim={eps: 1e-8}", "optim={lr: 1}"], "optim"),
+        (["optim={lr: 1e-3}", "optim.lr=1e-4"], "optim.lr"),
+        (["optim.lr=1e-4", "optim={lr: 1e-3}"], "optim.lr"),
+        (["optim={image: {lr_factor: 2}}", "optim.image={weight_decay: 0}"], "optim.image"),
+        (["deepspeed=zero1", "deepspeed=zero2"], "deepspeed"),
+        (["deepspeed={zero_optimization: {stage: 1}}", "deepspeed.zero_optimization.stage=2"], "deepspeed.zero"),
+        (["loss.options={a: 1, a: 2}"], "a"),
+    ],
+)
+def test_override_of_a_key_given_twice_is_refused(overrides: list[str], key: str, recipe: Path) -> None:
+    with pytest.raises(ValueError, match=rf"{re.escape(key)}\S* is given twice"):
+        load_config(recipe, overrides)
+
+
+def test_override_of_a_whole_mapping_leaves_what_others_put_into_it(recipe: Path) -> None:
+    words = ["data.augment.shift=0.2", "data.augment={zoom: 0.1}", "deepspeed.zero_optimization.stage=2"]
+    words += ["deepspeed=zero1", "loss.options.tile=[4, 4]", "loss={name: inf_cl}"]
+    one, other = load_config(recipe, words), load_config(recipe, words[::-1])
+    assert one == other
+    assert (one.data.augment.shift, one.data.augment.zoom, one.loss.name) == (0.2, 0.1, "inf_cl")
+    assert (stage(one.deepspeed), one.loss.options) == (2, {"tile": [4, 4]})
+
+
 def test_override_leaves_its_neighbours_and_replaces_a_whole_mapping(recipe: Path) -> None:
     config = load_config(recipe, ["optim.warmup_steps=3", "data.augment={zoom: 0.1}", "data.augment.shift=0.2"])
     assert (config.optim.lr, config.optim.warmup_steps) == (1e-3, 3)
     assert (config.data.augment.zoom, config.data.augment.shift) == (0.1, 0.2)
     assert config.data.source == "synthetic"
     assert load_config(recipe, ["optim={warmup_steps: 3}"]).optim.lr is None
-
-
-def test_override_later_wins(recipe: Path) -> None:
-    assert load_config(recipe, ["seed=1", "seed=2"]).seed == 2
 
 
 @pytest.mark.parametrize("item", ["seed", "=3", "optim.=3", ".lr=3", "optim..lr=3"])

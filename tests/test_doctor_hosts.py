@@ -102,6 +102,7 @@ def test_link_that_is_slow_is_told_and_the_step_is_still_right(
         process = cluster.start(command, folder=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         said, _ = process.communicate(timeout=300)
         assert process.returncode == 0, said
+        assert "ok    settings        the same on 2 ranks" in said, said
         assert "ok    gradients" in said, said
         return said
 

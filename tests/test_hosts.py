@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 TOOL = ROOT / "tools" / "local_cluster.py"
 SAME = ("step", "ids", "loss", "lr", "scale", "grad_norm")
-QUICKSTART = ["--config", "quickstart", "steps=20", "samples=null", "global_batch=128", "micro_batch=64"]
+QUICKSTART = ["--config", "quickstart", "samples=null", "global_batch=128", "micro_batch=64"]
 QUICKSTART += ["optim.warmup_steps=5", "log.every_steps=1", "checkpoint.every_steps=0", "eval.labelled={}"]
 
 
@@ -203,7 +203,7 @@ def test_two_hosts_train_as_one_and_their_mistakes_are_named(tmp_path: Path, pos
     mounts = Path("/proc/mounts").read_text()
 
     def launch(*arguments: str, folder: Path = tmp_path) -> tuple[int, str]:
-        command = front_end(str(tool.HOSTFILE), *QUICKSTART, *arguments)
+        command = front_end(str(tool.HOSTFILE), *QUICKSTART, "steps=20", *arguments)
         process = cluster.start(command, folder=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         said, _ = process.communicate(timeout=300)
         return process.returncode, said
@@ -215,6 +215,15 @@ def test_two_hosts_train_as_one_and_their_mistakes_are_named(tmp_path: Path, pos
         assert code == 0, said
         assert "host-1: step 20/20" in said
         assert (tmp_path / "runs" / "two" / "finished.json").exists()
+
+        # What the shells between make of overrides that `deepspeed` hands on as they are.
+        code, said = launch("name=braces", "data.shards=/data/{00000..00003}.tar")
+        assert code == 2
+        assert "data.shards is given twice, by 'data.shards=/data/00000.tar' and 'data.shards=/data/00001.tar'" in said
+        code, said = launch("name=$(hostname)", "seed=1")
+        assert code == 2
+        assert 'name: "host-1" on host-1 (rank 0); "host-2" on host-2 (rank 1)\n' in said
+        assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["two"]
 
         cluster.run(["mount", "-t", "tmpfs", "tmpfs", str(tmp_path / "runs")], "host-2")
         code, said = launch("name=apart")
@@ -237,7 +246,7 @@ def test_two_hosts_train_as_one_and_their_mistakes_are_named(tmp_path: Path, pos
     assert not marked_namespaces(spaces)
     assert Path("/proc/mounts").read_text() == mounts
     command = [str(BIN / "deepspeed"), "--num_accelerators", "2", "--master_port", str(free_port())]
-    command += ["--module", "disco_ds.train", *QUICKSTART, "name=one"]
+    command += ["--module", "disco_ds.train", *QUICKSTART, "steps=20", "name=one"]
     subprocess.run(command, cwd=tmp_path, timeout=300, check=True, capture_output=True)
     one, two = (
         [{key: record.get(key) for key in SAME} for record in records(tmp_path / "runs" / n)] for n in ("one", "two")

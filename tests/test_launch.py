@@ -33,10 +33,12 @@ from test_run import (
     write_recipe,
 )
 
-from disco_ds.arguments import adopt_slurm
+from disco_ds.arguments import adopt_slurm, parse_args
+from disco_ds.config import load_config
+from disco_ds.data import resolve_shards
 from disco_ds.launch import Signals, find_run, judge, newest_checkpoint, run_once
 from disco_ds.retention import META
-from disco_ds.run_folder import CHECKPOINTS, FINISHED, LAUNCHED, mark_launch
+from disco_ds.run_folder import CHECKPOINTS, CONFIG, FINISHED, LAUNCHED, mark_launch
 
 marker, possible = test_hosts.marker, test_hosts.possible
 LOST_AFTER_S = 10
@@ -386,8 +388,35 @@ def fault(kind: str, cluster: Any, name: str) -> None:
 
 def cluster_recipe(folder: Path) -> list[str]:
     arguments = write_recipe(folder, CASES["zero1-fp32"])
-    steps = [f"steps={STEPS}", "checkpoint.every_steps=5"]
-    return [*arguments, *steps, f"lost_after_s={LOST_AFTER_S}", "name=cut"]
+    return [*arguments, f"steps={STEPS}", "checkpoint.every_steps=5", f"lost_after_s={LOST_AFTER_S}"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_overrides_arrive_on_both_hosts_as_typed(tmp_path: Path, possible: None, marker: str) -> None:
+    folder = tmp_path / "run"
+    _, name = write_recipe(folder, CASES["zero1-fp32"])
+    recipe = f"a $HOME's {{1,2}} {name}"
+    (folder / name).rename(folder / recipe)
+    typed = [
+        "data.shards=" + str(resolve_shards("bundled:emoji/unseen")) + "/{00000..00001}.tar",
+        "data.captions={'{json[caption]}':1,\"{txt}\":2e-1}",
+        "eval.caption_key=$(touch ran) `touch ran` $HOME ~ * ? %h %n %% {a,b}",
+        "eval.label_key=x;touch ran&touch ran|cat>ran<ran#! \\ \\n''\"{a,b}",
+        "name=Füße 猫",
+    ]
+    run = folder / "runs" / "Füße 猫"
+    with tool.LocalCluster(hosts=2, slots=1, timeout_s=550) as cluster:
+        with cluster_launch(cluster, folder, "--config", recipe, *typed, f"steps={STEPS}") as process:
+            wait_for(lambda: records(run) or process.poll() is not None, "the first step", folder)
+            for host in ("host-1", "host-2"):
+                words = _words(rank_on(marker, host))
+                got = parse_args(words[words.index("disco_ds.train") + 1 :])
+                assert (got.config, got.overrides) == (recipe, [*typed, f"steps={STEPS}"]), host
+            assert process.wait(timeout=300) == 0, log_of(folder)[-3000:]
+        settings = load_config(run / CONFIG)
+        assert settings == load_config(folder / recipe, [*typed, f"steps={STEPS}"])
+        assert not (folder / "ran").exists()
 
 
 @pytest.mark.slow
@@ -403,7 +432,7 @@ def test_lost_host_ends_the_launch_and_the_run_goes_on(
     folder = tmp_path / "run"
     arguments = cluster_recipe(folder)
     run_ranks(train_without_launcher, 2, folder, [*arguments, "name=whole"])
-    run = folder / "runs" / "cut"
+    arguments, run = [*arguments, "name=cut"], folder / "runs" / "cut"
     times = {}
     with tool.LocalCluster(hosts=2, slots=1, timeout_s=1100) as cluster:
         # The hosts' own keep-alives are away: the launch has to bring its own.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -229,6 +232,58 @@ def test_accuracy_counts_both_directions():
 def test_every_registered_loss_is_in_the_contract_test():
     elsewhere = {"siglip", "nt_xent", *PRESETS}  # whose contracts have files of their own
     assert set(list_losses()) == {name for name, _ in LOSSES} | elsewhere
+
+
+def part_of_batch() -> Embeddings:
+    """This rank's four of the rows that all have."""
+    image, text = features(4 * int(os.environ["WORLD_SIZE"]), 16, torch.float32, "random")
+    own = slice(4 * int(os.environ["RANK"]), 4 * int(os.environ["RANK"]) + 4)
+    index = torch.arange(own.start, own.stop)
+    return Embeddings(image[own], text[own], torch.tensor([10.0]), bias=torch.zeros(1), index=index)
+
+
+def value(name: str) -> float:
+    loss = build_loss(name)
+    loss.set_num_samples(8, 800)
+    return loss(part_of_batch()).metrics["loss"].item()
+
+
+def under_plain_torch_distributed() -> tuple[list[str], float]:
+    """Those that were refused, and what a loss is once deepspeed.comm knows the ranks."""
+    torch.distributed.init_process_group("gloo")
+    x = torch.zeros(2, 2)
+    calls: dict[str, Callable[[], Any]] = {name: partial(value, name) for name in list_losses()}
+    calls |= {"rank": comm.rank, "size": comm.size, "barrier": comm.barrier, "ring": lambda: list(comm.around(x))}
+    calls |= {call.__name__: partial(call, x) for call in (comm.gather, comm.reduce_scatter, comm.all_reduce_max)}
+    calls |= {call.__name__: partial(call, x) for call in (comm.reduce_scatter_in_place, comm.all_reduce_sum)}
+    calls |= {call.__name__: partial(call, 1) for call in (comm.gather_objects, comm.broadcast)}
+    for call in calls.values():
+        with pytest.raises(ValueError, match=r"torch.distributed has 2 ranks.*call disco_ds.comm.init\("):
+            call()
+    comm.init(timeout_s=60)
+    answer = value("disco_fused")
+    comm.barrier()
+    torch.distributed.destroy_process_group()
+    return list(calls), answer
+
+
+def alone_under_torch_distributed() -> bool:
+    before = [value(name) for name in list_losses()]
+    torch.distributed.init_process_group("gloo")
+    assert before == [value(name) for name in list_losses()]
+    assert (comm.size(), comm.rank(), comm.gather_objects(1)) == (1, 0, [1])
+    torch.distributed.destroy_process_group()
+    return True
+
+
+def test_ranks_that_deepspeed_does_not_know_are_refused_by_every_loss_and_collective() -> None:
+    """They would compute the loss of their own rows, without a word."""
+    found = run_ranks(under_plain_torch_distributed, 2, joined=False)
+    image, text = features(8, 16, torch.float32, "random")
+    for refused, loss in found:
+        assert {*list_losses(), "size", "gather_objects"} <= set(refused)
+        assert loss == pytest.approx(infonce(image, text, 10.0).loss, rel=1e-5)
+    assert run_ranks(alone_under_torch_distributed, 1, joined=False) == [True]
 
 
 def test_unknown_loss_names_the_known_ones():

@@ -37,20 +37,10 @@ def main() -> int:
         # One thread per rank: two ranks share the cores, and OpenMP's threads would fight over them.
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 2) // ranks)))
         environment.setdefault("DS_ACCELERATOR", "cpu")
-    # As a module: the path of the script `deepspeed` stands in its first line, where a space would end it.
-    launch = [sys.executable, "-m", "deepspeed.launcher.runner"]
-    launch += ["--num_gpus", str(ranks)] if gpus else ["--num_accelerators", str(ranks)]
-    launch += [
-        "--master_port",
-        str(free_port()),
-        "--module",
-        "disco_ds.train",
-        "--config",
-        "quickstart",
-        f"micro_batch={128 // ranks}",
-        *sys.argv[1:],
-    ]
-    print(f"deepspeed {shlex.join(launch[3:])}\n(the launcher's own words: {LOG})", flush=True)
+    arguments = trainer_arguments(ranks, sys.argv[1:])
+    launch = front_end(arguments, gpus, ranks)
+    command = [*launch[3:-1], *arguments]  # as a person would type it
+    print(f"deepspeed {shlex.join(command)}\n(the launcher's own words: {LOG})", flush=True)
     LOG.parent.mkdir(exist_ok=True)
     with LOG.open("w", encoding="utf-8") as log:
         code, folder = follow(launch, environment, log)
@@ -58,6 +48,21 @@ def main() -> int:
         print(f"\nthe run did not finish; the end of {LOG}:\n" + "".join(tail(LOG, 30)), file=sys.stderr)
         return code or 1
     return finish(folder)
+
+
+def trainer_arguments(ranks: int, given: list[str]) -> list[str]:
+    """The quickstart's, changed as the command line says."""
+    own = [] if any(word.startswith("micro_batch=") for word in given) else [f"micro_batch={128 // ranks}"]
+    return ["--config", "quickstart", *own, *given]
+
+
+def front_end(arguments: list[str], gpus: int, ranks: int) -> list[str]:
+    from disco_ds.arguments import pack
+
+    # As a module: the path of the script `deepspeed` stands in its first line, where a space would end it.
+    command = [sys.executable, "-m", "deepspeed.launcher.runner"]
+    command += ["--num_gpus" if gpus else "--num_accelerators", str(ranks), "--master_port", str(free_port())]
+    return [*command, "--module", "disco_ds.train", pack(arguments)]
 
 
 def follow(command: list[str], environment: dict[str, str], log: IO[str]) -> tuple[int, Path | None]:

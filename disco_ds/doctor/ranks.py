@@ -1,4 +1,4 @@
-"""On the user's ranks: the data as each host has them, a step against one process, the speed of the collectives.
+"""On the user's ranks: settings, the data as each host has them, a step against one process, speed of the collectives.
 
 The step has the run's loss, stage, precision and communication, and a small model without dropout. Its optimizer is
 SGD: the change of the weights is the gradient that was used.
@@ -20,6 +20,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
 from disco_ds import comm
+from disco_ds.agreement import check_agreement
 from disco_ds.config import Config, OptimSettings, render_ds_config
 from disco_ds.data import load_sources
 from disco_ds.doctor import Line, examine
@@ -57,11 +58,22 @@ def look_at_ranks(config: Config, ranks: int, first: bool, gradients: bool) -> I
         return
     alike = (ValueError, FloatingPointError)  # what all ranks raise together; after another error the launcher ends all
     with comm.session(config.timeout_s):
+        settings = examine("settings", lambda: check_settings(config), ValueError)
+        yield from settings
+        if any(line.status == "fail" for line in settings):
+            return
         if gradients:
             yield from examine("gradients", lambda: check_gradients(small, alone), *alike)
         if ranks > 1:
             yield from check_other_hosts(config)
             yield from examine("bandwidth", check_bandwidth, *alike)
+
+
+def check_settings(config: Config) -> Iterator[Line]:
+    """Collective. Raises: ValueError on all ranks alike, see check_agreement."""
+    check_agreement(config.model_dump(mode="json"))
+    if comm.size() > 1:
+        yield Line("ok", "settings", f"the same on {comm.size()} ranks")
 
 
 def check_other_hosts(config: Config) -> Iterator[Line]:
