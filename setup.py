@@ -25,7 +25,7 @@ setup(
         "disco_ds.ds_configs": ["*.json"],
     },
     install_requires=[
-        "torch>=2.9",
+        "torch>=2.10",
         "torchvision",
         "deepspeed>=0.19.8,<0.20",
         "open_clip_torch>=3.3,<4",

@@ -18,8 +18,8 @@ LAYERS = {
     **dict.fromkeys(
         ("losses", "data", "model", "convnet", "metrics", "watchdog", "run_folder", "interrupt", "groups"), 1
     ),
-    **dict.fromkeys(("agreement", "heartbeat", "disk", "copies", "phases"), 1),
-    **dict.fromkeys(("engine", "step", "checkpoint", "reshape", "weights", "eval", "report", "flops"), 2),
+    **dict.fromkeys(("agreement", "heartbeat", "disk", "copies", "phases", "retention"), 1),
+    **dict.fromkeys(("engine", "step", "checkpoint", "reshape", "resume", "weights", "eval", "report", "flops"), 2),
     **dict.fromkeys(("arguments", "build", "train", "evaluate", "export", "plan", "doctor", "launch"), 3),
     "__main__": 4,
 }
@@ -31,12 +31,16 @@ WITHIN_A_LAYER = {
     ("config", "recipe_yaml"): "a recipe is read as its text says",
     ("model", "convnet"): "importing it registers the tower with timm",
     ("metrics", "phases"): "a record has them",
+    ("retention", "run_folder"): "the checkpoints of a run lie in its folder",
     ("step", "engine"): "the step goes through the engine's backward",
     ("checkpoint", "engine"): "it saves and restores an engine",
     ("reshape", "checkpoint"): "it restores what that one has written",
     ("reshape", "engine"): "into an engine",
     ("reshape", "weights"): "frozen parameters are read as for an export",
     ("weights", "checkpoint"): "it reads what that one writes",
+    ("resume", "checkpoint"): "it chooses the checkpoint to go on from",
+    ("resume", "reshape"): "whatever shape has written that",
+    ("resume", "engine"): "and builds the engine it is restored into",
     ("train", "build"): "the trainer runs what build.py puts together",
     ("train", "arguments"): "the trainer parses its own command line",
     ("launch", "arguments"): "it starts the trainer, with the trainer's arguments",
