@@ -63,4 +63,4 @@ def _flatten(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
         for part, value in tree.items():
             yield from _flatten(value, f"{key}.{part}" if key else str(part))
     else:
-        yield key, json.dumps(tree)
+        yield key, json.dumps(tree, ensure_ascii=False)

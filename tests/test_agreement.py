@@ -20,7 +20,7 @@ def differing() -> list[str]:
     check_agreement({"same": {"a": 1, "b": [None, 2.5]}})
     said = []
     for mine in (
-        {"data": {"shards": f"/data/{rank}.tar", "workers": 2}},
+        {"data": {"shards": f"/data/Fü{rank}.tar", "workers": 2}},
         {"deepspeed": [{"stage": None}, {}][rank], "loss": {"options": {}}},
         {"runs": ["1", 1][rank], "--resume": [None, "latest"][rank]},
         {f"key-{number}": number * rank for number in range(9)},
@@ -38,7 +38,7 @@ def test_settings_that_differ_are_named_on_every_rank() -> None:
     zero, one = (f"on {host} (rank {number})" for number in range(2))
     shards, stage, kinds, many = (said.split("\n  ") for said in first)
     assert shards[0] == "the ranks were given different settings:"
-    assert shards[1].startswith(f'data.shards: "/data/0.tar" {zero}; "/data/1.tar" {one}\nthe remote shell expands')
+    assert shards[1].startswith(f'data.shards: "/data/Fü0.tar" {zero}; "/data/Fü1.tar" {one}\nthe remote shell expands')
     assert stage[1] == f"deepspeed: not given {zero}; {{}} {one}"
     assert stage[2].startswith(f"deepspeed.stage: null {zero}; not given {one}\n")
     assert kinds[1] == f'--resume: null {zero}; "latest" {one}'

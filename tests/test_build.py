@@ -95,7 +95,10 @@ def bad_settings(path: Path, folder: Path) -> None:
         return load_config(path, list(overrides))
 
     expect(refused(config("loss.name=disko")), "unknown loss 'disko'", "did you mean disco", "clip")
-    expect(refused(config("loss.options={tile: 4}")), "no option tile")
+    expect(refused(config("loss.options={tilt: 4}")), "no option tilt", "tile")
+    for tile in ("4", "[4]", "[4, 0]", "[4, x]", "{a: 1, b: 2}", "ab"):
+        expect(refused(config(f"loss.options={{tile: {tile}}}")), "tile must be two positive numbers")
+    expect(refused(config("loss={name: disco, options: {tile: [4, 4]}}")), "no option tile")
     expect(refused(config("model.name=ViT-B-33")), "unknown model 'ViT-B-33'", "ViT-B-32")
     expect(refused(config(f"model.name={write_tiny(folder / 'small')}")), "vocab_size 100", "49408")
     expect(refused(config("model.pretrained=nowhere.pt")), "no file nowhere.pt")

@@ -35,7 +35,8 @@ class Tiling:
     impl: Impl = "auto"
 
     def __post_init__(self) -> None:
-        if self.tile is not None and (len(self.tile) != 2 or min(self.tile) < 1):
+        pair = isinstance(self.tile, list | tuple) and len(self.tile) == 2
+        if self.tile is not None and not (pair and all(isinstance(n, int) and n > 0 for n in self.tile)):
             raise ValueError(f"tile must be two positive numbers, rows and columns, got {self.tile}")
         for name, known in (("precision", get_args(Precision)), ("impl", get_args(Impl))):
             if getattr(self, name) not in known:
