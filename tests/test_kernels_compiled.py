@@ -1,4 +1,6 @@
-"""The Triton kernels as machine code of GPUs that are not here: they compile, spill nothing and use the tensor cores.
+"""The Triton kernels as machine code of GPUs that are not here: they compile, and use the tensor cores.
+
+In 16 bits they spill no register on an A100 or H100.
 
 No driver is needed, only Triton's own assembler. What the kernels compute is test_kernels.py's subject.
 """
@@ -22,9 +24,10 @@ def problems(variant: str, precision: str, D: int, number: int, arch: int, strid
     except Exception as error:
         return [f"{variant} {precision} D {D} sm_{arch} {config}: {type(error).__name__}: {error}"]
     wrong = []
-    if found.spilled_bytes:
+    # What spills elsewhere is for the autotuner to leave out.
+    if found.spilled_bytes and arch in (80, 90) and precision in ("fp16", "bf16"):
         wrong.append(f"spills {found.spilled_bytes} bytes")
-    # Others are left to the autotuner, which passes over what does not fit.
+    # So is what does not fit, but for the configuration that is taken without timing.
     if number == 0 and not found.fits:
         wrong.append(f"needs {found.shared_bytes / 1024:.0f} KB of shared memory")
     if precision != "fp32" and not strided and found.matrix != MATRIX[arch]:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -80,8 +81,9 @@ def test_read_meta_notices_every_flipped_bit_of_itself(tmp_path: Path) -> None:
         for bit in (1, 16):
             spoilt = bytearray(body)
             spoilt[place] ^= bit
-            if spoilt[place : place + 1].isspace() and body[place : place + 1].isspace():
-                continue  # which says the same
+            with suppress(ValueError):
+                if json.loads(spoilt) == json.loads(body):
+                    continue  # another blank, or a digit beyond what a float holds: it says the same
             meta.write_bytes(spoilt)
             with pytest.raises(DamagedError):
                 read_meta(meta.parent)
