@@ -17,11 +17,12 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peers
 import torch
+from peers import Method
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,8 +30,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from disco_ds import comm
 from disco_ds.losses import Embeddings, build_loss, list_losses
 
-Method = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""image, text, scale, bias -> this rank's share of the loss."""
 ERROR_BATCH = 1024
 SAME_AS_CLIP = ("disco", "disco_fused", "inf_cl")
 
@@ -44,7 +43,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--scale", type=float, default=1 / 0.07)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--methods", nargs="*", help="some of the names in the table (default: all that run here)")
-    parser.add_argument("--precisions", nargs="*", help="of the tiled losses' products (default: fp32; on a GPU all)")
+    parser.add_argument("--precisions", nargs="*", help="beside auto (default: none; on a GPU all)")
     parser.add_argument("--out", type=Path, help="writes OUT.json and OUT.png")
     return parser.parse_args()
 
@@ -55,16 +54,19 @@ def our_methods(precisions: list[str], num_samples: int) -> dict[str, Method]:
     for name in list_losses():
         options[name] = {}
         if name in ("disco_fused", "inf_cl", "siglip", "fastclip_v3"):
-            options |= {f"{name} {p}": {"precision": p} for p in precisions if p != "fp32"}
+            options |= {f"{name} {p}": {"precision": p} for p in precisions}
     options["disco_fused stored"] = {"store": True}
+    options["disco_fused unlogged"] = {"accuracy": False}
     options["fastclip_v3 as published"] = {"gather_both": True}
 
     return {label: our_method(label.split()[0], num_samples, **chosen) for label, chosen in options.items()}
 
 
-def our_method(name: str, num_samples: int, **options: Any) -> Method:
+def our_method(name: str, num_samples: int, accuracy: bool = True, **options: Any) -> Method:
+    """accuracy: as in a step that is logged."""
     loss = build_loss(name, **options)
     loss.set_num_samples(num_samples, num_samples)
+    loss.accuracy = accuracy
 
     def run(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
         index = torch.arange(len(image), device=image.device) + comm.rank() * len(image)
@@ -74,49 +76,13 @@ def our_method(name: str, num_samples: int, **options: Any) -> Method:
 
 
 def other_methods(args: argparse.Namespace) -> dict[str, Method]:
-    """open_clip's loss both ways, and the published kernels where they are installed and there is a GPU."""
-    from open_clip.loss import ClipLoss
-
-    N, n = comm.size(), comm.rank()
-    found: dict[str, Method] = {}
-    for label, local in (("open_clip full", False), ("open_clip local", True)):
-        loss = ClipLoss(local_loss=local, gather_with_grad=local, rank=n, world_size=N)
-        found[label] = lambda image, text, scale, bias, loss=loss: loss(image, text, scale)
-    if torch.cuda.is_available():
-        found["open_clip autocast"] = under_autocast(found["open_clip local"])
-        found |= published_kernels(args)
-    return found
-
-
-def under_autocast(method: Method) -> Method:
-    """As open_clip's trainer calls its loss with --precision amp_bf16."""
-
-    def run(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-        with torch.autocast(image.device.type, torch.bfloat16):
-            return method(image, text, scale, bias)
-
-    return run
-
-
-def published_kernels(args: argparse.Namespace) -> dict[str, Method]:
-    """`inf-cl` and `memeff` of PyPI; memeff's temperature is a constant."""
-    found: dict[str, Method] = {}
-    try:
-        from inf_cl import cal_inf_loss
-
-        found["Inf-CL published"] = lambda image, text, scale, bias: (
-            0.5 * (cal_inf_loss(image, text, scale=scale) + cal_inf_loss(text, image, scale=scale))
-        )
-    except ImportError as error:
-        print(f"Inf-CL's published code is left out: {error}", file=sys.stderr)
-    try:
-        from memeff import DistributedMemoryEfficientCLIPLoss
-
-        loss = DistributedMemoryEfficientCLIPLoss(temperature=1 / args.scale, normalized_inputs=True, stable=False)
-        for label, dtype in (("memeff fp32", torch.float32), ("memeff fp16", torch.float16)):
-            found[label] = lambda image, text, scale, bias, dtype=dtype: loss(image.to(dtype), text.to(dtype))
-    except ImportError as error:
-        print(f"memeff is left out: {error}", file=sys.stderr)
+    """open_clip's loss both ways, and on a GPU the published kernels that are installed."""
+    found = {f"open_clip {way}": peers.open_clip(way == "local", autocast=False)(0) for way in ("full", "local")}
+    for label, peer in peers.SOFTMAX.items() if torch.cuda.is_available() else ():
+        try:
+            found[label] = peer.build(args.scale)
+        except ImportError as error:
+            print(f"{label} is left out: {error}", file=sys.stderr)
     return found
 
 
@@ -127,13 +93,15 @@ def pretend(N: int) -> None:
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=N)
     comm.init(timeout_s=60)
-    comm._all_gather = lambda x, group: x.repeat(N, *[1] * (x.dim() - 1))  # type: ignore[assignment]
 
-    def stay(block: Tensor, into: Tensor, group: Any) -> list[Any]:
-        into.copy_(block)
+    # The fake group copies what is gathered, and leaves what is received as it was.
+    def stay(operations: list[Any]) -> list[Any]:
+        sent, received = ([x.tensor for x in operations if x.op is op] for op in (dist.isend, dist.irecv))
+        for x, into in zip(sent, received, strict=True):
+            into.copy_(x)
         return []
 
-    comm._pass_on = stay
+    dist.batch_isend_irecv = stay
 
 
 class Wire(TorchDispatchMode):
@@ -201,13 +169,15 @@ def _resident() -> int:
         return int(file.read().split()[1]) * 4096
 
 
-def make_leaves(b: int, D: int, scale: float, seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """image, text [b, D] unit rows, scale and bias [1], all with gradients."""
-    generator = torch.Generator().manual_seed(seed)
-    image, noise = (torch.randn(b, D, generator=generator, dtype=torch.float64) for _ in "ab")
-    rows = [F.normalize(x, dim=1) for x in (image, image + 2 * noise)]
+def make_leaves(b: int, D: int, scale: float, seed: int, noise: float = 2.0) -> list[Tensor]:
+    """image, text [b, D] unit rows in fp32, scale and bias [1], all with gradients; noise: what a text has beside its
+    image, relative to it."""
+    device = comm.local_device()
+    generator = torch.Generator(device).manual_seed(seed)
+    image, other = (torch.randn(b, D, generator=generator, dtype=torch.float64, device=device) for _ in "ab")
+    rows = [F.normalize(x, dim=1) for x in (image, image + noise * other)]
     vectors = [*rows, torch.tensor([scale]), torch.tensor([-10.0])]
-    return [x.to(comm.local_device(), dtype).requires_grad_() for x in vectors]
+    return [x.to(device, torch.float32).requires_grad_() for x in vectors]
 
 
 def synchronize() -> None:
@@ -250,7 +220,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Method -> its figures, the worst of all ranks. Collective."""
     warnings.simplefilter("ignore", FutureWarning)  # open_clip's collectives are deprecated
     on_gpu = torch.cuda.is_available()
-    precisions = args.precisions or (["fp32", "tf32", "fp16", "bf16"] if on_gpu else ["fp32"])
+    precisions = args.precisions or (["fp32", "tf32", "bf16"] if on_gpu else [])
     methods = our_methods(precisions, max(args.batch, ERROR_BATCH))
     methods |= {} if args.as_rank_of else other_methods(args)
     methods = {label: method for label, method in methods.items() if not args.methods or label in args.methods}

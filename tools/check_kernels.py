@@ -1,211 +1,271 @@
-"""Are the kernels right on this GPU? Triton and torch at every precision against float64, printed as a table.
+"""Are the kernels right on this GPU, and how fast? Triton and torch at every precision against float64.
 
-    python tools/check_kernels.py [fp32 tf32 fp16 bf16]
+    python tools/check_kernels.py --budget 540            in parts: give it again until no slice is left
+    python tools/check_kernels.py --only "forced bf16 *"
+
+What is checked is cut into slices, each in a process of its own (see slices.py):
+  default P    tiles and blocks at precision P with the configuration that is taken where nothing is timed
+  losses P     whole losses as a trainer calls them: loss_checks.py
+  float64      the float64 answers of this GPU, which everything is held against, against the CPU's
+  far          rows, columns and tiles that lie more than 2^31 elements into their tensor
+  forced P C   tiles with one of the configurations that the autotuner may choose
+  rates P      registers and rates of those that it does choose, beside torch's own products
 
 An error is the largest difference over the largest true value. Triton's may be twice torch's at the same precision.
-Exit 1 if one is larger, or if there is no GPU. The first run takes minutes: every kernel is compiled and timed.
+Exit 1 if a check fails, or if there is no GPU.
 """
 
 from __future__ import annotations
 
-import math
+import argparse
+import os
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from types import ModuleType
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+import slices
 import torch
-from torch import Tensor
-from torch.nn import functional as F
-
-from disco_ds.kernels import (
-    Block,
-    Precision,
-    Tiling,
-    full_dtype,
-    sigmoid_block,
-    softmax_gradient,
-    softmax_sums,
-    torch_tiles,
+from kernel_rates import in_short, measure_rates, table
+from slices import Outcome, Record, Slice
+from tile_checks import (
+    SHIFT,
+    Check,
+    OnTile,
+    Tile,
+    check_blocks,
+    check_tiles,
+    device,
+    error,
+    features,
+    keep,
+    on_block,
+    on_tile,
+    poisoned,
+    sums_on_tile,
 )
+from torch import Tensor
+
+from disco_ds.kernels import Tiling
+
+__all__ = ["Check", "check_blocks", "check_tiles", "error", "features", "main", "on_block", "on_tile"]
 
 # n rows, m columns, D width
-SHAPES: list[tuple[int, int, int, int | None]] = [
-    (1, 1, 1, 0),
-    (127, 129, 64, None),
-    (300, 200, 100, 3),
-    (513, 1025, 515, -7),
-    (1000, 1024, 512, 500),
-    (4096, 4096, 768, 0),
-]
-"""n, m, D, and the column of row 0's pair; from a million elements on, block sizes are chosen by timing."""
-PRECISIONS: tuple[Precision, ...] = ("fp16", "bf16", "tf32", "fp32")
-SHIFT = 3.0
-TINY = 1e-6
+FOLDER = "runs/check_kernels"
+PRECISIONS = ("fp16", "bf16", "tf32", "fp32")
 
 
-class Check(NamedTuple):
-    name: str
-    triton: float
-    torch: float
-
-    @property
-    def passes(self) -> bool:
-        return self.triton <= 2 * self.torch + TINY
-
-
-def features(n: int, D: int, device: str, seed: int) -> Tensor:
-    """Unit rows [n, D] in fp32, every second row of a tensor with other numbers between and behind them."""
-    generator = torch.Generator().manual_seed(seed)
-    wide = torch.full((2 * n, D + 3), torch.nan, device=device)
-    wide[::2, :D] = F.normalize(torch.randn(n, D, generator=generator), dim=1).to(device)
-    return wide[::2, :D]
+@dataclass(frozen=True)
+class Sizes:
+    square: Tile
+    """As large as the weights of a default tile."""
+    wide: Tile
+    """As large as a default tile of which nothing is written."""
+    block: Tile
+    """Several default tiles, ragged."""
+    ragged: Tile
+    others: tuple[Tile, ...]
+    batch: int
+    """Of whole losses."""
+    far: int
+    """Elements before what is looked at."""
 
 
-def check_tiles(rows: Tensor, columns: Tensor, pairs: int | None, tiling: Tiling) -> Iterator[Check]:
-    """Every function of triton_tiles on one tile; rows [n, D] and columns [m, D] fp32."""
-    from disco_ds.kernels import triton_tiles
-
-    r, c = tiling.round(rows), tiling.round(columns)
-    true = on_tile(torch_tiles, r.double(), c.double(), pairs, tiling)
-    mine, theirs = (on_tile(tiles, r, c, pairs, tiling) for tiles in (triton_tiles, torch_tiles))
-    for name, value in true.items():
-        yield Check(name, error(mine[name], value), error(theirs[name], value))
-
-
-def on_tile(tiles: ModuleType, r: Tensor, c: Tensor, pairs: int | None, tiling: Tiling) -> dict[str, Tensor]:
-    """What each function returns or writes, by name."""
-    dtype, (n, m), device = torch.promote_types(r.dtype, torch.float32), (len(r), len(c)), r.device
-    out_dtype = dtype if tiles is torch_tiles else tiling.factor_dtype(r)
-    out = poisoned(n, m, out_dtype, device)
-    scale, bias = (torch.tensor([x], dtype=dtype, device=device) for x in (14.3, -10.0))
-    shift = torch.tensor([SHIFT], dtype=torch.float64, device=device)
-    a, beta = (torch.linspace(0.1, 1, k, dtype=dtype, device=device).mul_(tiling.gain() * 1e-6) for k in (n, m))
-    kept = poisoned(n, m + 8, torch.bfloat16, device)[:, :m]
-    names = "sums of rows", "sums of columns", "maxima of rows", "maxima of columns"
-    found = dict(zip(names, tiles.exp_sums(r, c, scale, shift, pairs, tiling, out, kept, True), strict=True))
-    sums = tiles.exp_sums(r, c, scale, shift, pairs, tiling, out, None, False)
-    found |= {"sums alone": sums[0], "kept": kept.to(dtype)}
-    found["weights"] = tiles.exp_weights(r, c, scale, shift, a, beta, pairs, tiling, out).clone()
-    exact = torch.linspace(0.5, 2, n * m, dtype=dtype, device=device).view(n, m).bfloat16()
-    found["kept weights"] = tiles.kept_weights(exact, a, beta, tiling, out).clone()
-    # Exponents of up to 900, for which no single shift would do.
-    row_scale, column_scale = (torch.linspace(1, top, k, dtype=dtype, device=device) for top, k in ((900, n), (700, m)))
-    logs = tiles.log_sums(r, c, row_scale, column_scale, pairs, tiling, out, True)
-    found |= {f"log {name}": value for name, value in zip(names, logs, strict=True)}
-    lifted = [900 - math.log(tiling.gain()) * torch.ones(k, dtype=dtype, device=device) for k in (n, m)]
-    moments = tuple(torch.zeros(k, dtype=torch.float64, device=device) for k in (n, m))
-    found["log weights"] = tiles.log_weights(
-        r, c, row_scale, column_scale, *lifted, pairs, tiling, out, moments
-    ).clone()
-    found |= {"moments of rows": moments[0], "moments of columns": moments[1]}
-    loss, weight, W, row_max, column_max = tiles.sigmoid_weights(r, c, scale, bias, pairs, tiling, out, True)
-    found |= {"sigmoid loss": loss, "sigmoid sum": weight, "sigmoid weights": W}
-    return found | {"sigmoid maxima of rows": row_max, "sigmoid maxima of columns": column_max}
+FULL = Sizes(
+    Tile(8192, 8192, 512, 0),
+    Tile(16384, 16384, 512, -5),
+    Tile(9000, 17000, 512, 100),
+    Tile(513, 1025, 515, -7, "strided"),
+    (
+        Tile(4096, 4096, 768, 0),
+        Tile(1000, 1024, 512, 500, "strided"),
+        Tile(1, 1, 1, 0, "strided"),
+        Tile(127, 129, 64, None, "strided"),
+        Tile(300, 200, 100, 3, "transposed"),
+        Tile(2000, 3000, 640, -64),
+        Tile(3000, 2000, 1024, None),
+        Tile(1500, 1500, 1152, 7),
+    ),
+    9000,
+    1 << 31,
+)
+REHEARSAL = Sizes(
+    Tile(64, 64, 32, 0), Tile(65, 70, 32, -5), Tile(40, 70, 16, 10), Tile(33, 40, 19, -7, "strided"),
+    (Tile(20, 30, 24, 3, "transposed"), Tile(1, 1, 1, 0, "strided")), 33, 1 << 12,
+)  # fmt: skip
 
 
-def poisoned(n: int, m: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[n, m] of what reads as not a number in any floating dtype."""
-    memory = torch.empty(n, m, dtype=dtype, device=device)
-    memory.view(torch.uint8).fill_(255)
-    return memory
+def factors(tile: Tile) -> list[Tensor]:
+    return [features(k, tile.D, device(), seed, tile.layout) for k, seed in ((tile.n, 1), (tile.m, 2))]
 
 
-def check_blocks(rows: Tensor, columns: Tensor, first: int | None, tiling: Tiling) -> Iterator[Check]:
-    """The public functions on a block of several tiles; the reference has its factors rounded to the same precision."""
-    exact = [tiling.round(x).double() for x in (rows, columns)]
-    true = on_block(*exact, first, replace(tiling, impl="torch"))
-    mine, theirs = (on_block(rows, columns, first, replace(tiling, impl=impl)) for impl in ("triton", "torch"))
-    for name, value in true.items():
-        yield Check(name, error(mine[name], value), error(theirs[name], value))
+def check_far(beyond: int, record: Record) -> None:
+    """Each way in which an address may pass that many elements; takes 9 GB where they are 2^31."""
+    from disco_ds.kernels import triton_tiles as tiles
+
+    n, D, tiling = min(300, beyond >> 6), min(512, beyond >> 6), Tiling(precision="fp16", impl="triton")
+    shift, scale = (torch.tensor([x], dtype=torch.float64, device=device()) for x in (SHIFT, 14.3))
+    near, last = tiling.round(features(n, D, device(), 1)), tiling.round(features(n, D, device(), 2))
+    true = (near.double() @ last.double().T * scale - shift).exp()
+
+    def note(name: str, got: Tensor, right: Tensor, like: torch.dtype = torch.float32) -> None:
+        """like: what the result is rounded to."""
+        keep(record, "far", Check(name, error(got, right), error(right.to(like), right)))
+
+    with slices.case(record, case="far rows and columns"):
+        far = torch.zeros(beyond // D + n, D, dtype=near.dtype, device=device())
+        far[-n:] = last
+        sums = partial(tiles.exp_sums, scale=scale.float(), shift=shift, pairs=None, tiling=tiling, out=None)
+        note("rows", sums(far, near, keep=None, maxima=False)[0][-n:], true.sum(0))
+        note("columns", sums(near, far, keep=None, maxima=False)[1][-n:], true.sum(0))
+        del far
+    a, beta = (torch.rand(n, device=device()) for _ in "ab")
+    weights = true * (a[:, None] + beta).double()
+    with slices.case(record, case="far kept exponentials"):
+        kept = torch.empty(n, 2 * beyond // n, dtype=torch.bfloat16, device=device())[:, :n]
+        sums(near, last, keep=kept, maxima=False)
+        note("kept", kept, true, torch.bfloat16)
+        out = poisoned(n, n, near.dtype, kept.device)
+        note("kept weights", tiles.kept_weights(kept, a, beta, tiling, out), weights, torch.bfloat16)
+        del kept
+    with slices.case(record, case="far weights"):
+        across = 1 + (beyond >> 25)
+        down = beyond // (across * n) // n + 2
+        out = torch.empty(down * n, across * n, dtype=near.dtype, device=device())
+        sides = near.repeat(down, 1), last.repeat(across, 1)
+        W = tiles.exp_weights(*sides, scale.float(), shift, a.repeat(down), beta.repeat(across), None, tiling, out)
+        note("weights", W[-n:, -n:], weights, near.dtype)
 
 
-def on_block(rows: Tensor, columns: Tensor, first: int | None, tiling: Tiling) -> dict[str, Tensor]:
-    """What each public function returns or adds, by name."""
-    rows, columns = tiling.hold(rows), tiling.hold(columns)
-    dtype, (n, m), device = full_dtype(rows), (len(rows), len(columns)), rows.device
-    scale, bias = (torch.tensor([x], dtype=dtype, device=device) for x in (14.3, -10.0))
-    shift = torch.tensor([SHIFT], dtype=torch.float64, device=device)
-    block = Block(rows, columns, scale.expand(n), scale.expand(m), first, shift, tiling)
-    kept = poisoned(n, m, torch.bfloat16, device)
-    sums = softmax_sums(block, True, kept)
-    found = {"block rows": sums.rows.exp(), "block columns": sums.columns.exp(), "block maxima": sums.rows_max}
-    # A number in place of the logarithm of nothing, which a row alone with its pair has.
-    shifts = [x.clamp(min=-1.0) for x in (sums.rows, sums.columns)]
-    free = replace(block, shift=None)
-    without = softmax_sums(free, False)
-    found |= {"block rows, no shift": without.rows.exp(), "block columns, no shift": without.columns.exp()}
-    for name, at_hand, keep in (
-        ("gradient", block, None),
-        ("gradient stored", block, kept),
-        ("gradient without shift", free, None),
-    ):
-        into = [torch.zeros(x.shape, dtype=dtype, device=device) for x in (rows, columns)]
-        softmax_gradient(at_hand, *shifts, *into, keep)
-        found |= {f"{name}, rows": into[0], f"{name}, columns": into[1]}
-    into = [torch.zeros_like(x) for x in into]
-    of_sigmoid = sigmoid_block(replace(block, shift=None), bias, *into)
-    return found | {
-        "sigmoid block loss": of_sigmoid.loss,
-        "sigmoid block sum": of_sigmoid.weight,
-        "sigmoid gradient of rows": into[0],
-        "sigmoid gradient of columns": into[1],
-    }
+def check_default(precision: str, sizes: Sizes, record: Record) -> None:
+    # Then nothing is timed, and memory that torch.empty gives reads as not a number.
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    check_square(precision, sizes, record)
+    for tile in sizes.others:
+        check_tile(tile, Tiling(None, precision, "triton"), record)
+    for tile, cut in ((sizes.ragged, (256, 512)), (sizes.block, None)):
+        with slices.case(record, case=f"block {tile}"):
+            for check in check_blocks(*factors(tile), tile.pairs, Tiling(cut, precision, "triton")):
+                keep(record, f"block {tile}", check)
 
 
-def error(got: Tensor, true: Tensor) -> float:
-    """Largest difference over the largest finite true value; not a number if one is not."""
-    got = got.to(true.dtype)
-    size = torch.where(true.isfinite(), true, 0).abs().max().clamp(min=1e-30)
-    return (torch.where(got == true, 0, (got - true).abs()).max() / size).item()
+def check_forced(precision: str, number: int, sizes: Sizes, record: Record) -> None:
+    from disco_ds.kernels import triton_kernels as kernels
+
+    kernels.force(configurations(precision)[number])
+    check_square(precision, sizes, record)
 
 
-def check_far_offsets(device: str) -> Check:
-    """Rows that start more than 2^31 elements into their tensor (8 GB)."""
-    from disco_ds.kernels import triton_tiles
-
-    n, m, D = (1 << 22) + 300, 64, 512
-    tiling = Tiling(precision="fp16", impl="triton")
-    r = torch.zeros(n, D, dtype=torch.float16, device=device)
-    r[-256:] = features(256, D, device, 1).half()
-    c, scale = features(m, D, device, 2).half(), torch.tensor([14.3], device=device)
-    shift = torch.tensor([SHIFT], dtype=torch.float64, device=device)
-    mine = triton_tiles.exp_sums(r, c, scale, shift, None, tiling, None, None, True)[0][-256:]
-    true, theirs = (
-        ((r[-256:].to(dtype) @ c.to(dtype).T) * scale.to(dtype) - SHIFT).exp().sum(1)
-        for dtype in (torch.float64, torch.float32)
-    )
-    return Check("row sums past 2^31", error(mine, true), error(theirs, true))
+def check_square(precision: str, sizes: Sizes, record: Record) -> None:
+    """The tiles that production takes, and a ragged one."""
+    tiling = Tiling(None, precision, "triton")
+    check_tile(sizes.square, tiling, record)
+    check_tile(sizes.wide, tiling, record, sums_on_tile)
+    check_tile(sizes.ragged, tiling, record)
 
 
-def main(precisions: Sequence[str] = PRECISIONS) -> int:
-    if not torch.cuda.is_available():
-        print("no GPU here: the kernels can be checked only where one is", file=sys.stderr)
+def check_tile(tile: Tile, tiling: Tiling, record: Record, on: OnTile | None = None) -> None:
+    with slices.case(record, case=str(tile)):
+        for check in check_tiles(*factors(tile), tile.pairs, tiling, on):
+            keep(record, str(tile), check)
+
+
+def check_losses(precision: str, sizes: Sizes, record: Record) -> None:
+    import loss_checks  # and DeepSpeed, which no other slice needs
+
+    loss_checks.check(precision, sizes.batch, sizes.square.D, record)
+
+
+def check_reference(sizes: Sizes, record: Record) -> None:
+    import loss_checks
+
+    loss_checks.check_reference(sizes.batch, sizes.square.D, record)
+
+
+def configurations(precision: str) -> list[Any]:
+    from disco_ds.kernels import triton_kernels as kernels
+
+    return kernels.PLAIN_CORES if precision == "fp32" else kernels.TENSOR_CORES
+
+
+def work(sizes: Sizes) -> dict[Slice, Callable[[Record], None]]:
+    """What to do in each slice, in their order."""
+    found: dict[Slice, Callable[[Record], None]] = {}
+    for precision in PRECISIONS:
+        found[Slice(f"default {precision}", 100, alone=False)] = partial(check_default, precision, sizes)
+    for precision in ("auto", *PRECISIONS[1:]):
+        found[Slice(f"losses {precision}", 100, alone=False)] = partial(check_losses, precision, sizes)
+    found[Slice("float64", 30, alone=False)] = partial(check_reference, sizes)
+    found[Slice("far", 30, alone=False)] = partial(check_far, sizes.far)
+    for precision in PRECISIONS:
+        for number, config in enumerate(configurations(precision)):
+            name = f"forced {precision} {in_short(config)}"
+            found[Slice(name, 60, alone=False)] = partial(check_forced, precision, number, sizes)
+    for precision in PRECISIONS:
+        n, wide, widths = sizes.square.n, sizes.wide.n, (sizes.square.D, sizes.others[0].D)
+        found[Slice(f"rates {precision}", 60)] = partial(measure_rates, precision, n, wide, widths)
+    return found
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=4, help="slices at once, but those that measure rates (default: 4)")
+    args = slices.parse(parser, argv, FOLDER)
+    if not (torch.cuda.is_available() or args.rehearse):
+        print("no GPU here: --rehearse runs every slice on tiny tiles under Triton's interpreter", file=sys.stderr)
         return 1
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
-    print(f"{'precision':<10}{'n x m x D':<18}{'pairs':<8}{'what':<30}{'triton':>10}{'torch':>10}")
-    failures, start = 0, time.monotonic()
-    for precision in precisions:
-        for number, (n, m, D, pairs) in enumerate(SHAPES):
-            rows, columns = features(n, D, "cuda", number), features(m, D, "cuda", number + 100)
-            whole, tiled = Tiling(None, precision, "triton"), Tiling((256, 512), precision, "triton")
-            for check in (*check_tiles(rows, columns, pairs, whole), *check_blocks(rows, columns, pairs, tiled)):
-                failures += report(check, precision, f"{n} x {m} x {D}", pairs)
-    if torch.cuda.mem_get_info()[0] > 12e9:
-        failures += report(check_far_offsets("cuda"), "fp16", "4.2M x 64 x 512", None)
-    print(f"\n{failures} failed, {time.monotonic() - start:.0f} s")
-    return int(failures > 0)
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+    todo = work(REHEARSAL if args.rehearse else FULL)
+    if args.slice:
+        do = next(do for x, do in todo.items() if x.name == args.slice)
+        return slices.run_here(args, do)
+    outcomes, left = slices.run(list(todo), args, args.jobs, show)
+    print("\n".join(summary(outcomes)))
+    if left:
+        print(f"{left} slices are left: give the command again")
+    return int(any(failures(name, x) or x.end not in (None, "done") for name, x in outcomes.items()))
 
 
-def report(check: Check, precision: str, shape: str, pairs: int | None) -> bool:
-    """Prints a line. Returns: whether the check failed."""
-    where = "none" if pairs is None else str(pairs)
-    verdict = "" if check.passes else "  FAILED"
-    print(f"{precision:<10}{shape:<18}{where:<8}{check.name:<30}{check.triton:10.1e}{check.torch:10.1e}{verdict}")
-    return not check.passes
+def failures(name: str, outcome: Outcome) -> list[dict[str, Any]]:
+    return [x for x in outcome.records if not x.get("ok", "problem" not in x) and not does_not_fit(name, x)]
+
+
+def does_not_fit(name: str, record: dict[str, Any]) -> bool:
+    """Whether it says that a configuration needs more shared memory than this GPU has; unforced, none such is taken."""
+    return name.startswith("forced") and record.get("problem", "").startswith("OutOfResources")
+
+
+def show(name: str, outcome: Outcome) -> str:
+    """What is printed as a slice ends."""
+    lines = [in_a_line(name, outcome)]
+    for x in failures(name, outcome):
+        errors = f": Triton {x['triton']:.1e}, torch {x['torch']:.1e}" if "triton" in x else ""
+        lines.append(f"  FAILED {x['case']}: {x.get('problem') or x['what'] + errors}")
+    return "\n".join(lines)
+
+
+def in_a_line(name: str, outcome: Outcome) -> str:
+    checks, unfit = sum("ok" in x for x in outcome.records), sum(does_not_fit(name, x) for x in outcome.records)
+    notes = [f"{unfit} do not fit this GPU"] if unfit else []
+    notes += [] if outcome.end == "done" else [str(outcome.end)]
+    counts = f"{checks:>6} checks{len(failures(name, outcome)):>5} failed{outcome.seconds:>7.0f} s"
+    return f"{name:<28}{counts}  {', '.join(notes)}".rstrip()
+
+
+def summary(outcomes: dict[str, Outcome]) -> Iterator[str]:
+    """Lines: where it ran, every slice, every rate."""
+    yield ""
+    for where in {str(x.where): x.where for x in outcomes.values() if x.where}.values():
+        yield f"{where['device']}, {where['date']}, " + ", ".join(f"{k} {v}" for k, v in where["versions"].items())
+    for name, outcome in outcomes.items():
+        yield in_a_line(name, outcome)
+    rates = [(name, x) for name, outcome in outcomes.items() for x in outcome.records if "rate" in x]
+    if rates:
+        yield from table(rates)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:] or PRECISIONS))
+    sys.exit(main(sys.argv[1:]))

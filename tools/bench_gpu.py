@@ -1,0 +1,255 @@
+"""The losses on one GPU beside the published ones: time, memory, error and rate, as Markdown for docs/figures.md.
+
+    python tools/bench_gpu.py --budget 540         in parts: give it again until no slice is left
+    python tools/bench_gpu.py --only "one: *"      some of the shapes or losses
+
+Each loss at each shape is a slice in a process of its own (see slices.py); the table has all that are in the file.
+
+Time is the median of forward and backward by CUDA events, without the wire where one GPU stands for a rank of several.
+Memory is the peak beyond the features and their gradients. An error is the largest row error of the feature gradients
+against float64, over the largest true row or s/B if that is more, for the worst of random, typical and aligned pairs.
+The rate is units x 2 b B D FLOP over the time, as a share of torch's own fp16 product of 8192 x 8192 matrices, which is
+measured in the same process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import bench_loss
+import peers
+import slices
+import torch
+from peers import Method
+from timing import matmul_tflops, median_ms
+from torch import Tensor
+
+from disco_ds import comm
+
+FOLDER = "runs/bench_gpu"
+SCALES = (1 / 0.07, 100.0)
+"""Times are taken at the first; errors at both."""
+NOISE = (1e6, 2.0, 0.5)
+"""How much of it a text has beside its image: random, typical and aligned pairs."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A global batch of B pairs, of which one rank of `ranks` computes its share."""
+
+    title: str
+    batch: int
+    width: int
+    ranks: int
+    tiny: int
+    """The global batch of a rehearsal."""
+    repeats: int = 20
+    seconds: float = 40
+    kind: str = "softmax"
+
+
+SHAPES = {
+    "one": Shape("B 32,768 on one GPU", 32768, 512, 1, 48),
+    "share": Shape("the share of B 196,608 on one of 64 GPUs", 196608, 512, 64, 48 * 4),
+    "sigmoid": Shape("the sigmoid loss, B 65,536 on one GPU", 65536, 768, 1, 48, kind="sigmoid"),
+    "4M": Shape(
+        "the share of B 4,194,304 on one of 8 GPUs", 4194304, 512, 8, 48 * 4, repeats=3, seconds=150, kind="4M"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of the table."""
+
+    build: Callable[[float, int], Method]
+    """From the scale and the global batch."""
+    units: int
+    true: str
+    """The loss of ours whose float64 answer is the true one."""
+
+
+def ours(name: str, units: int = 4, accuracy: bool = False, **options: Any) -> Entry:
+    """accuracy: as in a step that is logged; the published losses find none."""
+
+    def build(_: float, batch: int) -> Method:
+        return bench_loss.our_method(name, batch, accuracy, **options)
+
+    return Entry(build, units, "disco_fused" if name == "inf_cl" else name)
+
+
+OURS = {
+    "softmax": {
+        "disco_fused": ours("disco_fused"),
+        "disco_fused, store": ours("disco_fused", 3, store=True),
+        "disco_fused, with accuracies": ours("disco_fused", accuracy=True),
+        "disco_fused, tile 8192 x 8192": ours("disco_fused", tile=[8192, 8192]),
+        "disco_fused, tile 4096 x 8192": ours("disco_fused", tile=[4096, 8192]),
+        "disco_fused, impl torch": ours("disco_fused", impl="torch"),
+        "inf_cl": ours("inf_cl"),
+        "fastclip_v3": ours("fastclip_v3"),
+        "siglip": ours("siglip", 3),
+    },
+    "sigmoid": {
+        "siglip": ours("siglip", 3),
+        "siglip, with accuracies": ours("siglip", 3, accuracy=True),
+        "siglip, tile 4096 x 8192": ours("siglip", 3, tile=[4096, 8192]),
+    },
+    "4M": {"disco_fused": ours("disco_fused"), "inf_cl": ours("inf_cl")},
+}
+PEERS = {"softmax": ("disco_fused", peers.SOFTMAX), "sigmoid": ("siglip", peers.SIGMOID)}
+
+
+def entries(shape: Shape) -> dict[str, Entry]:
+    """Label -> entry of everything that runs at this shape."""
+    found = dict(OURS[shape.kind])
+    true, others = PEERS.get(shape.kind, ("", {}))
+    for label, peer in others.items():
+        units = peer.units if shape.ranks == 1 else peer.units_of_share
+        if units is not None:
+            found[label] = Entry(lambda scale, _, peer=peer: peer.build(scale), units, true)
+    return found
+
+
+def list_slices() -> list[slices.Slice]:
+    return [slices.Slice(f"{name}: {label}", x.seconds) for name, x in SHAPES.items() for label in entries(x)]
+
+
+def measure(name: str, rehearse: bool, record: slices.Record) -> None:
+    """The slice of this name; its one record has the figures, or the `problem`, or what is `missing`."""
+    key, label = name.split(": ")
+    shape = SHAPES[key]
+    entry, batch = entries(shape)[label], shape.tiny if rehearse else shape.batch
+    ranks = min(shape.ranks, 4) if rehearse else shape.ranks
+    warnings.simplefilter("ignore", FutureWarning)  # open_clip's collectives are deprecated
+    if comm.size() != ranks:
+        bench_loss.pretend(ranks)
+    with slices.case(record):
+        try:
+            methods = [entry.build(scale, batch) for scale in SCALES]
+        except ImportError as error:
+            record(missing=str(error))
+            return
+        figures: dict[str, Any] = {"units": entry.units}
+        if ranks == 1:
+            for scale, method in zip(SCALES, methods, strict=True):
+                figures[f"error {scale:.0f}"] = find_error(method, entry.true, batch, shape.width, scale)
+        leaves = bench_loss.make_leaves(batch // ranks, shape.width, SCALES[0], 0)
+
+        def step() -> None:
+            for leaf in leaves:
+                leaf.grad = None
+            methods[0](*leaves).sum().backward()
+
+        step()  # compiles and chooses
+        for leaf in leaves:
+            leaf.grad = None
+        with bench_loss.Peak() as peak:
+            step()
+        repeats = 2 if rehearse else shape.repeats
+        ms, rate = median_ms(step, repeats, warmups=min(repeats, 3)), matmul_tflops()
+        flop = entry.units * 2.0 * (batch // ranks) * batch * shape.width
+        figures |= {
+            "ms": ms,
+            "memory_bytes": peak.bytes - sum(leaf.nbytes for leaf in leaves[:2]),
+            "tflops": flop / ms / 1e9,
+            "matmul_tflops": rate,
+        }
+        record(**figures)
+
+
+def find_error(method: Method, true_name: str, batch: int, width: int, scale: float) -> float:
+    """The worst of all kinds of pairs and of both sides' gradients, in one process that has the whole batch."""
+    worst = 0.0
+    for noise in NOISE:
+        leaves = bench_loss.make_leaves(batch, width, scale, 1, noise=noise)
+        method(*leaves).sum().backward()
+        double = [leaf.detach().double().requires_grad_() for leaf in leaves]
+        bench_loss.our_method(true_name, batch, False)(*double).backward()
+        errors = [row_error(x.grad, y.grad, scale / batch) for x, y in zip(leaves[:2], double[:2], strict=True)]
+        worst = max(worst, *(math.inf if math.isnan(x) else x for x in errors))
+    return worst
+
+
+def row_error(got: Tensor | None, true: Tensor | None, floor: float) -> float:
+    assert got is not None
+    assert true is not None
+    return ((got.double() - true).norm(dim=1).max() / true.norm(dim=1).max().clamp(min=floor)).item()
+
+
+def show(name: str, outcome: slices.Outcome) -> str:
+    """What is printed as a slice ends."""
+    record = outcome.records[0] if outcome.records else {}
+    what = f"{record['ms']:.2f} ms" if "ms" in record else problem(outcome)
+    return f"{name}: {what} ({outcome.seconds:.0f} s)"
+
+
+def problem(outcome: slices.Outcome) -> str:
+    """Why a slice has no figures."""
+    record = outcome.records[0] if outcome.records else {}
+    return str(record.get("missing") or record.get("problem") or outcome.end)
+
+
+def failed(name: str, outcome: slices.Outcome) -> bool:
+    """Whether a slice did not end by itself, or one of ours has no figures; what others cannot do is no failure."""
+    key, label = name.split(": ")
+    ours_has_none = label in OURS[SHAPES[key].kind] and not any("ms" in x for x in outcome.records)
+    return outcome.end is not None and (outcome.end != "done" or ours_has_none)
+
+
+def tables(outcomes: dict[str, slices.Outcome], command: str) -> Iterator[str]:
+    """Lines of Markdown: where it was measured, a table for each shape, and what has no figures."""
+    for where in {str(x.where): x.where for x in outcomes.values() if x.where}.values():
+        versions = ", ".join(f"{package} {version}" for package, version in where["versions"].items())
+        yield f"`{command}`: {where['device']}, {where['date']}; {versions}."
+    rates = [x["matmul_tflops"] for outcome in outcomes.values() for x in outcome.records if "matmul_tflops" in x]
+    if rates:
+        yield f"torch's own matmul: {min(rates):.0f} to {max(rates):.0f} TFLOP/s over the slices."
+    for key, shape in SHAPES.items():
+        mine = {name.split(": ")[1]: x for name, x in outcomes.items() if name.startswith(f"{key}: ")}
+        measured = {label: x.records[0] for label, x in mine.items() if x.records and "ms" in x.records[0]}
+        if not mine:
+            continue
+        share = " (no error: the others' features are copies)" if shape.ranks > 1 else ""
+        yield f"\n### {shape.title}, D {shape.width}{share}\n"
+        if measured:
+            yield "| loss | ms | units | TFLOP/s | of matmul | memory MiB | error, s 14 | error, s 100 |"
+            yield "|---|---|---|---|---|---|---|---|"
+        for label, x in measured.items():
+            name = f"`{label}`" if label in OURS[shape.kind] else label
+            errors = " | ".join(f"{x[key]:.1e}" if key in x else "" for key in ("error 14", "error 100"))
+            yield (
+                f"| {name} | {x['ms']:.2f} | {x['units']} | {x['tflops']:.0f} | "
+                f"{100 * x['tflops'] / x['matmul_tflops']:.0f}% | {x['memory_bytes'] / 2**20:.0f} | {errors} |"
+            )
+        left_out = [f"{label}: {problem(x)}" for label, x in mine.items() if label not in measured]
+        if left_out:
+            yield "\nLeft out: " + "; ".join(left_out) + "."
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    args = slices.parse(parser, argv, FOLDER)
+    if not (torch.cuda.is_available() or args.rehearse):
+        print("no GPU here: --rehearse runs every slice at a tiny shape on the CPU", file=sys.stderr)
+        return 1
+    if args.slice:
+        return slices.run_here(args, lambda record: measure(args.slice, args.rehearse, record))
+    outcomes, left = slices.run(list_slices(), args, 1, show)
+    command = shlex.join(["python", f"tools/{Path(__file__).name}", *argv])
+    print("\n" + "\n".join(tables(outcomes, command)))
+    if left:
+        print(f"\n{left} slices are left: give the command again")
+    return int(any(failed(name, x) for name, x in outcomes.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

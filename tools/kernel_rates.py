@@ -1,0 +1,109 @@
+"""What the autotuner chooses on this GPU for tiles of production's size, and how fast they and torch's products are."""
+
+# n rows and columns of a tile, D width
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import slices
+import torch
+from slices import Record
+from tile_checks import SHIFT, device, features
+from timing import matmul_tflops, median_ms
+
+from disco_ds.kernels import Tiling
+
+
+class Call(NamedTuple):
+    name: str
+    kernel: str | None
+    """Whose configuration and registers are asked for."""
+    n: int
+    do: Callable[[], object]
+
+
+def measure_rates(precision: str, n: int, wide: int, widths: tuple[int, ...], record: Record) -> None:
+    """n: of a tile of which the weights are written; wide: of one of which nothing is."""
+    matmul = matmul_tflops()
+    for D in widths:
+        for call in calls(precision, n, wide, D):
+            with slices.case(record, case=f"{call.name}, D {D}"):
+                chosen = launched(call)
+                ms = median_ms(call.do, *((10, 3) if torch.cuda.is_available() else (1, 0)))
+                tflops = 2 * call.n**2 * D / ms / 1e9
+                record(rate=call.name, D=D, n=call.n, ms=ms, tflops=tflops, share=tflops / matmul, **chosen)
+
+
+def calls(precision: str, n: int, wide: int, D: int) -> Iterator[Call]:
+    from disco_ds.kernels import triton_tiles as tiles
+
+    tiling, d = Tiling(None, precision, "triton"), device()
+    r, c = (tiling.round(features(wide, D, d, seed, "contiguous")) for seed in (1, 2))
+    R, C, many = r[:n], c[:n], torch.full((wide,), 14.3, device=d)
+    scale, bias, shift = many[:1], torch.tensor([-10.0], device=d), torch.tensor([SHIFT], dtype=torch.float64, device=d)
+    yield Call("sums", "exp_sums", wide, lambda: tiles.exp_sums(r, c, scale, shift, 0, tiling, None, None, False))
+    yield Call(
+        "sums, maxima", "exp_sums", wide, lambda: tiles.exp_sums(r, c, scale, shift, 0, tiling, None, None, True)
+    )
+    kept = torch.empty(wide, wide, dtype=torch.bfloat16, device=d)
+    yield Call("sums, kept", "exp_sums", wide, lambda: tiles.exp_sums(r, c, scale, shift, 0, tiling, None, kept, False))
+    a, out, total = torch.rand(n, device=d), torch.empty(n, n, dtype=r.dtype, device=d), torch.zeros(n, D, device=d)
+    yield Call("weights", "exp_weights", n, lambda: tiles.exp_weights(R, C, scale, shift, a, a, 0, tiling, out))
+    yield Call("kept weights", None, n, lambda: tiles.kept_weights(kept[:n, :n], a, a, tiling, out))
+    yield Call("log sums", "log_sums", wide, lambda: tiles.log_sums(r, c, many, many, 0, tiling, None, False))
+    some, moments = many[:n], tuple(torch.zeros(n, dtype=torch.float64, device=d) for _ in "ab")
+    yield Call("log weights", "log_weights", n, lambda: tiles.log_weights(R, C, some, some, a, a, 0, tiling, out))
+    yield Call(
+        "log weights, moments", "log_weights", n,
+        lambda: tiles.log_weights(R, C, some, some, a, a, 0, tiling, out, moments),
+    )  # fmt: skip
+    yield Call("sigmoid", "sigmoid_weights", n, lambda: tiles.sigmoid_weights(R, C, scale, bias, 0, tiling, out, False))
+    yield Call(
+        "sigmoid, maxima", "sigmoid_weights", n, lambda: tiles.sigmoid_weights(R, C, scale, bias, 0, tiling, out, True)
+    )
+    yield Call("torch: W columns", None, n, lambda: tiling.add_product(total, out, C))
+    yield Call("torch: W^T rows", None, n, lambda: tiling.add_product(total, out.T, R))
+
+
+def launched(call: Call) -> dict[str, Any]:
+    """The configuration that a call takes for its kernel, and what its machine code needs."""
+    if call.kernel is None:
+        return {}
+    from disco_ds.kernels import triton_kernels
+
+    kernel = getattr(triton_kernels, f"{call.kernel}_kernel")
+    compiled: list[Any] = []
+    run = kernel.fn.run
+
+    def noting(*args: Any, **options: Any) -> Any:
+        compiled.append(run(*args, **options))
+        return compiled[-1]
+
+    with mock.patch.object(kernel.fn, "run", noting):
+        call.do()
+    code, found = compiled[-1], {"config": in_short(kernel.best_config)}
+    if code is None:  # of the interpreter
+        return found
+    return found | {"registers": code.n_regs, "spilled": code.n_spills, "shared": code.metadata.shared}
+
+
+def in_short(config: Any) -> str:
+    sizes = config.kwargs
+    return f"{sizes['BLOCK_M']}x{sizes['BLOCK_N']} w{config.num_warps} s{config.num_stages}"
+
+
+def table(rates: list[tuple[str, dict[str, Any]]]) -> Iterator[str]:
+    """Lines; rates: names of slices, and records of `measure_rates`."""
+    yield (
+        f"\n{'':<12}{'':<22}{'n = m':>7}{'D':>6}{'ms':>9}{'TFLOP/s':>9}{'of matmul':>10}  "
+        f"{'configuration':<17}{'registers':>9}{'spilled':>8}{'shared KB':>10}"
+    )
+    for name, x in rates:
+        code = f"{x['registers']:>9}{x['spilled']:>8}{x['shared'] / 1024:>10.0f}" if "registers" in x else ""
+        yield (
+            f"{name:<12}{x['rate']:<22}{x['n']:>7}{x['D']:>6}{x['ms']:>9.3f}{x['tflops']:>9.0f}"
+            f"{100 * x['share']:>9.0f}%  {x.get('config', ''):<17}{code}"
+        )

@@ -1,0 +1,158 @@
+"""Whole losses on this GPU against float64, as a trainer calls them: what check_kernels.py does beside single tiles."""
+
+# B batch, D width, s scale
+
+from __future__ import annotations
+
+from typing import Any
+
+import slices
+import torch
+from slices import Record
+from tile_checks import Check, device, keep
+from torch import Tensor
+from torch.nn import functional as F
+
+from disco_ds.losses import Embeddings, build_loss
+
+LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
+    "disco_fused": ("disco_fused", {}),
+    "disco_fused, store": ("disco_fused", {"store": True}),
+    "disco_fused, wire bf16": ("disco_fused", {"wire": "bf16"}),
+    "disco_fused, without accuracies": ("disco_fused", {"accuracy": False}),
+    "inf_cl": ("inf_cl", {}),
+    "siglip": ("siglip", {}),
+    "siglip, without accuracies": ("siglip", {"accuracy": False}),
+    "nt_xent": ("nt_xent", {}),
+    "nt_xent, ring": ("nt_xent", {"ring": True}),
+    "fastclip_v3": ("fastclip_v3", {}),
+    "fastclip_v3, gather_both": ("fastclip_v3", {"gather_both": True}),
+    "fastclip_v2": ("fastclip_v2", {}),
+    "isogclr": ("isogclr", {}),
+}
+TRUE = {"disco_fused": "clip", "inf_cl": "clip"}
+"""The plain loss that answers in float64; the others by their own name."""
+KEEPS_STATE = ("fastclip_v2", "fastclip_v3", "isogclr")
+OWN_TAU = ("fastclip_v2", "isogclr")
+CASES = (("typical", 14.3), ("typical", 100.0), ("random", 100.0), ("aligned", 100.0), ("outlier", 100.0))
+LIMITS = {"fp32": 1e-4, "tf32": 5e-3, "fp16": 5e-3, "bf16": 3e-2}
+"""What an error may be at most, lest Triton and torch be wrong alike; they are a few times what was estimated."""
+SCALARS = ("loss", "d scale", "d bias")
+
+
+def check(precision: str, batch: int, D: int, record: Record) -> None:
+    """Errors of every loss for every case, the same bits twice, and whether a shift was found where there is one."""
+    limit = LIMITS.get(precision, LIMITS["fp16"] if device() == "cuda" else LIMITS["fp32"])
+    for kind, s in CASES:
+        leaves = make_leaves(kind, s, batch, D)
+        double = [x.double() for x in leaves]
+        truths: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {}
+        for label, (name, options) in LOSSES.items():
+            where = f"{label}, {kind} pairs, s {s:.0f}"
+            with slices.case(record, case=where):
+                if name not in truths:
+                    truths[name] = reference(name, double, s)
+                true, state = truths[name]
+                settings = options | {"precision": precision}
+                mine, again, theirs = (
+                    answer(name, leaves, s, state, **settings, impl=impl) for impl in ("triton", "triton", "torch")
+                )
+                record(case=where, what="the same bits twice", ok=same(mine, again))
+                if "shift" in mine:
+                    expected = kind != "outlier" and name not in OWN_TAU
+                    record(case=where, what="one shift for all rows, or not", ok=bool(mine["shift"]) == expected)
+                loose = LIMITS["bf16"] if options.keys() & {"store", "wire"} else limit
+                for key, value in true.items():
+                    found = [distance(key, x[key], value, s / batch) for x in (mine, theirs)]
+                    # Rounding may cancel in a number of torch's by luck.
+                    found[1] = max(found[1], loose / 200)
+                    keep(record, where, Check(key, *found), loose)
+
+
+def check_reference(batch: int, D: int, record: Record) -> None:
+    """Float64 on this device and on the CPU, where tests hold it against formulas."""
+    for kind, s in CASES:
+        leaves = [x.double() for x in make_leaves(kind, s, min(batch, 500), D)]
+        for name in dict.fromkeys(name for name, _ in LOSSES.values()):
+            with slices.case(record, case=f"{name}, {kind} pairs, s {s:.0f}"):
+                here, state = reference(name, leaves, s)
+                there = answer(TRUE.get(name, name), [x.cpu() for x in leaves], s, state)
+                for key, value in there.items():
+                    if key != "shift":
+                        wrong = distance(key, here[key].cpu(), value, s / len(leaves[0]))
+                        keep(record, f"{name}, {kind} pairs, s {s:.0f}", Check(key, wrong, 0.0), 1e-10)
+
+
+def make_leaves(kind: str, s: float, batch: int, D: int) -> list[Tensor]:
+    """image, text [B, D] unit rows, scale, bias [1].
+
+    kind: "outlier": one image is so far from all texts, its own included, that no shift holds its sum and the others'.
+    """
+    generator = torch.Generator().manual_seed(1)
+    image, noise = (torch.randn(batch, D, generator=generator) for _ in "ab")
+    text = {"random": noise, "aligned": image + noise / 2}.get(kind, image + 2 * noise)
+    if kind == "outlier":
+        center = torch.randn(D, generator=generator)
+        image, text = (center + x / 4 for x in (image, text / 2))
+        image[batch // 2] = -center
+    rows = [F.normalize(x, dim=1) for x in (image, text)]
+    return [x.to(device()) for x in (*rows, torch.tensor([s]), torch.tensor([-10.0]))]
+
+
+def reference(name: str, leaves: list[Tensor], s: float) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The true answer, and the state of the loss that it starts from: that of a step before, if it keeps one."""
+    state: dict[str, Any] = {}
+    if name in KEEPS_STATE:
+        loss = build(name, s, len(leaves[0]))
+        run(loss, leaves)
+        loss.commit()
+        state = loss.state_dict()
+    true = answer(TRUE.get(name, name), leaves, s, state, impl=None)
+    true.pop("shift", None)
+    return true, state
+
+
+def build(name: str, s: float, batch: int, accuracy: bool = True, **options: Any) -> Any:
+    if name in OWN_TAU:
+        options["tau"] = 1 / s
+    loss = build_loss(name, **options)
+    loss.set_num_samples(batch, 4 * batch)
+    loss.accuracy = accuracy
+    return loss
+
+
+def answer(
+    name: str, leaves: list[Tensor], s: float, state: dict[str, Any], impl: str | None = None, **options: Any
+) -> dict[str, Tensor]:
+    """The loss and its gradients; shift: whether there was one, of losses that look for it. impl None: by torch."""
+    if impl is not None:
+        options["impl"] = impl
+    loss = build(name, s, len(leaves[0]), **options)
+    if state:
+        loss.load_state_parts([state])
+    return run(loss, leaves)
+
+
+def run(loss: Any, values: list[Tensor]) -> dict[str, Tensor]:
+    leaves = [x.clone().requires_grad_() for x in values]
+    index = torch.arange(len(leaves[0]), device=leaves[0].device)
+    out = loss(Embeddings(*leaves, index)).loss
+    found = {"loss": out.detach()}
+    # The losses of one scale keep it until backward.
+    if hasattr(out.grad_fn, "shift"):
+        found["shift"] = torch.tensor(out.grad_fn.shift is not None)
+    out.backward()
+    names = ("d image", "d text", "d scale", "d bias")
+    return found | {name: x.grad for name, x in zip(names, leaves, strict=True) if x.grad is not None}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return all(torch.equal(a[key], b[key]) for key in a)
+
+
+def distance(key: str, got: Tensor, true: Tensor, floor: float) -> float:
+    """Largest row error over the largest true row or `floor`; of a scalar, over it or 1. NaN if one is."""
+    difference = got.double() - true
+    if key in SCALARS:
+        return (difference.abs() / true.abs().clamp(min=1)).max().item()
+    return (difference.norm(dim=1).max() / true.norm(dim=1).max().clamp(min=floor)).item()

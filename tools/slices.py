@@ -1,0 +1,226 @@
+"""Work on a GPU in slices, each in a process of its own, with results that outlast it.
+
+A slice that crashes, hangs or loses its CUDA context costs itself only. Results are lines of JSON in one file; a slice
+that has ended is in that file and is not repeated, so that work may stop at any time and go on later.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+Record = Callable[..., None]
+"""Adds a line with these fields to the results of the slice that runs."""
+PATIENCE = 3
+"""A slice is ended after this many times the seconds that it was expected to take."""
+PACKAGES = ("torch", "triton", "deepspeed", "open_clip_torch", "inf-cl", "memeff", "siglip-kernel")
+
+
+@dataclass(frozen=True)
+class Slice:
+    name: str
+    seconds: float
+    """What it is expected to take on a GPU, from the end of its imports on."""
+    alone: bool = True
+    """Whether it measures time, so that nothing else may use the GPU."""
+
+
+@dataclass
+class Outcome:
+    """The last run of a slice."""
+
+    where: dict[str, Any] = field(default_factory=dict)
+    """When, with which device and which versions it ran."""
+    records: list[dict[str, Any]] = field(default_factory=list)
+    end: str | None = None
+    """"done", or what ended it; None while that has not happened."""
+    seconds: float = 0.0
+
+
+class Results:
+    """A file of lines {"slice": name, ...}. Lines of several processes may mix."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def add(self, name: str, **fields: Any) -> None:
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"slice": name} | fields) + "\n")
+
+    def read(self) -> dict[str, Outcome]:
+        """By slice; of an earlier run of the same slice nothing is left."""
+        found: dict[str, Outcome] = {}
+        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+        for line in lines:
+            try:
+                fields = json.loads(line)
+            except json.JSONDecodeError:  # of a process that was killed as it wrote
+                continue
+            name = fields.pop("slice")
+            if "where" in fields:
+                found[name] = Outcome(fields["where"])
+            elif "end" in fields:
+                outcome = found.setdefault(name, Outcome())
+                outcome.end, outcome.seconds = fields["end"], fields["seconds"]
+            else:
+                found.setdefault(name, Outcome()).records.append(fields)
+        return found
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str], folder: str) -> argparse.Namespace:
+    """Adds the options of every tool that works in slices. folder: of the results, if --out does not say."""
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help='slices, such as "losses *"')
+    parser.add_argument("--again", action="store_true", help="repeat slices whose results are in the file")
+    parser.add_argument(
+        "--budget", type=float, default=float("inf"), metavar="SECONDS", help="start no slice beyond it"
+    )
+    parser.add_argument("--rehearse", action="store_true", help="tiny shapes, on a CPU too: does every slice run?")
+    parser.add_argument("--out", type=Path, metavar="FILE", help=f"lines of JSON (default: {folder}/results.jsonl)")
+    parser.add_argument("--slice", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    # A rehearsal's results are never taken for real ones.
+    args.out = args.out or Path(folder, "rehearsal.jsonl" if args.rehearse else "results.jsonl")
+    return args
+
+
+def run(
+    slices: Sequence[Slice], args: argparse.Namespace, jobs: int, show: Callable[[str, Outcome], str]
+) -> tuple[dict[str, Outcome], int]:
+    """Run the chosen slices by this program itself, called again with --slice NAME; print show(name, outcome) of each.
+
+    Args:    jobs: slices that may use the GPU at once, where none of them is alone.
+    Returns: outcomes of all chosen slices that have one, and how many are left for another run.
+    """
+    results, deadline = Results(args.out), time.monotonic() + args.budget
+    chosen = [x for x in slices if any(fnmatch.fnmatch(x.name, pattern) for pattern in args.only)]
+    before = {} if args.again else results.read()
+    todo = [x for x in chosen if x.name not in before or before[x.name].end is None]
+    ended: set[str] = set()
+
+    def follow(child: Child) -> None:
+        if child.follow(results, deadline):
+            ended.add(child.slice.name)
+            print(show(child.slice.name, results.read()[child.slice.name]), flush=True)
+
+    for alone in (False, True):
+        turns = threading.Semaphore(1 if alone else jobs)
+        with ThreadPoolExecutor(jobs) as pool:
+            followed = []
+            for x in todo:
+                if x.alone == alone and time.monotonic() + x.seconds < deadline:
+                    child = Child(x, args)  # imports its modules until its turn comes
+                    turns.acquire()
+                    followed.append(pool.submit(follow, child))
+                    followed[-1].add_done_callback(lambda _, turns=turns: turns.release())
+            for future in followed:
+                future.result()
+    outcomes = results.read()
+    return {x.name: outcomes[x.name] for x in chosen if x.name in outcomes}, len(todo) - len(ended)
+
+
+class Child:
+    """The process of one slice; it does nothing but import until it is followed."""
+
+    def __init__(self, of: Slice, args: argparse.Namespace):
+        self.slice, self.log_path = of, args.out.with_suffix(".log")
+        self.log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        command = [sys.executable, sys.argv[0], "--slice", of.name, "--out", str(args.out)]
+        command += ["--rehearse"] if args.rehearse else []
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=self.log, stderr=subprocess.STDOUT)
+
+    def follow(self, results: Results, deadline: float) -> bool:
+        """Tell it to start and wait for its end. Returns: whether it has one, or was cut by the budget."""
+        start = time.monotonic()
+        left, patience = deadline - start, PATIENCE * self.slice.seconds
+        end = self._wait(min(left, patience)) if self.slice.seconds < left else None
+        said = self._end()
+        if end is None and left < patience:
+            return False
+        if end is None:
+            words = f"ended after {patience:.0f} s"
+        else:
+            last = (said.strip().splitlines() or [""])[-1][:300]
+            words = "done" if end == 0 else f"exit code {end}: {last}"
+        results.add(self.slice.name, end=words, seconds=round(time.monotonic() - start, 1))
+        return True
+
+    def _wait(self, seconds: float) -> int | None:
+        """Exit code, None for a process that has none by then."""
+        try:
+            self.process.communicate(b"start\n", timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        return self.process.returncode
+
+    def _end(self) -> str:
+        """What it has printed, which the log of all slices gets."""
+        self.process.kill()
+        self.process.wait()
+        with self.log as log, open(self.log_path, "a", encoding="utf-8") as whole:
+            log.seek(0)
+            said = log.read()
+            whole.write(f"--- {self.slice.name}\n{said}")
+        return said
+
+
+def run_here(args: argparse.Namespace, do: Callable[[Record], None]) -> int:
+    """The process of one slice: do(record) when its turn comes. Returns: the exit code."""
+    if not sys.stdin.readline():  # the program that started this one is gone
+        return 1
+    results = Results(args.out)
+    results.add(args.slice, where=surroundings())
+    do(lambda **fields: results.add(args.slice, **fields))
+    return 0
+
+
+@contextmanager
+def case(record: Record, **fields: Any) -> Iterator[None]:
+    """A part of a slice that may fail without the others: what it raises is recorded as its `problem`."""
+    try:
+        yield
+    except Exception as error:
+        traceback.print_exc()
+        record(**fields, problem=in_words(error))
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # raises where the CUDA context is lost, and ends the slice
+
+
+def in_words(error: BaseException) -> str:
+    """The first and the last line of what it says: a compiler's begin with the source, CUDA's with the cause."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    ends = dict.fromkeys((*lines[:1], *lines[-1:]))
+    return f"{type(error).__name__}: {' ... '.join(line[:200] for line in ends)}"
+
+
+def surroundings() -> dict[str, Any]:
+    """Date, device and versions, for the head of a table."""
+    import torch
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores"
+    return {"date": datetime.now().date().isoformat(), "device": device, "versions": dict(_versions())}
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for package in PACKAGES:
+        try:
+            yield package, version(package)
+        except PackageNotFoundError:
+            continue

@@ -1,0 +1,198 @@
+"""Triton's tiles and blocks against torch's and float64: what check_kernels.py runs on a GPU and tests interpret."""
+
+# n rows, m columns, D width of a tile
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from slices import Record
+from torch import Tensor
+from torch.nn import functional as F
+
+from disco_ds.kernels import (
+    Block,
+    Tiling,
+    full_dtype,
+    sigmoid_block,
+    softmax_gradient,
+    softmax_sums,
+    torch_tiles,
+)
+
+SHIFT = 3.0
+TINY = 1e-6
+SUMS = "sums of rows", "sums of columns", "maxima of rows", "maxima of columns"
+OnTile = Callable[..., dict[str, Tensor]]
+
+
+class Tile(NamedTuple):
+    n: int
+    m: int
+    D: int
+    pairs: int | None
+    """Column of row 0's pair."""
+    layout: str = "contiguous"
+
+    def __str__(self) -> str:
+        where = "no pairs" if self.pairs is None else f"pairs from {self.pairs}"
+        return f"{self.n} x {self.m} x {self.D}, {where}, {self.layout}"
+
+
+class Check(NamedTuple):
+    name: str
+    triton: float
+    torch: float
+
+    @property
+    def passes(self) -> bool:
+        return self.triton <= 2 * self.torch + TINY
+
+
+def features(n: int, D: int, device: str, seed: int, layout: str = "strided") -> Tensor:
+    """Unit rows [n, D] in fp32; strided: every second row of a tensor with other numbers between and behind them."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = F.normalize(torch.randn(n, D, generator=generator), dim=1).to(device)
+    if layout == "strided":
+        return lay_out(rows, (2 * (D + 3), 1))
+    return rows.T.contiguous().T if layout == "transposed" else rows
+
+
+def lay_out(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """The same numbers at other places, with what is not a number between them."""
+    size = 1 + sum((length - 1) * stride for length, stride in zip(x.shape, strides, strict=True))
+    return torch.full((size,), math.nan, dtype=x.dtype, device=x.device).as_strided(x.shape, strides).copy_(x)
+
+
+def check_tiles(
+    rows: Tensor, columns: Tensor, pairs: int | None, tiling: Tiling, on: OnTile | None = None
+) -> Iterator[Check]:
+    """Every function of triton_tiles on one tile; rows [n, D] and columns [m, D] fp32, of which the layout is kept."""
+    from disco_ds.kernels import triton_tiles
+
+    on = on or on_tile
+    r, c = (lay_out(tiling.round(x), x.stride()) for x in (rows, columns))
+    true = on(torch_tiles, r.double(), c.double(), pairs, tiling)
+    mine, theirs = (on(tiles, r, c, pairs, tiling) for tiles in (triton_tiles, torch_tiles))
+    for name, value in true.items():
+        yield Check(name, error(mine[name], value), error(theirs[name], value))
+
+
+def on_tile(tiles: ModuleType, r: Tensor, c: Tensor, pairs: int | None, tiling: Tiling) -> dict[str, Tensor]:
+    """What each function returns or writes, by name."""
+    dtype, (n, m), device = torch.promote_types(r.dtype, torch.float32), (len(r), len(c)), r.device
+    out = poisoned(n, m, dtype if tiles is torch_tiles else tiling.factor_dtype(r), device)
+    scale, bias = (torch.tensor([x], dtype=dtype, device=device) for x in (14.3, -10.0))
+    shift = torch.tensor([SHIFT], dtype=torch.float64, device=device)
+    a, beta = (torch.linspace(0.1, 1, k, dtype=dtype, device=device).mul_(tiling.gain() * 1e-6) for k in (n, m))
+    kept = poisoned(n, m + 8, torch.bfloat16, device)[:, :m]
+    found = dict(zip(SUMS, tiles.exp_sums(r, c, scale, shift, pairs, tiling, out, kept, True), strict=True))
+    found |= {"kept": kept.to(dtype)} | sums_on_tile(tiles, r, c, pairs, tiling)
+    found["weights"] = tiles.exp_weights(r, c, scale, shift, a, beta, pairs, tiling, out).clone()
+    exact = torch.linspace(0.5, 2, n * m, dtype=dtype, device=device).view(n, m).bfloat16()
+    found["kept weights"] = tiles.kept_weights(exact, a, beta, tiling, out).clone()
+    row_scale, column_scale = many_scales(n, m, dtype, device)
+    lifted = [900 - math.log(tiling.gain()) * torch.ones(k, dtype=dtype, device=device) for k in (n, m)]
+    moments = tuple(torch.zeros(k, dtype=torch.float64, device=device) for k in (n, m))
+    found["log weights"] = tiles.log_weights(
+        r, c, row_scale, column_scale, *lifted, pairs, tiling, out, moments
+    ).clone()
+    found |= {"moments of rows": moments[0], "moments of columns": moments[1]}
+    loss, weight, W, row_max, column_max = tiles.sigmoid_weights(r, c, scale, bias, pairs, tiling, out, True)
+    found |= {"sigmoid loss": loss, "sigmoid sum": weight, "sigmoid weights": W}
+    return found | {"sigmoid maxima of rows": row_max, "sigmoid maxima of columns": column_max}
+
+
+def sums_on_tile(tiles: ModuleType, r: Tensor, c: Tensor, pairs: int | None, tiling: Tiling) -> dict[str, Tensor]:
+    """What the functions return that write nothing as large as the tile."""
+    dtype, (n, m), device = torch.promote_types(r.dtype, torch.float32), (len(r), len(c)), r.device
+    out = poisoned(n, m, dtype, device) if tiles is torch_tiles else None
+    scale, shift = (torch.tensor([x], dtype=torch.float64, device=device) for x in (14.3, SHIFT))
+    sums = tiles.exp_sums(r, c, scale.to(dtype), shift, pairs, tiling, out, None, False)
+    found = {"sums of rows alone": sums[0], "sums of columns alone": sums[1]}
+    logs = tiles.log_sums(r, c, *many_scales(n, m, dtype, device), pairs, tiling, out, True)
+    return found | {f"log {name}": value for name, value in zip(SUMS, logs, strict=True)}
+
+
+def many_scales(n: int, m: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Exponents of up to 900, for which no single shift would do."""
+    return tuple(torch.linspace(1, top, k, dtype=dtype, device=device) for top, k in ((900, n), (700, m)))
+
+
+def poisoned(n: int, m: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[n, m] of what reads as not a number in any floating dtype."""
+    memory = torch.empty(n, m, dtype=dtype, device=device)
+    memory.view(torch.uint8).fill_(255)
+    return memory
+
+
+def check_blocks(rows: Tensor, columns: Tensor, first: int | None, tiling: Tiling) -> Iterator[Check]:
+    """The public functions on a block of several tiles; the reference has its factors rounded to the same precision."""
+    exact = [tiling.round(x).double() for x in (rows, columns)]
+    true = on_block(*exact, first, replace(tiling, impl="torch"))
+    mine, theirs = (on_block(rows, columns, first, replace(tiling, impl=impl)) for impl in ("triton", "torch"))
+    for name, value in true.items():
+        yield Check(name, error(mine[name], value), error(theirs[name], value))
+
+
+def on_block(rows: Tensor, columns: Tensor, first: int | None, tiling: Tiling) -> dict[str, Tensor]:
+    """What each public function returns or adds, by name."""
+    rows, columns = tiling.hold(rows), tiling.hold(columns)
+    dtype, (n, m), device = full_dtype(rows), (len(rows), len(columns)), rows.device
+    scale, bias = (torch.tensor([x], dtype=dtype, device=device) for x in (14.3, -10.0))
+    shift = torch.tensor([SHIFT], dtype=torch.float64, device=device)
+    block = Block(rows, columns, scale.expand(n), scale.expand(m), first, shift, tiling)
+    kept = poisoned(n, m, torch.bfloat16, device)
+    sums = softmax_sums(block, True, kept)
+    found = {"block rows": sums.rows.exp(), "block columns": sums.columns.exp(), "block maxima": sums.rows_max}
+    # A number in place of the logarithm of nothing, which a row alone with its pair has.
+    shifts = [x.clamp(min=-1.0) for x in (sums.rows, sums.columns)]
+    free = replace(block, shift=None)
+    without = softmax_sums(free, False)
+    found |= {"block rows, no shift": without.rows.exp(), "block columns, no shift": without.columns.exp()}
+    for name, at_hand, keep in (
+        ("gradient", block, None),
+        ("gradient stored", block, kept),
+        ("gradient without shift", free, None),
+    ):
+        into = [torch.zeros(x.shape, dtype=dtype, device=device) for x in (rows, columns)]
+        softmax_gradient(at_hand, *shifts, *into, keep)
+        found |= {f"{name}, rows": into[0], f"{name}, columns": into[1]}
+    into = [torch.zeros_like(x) for x in into]
+    of_sigmoid = sigmoid_block(replace(block, shift=None), bias, *into)
+    return found | {
+        "sigmoid block loss": of_sigmoid.loss,
+        "sigmoid block sum": of_sigmoid.weight,
+        "sigmoid gradient of rows": into[0],
+        "sigmoid gradient of columns": into[1],
+    }
+
+
+def error(got: Tensor, true: Tensor) -> float:
+    """Largest difference over the largest finite true value; not a number if one is not."""
+    got = got.to(true.dtype)
+    size = torch.where(true.isfinite(), true, 0).abs().max().clamp(min=1e-30)
+    return (torch.where(got == true, 0, (got - true).abs()).max() / size).item()
+
+
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def keep(record: Record, label: str, check: Check, limit: float = math.inf) -> None:
+    """Record a check; limit: of Triton's error, whatever torch's is."""
+    # The interpreter cuts numbers to bf16, which a GPU and torch round.
+    cut = device() == "cpu" and any(word in f"{label} {check.name}" for word in ("kept", "store"))
+    passes = check.passes and check.triton <= limit
+    record(
+        case=label,
+        what=check.name,
+        triton=check.triton,
+        torch=check.torch,
+        ok=passes or (cut and check.triton <= 2**-6),
+    )

@@ -1,0 +1,40 @@
+"""How long work takes on this device, and how fast its library multiplies."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+
+def median_ms(call: Callable[[], object], repeats: int, warmups: int = 3) -> float:
+    """Milliseconds of the device, by CUDA events; by the clock on a CPU."""
+    for _ in range(warmups):
+        call()
+    return statistics.median(_on_gpu(call) if torch.cuda.is_available() else _on_cpu(call) for _ in range(repeats))
+
+
+def _on_gpu(call: Callable[[], object]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def _on_cpu(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return 1000 * (time.perf_counter() - start)
+
+
+def matmul_tflops() -> float:
+    """Rate of torch's own product of two random fp16 matrices of 8192 x 8192, which others are set against; on a CPU,
+    which has no such rate, of small ones in fp32."""
+    size, dtype, device = (8192, torch.float16, "cuda") if torch.cuda.is_available() else (256, torch.float32, "cpu")
+    a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
+    return 2 * size**3 / median_ms(lambda: torch.mm(a, b), 20, warmups=10) / 1e9
