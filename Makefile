@@ -2,13 +2,15 @@
 # make test     the tests that fit in ten minutes on two cores;  make test-all  every test
 #               (ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 make test: as on a processor without fp16)
 # make check    lint, format and types
+# make bench-gpu  the losses on one GPU beside the published ones, as a table (docs/gpu.md); BUDGET=540 ends it within
+#                 that many seconds, and the next call goes on
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-all check
+.PHONY: demo test test-all check bench-gpu
 .NOTPARALLEL:
 
 $(STAMP): setup.py
@@ -31,3 +33,6 @@ check: $(STAMP)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
+
+bench-gpu: $(STAMP)
+	$(BIN)/python tools/bench_gpu.py $(if $(BUDGET),--budget $(BUDGET))

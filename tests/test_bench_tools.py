@@ -81,6 +81,9 @@ def test_slices_fail_alone_and_are_resumed(tmp_path):
     assert run_program(tmp_path, "--budget", "60") == ["good done", "left 1 good crash hang raise"]
     assert len(results.read()["good"].records) == 4
     assert run_program(tmp_path, "--only", "ra*", "--again") == ["raise done", "left 0 raise"]
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        run_program(tmp_path, "--only", "none")
+    assert "no slice matches none; there are: good, crash, hang, raise, long" in caught.value.stderr
 
 
 def fail(*_: Any) -> Tensor:

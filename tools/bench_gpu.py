@@ -155,7 +155,7 @@ def measure(name: str, rehearse: bool, record: slices.Record) -> None:
         with bench_loss.Peak() as peak:
             step()
         repeats = 2 if rehearse else shape.repeats
-        ms, rate = median_ms(step, repeats, warmups=min(repeats, 3)), matmul_tflops()
+        ms, rate = median_ms(step, repeats, warmups=3 if repeats > 3 else 0), matmul_tflops()
         flop = entry.units * 2.0 * (batch // ranks) * batch * shape.width
         figures |= {
             "ms": ms,

@@ -196,7 +196,7 @@ def work(sizes: Sizes) -> dict[Slice, Callable[[Record], None]]:
     for precision in PRECISIONS:
         found[Slice(f"default {precision}", 100, alone=False)] = partial(check_default, precision, sizes)
     for precision in ("auto", *PRECISIONS[1:]):
-        found[Slice(f"losses {precision}", 100, alone=False)] = partial(check_losses, precision, sizes)
+        found[Slice(f"losses {precision}", 150, alone=False)] = partial(check_losses, precision, sizes)
     found[Slice("float64", 30, alone=False)] = partial(check_reference, sizes)
     found[Slice("far", 30, alone=False)] = partial(check_far, sizes.far)
     for precision in PRECISIONS:

@@ -110,6 +110,8 @@ def run(
     """
     results, deadline = Results(args.out), time.monotonic() + args.budget
     chosen = [x for x in slices if any(fnmatch.fnmatch(x.name, pattern) for pattern in args.only)]
+    if not chosen:
+        sys.exit(f"no slice matches {' '.join(args.only)}; there are: {', '.join(x.name for x in slices)}")
     before = {} if args.again else results.read()
     todo = [x for x in chosen if x.name not in before or before[x.name].end is None]
     ended: set[str] = set()
