@@ -152,12 +152,14 @@ def test_key_without_effect_is_a_warning(given: dict[str, Any], words: str) -> N
 
 def test_switches_that_slow_every_step_and_towers_that_do_not_listen_are_warnings() -> None:
     given = {"wall_clock_breakdown": True, "flops_profiler": {"enabled": False}, "comms_logger": {"enabled": True}}
+    given["timers"] = {"throughput": {"enabled": True}}
     given["activation_checkpointing"] = {"partition_activations": True}
     lines = examine("ds_config", lambda: check_ds_config(settings(deepspeed=given)))
     assert [line.found.split()[0] for line in lines] == [
         "wall_clock_breakdown",
         "comms_logger",
         "activation_checkpointing",
+        "timers.throughput",
     ]
     assert {line.status for line in lines} == {"warn"}
 

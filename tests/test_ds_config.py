@@ -83,6 +83,16 @@ def test_rendered_ds_config_keeps_what_the_file_says_and_changes_nothing_else() 
     assert before == DEFAULTS
 
 
+def test_throughput_timer_of_deepspeed_is_off_unless_asked_for() -> None:
+    from deepspeed.utils.config import get_timers_config
+
+    assert render_ds_config(settings(), 1)["timers"] == {"throughput": {"enabled": False}}
+    assert not get_timers_config(render_ds_config(settings(), 1)).enabled
+    given = {"throughput": {"enabled": True, "synchronized": False}}
+    assert render_ds_config(settings(deepspeed={"timers": given}), 1)["timers"] == given
+    assert get_timers_config(render_ds_config(settings(deepspeed={"timers": given}), 1)).enabled
+
+
 def test_rendered_ds_config_writes_tensorboard_into_the_run_folder(tmp_path: Path) -> None:
     expected = {"enabled": True, "output_path": str(tmp_path), "job_name": "tensorboard"}
     assert render_ds_config(settings(), 1, tmp_path)["tensorboard"] == expected
@@ -136,6 +146,8 @@ def test_key_that_deepspeed_lost_or_we_refuse_says_why(key: str) -> None:
         ({"torch_autocast": {"dtpe": "bfloat16"}}, r"unknown key torch_autocast.dtpe; did you mean dtype\?"),
         ({"zero_optimization": 3}, "zero_optimization must be a mapping, got 3"),
         ({"bf16": None}, "bf16 must be a mapping, got None"),
+        ({"timers": {"thruput": {"enabled": True}}}, r"unknown key timers.thruput; did you mean throughput\?"),
+        ({"timers": None}, "timers must be a mapping, got None"),
         ({"zero_optimization": {"stage": 4}}, "stage must be 0, 1, 2 or 3, got 4"),
         ({"zero_optimization": {"stage": True}}, "stage must be 0, 1, 2 or 3, got True"),
         ({"zero_optimization": {"stage": "2"}}, "stage must be 0, 1, 2 or 3, got '2'"),

@@ -26,7 +26,7 @@ _DEAD = {
 }
 _STAGES_1_2 = ("allgather_bucket_size", "use_multi_rank_bucket_allreduce", "round_robin_gradients", "parameter_align")
 _STAGE_3 = ("offload_param", "sub_group_size", "zero_hpz_partition_size", "memory_efficient_linear", "stage3_")
-_SLOW = ("flops_profiler", "comms_logger", "wall_clock_breakdown", "memory_breakdown")
+_SLOW = ("flops_profiler", "comms_logger", "wall_clock_breakdown", "memory_breakdown", "timers.throughput")
 _SMALL, _MANY = 16, 64
 """A micro-batch below this leaves a GPU idle; more micro-batches than this are mostly overhead."""
 _SAMPLES = 32
@@ -56,7 +56,9 @@ def _find_dead(given: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Keys that are accepted and have no effect, are of yesterday, or cost time; and why."""
     zero = given.get("zero_optimization")
     zero = zero if isinstance(zero, dict) else {}
-    for key, value in (given | {f"zero_optimization.{name}": value for name, value in zero.items()}).items():
+    sections = {section: part for section, part in given.items() if isinstance(part, dict)}
+    inside = {f"{section}.{name}": value for section, part in sections.items() for name, value in part.items()}
+    for key, value in (given | inside).items():
         level, name = zero.get("stage", 0), key.removeprefix("zero_optimization.")
         field = DeepSpeedZeroConfig.model_fields.get(name)
         extra: Any = (field and field.json_schema_extra) or {}
@@ -65,7 +67,9 @@ def _find_dead(given: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield key, "is auto, which only Hugging Face's Trainer fills in: DeepSpeed takes its default"
         elif key in _DEAD:
             yield key, _DEAD[key]
-        elif key in _SLOW and (value.get("enabled") if isinstance(value, dict) else value):
+        elif key in _SLOW and (
+            value.get("enabled") and value.get("synchronized", True) if isinstance(value, dict) else value
+        ):
             yield key, "waits for the device in every step"
         elif name != key and extra.get("deprecated"):
             yield key, f"is deprecated in DeepSpeed 0.19: the name is {extra['new_param']}"
