@@ -14,6 +14,7 @@ import deepspeed
 import torch
 from deepspeed import DeepSpeedEngine as Engine
 from deepspeed.runtime import torch_autocast
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
 from timm.optim import Lamb, Lion
 from torch import Tensor, nn
@@ -22,6 +23,8 @@ from disco_ds import comm
 from disco_ds.config import OptimSettings
 from disco_ds.disk import install_writer
 from disco_ds.groups import parameter_groups
+
+logger = logging.getLogger(__name__)
 
 
 def build_engine(model: nn.Module, settings: OptimSettings, ds_config: dict[str, Any]) -> Engine:
@@ -33,6 +36,7 @@ def build_engine(model: nn.Module, settings: OptimSettings, ds_config: dict[str,
     # Global to the process in DeepSpeed 0.19: a second engine would reduce in the first one's autocast precision.
     torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
     model.to(comm.local_device())
+    ds_config = _widen_bucket(model, ds_config)
     optimizer = build_optimizer(parameter_groups(model, settings), settings)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config, dist_init_required=False)
     # Of the engine's own points only: they would repeat ours, at every step. write_events goes on working.
@@ -44,6 +48,25 @@ def build_engine(model: nn.Module, settings: OptimSettings, ds_config: dict[str,
     if engine.zero_optimization_stage() == 3:
         _clear_padding(engine)
     return engine
+
+
+def _widen_bucket(model: nn.Module, ds_config: dict[str, Any]) -> dict[str, Any]:
+    """Make the bucket of gradients hold the largest parameter where ZeRO 2 reduces beside the backward.
+
+    DeepSpeed 0.19 reduces a larger one in place, and ZeRO 2 frees it while the reduction's stream still uses it.
+    """
+    zero = DeepSpeedZeroConfig(**ds_config["zero_optimization"])
+    largest = max(p.numel() for p in model.parameters() if p.requires_grad)
+    if zero.stage != 2 or not zero.overlap_comm or largest <= zero.reduce_bucket_size:
+        return ds_config
+    if comm.rank() == 0:
+        logger.warning(
+            "reduce_bucket_size is raised from %d to %d, the largest parameter: at ZeRO 2 with overlap_comm DeepSpeed "
+            "would free its gradient too early",
+            zero.reduce_bucket_size,
+            largest,
+        )
+    return ds_config | {"zero_optimization": ds_config["zero_optimization"] | {"reduce_bucket_size": largest}}
 
 
 @torch.no_grad()

@@ -195,11 +195,11 @@ def test_override_deeper_than_a_value_is_refused_naming_it(recipe: Path) -> None
 
 @pytest.mark.parametrize("swap", [False, True])
 def test_override_of_the_ds_config_then_deeper(swap: bool, recipe: Path) -> None:
-    overrides = ["deepspeed=zero3", "deepspeed.zero_optimization.stage=2", "deepspeed.fp16.loss_scale=1e2"]
+    overrides = ["deepspeed=zero3_offload", "deepspeed.zero_optimization.stage=2", "deepspeed.fp16.loss_scale=1e2"]
     config = load_config(recipe, overrides[::-1] if swap else overrides)
-    bundled = read_ds_config("zero3", recipe.parent)
+    bundled = read_ds_config("zero3_offload", recipe.parent)
     assert config.deepspeed == merge(bundled, {"zero_optimization": {"stage": 2}, "fp16": {"loss_scale": 100.0}})
-    assert config.deepspeed["zero_optimization"]["overlap_comm"] is True
+    assert config.deepspeed["zero_optimization"]["offload_param"]["device"] == "cpu"
 
 
 def test_override_deep_into_the_named_ds_config(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from minimal import MINIMAL, settings
 from disco_ds.config import load_config, render_ds_config
 from disco_ds.ds_config import (
     DEFAULTS,
+    GRADIENT_BUCKET,
     OWNED_BY_RECIPE,
     REFUSED_KEYS,
     find_ds_configs,
@@ -75,12 +76,31 @@ def test_rendered_ds_config_keeps_what_the_file_says_and_changes_nothing_else() 
     }
     config = settings(deepspeed=copy.deepcopy(given))
     rendered = render_ds_config(config, 1)
-    assert rendered["zero_optimization"] == DEFAULTS["zero_optimization"] | given["zero_optimization"]
+    buckets = {"reduce_bucket_size": GRADIENT_BUCKET, "overlap_comm": False}
+    assert rendered["zero_optimization"] == DEFAULTS["zero_optimization"] | buckets | given["zero_optimization"]
     assert rendered["communication_data_type"] == "bf16"
     rendered["zero_optimization"]["stage"] = 9
     rendered["zero_optimization"]["offload_optimizer"]["device"] = "nvme"
     assert config.deepspeed == given
     assert before == DEFAULTS
+
+
+@pytest.mark.parametrize("name", BUNDLED)
+def test_gradients_travel_in_buckets_and_beside_the_backward_where_the_step_does_not_accumulate(name: str) -> None:
+    for ranks, micro_batch in ((2, 32), (2, 8), (1, 64)):
+        config = settings(deepspeed=read_ds_config(name, Path()), micro_batch=micro_batch)
+        zero = render_ds_config(config, ranks)["zero_optimization"]
+        if zero["stage"] == 0:
+            assert not {"reduce_bucket_size", "overlap_comm"} & set(zero)
+        else:
+            assert 25e6 <= zero["reduce_bucket_size"] <= 50e6
+            assert zero["overlap_comm"] is (zero["stage"] == 3 or (ranks, micro_batch) == (2, 32))
+
+
+def test_bucket_and_overlap_of_the_ds_config_are_kept() -> None:
+    given = {"stage": 1, "reduce_bucket_size": 7_000_000, "overlap_comm": False}
+    config = settings(deepspeed={"zero_optimization": given}, micro_batch=32)
+    assert given.items() <= render_ds_config(config, 2)["zero_optimization"].items()
 
 
 def test_throughput_timer_of_deepspeed_is_off_unless_asked_for() -> None:

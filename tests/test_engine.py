@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from dist import run_ranks
 from timm.optim import Lamb, Lion
 from torch import Tensor, nn
-from towers import batches, masters, tiny_config, write_tiny
+from towers import batches, masters, prepare, tiny_config, write_tiny
 
 from disco_ds import comm
 from disco_ds.config import OptimSettings, render_ds_config
@@ -239,3 +241,74 @@ def test_weight_decay_is_seen_in_the_reference(tmp_path: Any) -> None:
         assert moved == ({name for name, p in model.named_parameters() if p.ndim >= 2} if decay else set())
         for name in moved:
             torch.testing.assert_close(model.get_parameter(name).detach(), before[name] * (1 - 0.5 * decay))
+
+
+# The reduction of gradients
+
+
+def order_of_reductions(model: str, stage: int, num_micro_batches: int, **zero: Any) -> tuple[list[int], int]:
+    """Elements of each reduction of a step's gradients, and how many gradients were made after the first."""
+    changes = {"global_batch": 4 * comm.size() * num_micro_batches, "micro_batch": 4}
+    config = tiny_config(model, {"zero_optimization": {"stage": stage, **zero}}, **changes)
+    engine = build_engine(build_model(config.model), config.optim, render_ds_config(config, comm.size()))
+    engine.train()
+    reduced: list[int] = []
+    late = 0
+
+    def made(_: Tensor) -> None:
+        nonlocal late
+        late += bool(reduced)
+
+    for parameter in engine.module.parameters():
+        parameter.register_post_accumulate_grad_hook(made)
+    all_reduce = deepspeed.comm.all_reduce
+
+    def recorded(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        reduced.append(tensor.numel())
+        return all_reduce(tensor, *args, **kwargs)
+
+    deepspeed.comm.all_reduce = recorded
+    for batch in batches(num_micro_batches, 4):
+        image, text, _ = prepare(batch)
+        features = engine(image, text)
+        surrogate = sum(part.sum() for part in features[:3])
+        engine.backward(surrogate, scale_wrt_gas=False)
+        if engine.is_gradient_accumulation_boundary():
+            break
+        engine.step()
+    deepspeed.comm.all_reduce = all_reduce
+    return reduced, late
+
+
+def reductions(model: str) -> None:
+    num_elements = sum(p.numel() for p in build_model(tiny_config(model, {}).model).parameters())
+    for stage in (1, 2):
+        sizes, late = order_of_reductions(model, stage, 1, reduce_bucket_size=10_000)
+        assert sum(sizes) == num_elements, stage
+        assert len(sizes) > 3, (stage, sizes)
+        assert max(sizes) <= 10_000, (stage, sizes)
+        assert late > 10, (stage, late)
+    sizes, late = order_of_reductions(model, 1, 2, reduce_bucket_size=10_000)
+    assert (sum(sizes), late) == (num_elements, 0)
+
+
+def test_gradients_are_reduced_in_buckets_while_backward_goes_on(tmp_path: Path) -> None:
+    run_ranks(reductions, 2, write_tiny(tmp_path))
+
+
+def widened(model: str) -> None:
+    largest = max(p.numel() for p in build_model(tiny_config(model, {}).model).parameters())
+    for stage, overlap, given, expected in (
+        (2, True, 1000, largest),
+        (2, True, largest + 1, largest + 1),
+        (2, False, 1000, 1000),
+        (1, True, 1000, 1000),
+    ):
+        zero = {"stage": stage, "overlap_comm": overlap, "reduce_bucket_size": given}
+        config = tiny_config(model, {"zero_optimization": zero}, global_batch=4, micro_batch=4)
+        engine = build_engine(build_model(config.model), config.optim, render_ds_config(config, comm.size()))
+        assert engine.zero_reduce_bucket_size() == expected, zero
+
+
+def test_bucket_of_zero_2_holds_the_largest_parameter_where_it_overlaps(tmp_path: Path) -> None:
+    run_ranks(widened, 1, write_tiny(tmp_path))

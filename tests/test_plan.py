@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from dist import run_ranks
 from timm.models import register_model
 from torch import Tensor, nn
+from torch.profiler import profile
 from towers import batches, prepare, tiny_config, write_tiny
 
 from disco_ds.__main__ import main
@@ -123,6 +125,41 @@ def test_planned_states_are_what_an_engine_holds(stage: int, tmp_path: Path) -> 
     assert parts["parameters"] + parts["optimizer"] == pytest.approx(found, rel=0.1)
 
 
+def peak_of_backward(config: Config) -> int:
+    """Bytes that the second backward takes beyond what was there, of a model without activations."""
+    engine = build_engine(
+        build_model(config.model), config.optim, render_ds_config(config, torch.distributed.get_world_size())
+    )
+    image, text, _ = prepare(batches(1, config.micro_batch)[0])
+    for _ in range(2):
+        engine(image, text)
+        surrogate = sum(parameter.sum() for parameter in engine.module.parameters())
+        with profile(profile_memory=True) as profiler:
+            engine.backward(surrogate, scale_wrt_gas=False)
+        engine.step()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+
+
+def peaks_of_backward(configs: list[Config]) -> list[int]:
+    return [peak_of_backward(config) for config in configs]
+
+
+@pytest.mark.slow
+def test_planned_gradients_and_buckets_are_what_backward_takes(tmp_path: Path) -> None:
+    model, bucket = write_tiny(tmp_path, width=256, head_width=32), {"reduce_bucket_size": 300_000}
+    changes = {"optim__name": "adamw", "global_batch": 8, "micro_batch": 4}
+    configs = [
+        tiny_config(model, {"zero_optimization": {"stage": stage, "overlap_comm": overlaps, **bucket}}, **changes)
+        for stage, overlaps in itertools.product((1, 2), (False, True))
+    ]
+    found = run_ranks(peaks_of_backward, 2, configs)[0]
+    for config, peak in zip(configs, found, strict=True):
+        parts = plan_memory(config, 2, trace(config, 4), NOTHING).moments["backward"]
+        planned = parts["gradients"] + parts["communication"]
+        assert 0.85 * peak < planned < 1.15 * peak, (config.deepspeed, planned / peak)
+
+
 def test_stages_share_out_what_they_promise(tmp_path: Path) -> None:
     config = tiny(tmp_path, optim__name="adamw", global_batch=64, micro_batch=4)
     towers = trace(config, 4)
@@ -133,10 +170,18 @@ def test_stages_share_out_what_they_promise(tmp_path: Path) -> None:
 
     whole, share = 4 * towers.trained, 4 * -(-towers.trained // 8)
     assert [parts(stage)["optimizer"] for stage in range(4)] == [2 * whole, *[3 * share] * 3]
-    assert [parts(stage)["gradients"] for stage in range(4)] == [whole, whole, 2 * share, share]
+    assert [parts(stage)["gradients"] for stage in range(4)] == [
+        whole,
+        share + whole - 4000,
+        2 * share + 4 * towers.largest,
+        share,
+    ]
     assert parts(3)["parameters"] == share + whole
     assert parts(2, offload_optimizer={"device": "cpu"})["optimizer"] == 0
-    assert parts(2, overlap_comm=True)["communication"] == 2 * parts(2, overlap_comm=False)["communication"] == 8000
+    assert [parts(stage)["communication"] for stage in (1, 2)] == [8000, 8000]
+    assert parts(1, overlap_comm=True)["communication"] == 12000
+    assert parts(2, overlap_comm=True)["communication"] == 3 * 4 * towers.largest
+    assert parts(2, overlap_comm=True, reduce_bucket_size=100_000)["communication"] == 800_000 + whole
     with pytest.raises(ValueError, match=r"offloaded to .*nvme"):
         parts(3, offload_optimizer={"device": "nvme", "nvme_path": "/x"})
 

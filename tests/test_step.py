@@ -190,6 +190,17 @@ def test_step_equals_single_process_in_four_micro_batches(tmp_path):
     check(2, write_tiny(tmp_path, patch_dropout=0.5), groups)
 
 
+def test_step_equals_single_process_when_gradients_travel_during_backward(tmp_path):
+    """One micro-batch, so reduced in buckets beside the backward; the largest parameters do not fit into one."""
+    cases = [
+        (precision, stage, 1, True, "disco")
+        for precision in ("fp32", "autocast", "autocast_bf16_wire", "bf16")
+        for stage in (1, 2, 3)
+    ]
+    few = {"deepspeed__zero_optimization__reduce_bucket_size": 3000}
+    check(2, write_tiny(tmp_path, patch_dropout=0.5), [(cases, few)])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "precision", [pytest.param(name, marks=needs_fp16) if name == "fp16" else name for name in PRECISIONS]

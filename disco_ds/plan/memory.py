@@ -109,24 +109,31 @@ def _states(
     numbers = {"adamw": 2, "lamb": 2, "lion": 1, "sgd": int(config.optim.momentum > 0)}[config.optim.name]
     offloads = [_offloads(part) for part in (zero.offload_optimizer, zero.offload_param)]
     states = 4 * share * (1 + numbers) if level else 4 * P * numbers
-    parameters, gradients, always = (P + F) * e, P * e, 0
-    bucket = int(zero.reduce_bucket_size) * e
-    if level == 2:  # of those that are this rank's, and with several micro-batches the sum so far
-        gradients = share * e * (1 + (K > 1))
+    overlaps = bool(zero.overlap_comm)
+    bucket = int(zero.reduce_bucket_size)
+    # The engine widens it there, see engine.py.
+    bucket = e * (max(bucket, towers.largest) if level == 2 and overlaps else bucket)
+    parameters, left, always = (P + F) * e, P * e if level == 0 else share * e, 0
+    if level == 2 and K > 1:  # the sum so far
+        left *= 2
+    gradients = left
+    if level == 1 and not (overlaps and K == 1):  # all of them, until they are in the bucket
+        gradients += P * e - min(P * e, bucket)
+    elif level in (1, 2):  # the one that is being made
+        gradients += towers.largest * e
     elif level == 3:
         own = 0 if offloads[1] else -(-(P + F) // N) * e
         parameters = own + min(P + F, int(zero.max_live_parameters)) * e
-        gradients, always = share * e, bucket if zero.contiguous_gradients else 0
-    if level in (1, 2):
-        backward = bucket * (1 + bool(zero.overlap_comm)) if zero.contiguous_gradients else min(P * e, bucket)
-    else:
-        backward = min(P * e, bucket) if level else 0
+        always = bucket if zero.contiguous_gradients else 0
+    backward = min(P * e, bucket) if level else 0  # flattened for the reduction
+    if level in (1, 2) and zero.contiguous_gradients:
+        backward += bucket * (1 + overlaps)
     update = min(P, ALLREDUCE) * e if level == 0 else 4 * share
     host = {}
     if offloads[0]:
         host["optimizer"], states, update = states + share * (4 + e), 0, 0
         if level > 1:
-            backward, gradients = backward + towers.largest * e, 0
+            backward, gradients, left = backward + towers.largest * e, 0, 0
     if offloads[1]:
         host["parameters"] = -(-(P + F) // N) * e
     common = {"parameters": parameters, "optimizer": states}
@@ -134,7 +141,7 @@ def _states(
         "forward": common | {"communication": always},
         "loss": common | {"communication": always},
         "backward": common | {"communication": always + backward, "gradients": gradients},
-        "update": common | {"communication": always + update, "gradients": gradients},
+        "update": common | {"communication": always + update, "gradients": left},
     }
     return moments, host
 
