@@ -12,7 +12,7 @@ class Gpu:
     name: str
     gib: float
     device: str = ""
-    """What torch calls it has these words."""
+    """What torch calls it, as a pattern, after NVIDIA and GeForce."""
     half: float = 0.0
     """TFLOP/s of dense products in bf16 or fp16, with fp32 sums; 0: not known."""
     tf32: float = 0.0
@@ -24,22 +24,29 @@ class Gpu:
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("A100-40G", 39.4, "A100", 312, 156, 19.5, 300),
-        Gpu("A100-80G", 79.1, "A100", 312, 156, 19.5, 300),
+        Gpu("A100-40G", 39.4, "A100-(SXM4|PCIE)-40GB", 312, 156, 19.5, 300),
+        Gpu("A100-80G", 79.1, "A100(-SXM4-80GB| 80GB PCIe)", 312, 156, 19.5, 300),
         Gpu("H100-80G", 79.1, "H100 80GB HBM3", 989, 494, 67, 450),
+        Gpu("H100-PCIe", 79.1, "H100 PCIe", 756, 378, 51, 64),
+        Gpu("H100-NVL", 93.0, "H100 NVL", 835, 418, 60, 64),
         Gpu("H200", 139.8, "H200", 989, 494, 67, 450),
+        Gpu("GH200-96G", 94.5, "GH200 480GB", 989, 494, 67, 450),
+        Gpu("B200", 178.3, "B200", 2250, 1125, 75, 900),
         Gpu("L4", 22.0, "L4", 121, 60, 30.3, 32),
+        Gpu("L40S", 44.4, "L40S", 362, 183, 91.6, 32),
         Gpu("A10G", 22.0, "A10G", 70, 35, 35, 32),
         Gpu("RTX-4090", 23.5, "RTX 4090", 165, 82.6, 82.6, 32),
         Gpu("RTX-3090", 23.5, "RTX 3090", 71, 35.6, 35.6, 32),
     )
 }
-"""Rates as in the makers' data sheets (dense, without sparsity); a link of 32 is PCIe 4."""
+"""Rates as in the makers' data sheets (dense, without sparsity); a link of 32 is PCIe 4, one of 64 PCIe 5, since NVLink
+bridges join a few cards only."""
 
 
 def recognise(device: str) -> Gpu | None:
-    """The GPU that torch calls by this name; None if it is not known."""
-    return next((gpu for gpu in GPUS.values() if re.search(rf"\b{gpu.device}\b", device)), None)
+    """The GPU that torch calls by this name; None if it is not known, or a part or variant of one that is."""
+    found = (gpu for gpu in GPUS.values() if re.fullmatch(rf"(NVIDIA )?(GeForce )?({gpu.device})", device))
+    return next(found, None)
 
 
 def find_gpu(text: str, tflops: float | None = None, link: float | None = None) -> Gpu:

@@ -110,9 +110,21 @@ def test_flops_are_those_of_the_matrix_products(
     ("device", "name"),
     [
         ("NVIDIA A100-SXM4-40GB", "A100-40G"),
+        ("NVIDIA A100-PCIE-40GB", "A100-40G"),
+        ("A100-SXM4-40GB", "A100-40G"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80G"),
+        ("NVIDIA A100 80GB PCIe", "A100-80G"),
         ("NVIDIA H100 80GB HBM3", "H100-80G"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA H100 NVL", "H100-NVL"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA GH200 480GB", "GH200-96G"),
+        ("NVIDIA B200", "B200"),
         ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("NVIDIA GeForce RTX 3090", "RTX-3090"),
         ("NVIDIA L4", "L4"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA A10G", "A10G"),
     ],
 )
 def test_gpu_is_recognised_by_the_name_of_its_device(device: str, name: str) -> None:
@@ -121,6 +133,20 @@ def test_gpu_is_recognised_by_the_name_of_its_device(device: str, name: str) -> 
     assert gpu.name == name
 
 
-@pytest.mark.parametrize("device", ["NVIDIA L40S", "NVIDIA H100 PCIe", "Tesla T4"])
+@pytest.mark.parametrize(
+    "device",
+    [
+        "Tesla T4",
+        "NVIDIA L40",
+        "NVIDIA A10",
+        "NVIDIA H200 NVL",
+        "NVIDIA GH200 144G HBM3e",
+        "NVIDIA GB200",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 3090 Ti",
+    ],
+)
 def test_gpu_that_is_not_known_is_no_other(device: str) -> None:
     assert recognise(device) is None
