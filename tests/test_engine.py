@@ -312,3 +312,36 @@ def widened(model: str) -> None:
 
 def test_bucket_of_zero_2_holds_the_largest_parameter_where_it_overlaps(tmp_path: Path) -> None:
     run_ranks(widened, 1, write_tiny(tmp_path))
+
+
+def resumed_in_other_buckets(model: str, folder: Path) -> None:
+    """A checkpoint written by one reduction of everything goes on in buckets beside the backward, to the same bits."""
+    ways: tuple[dict[str, Any], ...] = (
+        {"reduce_bucket_size": 500_000, "overlap_comm": False},
+        {"reduce_bucket_size": 10_000, "overlap_comm": True},
+    )
+    for stage in (1, 2):
+        ends = []
+        for number, way in enumerate((ways[0], ways[0], ways[1])):
+            ds_config = {"zero_optimization": {"stage": stage, **way}}
+            changes = {"global_batch": 4 * comm.size(), "micro_batch": 4, "optim__name": "adamw"}
+            config = tiny_config(model, ds_config, **changes)
+            engine = build_engine(build_model(config.model), config.optim, render_ds_config(config, comm.size()))
+            set_lr(engine, 1e-3)
+            if number:
+                engine.load_checkpoint(str(folder / str(stage)))
+            for step in range(engine.global_steps, 3):
+                image, text, _ = prepare(batches(comm.size(), 4, seed=step)[comm.rank()])
+                features = engine(image, text)
+                engine.backward(sum(part.sum() for part in features[:3]), scale_wrt_gas=False)
+                engine.step()
+                if number == 0 and step == 1:
+                    engine.save_checkpoint(str(folder / str(stage)))
+            ends.append(masters(engine))
+            engine.destroy()
+        for other in ends[1:]:
+            assert all(torch.equal(value, other[name]) for name, value in ends[0].items()), stage
+
+
+def test_checkpoint_goes_on_in_other_buckets(tmp_path: Path) -> None:
+    run_ranks(resumed_in_other_buckets, 2, write_tiny(tmp_path), tmp_path)
