@@ -44,6 +44,9 @@ MAY_CHANGE = {"workers", "prefetch", "timeout_s", "max_broken", "shards", "manif
 MODEL_MAY_CHANGE = {"name", "pretrained", "activation_checkpointing", "compile"}
 """The name is compared by what it stands for; the weights come from the checkpoint."""
 
+TRAVEL = ("overlap_comm", "reduce_bucket_size")
+"""Settings of ZeRO that say how gradients are reduced, not which rank holds what."""
+
 FORMER_DEFAULTS = {"loss.name": "disco"}
 """Of settings whose default has changed: the one that an older run may have by saying nothing."""
 
@@ -80,6 +83,16 @@ def shape(config: Config, ranks: int) -> dict[str, Any]:
         "precision": precision(config.deepspeed),
         "zero_optimization": config.deepspeed.get("zero_optimization", {}),
     }
+
+
+def same_shape(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether every rank holds the same part in both. In which buckets gradients travel does not matter."""
+
+    def holding(of: dict[str, Any]) -> dict[str, Any]:
+        zero = {key: value for key, value in of["zero_optimization"].items() if key not in TRAVEL}
+        return json.loads(json.dumps(of | {"zero_optimization": zero}))  # which turns tuples into lists
+
+    return holding(one) == holding(other)
 
 
 def save(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -83,8 +82,7 @@ def restore(saved: Saved, config: Config, model: nn.Module, ds_config: dict[str,
 
     Raises: ValueError on every rank alike for files that do not fit.
     """
-    # JSON has turned tuples into lists.
-    if saved.meta["shape"] == json.loads(json.dumps(checkpoint.shape(config, comm.size()))):
+    if checkpoint.same_shape(saved.meta["shape"], checkpoint.shape(config, comm.size())):
         engine = build_engine(model, config.optim, ds_config)
         checkpoint.restore(saved, engine)
         return engine

@@ -13,7 +13,7 @@ import pytest
 import torch
 from towers import TINY, tiny_config
 
-from disco_ds.checkpoint import _restore_rng, _rng_state, identity, read, refuse_changes, shape
+from disco_ds.checkpoint import _restore_rng, _rng_state, identity, read, refuse_changes, same_shape, shape
 from disco_ds.retention import FORMAT, META, DamagedError, seal
 from disco_ds.run_folder import CHECKPOINTS
 
@@ -214,3 +214,10 @@ def test_refuse_changes_compares_the_model_by_its_config_not_its_name() -> None:
     refuse_changes(stored(identify()), identity(config, "abc", TINY))
     with pytest.raises(ValueError, match=r"model.config.embed_dim: 16 in the checkpoint, 32 now"):
         refuse_changes(stored(identify()), identity(config, "abc", TINY | {"embed_dim": 32}))
+
+
+def test_shapes_differ_by_who_holds_what_not_by_how_gradients_travel() -> None:
+    buckets = SHAPE | {"zero_optimization": {"stage": 1, "overlap_comm": False, "reduce_bucket_size": 7}}
+    assert same_shape(buckets, SHAPE | {"zero_optimization": {"stage": 1}})
+    assert not same_shape(buckets, SHAPE | {"zero_optimization": {"stage": 2}})
+    assert not same_shape(buckets, buckets | {"ranks": 9})
