@@ -37,7 +37,7 @@ from disco_ds import comm
 FOLDER = "runs/bench_gpu"
 SCALES = (1 / 0.07, 100.0)
 """Times are taken at the first; errors at both."""
-NOISE = (1e6, 2.0, 0.5)
+NOISE = (1e6, 2.0, 0.05)
 """How much of it a text has beside its image: random, typical and aligned pairs."""
 
 

@@ -35,8 +35,8 @@ TRUE = {"disco_fused": "clip", "inf_cl": "clip"}
 KEEPS_STATE = ("fastclip_v2", "fastclip_v3", "isogclr")
 OWN_TAU = ("fastclip_v2", "isogclr")
 CASES = (("typical", 14.3), ("typical", 100.0), ("random", 100.0), ("aligned", 100.0), ("outlier", 100.0))
-LIMITS = {"fp32": 1e-4, "tf32": 5e-3, "fp16": 5e-3, "bf16": 3e-2}
-"""What an error may be at most, lest Triton and torch be wrong alike; they are a few times what was estimated."""
+LIMITS = {"fp32": 1e-4, "tf32": 2e-2, "fp16": 2e-2, "bf16": 1e-1}
+"""The most that an error may be, lest Triton and torch be wrong alike: several times that of a CPU's rounding."""
 SCALARS = ("loss", "d scale", "d bias")
 
 
@@ -90,7 +90,7 @@ def make_leaves(kind: str, s: float, batch: int, D: int) -> list[Tensor]:
     """
     generator = torch.Generator().manual_seed(1)
     image, noise = (torch.randn(batch, D, generator=generator) for _ in "ab")
-    text = {"random": noise, "aligned": image + noise / 2}.get(kind, image + 2 * noise)
+    text = {"random": noise, "aligned": image + noise / 20}.get(kind, image + 2 * noise)
     if kind == "outlier":
         center = torch.randn(D, generator=generator)
         image, text = (center + x / 4 for x in (image, text / 2))
