@@ -245,7 +245,8 @@ def main(argv: Sequence[str] = ()) -> int:
         return slices.run_here(args, lambda record: measure(args.slice, args.rehearse, record))
     outcomes, left = slices.run(list_slices(), args, 1, show)
     command = shlex.join(["python", f"tools/{Path(__file__).name}", *argv])
-    print("\n" + "\n".join(tables(outcomes, command)))
+    print("\nA rehearsal at tiny shapes: none of these are figures." if args.rehearse else "")
+    print("\n".join(tables(outcomes, command)))
     if left:
         print(f"\n{left} slices are left: give the command again")
     return int(any(failed(name, x) for name, x in outcomes.items()))
