@@ -35,6 +35,7 @@ from disco_ds.metrics import Metrics, rewind_tensorboard
 from disco_ds.model import build_model, build_tokenizer, read_architecture, read_preprocessing, read_text_size
 from disco_ds.resume import choose, restore, set_newer_aside
 from disco_ds.run_folder import CONFIG, FINISHED, RunFolder, find_run_folder, make_run_folder, make_token
+from disco_ds.threads import share_cores
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ def build(config: Config, resume: str | None, stack: ExitStack, unattended: bool
     """
     ranks = comm.size()
     heart = stack.enter_context(Heartbeat(config.lost_after_s, 0.9 * config.timeout_s))
+    share_cores()
     render_ds_config(config, ranks)
     loss = build_loss(config.loss.name, **config.loss.options).to(comm.local_device())
     if config.optim.tau_lr is not None and not loss.learns_scale:
