@@ -45,8 +45,9 @@ def init(timeout_s: float) -> None:
     import deepspeed
     from torch.distributed import distributed_c10d
 
-    # Not used in training; builds with a compiler, leaves shared memory behind and waits without a timeout.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # No operation of DeepSpeed's own is used, and asking for one probes them all, with nvcc where there is a GPU. Its
+    # shared-memory collectives for CPUs would be built with a compiler, leave memory behind and wait without a timeout.
+    deepspeed.ops.__compatible_ops__ = {}
     timeout = timedelta(seconds=timeout_s)
     distributed_c10d.default_pg_timeout = timeout
     distributed_c10d.default_pg_nccl_timeout = timeout
