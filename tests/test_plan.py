@@ -299,14 +299,14 @@ def test_mistakes_are_told_in_one_line(
 
 @pytest.mark.slow
 def test_time_is_flops_and_bytes_over_the_rates(tmp_path: Path) -> None:
-    config = tiny(tmp_path, deepspeed=AUTOCAST, global_batch=64, micro_batch=4)
+    config = tiny(tmp_path, deepspeed=AUTOCAST, global_batch=64, micro_batch=4, loss__name="disco_fused")
     towers, gpu = trace(config, 4), find_gpu("A100-40G")
     speed = plan_speed(config, 8, towers, Rates(gpu, efficiency=0.5, between_hosts=1.0, per_host=4))
     assert speed is not None
     assert speed.towers_s == pytest.approx((towers.replay_flops + 2 * towers.flops) / 156e12)
-    assert speed.loss_s == pytest.approx(6 * 2 * 8 * 64 * 16 / (0.5 * 19.5e12))
+    assert speed.loss_s == pytest.approx(4 * 2 * 8 * 64 * 16 / (0.5 * 312e12))
     assert speed.wire_s == pytest.approx(speed.wire_bytes / 1e9)
-    assert speed.wire_bytes == pytest.approx(4 * 64 * 16 * 4 + 7 / 8 * 3 * 4 * towers.trained, rel=1e-6)
+    assert speed.wire_bytes == pytest.approx(64 * 16 * (2 + 4) + 7 / 8 * 3 * 4 * towers.trained, rel=1e-6)
     assert plan_speed(config, 8, towers, Rates(find_gpu("40"))) is None
 
 
