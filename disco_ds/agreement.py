@@ -1,4 +1,4 @@
-"""Whether all ranks were given the same settings; else which of them differ, and where.
+"""Refuses ranks that were given different settings, and names the keys, values, hosts and ranks.
 
 On several hosts a remote shell expands what a launcher hands on, and a recipe may be another file on another host: a
 rank that trains by other settings than the rest makes a wrong model, or hangs all of them.

@@ -48,12 +48,12 @@ TRAVEL = ("overlap_comm", "reduce_bucket_size")
 """Settings of ZeRO that say how gradients are reduced, not which rank holds what."""
 
 FORMER_DEFAULTS = {"loss.name": "disco"}
-"""Of settings whose default has changed: the one that an older run may have by saying nothing."""
+"""Former defaults of settings: an older run that does not name the setting has this value."""
 
 _REBUILD = numpy.empty(0).__reduce__()[0]
 _NUMPY: list[Any] = [numpy.ndarray, numpy.dtype, type(numpy.dtype("uint32"))]
 _NUMPY += [(_REBUILD, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]
-"""What an array of integers is made of, in our own files of format 4."""
+"""Classes that an array of integers is unpickled from, in our own files of format 4."""
 
 
 def identity(config: Config, fingerprint: str, architecture: dict[str, Any]) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def shape(config: Config, ranks: int) -> dict[str, Any]:
 
 
 def same_shape(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether every rank holds the same part in both. In which buckets gradients travel does not matter."""
+    """Compare two shapes: True if every rank holds the same part in both, whatever buckets gradients travel in."""
 
     def holding(of: dict[str, Any]) -> dict[str, Any]:
         zero = {key: value for key, value in of["zero_optimization"].items() if key not in TRAVEL}
@@ -164,7 +164,7 @@ class Saved:
             self.verified.add(name)
 
     def load(self, name: str) -> Any:
-        """What torch.save has written, mapped, once it is verified. Raises: DamagedError."""
+        """Verify a file, then load what torch.save has written, mapped. Raises: DamagedError."""
         self.verify([name])
         own = OWN.fullmatch(name) is not None
         allowed = _NUMPY if own and self.meta["format"] == 4 else []

@@ -86,7 +86,7 @@ def session(timeout_s: float) -> Iterator[None]:
 
 
 def _joined() -> bool:
-    """Whether there is a process group; every function of this file asks here.
+    """Return True if there is a process group; every function of this file asks here.
 
     Raises: ValueError where ranks are many, and deepspeed.comm does not know: each would take its part for the whole.
     """
