@@ -28,6 +28,7 @@ from disco_ds.engine import Engine, build_engine
 from disco_ds.eval import ImageSet, load_sets
 from disco_ds.flops import peak_samples_per_s
 from disco_ds.heartbeat import Heartbeat
+from disco_ds.host_share import HostShare, share_host
 from disco_ds.interrupt import Interrupts
 from disco_ds.losses import build_loss
 from disco_ds.losses.base import Loss
@@ -35,7 +36,6 @@ from disco_ds.metrics import Metrics, rewind_tensorboard
 from disco_ds.model import build_model, build_tokenizer, read_architecture, read_preprocessing, read_text_size
 from disco_ds.resume import choose, restore, set_newer_aside
 from disco_ds.run_folder import CONFIG, FINISHED, RunFolder, find_run_folder, make_run_folder, make_token
-from disco_ds.threads import share_cores
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def build(config: Config, resume: str | None, stack: ExitStack, unattended: bool
     """
     ranks = comm.size()
     heart = stack.enter_context(Heartbeat(config.lost_after_s, 0.9 * config.timeout_s))
-    share_cores()
+    share = share_host()
     render_ds_config(config, ranks)
     loss = build_loss(config.loss.name, **config.loss.options).to(comm.local_device())
     if config.optim.tau_lr is not None and not loss.learns_scale:
@@ -91,7 +91,7 @@ def build(config: Config, resume: str | None, stack: ExitStack, unattended: bool
     folder = open_folder(config, resume, stack) if resume else None
     saved = choose(folder, resume, config, identity, unattended) if folder and resume else None
     with comm.together("data"):
-        loader = build_loader(config, sources, model, image, tokenizer, saved)
+        loader = build_loader(config, sources, model, image, tokenizer, saved, share)
     stack.callback(loader.close)
     loss.set_num_samples(loader.num_samples, config.num_steps * config.global_batch)
     folder = folder or open_folder(config, None, stack)
@@ -147,6 +147,7 @@ def build_loader(
     image: ImageSpec,
     tokenizer: Any,
     saved: Saved | None,
+    share: HostShare,
 ) -> Loader:
     """This rank's part of the data order, from the start or from where the checkpoint left it."""
     context_length, vocab_size = read_text_size(model)
@@ -163,7 +164,10 @@ def build_loader(
         micro_batch=config.micro_batch,
         seed=config.seed,
         state=merge_states([part["data"] for part in saved.ranks]) if saved else None,
-        decode_twice=config.pixels == "compressed",
+        pixels=config.pixels,
+        device=comm.local_device(),
+        cores=share.cores,
+        most_bytes=share.memory_bytes / 8,
     )
 
 

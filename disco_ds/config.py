@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from disco_ds.data_settings import AugmentSettings, DataSettings, Settings, SourceSettings
+from disco_ds.data_settings import AugmentSettings, DataSettings, Pixels, Settings, SourceSettings
 from disco_ds.ds_config import complete_ds_config, read_ds_config, stage
 from disco_ds.recipe_yaml import Dumper, assign, parse, split_overrides
 
@@ -187,7 +187,7 @@ class Config(Settings):
     """Length of the run; or `samples`."""
     samples: int | None = Field(None, gt=0)
     """Length of the run in samples, rounded down to whole steps; or `steps`."""
-    pixels: Literal["device", "host", "compressed"] = "device"
+    pixels: Pixels = "device"
     """How a step's images wait between the two passes of GradAccum: as uint8 on the device, or pinned on the host; or
     compressed in the data workers, which then decode them twice."""
     timeout_s: float = Field(600.0, gt=0)

@@ -10,6 +10,9 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+Pixels = Literal["device", "host", "compressed"]
+"""Where a step's images wait between GradAccum's two passes."""
+
 
 class Settings(BaseModel):
     """Frozen, typed, without unknown keys; the docstring under a field is its help text."""
@@ -99,10 +102,11 @@ class DataSettings(Settings):
     """Logical streams the data order is made of; a multiple of the ranks. None: 512, fewer for fewer shards."""
     window: int = Field(4096, gt=0)
     """Entries of a slot that are shuffled together."""
-    workers: int = Field(4, ge=0)
-    """Decoding processes per rank; 0: decode in the trainer's process."""
-    prefetch: int = Field(4, gt=0)
-    """Micro-batches a worker prepares ahead."""
+    workers: int | None = Field(None, ge=0)
+    """Decoding processes per rank; None: one for each of the rank's cores but one; 0: decode in the trainer's
+    process."""
+    prefetch: int | None = Field(None, gt=0)
+    """Micro-batches that are prepared ahead; None: a step's, at least 4, within an eighth of the host's memory."""
     timeout_s: float = Field(300.0, gt=0)
     """A worker silent for this long is an error."""
     max_broken: float = Field(0.01, ge=0, le=1)

@@ -22,10 +22,10 @@ from disco_ds.arguments import adopt_slurm, fail
 from disco_ds.config import Config, ModelSettings, check_config, load_config
 from disco_ds.data import ImageSpec
 from disco_ds.eval import Result, describe, evaluate_sets, load_sets
+from disco_ds.host_share import share_host
 from disco_ds.model import build_model, build_tokenizer, read_preprocessing
 from disco_ds.recipe_yaml import assign, split_overrides
 from disco_ds.run_folder import CONFIG
-from disco_ds.threads import share_cores
 from disco_ds.watchdog import die_with_launcher
 from disco_ds.weights import build_from, read_weights
 
@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> int:
         return fail(error, first, code=2)
     die_with_launcher()
     with comm.session(config.timeout_s):
-        share_cores()
+        share_host()
         try:
             check_agreement({**config.model_dump(mode="json"), "MODEL": args.model, "--weights": str(args.weights)})
             with comm.together("data"):

@@ -12,7 +12,7 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -55,9 +55,8 @@ def train(run: Run) -> None:
     if done and is_due(done, config.eval.every_steps, num_steps):
         evaluate(run, done)  # it came after the checkpoint
     while done < num_steps:
-        run.heart.mark(done, "reading data")
-        data = run.loader.read_step()
         run.heart.mark(done, "computing")
+        data = run.loader.read_step()
         lr = learning_rate(done, num_steps, config.peak_lr, config.optim)
         logged = (done + 1) % config.log.every_steps == 0 or done + 1 == num_steps
         run.loss.accuracy = logged
@@ -65,7 +64,7 @@ def train(run: Run) -> None:
             out = train_step(
                 engine,
                 run.loss,
-                hold_pixels(data, config.pixels),
+                data.micro_batches,
                 prepare(config),
                 config.model.max_scale,
                 agree=partial(before_update, run, done, lr, data),
@@ -88,7 +87,7 @@ def train(run: Run) -> None:
             save(run, done, last=done == num_steps or run.interrupts.stop)
         if run.interrupts.stop and done < num_steps:
             raise AskedToStopError(f"asked to stop, saved after step {done:,}; --resume latest goes on from there")
-        del data  # or its images would be there beside the next step's
+        del data  # free this step's images before reading the next
         if is_due(done, config.eval.every_steps, num_steps):
             evaluate(run, done)
 
@@ -153,27 +152,13 @@ def log(run: Run, done: int, lr: float, out: StepOutput, data: StepData) -> None
 
 
 def prepare(config: Config) -> Callable[[MicroBatch], tuple[Tensor, Tensor, Tensor]]:
-    """What step.py calls once per pass: to the device, and augmented there by (seed, epoch, id), so equal each time."""
-    device = comm.local_device()
+    """What step.py calls once per pass: augmented by (seed, epoch, id), so equal each time."""
 
-    def on_device(batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
-        batch = batch.to(device, non_blocking=True)
+    def augmented(batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
         view = partial(augment, batch.image, batch.epoch, batch.index, config.seed, config.data.augment)
         return view(), view(view=1) if config.model.two_views else batch.text, batch.index
 
-    return on_device
-
-
-def hold_pixels(data: StepData, where: str) -> Sequence[MicroBatch]:
-    """The step's micro-batches, moved one by one to where they shall wait between the two passes."""
-    device, batches = comm.local_device(), data.micro_batches
-    if isinstance(batches, list):  # else nobody holds them
-        for k, batch in enumerate(batches):
-            if where == "device":
-                batches[k] = batch.to(device)
-            elif device.type != "cpu":
-                batches[k] = batch.pin_memory()
-    return batches
+    return augmented
 
 
 def save(run: Run, step: int, last: bool) -> None:

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from disco_ds.config import DataSettings
-from disco_ds.data import ImageSpec, Loader, Manifest, Table, index_shards, merge_states, write_manifest
+from disco_ds.data import ImageSpec, Loader, Manifest, StepData, Table, index_shards, merge_states, write_manifest
 
 SIZES = [17, 30, 9, 25, 30, 13, 20, 22]
 NUM_SAMPLES = sum(SIZES)
@@ -112,11 +112,18 @@ def make_loader(
     )
 
 
+def read_step(loader: Loader) -> StepData:
+    """A step with all of its micro-batches read, so that its error and figures are complete."""
+    data = loader.read_step()
+    assert len(list(data.micro_batches)) == len(data.micro_batches)
+    return data
+
+
 def read_rank(loader: Loader, steps: int) -> list[list[tuple[int, int]]]:
     """(id, epoch) of the rank's samples, step by step; pixels and text are checked against the id."""
     read = []
     for _ in range(steps):
-        data = loader.read_step()
+        data = read_step(loader)
         assert data.error is None, data.error
         step = []
         for batch in data.micro_batches:

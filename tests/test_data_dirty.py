@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 from PIL import Image
-from shards import bomb, encode, write_tar
+from shards import bomb, encode, read_step, write_tar
 
 from disco_ds.data import ImageSpec, Loader, Manifest, index_shards, load_manifest, write_manifest
 from disco_ds.data_settings import DataSettings
@@ -64,10 +64,10 @@ def read_epoch(manifest: Manifest, workers: int) -> tuple[set[int], list[str], f
     seen: set[int] = set()
     broken: list[str] = []
     try:
-        loader.read_step()
+        read_step(loader)
         start = time.perf_counter()
         for _ in range(SHARDS * ENTRIES // BATCH):
-            data = loader.read_step()
+            data = read_step(loader)
             assert data.error is None, data.error
             broken += data.broken
             (batch,) = data.micro_batches

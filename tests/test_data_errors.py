@@ -21,6 +21,7 @@ from shards import (
     make_loader,
     read_global,
     read_rank,
+    read_step,
     settings,
     tokenize,
     write_shards,
@@ -73,7 +74,7 @@ def test_broken_samples_are_skipped_alike_counted_and_named(tmp_path: Path) -> N
     loader = make_loader(manifest, settings(max_broken=0.2))
     named = set()
     for _ in range(8):
-        named |= set(loader.read_step().broken)
+        named |= set(read_step(loader).broken)
     loader.close()
     assert len(named) >= len(lost)
     assert all(name.startswith("0000") and ".tar/00" in name for name in named)
@@ -85,7 +86,7 @@ def test_broken_sample_says_why(tmp_path: Path, way: int, reason: str) -> None:
         return damage(10 * way + 4, sample) if index == 2 else sample
 
     loader = make_loader(write_shards(tmp_path, [8], change), settings(), batch=8)
-    data = loader.read_step()
+    data = read_step(loader)
     loader.close()
     assert data.error is None
     assert loader.broken == len(data.broken) in (1, 2)  # the batch reaches into the next epoch
@@ -102,7 +103,7 @@ def test_truncated_shard_costs_its_lost_samples(tmp_path: Path, caplog: pytest.L
     expected = read_global(manifest, settings(), 1, 1)
     assert read_global(manifest, settings(), 2, 1) == expected
     loader = make_loader(manifest, settings(max_broken=1.0), batch=20)
-    steps = [loader.read_step() for _ in range(3)]
+    steps = [read_step(loader) for _ in range(3)]
     loader.close()
     read = torch.cat([batch.index[batch.epoch == 0] for step in steps for batch in step.micro_batches]).tolist()
     assert set(read) >= set(range(20))
@@ -115,7 +116,7 @@ def test_truncated_shard_costs_its_lost_samples(tmp_path: Path, caplog: pytest.L
 @pytest.mark.parametrize("max_broken", [0.01, 1.0])
 def test_wrong_image_key_ends_with_the_members_seen(manifest: Manifest, workers: int, max_broken: float) -> None:
     loader = make_loader(manifest, settings(image_key="jpg;webp", workers=workers, max_broken=max_broken))
-    data = loader.read_step()
+    data = read_step(loader)
     assert data.error is not None
     assert "no image under jpg;webp; the sample has png, txt, json" in data.error
     assert "rank 0, step 1" in data.error
@@ -128,7 +129,7 @@ def test_wrong_image_key_ends_with_the_members_seen(manifest: Manifest, workers:
 
 def check_placeholders(loader: Loader, micro_batch: int) -> None:
     before = loader.state_dict()
-    data = loader.read_step()
+    data = read_step(loader)
     assert data.error
     assert len(data.micro_batches) == 2
     for batch in data.micro_batches:
@@ -145,7 +146,7 @@ def test_missing_field_and_limit_stop_the_run(tmp_path: Path) -> None:
         return sample if index % 4 else {"png": sample["png"]}
 
     loader = make_loader(write_shards(tmp_path, [60] * 4, change), settings(captions={"{json[label]}": 1.0}))
-    errors = [loader.read_step().error for _ in range(8)]
+    errors = [read_step(loader).error for _ in range(8)]
     loader.close()
     assert errors[0] is None
     assert errors[-1] is not None
@@ -159,7 +160,7 @@ def test_vanished_shard_is_named(manifest: Manifest, tmp_path: Path) -> None:
     copy = write_shards(tmp_path, [10, 10])
     (tmp_path / "00001.tar").unlink()
     loader = make_loader(copy, settings(), batch=20)
-    error = loader.read_step().error
+    error = read_step(loader).error
     loader.close()
     assert error is not None
     assert "No such file" in error
@@ -180,7 +181,7 @@ def stall(texts: list[str]) -> torch.Tensor:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_exception_in_a_worker_becomes_an_error_with_its_traceback(manifest: Manifest, workers: int) -> None:
     loader = make_loader(manifest, settings(workers=workers), tokenize=fail)
-    errors = [loader.read_step().error for _ in range(8)]
+    errors = [read_step(loader).error for _ in range(8)]
     loader.close()
     assert errors[-1] is not None
     assert "RuntimeError: the tokenizer is upset" in errors[-1]
@@ -189,7 +190,7 @@ def test_exception_in_a_worker_becomes_an_error_with_its_traceback(manifest: Man
 
 def test_wrong_context_length_is_an_error(manifest: Manifest) -> None:
     loader = Loader(settings(), [manifest], SPEC, tokenize, CONTEXT + 1, VOCAB, 0, 1, 24, 12, 0)
-    error = loader.read_step().error
+    error = read_step(loader).error
     loader.close()
     assert error is not None
     assert "tokenizer returned (1, 8)" in error
@@ -197,7 +198,7 @@ def test_wrong_context_length_is_an_error(manifest: Manifest) -> None:
 
 def test_silent_worker_is_an_error_after_the_timeout(manifest: Manifest) -> None:
     loader = make_loader(manifest, settings(workers=1, timeout_s=1.0), tokenize=stall)
-    data = loader.read_step()
+    data = read_step(loader)
     assert data.error is not None
     assert "silent for data.timeout_s=1 s" in data.error
     assert data.wait_s >= 1
@@ -215,14 +216,14 @@ def test_killed_worker_is_an_error_and_raises_nowhere(manifest: Manifest) -> Non
     read_rank(loader, 1)
     os.kill(loader.worker_pids[1], signal.SIGKILL)
     deadline = time.perf_counter() + 20
-    while (data := loader.read_step()).error is None and time.perf_counter() < deadline:
+    while (data := read_step(loader)).error is None and time.perf_counter() < deadline:
         pass
     assert data.error is not None
     assert f"data worker 1 of 2 (pid {loader.worker_pids[1]}) died, exit code -9" in data.error
     check_placeholders(loader, 12)
     loader.close()
     wait_until_gone(loader.worker_pids)
-    assert loader.read_step().error == data.error
+    assert read_step(loader).error == data.error
 
 
 TRAINER = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,15 +18,20 @@ from shards import (
     NUM_SAMPLES,
     SIZES,
     VOCAB,
+    colour,
     encode,
     make_loader,
     read_global,
     read_rank,
+    read_step,
     settings,
+    tokenize,
     write_shards,
 )
 
 from disco_ds.data import DataError, Loader, Manifest, merge_states
+from disco_ds.data.loader import count_buffers
+from disco_ds.data_settings import Pixels
 
 
 @pytest.fixture(scope="module")
@@ -117,72 +123,112 @@ def test_ranks_that_do_not_divide_the_slots_are_refused(manifest: Manifest) -> N
         make_loader(manifest, settings(), batch=25, micro_batch=3)
 
 
-def test_micro_batch_moves_and_pins(manifest: Manifest) -> None:
-    loader = make_loader(manifest, settings())
-    batch = loader.read_step().micro_batches[0]
+@pytest.mark.parametrize("workers", [0, 2])
+def test_workers_fill_no_more_buffers_than_there_are(manifest: Manifest, workers: int) -> None:
+    """A micro-batch given out is the caller's own: what is read after it changes nothing in it."""
+    loader = make_loader(manifest, settings(workers=workers, prefetch=1), micro_batch=3)
+    kept = [batch for _ in range(3) for batch in loader.read_step().micro_batches]
+    assert len(loader._batches) == (2 if workers else 1)
     loader.close()
-    moved = batch.to("cpu", non_blocking=True)
-    assert torch.equal(moved.image, batch.image)
-    if torch.cuda.is_available():
-        assert batch.pin_memory().text.is_pinned()
-        assert torch.equal(batch.pin_memory().to("cuda", non_blocking=True).index.cpu(), batch.index)
+    for batch in kept:
+        assert [row[:, 4, 4].tolist() for row in batch.image] == [list(colour(int(index))) for index in batch.index]
+    assert torch.equal(torch.cat([batch.index for batch in kept]), torch.cat(read_ids(manifest, 3)))
 
 
-def test_parts_of_a_step_are_not_all_held_beside_it(manifest: Manifest) -> None:
-    """Eight micro-batches of two workers: no more than one micro-batch's parts live until they are joined."""
-    loader = make_loader(manifest, settings(workers=2), micro_batch=3)
-    seen: list[weakref.ref[Any]] = []
-    alive = []
-
-    def watch(receive: Any) -> Any:
-        def watched() -> Any:
-            part = receive()
-            seen.append(weakref.ref(part))
-            alive.append(sum(ref() is not None for ref in seen))
-            return part
-
-        return watched
-
-    loader._receive = [watch(receive) for receive in loader._receive]
-    for _ in range(2):
-        assert len(loader.read_step().micro_batches) == 8
+def read_ids(manifest: Manifest, steps: int) -> list[torch.Tensor]:
+    loader = make_loader(manifest, settings(), micro_batch=24)
+    ids = [index for _ in range(steps) for index in read_step(loader).index]
     loader.close()
-    assert len(seen) == 32
-    assert max(alive) <= 4
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "K", "pixels", "workers", "most", "buffers"),
+    [
+        (None, 1, "device", 2, 99, 1 + 4),
+        (None, 32, "device", 2, 99, 1 + 32),
+        (None, 32, "device", 2, 10, 1 + 10),
+        (None, 32, "device", 2, 0, 1 + 1),
+        (None, 32, "host", 2, 99, 32 + 32),
+        (7, 32, "compressed", 2, 3, 1 + 7),
+        (None, 32, "host", 0, 99, 32),
+    ],
+)
+def test_buffers_hold_a_step_ahead_within_memory(
+    prefetch: int | None, K: int, pixels: Pixels, workers: int, most: int, buffers: int
+) -> None:
+    assert count_buffers(prefetch, K, pixels, workers, most) == buffers
+
+
+@pytest.mark.parametrize("pixels", ["device", "host", "compressed"])
+def test_step_that_is_not_read_to_its_end_is_passed_over(manifest: Manifest, pixels: Pixels) -> None:
+    loader = make_loader(manifest, settings(workers=1), micro_batch=3, pixels=pixels)
+    try:
+        for num_read in (0, 3, 8):
+            batches = loader.read_step().micro_batches
+            for k in range(num_read):
+                _ = batches[k]
+        ids = torch.cat(read_step(loader).index)
+        assert torch.equal(ids, read_ids(manifest, 4)[3])
+        assert loader.state_dict()["steps"] == 4
+    finally:
+        loader.close()
+
+
+def test_micro_batches_are_read_while_the_step_goes_on(manifest: Manifest) -> None:
+    """The first is there before the others are decoded; the workers go on while nobody asks."""
+    loader = make_loader(manifest, settings(workers=1), tokenize=slow, micro_batch=3)
+    try:
+        read_step(loader)  # the worker has started
+        data = loader.read_step()
+        _ = data.micro_batches[0]
+        assert data.wait_s < 12 * SLOW_S  # a step of 24 samples takes twice as long
+        _ = list(data.micro_batches)
+        assert data.wait_s > 12 * SLOW_S
+        time.sleep(30 * SLOW_S)
+        assert read_step(loader).wait_s < 3 * SLOW_S
+    finally:
+        loader.close()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_decoding_twice_gives_the_same_batches_and_holds_none(tmp_path: Path, workers: int) -> None:
+def test_pixels_are_the_same_wherever_they_wait(tmp_path: Path, workers: int) -> None:
     def change(index: int, sample: dict[str, bytes]) -> dict[str, bytes]:
         return sample | {"png": sample["png"][:40]} if index % 7 == 3 else sample
 
     manifest = write_shards(tmp_path, SIZES, change)
     options = {"workers": workers, "max_broken": 1.0}
-    held, streamed = (make_loader(manifest, settings(**options), micro_batch=3, decode_twice=twice) for twice in (0, 1))
+    places: list[Pixels] = ["device", "host", "compressed"]
+    loaders = [make_loader(manifest, settings(**options), micro_batch=3, pixels=pixels) for pixels in places]
     try:
         for step in range(6):
-            expected, data = held.read_step().micro_batches, streamed.read_step()
-            seen: list[weakref.ref[torch.Tensor]] = []
-            last_given_up = step == 3  # the next step begins where this one would have
-            for k in [*range(8), *range(2 if last_given_up else 7)]:
-                batch = data.micro_batches[k]
-                for name in ("image", "text", "index", "epoch"):
-                    assert torch.equal(getattr(batch, name), getattr(expected[k], name))
-                seen.append(weakref.ref(batch.image))
-                assert sum(ref() is not None for ref in seen) <= 2
-            assert torch.equal(torch.cat(data.index), torch.cat([b.index for b in expected]))
-            assert streamed.state_dict() == held.state_dict()
-        assert streamed.broken > 0
+            steps = [loader.read_step() for loader in loaders]
+            seen: list[list[weakref.ref[torch.Tensor]]] = [[], [], []]
+            given_up = step == 3  # the next step begins where this one would have
+            for k in [*range(8), *range(2 if given_up else 7)]:
+                expected, *others = (data.micro_batches[k] for data in steps)
+                for other in others:
+                    for name in ("image", "text", "index", "epoch"):
+                        assert torch.equal(getattr(other, name), getattr(expected, name))
+                for refs, batch in zip(seen, (expected, *others), strict=True):
+                    refs.append(weakref.ref(batch.image))
+                del expected, others, other, batch
+                alive = [sum(ref() is not None for ref in refs[:8]) for refs in seen]
+                assert alive == [min(len(seen[0]), 8), 0, 0]
+            for data, loader in zip(steps, loaders, strict=True):
+                assert torch.equal(torch.cat(data.index), torch.cat(steps[0].index))
+                assert loader.state_dict() == loaders[0].state_dict()
+        assert loaders[0].broken > 0
         with pytest.raises(RuntimeError, match="micro-batch 3 is asked for, 0 is due"):
-            _ = streamed.read_step().micro_batches[3]
+            _ = loaders[2].read_step().micro_batches[3]
     finally:
-        held.close()
-        streamed.close()
+        for loader in loaders:
+            loader.close()
 
 
 def test_worker_lost_between_the_passes_is_an_error(manifest: Manifest) -> None:
     """Before the loss it is told as every error of the data; after it nothing may stand in for the images."""
-    loader = make_loader(manifest, settings(workers=1, prefetch=1), micro_batch=3, decode_twice=True)
+    loader = make_loader(manifest, settings(workers=1, prefetch=1), micro_batch=3, pixels="compressed")
     try:
         data = loader.read_step()
         assert len(list(data.micro_batches)) == 8
@@ -200,9 +246,17 @@ def test_worker_lost_between_the_passes_is_an_error(manifest: Manifest) -> None:
         loader.close()
 
 
+SLOW_S = 0.02
+
+
+def slow(texts: list[str]) -> torch.Tensor:
+    time.sleep(SLOW_S)
+    return tokenize(texts)
+
+
 def read_pixels(loader: Loader, steps: int) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
     for _ in range(steps):
-        data = loader.read_step()
+        data = read_step(loader)
         assert data.error is None
         for b in data.micro_batches:
             yield from zip(b.index.tolist(), b.epoch.tolist(), b.image, b.text, strict=True)

@@ -338,16 +338,16 @@ def test_what_a_host_says_is_held_against_this_one(own_report: dict[str, Any]) -
     assert lines(devices=2, offset=2.5) == lines(devices=2, offset=-2.5) == [("warn", "clocks")]
     assert lines(devices=2, offset=1.5) == []
     assert lines(devices=2, disk=1e9) == [("warn", "runs folder")]
-    assert lines(devices=2, need=own_report["shm"] // 2) == []
-    assert lines(devices=2, need=own_report["shm"] // 2 + 1) == [("fail", "/dev/shm")]
+    assert lines(devices=2, need=own_report["memory"] // 2) == []
+    assert lines(devices=2, need=own_report["memory"] // 2 + 1) == [("fail", "memory")]
 
 
-def test_shared_memory_that_the_data_workers_would_fill_fails(tmp_path: Path) -> None:
+def test_memory_that_the_buffers_of_the_data_would_fill_fails(tmp_path: Path) -> None:
     config = settings(runs=str(tmp_path / "runs"), data={"source": "synthetic", "prefetch": 1_000_000})
     lines = examine("hosts", lambda: check_hosts(config, {"this host": 0}), ValueError, OSError)
-    line = the(lines, "/dev/shm")
+    line = the(lines, "memory")
     assert line.status == "fail"
-    assert f"the data workers of a rank need {1_000_000 * 16 * 3 * 224**2 / 2**20:,.0f}" in line.found
+    assert f"the images of a rank need {1_000_001 * 16 * 3 * 224**2 / 2**20:,.0f}" in line.found
 
 
 # The ranks: their data, the step, the collectives

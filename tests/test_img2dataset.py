@@ -109,7 +109,7 @@ def check_training(data: DataSettings, captions: list[str]) -> None:
     loader = Loader(
         data, [manifest], SPEC, tokenize, CONTEXT, VOCAB, 0, 1, manifest.num_samples, manifest.num_samples // 2, 0
     )
-    batches = loader.read_step().micro_batches
+    batches = list(loader.read_step().micro_batches)
     loader.close()
     assert sorted(int(i) for batch in batches for i in batch.index) == list(range(manifest.num_samples))
     assert loader.broken == 0

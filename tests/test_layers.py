@@ -18,7 +18,7 @@ LAYERS = {
     **dict.fromkeys(
         ("losses", "data", "model", "convnet", "metrics", "watchdog", "run_folder", "interrupt", "groups"), 1
     ),
-    **dict.fromkeys(("agreement", "heartbeat", "disk", "copies", "phases", "retention", "threads"), 1),
+    **dict.fromkeys(("agreement", "heartbeat", "disk", "copies", "phases", "retention", "host_share"), 1),
     **dict.fromkeys(("engine", "step", "checkpoint", "reshape", "resume", "weights", "eval", "report", "flops"), 2),
     **dict.fromkeys(("arguments", "build", "train", "evaluate", "export", "plan", "doctor", "launch"), 3),
     "__main__": 4,

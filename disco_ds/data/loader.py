@@ -1,6 +1,6 @@
 """The micro-batches of one rank, step by step, and where they stand.
 
-The trainer's view of the data: it asks for a step, gets the rank's micro-batches and never an exception, because an
+The trainer's view of the data: it asks for a step, reads the rank's micro-batches and gets no exception, because an
 exception on one rank would leave the others in a collective. It knows (rank, size) as integers and communicates with
 nobody.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
@@ -18,22 +18,29 @@ from typing import Any
 import torch
 
 from disco_ds.data.decode import ImageSpec
+from disco_ds.data.feed import Delivery, Feed, Producer, Upload
 from disco_ds.data.manifest import Manifest
 from disco_ds.data.order import choose_slots, divide
+from disco_ds.data.shared_batches import SharedBatches, batch_bytes
 from disco_ds.data.source import Tokenize, fingerprint, mix, open_sources
-from disco_ds.data.step_data import DecodedTwice, MicroBatch, StepData
+from disco_ds.data.step_data import MicroBatch, MicroBatches, StepData
 from disco_ds.data.table import Table
 from disco_ds.data.tar import DataError
-from disco_ds.data.worker import Job, Part, Worker, produce_parts
-from disco_ds.data_settings import DataSettings
+from disco_ds.data.worker import InProcess, Job, Worker
+from disco_ds.data_settings import DataSettings, Pixels
+
+LEAST_AHEAD = 4
+"""Micro-batches that are prepared ahead however few a step has."""
 
 
 class Loader:
     """A rank's micro-batches in the data order; see order.py for which samples they hold.
 
     Args:    sources: what load_sources found; tokenize: captions -> [n, L] int64, sent to the workers by pickle; state:
-             None, or merge_states of every rank's state_dict, at any number of ranks; decode_twice: hold a step's
-             images compressed, in the workers, and decode them at each of GradAccum's passes.
+             None, or merge_states of every rank's state_dict, at any number of ranks; pixels: where images wait between
+             GradAccum's passes: on the device, in the buffers on the host, or compressed in the workers, which decode
+             them twice; device: where micro-batches are given out; cores: decide how many workers there are by default;
+             most_bytes: for the buffers ahead, unless settings.prefetch says how many they are.
     Raises:  ValueError when ranks, batch, slots or state do not fit, or the data differ from the state's.
     """
 
@@ -51,7 +58,10 @@ class Loader:
         micro_batch: int,
         seed: int,
         state: dict[str, Any] | None = None,
-        decode_twice: bool = False,
+        pixels: Pixels = "device",
+        device: torch.device | str = "cpu",
+        cores: int = 2,
+        most_bytes: float = 2**40,
     ) -> None:
         if global_batch % (size * micro_batch):
             raise ValueError(
@@ -61,7 +71,7 @@ class Loader:
         self.num_samples = sum(map(sum, sizes))
         self.num_slots = choose_slots(sum(map(len, sizes)), self.num_samples, settings.slots, size)
         slots = tuple(range(rank, self.num_slots, size))
-        num_workers = min(settings.workers, len(slots))
+        num_workers = min(count_workers(settings, cores), len(slots))
         order = mix(settings, sources, self.num_slots, seed)
         self._origin: dict[str, Any] = {
             "slots": self.num_slots,
@@ -79,11 +89,20 @@ class Loader:
         self.broken: int = state["broken"] if rank == 0 else 0
         self.worker_pids: list[int] = []
         self._error: str | None = None
-        self._decode_twice = decode_twice
-        self._skip_rest: Callable[[], None] = lambda: None
-        self._shape = (micro_batch, 3, *image.size)
-        self._context_length = context_length
+        self._pixels = pixels
+        self._device = torch.device(device)
+        self._current: MicroBatches | None = None
+        self._held: list[int] = []
+        """The current step's buffers."""
+        self._uploads: dict[int, Upload] = {}
+        """Copies under way for the second pass, by micro-batch."""
+        self._num_again = 0
+        """Micro-batches that were decoded again."""
         self._resources = ExitStack()
+        most = int(most_bytes // batch_bytes(micro_batch, image.size, context_length))
+        num = count_buffers(settings.prefetch, self._num_parts, pixels, num_workers, most)
+        self._batches = SharedBatches(num, micro_batch, image.size, context_length)
+        self._resources.callback(self._batches.close)
         per_worker = -(-len(slots) // max(1, num_workers))
         job = Job(
             source=open_sources(settings, sources, image, tokenize, context_length, vocab_size, seed, per_worker),
@@ -94,59 +113,104 @@ class Loader:
             first=self._steps * global_batch // size,
             micro_batch=micro_batch,
             num_micro_batches=self._num_parts,
-            decode_twice=decode_twice,
-            image_size=image.size,
-            context_length=context_length,
+            decode_twice=pixels == "compressed",
+            batches=self._batches,
         )
-        self._receive = self._start(job, settings, num_workers, tokenize.__module__)
+        producers = self._start(job, num_workers, settings.timeout_s, tokenize.__module__)
+        self._feed = Feed(self._batches, producers, self._device, count_on_device(self._num_parts, pixels))
 
     def read_step(self) -> StepData:
-        """The next step's micro-batches; after an error placeholders and its text, at every call. Never raises."""
-        if self._error is None:
-            try:
-                self._skip_rest()
-            except DataError as error:
-                self._error = str(error)
-        data = StepData()
-        if self._decode_twice:
-            data.micro_batches = DecodedTwice(self._num_parts, partial(self._read, data), partial(self._again, data))
-            self._skip_rest = data.micro_batches.skip
-        else:
-            data.micro_batches = [self._read(data) for _ in range(self._num_parts)]
+        """The next step's micro-batches, read as they are asked for and valid until the next call.
+
+        Neither this nor reading them raises, but for one that is decoded again; after an error they are placeholders,
+        at every step.
+        """
+        self._finish_step()
+        data = StepData(error=self._error)
+        again = {"device": None, "host": self._upload_again, "compressed": partial(self._decode_again, data)}
+        self._current = MicroBatches(self._num_parts, partial(self._read, data), again[self._pixels])
+        data.micro_batches = self._current
         return data
 
     def _read(self, data: StepData) -> MicroBatch:
         """A step's next micro-batch; after an error a placeholder."""
-        start, batch = time.perf_counter(), self._placeholder
         if self._error is None:
+            start = time.perf_counter()
             try:
-                # Joined at once: the parts of a whole step would be its images once more.
-                parts = [receive() for receive in self._receive]
-                batch = self._join(parts)
+                delivery = self._feed.take()
             except Exception as error:
                 self._error = self._describe(error, self._steps + 1)
             else:
-                data.index.append(batch.index)
-                for part in parts:
-                    data.cursor.update(part.cursor)
-                    data.broken += part.broken
-                if len(data.index) == self._num_parts:
-                    self._steps += 1
-                    self._cursor.update(data.cursor)
-                    self.broken += len(data.broken)
+                return self._accept(delivery, data)
+            finally:
+                data.wait_s += time.perf_counter() - start
         data.error = self._error
-        data.wait_s += time.perf_counter() - start
-        return batch
+        return self._placeholder
 
-    def _again(self, data: StepData) -> MicroBatch:
-        """A micro-batch decoded once more. Raises: DataError, since the step must not go on without it."""
+    def _accept(self, delivery: Delivery, data: StepData) -> MicroBatch:
+        data.index.append(self._batches[delivery.number].index.clone())
+        for part in delivery.parts:
+            data.cursor.update(part.cursor)
+            data.broken += part.broken
+        if len(data.index) == self._num_parts:
+            self._steps += 1
+            self._cursor.update(data.cursor)
+            self.broken += len(data.broken)
+        self._held.append(delivery.number)
+        if self._pixels == "host":
+            self._upload_ahead(0 if len(self._held) == self._num_parts else None)
+        else:
+            self._feed.release(delivery.number)
+            self._feed.look_ahead()
+        return self._feed.arrive(delivery.upload)
+
+    def _upload_again(self, k: int) -> MicroBatch:
+        """Micro-batch k from its buffer."""
+        if self._error is not None:
+            return self._placeholder
+        upload = self._uploads.pop(k, None) or self._feed.upload(self._held[k])
+        self._upload_ahead(k + 1)
+        return self._feed.arrive(upload)
+
+    def _upload_ahead(self, k: int | None) -> None:
+        """Start what comes next: micro-batch k once more, unless that is the last, which GradAccum keeps, or None."""
+        if k is not None and k < self._num_parts - 1:
+            self._uploads = {k: self._feed.upload(self._held[k])}
+        else:
+            self._feed.look_ahead()
+
+    def _decode_again(self, data: StepData, k: int) -> MicroBatch:
+        """The micro-batch decoded once more. Raises: DataError, since the step must not go on without it."""
+        if k != self._num_again:
+            raise RuntimeError(f"micro-batch {k} is asked for again, {self._num_again} is due")
         start = time.perf_counter()
         try:
-            batch = self._join([receive() for receive in self._receive])
+            delivery = self._feed.take()
         except Exception as error:
             raise DataError(self._describe(error, self._steps)) from None
-        data.wait_s += time.perf_counter() - start
-        return batch
+        finally:
+            data.wait_s += time.perf_counter() - start
+        self._num_again += 1
+        self._feed.release(delivery.number)
+        self._feed.look_ahead()
+        return self._feed.arrive(delivery.upload)
+
+    def _finish_step(self) -> None:
+        """Read what the last step has left unread, and give back what it held."""
+        if self._current is not None:
+            for k in range(self._current.num_read, self._num_parts):
+                _ = self._current[k]
+            self._current = None  # its micro-batches may be freed
+        if self._pixels == "host":
+            for number in self._held:
+                self._feed.release(number)
+        if self._pixels == "compressed" and self._held and self._error is None:
+            try:
+                for k in range(self._num_again, self._num_parts - 1):
+                    self._decode_again(StepData(), k)
+            except DataError as error:
+                self._error = str(error)
+        self._held, self._uploads, self._num_again = [], {}, 0
 
     def _describe(self, error: Exception, step: int) -> str:
         """Within the `except` that has caught it."""
@@ -181,39 +245,42 @@ class Loader:
             )
         return state
 
-    def _start(self, job: Job, settings: DataSettings, num_workers: int, preload: str) -> list[Callable[[], Part]]:
-        """What gives the next part of each worker."""
-        if num_workers == 0:
-            self._resources.callback(job.source.close)
-            return [produce_parts(job).__next__]
-        receive = []
+    def _start(self, job: Job, num_workers: int, timeout_s: float, preload: str) -> list[Producer]:
+        """What fills the buffers."""
+        producers: list[Producer] = []
         for number in range(num_workers):
-            worker = Worker(
-                replace(job, worker=number, num_workers=num_workers), settings.prefetch, settings.timeout_s, preload
-            )
+            worker = Worker(replace(job, worker=number, num_workers=num_workers), timeout_s, preload)
             self._resources.callback(worker.close)
             self.worker_pids.append(worker.pid)
-            receive.append(worker.receive)
-        return receive
-
-    def _join(self, parts: Sequence[Part]) -> MicroBatch:
-        """The micro-batch of which each worker made a part."""
-        if len(parts) == 1:
-            image, text, ids = parts[0].image, parts[0].text, parts[0].ids
-        else:
-            num = self._shape[0]
-            image = torch.empty(self._shape, dtype=torch.uint8)
-            text, ids = (torch.empty(num, width, dtype=torch.int64) for width in (self._context_length, 3))
-            for part in parts:
-                place = part.ids[:, 0]
-                image[place], text[place], ids[place] = part.image, part.text, part.ids
-        return MicroBatch(image, text, ids[:, 1].contiguous(), ids[:, 2].contiguous())
+            producers.append(worker)
+        if not producers:
+            self._resources.callback(job.source.close)
+            producers.append(InProcess(job))
+        return producers
 
     @cached_property
     def _placeholder(self) -> MicroBatch:
-        zeros = torch.zeros(self._shape[0], dtype=torch.int64)
-        text = torch.zeros(self._shape[0], self._context_length, dtype=torch.int64)
-        return MicroBatch(torch.zeros(self._shape, dtype=torch.uint8), text, zeros, zeros)
+        return self._batches[0].map(lambda value: torch.zeros(value.shape, dtype=value.dtype, device=self._device))
+
+
+def count_workers(settings: DataSettings, cores: int) -> int:
+    """Decoding processes of a rank that has so many cores: one core is left to the trainer."""
+    return max(cores - 1, 1) if settings.workers is None else settings.workers
+
+
+def count_buffers(prefetch: int | None, num_micro_batches: int, pixels: Pixels, num_workers: int, most: int) -> int:
+    """How many micro-batches a rank holds on the host: the one in use or the step's, and what is prepared ahead.
+
+    Args:    prefetch: None: a whole step ahead, since GradAccum's second pass reads none, but no more than `most`.
+    """
+    held = num_micro_batches if pixels == "host" else 1
+    ahead = max(1, min(max(num_micro_batches, LEAST_AHEAD), most)) if prefetch is None else prefetch
+    return held + (ahead if num_workers else 0)
+
+
+def count_on_device(num_micro_batches: int, pixels: Pixels) -> int:
+    """How many micro-batches of images a device holds: the one in use or the step's, and the one under way."""
+    return 1 + (num_micro_batches if pixels == "device" else 1)
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -1,8 +1,7 @@
-"""What a rank trains on in one step: its micro-batches, at hand or decoded whenever they are asked for."""
+"""What a rank trains on in one step: its micro-batches, read while the step goes on."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,26 +21,29 @@ class MicroBatch:
     epoch: Tensor
     """[m] int64."""
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
-        return self._map(lambda value: value.to(device, non_blocking=non_blocking))
+    def to(self, device: torch.device | str) -> MicroBatch:
+        return self.map(lambda value: value.to(device))
 
-    def pin_memory(self) -> MicroBatch:
-        return self._map(lambda value: value.pin_memory())
+    def copy_(self, source: MicroBatch) -> None:
+        """Copy from one of the same shape, without waiting where the hardware can."""
+        for name, value in vars(self).items():
+            value.copy_(getattr(source, name), non_blocking=True)
 
-    def _map(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+    def map(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
         return MicroBatch(change(self.image), change(self.text), change(self.index), change(self.epoch))
 
 
-class DecodedTwice(Sequence[MicroBatch]):
-    """Micro-batches that nobody holds, for GradAccum: each once in order, then all but the last once more in order.
+class MicroBatches(Sequence[MicroBatch]):
+    """A step's micro-batches: each is read when it is first asked for, in order, and may then be asked for again.
 
-    Args:    first, again: what gives the next one in each of the two passes.
-    Raises:  RuntimeError when they are asked for in another order.
+    Args:    read: gives the next one; again: gives micro-batch k once more; None: they are kept.
+    Raises:  RuntimeError when one is asked for before those that precede it.
     """
 
-    def __init__(self, num: int, first: Callable[[], MicroBatch], again: Callable[[], MicroBatch]) -> None:
-        self._num = num
-        self._due = deque([(k, first) for k in range(num)] + [(k, again) for k in range(num - 1)])
+    def __init__(self, num: int, read: Callable[[], MicroBatch], again: Callable[[int], MicroBatch] | None) -> None:
+        self._num, self._read, self._again = num, read, again
+        self._kept: list[MicroBatch] = []
+        self.num_read = 0
 
     def __len__(self) -> int:
         return self._num
@@ -49,22 +51,22 @@ class DecodedTwice(Sequence[MicroBatch]):
     def __getitem__(self, k: Any) -> Any:
         if k not in range(self._num):
             raise IndexError(k)
-        due, read = self._due.popleft() if self._due else (None, None)
-        if read is None or due != k:
-            raise RuntimeError(f"micro-batch {k} is asked for, {due} is due: each is read in order, once per pass")
-        return read()
-
-    def skip(self) -> None:
-        """Read what a step that was given up has left. Raises: what `again` does."""
-        while self._due:
-            self._due.popleft()[1]()
+        if k < self.num_read:
+            return self._again(k) if self._again else self._kept[k]
+        if k > self.num_read:
+            raise RuntimeError(f"micro-batch {k} is asked for, {self.num_read} is due: they are read in order")
+        batch = self._read()
+        self.num_read += 1
+        if self._again is None:
+            self._kept.append(batch)
+        return batch
 
 
 @dataclass
 class StepData:
     """A rank's part of one step; its figures are complete when the micro-batches have been read."""
 
-    micro_batches: list[MicroBatch] | DecodedTwice = field(default_factory=list)
+    micro_batches: Sequence[MicroBatch] = ()
     error: str | None = None
     """Not None: the micro-batches are placeholders from that one on, for the collectives only."""
     wait_s: float = 0.0
@@ -72,6 +74,6 @@ class StepData:
     broken: list[str] = field(default_factory=list)
     """`shard/key: reason` of the samples skipped on the way to this step."""
     index: list[Tensor] = field(default_factory=list)
-    """[m] int64 sample ids of each micro-batch."""
+    """[m] int64 sample ids of each micro-batch, on the CPU."""
     cursor: dict[int, tuple[int, int]] = field(default_factory=dict)
     """(epoch, offset) that follows, of the streams that moved."""

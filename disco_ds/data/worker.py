@@ -1,8 +1,8 @@
 """The work of one decoding process, and the processes themselves.
 
-A worker owns some of its rank's slots and makes, for every micro-batch of the rank, the part that falls to them. The
-parts of all workers make up the micro-batch whatever their number. With 0 workers the same generator runs in the
-trainer's process.
+A worker owns some of its rank's slots and writes, for every micro-batch of the rank, the rows that fall to them into
+the buffer that all workers share. Together they fill it, whatever their number. With 0 workers the same generator runs
+in the trainer's process.
 
 Why not torch's DataLoader: it installs a SIGCHLD handler that raises wherever the trainer's main thread happens to be
 when a worker dies, so also between two collectives. Here a dead, silent or failing worker is something that
@@ -18,7 +18,8 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
@@ -30,7 +31,9 @@ from torch import Tensor
 from torch.multiprocessing import get_context
 
 from disco_ds.data.mixture import Mixture
+from disco_ds.data.shared_batches import SharedBatches
 from disco_ds.data.source import Decode, Source
+from disco_ds.data.step_data import MicroBatch
 from disco_ds.data.tar import BrokenSample, DataError
 
 SPARE_BROKEN = 16
@@ -41,18 +44,29 @@ NUM_NAMED = 5
 
 @dataclass(frozen=True)
 class Part:
-    """What one worker contributes to a micro-batch."""
+    """What one worker tells of the rows it has written into a buffer."""
 
-    image: Tensor
-    """[n, 3, H, W] uint8."""
-    text: Tensor
-    """[n, L] int64."""
-    ids: Tensor
-    """[n, 3] int64: place in the micro-batch, sample id, epoch."""
     cursor: dict[int, tuple[int, int]]
     """(epoch, offset) that follows, of the streams that moved."""
     broken: list[str]
     """Samples skipped on the way, `shard/key: reason`."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A sample, and its place in the micro-batch."""
+
+    place: int
+    text: Tensor
+    index: int
+    epoch: int
+    decode: Decode
+
+    def write(self, batch: MicroBatch, image: Tensor) -> None:
+        batch.image[self.place] = image
+        batch.text[self.place] = self.text
+        batch.index[self.place] = self.index
+        batch.epoch[self.place] = self.epoch
 
 
 @dataclass(frozen=True)
@@ -75,9 +89,9 @@ class Job:
     num_micro_batches: int
     """Of a step."""
     decode_twice: bool
-    """After a step's parts make all but the last once more, from the compressed images."""
-    image_size: tuple[int, int]
-    context_length: int
+    """After a step's micro-batches make all but the last once more, from the compressed images."""
+    batches: SharedBatches
+    """The buffers to write into."""
     worker: int = 0
     """It owns slots[worker::num_workers]."""
     num_workers: int = 1
@@ -132,9 +146,10 @@ class _Reader:
             )
 
 
-def produce_parts(job: Job) -> Iterator[Part]:
-    """The parts of one worker for all micro-batches of its rank, step by step, without end.
+def produce_parts(job: Job, next_buffer: Callable[[], int]) -> Iterator[Part]:
+    """Write one worker's rows of all micro-batches of its rank, step by step, without end.
 
+    Args:    next_buffer: which of job.batches the next micro-batch goes to; it may wait for one.
     Raises:  DataError, OSError naming a shard that cannot be read.
     """
     reader, cursor = _Reader(job), dict(job.cursor)
@@ -142,52 +157,64 @@ def produce_parts(job: Job) -> Iterator[Part]:
     while True:
         first_pass = []
         for _ in range(job.num_micro_batches):
-            part, decoders = _produce(job, reader, cursor, start)
+            rows, part = _produce(job, reader, cursor, start, job.batches[next_buffer()])
             yield part
             if job.decode_twice:
-                first_pass.append((part.text, part.ids, decoders))
+                first_pass.append(rows)
             start += job.micro_batch
-        for text, ids, decoders in first_pass[:-1]:
-            image = _empty_images(job, len(decoders))
-            for row, decode in enumerate(decoders):
-                image[row] = decode()
-            yield Part(image, text, ids, cursor={}, broken=[])
+        for rows in first_pass[:-1]:
+            batch = job.batches[next_buffer()]
+            for row in rows:
+                row.write(batch, row.decode())
+            yield Part({}, [])
 
 
-def _produce(job: Job, reader: _Reader, cursor: dict[int, tuple[int, int]], start: int) -> tuple[Part, list[Decode]]:
-    """The part of the micro-batch from the rank's sample number `start` on, and its images' decoders."""
-    numbers = [(q - start, *divmod(q, len(job.slots))) for q in range(start, start + job.micro_batch)]
-    mine = [
-        (place, job.order.stream(job.slots[i], number))
-        for place, number, i in numbers
-        if i % job.num_workers == job.worker
-    ]
-    image = _empty_images(job, len(mine))
-    text = torch.empty(len(mine), job.context_length, dtype=torch.int64)
-    ids = torch.empty(len(mine), 3, dtype=torch.int64)
+def _produce(
+    job: Job, reader: _Reader, cursor: dict[int, tuple[int, int]], start: int, batch: MicroBatch
+) -> tuple[list[Row], Part]:
+    """Write the worker's rows of the micro-batch from the rank's sample number `start` on."""
+    rows: list[Row] = []
+    moved: set[int] = set()
     broken: list[str] = []
-    decoders = []
-    for row, (place, stream) in enumerate(mine):
-        image[row], decode, text[row], index, epoch, offset = reader.next(stream, *cursor[stream], broken)
-        ids[row] = torch.tensor((place, index, epoch))
-        cursor[stream] = epoch, offset + 1
-        decoders.append(decode)
-    return Part(image, text, ids, {stream: cursor[stream] for _, stream in mine}, broken), decoders
+    for q in range(start, start + job.micro_batch):
+        number, i = divmod(q, len(job.slots))
+        if i % job.num_workers == job.worker:
+            stream = job.order.stream(job.slots[i], number)
+            image, decode, text, index, epoch, offset = reader.next(stream, *cursor[stream], broken)
+            row = Row(q - start, text, index, epoch, decode)
+            row.write(batch, image)
+            cursor[stream] = epoch, offset + 1
+            moved.add(stream)
+            if job.decode_twice:
+                rows.append(row)
+    return rows, Part({stream: cursor[stream] for stream in moved}, broken)
 
 
-def _empty_images(job: Job, num: int) -> Tensor:
-    return torch.empty(num, 3, *job.image_size, dtype=torch.uint8)
+class InProcess:
+    """The producer that runs when it is asked to, in the process that asks."""
+
+    def __init__(self, job: Job) -> None:
+        self._buffers: deque[int] = deque()
+        self._parts = produce_parts(job, self._buffers.popleft)
+
+    def grant(self, number: int) -> None:
+        self._buffers.append(number)
+
+    def is_ready(self) -> bool:
+        return False
+
+    def receive(self) -> Part:
+        return next(self._parts)
 
 
 class Worker:
-    """A decoding process that prepares up to `prefetch` parts ahead.
+    """A decoding process that fills the buffers granted to it, and ends when the trainer is gone.
 
     Started by a fork server: a fork of the trainer would copy the locks of its threads, and spawning imports torch and
-    the tokenizer's package (5 s of a core) for every worker instead of once per rank. A worker may prepare a part for
-    each credit it receives, and ends when the trainer is gone.
+    the tokenizer's package (5 s of a core) for every worker instead of once per rank.
     """
 
-    def __init__(self, job: Job, prefetch: int, timeout_s: float, preload: str) -> None:
+    def __init__(self, job: Job, timeout_s: float, preload: str) -> None:
         self._name = f"data worker {job.worker} of {job.num_workers}"
         self._timeout_s = timeout_s
         context = get_context("forkserver")
@@ -199,15 +226,20 @@ class Worker:
         theirs.close()
         # At exit multiprocessing asks daemons to terminate, a signal the workers hold back: end them before that.
         self.close = Finalize(self, _end, (self._process, self._connection), exitpriority=10)
-        for _ in range(prefetch):
-            self._connection.send(None)
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
+    def grant(self, number: int) -> None:
+        with suppress(OSError):  # that it died is told by receive, after what it had sent
+            self._connection.send(number)
+
+    def is_ready(self) -> bool:
+        return self._connection.poll()
+
     def receive(self) -> Part:
-        """The next part.
+        """What it wrote into the next buffer.
 
         Raises:  DataError when the worker failed, died, or was silent for timeout_s.
         """
@@ -218,12 +250,11 @@ class Worker:
                     "look for a stalled file system, or raise it"
                 )
             answer = self._connection.recv()
-            self._connection.send(None)
         except (EOFError, OSError) as error:
             self._process.join(1)
             raise DataError(
                 f"{self._name} (pid {self.pid}) died, exit code {self._process.exitcode} ({type(error).__name__}); "
-                "killed by 9: out of memory; by 7: /dev/shm is full"
+                "killed by 9 or 7: out of memory"
             ) from None
         if isinstance(answer, str):
             raise DataError(f"{self._name}: {answer}")
@@ -271,25 +302,18 @@ def _main(job: Job, connection: Connection) -> None:
     # PIL reports oddities of images it reads anyway.
     warnings.filterwarnings("ignore", module=r"PIL\.")
     with suppress(EOFError, ConnectionError):
-        _serve(produce_parts(job), connection)
+        _serve(job, connection)
 
 
-def _serve(parts: Iterator[Part], connection: Connection) -> None:
-    """Send a part for every credit; after an error its text, once."""
-    while True:
-        connection.recv()
-        try:
-            part = next(parts)
-        except (DataError, OSError) as error:
-            connection.send(str(error))
-            break
-        except Exception:
-            connection.send(traceback.format_exc())
-            break
-        connection.send(part)
-    # Parts that wait in the pipe get their memory from this process: it stays until the trainer hangs up.
-    while True:
-        connection.recv()
+def _serve(job: Job, connection: Connection) -> None:
+    """Fill the buffers granted, and tell of each; after an error send its text and end."""
+    try:
+        for part in produce_parts(job, connection.recv):
+            connection.send(part)
+    except (DataError, OSError) as error:
+        connection.send(str(error))
+    except Exception:
+        connection.send(traceback.format_exc())
 
 
 def _follow_parent() -> None:

@@ -119,9 +119,10 @@ def check_data(config: Config, ranks: int) -> Iterator[Line]:
     data, sources = config.data, load_sources(config.data)
     yield from check_sources(config, sources)
     sizes = [size for source in sources for size in source.sizes] or [data.num_samples]
-    slots = choose_slots(len(sizes), sum(sizes), data.slots, ranks) if sources else ranks * data.workers
-    few = slots < ranks * data.workers
-    found = f"{slots} for {ranks} ranks x {data.workers} workers"
+    workers = data.workers or 1
+    slots = choose_slots(len(sizes), sum(sizes), data.slots, ranks) if sources else ranks * workers
+    few = slots < ranks * workers
+    found = f"{slots} for {ranks} ranks x {workers} workers" if data.workers else f"{slots} for {ranks} ranks"
     yield Line("warn" if few else "ok", "slots", found, f"data.workers={slots // ranks}; more have nothing to do")
     if sum(sizes) < config.global_batch:
         found = f"{sum(sizes):,} samples are fewer than global_batch {config.global_batch:,}: pairs meet themselves"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from disco_ds.config import Config
+from disco_ds.data.loader import LEAST_AHEAD
 from disco_ds.doctor import Line, probe
 from disco_ds.doctor.versions import PACKAGES
 from disco_ds.model import read_architecture
@@ -52,8 +53,10 @@ def check_hosts(config: Config, slots: dict[str, int]) -> Iterator[Line]:
     yield Line("ok", "GPUs", f"{mine['devices']} on this host")
     side = read_architecture(config.model)["vision_cfg"].get("image_size") or 224
     area = side**2 if isinstance(side, int) else side[0] * side[1]
-    need = config.data.prefetch * config.micro_batch * 3 * area if config.data.workers else 0
-    yield Line("ok", "/dev/shm", f"{mine['shm'] / 2**20:,.0f} MiB free on this host, a rank needs {need / 2**20:,.0f}")
+    waiting = config.global_batch // max(sum(slots.values()), 1) if config.pixels == "host" else config.micro_batch
+    need = (waiting + (config.data.prefetch or LEAST_AHEAD) * config.micro_batch) * 3 * area
+    found = f"{mine['memory'] / 2**20:,.0f} MiB free on this host, a rank's images need {need / 2**20:,.0f}"
+    yield Line("ok", "memory", found)
     for host, report in reports.items():
         yield from judge(host, report, mine, slots[host], need)
 
@@ -81,7 +84,7 @@ def ask(asked: dict[str, Any], host: str) -> Report:
 
 
 def judge(host: str, report: Report, mine: Report, slots: int, need: int) -> Iterator[Line]:
-    """What is wrong with a host, held against this one. Args: need: bytes of shared memory per rank."""
+    """What is wrong with a host, held against this one. Args: need: bytes of memory per rank."""
     if "error" in report:
         remedy = f"`ssh {host} true` must work without a password (options: PDSH_SSH_ARGS_APPEND), and then this Python"
         yield Line("fail", "ssh", f"{host}: {report['error']}", remedy)
@@ -103,6 +106,6 @@ def judge(host: str, report: Report, mine: Report, slots: int, need: int) -> Ite
         yield Line("fail", "GPUs", found, "nvidia-smi, CUDA_VISIBLE_DEVICES, a torch for that driver; or fewer slots")
     elif not devices:
         yield Line("warn", "GPUs", f"{host} has none", "its ranks will run on the CPU")
-    if report["shm"] < (slots or devices or 1) * need:
-        found = f"{host}: {report['shm'] / 2**20:,.0f} MiB free, the data workers of a rank need {need / 2**20:,.0f}"
-        yield Line("fail", "/dev/shm", found, "docker run --shm-size=..., or a smaller data.prefetch")
+    if report["memory"] < (slots or devices or 1) * need:
+        found = f"{host}: {report['memory'] / 2**20:,.0f} MiB free, the images of a rank need {need / 2**20:,.0f}"
+        yield Line("fail", "memory", found, "a smaller data.prefetch or micro_batch; pixels=device or compressed")

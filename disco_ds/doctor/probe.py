@@ -30,10 +30,16 @@ def probe(asked: dict[str, Any]) -> dict[str, Any]:
         "same": own | {name: installed(name) for name in asked["packages"]},
         "devices": torch.accelerator.device_count(),
         "driver": os.path.exists("/proc/driver/nvidia/version"),
-        "shm": shutil.disk_usage("/dev/shm").free,
+        "memory": free_memory_bytes(),
         "disk": shutil.disk_usage(asked["folder"]).free if shared else None,
         "seconds": time.monotonic() - start,
     }
+
+
+def free_memory_bytes() -> int:
+    """What could be had without swapping."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return 1024 * int(fields["MemAvailable"].split()[0])
 
 
 def installed(package: str) -> str | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from disco_ds.config import Config, render_ds_config
+from disco_ds.data.loader import LEAST_AHEAD, count_buffers, count_on_device
 from disco_ds.ds_config import precision, stage
 from disco_ds.plan.losses import LossCost, loss_cost
 from disco_ds.plan.towers import DTYPES, Towers
@@ -71,7 +72,7 @@ def plan_memory(
     cost = loss_cost(config.loss.name, config.loss.options, b, ranks, towers.width, known_samples(config, num_samples))
     held, host = _states(config, ds_config, ranks, towers)
     half_features = 2 * 4 * b * towers.width
-    waiting = b if config.pixels == "device" else config.micro_batch
+    waiting = config.micro_batch * count_on_device(config.num_micro_batches(ranks), config.pixels)
     moments = {
         # The parts' features; with the leaves the loss gets; and with their gradients.
         "forward": {"activations": max(towers.replay, towers.forward), "features": half_features},
@@ -156,18 +157,12 @@ def _offloads(settings: Any) -> bool:
 
 def _host(config: Config, b: int, towers: Towers, cost: LossCost, image_bytes: int) -> dict[str, int]:
     """Of one rank, beside Python and its libraries."""
-    m, image, workers = config.micro_batch, towers.sample, config.data.workers
-    # A step is read when the one before is gone, a micro-batch on demand beside the one before; the parts of several
-    # workers are joined for each micro-batch.
-    held = 2 * m if config.pixels == "compressed" else b
-    host = {"pixels, read": held * image + (m * image if workers > 1 else 0)}
+    m, K = config.micro_batch, b // config.micro_batch
+    workers = 1 if config.data.workers is None else config.data.workers
+    buffers = count_buffers(config.data.prefetch, K, config.pixels, workers, most=LEAST_AHEAD)
+    host = {"pixels, in buffers": buffers * m * towers.sample}
     if config.pixels == "compressed":
         host["images, compressed"] = b * image_bytes
-    if workers:
-        host["pixels, ahead"] = config.data.prefetch * m * image
-    if config.pixels == "host":
-        # Torch's allocator of pinned memory keeps blocks, each a power of two.
-        host["pixels, pinned"] = b // m * (1 << (m * image - 1).bit_length())
     if cost.state_on_host:
         host["loss"] = cost.state
     return host

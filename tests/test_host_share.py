@@ -9,7 +9,7 @@ import torch
 from dist import run_ranks
 
 from disco_ds import comm
-from disco_ds.threads import share_cores
+from disco_ds.host_share import share_host
 
 
 def threads_of(setting: str | None, bound: bool) -> int:
@@ -20,7 +20,7 @@ def threads_of(setting: str | None, bound: bool) -> int:
     if bound:
         os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[comm.rank()]})
     torch.set_num_threads(8)
-    share_cores()
+    share_host()
     return torch.get_num_threads()
 
 

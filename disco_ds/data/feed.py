@@ -1,0 +1,146 @@
+"""The way of a micro-batch from the workers' buffers to the device, one ahead of its use.
+
+Copies go on a stream of their own into buffers on the device that take turns, and the streams wait for each other, so
+the host waits for nothing but samples that are not decoded yet. There is no thread: the next copy starts whenever a
+micro-batch is asked for, which under GradAccum happens all through the step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from disco_ds.data.shared_batches import SharedBatches
+from disco_ds.data.step_data import MicroBatch
+from disco_ds.data.worker import Part
+
+
+class Producer(Protocol):
+    """One of those that together fill the buffers: a worker, or the trainer's process itself."""
+
+    def grant(self, number: int) -> None:
+        """It may fill this buffer, after those granted before."""
+
+    def is_ready(self) -> bool:
+        """Whether receive would return at once."""
+
+    def receive(self) -> Part:
+        """What it wrote into the next buffer. Raises: DataError, OSError, and whatever a sample's code raises."""
+
+
+@dataclass
+class Upload:
+    """A micro-batch on its way to the device."""
+
+    batch: MicroBatch
+    event: Any
+    """Recorded behind the copy; None where the copy is done."""
+
+
+@dataclass
+class Delivery:
+    """A buffer that all producers have filled."""
+
+    number: int
+    parts: list[Part]
+    upload: Upload
+
+
+class Feed:
+    """Micro-batches in the order they are produced.
+
+    Args:    producers: fill the buffers of `batches` in the order they are granted; on_device: how many micro-batches
+             the device holds, the one under way among them.
+    """
+
+    def __init__(
+        self, batches: SharedBatches, producers: Sequence[Producer], device: torch.device, on_device: int
+    ) -> None:
+        self._batches, self._producers, self._device = batches, producers, device
+        self._on_device: deque[MicroBatch] = deque()
+        """The one whose turn is next comes first; none on the CPU."""
+        if device.type != "cpu":
+            self._module = torch.get_device_module(device)
+            self._stream = self._module.Stream(device)
+            self._on_device.extend(batches[0].map(partial(torch.empty_like, device=device)) for _ in range(on_device))
+        if device.type == "cuda":
+            batches.pin()
+        self._granted: deque[int] = deque()
+        """Buffers that the producers have filled or will fill, in order."""
+        self._next: Delivery | Exception | None = None
+        self._copied_at: dict[int, Any] = {}
+        """The event behind the last copy of a buffer."""
+        self._leaving: list[int] = []
+        """Buffers to be granted as soon as they are copied."""
+        for number in range(len(batches)):
+            self._grant(number)
+
+    def take(self) -> Delivery:
+        """The next one; its buffer stays as it is until `release`. Waits for the producers. Raises: as receive does."""
+        delivery = self._receive() if self._next is None else self._next
+        self._next = None
+        if isinstance(delivery, Exception):
+            raise delivery
+        return delivery
+
+    def look_ahead(self) -> None:
+        """Start the next one's copy if it is decoded, and grant the buffers that have been copied. Never waits."""
+        self._grant_copied()
+        if self._next is None and all(producer.is_ready() for producer in self._producers):
+            self._next = self._receive()
+
+    def upload(self, number: int) -> Upload:
+        """Start a copy of the buffer to the device, over the micro-batch there that was uploaded longest ago."""
+        source = self._batches[number]
+        if not self._on_device:
+            return Upload(source.map(torch.clone), None)
+        target = self._on_device[0]
+        self._on_device.rotate(-1)
+        self._stream.wait_stream(self._module.current_stream(self._device))  # it may still be read there
+        with self._module.stream(self._stream):
+            target.copy_(source)
+            event = self._module.Event()
+            event.record()
+        self._copied_at[number] = event
+        return Upload(target, event)
+
+    def arrive(self, upload: Upload) -> MicroBatch:
+        """The uploaded micro-batch, for the current stream, which waits for the copy; the host does not."""
+        if upload.event is not None:
+            self._module.current_stream(self._device).wait_event(upload.event)
+        return upload.batch
+
+    def release(self, number: int) -> None:
+        """The buffer may be filled again once it is copied."""
+        self._leaving.append(number)
+        self._grant_copied()
+
+    def _receive(self) -> Delivery | Exception:
+        try:
+            if not all(producer.is_ready() for producer in self._producers):
+                self._grant_copied(wait=True)  # they may have no buffer left
+            number = self._granted.popleft()
+            parts = [producer.receive() for producer in self._producers]
+            return Delivery(number, parts, self.upload(number))
+        except Exception as error:
+            return error
+
+    def _grant_copied(self, wait: bool = False) -> None:
+        for number in list(self._leaving):
+            event = self._copied_at.get(number)
+            if wait and event is not None:
+                event.synchronize()
+            if event is None or event.query():
+                self._leaving.remove(number)
+                self._copied_at.pop(number, None)
+                self._grant(number)
+
+    def _grant(self, number: int) -> None:
+        self._granted.append(number)
+        for producer in self._producers:
+            producer.grant(number)

@@ -1,0 +1,93 @@
+"""Buffers for micro-batches, in memory that a rank's trainer and its data workers share.
+
+Every worker writes its samples straight to their rows, so nobody joins or copies parts. The memory is a memfd: unlike
+/dev/shm it has no limit of its own, and the kernel frees it with the last process that maps it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import mmap
+import os
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+import torch
+
+from disco_ds.data.step_data import MicroBatch
+
+logger = logging.getLogger(__name__)
+
+
+class SharedBatches:
+    """`num` buffers of one MicroBatch each, zero at first; pickling it to a process that starts shares them."""
+
+    def __init__(self, num: int, micro_batch: int, image_size: tuple[int, int], context_length: int) -> None:
+        self._shapes = _shapes(num, micro_batch, image_size, context_length)
+        self._pinned = False
+        self._fd = os.memfd_create("disco_ds")
+        os.ftruncate(self._fd, sum(_sizes(self._shapes)))
+        self._map()
+
+    def __getitem__(self, number: int) -> MicroBatch:
+        return self._buffers[number]
+
+    def __len__(self) -> int:
+        return len(self._buffers)
+
+    def __getstate__(self) -> tuple[dict[str, tuple[int, ...]], Any]:
+        return self._shapes, DupFd(self._fd)
+
+    def __setstate__(self, state: tuple[dict[str, tuple[int, ...]], Any]) -> None:
+        self._shapes, descriptor = state
+        self._pinned, self._fd = False, descriptor.detach()
+        self._map()
+
+    def pin(self) -> None:
+        """Let the CUDA device copy from here without the host's help; where that fails, copies are slower."""
+        error = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.nbytes, 0)  # type: ignore[attr-defined]
+        self._pinned = int(error) == 0
+        if not self._pinned:
+            logger.warning("the data's buffers could not be pinned (CUDA error %d): copies to the device wait", error)
+
+    def close(self) -> None:
+        """Give the memory back as soon as no tensor of it is left."""
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())  # type: ignore[attr-defined]
+            self._pinned = False
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _map(self) -> None:
+        sizes = _sizes(self._shapes)
+        self._memory = torch.frombuffer(mmap.mmap(self._fd, sum(sizes)), dtype=torch.uint8)
+        fields = {
+            name: part.view(_type(name)).view(shape)
+            for part, (name, shape) in zip(self._memory.split(sizes), self._shapes.items(), strict=True)
+        }
+        num = self._shapes["index"][0]
+        self._buffers = [MicroBatch(**{name: field[k] for name, field in fields.items()}) for k in range(num)]
+
+
+def batch_bytes(micro_batch: int, image_size: tuple[int, int], context_length: int) -> int:
+    """Of one buffer."""
+    return sum(_sizes(_shapes(1, micro_batch, image_size, context_length)))
+
+
+def _shapes(num: int, micro_batch: int, image_size: tuple[int, int], context_length: int) -> dict[str, tuple[int, ...]]:
+    return {
+        "index": (num, micro_batch),
+        "epoch": (num, micro_batch),
+        "text": (num, micro_batch, context_length),
+        "image": (num, micro_batch, 3, *image_size),  # last: the others need their 8 bytes aligned
+    }
+
+
+def _sizes(shapes: dict[str, tuple[int, ...]]) -> list[int]:
+    return [math.prod(shape) * _type(name).itemsize for name, shape in shapes.items()]
+
+
+def _type(name: str) -> torch.dtype:
+    return torch.uint8 if name == "image" else torch.int64
