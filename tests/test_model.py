@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision import transforms
 from towers import CONTEXT, IMAGE_SIZE, TINY, VOCABULARY, batches, write_tiny
 
@@ -109,8 +110,33 @@ def test_forward_normalises_with_the_models_own_mean_and_std(tmp_path: Path) -> 
 def test_forward_of_bytes_equals_floats_in_0_1(tiny: str) -> None:
     model = build(tiny).eval()
     image = one_batch()[0]
-    assert torch.equal(model(image)[0], model(image.float() / 255)[0])
+    torch.testing.assert_close(model(image)[0], model(image.float() / 255)[0], rtol=1e-5, atol=1e-6)
     assert not torch.equal(model(image)[0], model(image.float())[0])
+
+
+class Passes(TorchDispatchMode):
+    """Names what makes a tensor of an image's size, up to the tower's first layer."""
+
+    def __init__(self, numel: int):
+        super().__init__()
+        self.numel, self.names, self.begun = numel, list[str](), False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        self.begun |= func.overloadpacket is torch.ops.aten.convolution
+        if not self.begun and isinstance(out, Tensor) and out.numel() >= self.numel:
+            self.names.append(f"{func.overloadpacket.__name__} {out.dtype}")
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pixels_become_the_towers_input_in_one_pass(tiny: str, dtype: torch.dtype) -> None:
+    model = build(tiny).eval()
+    image = one_batch()[0]
+    with Passes(image.numel()) as passes, torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        model(image)
+    assert passes.begun
+    assert passes.names == [f"empty {dtype}", f"addcmul {dtype}"]
 
 
 def test_forward_under_autocast_keeps_fp32_unit_rows(tiny: str) -> None:

@@ -3,6 +3,8 @@
     python tools/bench_data.py                                224-pixel JPEG shards made for it, one worker each
     python tools/bench_data.py --shards DIR --size 224
     python tools/bench_data.py --decoders                     ms per image: PIL, and torchvision, which the workers use
+    python tools/bench_data.py --waits --load 0.8             share of a step spent waiting for data, with a device that
+                                                              sleeps instead of computing; decoding takes 0.8 of it
 
 Both sides read tars of JPEG and text, take a random crop of 0.9 to 1 of the area, resize bicubic with antialias,
 tokenize, and hand batches of uint8 pixels over from one worker process. open_clip's side is open_clip_train's
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import json
 import os
 import resource
@@ -27,13 +30,17 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy
 import torch
 from PIL import Image
 
+from disco_ds.data import Loader, StepData
+from disco_ds.data_settings import Pixels
+
 BATCH = 128
+WAITS_BATCH = 32
 WARM_UP = 8
 """Batches before the clock starts: the worker has started, and its shuffle buffer holds something."""
 SCALE = (0.9, 1.0)
@@ -50,6 +57,10 @@ def parse_args() -> Namespace:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--webdataset", default="0.2.86", help="the version for open_clip's side, which needs < 0.2.96")
     parser.add_argument("--decoders", action="store_true", help="compare what decodes and resizes, and nothing else")
+    parser.add_argument("--waits", action="store_true", help="simulate a device, and nothing else")
+    parser.add_argument(
+        "--load", type=float, default=0.8, help="of --waits: time to decode a step / time to compute it"
+    )
     parser.add_argument("--side", choices=("disco_ds", "open_clip"), help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -103,7 +114,7 @@ def compare_decoders(size: int) -> None:
         print(f"{side:<10} {times[0]:8.2f} {times[1]:15.2f} {difference:16.2f}")
 
 
-def our_batches(folder: Path, size: int) -> Iterator[Any]:
+def open_loader(folder: Path, size: int, micro_batch: int, num_micro_batches: int, pixels: Pixels) -> Loader:
     import open_clip
 
     from disco_ds.config import DataSettings
@@ -111,16 +122,65 @@ def our_batches(folder: Path, size: int) -> Iterator[Any]:
 
     settings = DataSettings(shards=str(folder), workers=1, crop_scale=SCALE, captions={"{txt}": 1.0})
     tokenizer = open_clip.get_tokenizer(TOKENIZER)
-    loader = Loader(
+    return Loader(
         settings, [load_manifest(folder)], ImageSpec((size, size), "bicubic", "shortest"), tokenizer, 77, 49408,
-        rank=0, size=1, global_batch=BATCH, micro_batch=BATCH, seed=0,
+        rank=0, size=1, global_batch=micro_batch * num_micro_batches, micro_batch=micro_batch, seed=0, pixels=pixels,
     )  # fmt: skip
+
+
+def show_waits(folder: Path, size: int, load: float) -> None:
+    """For one worker and a device that computes as GradAccum does: what of a step is not computing, and of that the
+    waiting for samples that are not decoded yet. The rest is copies and sleeping for too long."""
+    torch.set_num_threads(1)
+    print(f"{'pixels':12} {'micro-batches':>13} {'step ms':>8} {'beside %':>10} {'waiting %':>13}")
+    for pixels, K in itertools.product(get_args(Pixels), (1, 8, 32)):
+        loader = open_loader(folder, size, WAITS_BATCH, K, pixels)
+        try:
+            compute(loader.read_step(), K, 0.0)  # the worker starts
+            start, steps = time.perf_counter(), max(1, 32 // K)
+            for _ in range(steps):  # as fast as it decodes
+                compute(loader.read_step(), K, 0.0)
+            decoding = (time.perf_counter() - start) / steps
+            # A forward of every micro-batch, backwards of twice that, and again forwards of all but the last.
+            forward = decoding / load / (4 * K - 1)
+            for _ in range(2):
+                compute(loader.read_step(), K, forward)
+            steps, waited, start = max(3, 64 // K), 0.0, time.perf_counter()
+            for _ in range(steps):
+                data = loader.read_step()
+                compute(data, K, forward)
+                waited += data.wait_s
+            step = (time.perf_counter() - start) / steps
+        finally:
+            loader.close()
+        busy = forward * (4 * K - 1)
+        print(
+            f"{pixels:12} {K:13} {1000 * step:8.0f} {100 * (1 - busy / step):10.1f} {100 * waited / steps / step:13.1f}"
+        )
+
+
+def compute(data: StepData, K: int, forward: float) -> None:
+    """A step on a device that takes `forward` seconds for one."""
+    for k in range(K):
+        _ = data.micro_batches[k]
+        time.sleep(forward)
+    time.sleep(2 * forward)
+    for k in range(K - 1):
+        _ = data.micro_batches[k]
+        time.sleep(3 * forward)
+    if data.error:
+        raise RuntimeError(data.error)
+
+
+def our_batches(folder: Path, size: int) -> Iterator[Any]:
+    loader = open_loader(folder, size, BATCH, 1, "device")
     try:
         while True:
             data = loader.read_step()
+            image = data.micro_batches[0].image
             if data.error:
                 raise RuntimeError(data.error)
-            yield data.micro_batches[0].image
+            yield image
     finally:
         loader.close()
 
@@ -195,6 +255,13 @@ def main() -> None:
         compare_decoders(args.size)
         return
     with tempfile.TemporaryDirectory() as temporary:
+        if args.waits:
+            from disco_ds.data import index_shards, write_manifest
+
+            make_shards(Path(temporary), args.size)
+            write_manifest(index_shards(Path(temporary)))
+            show_waits(Path(temporary), args.size, args.load)
+            return
         folder, old = args.shards or Path(temporary, "shards"), Path(temporary, "webdataset")
         wanted = [f"webdataset=={args.webdataset}", *PANDAS, "--no-deps", "--quiet", "--target", str(old)]
         subprocess.run([sys.executable, "-m", "pip", "install", *wanted], check=True)

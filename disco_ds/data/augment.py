@@ -22,14 +22,15 @@ def augment(image: Tensor, epoch: Tensor, index: Tensor, seed: int, settings: Au
     """Rotate, zoom and shift each image, then change gain and offset of its channels.
 
     Args:    image [m, 3, H, W] uint8; epoch, index [m] int64, all on one device; view: each has its own random changes.
-    Returns: [m, 3, H, W] fp32 in [0, 1], also under autocast; what comes into view from outside is white.
+    Returns: [m, 3, H, W] fp32 in [0, 1], also under autocast; what comes into view from outside is white. The uint8
+             pixels themselves where the settings change nothing.
     """
+    moves = settings.rotate_degrees or settings.zoom or settings.shift
+    colours = settings.colour_scale or settings.colour_offset
+    if not moves and not colours:
+        return image
     with torch.autocast(device_type=image.device.type, enabled=False):
         pixels = image.to(torch.float32) / 255
-        moves = settings.rotate_degrees or settings.zoom or settings.shift
-        colours = settings.colour_scale or settings.colour_offset
-        if not moves and not colours:
-            return pixels
         # [m, 10] in [-1, 1): rotation, zoom, shift x and y, gains, offsets.
         drawn = 2 * keyed_uniform(seed, epoch, index, _NUM_COLUMNS, AUGMENT_COLUMN + view * _NUM_COLUMNS) - 1
         if moves:

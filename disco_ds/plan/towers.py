@@ -29,7 +29,7 @@ from disco_ds.data import MicroBatch, augment
 from disco_ds.data_settings import AugmentSettings
 from disco_ds.ds_config import precision
 from disco_ds.losses import build_loss
-from disco_ds.model import build_model, channels, read_preprocessing, read_text_size
+from disco_ds.model import build_model, pixel_affine, read_preprocessing, read_text_size
 from disco_ds.step import Forward
 
 DTYPES = {"autocast": torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -207,7 +207,7 @@ def _trace(tree: str, m: int, like_gpu: bool) -> Towers:
 @contextmanager
 def _fake(like_gpu: bool) -> Iterator[None]:
     """Nothing made in here has memory, and nothing made in here is found again outside."""
-    channels.cache_clear()
+    pixel_affine.cache_clear()
     try:
         with ExitStack() as stack:
             # open_clip moves the model to the device it is on, which fake parameters refuse.
@@ -217,7 +217,7 @@ def _fake(like_gpu: bool) -> Iterator[None]:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             yield
     finally:
-        channels.cache_clear()
+        pixel_affine.cache_clear()
 
 
 def _in_fp32(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
