@@ -39,7 +39,7 @@ class Upload:
 
     batch: MicroBatch
     event: Any
-    """Recorded behind the copy; None where the copy is done."""
+    """Recorded behind the copy."""
 
 
 @dataclass
@@ -61,13 +61,12 @@ class Feed:
     def __init__(
         self, batches: SharedBatches, producers: Sequence[Producer], device: torch.device, on_device: int
     ) -> None:
-        self._batches, self._producers, self._device = batches, producers, device
-        self._on_device: deque[MicroBatch] = deque()
-        """The one whose turn is next comes first; none on the CPU."""
-        if device.type != "cpu":
-            self._module = torch.get_device_module(device)
-            self._stream = self._module.Stream(device)
-            self._on_device.extend(batches[0].map(partial(torch.empty_like, device=device)) for _ in range(on_device))
+        self._batches, self._producers = batches, producers
+        self._streams = torch.get_device_module(device)  # on a CPU nothing waits and nothing runs beside
+        self._stream = self._streams.Stream()
+        on_device_batches = (batches[0].map(partial(torch.empty_like, device=device)) for _ in range(on_device))
+        self._on_device = deque(on_device_batches)
+        """The one whose turn is next comes first."""
         if device.type == "cuda":
             batches.pin()
         self._granted: deque[int] = deque()
@@ -96,23 +95,19 @@ class Feed:
 
     def upload(self, number: int) -> Upload:
         """Start a copy of the buffer to the device, over the micro-batch there that was uploaded longest ago."""
-        source = self._batches[number]
-        if not self._on_device:
-            return Upload(source.map(torch.clone), None)
-        target = self._on_device[0]
+        batch = self._on_device[0]
         self._on_device.rotate(-1)
-        self._stream.wait_stream(self._module.current_stream(self._device))  # it may still be read there
-        with self._module.stream(self._stream):
-            target.copy_(source)
-            event = self._module.Event()
+        self._stream.wait_stream(self._streams.current_stream())  # it may still be read there
+        with self._streams.stream(self._stream):
+            batch.copy_(self._batches[number])
+            event = self._streams.Event()
             event.record()
         self._copied_at[number] = event
-        return Upload(target, event)
+        return Upload(batch, event)
 
     def arrive(self, upload: Upload) -> MicroBatch:
         """The uploaded micro-batch, for the current stream, which waits for the copy; the host does not."""
-        if upload.event is not None:
-            self._module.current_stream(self._device).wait_event(upload.event)
+        self._streams.current_stream().wait_event(upload.event)
         return upload.batch
 
     def release(self, number: int) -> None:
@@ -132,12 +127,10 @@ class Feed:
 
     def _grant_copied(self, wait: bool = False) -> None:
         for number in list(self._leaving):
-            event = self._copied_at.get(number)
-            if wait and event is not None:
-                event.synchronize()
-            if event is None or event.query():
+            if wait:
+                self._copied_at[number].synchronize()
+            if self._copied_at[number].query():
                 self._leaving.remove(number)
-                self._copied_at.pop(number, None)
                 self._grant(number)
 
     def _grant(self, number: int) -> None:
