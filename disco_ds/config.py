@@ -188,7 +188,7 @@ class Config(Settings):
     samples: int | None = Field(None, gt=0)
     """Length of the run in samples, rounded down to whole steps; or `steps`."""
     pixels: Pixels = "device"
-    """How a step's images wait between the two passes of GradAccum: as uint8 on the device, or pinned on the host; or
+    """Where a step's images wait between the two passes of GradAccum: as uint8 on the device, or pinned on the host; or
     compressed in the data workers, which then decode them twice."""
     timeout_s: float = Field(600.0, gt=0)
     """A collective that waits longer ends the run, naming the rank that did not come."""

@@ -115,7 +115,7 @@ def _normalise(model: Any, image: Tensor) -> Tensor:
     factor, offset = pixel_affine(
         model.image_mean, model.image_std, 255.0 if image.dtype == torch.uint8 else 1.0, device
     )
-    autocast = torch.is_autocast_enabled(device.type)
+    autocast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type) if autocast else model.logit_scale.dtype
     # Convolutions run faster on channels_last.
     out = torch.empty(image.shape, dtype=dtype, device=device, memory_format=torch.channels_last)

@@ -55,10 +55,10 @@ class Phases:
     def read(self, wait_s: float) -> dict[str, float]:
         """What the step at hand has cost; nothing, if it was not sampled. Collective.
 
-        Args:    wait_s: time this rank waited for the step's data.
-        Returns: time/...: seconds, the mean over ranks, so that they add up to the step; memory/...: of the rank that
-                 has most; comm/received_bytes: by the loss's collectives, not by the engine's; ranks/slowest: which
-                 rank came last to the first collective, ranks/slowest_s, ranks/median_s: after how long.
+        Args:    wait_s: time this rank waited for the step's data, a part of the phases'.
+        Returns: time/...: seconds, the mean over ranks, so that the phases add up to the step; memory/...: of the rank
+                 that has most; comm/received_bytes: by the loss's collectives, not by the engine's; ranks/slowest:
+                 which rank came last to the first collective, ranks/slowest_s, ranks/median_s: after how long.
         """
         if not self._spans:
             return {}
@@ -72,8 +72,8 @@ class Phases:
             mine["memory/reserved_bytes"] = get_accelerator().max_memory_reserved()
         row = torch.tensor([list(mine.values())], dtype=torch.float64, device=comm.local_device())
         ranks = comm.gather(row).cpu()
-        # Data and forward: at ZeRO 3 the forward has collectives, so that the others wait in it too.
-        arrivals = ranks[:, 0] + ranks[:, 1]
+        # Of the forward, in which data are waited for: at ZeRO 3 it has collectives, so that the others wait in it too.
+        arrivals = ranks[:, list(mine).index("time/forward_s")]
         means, most, last = ranks.mean(0).tolist(), ranks.amax(0).tolist(), int(arrivals.argmax())
         values = {name: (means if name.startswith("time/") else most)[k] for k, name in enumerate(mine)}
         values |= {"ranks/slowest": last, "ranks/slowest_s": arrivals[last].item()}

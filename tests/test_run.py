@@ -12,7 +12,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +207,6 @@ CASES = {
     ],
 )
 def test_killed_and_resumed_run_is_the_uninterrupted_one(case, tmp_path):
-    before = left_in_shared_memory()
     folder = tmp_path / "a folder"
     arguments = write_recipe(folder, CASES[case])
     run_ranks(train_without_launcher, 2, folder, [*arguments, "name=whole"])
@@ -223,7 +222,6 @@ def test_killed_and_resumed_run_is_the_uninterrupted_one(case, tmp_path):
     equal_checkpoints(*(path / "checkpoints" / "step-00000008" for path in (run, whole)))
     kept = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert kept == ["step-00000003", "step-00000006", "step-00000008"]
-    assert left_in_shared_memory() <= before + 2**20
 
 
 @pytest.mark.slow
@@ -278,16 +276,6 @@ def test_front_end_killed_ends_launcher_and_ranks(tmp_path):
     arguments += ["steps=500", "checkpoint.every_steps=0"]
     assert kill_at_step(2, "front end", "deepspeed", arguments, folder, run) < 30
     assert not (run / "finished.json").exists()
-
-
-def left_in_shared_memory() -> int:
-    """Bytes of torch's files in /dev/shm whose process is gone; what lives there may be another test's."""
-    total = 0
-    for path in Path("/dev/shm").glob("torch_*"):
-        with suppress(FileNotFoundError):
-            if not psutil.pid_exists(int(path.name.split("_")[1])):
-                total += path.stat().st_size
-    return total
 
 
 def test_sessions_are_found():

@@ -7,6 +7,7 @@
     table       a csv of image paths           folder      images in class sub-folders
     decode      bytes -> image, caption        source      all of them, or random pixels
     augment     images, on the device          worker      decoding processes
+    feed        from them to the device        shared_batches  the memory they write into
     loader      a rank's stream of them        step_data   the micro-batches of a step
     sequential  every sample once, for evaluation
 
