@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -23,6 +24,23 @@ FAULTY = 1
 LOST_AFTER_S = 3.0
 
 
+class Gpu:
+    """A device that does what it is given at once, until it hangs or breaks. `Event` is as torch.cuda.Event."""
+
+    state = "fine"
+
+    class Event:
+        def record(self) -> None:
+            self.state = Gpu.state
+
+        def query(self) -> bool:
+            if self.state == "breaks":
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            if self.state == "blocks":  # the driver does not answer, and torch holds the global lock meanwhile
+                ctypes.PyDLL(None).sleep(1000)
+            return self.state == "fine"
+
+
 def enter(number: int, port: int, folder: Path, kind: str, lost_after_s: float) -> None:
     """One rank, in a process of its own."""
     with (folder / f"{number}.log").open("wb") as log:
@@ -31,14 +49,22 @@ def enter(number: int, port: int, folder: Path, kind: str, lost_after_s: float) 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     signal.signal(signal.SIGTERM, lambda *_: None)
     torch.set_num_threads(1)
-    with comm.session(60), Heartbeat(lost_after_s, LOST_AFTER_S if kind == "hangs" else 60) as heart:
+    timeout_s = LOST_AFTER_S if "hang" in kind or "GPU" in kind or kind == "fine" else 60
+    event = Gpu.Event if "GPU" in kind else None
+    with comm.session(60), Heartbeat(lost_after_s, timeout_s, event) as heart:
+        heart.folder = folder / "hangs"
         for step in range(10 if kind == "fine" else 10**6):
-            heart.mark(step, "reading data")
-            if number == FAULTY and step == 10:
+            heart.mark(step, "reading data", timed=True)
+            if step == 10 and (number == FAULTY or "all" in kind):
                 misbehave(kind)
-            heart.mark(step, "computing")
+            heart.mark(step, "computing", timed=True)
+            if step == 10 and "GPU" in kind:
+                sleep_for_ever()  # every host waits for its device
             comm.all_reduce_sum(torch.ones(1))
             if step == 9:
+                if kind == "fine":
+                    heart.mark(step, "saving")
+                    time.sleep(1.5 * LOST_AFTER_S)
                 (folder / f"{number}.ready").touch()
             time.sleep(0.03)
 
@@ -46,7 +72,14 @@ def enter(number: int, port: int, folder: Path, kind: str, lost_after_s: float) 
 def misbehave(kind: str) -> None:
     if kind == "fails":
         raise ValueError("bad luck")
-    while kind == "hangs":
+    if "GPU" in kind:
+        Gpu.state = kind.split()[-1]
+    elif "hang" in kind:
+        sleep_for_ever()
+
+
+def sleep_for_ever() -> None:
+    while True:
         time.sleep(0.1)
 
 
@@ -84,14 +117,20 @@ class Ranks:
             process.kill()
             process.join()
 
+    def said(self, number: int, within_s: float = LOST_AFTER_S + 5) -> str:
+        """Why this rank has stopped, by itself and in time."""
+        process = self.processes[number]
+        process.join(max(self.since + within_s - time.monotonic(), 0))
+        assert process.exitcode == 1, (number, process.exitcode, self.log(number))
+        return next(line for line in self.log(number).splitlines() if f"rank {number} stops: " in line)
+
+    def stacks(self, number: int) -> str:
+        return (self.folder / "hangs" / f"stacks_rank_{number}.txt").read_text()
+
     def check_named(self, faulty: int, *words: str, within_s: float = LOST_AFTER_S + 5) -> None:
         """Every other rank has ended with an error that names the faulty one, its host and its last step."""
         for number in set(range(SIZE)) - {faulty}:
-            process = self.processes[number]
-            process.join(max(self.since + within_s - time.monotonic(), 0))
-            assert process.exitcode == 1, (number, process.exitcode, self.log(number))
-            named = f"rank {number} stops: "
-            said = next(line for line in self.log(number).splitlines() if named in line)
+            said = self.said(number, within_s)
             for word in (f"rank {faulty} on {socket.gethostname()} (last step ", *words):
                 assert word in said, said
 
@@ -119,6 +158,37 @@ def check_frozen(group: Ranks) -> None:
     assert not any(group.log(number) for number in range(SIZE))
 
 
+def check_hung(group: Ranks) -> None:
+    """The rank that hangs leaves where it does."""
+    group.check_named(FAULTY, "last step 10, reading", "all wait for ")
+    assert f"for rank {FAULTY} on " in group.said(FAULTY)
+    assert "misbehave" in group.stacks(FAULTY)
+    assert "misbehave" not in group.stacks(0)
+
+
+def check_all_hung(group: Ranks) -> None:
+    for number in range(SIZE):
+        assert "nobody has come on for 3 s: ranks 0-2 at step 10, reading data" in group.said(number)
+        assert "misbehave" in group.stacks(number)
+
+
+def check_gpu(group: Ranks) -> None:
+    """All hosts are at one mark: the device tells them apart."""
+    for number in range(SIZE):
+        named = f"the GPU of rank {FAULTY} on {socket.gethostname()} has not got beyond step 10, reading data, for 3 s"
+        assert named in group.said(number)
+        assert "sleep_for_ever" in group.stacks(number)
+
+
+def check_blocked(group: Ranks) -> None:
+    """Nothing in Python runs any more, so that nobody can be named; they end all the same, and say where they are."""
+    for number, process in enumerate(group.processes):
+        process.join(max(group.since + 2 * LOST_AFTER_S + 5 - time.monotonic(), 0))
+        assert process.exitcode == 1, (number, process.exitcode, group.log(number))
+        assert "Timeout (0:00:03)!" in group.log(number)
+        assert "in query" in group.log(number)
+
+
 SILENT = "has given no sign of life for"
 STORE = "no answer from the rendezvous store for"
 CASES: dict[str, tuple[Callable[[Ranks], Any], Callable[[Ranks], None]]] = {
@@ -129,7 +199,11 @@ CASES: dict[str, tuple[Callable[[Ranks], Any], Callable[[Ranks], None]]] = {
     ),
     "killed": (lambda r: r.send(signal.SIGKILL, FAULTY), lambda r: r.check_named(FAULTY, SILENT)),
     "stopped": (lambda r: r.send(signal.SIGSTOP, FAULTY), lambda r: r.check_named(FAULTY, SILENT)),
-    "hangs": (Ranks.wait_ready, lambda r: r.check_named(FAULTY, "last step 10, reading", "all wait for ")),
+    "hangs": (Ranks.wait_ready, check_hung),
+    "all hang": (Ranks.wait_ready, check_all_hung),
+    "GPU hangs": (Ranks.wait_ready, check_gpu),
+    "GPU breaks": (Ranks.wait_ready, check_gpu),
+    "all GPU blocks": (Ranks.wait_ready, check_blocked),
     "store killed": (lambda r: r.send(signal.SIGKILL, 0), lambda r: r.check_named(0, STORE)),
     "store stopped": (lambda r: r.send(signal.SIGSTOP, 0), lambda r: r.check_named(0, STORE)),
     "all frozen": (lambda r: r.send(signal.SIGSTOP), check_frozen),
@@ -140,7 +214,9 @@ CASES: dict[str, tuple[Callable[[Ranks], Any], Callable[[Ranks], None]]] = {
     "kinds",
     [
         ("fails", "killed", "stopped"),
-        pytest.param(("fine", "hangs", "store killed", "store stopped", "all frozen"), marks=pytest.mark.slow),
+        ("all hang", "GPU hangs"),
+        pytest.param(("hangs", "GPU breaks", "all GPU blocks"), marks=pytest.mark.slow),
+        pytest.param(("fine", "store killed", "store stopped", "all frozen"), marks=pytest.mark.slow),
     ],
 )
 def test_every_survivor_names_the_lost_rank(kinds: tuple[str, ...], tmp_path: Path) -> None:
