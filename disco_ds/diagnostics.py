@@ -14,7 +14,7 @@ from pathlib import Path
 
 from disco_ds import flight_recorder
 
-FOLDER = "hangs"
+FOLDER = "diagnostics"
 """In the run folder."""
 STACKS = "stacks_rank_{}.txt"
 TRACE = "nccl_trace_rank_"

@@ -79,9 +79,9 @@ class Heartbeat:
         self._marks.set(step, doing)
 
     @property
-    def doing(self) -> str:
-        """What came with the last mark."""
-        return self._marks.host.doing
+    def place(self) -> Place:
+        """The last mark."""
+        return self._marks.host
 
     def __enter__(self) -> Heartbeat:
         """Start. Collective."""

@@ -242,6 +242,7 @@ def remove_old(run: Run, keep_last: int) -> int:
 
 def wait_for_copies(run: Run) -> None:
     """Until the user's command has copied the last checkpoint, within its time. Collective."""
+    run.heart.mark(run.heart.place.step, "waiting for copies")
     settings = run.config.checkpoint
     end = time.monotonic() + settings.copy_timeout_s
     while settings.copy_command:
@@ -322,7 +323,7 @@ def run_recipe(config: Config, args: Namespace, first: bool) -> int:
             mark_launch(run.folder, args.launch_word)
         code = 0
         try:
-            with explained(config, lambda: run.heart.doing):
+            with explained(config, lambda: run.heart.place.doing):
                 train(run)
                 finish(run)
         except (StopError, FloatingPointError, comm.AgreedError) as error:

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +16,11 @@ from typing import Any
 import pytest
 import torch
 from dist import free_port, start_server
+from test_build import recipe
 
 from disco_ds import comm
-from disco_ds.heartbeat import HURRY_S, Heartbeat
+from disco_ds.heartbeat import HURRY_S, Heartbeat, join_ranks
+from disco_ds.train import main
 
 SIZE = 3
 FAULTY = 1
@@ -233,6 +236,10 @@ def test_every_survivor_names_the_lost_rank(kinds: tuple[str, ...], tmp_path: Pa
             group.end()
 
 
+def test_ranks_are_joined_in_words() -> None:
+    assert [join_ranks(ranks) for ranks in ([3], [0, 1], [2, 0, 1, 7])] == ["rank 3", "ranks 0-1", "ranks 0-2, 7"]
+
+
 @pytest.mark.slow
 def test_signal_of_a_launcher_shortens_the_wait(tmp_path: Path) -> None:
     """It comes a second after a rank has died, and half a minute later SIGKILL."""
@@ -243,3 +250,48 @@ def test_signal_of_a_launcher_shortens_the_wait(tmp_path: Path) -> None:
         group.check_named(FAULTY, SILENT, within_s=HURRY_S + 8)
     finally:
         group.end()
+
+
+def hang_in_forward(number: int, port: int, folder: Path, path: Path) -> None:
+    """One rank of a real run, of which one hangs in the second step."""
+    with (folder / f"{number}.log").open("wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    os.environ.update(RANK=str(number), WORLD_SIZE="2", LOCAL_RANK=str(number))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    calls = 0
+
+    def before_forward(module: Any, arguments: Any) -> None:
+        nonlocal calls
+        if type(module).__name__ == "VisionTransformer" and number == 1:
+            calls += 1
+            if calls == 5:  # two micro-batches, of which the first is repeated
+                sleep_for_ever()
+
+    torch.nn.modules.module.register_module_forward_pre_hook(before_forward)
+    sys.exit(main(["--config", str(path), "timeout_s=10", "data.timeout_s=5"]))
+
+
+@pytest.mark.slow
+def test_run_names_the_phase_in_which_a_rank_hangs(tmp_path: Path) -> None:
+    start_server()
+    context, port, path = multiprocessing.get_context("forkserver"), free_port(), recipe(tmp_path)
+    ranks = [context.Process(target=hang_in_forward, args=(number, port, tmp_path, path)) for number in range(2)]
+    for process in ranks:
+        process.start()
+    try:
+        for process in ranks:
+            process.join(60)
+        logs = [(tmp_path / f"{number}.log").read_text() for number in range(2)]
+        assert [process.exitcode for process in ranks] == [1, 1], logs
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    for log in logs:
+        assert f"for rank 1 on {socket.gethostname()} (last step 1, forward)" in log
+    stacks = [
+        (tmp_path / "runs" / "tiny" / "diagnostics" / f"stacks_rank_{number}.txt").read_text() for number in range(2)
+    ]
+    assert ["sleep_for_ever" in text for text in stacks] == [False, True]

@@ -32,6 +32,7 @@ HELPS = "what helps in"
 def enter(number: int, port: int, folder: Path, path: Path, phase: str, faulty: tuple[int, ...]) -> None:
     """One rank of a run whose model has no room in this phase of the second step, or of the evaluation."""
     with (folder / f"{phase}-{number}.log").open("wb") as log:
+        os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     os.environ.update(RANK=str(number), WORLD_SIZE="2", LOCAL_RANK=str(number))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
