@@ -24,6 +24,7 @@ from disco_ds.checkpoint import Saved
 from disco_ds.config import Config, render_ds_config
 from disco_ds.copies import Copies
 from disco_ds.data import ImageSpec, Loader, Manifest, Table, fingerprint, load_sources, merge_states
+from disco_ds.diagnostics import collect_in
 from disco_ds.engine import Engine, build_engine
 from disco_ds.eval import ImageSet, load_sets
 from disco_ds.flops import peak_samples_per_s
@@ -71,7 +72,7 @@ def build(config: Config, resume: str | None, stack: ExitStack, unattended: bool
     Raises: ValueError on every rank alike.
     """
     ranks = comm.size()
-    heart = stack.enter_context(Heartbeat(config.lost_after_s, 0.9 * config.timeout_s))
+    heart = stack.enter_context(Heartbeat(config.lost_after_s, config.timeout_s))
     share = share_host()
     render_ds_config(config, ranks)
     loss = build_loss(config.loss.name, **config.loss.options).to(comm.local_device())
@@ -95,6 +96,7 @@ def build(config: Config, resume: str | None, stack: ExitStack, unattended: bool
     stack.callback(loader.close)
     loss.set_num_samples(loader.num_samples, config.num_steps * config.global_batch)
     folder = folder or open_folder(config, None, stack)
+    heart.folder = collect_in(folder)
     ds_config = render_ds_config(config, ranks, folder)
     write_settings(config, ds_config, folder)
     best_pace = peak_samples_per_s(model, config.log.peak_flops)

@@ -19,6 +19,8 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from disco_ds import flight_recorder
+
 Group = Any
 """A process group of deepspeed.comm; None is the whole world."""
 Reduction = Literal["reduce_scatter", "all_reduce"]
@@ -65,6 +67,7 @@ def init(timeout_s: float) -> None:
         raise ValueError(f"RANK is set but {', '.join(missing)} is not; a launcher sets them all")
     if get_accelerator().device_name() != "cpu":
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+    flight_recorder.switch_on()
     dist.init_distributed(
         dist_backend=get_accelerator().communication_backend_name(),
         auto_mpi_discovery=False,
@@ -129,8 +132,21 @@ def open_store(timeout_s: float) -> Any:
     return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
+# Errors
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the accelerator had no memory left for torch, cuBLAS, cuDNN or NCCL."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    texts = ("cuda out of memory", "cuda error: out of memory", "_status_alloc_failed", "failure 2 'out of memory'")
+    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in texts)
+
+
 def may_be_of_another(error: BaseException) -> bool:
     """Whether it may be a failed collective's, and its cause another rank; gloo's errors have no type of their own."""
+    if is_out_of_memory(error):
+        return False
     if isinstance(error, torch.distributed.DistError):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in ("gloo", "nccl"))
@@ -329,12 +345,15 @@ class AgreedError(ValueError):
 def together(what: str) -> Iterator[None]:
     """Do what may fail on some ranks only, and fail on all of them or none. Collective; the body must not communicate.
 
-    Raises: AgreedError on every rank, naming the ranks and hosts that failed and why.
+    Raises: AgreedError on every rank, naming the ranks and hosts that failed and why; on a rank whose accelerator is
+            out of memory, that error alone.
     """
     problem: str | None = None
     try:
         yield
     except Exception as error:
+        if is_out_of_memory(error):
+            raise  # no text would help as train.py's does; the heartbeat ends the others
         told = isinstance(error, ValueError | OSError)
         problem = str(error) if told else f"{type(error).__name__}: {error}"
     reports = gather_objects((problem, socket.gethostname()))

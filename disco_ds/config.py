@@ -191,7 +191,8 @@ class Config(Settings):
     """Where a step's images wait between the two passes of GradAccum: as uint8 on the device, or pinned on the host; or
     compressed in the data workers, which then decode them twice."""
     timeout_s: float = Field(600.0, gt=0)
-    """A collective that waits longer ends the run, naming the rank that did not come."""
+    """A collective that waits longer, or a phase of a step that takes longer, ends the run, naming the rank or the GPU
+    that has not come as far as the others."""
     lost_after_s: float = Field(120.0, gt=0)
     """A rank that gives no sign of life for so long (it was killed or stopped, its host is gone) ends the run."""
     skip_nonfinite: int = Field(0, ge=0)

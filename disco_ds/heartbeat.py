@@ -2,7 +2,7 @@
 
 A collective that waits for a lost rank names nobody. So each rank has two threads beside the training. One writes this
 rank's beat into the launcher's rendezvous store and reads everyone's; the other only looks at the clock and never
-touches the store, which blocks for ever when its host is stopped. A step costs two assignments.
+touches the store, which blocks for ever when its host is stopped. How far a rank has come is in marks.py.
 """
 
 from __future__ import annotations
@@ -16,10 +16,15 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 
-from disco_ds import comm
+from deepspeed.accelerator import get_accelerator
+
+from disco_ds import comm, diagnostics
+from disco_ds.marks import Event, Marks, Place
 
 INTERVAL_S = 2.0
 """Between two beats; less where a lost rank is to be found sooner."""
@@ -33,19 +38,31 @@ RUNS = b" null]"
 
 
 class Heartbeat:
-    """Watches the other ranks while it is entered, and ends this process when one is lost.
+    """Watches the other ranks while it is entered, and ends this process when one is lost, or when nobody comes on.
 
-    A rank that fails says so as it leaves, so that the others need not wait for its silence.
+    A rank that fails says so as it leaves, so that the others need not wait for its silence. Three limits hold:
 
-    Args: lost_after_s: a rank silent for so long is lost; stuck_after_s: where this rank has waited for so long, the
-          rank that has not come as far is named.
+    - lost_after_s, always: a rank that gives no sign of life for so long is lost.
+    - 0.9 timeout_s, always: where this rank and its device have passed no mark for so long, the ranks whose host or
+      device has not come as far are named. This rank waits for them in a collective, which would end by the backend's
+      own timeout, timeout_s; that this is a little later lets the heartbeat speak first.
+    - timeout_s, at marks that are `timed`: where nobody is behind, all ends with the place of every rank. Building, the
+      first step (which compiles), evaluation and saving are not timed: in these each rank may have hours of work of
+      its own. Who waits there for another in a collective is still ended by the backend.
+
+    Args: make_event: of the accelerator, see marks.py; None: its own, if there is an accelerator.
     """
 
-    def __init__(self, lost_after_s: float, stuck_after_s: float):
-        self.lost_after_s, self.stuck_after_s = lost_after_s, stuck_after_s
+    def __init__(self, lost_after_s: float, timeout_s: float, make_event: Callable[[], Event] | None = None):
+        self.lost_after_s, self.timeout_s = lost_after_s, timeout_s
         self.interval_s = min(INTERVAL_S, lost_after_s / 10)
-        self.step, self.doing, self.marks = 0, "starting", 0
-        self._marked = self._answered = time.monotonic()
+        self.folder: Path | None = None
+        """For what a rank leaves before it is ended, see diagnostics.py."""
+        if make_event is None and comm.local_device().type != "cpu":
+            make_event = get_accelerator().Event
+        self._make_event = make_event
+        self._marks, self._timed = Marks(), False
+        self._answered = time.monotonic()
         self._count = 0
         self._verdict: str | None = None
         """Why this rank leaves, for the others to read; None while it goes on."""
@@ -53,17 +70,25 @@ class Heartbeat:
         self._hurry = self._stop = False
         self._wake, self._written = threading.Event(), threading.Event()
 
-    def mark(self, step: int, doing: str) -> None:
-        """Where the training is: steps done, and what comes. All ranks pass the same marks."""
-        self.step, self.doing = step, doing
-        self.marks += 1
-        self._marked = time.monotonic()
+    def mark(self, step: int, doing: str, timed: bool = False) -> None:
+        """Where the training is: steps done, and what comes. All ranks pass the same marks.
+
+        Args: timed: no rank takes timeout_s from here to the next mark.
+        """
+        self._timed = timed
+        self._marks.set(step, doing)
+
+    @property
+    def place(self) -> Place:
+        """The last mark."""
+        return self._marks.host
 
     def __enter__(self) -> Heartbeat:
         """Start. Collective."""
         self._watches = comm.size() > 1
         if not self._watches:
             return self
+        self._marks = Marks(self._make_event)
         self._hosts = comm.gather_objects(socket.gethostname())
         self._store = comm.open_store(self.lost_after_s)
         self._keys = [f"disco_ds/heartbeat/{rank}" for rank in range(comm.size())]
@@ -88,7 +113,7 @@ class Heartbeat:
         if error is not None and comm.may_be_of_another(error):
             self._error, self._hurry = error, True
             time.sleep(self._patience_s + 3 * self.interval_s)  # long enough for _beat to name another and end this
-        place = f"rank {self._me} on {socket.gethostname()} (last step {self.step:,}, {self.doing})"
+        place = f"rank {self._me} on {socket.gethostname()} (last {self._marks.host})"
         self._verdict = GONE if error is None else f"{place} failed: {type(error).__name__}: {error}"
         self._wake.set()
         self._written.wait(self.lost_after_s)
@@ -99,6 +124,8 @@ class Heartbeat:
         self._signalled.send(b"!")
         for thread in self._threads:
             thread.join(2 * self.interval_s)
+        if self._make_event:
+            diagnostics.cancel_end()
         signal.set_wakeup_fd(self._wakeup_before)
         self._signals.close()
         self._signalled.close()
@@ -116,6 +143,7 @@ class Heartbeat:
             self._wake.wait(self.interval_s)
             self._wake.clear()
             leaves = self._verdict is not None
+            self._marks.look()
             try:
                 self._write()
                 beats = self._store.multi_get(self._keys)
@@ -138,6 +166,8 @@ class Heartbeat:
         """The thread that never waits for the store."""
         last = time.monotonic()
         while not self._stop:
+            if self._make_event:
+                diagnostics.end_process_after(self.timeout_s)
             if select.select([self._signals], [], [], self.interval_s / 2)[0]:
                 self._signals.recv(64)
                 self._hurry = True
@@ -165,32 +195,76 @@ class Heartbeat:
         silent = min(others, key=lambda rank: self._since[rank], default=self._me)
         if others and now - self._since[silent] > self._patience_s:
             return f"{self._name(silent)} has given no sign of life for {now - self._since[silent]:.0f} s"
-        if now - self._marked > self.stuck_after_s:
-            behind = [self._name(rank) for rank in others if json.loads(self._beats[rank])[1] < self.marks]
-            if behind:
-                return f"all wait for {now - self._marked:.0f} s, for {'; '.join(behind)}"
+        if self._marks.still_s(now) > 0.9 * self.timeout_s and (told := self._find_behind(now)):
+            return told
+        if self._timed and self._marks.still_s(now) > self.timeout_s:
+            return f"nobody has come on for {self._marks.still_s(now):.0f} s: {self._describe_places()}"
         return None
+
+    def _find_behind(self, now: float) -> str | None:
+        """The ranks that have not come as far as this one, in words: by their hosts, else by their devices."""
+        waited_s, mine = self._marks.still_s(now), self._marks
+        running = [rank for rank, beat in enumerate(self._beats) if beat.endswith(RUNS)]
+        places = {rank: _places(self._beats[rank]) for rank in running if rank != self._me}
+        behind = [self._name(rank) for rank, (host, _) in places.items() if host.number < mine.host.number]
+        if behind:
+            return f"all wait for {waited_s:.0f} s, for {'; '.join(behind)}"
+        behind = [
+            f"the GPU of rank {rank} on {self._hosts[rank]} has not got beyond {device}"
+            for rank, (_, device) in places.items()
+            if device.number < mine.device.number
+        ]
+        return f"{'; '.join(behind)}, for {waited_s:.0f} s" if behind else None
+
+    def _describe_places(self) -> str:
+        """Where every rank is, alike ones together."""
+        ranks: dict[str, list[int]] = {}
+        for rank, beat in enumerate(self._beats):
+            host, device = _places(beat)
+            text = f"at {host}" if device == host else f"at {host} (its GPU at {device})"
+            ranks.setdefault(text, []).append(rank)
+        return "; ".join(f"{join_ranks(numbers)} {text}" for text, numbers in ranks.items())
 
     def _end(self, told: str, tell: bool = True) -> None:
         if tell:
             self._verdict = told
             with suppress(RuntimeError):
                 self._write()
-            if self._me == 0:
-                time.sleep(2 * self.interval_s)
         if self._error is not None:
             traceback.print_exception(self._error)
         print(f"error on {socket.gethostname()}: rank {self._me} stops: {told}", file=sys.stderr, flush=True)
+        diagnostics.leave(self.folder, self._me)
+        if tell and self._me == 0:
+            time.sleep(2 * self.interval_s)  # the others read it, in a store that may live in this process
         os._exit(1)
 
     def _write(self) -> None:
         self._count += 1
-        beat = [self._count, self.marks, self.step, self.doing, self._verdict]
+        beat = [self._count, *self._marks.host, *self._marks.device, self._verdict]
         self._store.set(self._keys[self._me], json.dumps(beat))
 
     def _name(self, rank: int) -> str:
-        _, _, step, doing, _ = json.loads(self._beats[rank])
-        return f"rank {rank} on {self._hosts[rank]} (last step {step:,}, {doing})"
+        host, _ = _places(self._beats[rank])
+        return f"rank {rank} on {self._hosts[rank]} (last {host})"
 
     def _fresh_window(self) -> None:
         self._since = [time.monotonic()] * len(self._beats)
+        self._marks.forgive()
+
+
+def _places(beat: bytes) -> tuple[Place, Place]:
+    """Of host and device."""
+    _, *places, _ = json.loads(beat)
+    return Place(*places[:3]), Place(*places[3:])
+
+
+def join_ranks(ranks: Iterable[int]) -> str:
+    """In words: "ranks 0-6, 9"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    words = ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
+    return f"rank {words}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"ranks {words}"

@@ -12,10 +12,12 @@ import shlex
 import socket
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +32,8 @@ from disco_ds.engine import learning_rate, set_lr, temperature_lr
 from disco_ds.eval import Accuracy, describe, evaluate_sets, record
 from disco_ds.interrupt import Interrupts
 from disco_ds.losses import Embeddings
+from disco_ds.out_of_memory import OutOfMemory, explained
+from disco_ds.phases import Timer
 from disco_ds.report import REPORT, save_examples, told_only, write_report
 from disco_ds.run_folder import mark_finished, mark_launch
 from disco_ds.step import StepOutput, train_step
@@ -55,7 +59,6 @@ def train(run: Run) -> None:
     if done and is_due(done, config.eval.every_steps, num_steps):
         evaluate(run, done)  # it came after the checkpoint
     while done < num_steps:
-        run.heart.mark(done, "computing")
         data = run.loader.read_step()
         lr = learning_rate(done, num_steps, config.peak_lr, config.optim)
         logged = (done + 1) % config.log.every_steps == 0 or done + 1 == num_steps
@@ -68,7 +71,7 @@ def train(run: Run) -> None:
                 prepare(config),
                 config.model.max_scale,
                 agree=partial(before_update, run, done, lr, data),
-                timer=run.metrics.phases.timer(sampled=logged),
+                timer=mark_phases(run, done, run.metrics.phases.timer(sampled=logged)),
             )
         except FloatingPointError as error:  # on every rank alike
             in_a_row += 1
@@ -90,6 +93,16 @@ def train(run: Run) -> None:
         del data  # free this step's images before reading the next
         if is_due(done, config.eval.every_steps, num_steps):
             evaluate(run, done)
+
+
+def mark_phases(run: Run, step: int, timer: Timer) -> Timer:
+    """The timer, which now tells the heartbeat too which phase of the step begins. The first step compiles."""
+
+    def begin(name: str) -> AbstractContextManager[Any]:
+        run.heart.mark(step, name.removeprefix("step/"), timed=step > run.first_step)
+        return timer(name)
+
+    return begin
 
 
 def is_due(done: int, every_steps: int, num_steps: int) -> bool:
@@ -214,6 +227,7 @@ def remove_old(run: Run, keep_last: int) -> int:
 
 def wait_for_copies(run: Run) -> None:
     """Until the user's command has copied the last checkpoint, within its time. Collective."""
+    run.heart.mark(run.heart.place.step, "waiting for copies")
     settings = run.config.checkpoint
     end = time.monotonic() + settings.copy_timeout_s
     while settings.copy_command:
@@ -274,10 +288,19 @@ def main(argv: list[str] | None = None) -> int:
         # Before the ranks know of each other: each host tells of its own mistake.
         return fail(error, os.environ.get("LOCAL_RANK", "0") == "0", code=2)
     die_with_launcher()
+    try:
+        return run_recipe(config, args, first)
+    except OutOfMemory as error:
+        return fail(RuntimeError(f"rank {os.environ['RANK']} is {error}"), not error.told, code=1)
+
+
+def run_recipe(config: Config, args: Namespace, first: bool) -> int:
+    """Build, train and finish. Returns: the exit code that all ranks agree on. Raises: OutOfMemory, on some."""
     with comm.session(config.timeout_s), ExitStack() as stack:
         try:
             check_agreement({**config.model_dump(mode="json"), "--resume": args.resume})
-            run = build(config, args.resume, stack, unattended=args.launch_word is not None)
+            with explained(config, lambda: "building"):
+                run = build(config, args.resume, stack, unattended=args.launch_word is not None)
         except ValueError as error:
             return fail(error, first, code=2)
         if first:
@@ -285,8 +308,9 @@ def main(argv: list[str] | None = None) -> int:
             mark_launch(run.folder, args.launch_word)
         code = 0
         try:
-            train(run)
-            finish(run)
+            with explained(config, lambda: run.heart.place.doing):
+                train(run)
+                finish(run)
         except (StopError, FloatingPointError, comm.AgreedError) as error:
             code = fail(error, first, code=1)
         except AskedToStopError as error:

@@ -14,13 +14,18 @@ ROOT = Path(disco_ds.__file__).parent
 TESTS = Path(__file__).parent
 
 LAYERS = {
-    **dict.fromkeys(("config", "data_settings", "ds_config", "recipe_yaml", "comm", "kernels", "gpus"), 0),
+    **dict.fromkeys(
+        ("config", "data_settings", "ds_config", "recipe_yaml", "comm", "kernels", "gpus", "flight_recorder"), 0
+    ),
     **dict.fromkeys(
         ("losses", "data", "model", "convnet", "metrics", "watchdog", "run_folder", "interrupt", "groups"), 1
     ),
     **dict.fromkeys(("agreement", "heartbeat", "disk", "copies", "phases", "retention", "host_share"), 1),
+    **dict.fromkeys(("marks", "diagnostics"), 1),
     **dict.fromkeys(("engine", "step", "checkpoint", "reshape", "resume", "weights", "eval", "report", "flops"), 2),
-    **dict.fromkeys(("arguments", "build", "train", "evaluate", "export", "plan", "doctor", "launch"), 3),
+    **dict.fromkeys(
+        ("arguments", "build", "train", "evaluate", "export", "plan", "doctor", "launch", "out_of_memory"), 3
+    ),
     "__main__": 4,
 }
 """Subject (a module or a package of disco_ds) -> layer. A subject imports itself and layers strictly below."""
@@ -29,7 +34,10 @@ WITHIN_A_LAYER = {
     ("config", "data_settings"): "a recipe's `data` entry, a file of its own for its length",
     ("config", "ds_config"): "a recipe's `deepspeed` entry is read and merged by its owner",
     ("config", "recipe_yaml"): "a recipe is read as its text says",
+    ("comm", "flight_recorder"): "it is switched on before there is a group",
     ("model", "convnet"): "importing it registers the tower with timm",
+    ("heartbeat", "marks"): "beats tell them",
+    ("heartbeat", "diagnostics"): "written before it ends a process",
     ("metrics", "phases"): "a record has them",
     ("retention", "run_folder"): "the checkpoints of a run lie in its folder",
     ("step", "engine"): "the step goes through the engine's backward",
@@ -43,6 +51,8 @@ WITHIN_A_LAYER = {
     ("resume", "engine"): "and builds the engine it is restored into",
     ("train", "build"): "the trainer runs what build.py puts together",
     ("train", "arguments"): "the trainer parses its own command line",
+    ("train", "out_of_memory"): "what the trainer says then",
+    ("out_of_memory", "plan"): "what happened is compared with the plan",
     ("launch", "arguments"): "it starts the trainer, with the trainer's arguments",
     ("evaluate", "arguments"): "both commands end with one message",
     ("doctor", "arguments"): "a hostfile is read and refused as for a dry run",
