@@ -19,7 +19,8 @@ LAYERS = {
         ("losses", "data", "model", "convnet", "metrics", "watchdog", "run_folder", "interrupt", "groups"), 1
     ),
     **dict.fromkeys(("agreement", "heartbeat", "disk", "copies", "phases", "retention", "threads"), 1),
-    **dict.fromkeys(("engine", "step", "checkpoint", "reshape", "resume", "weights", "eval", "report", "flops"), 2),
+    **dict.fromkeys(("engine", "step", "checkpoint", "reshape", "resume", "weights", "eval", "report"), 2),
+    **dict.fromkeys(("flops", "draws"), 2),
     **dict.fromkeys(("arguments", "build", "train", "evaluate", "export", "plan", "doctor", "launch"), 3),
     "__main__": 4,
 }
@@ -41,6 +42,7 @@ WITHIN_A_LAYER = {
     ("resume", "checkpoint"): "it chooses the checkpoint to go on from",
     ("resume", "reshape"): "whatever shape has written that",
     ("resume", "engine"): "and builds the engine it is restored into",
+    ("draws", "flops"): "both run the model on tensors without data",
     ("train", "build"): "the trainer runs what build.py puts together",
     ("train", "arguments"): "the trainer parses its own command line",
     ("launch", "arguments"): "it starts the trainer, with the trainer's arguments",
