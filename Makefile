@@ -1,16 +1,19 @@
 # make demo     trains and evaluates the quickstart on the bundled data
 # make test     the tests that fit in ten minutes on two cores;  make test-all  every test
 #               (ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 make test: as on a processor without fp16)
+# make test-gpu what one GPU alone can show; after 8 minutes no test is started; REHEARSE=1: the same on the CPU
+#               (docs/gpu.md)
 # make check    lint, format and types
-# make bench-gpu  the losses on one GPU beside the published ones, as a table (docs/gpu.md); BUDGET=540 ends it within
-#                 that many seconds, and the next call goes on
+# make bench-gpu  losses, training steps, GradAccum, memory and data on one GPU, beside open_clip and the published losses,
+#                 as tables (docs/gpu.md); BUDGET=540 ends it within that many seconds, and the next call goes on;
+#                 ONLY='"step: *" "peak: *"' takes some; REHEARSE=1: every slice at tiny shapes, on the CPU too
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-all check bench-gpu
+.PHONY: demo test test-all test-gpu check bench-gpu
 .NOTPARALLEL:
 
 $(STAMP): setup.py
@@ -24,10 +27,13 @@ demo: $(STAMP)
 	$(BIN)/python tools/demo.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" --durations=15
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu" --durations=15
 
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=30
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu" --durations=30
+
+test-gpu: $(STAMP)
+	DISCO_DS_TEST_DEVICE=$(if $(REHEARSE),cpu,cuda) $(BIN)/python -m pytest tests/test_gpu.py -v -rsP --durations=10 --session-timeout=480
 
 check: $(STAMP)
 	$(BIN)/python -m ruff check .
@@ -35,4 +41,4 @@ check: $(STAMP)
 	$(BIN)/python -m mypy
 
 bench-gpu: $(STAMP)
-	$(BIN)/python tools/bench_gpu.py $(if $(BUDGET),--budget $(BUDGET))
+	$(BIN)/python tools/bench_gpu.py $(if $(BUDGET),--budget $(BUDGET)) $(if $(ONLY),--only $(ONLY)) $(if $(REHEARSE),--rehearse)

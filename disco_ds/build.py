@@ -25,6 +25,7 @@ from disco_ds.config import Config, render_ds_config
 from disco_ds.copies import Copies
 from disco_ds.data import ImageSpec, Loader, Manifest, Table, fingerprint, load_sources, merge_states
 from disco_ds.diagnostics import collect_in
+from disco_ds.draws import check_compiled
 from disco_ds.engine import Engine, build_engine
 from disco_ds.eval import ImageSet, load_sets
 from disco_ds.flops import peak_samples_per_s
@@ -84,6 +85,7 @@ def build(config: Config, resume: str | None, stack: ExitStack, unattended: bool
     with comm.together("model"):
         seed_generators(config.seed)
         model = build_model(config.model, loss.initial_scale, loss.initial_bias, loss.learns_scale)
+        check_compiled(config, model, ranks)
         tokenizer = build_tokenizer(config.model, model)
     preprocessing = read_preprocessing(model)
     image = ImageSpec(preprocessing.size, preprocessing.interpolation, preprocessing.resize_mode)

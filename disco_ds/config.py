@@ -43,7 +43,7 @@ class ModelSettings(Settings):
     patch_dropout: float | None = Field(None, ge=0, lt=1)
     """Fraction of image patches dropped in training (FLIP); None: as the model's config says."""
     compile: bool = False
-    """torch.compile both towers."""
+    """torch.compile both towers; refused where a forward is repeated and draws random numbers (see draws.py)."""
     token_embedding_std: float | None = Field(None, gt=0)
     """Initial standard deviation of the token embedding; None: open_clip's 0.02."""
     max_scale: float = Field(100.0, gt=0)

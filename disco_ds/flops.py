@@ -44,14 +44,20 @@ def count_flops(model: Any) -> int:
     """
     from torch.utils.flop_counter import FlopCounterMode
 
+    total = 0
+    for side, trains in trained_sides(model).items():
+        counter = FlopCounterMode(display=False)
+        with counter:
+            forward_on_meta(model, side)
+        total += counter.get_total_flops() * (3 if trains else 1)
+    return total
+
+
+def forward_on_meta(model: Any, side: str) -> None:
+    """One sample's forward through one side, "image" or "text", on tensors without data; nothing is compiled."""
     tensors = {name: each.detach().to("meta") for name, each in chain(model.named_parameters(), model.named_buffers())}
     image = torch.empty(1, 3, *read_preprocessing(model).size, device="meta")
     text = torch.zeros(1, read_text_size(model)[0], dtype=torch.long, device="meta")
     inputs = {"image": image, "text": image if model.two_views else text}
-    total = 0
-    for side, trains in trained_sides(model).items():
-        counter = FlopCounterMode(display=False)
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"), counter:
-            functional_call(model, tensors, args=(), kwargs={side: inputs[side]})
-        total += counter.get_total_flops() * (3 if trains else 1)
-    return total
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        functional_call(model, tensors, args=(), kwargs={side: inputs[side]})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import machine  # noqa: F401 - before anything asks for the accelerator
+import machine  # before anything asks for the accelerator
 import pytest
 import yaml
 from dist import start_server
@@ -15,6 +15,11 @@ from disco_ds.data import Manifest
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not machine.DEVICE:
+        skipped = pytest.mark.skip(reason="for a GPU: `make test-gpu`, or `make test-gpu REHEARSE=1` on the CPU")
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(skipped)
     if any(hasattr(getattr(item, "module", None), "run_ranks") for item in items):
         start_server()  # before a test of the data workers starts one with less in it
 

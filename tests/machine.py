@@ -1,6 +1,7 @@
 """What the tests take from the machine they run on, so that they pass on any: imported before all else.
 
-Ranks are processes of the CPU, on a machine with GPUs too. What a launcher or an allocation has set is removed, and
+Ranks are processes of the CPU, on a machine with GPUs too, unless DISCO_DS_TEST_DEVICE is `cuda`, as `make test-gpu`
+sets it; tests marked `gpu` run where it is `cuda` or `cpu`. What a launcher or an allocation has set is removed, and
 servers of tests are asked without a proxy. fp16 is asked for: DeepSpeed refuses it on a processor without.
 `ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 make test` hides it, from every process, on a processor that has it.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SCHEDULED = ("SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_")
@@ -17,7 +19,13 @@ SCHEDULED = ("SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_")
 for name in list(os.environ):
     if name in LAUNCHED or name.startswith(SCHEDULED):
         del os.environ[name]
-os.environ["DS_ACCELERATOR"] = "cpu"
+DEVICE = os.environ.get("DISCO_DS_TEST_DEVICE", "")
+"""Of the tests that are marked `gpu`; empty: they are skipped."""
+if DEVICE not in ("", "cpu", "cuda"):
+    raise ValueError(f"DISCO_DS_TEST_DEVICE is {DEVICE}; it may be cuda or cpu")
+if DEVICE == "cuda" and not torch.cuda.is_available():
+    DEVICE = ""
+os.environ["DS_ACCELERATOR"] = "cuda" if DEVICE == "cuda" else "cpu"
 direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
 os.environ["no_proxy"] = f"127.0.0.1,localhost,{direct}"
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from disco_ds.losses import Embeddings, build_loss
 
 bench_gpu, bench_loss, peers, slices = (load_tool(x) for x in ("bench_gpu", "bench_loss", "peers", "slices"))
+train_rates = load_tool("train_rates")
 
 PROGRAM = """
     import argparse, os, sys, time
@@ -106,9 +107,10 @@ def bench(names: list[str], path: Path) -> None:
             results.add(name, end="done", seconds=1.0)
 
 
-def test_bench_gpu_runs_every_slice_and_prints_what_has_figures(tmp_path):
+def test_bench_gpu_runs_every_loss_and_prints_what_has_figures(tmp_path):
     path = tmp_path / "x.jsonl"
-    names = [x.name for x in bench_gpu.list_slices() if "compiled" not in x.name]
+    names = [x.name for x in bench_gpu.list_slices() if x.name.split(": ")[0] in bench_gpu.SHAPES]
+    names = [name for name in names if "compiled" not in name]
     alone = [x for x in names if bench_gpu.SHAPES[x.split(": ")[0]].ranks == 1]
     bench([*alone, "one: broken", "one: absent"], path)
     start_server()
@@ -137,6 +139,57 @@ def test_bench_gpu_runs_every_slice_and_prints_what_has_figures(tmp_path):
     # Others may fail, ours may not.
     assert not bench_gpu.failed("one: broken", outcomes["one: broken"])
     assert bench_gpu.failed("one: disco_fused", outcomes["one: broken"])
+
+
+def train_slices(names: list[str]) -> dict[str, list[dict[str, Any]]]:
+    """Records of slices of training, in this rank."""
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for name, records in found.items():
+        train_rates.measure(name, True, lambda records=records, **fields: records.append(fields))
+    return found
+
+
+FEW = [
+    "step: ViT-B-32",
+    "step: ViT-B-32, open_clip",
+    "GradAccum: ViT-L-14",
+    "peak: ViT-B-32, 8 x 1024, zero1, pixels on the host",
+    "data: ViT-B-32",
+]
+ALL = [x.name for x in (*train_rates.our_slices(), *train_rates.other_slices())]
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("names", [FEW, pytest.param(ALL, marks=pytest.mark.slow)], ids=["few", "all"])
+def test_bench_gpu_measures_training_and_prints_it(names):
+    (found,) = run_ranks(train_slices, 1, names, timeout_s=1700)
+    outcomes = {name: slices.Outcome({}, records, "done", 1.0) for name, records in found.items()}
+    outcomes["step: ViT-B-16, open_clip"] = slices.Outcome({}, [{"missing": "No module named 'absent'"}], "done", 1.0)
+    outcomes["data: ViT-L-14"] = slices.Outcome({}, [{"problem": "OutOfMemoryError: no room"}], "done", 1.0)
+    for name, records in found.items():
+        if name in ("step: ViT-B-16, open_clip", "data: ViT-L-14"):
+            continue
+        assert len(records) == 1, name
+        assert "problem" not in records[0], records
+        assert not bench_gpu.failed(name, outcomes[name])
+        assert all(value > 0 for key, value in records[0].items() if key in ("ms", "mfu", "ratio", "samples_per_s"))
+    assert not bench_gpu.failed("step: ViT-B-16, open_clip", outcomes["step: ViT-B-16, open_clip"])
+    assert bench_gpu.failed("data: ViT-L-14", outcomes["data: ViT-L-14"])
+    text = "\n".join(bench_gpu.tables(outcomes, "python tools/bench_gpu.py"))
+    assert "| ViT-B-32 | disco_ds | 8 |" in text
+    assert "| ViT-B-32 | open_clip | 8 |" in text
+    assert "| ViT-L-14 | 2 x 8 |" in text
+    assert "| ViT-B-32, 8 x 1024, zero1, pixels on the host |" in text
+    assert "Left out of step: ViT-B-16, open_clip: No module named 'absent'." in text
+    assert "Left out of data: ViT-L-14: OutOfMemoryError: no room." in text
+
+
+def test_bench_gpu_begins_with_what_matters_most():
+    names = [x.name for x in bench_gpu.list_slices()]
+    assert len(set(names)) == len(names)
+    order = ("one: disco_fused", "step: ViT-B-32", "one: Inf-CL 1.2.1", "step: ViT-B-32, open_clip")
+    assert sorted(order, key=names.index) == list(order)
+    assert set(ALL) < set(names)
 
 
 WORLD = 3

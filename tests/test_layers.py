@@ -22,7 +22,8 @@ LAYERS = {
     ),
     **dict.fromkeys(("agreement", "heartbeat", "disk", "copies", "phases", "retention", "host_share"), 1),
     **dict.fromkeys(("marks", "diagnostics"), 1),
-    **dict.fromkeys(("engine", "step", "checkpoint", "reshape", "resume", "weights", "eval", "report", "flops"), 2),
+    **dict.fromkeys(("engine", "step", "checkpoint", "reshape", "resume", "weights", "eval", "report"), 2),
+    **dict.fromkeys(("flops", "draws"), 2),
     **dict.fromkeys(
         ("arguments", "build", "train", "evaluate", "export", "plan", "doctor", "launch", "out_of_memory"), 3
     ),
@@ -49,6 +50,7 @@ WITHIN_A_LAYER = {
     ("resume", "checkpoint"): "it chooses the checkpoint to go on from",
     ("resume", "reshape"): "whatever shape has written that",
     ("resume", "engine"): "and builds the engine it is restored into",
+    ("draws", "flops"): "both run the model on tensors without data",
     ("train", "build"): "the trainer runs what build.py puts together",
     ("train", "arguments"): "the trainer parses its own command line",
     ("train", "out_of_memory"): "what the trainer says then",

@@ -1,15 +1,18 @@
-"""The losses on one GPU beside the published ones: time, memory, error and rate, as Markdown for docs/figures.md.
+"""The losses and training on one GPU beside the published ones, as Markdown for docs/figures.md.
 
     python tools/bench_gpu.py --budget 540         in parts: give it again until no slice is left
     python tools/bench_gpu.py --only "one: *"      some of the shapes or losses
+    python tools/bench_gpu.py --only "step: *"     or of what train_rates.py measures: step, GradAccum, peak, data
 
-Each loss at each shape is a slice in a process of its own (see slices.py); the table has all that are in the file.
+Each loss at each shape is a slice in a process of its own (see slices.py), and so is each measure of training; the
+tables have all that are in the file. What matters most comes first: our losses, our steps, the others', and last what
+takes minutes.
 
-Time is the median of forward and backward by CUDA events, without the wire where one GPU stands for a rank of several.
-Memory is the peak beyond the features and their gradients. An error is the largest row error of the feature gradients
-against float64, over the largest true row or s/B if that is more, for the worst of random, typical and aligned pairs.
-The rate is units x 2 b B D FLOP over the time, as a share of torch's own fp16 product of 8192 x 8192 matrices, which is
-measured in the same process.
+Of a loss, time is the median of forward and backward by CUDA events, without the wire where one GPU stands for a rank
+of several. Memory is the peak beyond the features and their gradients. An error is the largest row error of the feature
+gradients against float64, over the largest true row or s/B if that is more, for the worst of random, typical and
+aligned pairs. The rate is units x 2 b B D FLOP over the time, as a share of torch's own fp16 product of 8192 x 8192
+matrices, which is measured in the same process.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import bench_loss
 import peers
 import slices
 import torch
+import train_rates
 from peers import Method
 from timing import matmul_tflops, median_ms
 from torch import Tensor
@@ -120,12 +124,32 @@ def entries(shape: Shape) -> dict[str, Entry]:
 
 
 def list_slices() -> list[slices.Slice]:
-    return [slices.Slice(f"{name}: {label}", x.seconds) for name, x in SHAPES.items() for label in entries(x)]
+    """In the order of their importance, as a budget may end before they do."""
+    losses = {name: slices.Slice(name, SHAPES[key].seconds) for name, key in _losses()}
+    late = [x for name, x in losses.items() if name.startswith("4M")]
+    mine = [x for name, x in losses.items() if x not in late and _is_ours(name)]
+    others = [x for x in losses.values() if x not in mine and x not in late]
+    return [*mine, *train_rates.our_slices(), *others, *train_rates.other_slices(), *late]
+
+
+def _losses() -> Iterator[tuple[str, str]]:
+    """Slice, and the shape it is of."""
+    for key, shape in SHAPES.items():
+        yield from ((f"{key}: {label}", key) for label in entries(shape))
+
+
+def _is_ours(name: str) -> bool:
+    key, label = name.split(": ")
+    return label in OURS[SHAPES[key].kind] if key in SHAPES else train_rates.is_ours(name)
 
 
 def measure(name: str, rehearse: bool, record: slices.Record) -> None:
     """The slice of this name; its one record has the figures, or the `problem`, or what is `missing`."""
     key, label = name.split(": ")
+    if key in train_rates.KINDS:
+        with comm.session(timeout_s=600):
+            train_rates.measure(name, rehearse, record)
+        return
     shape = SHAPES[key]
     entry, batch = entries(shape)[label], shape.tiny if rehearse else shape.batch
     ranks = min(shape.ranks, 4) if rehearse else shape.ranks
@@ -188,8 +212,7 @@ def row_error(got: Tensor | None, true: Tensor | None, floor: float) -> float:
 def show(name: str, outcome: slices.Outcome) -> str:
     """What is printed as a slice ends."""
     record = outcome.records[0] if outcome.records else {}
-    what = f"{record['ms']:.2f} ms" if "ms" in record else problem(outcome)
-    return f"{name}: {what} ({outcome.seconds:.0f} s)"
+    return f"{name}: {train_rates.in_short(record) or problem(outcome)} ({outcome.seconds:.0f} s)"
 
 
 def problem(outcome: slices.Outcome) -> str:
@@ -200,13 +223,12 @@ def problem(outcome: slices.Outcome) -> str:
 
 def failed(name: str, outcome: slices.Outcome) -> bool:
     """Whether a slice did not end by itself, or one of ours has no figures; what others cannot do is no failure."""
-    key, label = name.split(": ")
-    ours_has_none = label in OURS[SHAPES[key].kind] and not any("ms" in x for x in outcome.records)
+    ours_has_none = _is_ours(name) and not any(train_rates.in_short(x) for x in outcome.records)
     return outcome.end is not None and (outcome.end != "done" or ours_has_none)
 
 
 def tables(outcomes: dict[str, slices.Outcome], command: str) -> Iterator[str]:
-    """Lines of Markdown: where it was measured, a table for each shape, and what has no figures."""
+    """Lines of Markdown: where it was measured, a table for each shape and measure, and what has no figures."""
     for where in {str(x.where): x.where for x in outcomes.values() if x.where}.values():
         versions = ", ".join(f"{package} {version}" for package, version in where["versions"].items())
         yield f"`{command}`: {where['device']}, {where['date']}; {versions}."
@@ -233,6 +255,7 @@ def tables(outcomes: dict[str, slices.Outcome], command: str) -> Iterator[str]:
         left_out = [f"{label}: {problem(x)}" for label, x in mine.items() if label not in measured]
         if left_out:
             yield "\nLeft out: " + "; ".join(left_out) + "."
+    yield from train_rates.tables(outcomes, problem)
 
 
 def main(argv: Sequence[str] = ()) -> int:

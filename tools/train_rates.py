@@ -1,0 +1,396 @@
+"""Training on one GPU: what bench_gpu.py measures beside the losses. Each slice wants a process group of one rank.
+
+  step       steps of ours on pixels that lie on the device, and open_clip's own; each with and without torch.compile
+  GradAccum  eight micro-batches in a step beside eight plain steps of one
+  peak       the highest memory of a run beside what `disco-ds plan` says
+  data       a run from JPEG shards, and how much of its time it waits for data
+
+Ours are bf16 autocast at ZeRO 1 with disco_fused and without accuracies, as in steps that are not logged. MFU counts
+each operation once (flops.py), over the GPU's promised rate in 16 bits (gpus.py).
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import slices
+import torch
+from bench_data import make_shards
+from timing import Clock
+
+from disco_ds import comm
+from disco_ds.build import build
+from disco_ds.config import Config, check_config, render_ds_config
+from disco_ds.data import MicroBatch, index_shards, write_manifest
+from disco_ds.ds_config import read_ds_config
+from disco_ds.engine import build_engine, set_lr
+from disco_ds.flops import count_flops
+from disco_ds.gpus import recognise
+from disco_ds.losses import build_loss
+from disco_ds.metrics import METRICS_FILE
+from disco_ds.model import build_model, register_config
+from disco_ds.plan.memory import GIB, Slack, plan_memory
+from disco_ds.plan.towers import make_batch, trace
+from disco_ds.step import train_step
+from disco_ds.train import train
+
+TINY = str(Path(__file__).with_name("tiny_vit.json"))
+"""The model of a rehearsal."""
+MICRO_BATCHES = {"ViT-B-32": 2048, "ViT-B-16": 768, "ViT-L-14": 256}
+"""Planned at 65 to 72 GiB."""
+MFU_GOALS = {"ViT-B-32": 0.30, "ViT-B-16": 0.45, "ViT-L-14": 0.50}
+ACCUMULATED = ("ViT-B-32", "ViT-L-14")
+FROM_SHARDS = ("ViT-B-32", "ViT-L-14")
+RATIO_GOAL, PEAK_GOAL = 1.33, 0.05
+KINDS = ("step", "GradAccum", "peak", "data")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A run whose memory is planned and measured."""
+
+    model: str
+    micro_batch: int
+    count: int
+    deepspeed: str
+    checkpointing: bool = False
+    pixels: str = "device"
+
+    def __str__(self) -> str:
+        words = [self.model, f"{self.count} x {self.micro_batch}", self.deepspeed]
+        words += ["checkpointing"] * self.checkpointing + ["pixels on the host"] * (self.pixels == "host")
+        return ", ".join(words)
+
+
+SETTINGS = {
+    str(x): x
+    for x in (
+        Setting("ViT-B-32", 2048, 1, "zero1"),
+        Setting("ViT-L-14", 128, 8, "zero1"),
+        Setting("ViT-B-32", 4096, 4, "zero2", checkpointing=True),
+        Setting("ViT-B-16", 512, 2, "zero3"),
+        Setting("ViT-L-14", 1024, 1, "zero1", checkpointing=True),
+        Setting("ViT-B-32", 1024, 8, "zero1", pixels="host"),
+    )
+}
+
+
+def our_slices() -> list[slices.Slice]:
+    """What is to be measured first, in its order."""
+    found = [slices.Slice(f"step: {name}", 60) for name in MICRO_BATCHES]
+    found += [slices.Slice(f"GradAccum: {name}", 90) for name in ACCUMULATED]
+    found += [slices.Slice(f"peak: {label}", 60) for label in SETTINGS]
+    return found + [slices.Slice(f"data: {name}", 120) for name in FROM_SHARDS]
+
+
+def other_slices() -> list[slices.Slice]:
+    """open_clip's step, and then all that is compiled."""
+    found = [slices.Slice(f"step: {name}, open_clip", 60) for name in MICRO_BATCHES]
+    names = [f"step: {name}, {who}compiled" for name in MICRO_BATCHES for who in ("", "open_clip ")]
+    return found + [slices.Slice(name, 180) for name in names]
+
+
+def measure(name: str, rehearse: bool, record: slices.Record) -> None:
+    """The slice of this name; its one record has the figures, or the `problem`, or what is `missing`."""
+    kind, label = name.split(": ")
+    work: dict[str, Callable[[str, bool], dict[str, Any]]] = {
+        "step": measure_step,
+        "GradAccum": measure_accumulation,
+        "peak": measure_peak,
+        "data": measure_data,
+    }
+    with slices.case(record):
+        try:
+            record(**work[kind](label, rehearse))
+        except ImportError as error:
+            record(missing=str(error))
+
+
+def settings(name: str, micro_batch: int, count: int = 1, rehearse: bool = False, **changes: Any) -> Config:
+    """Of a run of one rank on random pixels. Args: name: of the model; changes: what replaces settings that are here,
+    but for those of `model`, which are added to its name."""
+    m = 8 if rehearse else micro_batch
+    tree = {
+        "name": "bench",
+        "global_batch": m * count,
+        "micro_batch": m,
+        "steps": 1000,
+        "data": {"source": "synthetic"},
+        "optim": {"lr": 1e-4, "warmup_steps": 0},
+        "log": {"every_steps": 1, "tensorboard": False},
+        "checkpoint": {"every_steps": 0},
+        "deepspeed": read_ds_config("zero1", Path.cwd()),
+    }
+    tree |= changes
+    tree["model"] = {"name": TINY if rehearse else name} | changes.get("model", {})
+    return check_config(tree, "bench_gpu")
+
+
+# Steps
+
+
+def measure_step(label: str, rehearse: bool) -> dict[str, Any]:
+    """label: "MODEL", "MODEL, compiled", "MODEL, open_clip" or "MODEL, open_clip compiled"."""
+    model, _, how = label.partition(", ")
+    compiled = "compiled" in how
+    config = settings(model, MICRO_BATCHES[model], rehearse=rehearse, model={"compile": compiled})
+    steps, warmups = (2, 1) if rehearse else (10, 4)
+    if "open_clip" in how:
+        from open_clip_step import step_ms
+
+        flops = count_flops(build_model(config.model.model_copy(update={"compile": False})))
+        ms = step_ms(register_config(config.model.name), config.micro_batch, compiled, steps, warmups)
+    else:
+        step, flops = build_step(config)
+        ms = time_steps(step, steps, warmups)
+    samples_per_s = 1000 * config.micro_batch / statistics.median(ms)
+    peak = peak_flops()
+    return {
+        "micro_batch": config.micro_batch,
+        "ms": statistics.median(ms),
+        "samples_per_s": samples_per_s,
+        "gflop": flops / 1e9,
+        **({"mfu": samples_per_s * flops / peak} if peak else {}),
+        "peak_bytes": peak_bytes(),
+    }
+
+
+def build_step(config: Config) -> tuple[Callable[[], Any], int]:
+    """A function that takes one step on random pixels, and the floating-point operations of a sample."""
+    device, m = comm.local_device(), config.micro_batch
+    loss = build_loss(config.loss.name, **config.loss.options).to(device)
+    loss.set_num_samples(config.global_batch, config.global_batch)
+    loss.accuracy = False
+    torch.manual_seed(0)
+    model = build_model(config.model, loss.initial_scale, loss.initial_bias, loss.learns_scale)
+    flops = count_flops(model)
+    batches = [make_batch(model, m, device) for _ in range(config.num_micro_batches(1))]
+    engine = build_engine(model, config.optim, render_ds_config(config, comm.size()))
+    engine.train()
+    set_lr(engine, config.peak_lr)
+
+    def prepare(batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return batch.image, batch.text, batch.index
+
+    return partial(train_step, engine, loss, batches, prepare, config.model.max_scale), flops
+
+
+def time_steps(step: Callable[[], Any], steps: int, warmups: int) -> list[float]:
+    """Milliseconds of each, one after the other without a pause."""
+    for _ in range(warmups):
+        step()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    clock = Clock()
+    clock.mark()
+    for _ in range(steps):
+        step()
+        clock.mark()
+    return clock.ms()
+
+
+def peak_flops() -> float | None:
+    """Of this GPU in 16 bits, None if it is not known; of no meaning on a CPU, where a rehearsal needs a number."""
+    if not torch.cuda.is_available():
+        return 1e12
+    gpu = recognise(torch.cuda.get_device_name())
+    return 1e12 * gpu.half if gpu else None
+
+
+def peak_bytes() -> int:
+    """Of the device since the last reset; of this process on a CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def measure_accumulation(model: str, rehearse: bool) -> dict[str, Any]:
+    """Steps of K micro-batches, and of one, on as many samples."""
+    count, found = 2 if rehearse else 8, {}
+    for name, k, steps in (("plain", 1, 2 * count), ("whole", count, 3)):
+        config = settings(model, MICRO_BATCHES[model], k, rehearse)
+        found[name] = statistics.median(time_steps(build_step(config)[0], steps, 1 if rehearse else 3))
+        gc.collect()  # the engine before makes room
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    plain_ms = count * found["plain"]
+    return {
+        "micro_batch": config.micro_batch,
+        "count": count,
+        "ms": found["whole"],
+        "plain_ms": plain_ms,
+        "ratio": found["whole"] / plain_ms,
+    }
+
+
+# Runs
+
+
+class EnoughError(Exception):
+    """The run has done the steps that were wanted."""
+
+
+def run_steps(config: Config, steps: int) -> list[dict[str, Any]]:
+    """The records of a run's first steps: the trainer's own loop, left before it saves anything."""
+    done = 0
+
+    def count(*_: Any) -> None:
+        nonlocal done
+        done += 1
+        if done > steps:
+            raise EnoughError
+
+    with tempfile.TemporaryDirectory() as folder:
+        with ExitStack() as stack, suppress(EnoughError):
+            run = build(config.model_copy(update={"runs": Path(folder)}), None, stack)
+            run.loss.register_forward_pre_hook(count)
+            train(run)
+        lines = (run.folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def workers() -> int:
+    return max(1, len(os.sched_getaffinity(0)) - 2)
+
+
+def measure_peak(label: str, rehearse: bool) -> dict[str, Any]:
+    """Without what a plan adds for the allocator's and CUDA's own needs, which torch does not count as allocated."""
+    x = SETTINGS[label]
+    config = settings(
+        x.model,
+        x.micro_batch,
+        x.count,
+        rehearse,
+        model={"activation_checkpointing": x.checkpointing},
+        data={"source": "synthetic", "workers": 1 if rehearse else workers()},
+        pixels=x.pixels,
+        deepspeed=read_ds_config(x.deepspeed, Path.cwd()),
+    )
+    towers = trace(config, config.micro_batch)
+    bare = plan_memory(config, 1, towers, Slack(0.0, 0.0))
+    record = run_steps(config, 2 if rehearse else 3)[-1]
+    reserved = torch.cuda.max_memory_reserved() if torch.cuda.is_available() else record["peak_memory_bytes"]
+    return {
+        "planned_bytes": bare.total,
+        "moment": bare.peak,
+        "measured_bytes": record["peak_memory_bytes"],
+        "error": bare.total / record["peak_memory_bytes"] - 1,
+        "planned_whole_bytes": plan_memory(config, 1, towers).total,
+        "reserved_bytes": reserved,
+    }
+
+
+def measure_data(model: str, rehearse: bool) -> dict[str, Any]:
+    """Of the steps after the first ones, in which the workers start."""
+    shards, samples, size, each = (2, 40, 40, 2) if rehearse else (16, 250, 256, 5)
+    with tempfile.TemporaryDirectory() as folder:
+        make_shards(Path(folder), size, shards, samples)
+        write_manifest(index_shards(Path(folder)))
+        config = settings(
+            model,
+            MICRO_BATCHES[model],
+            rehearse=rehearse,
+            data={"shards": folder, "workers": 1 if rehearse else workers()},
+            log={"every_steps": each, "tensorboard": False},
+        )
+        _, *found = run_steps(config, 3 * each)
+    return {
+        "micro_batch": config.micro_batch,
+        "workers": config.data.workers,
+        "samples_per_s": statistics.harmonic_mean(x["samples_per_s"] for x in found),
+        "data_wait": statistics.mean(x["data_wait"] for x in found),
+    }
+
+
+# What is printed
+
+
+def is_ours(name: str) -> bool:
+    return "open_clip" not in name
+
+
+def in_short(record: dict[str, Any]) -> str | None:
+    """The figure that is printed as a slice ends; None where there is none."""
+    for key, text in (
+        ("ratio", "{:.2f} of the plain time"),
+        ("ms", "{:.2f} ms"),
+        ("error", "{:+.1%}"),
+        ("data_wait", "{:.1%} waiting"),
+    ):
+        if key in record:
+            return text.format(record[key])
+    return None
+
+
+def tables(outcomes: dict[str, slices.Outcome], problem: Callable[[slices.Outcome], str]) -> Iterator[str]:
+    """Lines of Markdown: a table for each kind, and what has no figures. problem: of an outcome, in words."""
+    rows = {"step": step_rows, "GradAccum": accumulation_rows, "peak": peak_rows, "data": data_rows}
+    for kind in KINDS:
+        mine = {name.split(": ")[1]: x for name, x in outcomes.items() if name.startswith(f"{kind}: ")}
+        found = {label: x.records[0] for label, x in mine.items() if x.records and in_short(x.records[0])}
+        if found:
+            yield from rows[kind](found)
+        left_out = [f"{label}: {problem(x)}" for label, x in mine.items() if label not in found]
+        if left_out:
+            yield f"\nLeft out of {kind}: " + "; ".join(left_out) + "."
+
+
+def gib(count: int) -> str:
+    return f"{count / GIB:.1f}"
+
+
+def step_rows(found: dict[str, dict[str, Any]]) -> Iterator[str]:
+    yield "\n### Training steps on one GPU, bf16 autocast, pixels on the device\n"
+    yield "| model | step of | micro-batch | ms | samples/s | GFLOP a sample | MFU | goal | peak GiB |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for label in sorted(found, key=lambda label: list(MICRO_BATCHES).index(label.partition(", ")[0])):
+        x, (model, _, how) = found[label], label.partition(", ")
+        who = how if "open_clip" in how else f"disco_ds {how}".strip()
+        mfu = f"{x['mfu']:.0%}" if "mfu" in x else "GPU not known"
+        goal = f"{MFU_GOALS[model]:.0%}" if is_ours(label) else ""
+        yield (
+            f"| {model} | {who} | {x['micro_batch']:,} | {x['ms']:.1f} | {x['samples_per_s']:,.0f} | {x['gflop']:.1f} "
+            f"| {mfu} | {goal} | {gib(x['peak_bytes'])} |"
+        )
+
+
+def accumulation_rows(found: dict[str, dict[str, Any]]) -> Iterator[str]:
+    yield "\n### GradAccum beside plain steps on as many samples\n"
+    yield "| model | micro-batches | GradAccum ms | plain ms | ratio | goal |"
+    yield "|---|---|---|---|---|---|"
+    for label, x in found.items():
+        yield (
+            f"| {label} | {x['count']} x {x['micro_batch']:,} | {x['ms']:.1f} | {x['plain_ms']:.1f} | {x['ratio']:.2f} "
+            f"| <= {RATIO_GOAL} |"
+        )
+
+
+def peak_rows(found: dict[str, dict[str, Any]]) -> Iterator[str]:
+    yield "\n### Peak memory, planned and measured, GiB\n"
+    yield "| run | planned | measured | error | goal | peak in | planned with slack | reserved |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for label, x in found.items():
+        yield (
+            f"| {label} | {gib(x['planned_bytes'])} | {gib(x['measured_bytes'])} | {x['error']:+.1%} | "
+            f"{PEAK_GOAL:.0%} | {x['moment']} | {gib(x['planned_whole_bytes'])} | {gib(x['reserved_bytes'])} |"
+        )
+
+
+def data_rows(found: dict[str, dict[str, Any]]) -> Iterator[str]:
+    yield "\n### A run from JPEG shards\n"
+    yield "| model | micro-batch | workers | samples/s | waiting for data |"
+    yield "|---|---|---|---|---|"
+    for label, x in found.items():
+        rates = f"{x['samples_per_s']:,.0f} | {x['data_wait']:.1%}"
+        yield f"| {label} | {x['micro_batch']:,} | {x['workers']} | {rates} |"
