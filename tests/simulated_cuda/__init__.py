@@ -85,6 +85,7 @@ def run(groups: dict[tuple[str, int, int], list[str]], folder: Path, timeout_s: 
             **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "DS_ACCELERATOR": "cuda", "OMP_NUM_THREADS": "1"},
             **{"LD_PRELOAD": str(library), "SIMULATED_CUDA": str(library), "PYTHONPATH": str(HERE.parent)},
         }
+        environment.pop("TRITON_INTERPRET", None)
         command = [sys.executable, "-m", "simulated_cuda.cases", str(out), *names]
         process = subprocess.Popen(command, env=environment, cwd=folder / group, stdout=log, stderr=subprocess.STDOUT)
         started.append((process, out, log))

@@ -20,7 +20,6 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-import triton
 from deepspeed.runtime.zero import utils as zero_utils
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -223,6 +222,7 @@ def _heard(host: Host, call: str) -> None:
 
 def _replace(host: Host) -> None:
     """What torch, Triton and DeepSpeed do with values, or with a device that computes."""
+    import triton  # here, so that the tests can be collected where it is not installed
 
     def tolist(self: FakeTensor) -> Any:
         """One copy, as of a real tensor, where FakeTensor reads element by element."""
