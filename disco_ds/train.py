@@ -124,9 +124,9 @@ def agree(step: int, data: StepData, interrupts: Interrupts, embeddings: Embeddi
     Raises: StopError for a data error, or ranks that are not at one step; FloatingPointError for a loss that is not
             finite. Both name step and ranks.
     """
-    flags = torch.tensor(
-        [0.0, float(data.error is not None), *interrupts.wishes, step, -step], dtype=torch.float64, device=loss.device
-    )
+    flags = torch.tensor([0.0, float(data.error is not None), *interrupts.wishes, step, -step], dtype=torch.float64)
+    # So few bytes CUDA takes over at once; made on the device, they would be waited for.
+    flags = flags.to(loss.device, non_blocking=True)
     flags[0] = ~torch.isfinite(loss.detach())
     not_finite, has_error, save, stop, last, first = comm.all_reduce_max(flags).tolist()
     if last != -first:  # a rank has left out collectives, and others' have taken their place

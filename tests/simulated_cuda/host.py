@@ -1,0 +1,281 @@
+"""The host's side of the simulated GPU: what a process needs to run on a device that computes nothing.
+
+Tensors are fake (torch's FakeTensorMode), collectives are torch's own "fake" process group. Answered here is what code
+asks of the values of tensors, and noted is for what a host would stand still meanwhile. What is replaced is torch's,
+Triton's and DeepSpeed's: nothing of disco_ds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero import utils as zero_utils
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+import disco_ds
+from disco_ds import comm
+
+OURS, DEEPSPEED = (f"{Path(module.__file__).parent}{os.sep}" for module in (disco_ds, deepspeed))
+THROUGH = (f"{DEEPSPEED}accelerator{os.sep}", f"{DEEPSPEED}comm{os.sep}")
+"""Parts of DeepSpeed that others wait by."""
+
+STAGED_BYTES = 64 * 1024
+"""Of pageable memory, what CUDA copies to the device without waiting for the stream, if nobody asks it to."""
+
+
+class Host(TorchDispatchMode):
+    """Answers, notes and refuses, operation by operation. To be entered on top of a FakeTensorMode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: Counter[tuple[str, str]] = Counter()
+        self.notes = False
+        self.answers: dict[str, float] = {}
+        """What is read from the device, by the name of the function that reads it; 0 or False else."""
+        self.launches = 0
+        """How many of Triton's kernels have been launched."""
+        self.refused: str | None = None
+        """A call that needed the device's memory; torch may have caught what it raised."""
+
+    def note(self, what: str) -> None:
+        if self.notes:
+            self.waits[what, _place()] += 1
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Note the waits of this block."""
+        self.waits.clear()
+        self.notes = True
+        yield
+        self.notes = False
+
+    def answer(self, x: Tensor) -> Any:
+        frame = _innermost()
+        value = self.answers.get(frame.f_code.co_name, 0) if frame else 0
+        return bool(value) if x.dtype == torch.bool else float(value) if x.is_floating_point() else int(value)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "c10d" and func.overloadpacket is not torch.ops.c10d.barrier:
+            _check_collective(func.name(), [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)])
+        instead = getattr(self, f"on_{func._schema.name.split('::')[1].strip('_')}", None)
+        if instead is not None and (out := instead(func, *args, **kwargs)) is not NotImplemented:
+            return out
+        return func(*args, **kwargs)
+
+    # A method for each operation that asks for values or may make the host wait, named on_ and the operation without
+    # its outer underscores. NotImplemented: it goes on as any other does.
+
+    def on_local_scalar_dense(self, func: Any, x: Tensor) -> Any:
+        if x.is_cuda:
+            self.note("reads")
+        elif getattr(x, "constant", None) is not None or not isinstance(x, FakeTensor):
+            return NotImplemented
+        return self.answer(x)
+
+    def on_to_copy(self, func: Any, x: Tensor, **kwargs: Any) -> Any:
+        device = torch.device(kwargs.get("device") or x.device)
+        if device.type == x.device.type:
+            return NotImplemented
+        self._crosses(x, device, kwargs.get("non_blocking", False))
+        options = {"dtype": kwargs.get("dtype") or x.dtype, "device": device}
+        memory = kwargs.get("memory_format") or torch.preserve_format
+        if memory is torch.preserve_format and 0 not in x.stride():
+            return torch.empty_strided(x.shape, x.stride(), **options)
+        return torch.empty(x.shape, memory_format=memory, **options)
+
+    def on_copy(self, func: Any, to: Tensor, x: Tensor, non_blocking: bool = False) -> Any:
+        if to.device.type != x.device.type:
+            self._crosses(x, to.device, non_blocking)
+        return NotImplemented
+
+    def _crosses(self, x: Tensor, to: torch.device, non_blocking: bool) -> None:
+        if to.type == "cpu":
+            self.note("copies to host")
+        elif not (non_blocking and (hasattr(x, "simulated_pinned") or x.nbytes <= STAGED_BYTES)):
+            self.note("copies to device")
+
+    def on_pin_memory(self, func: Any, x: Tensor, *_: Any) -> Any:
+        out = torch.empty_like(x)
+        out.simulated_pinned = True  # type: ignore[attr-defined]
+        return out
+
+    def on_is_pinned(self, func: Any, x: Tensor, *_: Any) -> Any:
+        return hasattr(x, "simulated_pinned")
+
+    def on_barrier(self, func: Any, *_: Any, **__: Any) -> Any:
+        self.note("barrier")
+        return NotImplemented
+
+    def on_record_stream(self, func: Any, x: Tensor, stream: Any) -> Any:
+        return None if x.is_cuda else NotImplemented
+
+    def on_nonzero(self, func: Any, x: Tensor) -> Any:
+        return x.new_empty(self._true(x), x.dim(), dtype=torch.int64)
+
+    def on_unique2(self, func: Any, x: Tensor, *_: Any) -> Any:
+        self._true(x)
+        return torch.empty_like(x), torch.empty_like(x, dtype=torch.int64), torch.empty_like(x, dtype=torch.int64)
+
+    def on_index(self, func: Any, x: Tensor, indices: list[Tensor | None]) -> Any:
+        if not any(i is not None and i.dtype == torch.bool for i in indices):
+            return NotImplemented
+        return func(x, [_places(i, self._true(i)) if i is not None and i.dtype == torch.bool else i for i in indices])
+
+    def on_index_put(self, func: Any, x: Tensor, indices: list[Tensor | None], *_: Any) -> Any:
+        for i in indices:
+            if i is not None and i.dtype == torch.bool:
+                self._true(i)
+                return x
+        return NotImplemented
+
+    def _true(self, mask: Tensor) -> int:
+        """In how many places it is true: one rank's share."""
+        if mask.is_cuda:
+            self.note("counts")
+        return max(mask.numel() // comm.size(), 1)
+
+
+def _places(mask: Tensor, count: int) -> Tensor:
+    assert mask.dim() == 1
+    return mask.new_empty(count, dtype=torch.int64)
+
+
+def _check_collective(name: str, tensors: list[Tensor]) -> None:
+    for x in tensors:
+        if not x.is_cuda:
+            raise RuntimeError(f"{name} of a tensor on the CPU, which NCCL does not take")
+        if not x.is_contiguous():
+            raise RuntimeError(f"{name} of a tensor that is not contiguous, which NCCL does not take")
+
+
+def _innermost() -> FrameType | None:
+    """The frame of disco_ds or DeepSpeed that everything else at hand is done for."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (
+        not frame.f_code.co_filename.startswith((OURS, DEEPSPEED)) or frame.f_code.co_filename.startswith(THROUGH)
+    ):
+        frame = frame.f_back
+    return frame
+
+
+def _place() -> str:
+    """`file.py function` of ours, `deepspeed/file.py:line` of DeepSpeed's."""
+    frame = _innermost()
+    if frame is None:
+        return "?"
+    path = frame.f_code.co_filename
+    if path.startswith(OURS):
+        return f"{path.removeprefix(OURS)} {frame.f_code.co_name}"
+    return f"deepspeed/{path.removeprefix(DEEPSPEED)}:{frame.f_lineno}"
+
+
+@contextmanager
+def simulate() -> Iterator[Host]:
+    """The device and the process group for a `with` block, in which all tensors are fake."""
+    host = Host()
+    # torch.tensor(..., device="cuda") would write to the device else.
+    torch._C._set_only_lift_cpu_tensors(True)
+    # Gradients of functions of ours are then computed where the stack says who has called them.
+    torch.autograd.set_multithreading_enabled(False)
+    _replace(host)
+    dist.init_process_group(
+        "fake", store=FakeStore(), rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
+    )
+    comm.init(60)
+    report = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(lambda call: _heard(host, call.decode()))
+    library = ctypes.CDLL(os.environ["SIMULATED_CUDA"])
+    library.simulated_report(report)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), host:
+            yield host
+    finally:
+        library.simulated_report(None)
+
+
+on_the_host = _disable_current_modes
+"""Within it tensors are real, of the CPU."""
+
+
+def _heard(host: Host, call: str) -> None:
+    """What the stub reports: a call that waits or one that fails."""
+    if "Synchronize" in call:
+        host.note(call)
+    else:
+        host.refused = f"{call} by {_place()}: something was not fake"
+
+
+def _replace(host: Host) -> None:
+    """What torch, Triton and DeepSpeed do with values, or with a device that computes."""
+    import triton  # here, so that the tests can be collected where it is not installed
+
+    def tolist(self: FakeTensor) -> Any:
+        """One copy, as of a real tensor, where FakeTensor reads element by element."""
+        if self.is_cuda:
+            return self.cpu().tolist()
+        return [x.tolist() for x in self] if self.dim() else self.item()
+
+    def launch(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
+        given = [x for x in (*args, *options.values()) if isinstance(x, Tensor)]
+        if not all(x.is_cuda for x in given):
+            raise RuntimeError(f"{kernel} of a tensor on the CPU")
+        if isinstance(kernel, triton.runtime.Autotuner):
+            kernel.best_config = kernel.configs[0]
+        sizes = kernel.configs[0].kwargs if isinstance(kernel, triton.runtime.Autotuner) else options
+        assert all(n > 0 for n in (grid(sizes) if callable(grid) else grid))
+        host.launches += 1
+
+    def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
+        host.note("objects")
+        object_list[:] = [obj] * len(object_list)
+
+    def broadcast_object_list(object_list: list[Any], src: int = 0, **_: Any) -> None:
+        host.note("objects")
+
+    def swap_tensors(old: Tensor, new: Tensor) -> None:
+        """For Module.to, which would refuse to swap what FakeTensorMode knows."""
+        old.data = new
+
+    def numpy(self: FakeTensor, **_: Any) -> Any:
+        if self.is_cuda:
+            raise TypeError("numpy() of a tensor on the device")
+        with on_the_host():
+            return torch.zeros(self.shape, dtype=self.dtype).numpy()
+
+    def set_rng_state(state: Tensor, *_: Any) -> None:
+        """A state is made of values: only its kind is looked at."""
+        assert (state.device.type, state.dtype) == ("cpu", torch.uint8)
+
+    def load(*args: Any, map_location: Any = None, **options: Any) -> Any:
+        """Fake tensors go to devices with a name; DeepSpeed's functions leave all on the host."""
+        return real_load(*args, map_location="cpu" if callable(map_location) else map_location, **options)
+
+    real_load, torch.load = torch.load, load
+    set_state_of_cpu = torch.set_rng_state
+    torch.cuda.set_rng_state = set_rng_state
+    torch.set_rng_state = lambda x: set_rng_state(x) if isinstance(x, FakeTensor) else set_state_of_cpu(x)
+    torch.utils.swap_tensors = swap_tensors
+    FakeTensor.numpy = numpy  # type: ignore[method-assign]
+    FakeTensor.tolist = tolist  # type: ignore[method-assign]
+    triton.runtime.Autotuner.run = launch
+    triton.runtime.JITFunction.run = launch
+    dist.all_gather_object = all_gather_object
+    dist.broadcast_object_list = broadcast_object_list
+    # Whether all ranks have the same list: they have.
+    zero_utils.assert_lst_len_same_as_other_ranks = lambda values: None
+    zero_utils.get_lst_from_rank0 = lambda values: values

@@ -1,0 +1,110 @@
+"""The project's GPU path on a GPU that is simulated: devices and dtypes of everything, and what the host waits for."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import deepspeed
+import pytest
+from simulated_cuda import Outcome, find_problem, run
+from simulated_cuda.cases import CASES
+
+pytestmark = pytest.mark.skipif(find_problem() is not None, reason=f"no GPU can be simulated: {find_problem()}")
+
+STRAY = [name for name in CASES if name.startswith("stray")]
+CLEAN = [name for name in CASES if name not in STRAY]
+FAST, SLOW = ([name for name in CLEAN if CASES[name].slow == slow] for slow in (False, True))
+
+OURS = {("reads", "losses/blocks.py holds"): 1, ("copies to host", "train.py agree"): 1}
+"""What the host waits for in a step that is not logged, on our lines: whether one shift holds for all sums, and what
+all ranks have agreed on."""
+DEEPSPEED = {
+    # Of each group of parameters, the value that stands for a norm that is not finite; of a group of which this rank
+    # has no part, its norm.
+    ("copies to device", "deepspeed/runtime/utils.py:887"): 3,
+    ("copies to device", "deepspeed/runtime/zero/stage_1_and_2.py:2691"): 1,
+    # Whether the norm is finite.
+    ("reads", "deepspeed/runtime/utils.py:233"): 1,
+}
+"""On DeepSpeed 0.19.8's lines, at ZeRO 1 and 2."""
+OVERLAP = {("cudaDeviceSynchronize", "deepspeed/runtime/zero/stage_1_and_2.py:1028"): 1}
+"""With overlap_comm, at the end of the backward."""
+
+Outcomes = dict[str, Outcome]
+
+
+def run_cases(names: list[str], folder: Path, timeout_s: float) -> Outcomes:
+    groups: dict[tuple[str, int, int], list[str]] = {}
+    for name in names:
+        place = ("alone", 0, 1) if CASES[name].alone else ("steps" if name.startswith("step") else "parts", 1, 4)
+        groups.setdefault(place, []).append(name)
+    return run(groups, folder, timeout_s)
+
+
+@pytest.fixture(scope="module")
+def fast(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return run_cases(STRAY + FAST, tmp_path_factory.mktemp("fast"), timeout_s=300)
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return run_cases(SLOW, tmp_path_factory.mktemp("slow"), timeout_s=600)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_runs_on_the_device(name, fast):
+    assert fast[name].error is None, fast[name].error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_runs_on_the_device_slow(name, slow):
+    assert slow[name].error is None, slow[name].error
+
+
+@pytest.mark.parametrize("name", STRAY)
+def test_a_tensor_of_the_cpu_is_refused(name, fast):
+    wanted = {"stray in a collective": "which NCCL does not take", "stray in a step": "two (different )?devices"}
+    error = fast[name].error
+    assert error is not None
+    assert re.search(wanted[name], error.splitlines()[-1])
+
+
+def ours(outcome: Outcome) -> Counter[tuple[str, str]]:
+    return Counter({wait: count for wait, count in outcome.waits.items() if not wait[1].startswith("deepspeed")})
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("K", [1, 3])
+def test_a_step_waits_on_few_of_our_lines_whatever_its_micro_batches(stage, K, fast):
+    assert ours(fast[f"step ZeRO {stage} autocast K={K}"]) == OURS
+
+
+def test_at_zero_0_the_norm_is_ours_to_look_at(fast):
+    for K in (1, 3):
+        assert ours(fast[f"step ZeRO 0 autocast K={K}"]) == OURS | {("reads", "engine.py backward_and_step"): 1}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("step with pixels=device", "step with pixels=compressed", "step with augmentation", "step of two views"),
+        *("step with clipping", "step with image tower locked", "step with text tower locked"),
+    ],
+)
+def test_no_setting_adds_a_wait_to_a_step(name, fast):
+    """Beside that of the pixels themselves, where they are moved before the step."""
+    assert {wait: n for wait, n in ours(fast[name]).items() if not wait[1].startswith("data/")} == OURS
+
+
+@pytest.mark.skipif(deepspeed.__version__ != "0.19.8", reason="the lines are of another version of DeepSpeed")
+def test_deepspeed_waits_on_the_lines_that_are_known(fast):
+    def theirs(name: str) -> dict[tuple[str, str], int]:
+        return {wait: n for wait, n in fast[name].waits.items() if wait[1].startswith("deepspeed")}
+
+    assert theirs("step ZeRO 1 autocast K=1") == DEEPSPEED | OVERLAP
+    assert theirs("step ZeRO 1 in many buckets") == DEEPSPEED | OVERLAP, "one synchronise, whatever the buckets"
+    assert theirs("step ZeRO 1 autocast K=3") == DEEPSPEED, "none for a micro-batch, and no synchronise"
+    assert theirs("step ZeRO 2 autocast K=3") == DEEPSPEED
