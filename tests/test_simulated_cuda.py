@@ -95,8 +95,7 @@ def test_at_zero_0_the_norm_is_ours_to_look_at(fast):
     ],
 )
 def test_no_setting_adds_a_wait_to_a_step(name, fast):
-    """Beside that of the pixels themselves, where they are moved before the step."""
-    assert {wait: n for wait, n in ours(fast[name]).items() if not wait[1].startswith("data/")} == OURS
+    assert ours(fast[name]) == OURS
 
 
 @pytest.mark.skipif(deepspeed.__version__ != "0.19.8", reason="the lines are of another version of DeepSpeed")

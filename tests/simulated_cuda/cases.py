@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 from torch.serialization import skip_data
-from towers import CONTEXT, IMAGE_SIZE, tiny_config, write_tiny
+from towers import CONTEXT, IMAGE_SIZE, VOCABULARY, tiny_config, write_tiny
 
 from disco_ds import checkpoint, comm
 from disco_ds.checkpoint import Saved
-from disco_ds.config import Config, EvalSettings, ModelSettings, render_ds_config
-from disco_ds.data import ImageSpec, MicroBatch, StepData
-from disco_ds.data.step_data import DecodedTwice
+from disco_ds.config import DataSettings, EvalSettings, ModelSettings, render_ds_config
+from disco_ds.data import ImageSpec, Loader, StepData
+from disco_ds.data_settings import Pixels
 from disco_ds.engine import build_engine
 from disco_ds.eval import evaluate_sets, load_sets, record
 from disco_ds.interrupt import Interrupts
@@ -36,7 +36,7 @@ from disco_ds.model import build_model, read_architecture, read_preprocessing, r
 from disco_ds.phases import Timer
 from disco_ds.resume import choose, restore
 from disco_ds.step import StepOutput, train_step
-from disco_ds.train import before_update, hold_pixels, log, prepare
+from disco_ds.train import before_update, log, prepare
 from simulated_cuda.host import Host, on_the_host, simulate
 
 MICRO_BATCH, WIDTH = 32, 16  # images of more than CUDA would stage without waiting
@@ -113,14 +113,21 @@ def loss_cases() -> Iterator[tuple[str, Case]]:
 # Steps
 
 
-def read_step(config: Config, K: int) -> StepData:
-    """What the loader would hand over, on the host."""
-    m = config.micro_batch
-    text, ids = torch.zeros(m, CONTEXT, dtype=torch.int64), torch.zeros(m, dtype=torch.int64)
-    batch = MicroBatch(torch.zeros(m, 3, IMAGE_SIZE, IMAGE_SIZE, dtype=torch.uint8), text, ids, ids)
-    if config.pixels == "compressed":
-        return StepData(DecodedTwice(K, lambda: batch, lambda: batch), index=[ids] * K)
-    return StepData([batch] * K, index=[ids] * K)
+@lru_cache
+def open_loader(global_batch: int, pixels: Pixels) -> Loader:
+    """Its worker is real; what it writes is not looked at."""
+    return Loader(
+        *(
+            DataSettings(source="synthetic", workers=1),
+            [],
+            ImageSpec((IMAGE_SIZE, IMAGE_SIZE)),
+            partial(torch.zeros, 1),
+        ),
+        *(CONTEXT, VOCABULARY, comm.rank(), comm.size(), global_batch, MICRO_BATCH),
+        seed=0,
+        pixels=pixels,
+        device="cuda",
+    )
 
 
 class Training:
@@ -135,6 +142,7 @@ class Training:
         size = {"micro_batch": MICRO_BATCH, "global_batch": MICRO_BATCH * K * comm.size()}
         self.config, self.K = tiny_config(write_tiny(Path.cwd(), layers=1), ds_config, **size, **given), K
         self.prepare = prepare(self.config)
+        self.loader = open_loader(self.config.global_batch, self.config.pixels)
         self.loss = build_loss(loss, **self.config.loss.options).to("cuda")
         self.loss.set_num_samples(NUM_SAMPLES, 10 * NUM_SAMPLES)
         start = self.loss.initial_scale, self.loss.initial_bias, self.loss.learns_scale
@@ -150,10 +158,10 @@ class Training:
 
     def step(self, timer: Timer = record_function) -> tuple[StepOutput, StepData]:
         """As train.train does one."""
-        data = read_step(self.config, self.K)
+        data = self.loader.read_step()
         agree = partial(before_update, self.run, 0, 1e-3, data)
-        batches = hold_pixels(data, self.config.pixels)
-        out = train_step(self.engine, self.loss, batches, self.prepare, 100.0, agree=agree, timer=timer)
+        out = train_step(self.engine, self.loss, data.micro_batches, self.prepare, 100.0, agree=agree, timer=timer)
+        assert data.error is None, data.error
         self.loss.commit()
         return out, data
 
@@ -229,7 +237,7 @@ def stray_case(host: Host, where: str) -> None:
         return
     training = Training(1, "autocast", 1)
     on_device = prepare(training.config)
-    training.prepare = lambda batch: (on_device(batch)[0], batch.text, on_device(batch)[2])
+    training.prepare = lambda batch: (on_device(batch)[0], batch.text.cpu(), on_device(batch)[2])
     training.step()
 
 

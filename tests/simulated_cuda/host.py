@@ -47,6 +47,8 @@ class Host(TorchDispatchMode):
         self.notes = False
         self.answers: dict[str, float] = {}
         """What is read from the device, by the name of the function that reads it; 0 or False else."""
+        self.registered: list[int] = []
+        """Sizes of memory that cudaHostRegister was told of."""
         self.launches = 0
         """How many of Triton's kernels have been launched."""
         self.refused: str | None = None
@@ -107,8 +109,12 @@ class Host(TorchDispatchMode):
     def _crosses(self, x: Tensor, to: torch.device, non_blocking: bool) -> None:
         if to.type == "cpu":
             self.note("copies to host")
-        elif not (non_blocking and (hasattr(x, "simulated_pinned") or x.nbytes <= STAGED_BYTES)):
+        elif not (non_blocking and (self._is_pinned(x) or x.nbytes <= STAGED_BYTES)):
             self.note("copies to device")
+
+    def _is_pinned(self, x: Tensor) -> bool:
+        """A registered memory is known by its size: a fake tensor has no address."""
+        return hasattr(x, "simulated_pinned") or x.untyped_storage().nbytes() in self.registered
 
     def on_pin_memory(self, func: Any, x: Tensor, *_: Any) -> Any:
         out = torch.empty_like(x)
@@ -116,7 +122,7 @@ class Host(TorchDispatchMode):
         return out
 
     def on_is_pinned(self, func: Any, x: Tensor, *_: Any) -> Any:
-        return hasattr(x, "simulated_pinned")
+        return self._is_pinned(x)
 
     def on_barrier(self, func: Any, *_: Any, **__: Any) -> Any:
         self.note("barrier")
@@ -240,6 +246,14 @@ def _replace(host: Host) -> None:
         assert all(n > 0 for n in (grid(sizes) if callable(grid) else grid))
         host.launches += 1
 
+    class Runtime:
+        """Of CUDA, what is called by name."""
+
+        @staticmethod
+        def cudaHostRegister(address: int, size: int, flags: int) -> int:  # noqa: N802
+            host.registered.append(size)
+            return 0
+
     def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
         host.note("objects")
         object_list[:] = [obj] * len(object_list)
@@ -269,6 +283,7 @@ def _replace(host: Host) -> None:
     set_state_of_cpu = torch.set_rng_state
     torch.cuda.set_rng_state = set_rng_state
     torch.set_rng_state = lambda x: set_rng_state(x) if isinstance(x, FakeTensor) else set_state_of_cpu(x)
+    torch.cuda.cudart = Runtime
     torch.utils.swap_tensors = swap_tensors
     FakeTensor.numpy = numpy  # type: ignore[method-assign]
     FakeTensor.tolist = tolist  # type: ignore[method-assign]
