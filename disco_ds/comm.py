@@ -345,15 +345,12 @@ class AgreedError(ValueError):
 def together(what: str) -> Iterator[None]:
     """Do what may fail on some ranks only, and fail on all of them or none. Collective; the body must not communicate.
 
-    Raises: AgreedError on every rank, naming the ranks and hosts that failed and why; on a rank whose accelerator is
-            out of memory, that error alone.
+    Raises: AgreedError on every rank, naming the ranks and hosts that failed and why.
     """
     problem: str | None = None
     try:
         yield
     except Exception as error:
-        if is_out_of_memory(error):
-            raise  # no text would help as train.py's does; the heartbeat ends the others
         told = isinstance(error, ValueError | OSError)
         problem = str(error) if told else f"{type(error).__name__}: {error}"
     reports = gather_objects((problem, socket.gethostname()))

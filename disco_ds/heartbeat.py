@@ -75,8 +75,9 @@ class Heartbeat:
 
         Args: timed: no rank takes timeout_s from here to the next mark.
         """
-        self._timed = timed
+        self._timed = False  # while the clock is still the last mark's
         self._marks.set(step, doing)
+        self._timed = timed
 
     @property
     def place(self) -> Place:
@@ -195,24 +196,25 @@ class Heartbeat:
         silent = min(others, key=lambda rank: self._since[rank], default=self._me)
         if others and now - self._since[silent] > self._patience_s:
             return f"{self._name(silent)} has given no sign of life for {now - self._since[silent]:.0f} s"
-        if self._marks.still_s(now) > 0.9 * self.timeout_s and (told := self._find_behind(now)):
+        host, device = self._marks.host, self._marks.device  # before the time, which a mark sets first
+        waited_s = self._marks.still_s(now)
+        if waited_s > 0.9 * self.timeout_s and (told := self._find_behind(host, device, waited_s)):
             return told
         if self._timed and self._marks.still_s(now) > self.timeout_s:
-            return f"nobody has come on for {self._marks.still_s(now):.0f} s: {self._describe_places()}"
+            return f"nobody has come on for {waited_s:.0f} s: {self._describe_places()}"
         return None
 
-    def _find_behind(self, now: float) -> str | None:
+    def _find_behind(self, mine: Place, my_device: Place, waited_s: float) -> str | None:
         """The ranks that have not come as far as this one, in words: by their hosts, else by their devices."""
-        waited_s, mine = self._marks.still_s(now), self._marks
         running = [rank for rank, beat in enumerate(self._beats) if beat.endswith(RUNS)]
         places = {rank: _places(self._beats[rank]) for rank in running if rank != self._me}
-        behind = [self._name(rank) for rank, (host, _) in places.items() if host.number < mine.host.number]
+        behind = [self._name(rank) for rank, (host, _) in places.items() if host.number < mine.number]
         if behind:
             return f"all wait for {waited_s:.0f} s, for {'; '.join(behind)}"
         behind = [
             f"the GPU of rank {rank} on {self._hosts[rank]} has not got beyond {device}"
             for rank, (_, device) in places.items()
-            if device.number < mine.device.number
+            if device.number < my_device.number
         ]
         return f"{'; '.join(behind)}, for {waited_s:.0f} s" if behind else None
 

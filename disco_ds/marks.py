@@ -61,8 +61,8 @@ class Marks:
             slot = self._slots[place.number % NUM_EVENTS]
             slot.event.record()
             slot.place = place  # afterwards: until then the event is of a later mark than it is taken for
-        self.host = place
         self._moved = time.monotonic()
+        self.host = place
 
     def look(self) -> None:
         """See how far the device has come. Waits for nothing; a device that is broken stays where it was last seen."""
