@@ -91,7 +91,7 @@ def test_at_zero_0_the_norm_is_ours_to_look_at(fast):
     "name",
     [
         *("step with pixels=device", "step with pixels=compressed", "step with augmentation", "step of two views"),
-        *("step with clipping", "step with image tower locked", "step with text tower locked"),
+        *("step with clipping", "step with image tower locked"),
     ],
 )
 def test_no_setting_adds_a_wait_to_a_step(name, fast):

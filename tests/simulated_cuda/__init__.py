@@ -22,6 +22,8 @@ import torch
 
 HERE = Path(__file__).parent
 HEADER = "cuda_runtime_api.h"
+CUDA = 13
+"""Version whose functions cuda_stub.c has."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +42,14 @@ def find_problem() -> str | None:
         return "the stub is preloaded as on Linux"
     if shutil.which("gcc") is None:
         return "gcc is not installed"
-    if torch.version.cuda is None:
-        return "torch is built without CUDA"
+    if (torch.version.cuda or "").split(".")[0] != str(CUDA):
+        return f"the stub is of CUDA {CUDA}'s runtime, torch is built for {torch.version.cuda or 'the CPU alone'}"
     headers = find_headers()
     if headers is None:
         return "Triton, which comes with torch, has brought no CUDA headers"
     version = re.search(r"define CUDART_VERSION +(\d+)", (headers / HEADER).read_text())
-    if version is None or int(version[1]) // 1000 != int(torch.version.cuda.split(".")[0]):
-        return f"Triton's CUDA headers are of another version than torch's CUDA {torch.version.cuda}"
+    if version is None or int(version[1]) // 1000 != CUDA:
+        return f"the CUDA headers that Triton has brought are not of CUDA {CUDA}"
     return None
 
 
@@ -72,7 +74,6 @@ def run(groups: dict[tuple[str, int, int], list[str]], folder: Path, timeout_s: 
     """Cases by name, each group in a process of its own and all groups at once.
 
     Args:   groups: (any name, rank, number of ranks) -> the cases of that process; folder: to write to.
-
     Raises: RuntimeError with its last lines for a process that ends before its cases do; TimeoutExpired.
     """
     library = build(folder)
@@ -83,7 +84,8 @@ def run(groups: dict[tuple[str, int, int], list[str]], folder: Path, timeout_s: 
         environment = os.environ | {
             **{"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0"},
             **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "DS_ACCELERATOR": "cuda", "OMP_NUM_THREADS": "1"},
-            **{"LD_PRELOAD": str(library), "SIMULATED_CUDA": str(library), "PYTHONPATH": str(HERE.parent)},
+            **{"LD_PRELOAD": str(library), "SIMULATED_CUDA": str(library)},
+            "PYTHONPATH": os.pathsep.join((str(HERE.parent), os.environ.get("PYTHONPATH", ""))).rstrip(os.pathsep),
         }
         environment.pop("TRITON_INTERPRET", None)
         command = [sys.executable, "-m", "simulated_cuda.cases", str(out), *names]
