@@ -47,5 +47,5 @@ setup(
         "dev": ["pytest", "pytest-timeout", "pytest-xdist", "ruff", "mypy", "types-PyYAML"],
         "emoji": ["resvg-py"],
     },
-    entry_points={"console_scripts": ["disco-ds=disco_ds.__main__:main"]},
+    entry_points={"console_scripts": ["disco-ds=disco_ds.cli.main:main"]},
 )

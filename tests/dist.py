@@ -110,7 +110,7 @@ def _enter(
     try:
         import torch
 
-        from disco_ds import comm
+        from disco_ds.distributed import comm
 
         torch.set_num_threads(1)
         with comm.session(timeout_s=600) if joined else nullcontext():

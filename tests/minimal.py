@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 from disco_ds.config import Config, check_config
-from disco_ds.ds_config import merge
+from disco_ds.config.ds_config import merge
 
 MINIMAL: dict[str, Any] = {
     "name": "test",

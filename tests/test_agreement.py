@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from dist import run_ranks
 
-from disco_ds import comm
-from disco_ds.agreement import _describe, check_agreement
-from disco_ds.train import main
+from disco_ds.cli.train import main
+from disco_ds.distributed import comm
+from disco_ds.distributed.agreement import _describe, check_agreement
 
 
 def differing() -> list[str]:

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 from tool import load_tool
 
-from disco_ds.arguments import MAX_PACKED, count_ranks, pack, parse_args
-from disco_ds.launch import front_end
-from disco_ds.launch import parse_args as parse_launch
+from disco_ds.cli.arguments import MAX_PACKED, pack, parse_args
+from disco_ds.cli.launch import front_end
+from disco_ds.cli.launch import parse_args as parse_launch
+from disco_ds.distributed.hostfile import count_ranks
 
 # The dry run
 
@@ -45,7 +46,7 @@ def test_dry_run_mistakes_exit_with_2_and_one_line(tmp_path: Path) -> None:
 
 def test_dry_run_imports_no_model_library(tmp_path: Path) -> None:
     script = (
-        "import sys; from disco_ds.__main__ import main; from disco_ds.config import load_config"
+        "import sys; from disco_ds.cli.main import main; from disco_ds.config import load_config"
         "; load_config('quickstart')"
         "; early = {'torch', 'deepspeed'} & set(sys.modules); code = main()"
         "; print('\\nseen', code, early, {'open_clip', 'torchvision', 'timm', 'webdataset'} & set(sys.modules))"

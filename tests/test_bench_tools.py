@@ -216,7 +216,7 @@ def test_pretended_world_is_one_of_copies():
 
 def interpreted() -> dict[str, list[dict[str, Any]]]:
     """Slices of check_kernels by name, the last one with kernels that are broken."""
-    from disco_ds.kernels import triton_tiles
+    from disco_ds.losses.kernels import triton_tiles
 
     check_kernels, loss_checks = load_tool("check_kernels"), load_tool("loss_checks")
     loss_checks.CASES = (("typical", 14.3), ("outlier", 100.0))

@@ -17,12 +17,12 @@ from dist import run_ranks
 from PIL import Image
 from towers import BPE_SIZE, write_tiny
 
-from disco_ds import comm
-from disco_ds.build import build
 from disco_ds.config import Config, load_config
 from disco_ds.data import index_shards, write_manifest
-from disco_ds.metrics import METRICS_FILE
-from disco_ds.train import StopError, train
+from disco_ds.distributed import comm
+from disco_ds.metrics.records import METRICS_FILE
+from disco_ds.training.build import build
+from disco_ds.training.loop import StopError, train
 
 
 def recipe(folder: Path, **changes: Any) -> Path:

@@ -13,9 +13,9 @@ import pytest
 import torch
 from towers import TINY, tiny_config
 
-from disco_ds.checkpoint import _restore_rng, _rng_state, identity, read, refuse_changes, same_shape, shape
-from disco_ds.retention import FORMAT, META, DamagedError, seal
-from disco_ds.run_folder import CHECKPOINTS
+from disco_ds.metrics.run_folder import CHECKPOINTS
+from disco_ds.training.checkpoint import _restore_rng, _rng_state, identity, read, refuse_changes, same_shape, shape
+from disco_ds.training.retention import FORMAT, META, DamagedError, seal
 
 
 def identify(fingerprint: str = "abc", **changes: Any) -> dict[str, Any]:

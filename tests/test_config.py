@@ -11,9 +11,9 @@ import pytest
 import yaml
 from minimal import MINIMAL, settings
 
-from disco_ds.arguments import describe_run
+from disco_ds.cli.arguments import describe_run
 from disco_ds.config import BASE_BATCH, PACKAGE, find_recipe, load_config, render_ds_config
-from disco_ds.ds_config import (
+from disco_ds.config.ds_config import (
     merge,
     precision,
     read_ds_config,

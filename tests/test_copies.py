@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from disco_ds.config import CheckpointSettings
-from disco_ds.copies import Copies
+from disco_ds.training.copies import Copies
 
 
 def make(folder: Path, name: str) -> Path:

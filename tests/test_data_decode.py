@@ -32,7 +32,7 @@ from disco_ds.data.decode import (
     resize_random_crop,
 )
 from disco_ds.data.keyed import AUGMENT_COLUMN, keyed_uniform
-from disco_ds.model import register_config
+from disco_ds.models.clip import register_config
 
 MAX_PIXELS = 10**8
 

@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 from shards import bomb, encode, read_step, write_tar
 
+from disco_ds.config.data import DataSettings
 from disco_ds.data import ImageSpec, Loader, Manifest, index_shards, load_manifest, write_manifest
-from disco_ds.data_settings import DataSettings
 
 SHARDS, ENTRIES, BATCH = 1000, 20, 100
 SPEC = ImageSpec((64, 64))

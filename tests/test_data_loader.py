@@ -28,9 +28,9 @@ from shards import (
     write_shards,
 )
 
+from disco_ds.config.data import Pixels
 from disco_ds.data import DataError, Loader, Manifest, MicroBatch, merge_states
 from disco_ds.data.loader import count_buffers
-from disco_ds.data_settings import Pixels
 
 
 @pytest.fixture(scope="module")

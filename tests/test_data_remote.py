@@ -20,10 +20,10 @@ import pytest
 from shards import SIZES, make_loader, read_global, read_rank, settings, write_shards
 from web import Server, serve
 
+from disco_ds.config.data import DataSettings, RemoteSettings
 from disco_ds.data import DataError, Manifest, list_shards, load_sources
 from disco_ds.data.remote import ShardCache, describe
 from disco_ds.data.tar import CacheFullError, TarReader
-from disco_ds.data_settings import DataSettings, RemoteSettings
 
 ALL = "{00000..00007}.tar"
 

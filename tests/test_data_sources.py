@@ -12,10 +12,10 @@ from minimal import MINIMAL
 from PIL import Image
 from shards import colour, make_loader, read_global, settings, write_shards
 
-from disco_ds.checkpoint import identity, refuse_changes
 from disco_ds.config import check_config
+from disco_ds.config.data import DataSettings
 from disco_ds.data import Manifest, Mixture, Table, load_sources, merge_states
-from disco_ds.data_settings import DataSettings
+from disco_ds.training.checkpoint import identity, refuse_changes
 
 A, B, C = [17, 30, 9, 25], [13, 20, 22], [10, 12]
 FIRST_B, FIRST_C, END = sum(A), sum(A + B), sum(A + B + C)

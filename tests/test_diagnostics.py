@@ -13,7 +13,7 @@ import pytest
 import torch
 from dist import run_ranks
 
-from disco_ds import comm, diagnostics, flight_recorder
+from disco_ds.distributed import comm, diagnostics, flight_recorder
 
 dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_file", None)
 
@@ -35,7 +35,7 @@ def test_folder_that_cannot_be_written_is_no_reason_to_stay(tmp_path):
 
 
 def test_process_ends_while_python_is_blocked():
-    blocked = "import ctypes; from disco_ds.diagnostics import end_process_after as end; end(1); "
+    blocked = "import ctypes; from disco_ds.distributed.diagnostics import end_process_after as end; end(1); "
     start = time.monotonic()
     done = subprocess.run([sys.executable, "-c", blocked + "ctypes.PyDLL(None).sleep(60)"], capture_output=True)
     assert done.returncode == 1

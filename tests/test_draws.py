@@ -13,14 +13,14 @@ from torch import nn
 from torch.nn import functional as F
 from towers import batches, distance, masters, prepare, tiny_config, write_tiny
 
-from disco_ds import comm
-from disco_ds.build import build
 from disco_ds.config import render_ds_config
-from disco_ds.draws import check_compiled, find_draws
-from disco_ds.engine import build_engine, set_lr
+from disco_ds.distributed import comm
 from disco_ds.losses import build_loss
-from disco_ds.model import build_model
-from disco_ds.step import train_step
+from disco_ds.models.clip import build_model
+from disco_ds.models.compile_check import check_compiled, find_draws
+from disco_ds.training.build import build
+from disco_ds.training.engine import build_engine, set_lr
+from disco_ds.training.step import train_step
 
 TIMM = {
     "timm_model_name": "vit_tiny_patch16_224",

@@ -13,7 +13,7 @@ import yaml
 from minimal import MINIMAL, settings
 
 from disco_ds.config import load_config, render_ds_config
-from disco_ds.ds_config import (
+from disco_ds.config.ds_config import (
     DEFAULTS,
     GRADIENT_BUCKET,
     OWNED_BY_RECIPE,

@@ -16,11 +16,11 @@ from timm.optim import Lamb, Lion
 from torch import Tensor, nn
 from towers import batches, masters, prepare, tiny_config, write_tiny
 
-from disco_ds import comm
 from disco_ds.config import OptimSettings, render_ds_config
-from disco_ds.engine import backward_and_step, build_engine, build_optimizer, learning_rate, set_lr
-from disco_ds.groups import parameter_groups
-from disco_ds.model import build_model
+from disco_ds.distributed import comm
+from disco_ds.models.clip import build_model
+from disco_ds.models.param_groups import parameter_groups
+from disco_ds.training.engine import backward_and_step, build_engine, build_optimizer, learning_rate, set_lr
 
 # The schedule
 

@@ -27,15 +27,15 @@ from torch.nn import functional as F
 from towers import BPE_SIZE, IMAGE_SIZE, write_tiny
 from trained import write_run
 
-from disco_ds import comm
-from disco_ds.build import build
+from disco_ds.cli.evaluate import load_model, main, parse_args, read_settings
 from disco_ds.config import DataSettings, EvalSettings, ModelSettings, load_config
 from disco_ds.data import ImageSpec, load_manifest, read_all, resolve_shards
+from disco_ds.distributed import comm
 from disco_ds.eval import Accuracy, Recall, evaluate_sets, load_sets
-from disco_ds.evaluate import load_model, main, parse_args, read_settings
-from disco_ds.metrics import METRICS_FILE
-from disco_ds.model import build_model
-from disco_ds.train import evaluate, train
+from disco_ds.metrics.records import METRICS_FILE
+from disco_ds.models.clip import build_model
+from disco_ds.training.build import build
+from disco_ds.training.loop import evaluate, train
 
 
 def accuracies(path: Path, stage: int) -> tuple[Accuracy, tuple[float, float]]:

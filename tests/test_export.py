@@ -27,12 +27,12 @@ from towers import BPE_SIZE, CONTEXT, write_tiny
 from trained import write_run
 
 import disco_ds
+from disco_ds.cli.export import FILE, export, main
 from disco_ds.config import ModelSettings
 from disco_ds.data import ImageSpec, load_manifest, read_all, resolve_shards
 from disco_ds.data.decode import resize_for_evaluation
-from disco_ds.export import FILE, export, main
-from disco_ds.model import build_model, build_tokenizer, read_preprocessing
-from disco_ds.weights import TENSORS, read_weights
+from disco_ds.models.clip import build_model, build_tokenizer, read_preprocessing
+from disco_ds.training.weights import TENSORS, read_weights
 
 TEXTS = ["a red square", "Snow-capped MOUNTAIN &amp; sea", ""]
 
@@ -211,7 +211,7 @@ def test_readme_of_a_tower_of_ours_loads_it_in_a_fresh_interpreter(tmp_path: Pat
     folder = export(run, tmp_path / "quick start", "open_clip")
     assert "disco_ds must be installed\nwhere the model is loaded" in (folder / "README.md").read_text()
     (code,) = read_blocks(folder, "python")
-    assert code.startswith("import disco_ds.convnet\n")
+    assert code.startswith("import disco_ds.models.convnet\n")
     without = "import open_clip\ntry:\n    open_clip.create_model('local-dir:quick start')\n"
     without += "except RuntimeError as error:\n    print('refused', error)\n"
     code = without + code + "\nprint(float(model.visual.trunk.norm.weight.double().sum()))"

@@ -13,7 +13,7 @@ from fastclip_oracle import PER_SAMPLE, PRESETS, Oracle, as_tensor
 from oracle import Answer, features
 from torch import Tensor
 
-from disco_ds import comm
+from disco_ds.distributed import comm
 from disco_ds.losses import Embeddings, build_loss
 from disco_ds.losses.fastclip import FastCLIPLoss
 

@@ -20,14 +20,15 @@ from test_run import equal_checkpoints
 from torch import Tensor
 from towers import Batch, batches, distance, on_boundary_backward, prepare, tiny_config, write_tiny
 
-from disco_ds import checkpoint, comm
-from disco_ds.build import build
 from disco_ds.config import OptimSettings, load_config, render_ds_config
-from disco_ds.engine import build_engine, set_lr
-from disco_ds.model import build_model
-from disco_ds.run_folder import CHECKPOINTS
-from disco_ds.step import train_step
-from disco_ds.train import train
+from disco_ds.distributed import comm
+from disco_ds.metrics.run_folder import CHECKPOINTS
+from disco_ds.models.clip import build_model
+from disco_ds.training import checkpoint
+from disco_ds.training.build import build
+from disco_ds.training.engine import build_engine, set_lr
+from disco_ds.training.loop import train
+from disco_ds.training.step import train_step
 
 NUM_SAMPLES, PER_RANK, STEPS = 24, 16, 3
 Case = tuple[str, int, int, str]

@@ -23,15 +23,16 @@ from test_build import expect, image_sample, recipe, stopped, write_shard
 from test_run import CASES, SAME, equal_checkpoints, launched, members, ranks_of, records, wait_for, write_recipe
 from test_run import finish as finish_run
 
-from disco_ds import checkpoint, comm
-from disco_ds.build import Run, build
 from disco_ds.config import Config, load_config
 from disco_ds.data import StepData, index_shards, write_manifest
-from disco_ds.interrupt import Interrupts
+from disco_ds.distributed import comm
+from disco_ds.distributed.interrupt import Interrupts
 from disco_ds.losses import Embeddings
-from disco_ds.retention import find_latest, read_meta
-from disco_ds.run_folder import CHECKPOINTS
-from disco_ds.train import StopError, agree, finish, train, wait_for_copies
+from disco_ds.metrics.run_folder import CHECKPOINTS
+from disco_ds.training import checkpoint
+from disco_ds.training.build import Run, build
+from disco_ds.training.loop import StopError, agree, finish, train, wait_for_copies
+from disco_ds.training.retention import find_latest, read_meta
 
 At = Callable[[Run, int], None]
 """Called with the number of each batch, from 1, before its loss."""

@@ -27,14 +27,14 @@ from tool import TOOLS
 from torch import Tensor
 from towers import Batch, batches, build_towers, distance, masters, tiny_config, write_down, write_tiny
 
-from disco_ds import comm
 from disco_ds.config import render_ds_config
-from disco_ds.ds_config import merge
-from disco_ds.engine import build_engine, set_lr
+from disco_ds.config.ds_config import merge
+from disco_ds.distributed import comm
 from disco_ds.losses import build_loss
-from disco_ds.run_folder import FINISHED
-from disco_ds.step import Rng, train_step
-from disco_ds.weights import read_weights
+from disco_ds.metrics.run_folder import FINISHED
+from disco_ds.training.engine import build_engine, set_lr
+from disco_ds.training.step import Rng, train_step
+from disco_ds.training.weights import read_weights
 
 pytestmark = pytest.mark.gpu
 ON_GPU = DEVICE == "cuda"

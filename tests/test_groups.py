@@ -11,8 +11,8 @@ import torch
 from towers import write_tiny
 
 from disco_ds.config import ModelSettings, OptimSettings
-from disco_ds.groups import number_layers, parameter_groups
-from disco_ds.model import build_model
+from disco_ds.models.clip import build_model
+from disco_ds.models.param_groups import number_layers, parameter_groups
 
 
 def build(tmp_path: Path, **options: Any) -> Any:

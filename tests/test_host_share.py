@@ -8,8 +8,8 @@ import pytest
 import torch
 from dist import run_ranks
 
-from disco_ds import comm
-from disco_ds.host_share import share_host
+from disco_ds.distributed import comm
+from disco_ds.distributed.host_share import share_host
 
 
 def threads_of(setting: str | None, bound: bool) -> int:

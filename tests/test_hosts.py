@@ -21,10 +21,10 @@ from dist import free_port, run_ranks
 from minimal import settings
 from tool import load_tool
 
-from disco_ds import comm
-from disco_ds.arguments import count_ranks
-from disco_ds.build import build, open_folder
 from disco_ds.data import resolve_shards
+from disco_ds.distributed import comm
+from disco_ds.distributed.hostfile import count_ranks
+from disco_ds.training.build import build, open_folder
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent

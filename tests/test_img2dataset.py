@@ -22,10 +22,10 @@ from pathlib import Path
 import pytest
 from shards import CONTEXT, SPEC, VOCAB, tokenize
 
-from disco_ds.__main__ import index
+from disco_ds.cli.main import index
+from disco_ds.config.data import DataSettings
 from disco_ds.data import Loader, Manifest, load_manifest, load_sources, read_all, resolve_shards
 from disco_ds.data.tar import TarReader
-from disco_ds.data_settings import DataSettings
 
 STORED = Path(__file__).parent / "img2dataset"
 PER_SHARD = 3

@@ -17,10 +17,10 @@ from oracle import features
 from tool import load_tool
 from torch import Tensor
 
-from disco_ds import comm
-from disco_ds.kernels import Block, Tiling, find_problem, sigmoid_block, softmax_gradient, softmax_sums
-from disco_ds.kernels.availability import uses_triton
+from disco_ds.distributed import comm
 from disco_ds.losses import Embeddings, build_loss
+from disco_ds.losses.kernels import Block, Tiling, find_problem, sigmoid_block, softmax_gradient, softmax_sums
+from disco_ds.losses.kernels.availability import uses_triton
 
 tool = load_tool("check_kernels")
 EVERY_OFFSET = [(5, 6, 3, pairs) for pairs in (None, *range(-5, 7))]
@@ -59,7 +59,7 @@ def interpreted() -> list[str]:
 
 def every_configuration(n: int) -> list[str]:
     """Each configuration that a GPU may choose: ragged edges, contiguous and strided rows, usual widths."""
-    from disco_ds.kernels import triton_kernels
+    from disco_ds.losses.kernels import triton_kernels
 
     failures = []
     for number, config in enumerate([*triton_kernels.TENSOR_CORES, *triton_kernels.PLAIN_CORES]):
@@ -84,7 +84,7 @@ def half_factors() -> list[str]:
     """A GPU's factors in fp16: the weights are written in as much, into memory twice as wide."""
     tiling = Tiling(None, "fp16", "triton")
     r, c = tool.features(40, 24, "cpu", 1).half(), tool.features(70, 24, "cpu", 2).half()
-    from disco_ds.kernels import torch_tiles, triton_tiles
+    from disco_ds.losses.kernels import torch_tiles, triton_tiles
 
     r, c = (x.clone() for x in (r, c))
     with mock.patch.object(Tiling, "factor_dtype", lambda self, x: x.dtype):  # as on a GPU
@@ -97,7 +97,7 @@ def half_factors() -> list[str]:
 
 def far_rows() -> list[str]:
     """Rows that start more than 2^31 elements into their tensor, of which nothing else is touched."""
-    from disco_ds.kernels import triton_tiles
+    from disco_ds.losses.kernels import triton_tiles
 
     torch.use_deterministic_algorithms(False)
     r = torch.empty((1 << 31) + 64, dtype=torch.float16).as_strided((3, 16), (1 << 30, 1))
@@ -244,7 +244,7 @@ def test_where_triton_fails_its_reason_is_logged_once_and_torch_takes_over(caplo
 
 
 def test_a_configuration_that_does_not_compile_is_passed_over_by_the_tuner():
-    from disco_ds.kernels import triton_kernels
+    from disco_ds.losses.kernels import triton_kernels
 
     def fails() -> None:
         raise RuntimeError("PassManager::run failed")
@@ -253,7 +253,7 @@ def test_a_configuration_that_does_not_compile_is_passed_over_by_the_tuner():
 
 
 def test_configurations_are_chosen_without_timing_where_the_same_bits_are_wanted(monkeypatch):
-    from disco_ds.kernels import triton_kernels, triton_tiles
+    from disco_ds.losses.kernels import triton_kernels, triton_tiles
 
     sizes = {(16384, 16384, 512), (3072, 16384, 512), (16384, 16384, 768)}
     assert len({triton_tiles._size_class(*size) for size in sizes}) == 3

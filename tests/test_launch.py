@@ -33,12 +33,13 @@ from test_run import (
     write_recipe,
 )
 
-from disco_ds.arguments import adopt_slurm, parse_args
+from disco_ds.cli.arguments import parse_args
+from disco_ds.cli.launch import Signals, find_run, judge, newest_checkpoint, run_once
 from disco_ds.config import load_config
 from disco_ds.data import resolve_shards
-from disco_ds.launch import Signals, find_run, judge, newest_checkpoint, run_once
-from disco_ds.retention import META
-from disco_ds.run_folder import CHECKPOINTS, CONFIG, FINISHED, LAUNCHED, mark_launch
+from disco_ds.distributed.slurm import adopt_slurm
+from disco_ds.metrics.run_folder import CHECKPOINTS, CONFIG, FINISHED, LAUNCHED, mark_launch
+from disco_ds.training.retention import META
 
 marker, possible = test_hosts.marker, test_hosts.possible
 LOST_AFTER_S = 10
@@ -75,7 +76,7 @@ def test_what_a_front_end_leaves_behind_is_ended(
 
     What is apart is found by its word, as on other hosts; what is not, such as ssh, by its group.
     """
-    monkeypatch.setattr("disco_ds.launch.NAMING_S", 1.0)
+    monkeypatch.setattr("disco_ds.cli.launch.NAMING_S", 1.0)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     handlers[signal.SIGUSR1] = signal.getsignal(signal.SIGUSR1)
     word = f"word-{os.getpid()}-{len(codes)}-{len(says)}"

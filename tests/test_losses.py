@@ -14,7 +14,7 @@ from dist import run_ranks
 from fastclip_oracle import PRESETS
 from oracle import Answer, answer, errors, features, infonce, naive
 
-from disco_ds import comm
+from disco_ds.distributed import comm
 from disco_ds.losses import Embeddings, build_loss, list_losses, register_loss
 from disco_ds.losses.base import Loss
 
@@ -259,7 +259,7 @@ def under_plain_torch_distributed() -> tuple[list[str], float]:
     calls |= {call.__name__: partial(call, x) for call in (comm.reduce_scatter_in_place, comm.all_reduce_sum)}
     calls |= {call.__name__: partial(call, 1) for call in (comm.gather_objects, comm.broadcast)}
     for call in calls.values():
-        with pytest.raises(ValueError, match=r"torch.distributed has 2 ranks.*call disco_ds.comm.init\("):
+        with pytest.raises(ValueError, match=r"torch.distributed has 2 ranks.*call disco_ds.distributed.comm.init\("):
             call()
     comm.init(timeout_s=60)
     answer = value("disco_fused")

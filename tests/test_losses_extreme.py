@@ -13,7 +13,7 @@ from test_losses import TILED, evaluate
 from tool import load_tool
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from disco_ds import comm
+from disco_ds.distributed import comm
 from disco_ds.losses import Embeddings, blocks, build_loss
 from disco_ds.plan.towers import Allocations
 

@@ -11,9 +11,9 @@ from dist import run_ranks
 from oracle import features
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from disco_ds import comm
-from disco_ds.kernels import torch_tiles
+from disco_ds.distributed import comm
 from disco_ds.losses import Embeddings, blocks, build_loss
+from disco_ds.losses.kernels import torch_tiles
 
 D = 512
 TILES = ("exp_sums", "exp_weights", "log_sums", "log_weights", "sigmoid_weights")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from disco_ds.marks import NUM_EVENTS, Marks
+from disco_ds.distributed.marks import NUM_EVENTS, Marks
 
 
 class Stream:

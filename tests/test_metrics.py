@@ -13,8 +13,8 @@ import pytest
 import torch
 from dist import run_ranks
 
-from disco_ds import comm
-from disco_ds.metrics import METRICS_FILE, Metrics, digest, rewind_tensorboard
+from disco_ds.distributed import comm
+from disco_ds.metrics.records import METRICS_FILE, Metrics, digest, rewind_tensorboard
 
 VALUES = {"loss": 2.5, "i2t_accuracy": 0.25, "t2i_accuracy": 0.5, "scale": 14.0, "lr": 1e-3, "grad_norm": 0.125}
 MASK = 2**64 - 1

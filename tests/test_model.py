@@ -18,8 +18,8 @@ from torchvision import transforms
 from towers import CONTEXT, IMAGE_SIZE, TINY, VOCABULARY, batches, write_tiny
 
 from disco_ds.config import ModelSettings
-from disco_ds.convnet import ConvNet
-from disco_ds.model import build_model, read_preprocessing, read_text_size
+from disco_ds.models.clip import build_model, read_preprocessing, read_text_size
+from disco_ds.models.convnet import ConvNet
 
 RESNET = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "patch_size": None, "head_width": 16}
 

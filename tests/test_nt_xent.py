@@ -11,7 +11,7 @@ from oracle import Answer, answer, errors, features
 from test_losses import evaluate
 from torch.nn import functional as F
 
-from disco_ds import comm
+from disco_ds.distributed import comm
 
 LIMIT = {torch.float64: 1e-12, torch.float32: 1e-5}
 OPTIONS: list[dict[str, Any]] = [{"tile": (64, 64)}, {"tile": (64, 64), "ring": True}]

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from dist import run_ranks
 
-from disco_ds.build import build
 from disco_ds.config import load_config
-from disco_ds.train import train
+from disco_ds.training.build import build
+from disco_ds.training.loop import train
 
 FIXTURE = Path(__file__).parent / "fixtures" / "run_2026_11.tar.xz"
 """Written in November 2026 by one rank at ZeRO 1: six steps of FastCLIP-v3 with a locked text tower, of which the

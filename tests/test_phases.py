@@ -14,13 +14,13 @@ from torch.nn import functional as F
 from torch.profiler import record_function
 from towers import CONTEXT, IMAGE_SIZE, TINY, write_tiny
 
-from disco_ds import comm
 from disco_ds.config import ModelSettings
-from disco_ds.flops import count_flops, peak_samples_per_s
-from disco_ds.gpus import recognise
+from disco_ds.distributed import comm
 from disco_ds.losses import Embeddings, build_loss
-from disco_ds.model import build_model
-from disco_ds.phases import Phases
+from disco_ds.metrics.timers import Phases
+from disco_ds.models.clip import build_model
+from disco_ds.models.flops import count_flops, peak_samples_per_s
+from disco_ds.models.gpus import recognise
 
 SLOW = 1
 

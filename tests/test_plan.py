@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from torch.profiler import profile
 from towers import batches, prepare, tiny_config, write_tiny
 
-from disco_ds.__main__ import main
-from disco_ds.arguments import describe_run
+from disco_ds.cli.arguments import describe_run
+from disco_ds.cli.main import main
 from disco_ds.config import Config, OptimSettings, load_config, render_ds_config
-from disco_ds.engine import build_engine, set_lr
-from disco_ds.gpus import find_gpu
 from disco_ds.losses import build_loss
-from disco_ds.model import build_model
+from disco_ds.models.clip import build_model
+from disco_ds.models.gpus import find_gpu
 from disco_ds.plan.measure import measure_towers
 from disco_ds.plan.memory import GIB, Slack, plan_memory, search_largest
 from disco_ds.plan.speed import Rates, plan_speed
 from disco_ds.plan.towers import Allocations, trace
-from disco_ds.step import train_step
+from disco_ds.training.engine import build_engine, set_lr
+from disco_ds.training.step import train_step
 
 CPU = torch.device("cpu")
 AUTOCAST: dict[str, Any] = {"zero_optimization": {"stage": 1}, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from dist import run_ranks
 
-from disco_ds import comm
+from disco_ds.distributed import comm
 from disco_ds.losses import Embeddings, build_loss, list_losses
 from disco_ds.plan.losses import loss_peak
 from disco_ds.plan.towers import Allocations

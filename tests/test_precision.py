@@ -8,8 +8,8 @@ import pytest
 import torch
 from tool import load_tool
 
-from disco_ds.kernels import Tiling
 from disco_ds.losses import Embeddings, build_loss
+from disco_ds.losses.kernels import Tiling
 
 tool = load_tool("compare_precision")
 AUTO = next(name for name in tool.OURS if name.endswith("(auto on a GPU)"))

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from dist import run_ranks
 
-from disco_ds.build import build
 from disco_ds.config import PACKAGE, load_config
-from disco_ds.gpus import find_gpu
+from disco_ds.metrics.run_folder import FINISHED
+from disco_ds.models.gpus import find_gpu
 from disco_ds.plan.memory import GIB, plan_memory
 from disco_ds.plan.towers import trace
-from disco_ds.run_folder import FINISHED
-from disco_ds.train import finish, train
+from disco_ds.training.build import build
+from disco_ds.training.loop import finish, train
 
 LARGE = {
     "vit_b_32_32k": "A100-40G",

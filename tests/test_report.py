@@ -21,15 +21,15 @@ from test_build import recipe
 from tool import load_tool
 from torch.utils.tensorboard import SummaryWriter
 
-from disco_ds import comm
-from disco_ds.__main__ import main
-from disco_ds.build import build
+from disco_ds.cli.main import main
 from disco_ds.config import load_config
 from disco_ds.data import load_manifest, read_all, resolve_shards
-from disco_ds.metrics import METRICS_FILE
-from disco_ds.report import EXAMPLES, MAX_POINTS, REPORT, read_history, save_examples, write_report
-from disco_ds.run_folder import FINISHED
-from disco_ds.train import finish
+from disco_ds.distributed import comm
+from disco_ds.metrics.records import METRICS_FILE
+from disco_ds.metrics.report import EXAMPLES, MAX_POINTS, REPORT, read_history, save_examples, write_report
+from disco_ds.metrics.run_folder import FINISHED
+from disco_ds.training.build import build
+from disco_ds.training.loop import finish
 
 UNSEEN = "bundled:emoji/unseen"
 LABEL = "{json[caption]}"

@@ -15,16 +15,17 @@ from machine import HAS_FP16
 from test_build import recipe
 from towers import BPE_SIZE, write_tiny
 
-from disco_ds import checkpoint, comm
-from disco_ds.build import build
 from disco_ds.config import ModelSettings, load_config
-from disco_ds.metrics import METRICS_FILE
-from disco_ds.model import build_model
-from disco_ds.reshape import States, _find_parts, _join, optimizer_order
-from disco_ds.retention import find_latest
-from disco_ds.run_folder import CHECKPOINTS
-from disco_ds.train import save, train
-from disco_ds.weights import read_tensors
+from disco_ds.distributed import comm
+from disco_ds.metrics.records import METRICS_FILE
+from disco_ds.metrics.run_folder import CHECKPOINTS
+from disco_ds.models.clip import build_model
+from disco_ds.training import checkpoint
+from disco_ds.training.build import build
+from disco_ds.training.loop import save, train
+from disco_ds.training.reshard import States, _find_parts, _join, optimizer_order
+from disco_ds.training.retention import find_latest
+from disco_ds.training.weights import read_tensors
 
 FP32 = {"torch_autocast": {"enabled": False}}
 

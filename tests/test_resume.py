@@ -16,14 +16,14 @@ from test_checkpoint import describe, flip, plant, write_checkpoint
 from test_run import SAME, equal_checkpoints, records
 from towers import BPE_SIZE, tiny_config, write_tiny
 
-from disco_ds import comm
-from disco_ds.build import build
-from disco_ds.checkpoint import read
 from disco_ds.config import load_config
-from disco_ds.resume import choose
-from disco_ds.retention import META, find_latest
-from disco_ds.run_folder import CHECKPOINTS
-from disco_ds.train import train
+from disco_ds.distributed import comm
+from disco_ds.metrics.run_folder import CHECKPOINTS
+from disco_ds.training.build import build
+from disco_ds.training.checkpoint import read
+from disco_ds.training.loop import train
+from disco_ds.training.resume import choose
+from disco_ds.training.retention import META, find_latest
 
 CONFIG = tiny_config("tiny", {})
 

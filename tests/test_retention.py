@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from test_checkpoint import SHAPE, describe, flip, identify, write_checkpoint
 
-from disco_ds import checkpoint
-from disco_ds.retention import (
+from disco_ds.metrics.run_folder import CHECKPOINTS
+from disco_ds.training import checkpoint
+from disco_ds.training.retention import (
     FORMAT,
     META,
     DamagedError,
@@ -25,7 +26,6 @@ from disco_ds.retention import (
     remove_old,
     set_newer_aside,
 )
-from disco_ds.run_folder import CHECKPOINTS
 
 
 def names(run: Path) -> list[str]:

@@ -25,11 +25,11 @@ from machine import needs_fp16
 from test_build import recipe
 from towers import BPE_SIZE, write_tiny
 
-from disco_ds.arguments import parse_args
-from disco_ds.build import build
+from disco_ds.cli.arguments import parse_args
 from disco_ds.config import load_config
-from disco_ds.metrics import METRICS_FILE
-from disco_ds.train import train
+from disco_ds.metrics.records import METRICS_FILE
+from disco_ds.training.build import build
+from disco_ds.training.loop import train
 
 BIN = Path(sys.executable).parent
 SAME = ("step", "ids", "loss", "lr", "scale", "grad_norm")

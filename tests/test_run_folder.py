@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from disco_ds.run_folder import (
+from disco_ds.metrics.run_folder import (
     CHECKPOINTS,
     CONFIG,
     FINISHED,
@@ -23,7 +23,7 @@ from disco_ds.run_folder import (
 HOLD = """
 import sys
 from pathlib import Path
-from disco_ds.run_folder import RunFolder
+from disco_ds.metrics.run_folder import RunFolder
 held = RunFolder(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.readline()

@@ -8,7 +8,7 @@ from dist import run_ranks
 from oracle import features
 from torch.nn import functional as F
 
-from disco_ds import comm
+from disco_ds.distributed import comm
 from disco_ds.losses import Embeddings, build_loss
 
 LIMIT = {torch.float64: 1e-12, torch.float32: 1e-5}

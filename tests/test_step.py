@@ -26,13 +26,13 @@ from towers import (
     write_tiny,
 )
 
-from disco_ds import comm
 from disco_ds.config import render_ds_config
-from disco_ds.ds_config import merge, read_ds_config
-from disco_ds.engine import build_engine, set_lr
+from disco_ds.config.ds_config import merge, read_ds_config
+from disco_ds.distributed import comm
 from disco_ds.losses import Embeddings, LossOutput, build_loss
-from disco_ds.model import build_model
-from disco_ds.step import train_step
+from disco_ds.models.clip import build_model
+from disco_ds.training.engine import build_engine, set_lr
+from disco_ds.training.step import train_step
 
 PER_RANK = 16
 PRECISIONS: dict[str, dict[str, Any]] = {

@@ -17,14 +17,15 @@ from torch import Tensor
 from towers import CONTEXT, batches, masters, tiny_config, write_tiny
 from trained import write_run
 
-from disco_ds import checkpoint, comm
-from disco_ds.checkpoint import identity, shape
 from disco_ds.config import ModelSettings, render_ds_config
-from disco_ds.engine import backward_and_step, build_engine, set_lr
-from disco_ds.model import build_model, build_tokenizer, read_architecture
-from disco_ds.retention import META, find_latest
-from disco_ds.run_folder import CHECKPOINTS
-from disco_ds.weights import CONFIG, TENSORS, build_from, read_weights
+from disco_ds.distributed import comm
+from disco_ds.metrics.run_folder import CHECKPOINTS
+from disco_ds.models.clip import build_model, build_tokenizer, read_architecture
+from disco_ds.training import checkpoint
+from disco_ds.training.checkpoint import identity, shape
+from disco_ds.training.engine import backward_and_step, build_engine, set_lr
+from disco_ds.training.retention import META, find_latest
+from disco_ds.training.weights import CONFIG, TENSORS, build_from, read_weights
 
 BF16 = {"bf16": {"enabled": True}}
 AUTOCAST = {"torch_autocast": {"enabled": True}}

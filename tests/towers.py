@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from disco_ds.config import Config, check_config
-from disco_ds.model import build_model
+from disco_ds.models.clip import build_model
 
 IMAGE_SIZE, CONTEXT, VOCABULARY = 32, 12, 100
 BPE_SIZE = 49_408  # of open_clip's tokenizer

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from towers import tiny_config
 
-from disco_ds import checkpoint
-from disco_ds.checkpoint import identity, shape
-from disco_ds.model import read_architecture
-from disco_ds.retention import FORMAT
-from disco_ds.run_folder import CHECKPOINTS
+from disco_ds.metrics.run_folder import CHECKPOINTS
+from disco_ds.models.clip import read_architecture
+from disco_ds.training import checkpoint
+from disco_ds.training.checkpoint import identity, shape
+from disco_ds.training.retention import FORMAT
 
 
 def write_run(folder: Path, model: nn.Module, name: str, step: int = 7) -> Path:

@@ -36,8 +36,8 @@ import numpy
 import torch
 from PIL import Image
 
+from disco_ds.config.data import Pixels
 from disco_ds.data import Loader, StepData
-from disco_ds.data_settings import Pixels
 
 BATCH = 128
 WAITS_BATCH = 32

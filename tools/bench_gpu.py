@@ -36,7 +36,7 @@ from peers import Method
 from timing import matmul_tflops, median_ms
 from torch import Tensor
 
-from disco_ds import comm
+from disco_ds.distributed import comm
 
 FOLDER = "runs/bench_gpu"
 SCALES = (1 / 0.07, 100.0)

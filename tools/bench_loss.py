@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from disco_ds import comm
+from disco_ds.distributed import comm
 from disco_ds.losses import Embeddings, build_loss, list_losses
 
 ERROR_BATCH = 1024

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from disco_ds import comm
 from disco_ds.config import check_config, render_ds_config
-from disco_ds.ds_config import merge, read_ds_config
-from disco_ds.engine import build_engine, set_lr
+from disco_ds.config.ds_config import merge, read_ds_config
+from disco_ds.distributed import comm
 from disco_ds.losses import build_loss, list_losses
-from disco_ds.model import build_model, read_preprocessing, read_text_size
-from disco_ds.step import train_step
+from disco_ds.models.clip import build_model, read_preprocessing, read_text_size
+from disco_ds.training.engine import build_engine, set_lr
+from disco_ds.training.step import train_step
 
 PHASES = ("step/forward", "step/loss", "step/backward and update")
 

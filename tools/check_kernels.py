@@ -47,7 +47,7 @@ from tile_checks import (
 )
 from torch import Tensor
 
-from disco_ds.kernels import Tiling
+from disco_ds.losses.kernels import Tiling
 
 __all__ = ["Check", "check_blocks", "check_tiles", "error", "features", "main", "on_block", "on_tile"]
 
@@ -102,7 +102,7 @@ def factors(tile: Tile) -> list[Tensor]:
 
 def check_far(beyond: int, record: Record) -> None:
     """Each way in which an address may pass that many elements; takes 9 GB where they are 2^31."""
-    from disco_ds.kernels import triton_tiles as tiles
+    from disco_ds.losses.kernels import triton_tiles as tiles
 
     n, D, tiling = min(300, beyond >> 6), min(512, beyond >> 6), Tiling(precision="fp16", impl="triton")
     shift, scale = (torch.tensor([x], dtype=torch.float64, device=device()) for x in (SHIFT, 14.3))
@@ -152,7 +152,7 @@ def check_default(precision: str, sizes: Sizes, record: Record) -> None:
 
 
 def check_forced(precision: str, number: int, sizes: Sizes, record: Record) -> None:
-    from disco_ds.kernels import triton_kernels as kernels
+    from disco_ds.losses.kernels import triton_kernels as kernels
 
     kernels.force(configurations(precision)[number])
     check_square(precision, sizes, record)
@@ -185,7 +185,7 @@ def check_reference(sizes: Sizes, record: Record) -> None:
 
 
 def configurations(precision: str) -> list[Any]:
-    from disco_ds.kernels import triton_kernels as kernels
+    from disco_ds.losses.kernels import triton_kernels as kernels
 
     return kernels.PLAIN_CORES if precision == "fp32" else kernels.TENSOR_CORES
 

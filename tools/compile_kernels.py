@@ -26,7 +26,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from disco_ds.kernels import triton_kernels as kernels
+from disco_ds.losses.kernels import triton_kernels as kernels
 
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """KB of shared memory that one program may take, by architecture: A100, RTX 3090, L40S, H100, B200, RTX 5090."""

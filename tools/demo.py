@@ -57,7 +57,7 @@ def trainer_arguments(ranks: int, given: list[str]) -> list[str]:
 
 
 def front_end(arguments: list[str], gpus: int, ranks: int) -> list[str]:
-    from disco_ds.arguments import pack
+    from disco_ds.cli.arguments import pack
 
     # As a module: the path of the script `deepspeed` stands in its first line, where a space would end it.
     command = [sys.executable, "-m", "deepspeed.launcher.runner"]
@@ -87,7 +87,7 @@ def follow(command: list[str], environment: dict[str, str], log: IO[str]) -> tup
 
 def finish(folder: Path) -> int:
     """Export what was learnt."""
-    from disco_ds.export import export
+    from disco_ds.cli.export import export
 
     print(f"exported for open_clip: {export(folder, folder / 'export')}")
     return 0

@@ -14,7 +14,7 @@ from slices import Record
 from tile_checks import SHIFT, device, features
 from timing import matmul_tflops, median_ms
 
-from disco_ds.kernels import Tiling
+from disco_ds.losses.kernels import Tiling
 
 
 class Call(NamedTuple):
@@ -38,7 +38,7 @@ def measure_rates(precision: str, n: int, wide: int, widths: tuple[int, ...], re
 
 
 def calls(precision: str, n: int, wide: int, D: int) -> Iterator[Call]:
-    from disco_ds.kernels import triton_tiles as tiles
+    from disco_ds.losses.kernels import triton_tiles as tiles
 
     tiling, d = Tiling(None, precision, "triton"), device()
     r, c = (tiling.round(features(wide, D, d, seed, "contiguous")) for seed in (1, 2))
@@ -72,7 +72,7 @@ def launched(call: Call) -> dict[str, Any]:
     """The configuration that a call takes for its kernel, and what its machine code needs."""
     if call.kernel is None:
         return {}
-    from disco_ds.kernels import triton_kernels
+    from disco_ds.losses.kernels import triton_kernels
 
     kernel = getattr(triton_kernels, f"{call.kernel}_kernel")
     compiled: list[Any] = []

@@ -18,8 +18,8 @@ from open_clip_train.scheduler import cosine_lr
 from open_clip_train.train import train_one_epoch
 from timing import Clock
 
-from disco_ds import comm
-from disco_ds.model import read_preprocessing, read_text_size
+from disco_ds.distributed import comm
+from disco_ds.models.clip import read_preprocessing, read_text_size
 
 
 class Pixels:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from disco_ds import comm
+from disco_ds.distributed import comm
 
 Method = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """image, text, scale, bias -> this rank's share of the loss."""

@@ -15,7 +15,7 @@ from slices import Record
 from torch import Tensor
 from torch.nn import functional as F
 
-from disco_ds.kernels import (
+from disco_ds.losses.kernels import (
     Block,
     Tiling,
     full_dtype,
@@ -73,7 +73,7 @@ def check_tiles(
     rows: Tensor, columns: Tensor, pairs: int | None, tiling: Tiling, on: OnTile | None = None
 ) -> Iterator[Check]:
     """Every function of triton_tiles on one tile; rows [n, D] and columns [m, D] fp32, of which the layout is kept."""
-    from disco_ds.kernels import triton_tiles
+    from disco_ds.losses.kernels import triton_tiles
 
     on = on or on_tile
     r, c = (lay_out(tiling.round(x), x.stride()) for x in (rows, columns))

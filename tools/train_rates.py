@@ -29,21 +29,21 @@ import torch
 from bench_data import make_shards
 from timing import Clock
 
-from disco_ds import comm
-from disco_ds.build import build
 from disco_ds.config import Config, check_config, render_ds_config
+from disco_ds.config.ds_config import read_ds_config
 from disco_ds.data import MicroBatch, index_shards, write_manifest
-from disco_ds.ds_config import read_ds_config
-from disco_ds.engine import build_engine, set_lr
-from disco_ds.flops import count_flops
-from disco_ds.gpus import recognise
+from disco_ds.distributed import comm
 from disco_ds.losses import build_loss
-from disco_ds.metrics import METRICS_FILE
-from disco_ds.model import build_model, register_config
+from disco_ds.metrics.records import METRICS_FILE
+from disco_ds.models.clip import build_model, register_config
+from disco_ds.models.flops import count_flops
+from disco_ds.models.gpus import recognise
 from disco_ds.plan.memory import GIB, Slack, plan_memory
 from disco_ds.plan.towers import make_batch, trace
-from disco_ds.step import train_step
-from disco_ds.train import train
+from disco_ds.training.build import build
+from disco_ds.training.engine import build_engine, set_lr
+from disco_ds.training.loop import train
+from disco_ds.training.step import train_step
 
 TINY = str(Path(__file__).with_name("tiny_vit.json"))
 """The model of a rehearsal."""

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from disco_ds.config.data import AugmentSettings
 from disco_ds.data.keyed import AUGMENT_COLUMN, keyed_uniform
-from disco_ds.data_settings import AugmentSettings
 
 _NUM_COLUMNS = 10
 

@@ -10,11 +10,11 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from disco_ds.config.data import RemoteSettings
 from disco_ds.data.listing import Listing, is_folder, is_table, list_shards, refuse_remote, resolve_shards
 from disco_ds.data.manifest import Manifest, Shard, find_tars, has_changed, refuse_empty
 from disco_ds.data.remote import fetch_temporary
 from disco_ds.data.tar import TarIndex
-from disco_ds.data_settings import RemoteSettings
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from braceexpand import braceexpand
 
 from disco_ds.config import PACKAGE
-from disco_ds.data_settings import RemoteSettings
+from disco_ds.config.data import RemoteSettings
 
 NAME = "manifest.json"
 PIPE = "pipe:"

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from disco_ds.config.data import DataSettings, Pixels
 from disco_ds.data.decode import ImageSpec
 from disco_ds.data.feed import Delivery, Feed, Producer, Upload
 from disco_ds.data.manifest import Manifest
@@ -27,7 +28,6 @@ from disco_ds.data.step_data import MicroBatch, MicroBatches, StepData
 from disco_ds.data.table import Table
 from disco_ds.data.tar import DataError
 from disco_ds.data.worker import InProcess, Job, Worker
-from disco_ds.data_settings import DataSettings, Pixels
 
 LEAST_AHEAD = 4
 """Micro-batches that are prepared ahead however few a step has."""

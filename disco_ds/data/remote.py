@@ -32,9 +32,9 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
+from disco_ds.config.data import RemoteSettings
 from disco_ds.data.listing import PIPE
 from disco_ds.data.tar import CacheFullError, DataError
-from disco_ds.data_settings import RemoteSettings
 
 _PASSING = {408, 425, 429, 500, 502, 503, 504}
 """HTTP statuses that may be gone at the next try."""

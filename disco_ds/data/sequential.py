@@ -10,11 +10,11 @@ from contextlib import closing
 
 from torch import Tensor
 
+from disco_ds.config.data import DataSettings
 from disco_ds.data.decode import ImageSpec, decode_image, fill_template, find_image, list_fields, resize_for_evaluation
 from disco_ds.data.folder import ImageFolder
 from disco_ds.data.manifest import Manifest
 from disco_ds.data.tar import BrokenSample, TarReader
-from disco_ds.data_settings import DataSettings
 
 THREADS = 4
 """PIL releases the interpreter's lock while it decodes and resizes."""

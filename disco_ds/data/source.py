@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from disco_ds.config.data import DataSettings, SourceSettings
 from disco_ds.data.decode import (
     NUM_CROP_NUMBERS,
     Captions,
@@ -37,7 +38,6 @@ from disco_ds.data.order import divide
 from disco_ds.data.remote import ShardCache
 from disco_ds.data.table import Table, TableReader, read_table
 from disco_ds.data.tar import TarReader
-from disco_ds.data_settings import DataSettings, SourceSettings
 
 Tokenize = Callable[[list[str]], Tensor]
 """Captions -> [n, L] int64; it is sent to the workers, so it pickles."""

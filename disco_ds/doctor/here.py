@@ -9,16 +9,16 @@ import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-from disco_ds import comm
 from disco_ds.config import Config, DataSettings, render_ds_config
+from disco_ds.config.ds_config import find_problems, precision, stage
 from disco_ds.data import BrokenSample, ImageSpec, Listing, Manifest, Table, choose_slots, index_shards, load_sources
 from disco_ds.data.counting import compare
 from disco_ds.data.manifest import has_changed
 from disco_ds.data.source import ShardSource
+from disco_ds.distributed import comm
 from disco_ds.doctor import Line
-from disco_ds.ds_config import find_problems, precision, stage
-from disco_ds.kernels import find_problem
 from disco_ds.losses import build_loss
+from disco_ds.losses.kernels import find_problem
 
 _DEAD = {
     "activation_checkpointing": "has no effect on open_clip's towers; model.activation_checkpointing of the recipe has",

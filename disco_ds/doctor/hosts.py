@@ -19,8 +19,8 @@ from disco_ds.config import Config
 from disco_ds.data.loader import LEAST_AHEAD
 from disco_ds.doctor import Line, probe
 from disco_ds.doctor.versions import PACKAGES
-from disco_ds.model import read_architecture
-from disco_ds.run_folder import make_token
+from disco_ds.metrics.run_folder import make_token
+from disco_ds.models.clip import read_architecture
 
 _CONNECT_S, _ANSWER_S = 10, 120
 """For ssh to connect; for the answer, which has to import torch."""

@@ -19,19 +19,19 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
-from disco_ds import comm
-from disco_ds.agreement import check_agreement
 from disco_ds.config import Config, OptimSettings, render_ds_config
+from disco_ds.config.ds_config import precision, stage
 from disco_ds.data import load_sources
+from disco_ds.distributed import comm
+from disco_ds.distributed.agreement import check_agreement
 from disco_ds.doctor import Line, examine
 from disco_ds.doctor.here import check_sources
-from disco_ds.ds_config import precision, stage
-from disco_ds.engine import build_engine, set_lr
-from disco_ds.kernels import Tiling
 from disco_ds.losses import Embeddings, build_loss
 from disco_ds.losses.base import Loss
-from disco_ds.model import build_model
-from disco_ds.step import train_step
+from disco_ds.losses.kernels import Tiling
+from disco_ds.models.clip import build_model
+from disco_ds.training.engine import build_engine, set_lr
+from disco_ds.training.step import train_step
 
 _ROWS = 8
 """Samples of a micro-batch."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from disco_ds import comm
 from disco_ds.data import ImageSpec, read_all
+from disco_ds.distributed import comm
 from disco_ds.eval.sets import ImageSet
 
 Tokenize = Callable[[list[str]], Tensor]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from disco_ds import comm
 from disco_ds.data import ImageSpec
+from disco_ds.distributed import comm
 from disco_ds.eval.encode import Tokenize, encode_images, encode_texts
 from disco_ds.eval.sets import ImageSet
 

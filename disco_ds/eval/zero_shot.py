@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from disco_ds import comm
 from disco_ds.data import ImageSpec
+from disco_ds.distributed import comm
 from disco_ds.eval.encode import Tokenize, encode_classes, encode_images
 from disco_ds.eval.sets import ImageSet
 

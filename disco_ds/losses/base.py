@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from disco_ds import comm
+from disco_ds.distributed import comm
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from disco_ds import comm
-from disco_ds.kernels import (
+from disco_ds.distributed import comm
+from disco_ds.losses.base import Loss
+from disco_ds.losses.kernels import (
     Block,
     Impl,
     Precision,
@@ -26,7 +27,6 @@ from disco_ds.kernels import (
     softmax_gradient,
     softmax_sums,
 )
-from disco_ds.losses.base import Loss
 
 Wire = Literal["fp32", "fp16", "bf16"]
 WIRES: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

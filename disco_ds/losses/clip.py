@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from disco_ds import comm
+from disco_ds.distributed import comm
 from disco_ds.losses.base import Embeddings, Loss, LossOutput, global_metrics, register_loss
 
 

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import torch
 from torch.nn import functional as F
 
-from disco_ds import comm
+from disco_ds.distributed import comm
 from disco_ds.losses.base import Embeddings, Loss, LossOutput, global_metrics, register_loss
 
 

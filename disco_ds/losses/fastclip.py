@@ -16,8 +16,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from disco_ds import comm
-from disco_ds.kernels import Impl, Precision
+from disco_ds.distributed import comm
 from disco_ds.losses.base import Embeddings, LossOutput, count_hits, global_metrics, register_loss
 from disco_ds.losses.blocks import (
     Gathered,
@@ -30,6 +29,7 @@ from disco_ds.losses.blocks import (
     largest_shift,
     positives,
 )
+from disco_ds.losses.kernels import Impl, Precision
 from disco_ds.losses.sample_state import Memory, SampleState, TauStep
 
 GammaSchedule = Literal["constant", "cosine", "fractional"]

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from disco_ds.kernels import Sums, Tiling
 from disco_ds.losses.base import Embeddings, LossOutput, count_hits, global_metrics
 from disco_ds.losses.blocks import Blocks, TiledLoss, finish, holds, inner, largest_shift, positives
+from disco_ds.losses.kernels import Sums, Tiling
 
 MakeBlocks = Callable[[Tensor], Blocks]
 """From this rank's columns [b, D]."""

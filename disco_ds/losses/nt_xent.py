@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from disco_ds.kernels import Impl, Precision
 from disco_ds.losses.base import Embeddings, LossOutput, register_loss
 from disco_ds.losses.blocks import Blocks, Gathered, Ring, TiledLoss, Wire
 from disco_ds.losses.infonce import infonce
+from disco_ds.losses.kernels import Impl, Precision
 
 
 @register_loss("nt_xent")

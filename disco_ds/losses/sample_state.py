@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from disco_ds import comm
+from disco_ds.distributed import comm
 
 Memory = Literal["device", "host"]
 BETAS, EPS = (0.9, 0.999), 1e-8

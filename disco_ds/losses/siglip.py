@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from disco_ds import comm
-from disco_ds.kernels import Block, sigmoid_block
+from disco_ds.distributed import comm
 from disco_ds.losses.base import Embeddings, LossOutput, count_hits, global_metrics, register_loss
 from disco_ds.losses.blocks import TiledLoss, as_sent, finish, inner, positives, zeros
+from disco_ds.losses.kernels import Block, sigmoid_block
 
 
 @register_loss("siglip")

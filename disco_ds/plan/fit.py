@@ -10,9 +10,9 @@ from typing import Any
 import yaml
 
 from disco_ds.config import Config, check_config
+from disco_ds.config.recipe_yaml import Dumper
 from disco_ds.plan.memory import GIB, interpolate, plan_memory, search_largest
 from disco_ds.plan.towers import Towers, trace
-from disco_ds.recipe_yaml import Dumper
 
 TRACED = (64, 1024)
 """Micro-batches that others are interpolated from; below the first, weights' own temporaries make the peak."""

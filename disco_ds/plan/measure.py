@@ -9,9 +9,9 @@ from dataclasses import replace
 import torch
 from torch.profiler import profile
 
-from disco_ds import comm
 from disco_ds.config import Config
-from disco_ds.ds_config import precision
+from disco_ds.config.ds_config import precision
+from disco_ds.distributed import comm
 from disco_ds.plan.memory import GIB, search_largest
 from disco_ds.plan.towers import Towers, make_batch, prepare_model, run_passes, trace
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from disco_ds.config import Config
-from disco_ds.ds_config import precision, stage
-from disco_ds.gpus import Gpu
+from disco_ds.config.ds_config import precision, stage
+from disco_ds.models.gpus import Gpu
 from disco_ds.plan.losses import loss_cost
 from disco_ds.plan.towers import DTYPES, Towers
 

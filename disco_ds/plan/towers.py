@@ -25,12 +25,12 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from disco_ds.config import Config
+from disco_ds.config.data import AugmentSettings
+from disco_ds.config.ds_config import precision
 from disco_ds.data import MicroBatch, augment
-from disco_ds.data_settings import AugmentSettings
-from disco_ds.ds_config import precision
 from disco_ds.losses import build_loss
-from disco_ds.model import build_model, pixel_affine, read_preprocessing, read_text_size
-from disco_ds.step import Forward
+from disco_ds.models.clip import build_model, pixel_affine, read_preprocessing, read_text_size
+from disco_ds.training.step import Forward
 
 DTYPES = {"autocast": torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Of the parameters, by ds_config's precision."""

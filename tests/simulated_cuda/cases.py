@@ -21,22 +21,23 @@ from torch.profiler import record_function
 from torch.serialization import skip_data
 from towers import CONTEXT, IMAGE_SIZE, VOCABULARY, tiny_config, write_tiny
 
-from disco_ds import checkpoint, comm
-from disco_ds.checkpoint import Saved
 from disco_ds.config import DataSettings, EvalSettings, ModelSettings, render_ds_config
+from disco_ds.config.data import Pixels
 from disco_ds.data import ImageSpec, Loader, StepData
-from disco_ds.data_settings import Pixels
-from disco_ds.engine import build_engine
+from disco_ds.distributed import comm
+from disco_ds.distributed.interrupt import Interrupts
 from disco_ds.eval import evaluate_sets, load_sets, record
-from disco_ds.interrupt import Interrupts
 from disco_ds.losses import Embeddings, build_loss, list_losses
 from disco_ds.losses.blocks import TiledLoss
-from disco_ds.metrics import Metrics
-from disco_ds.model import build_model, read_architecture, read_preprocessing, read_text_size
-from disco_ds.phases import Timer
-from disco_ds.resume import choose, restore
-from disco_ds.step import StepOutput, train_step
-from disco_ds.train import before_update, log, prepare
+from disco_ds.metrics.records import Metrics
+from disco_ds.metrics.timers import Timer
+from disco_ds.models.clip import build_model, read_architecture, read_preprocessing, read_text_size
+from disco_ds.training import checkpoint
+from disco_ds.training.checkpoint import Saved
+from disco_ds.training.engine import build_engine
+from disco_ds.training.loop import before_update, log, prepare
+from disco_ds.training.resume import choose, restore
+from disco_ds.training.step import StepOutput, train_step
 from simulated_cuda.host import Host, on_the_host, simulate
 
 MICRO_BATCH, WIDTH = 32, 16  # images of more than CUDA would stage without waiting

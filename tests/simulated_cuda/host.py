@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 import disco_ds
-from disco_ds import comm
+from disco_ds.distributed import comm
 
 OURS, DEEPSPEED = (f"{Path(module.__file__).parent}{os.sep}" for module in (disco_ds, deepspeed))
 THROUGH = (f"{DEEPSPEED}accelerator{os.sep}", f"{DEEPSPEED}comm{os.sep}")

@@ -1,0 +1,1 @@
+"""Command lines: each module is one command of `disco-ds`."""

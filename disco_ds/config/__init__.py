@@ -1,0 +1,41 @@
+"""Settings of a run: the recipe (YAML), its `data` part, and DeepSpeed's own (JSON).
+
+Importing it brings in neither torch nor DeepSpeed.
+"""
+
+from disco_ds.config.data import AugmentSettings, DataSettings, RemoteSettings, SourceSettings
+from disco_ds.config.load import check_config, find_recipe, load_config
+from disco_ds.config.recipe import (
+    BASE_BATCH,
+    PACKAGE,
+    CheckpointSettings,
+    Config,
+    EvalSettings,
+    LogSettings,
+    LossSettings,
+    ModelSettings,
+    OptimSettings,
+    TowerOptimSettings,
+    render_ds_config,
+)
+
+__all__ = [
+    "BASE_BATCH",
+    "PACKAGE",
+    "AugmentSettings",
+    "CheckpointSettings",
+    "Config",
+    "DataSettings",
+    "EvalSettings",
+    "LogSettings",
+    "LossSettings",
+    "ModelSettings",
+    "OptimSettings",
+    "RemoteSettings",
+    "SourceSettings",
+    "TowerOptimSettings",
+    "check_config",
+    "find_recipe",
+    "load_config",
+    "render_ds_config",
+]

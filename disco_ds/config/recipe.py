@@ -1,0 +1,302 @@
+"""The settings of a run: what a recipe (YAML) may say, checked once and never changed after.
+
+A recipe owns the batch, the loss, the model, the data, the optimizer and the logging; its `deepspeed` entry names a
+ds_config (JSON), which owns ZeRO, precision, offload and communication (see ds_config.py). Anyone may import this file;
+it imports neither torch nor DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field, model_validator
+
+from disco_ds.config.data import AugmentSettings, DataSettings, Pixels, Settings
+from disco_ds.config.ds_config import complete_ds_config, stage
+from disco_ds.config.recipe_yaml import Dumper
+
+PACKAGE = Path(__file__).parents[1]
+BASE_BATCH = 32_768
+"""The batch that `optim.base_lr` is stated for (DisCo-CLIP, section 5.1)."""
+
+
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class ModelSettings(Settings):
+    name: str = "ViT-B-32"
+    """An open_clip model name, a path of a model config (.json), or the name of one in disco_ds/assets/models."""
+    pretrained: Path | None = None
+    """Local weights (.pt, .bin, .safetensors) that open_clip can load."""
+    lock_image: bool = False
+    """Freeze the image tower (LiT)."""
+    lock_text: bool = False
+    """Freeze the text tower."""
+    two_views: bool = False
+    """Self-supervised: pairs are two augmentations of one image, both through the image tower (DisCo-CLIP, 4.1)."""
+    activation_checkpointing: bool = False
+    """Recompute the blocks' activations in backward."""
+    patch_dropout: float | None = Field(None, ge=0, lt=1)
+    """Fraction of image patches dropped in training (FLIP); None: as the model's config says."""
+    compile: bool = False
+    """torch.compile both towers; refused where a forward is repeated and draws random numbers (see draws.py)."""
+    token_embedding_std: float | None = Field(None, gt=0)
+    """Initial standard deviation of the token embedding; None: open_clip's 0.02."""
+    max_scale: float = Field(100.0, gt=0)
+    """Upper bound of the logit scale exp(t), held after every step."""
+
+    @model_validator(mode="after")
+    def _one_tower_trains(self) -> ModelSettings:
+        if self.two_views and (self.lock_image or self.lock_text):
+            raise ValueError("model.two_views trains the image tower and leaves the text tower out: lock neither")
+        if self.lock_image and self.lock_text:
+            raise ValueError("model.lock_image and model.lock_text are both true: nothing is left to train")
+        return self
+
+
+class LossSettings(Settings):
+    name: str = "disco_fused"
+    """A registered loss: python -c 'import disco_ds.losses as l; print(l.list_losses())' lists them."""
+    options: dict[str, Any] = Field({})
+    """Keyword arguments of that loss."""
+
+
+class TowerOptimSettings(Settings):
+    lr_factor: float = Field(1.0, gt=0)
+    """Of the learning rate."""
+    weight_decay: float | None = Field(None, ge=0)
+    """None: optim.weight_decay."""
+    layer_decay: float = Field(1.0, gt=0, le=1)
+    """Factor of the learning rate from each layer to the one before it; 1: all alike."""
+
+
+class OptimSettings(Settings):
+    name: Literal["adamw", "lamb", "lion", "sgd"] = "adamw"
+    """lamb: at ZeRO 0 only."""
+    lr: float | None = Field(None, gt=0)
+    """Peak learning rate, as it is; None: base_lr x global_batch / 32,768."""
+    base_lr: float = Field(5e-4, gt=0)
+    """Peak learning rate at a global batch of 32,768 (DisCo-CLIP's linear rule)."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.98)
+    """Of AdamW, LAMB and Lion."""
+    eps: float = Field(1e-6, gt=0)
+    """Of AdamW and LAMB."""
+    momentum: float = Field(0.9, ge=0, lt=1)
+    """Of SGD."""
+    weight_decay: float = Field(0.2, ge=0)
+    """On matrices only: never on biases, norms, the logit scale or the logit bias."""
+    clip_norm: float = Field(0.0, ge=0)
+    """Gradient clipping by global norm; 0: off."""
+    schedule: Literal["cosine", "constant", "cooldown"] = "cosine"
+    """After the warm-up: cosine to lr_min, constant, or constant with a linear descent at the end."""
+    warmup_steps: int = Field(2000, ge=0)
+    cooldown_steps: int = Field(0, ge=0)
+    """Length of the descent of schedule=cooldown."""
+    lr_min: float = Field(0.0, ge=0)
+    tau_lr: float | None = Field(None, gt=0)
+    """Learning rate of the logit scale (and bias), without warm-up or schedule; None: that of everything else."""
+    tau_slow: float = Field(0.0, ge=0)
+    """While the temperature is at most this, a third of tau_lr (FastCLIP: 0.03)."""
+    image: TowerOptimSettings = TowerOptimSettings()
+    text: TowerOptimSettings = TowerOptimSettings()
+
+    @model_validator(mode="after")
+    def _schedule(self) -> OptimSettings:
+        if self.tau_slow and self.tau_lr is None:
+            raise ValueError(f"optim.tau_slow ({self.tau_slow:g}) divides optim.tau_lr, which is not given")
+        if (self.schedule == "cooldown") != (self.cooldown_steps > 0):
+            raise ValueError(
+                f"optim.cooldown_steps ({self.cooldown_steps}) goes with optim.schedule=cooldown ({self.schedule})"
+            )
+        return self
+
+
+class CheckpointSettings(Settings):
+    every_steps: int = Field(1000, ge=0)
+    """0: only at the end, and as every_minutes says."""
+    every_minutes: float = Field(0.0, ge=0)
+    """By the clock, besides; 0: never. SIGTERM or SIGUSR1 to any rank saves too, and ends the run."""
+    keep_last: int = Field(3, gt=0)
+    """Older checkpoints are removed,"""
+    keep_every_steps: int = Field(0, ge=0)
+    """but for those of every so many steps; 0: no exception."""
+    max_failed: int = Field(2, ge=0)
+    """Saves in a row that may fail (the disk is full) before the run stops; 0: the first stops it."""
+    copy_command: str | None = None
+    """Run after each save, in the background and without a shell, one at a time, with {path} and {name} of the
+    checkpoint: `aws s3 cp --recursive {path} s3://bucket/run/{name}`. While it runs, a newer checkpoint waits for it,
+    and takes the place of one that waits; its failure is told and stops nothing."""
+    copy_timeout_s: float = Field(600.0, ge=0)
+    """How long the end of the run waits for copies."""
+
+    @model_validator(mode="after")
+    def _copy(self) -> CheckpointSettings:
+        if self.copy_command is not None:
+            if "{path}" not in self.copy_command:
+                raise ValueError(f"checkpoint.copy_command does not say {{path}}, the checkpoint: {self.copy_command}")
+            try:
+                shlex.split(self.copy_command)
+            except ValueError as error:
+                raise ValueError(f"checkpoint.copy_command cannot be split: {error}: {self.copy_command}") from None
+        return self
+
+
+class LogSettings(Settings):
+    every_steps: int = Field(10, gt=0)
+    """Steps between two progress lines, metrics.jsonl records and TensorBoard points; only these steps are timed."""
+    tensorboard: bool = True
+    peak_flops: float | None = Field(None, gt=0)
+    """Floating-point operations per second of one device, which MFU is a part of; None: known GPUs' own, in 16 bits."""
+
+
+class EvalSettings(Settings):
+    every_steps: int = Field(0, ge=0)
+    """Steps between two evaluations; 0: only at the end."""
+    labelled: dict[str, str] = Field({})
+    """Name -> images to classify among the labels of their own set: shards (as data.shards), a folder with a sub-folder
+    per class (ImageNet val, -v2, -R, -Sketch), or a folder in clip_benchmark's webdataset layout."""
+    label_key: str = "{json[label]}"
+    """Template of a sample's label in shards."""
+    classes: dict[str, Path] = Field({})
+    """Name of a labelled set -> file that names its labels: lines of names, lines of label and name, or JSON."""
+    templates: dict[str, str] = Field({})
+    """Name of a labelled set -> file of prompts with {} or {c} for the class, or `imagenet` for open_clip's 80; else
+    shards take the label alone, clip_benchmark's layout its own file, folders the 80."""
+    retrieval: dict[str, str] = Field({})
+    """Name -> captioned images to find by text and the other way round: shards, or clip_benchmark's layout."""
+    caption_key: str = "{txt}"
+    """Template of a sample's captions in shards, one per line."""
+
+
+class Config(Settings):
+    name: str
+    """Of the run; its folder is <runs>/<name>."""
+    runs: Path = Path("runs")
+    seed: int = Field(0, ge=0)
+    ranks: int | None = Field(None, gt=0)
+    """World size this recipe is for; another one is refused. None: any."""
+    global_batch: int = Field(gt=0)
+    """Samples per optimizer step, over all ranks."""
+    micro_batch: int = Field(gt=0)
+    """Samples per rank and forward pass."""
+    steps: int | None = Field(None, gt=0)
+    """Length of the run; or `samples`."""
+    samples: int | None = Field(None, gt=0)
+    """Length of the run in samples, rounded down to whole steps; or `steps`."""
+    pixels: Pixels = "device"
+    """Where a step's images wait between the two passes of GradAccum: as uint8 on the device, or pinned on the host; or
+    compressed in the data workers, which then decode them twice."""
+    timeout_s: float = Field(600.0, gt=0)
+    """A collective that waits longer, or a phase of a step that takes longer, ends the run, naming the rank or the GPU
+    that has not come as far as the others."""
+    lost_after_s: float = Field(120.0, gt=0)
+    """A rank that gives no sign of life for so long (it was killed or stopped, its host is gone) ends the run."""
+    skip_nonfinite: int = Field(0, ge=0)
+    """Batches in a row whose loss or gradient is not finite that are passed over, with nothing changed; the next one
+    stops the run. 0: the first does. A step that fp16's loss scaler skips is none of them."""
+    model: ModelSettings = ModelSettings()
+    loss: LossSettings = LossSettings()
+    data: DataSettings
+    optim: OptimSettings = OptimSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    log: LogSettings = LogSettings()
+    eval: EvalSettings = EvalSettings()
+    deepspeed: dict[str, Any]
+    """The ds_config as read: a name in ds_configs/, a path, or a mapping (with `base` naming the file it changes)."""
+
+    @model_validator(mode="after")
+    def _whole(self) -> Config:
+        if (self.steps is None) == (self.samples is None):
+            raise ValueError(f"give either steps or samples, got steps={self.steps}, samples={self.samples}")
+        if self.num_steps < 1:
+            raise ValueError(f"samples ({self.samples}) is less than one global_batch ({self.global_batch})")
+        if self.data.timeout_s >= self.timeout_s:
+            raise ValueError(
+                f"data.timeout_s ({self.data.timeout_s:g}) must be below timeout_s ({self.timeout_s:g}): else the "
+                "other ranks give up before the silent worker is named"
+            )
+        for side, locked in (("image", self.model.lock_image), ("text", self.model.lock_text or self.model.two_views)):
+            if locked and getattr(self.optim, side) != TowerOptimSettings():
+                raise ValueError(f"optim.{side} is of a tower that is not trained; leave it out")
+        if self.model.two_views:
+            if self.data.augment == AugmentSettings():
+                raise ValueError("model.two_views needs data.augment: without it the two views are one")
+            if self.eval.labelled or self.eval.retrieval:
+                raise ValueError("model.two_views trains no text tower, so there is nothing to evaluate by text")
+        if self.optim.warmup_steps + self.optim.cooldown_steps > self.num_steps:
+            raise ValueError(
+                f"optim.warmup_steps + optim.cooldown_steps ({self.optim.warmup_steps} + {self.optim.cooldown_steps}) "
+                f"exceed the run's {self.num_steps} steps"
+            )
+        return self
+
+    @property
+    def num_steps(self) -> int:
+        return self.steps if self.steps is not None else (self.samples or 0) // self.global_batch
+
+    @property
+    def peak_lr(self) -> float:
+        return self.optim.lr if self.optim.lr is not None else self.optim.base_lr * self.global_batch / BASE_BATCH
+
+    def num_micro_batches(self, ranks: int) -> int:
+        """Micro-batches per rank and step.
+
+        Raises: ValueError when ranks x micro_batch does not divide global_batch, naming the nearest batch that works.
+        """
+        if ranks < 1:
+            raise ValueError(f"a run needs at least 1 rank, got {ranks} ranks; does the hostfile have slots?")
+        if self.ranks is not None and ranks != self.ranks:
+            raise ValueError(
+                f"the recipe is for {self.ranks} ranks, this run has {ranks}: the likely cause is a missing hostfile "
+                "(deepspeed then runs on this host alone); set ranks= to mean it"
+            )
+        part = ranks * self.micro_batch
+        if self.global_batch % part:
+            below = self.global_batch - self.global_batch % part
+            nearest = below if below and self.global_batch - below <= part // 2 else below + part
+            raise ValueError(
+                f"global_batch {self.global_batch} is not a multiple of ranks x micro_batch "
+                f"({ranks} x {self.micro_batch} = {part}); nearest: {nearest}"
+            )
+        return self.global_batch // part
+
+    def describe(self, ranks: int) -> str:
+        """The batch algebra, in words."""
+        count = self.num_micro_batches(ranks)
+        return (
+            f"global batch {self.global_batch:,} = {ranks} ranks x {self.micro_batch:,} micro-batch x {count} "
+            f"micro-batches per rank\n"
+            f"{self.num_steps:,} steps, {self.num_steps * self.global_batch:,} samples, peak lr {self.peak_lr:g}, "
+            f"warm-up {self.optim.warmup_steps:,} steps, then {self.optim.schedule}"
+        )
+
+    def to_yaml(self) -> str:
+        return yaml.dump(self.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True)
+
+
+def render_ds_config(config: Config, ranks: int, run_folder: Path | None = None) -> dict[str, Any]:
+    """The complete ds_config of a run. Raises: ValueError, see complete_ds_config and Config.num_micro_batches."""
+    if config.model.compile and stage(config.deepspeed) == 3:
+        raise ValueError(
+            "model.compile at ZeRO 3 is refused: torch.compile reads parameters that ZeRO has not gathered (those of "
+            "nn.MultiheadAttention); use ZeRO 0 to 2"
+        )
+    if config.optim.name == "lamb" and stage(config.deepspeed) > 0:
+        raise ValueError(
+            f"optim.name=lamb at ZeRO {stage(config.deepspeed)} is refused: its trust ratio is of a parameter's norm, "
+            "and ZeRO's optimizer sees flat parts of many (its updates would be half off); use deepspeed=zero0"
+        )
+    owned: dict[str, Any] = {
+        "train_batch_size": config.global_batch,
+        "train_micro_batch_size_per_gpu": config.micro_batch,
+        "gradient_accumulation_steps": config.num_micro_batches(ranks),
+        "gradient_clipping": config.optim.clip_norm,
+        # DeepSpeed's own progress lines and monitor points are off: metrics.py writes ours.
+        "steps_per_print": 2**31,
+    }
+    if run_folder is not None and config.log.tensorboard:
+        owned["tensorboard"] = {"enabled": True, "output_path": str(run_folder), "job_name": "tensorboard"}
+    return complete_ds_config(config.deepspeed, owned)

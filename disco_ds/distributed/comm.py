@@ -1,0 +1,370 @@
+"""Collectives: the only user of deepspeed.comm.
+
+The autograd-aware ones (`gather`) sum over ranks in backward, so that a loss whose mean over ranks is the global mean
+returns N times the true feature gradient, which the engine's mean over ranks turns into the true parameter gradient.
+At one rank, or without a process group at all, every function takes the same path and means the same.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+from disco_ds.distributed import flight_recorder
+
+Group = Any
+"""A process group of deepspeed.comm; None is the whole world."""
+Reduction = Literal["reduce_scatter", "all_reduce"]
+
+
+_received = 0.0
+
+
+def received_bytes() -> float:
+    """What this rank has received through this file's tensor collectives so far, as a ring does them."""
+    return _received
+
+
+def _count(x: Tensor, times: float) -> None:
+    global _received
+    _received += times * x.nbytes
+
+
+def init(timeout_s: float) -> None:
+    """Join the process group that the launcher describes by environment; a lone process makes a group of one.
+
+    Collective: every rank must call. The timeout holds for every group made afterwards, ZeRO's own included.
+    """
+    import deepspeed
+    from torch.distributed import distributed_c10d
+
+    # No operation of DeepSpeed's own is used, and asking for one probes them all, with nvcc where there is a GPU. Its
+    # shared-memory collectives for CPUs would be built with a compiler, leave memory behind and wait without a timeout.
+    deepspeed.ops.__compatible_ops__ = {}
+    timeout = timedelta(seconds=timeout_s)
+    distributed_c10d.default_pg_timeout = timeout
+    distributed_c10d.default_pg_nccl_timeout = timeout
+    if "RANK" not in os.environ:
+        for variable in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
+            if int(os.environ.get(variable, "1")) > 1:
+                raise ValueError(
+                    f"{variable} is {os.environ[variable]} but RANK is not set: every process would train alone; start "
+                    "with deepspeed, torchrun or srun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
+                )
+        lone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+        os.environ.update({key: str(value) for key, value in lone.items()})
+    missing = [key for key in ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
+    if missing:
+        raise ValueError(f"RANK is set but {', '.join(missing)} is not; a launcher sets them all")
+    if get_accelerator().device_name() != "cpu":
+        get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+    flight_recorder.switch_on()
+    dist.init_distributed(
+        dist_backend=get_accelerator().communication_backend_name(),
+        auto_mpi_discovery=False,
+        timeout=timeout,
+        verbose=False,
+    )
+
+
+@contextmanager
+def session(timeout_s: float) -> Iterator[None]:
+    """The process group for a `with` block, which all ranks leave together: one that just exits makes others abort.
+
+    A rank that raises leaves at once, so that the launcher sees it end, and ends the others.
+    """
+    init(timeout_s)
+    yield
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _joined() -> bool:
+    """Return True if there is a process group; every function of this file asks here.
+
+    Raises: ValueError where ranks are many, and deepspeed.comm does not know: each would take its part for the whole.
+    """
+    if dist.is_initialized():
+        return True
+    if torch.distributed.is_initialized() and (count := torch.distributed.get_world_size()) > 1:
+        raise ValueError(
+            f"torch.distributed has {count} ranks, of which deepspeed.comm knows nothing, so that each would take its "
+            "part of the batch for the whole; call disco_ds.distributed.comm.init(timeout_s) or "
+            "deepspeed.init_distributed() first"
+        )
+    return False
+
+
+def rank(group: Group = None) -> int:
+    return dist.get_rank(group) if _joined() else 0
+
+
+def size(group: Group = None) -> int:
+    return dist.get_world_size(group) if _joined() else 1
+
+
+def local_device() -> torch.device:
+    """The accelerator this process drives, else the CPU."""
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        return torch.device("cpu")
+    return torch.device(accelerator.device_name(int(os.environ.get("LOCAL_RANK", 0))))
+
+
+def barrier() -> None:
+    if _joined():
+        dist.barrier()
+
+
+def open_store(timeout_s: float) -> Any:
+    """A client of its own to the rendezvous' store (torch's TCPStore), for a thread beside the collectives."""
+    from torch.distributed import TCPStore
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+
+
+# Errors
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the accelerator had no memory left for torch, cuBLAS, cuDNN or NCCL."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    texts = ("cuda out of memory", "cuda error: out of memory", "_status_alloc_failed", "failure 2 'out of memory'")
+    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in texts)
+
+
+def may_be_of_another(error: BaseException) -> bool:
+    """Whether it may be a failed collective's, and its cause another rank; gloo's errors have no type of their own."""
+    if is_out_of_memory(error):
+        return False
+    if isinstance(error, torch.distributed.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in ("gloo", "nccl"))
+
+
+# Tensors
+
+
+def gather(x: Tensor, reduction: Reduction = "reduce_scatter", group: Group = None) -> Tensor:
+    """Rows of every rank, in rank order; its backward sums what all ranks say of this rank's rows.
+
+    Collective, in forward and in backward: every rank must call.
+    Args:    x [b, ...], the same shape on every rank; reduction: how backward sums: reduce_scatter receives B rows,
+             all_reduce (DisCo-CLIP, Algorithm 1) the gradient of all rows, of which it keeps b.
+    Returns: [N b, ...].
+    """
+    return _Gather.apply(x, reduction, group)
+
+
+def reduce_scatter(x: Tensor, group: Group = None) -> Tensor:
+    """Sum over ranks, of which each keeps its part; its backward gathers.
+
+    Collective, in forward and in backward.
+    Args:    x [N b, ...].
+    Returns: [b, ...].
+    """
+    return _ReduceScatter.apply(x, group)
+
+
+def reduce_scatter_in_place(x: Tensor, group: Group = None) -> Tensor:
+    """reduce_scatter without gradient and without a copy: what x holds afterwards is undefined. Collective.
+
+    Args:    x [N b, ...], contiguous.
+    Returns: [b, ...]; a part of x itself at one rank.
+    """
+    if size(group) == 1:
+        return x
+    out = x.new_empty(x.shape[0] // size(group), *x.shape[1:])
+    _count(x, 1 - 1 / size(group))
+    dist.reduce_scatter_tensor(out, x, group=group)
+    return out
+
+
+def all_reduce_sum(x: Tensor, group: Group = None) -> Tensor:
+    """Sum over ranks as a new tensor, without gradient. Collective."""
+    return _all_reduce(x.detach(), group, dist.ReduceOp.SUM)
+
+
+def all_reduce_max(x: Tensor, group: Group = None) -> Tensor:
+    """Maximum over ranks as a new tensor, without gradient. Collective."""
+    return _all_reduce(x.detach(), group, dist.ReduceOp.MAX)
+
+
+# A ring: blocks travel from rank to rank, each to the next
+
+Visit = Callable[[int, list[Tensor], list[Tensor] | None], list[Tensor]]
+
+
+def circulate(block: Sequence[Tensor], visit: Visit, join: Callable[[list[Tensor], list[Tensor]], None],
+              group: Group = None) -> list[Tensor]:  # fmt: skip
+    """Every rank's block passes by, one's own first; what the ranks add to it follows one hop behind and comes home.
+
+    One exchange a hop, which runs while `visit` does. Holds two blocks besides one's own, and three sets of parts.
+    Collective: every rank must call.
+
+    Args:    block: tensors of the same shapes on every rank, which nobody may change meanwhile;
+             visit(owner, block, spare): what this rank adds to that rank's block, tensors of the same shapes each time,
+             or nothing; spare: a set of them that is used up and may be overwritten, if there is one;
+             join(mine, theirs): adds the second set to the first, in place.
+    Returns: what all ranks have added to this rank's own block.
+    """
+    N, n = size(group), rank(group)
+    at_hand = [x.contiguous() for x in block]
+    room = [[torch.empty_like(x) for x in at_hand] for _ in range(min(N - 1, 2))]
+    parts: list[Tensor] = []
+    free: list[list[Tensor]] = []
+    for hop in range(N):
+        following = room[hop % 2] if hop < N - 1 else []
+        arriving = _like(parts, free)
+        requests = _exchange([*(at_hand if following else []), *parts], [*following, *arriving], group)
+        mine = visit((n - hop) % N, at_hand, free.pop() if free else None)
+        for request in requests:
+            request.wait()
+        if arriving:  # what the ranks before this one have added to the block at hand
+            join(mine, arriving)
+            free += [arriving, parts]
+        parts, at_hand = mine, following
+    if N == 1 or not parts:
+        return parts
+    home = _like(parts, free)
+    for request in _exchange(parts, home, group):
+        request.wait()
+    return home
+
+
+def _like(parts: list[Tensor], free: list[list[Tensor]]) -> list[Tensor]:
+    return free.pop() if parts and free else [torch.empty_like(x) for x in parts]
+
+
+def _exchange(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: Group) -> list[Any]:
+    """Start sending to the next rank and receiving from the one before, all at once."""
+    if not outgoing and not incoming:
+        return []
+    N, n = size(group), rank(group)
+    next_rank, previous = (
+        peer if group is None else dist.get_global_rank(group, peer) for peer in ((n + 1) % N, (n - 1) % N)
+    )
+    for x in incoming:
+        _count(x, 1)
+    sends = [dist.P2POp(dist.isend, x, next_rank, group) for x in outgoing]
+    return dist.batch_isend_irecv([*sends, *(dist.P2POp(dist.irecv, x, previous, group) for x in incoming)])
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, reduction: Reduction, group: Group) -> Tensor:
+        ctx.reduction, ctx.group = reduction, group
+        return _all_gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.reduction == "reduce_scatter":
+            return _reduce_scatter(grad, ctx.group), None, None
+        total = _all_reduce(grad, ctx.group, dist.ReduceOp.SUM)
+        return total.chunk(size(ctx.group))[rank(ctx.group)], None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _reduce_scatter(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _all_gather(grad, ctx.group), None
+
+
+# None of these writes to its input: autograd may hand the same grad_output to somebody else.
+
+
+def _all_gather(x: Tensor, group: Group) -> Tensor:
+    if not _joined():
+        return x.clone()
+    out = x.new_empty(size(group) * x.shape[0], *x.shape[1:])
+    _count(x, size(group) - 1)
+    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    return out
+
+
+def _reduce_scatter(x: Tensor, group: Group) -> Tensor:
+    if not _joined():
+        return x.clone()
+    if x.shape[0] % size(group):
+        raise ValueError(f"reduce_scatter of {x.shape[0]} rows over {size(group)} ranks: not a multiple")
+    out = x.new_empty(x.shape[0] // size(group), *x.shape[1:])
+    _count(x, 1 - 1 / size(group))
+    # A copy: gloo reduces in place.
+    dist.reduce_scatter_tensor(out, x.clone(memory_format=torch.contiguous_format), group=group)
+    return out
+
+
+def _all_reduce(x: Tensor, group: Group, op: Any) -> Tensor:
+    out = x.clone(memory_format=torch.contiguous_format)
+    if _joined():
+        _count(x, 2 - 2 / size(group))
+        dist.all_reduce(out, op=op, group=group)
+    return out
+
+
+# Python objects
+
+
+def gather_objects(item: Any) -> list[Any]:
+    """Every rank's picklable object, in rank order. Collective."""
+    if not _joined():
+        return [item]
+    items: list[Any] = [None] * size()
+    dist.all_gather_object(items, item)
+    return items
+
+
+def broadcast(item: Any) -> Any:
+    """Rank 0's picklable object. Collective."""
+    items = [item]
+    if _joined():
+        dist.broadcast_object_list(items, src=0)
+    return items[0]
+
+
+class AgreedError(ValueError):
+    """A mistake or a failure that every rank raises alike, so that all can end in order."""
+
+
+@contextmanager
+def together(what: str) -> Iterator[None]:
+    """Do what may fail on some ranks only, and fail on all of them or none. Collective; the body must not communicate.
+
+    Raises: AgreedError on every rank, naming the ranks and hosts that failed and why.
+    """
+    problem: str | None = None
+    try:
+        yield
+    except Exception as error:
+        told = isinstance(error, ValueError | OSError)
+        problem = str(error) if told else f"{type(error).__name__}: {error}"
+    reports = gather_objects((problem, socket.gethostname()))
+    failed = [number for number, (text, _) in enumerate(reports) if text is not None]
+    if failed:
+        where = "" if len(failed) == size() else f" (rank {', '.join(map(str, failed))})"
+        hosts = dict.fromkeys(reports[number][1] for number in failed)
+        if len(hosts) < len({host for _, host in reports}):
+            where += f" on {', '.join(hosts)}"
+        raise AgreedError(f"{what}{where}: {reports[failed[0]][0]}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

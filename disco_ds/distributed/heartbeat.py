@@ -1,0 +1,272 @@
+"""Which rank is lost: every rank tells a store that it lives and where it stands, and reads what the others tell.
+
+A collective that waits for a lost rank names nobody. So each rank has two threads beside the training. One writes this
+rank's beat into the launcher's rendezvous store and reads everyone's; the other only looks at the clock and never
+touches the store, which blocks for ever when its host is stopped. How far a rank has come is in marks.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from deepspeed.accelerator import get_accelerator
+
+from disco_ds.distributed import comm, diagnostics
+from disco_ds.distributed.marks import Event, Marks, Place
+
+INTERVAL_S = 2.0
+"""Between two beats; less where a lost rank is to be found sooner."""
+HURRY_S = 10.0
+"""A rank silent for so long is lost once a collective has failed or a signal has come: the launcher sends SIGTERM a
+second after it has lost a rank, and kills the others half a minute later."""
+GONE = ""
+"""The verdict of a rank that has left in order."""
+RUNS = b" null]"
+"""How the beat of a rank without a verdict ends: thousands of them are not parsed every two seconds."""
+
+
+class Heartbeat:
+    """Watches the other ranks while it is entered, and ends this process when one is lost, or when nobody comes on.
+
+    A rank that fails says so as it leaves, so that the others need not wait for its silence. Three limits hold:
+
+    - lost_after_s, always: a rank that gives no sign of life for so long is lost.
+    - 0.9 timeout_s, always: where this rank and its device have passed no mark for so long, the ranks whose host or
+      device has not come as far are named. This rank waits for them in a collective, which would end by the backend's
+      own timeout, timeout_s; that this is a little later lets the heartbeat speak first.
+    - timeout_s, at marks that are `timed`: where nobody is behind, all ends with the place of every rank. Building, the
+      first step (which compiles), evaluation and saving are not timed: in these each rank may have hours of work of
+      its own. Who waits there for another in a collective is still ended by the backend.
+
+    Args: make_event: of the accelerator, see marks.py; None: its own, if there is an accelerator.
+    """
+
+    def __init__(self, lost_after_s: float, timeout_s: float, make_event: Callable[[], Event] | None = None):
+        self.lost_after_s, self.timeout_s = lost_after_s, timeout_s
+        self.interval_s = min(INTERVAL_S, lost_after_s / 10)
+        self.folder: Path | None = None
+        """For what a rank leaves before it is ended, see diagnostics.py."""
+        if make_event is None and comm.local_device().type != "cpu":
+            make_event = get_accelerator().Event
+        self._make_event = make_event
+        self._marks, self._timed = Marks(), False
+        self._answered = time.monotonic()
+        self._count = 0
+        self._verdict: str | None = None
+        """Why this rank leaves, for the others to read; None while it goes on."""
+        self._error: BaseException | None = None
+        self._hurry = self._stop = False
+        self._wake, self._written = threading.Event(), threading.Event()
+
+    def mark(self, step: int, doing: str, timed: bool = False) -> None:
+        """Where the training is: steps done, and what comes. All ranks pass the same marks.
+
+        Args: timed: no rank takes timeout_s from here to the next mark.
+        """
+        self._timed = False  # while the clock is still the last mark's
+        self._marks.set(step, doing)
+        self._timed = timed
+
+    @property
+    def place(self) -> Place:
+        """The last mark."""
+        return self._marks.host
+
+    def __enter__(self) -> Heartbeat:
+        """Start. Collective."""
+        self._watches = comm.size() > 1
+        if not self._watches:
+            return self
+        self._marks = Marks(self._make_event)
+        self._hosts = comm.gather_objects(socket.gethostname())
+        self._store = comm.open_store(self.lost_after_s)
+        self._keys = [f"disco_ds/distributed/heartbeat/{rank}" for rank in range(comm.size())]
+        self._me = comm.rank()
+        self._write()
+        comm.barrier()  # reading a beat that was never written would block
+        self._beats: list[bytes] = self._store.multi_get(self._keys)
+        self._fresh_window()
+        # A signal's own handler waits for the main thread, which may wait for a lost rank.
+        self._signals, self._signalled = socket.socketpair()
+        self._signalled.setblocking(False)
+        self._wakeup_before = signal.set_wakeup_fd(self._signalled.fileno(), warn_on_full_buffer=False)
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._beat, self._look_at_clock)]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """Leave; after an error of communication first let the rank that caused it be named, which ends the process."""
+        if not self._watches:
+            return
+        if error is not None and comm.may_be_of_another(error):
+            self._error, self._hurry = error, True
+            time.sleep(self._patience_s + 3 * self.interval_s)  # long enough for _beat to name another and end this
+        place = f"rank {self._me} on {socket.gethostname()} (last {self._marks.host})"
+        self._verdict = GONE if error is None else f"{place} failed: {type(error).__name__}: {error}"
+        self._wake.set()
+        self._written.wait(self.lost_after_s)
+        if error is not None and self._me == 0:
+            time.sleep(2 * self.interval_s)  # the others read it, in a store that may live in this process
+        self._stop = True
+        self._wake.set()
+        self._signalled.send(b"!")
+        for thread in self._threads:
+            thread.join(2 * self.interval_s)
+        if self._make_event:
+            diagnostics.cancel_end()
+        signal.set_wakeup_fd(self._wakeup_before)
+        self._signals.close()
+        self._signalled.close()
+
+    @property
+    def _patience_s(self) -> float:
+        """How long a beat may stay the same: up to two intervals pass until it is seen, one until it is looked at."""
+        usual = self.lost_after_s - 3 * self.interval_s
+        return min(usual, HURRY_S) if self._hurry else usual
+
+    def _beat(self) -> None:
+        """The thread that uses the store."""
+        last = time.monotonic()
+        while not self._stop:
+            self._wake.wait(self.interval_s)
+            self._wake.clear()
+            leaves = self._verdict is not None
+            self._marks.look()
+            try:
+                self._write()
+                beats = self._store.multi_get(self._keys)
+            except RuntimeError:
+                time.sleep(self.interval_s)  # the clock's thread says when that is final
+                continue
+            now = time.monotonic()
+            if now - last > 3 * self.interval_s:  # this process was stopped, or the store was: what is old may be ours
+                self._fresh_window()
+            last = self._answered = now
+            for rank, beat in enumerate(beats):
+                if beat != self._beats[rank]:
+                    self._beats[rank], self._since[rank] = beat, now
+            if leaves:
+                self._written.set()
+            elif told := self._find_lost(now):
+                self._end(told)
+
+    def _look_at_clock(self) -> None:
+        """The thread that never waits for the store."""
+        last = time.monotonic()
+        while not self._stop:
+            if self._make_event:
+                diagnostics.end_process_after(self.timeout_s)
+            if select.select([self._signals], [], [], self.interval_s / 2)[0]:
+                self._signals.recv(64)
+                self._hurry = True
+            now = time.monotonic()
+            if now - last > 3 * self.interval_s:  # stopped, and going on
+                self._answered = now
+            last = now
+            if now - self._answered > self._patience_s:
+                holder = self._name(0)
+                if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                    holder = f"torchrun's agent, {holder}"
+                self._end(
+                    f"no answer from the rendezvous store for {now - self._answered:.0f} s; it is held by {holder}",
+                    tell=False,
+                )
+
+    def _find_lost(self, now: float) -> str | None:
+        """Who is lost, in words; what another rank has found out comes first."""
+        others = []
+        for rank, beat in enumerate(self._beats):
+            if rank != self._me and beat.endswith(RUNS):
+                others.append(rank)
+            elif rank != self._me and (verdict := json.loads(beat)[-1]) != GONE:
+                return verdict
+        silent = min(others, key=lambda rank: self._since[rank], default=self._me)
+        if others and now - self._since[silent] > self._patience_s:
+            return f"{self._name(silent)} has given no sign of life for {now - self._since[silent]:.0f} s"
+        host, device = self._marks.host, self._marks.device  # before the time, which a mark sets first
+        waited_s = self._marks.still_s(now)
+        if waited_s > 0.9 * self.timeout_s and (told := self._find_behind(host, device, waited_s)):
+            return told
+        if self._timed and self._marks.still_s(now) > self.timeout_s:
+            return f"nobody has come on for {waited_s:.0f} s: {self._describe_places()}"
+        return None
+
+    def _find_behind(self, mine: Place, my_device: Place, waited_s: float) -> str | None:
+        """The ranks that have not come as far as this one, in words: by their hosts, else by their devices."""
+        running = [rank for rank, beat in enumerate(self._beats) if beat.endswith(RUNS)]
+        places = {rank: _places(self._beats[rank]) for rank in running if rank != self._me}
+        behind = [self._name(rank) for rank, (host, _) in places.items() if host.number < mine.number]
+        if behind:
+            return f"all wait for {waited_s:.0f} s, for {'; '.join(behind)}"
+        behind = [
+            f"the GPU of rank {rank} on {self._hosts[rank]} has not got beyond {device}"
+            for rank, (_, device) in places.items()
+            if device.number < my_device.number
+        ]
+        return f"{'; '.join(behind)}, for {waited_s:.0f} s" if behind else None
+
+    def _describe_places(self) -> str:
+        """Where every rank is, alike ones together."""
+        ranks: dict[str, list[int]] = {}
+        for rank, beat in enumerate(self._beats):
+            host, device = _places(beat)
+            text = f"at {host}" if device == host else f"at {host} (its GPU at {device})"
+            ranks.setdefault(text, []).append(rank)
+        return "; ".join(f"{join_ranks(numbers)} {text}" for text, numbers in ranks.items())
+
+    def _end(self, told: str, tell: bool = True) -> None:
+        if tell:
+            self._verdict = told
+            with suppress(RuntimeError):
+                self._write()
+        if self._error is not None:
+            traceback.print_exception(self._error)
+        print(f"error on {socket.gethostname()}: rank {self._me} stops: {told}", file=sys.stderr, flush=True)
+        diagnostics.leave(self.folder, self._me)
+        if tell and self._me == 0:
+            time.sleep(2 * self.interval_s)  # the others read it, in a store that may live in this process
+        os._exit(1)
+
+    def _write(self) -> None:
+        self._count += 1
+        beat = [self._count, *self._marks.host, *self._marks.device, self._verdict]
+        self._store.set(self._keys[self._me], json.dumps(beat))
+
+    def _name(self, rank: int) -> str:
+        host, _ = _places(self._beats[rank])
+        return f"rank {rank} on {self._hosts[rank]} (last {host})"
+
+    def _fresh_window(self) -> None:
+        self._since = [time.monotonic()] * len(self._beats)
+        self._marks.forgive()
+
+
+def _places(beat: bytes) -> tuple[Place, Place]:
+    """Of host and device."""
+    _, *places, _ = json.loads(beat)
+    return Place(*places[:3]), Place(*places[3:])
+
+
+def join_ranks(ranks: Iterable[int]) -> str:
+    """In words: "ranks 0-6, 9"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    words = ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
+    return f"rank {words}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"ranks {words}"

@@ -1,0 +1,57 @@
+"""Whether Triton's kernels run here: found out once by running one, because a GPU alone does not say so."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from disco_ds.losses.kernels.tiles import Precision, Tiling
+
+logger = logging.getLogger(__name__)
+
+
+def uses_triton(tiling: Tiling, x: Tensor) -> bool:
+    """Whether tiles of rows like x are done by Triton.
+
+    Raises: ValueError where `impl` asks for Triton and it cannot run.
+    """
+    if tiling.impl == "torch" or x.dtype == torch.float64:
+        return False
+    if tiling.impl == "auto":
+        return x.is_cuda and find_problem(x.device, tiling.precision) is None
+    if find_spec("triton") is None or not (x.is_cuda or _interprets()):
+        raise ValueError(f"impl=triton needs the triton package and a GPU; the features are on {x.device}")
+    if x.is_cuda and (problem := find_problem(x.device, tiling.precision)):
+        raise ValueError(f"impl=triton cannot run on {x.device}: {problem}")
+    return True
+
+
+@cache
+def find_problem(device: torch.device, precision: Precision) -> str | None:
+    """Why the kernels do not run on this GPU at this precision, or None; logged as a warning at the first look.
+
+    Triton compiles its launcher with a C compiler of the system's, and a GPU may be too small or too new for a kernel.
+    """
+    if find_spec("triton") is None:
+        problem = "the triton package is not installed"
+    else:
+        from disco_ds.losses.kernels import triton_tiles
+
+        try:
+            triton_tiles.try_out(device, precision)
+            return None
+        # Whatever it is: without Triton the losses are slower, not wrong.
+        except Exception as error:
+            problem = f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else error}"
+    logger.warning("Triton's kernels do not run on %s (%s); the losses take torch's, which are slower", device, problem)
+    return problem
+
+
+def _interprets() -> bool:
+    import triton
+
+    return triton.knobs.runtime.interpret

@@ -1,0 +1,146 @@
+"""Softmax over a block of similarities that is never held whole: sums of exponentials, and the gradient's products.
+
+The pairs are left out of every sum and every weight. Near convergence they would hide what matters: 1 - p cancels where
+p is close to 1, while the sum over the others, set against the pair, does not (losses.md section 2).
+"""
+
+# n rows, m columns, D width; x_ij = row_scale_i <row i, column j>, y_ij = column_scale_j <row i, column j>
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from disco_ds.losses.kernels import torch_tiles
+from disco_ds.losses.kernels.availability import uses_triton
+from disco_ds.losses.kernels.tiles import Scratch, Tiling, full_dtype, pairs_offset
+
+
+@dataclass(frozen=True)
+class Block:
+    """The similarities of some rows and some columns: everything that defines them, none of them computed."""
+
+    rows: Tensor
+    """[n, D], held (Tiling.hold)."""
+    columns: Tensor
+    """[m, D], held."""
+    row_scale: Tensor
+    """[n], positive."""
+    column_scale: Tensor
+    """[m], positive."""
+    first: int | None
+    """Column i + first is row i's pair; None for a block without pairs."""
+    shift: Tensor | None
+    """[1] float64 for which exp(x - shift) and its sums stay within fp32, if all scales are equal: one exponential an
+    element. None: every row and column finds its own."""
+    tiling: Tiling
+
+    @property
+    def tiles(self) -> ModuleType:
+        """The module that does one tile."""
+        if uses_triton(self.tiling, self.rows):
+            from disco_ds.losses.kernels import triton_tiles
+
+            return triton_tiles
+        return torch_tiles
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of scales, sums and gradients: fp32, or float64 of float64."""
+        return full_dtype(self.rows)
+
+    def scratch(self, tiles: ModuleType) -> Scratch:
+        """Memory for the weights of a tile: torch computes them in full precision, Triton writes factors at once."""
+        dtype = self.dtype if tiles is torch_tiles else self.tiling.factor_dtype(self.rows)
+        return Scratch(self.tiling, len(self.rows), len(self.columns), dtype, self.rows.device)
+
+
+@dataclass
+class Sums:
+    """Of a block without its pairs, float64; -inf for a sum or a maximum of nothing."""
+
+    rows: Tensor
+    """[n], log of the row's sum of exp(x)."""
+    columns: Tensor
+    """[m], log of the column's sum of exp(y)."""
+    rows_max: Tensor | None
+    """[n], the row's largest x; None where it was not asked for."""
+    columns_max: Tensor | None
+    """[m], the column's largest y."""
+
+
+def softmax_sums(block: Block, maxima: bool = True, kept: Tensor | None = None) -> Sums:
+    """Sums of exponentials over rows and over columns, both from one product.
+
+    Args:    maxima: find the largest exponents too; kept: [n, m] bf16, receives exp(x - shift) for softmax_gradient;
+             needs a shift.
+    Source:  losses.md sections 1 to 3.
+    """
+    n, m, device, shift, tiling = len(block.rows), len(block.columns), block.rows.device, block.shift, block.tiling
+    tiles = block.tiles
+    nothing = -math.inf if shift is None else 0.0
+    row_sum, column_sum = (torch.full((k,), nothing, dtype=torch.float64, device=device) for k in (n, m))
+    largest = [torch.full((k,), -math.inf, dtype=torch.float64, device=device) for k in (n, m) if maxima]
+    row_scale, column_scale = block.row_scale.to(block.dtype), block.column_scale.to(block.dtype)
+    # Triton needs memory for a tile only to keep it.
+    scratch = block.scratch(tiles) if tiles is torch_tiles else None
+    for i, j in tiling.cut(n, m, device, written=scratch is not None):
+        r, c, pairs = tiling.factor(block.rows[i]), tiling.factor(block.columns[j]), pairs_offset(i, j, block.first)
+        out = None if scratch is None else scratch.tile(i, j)
+        if shift is None:
+            of_rows, of_columns, *tops = tiles.log_sums(r, c, row_scale[i], column_scale[j], pairs, tiling, out, maxima)
+            torch.logaddexp(row_sum[i], of_rows.double(), out=row_sum[i])
+            torch.logaddexp(column_sum[j], of_columns.double(), out=column_sum[j])
+        else:
+            keep = None if kept is None else kept[i, j]
+            of_rows, of_columns, *tops = tiles.exp_sums(r, c, row_scale[:1], shift, pairs, tiling, out, keep, maxima)
+            row_sum[i] += of_rows
+            column_sum[j] += of_columns
+        for total, part, new in zip(largest, (i, j), tops, strict=False):
+            torch.maximum(total[part], new.double(), out=total[part])
+    if shift is not None:
+        row_sum, column_sum = row_sum.log_().add_(shift), column_sum.log_().add_(shift)
+    return Sums(row_sum, column_sum, *(largest or (None, None)))
+
+
+def softmax_gradient(
+    block: Block,
+    row_shift: Tensor,
+    column_shift: Tensor,
+    into_rows: Tensor | None,
+    into_columns: Tensor | None,
+    kept: Tensor | None = None,
+    moments: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Adds gain x W columns to into_rows [n, D] and gain x W^T rows to into_columns [m, D], both fp32, or None.
+
+    W_ij = exp(x_ij - row_shift_i) + exp(y_ij - column_shift_j), 0 for pairs, each term at most 1; gain is Tiling.gain,
+    for the caller to divide by.
+
+    Args: row_shift [n], column_shift [m] float64; kept: what softmax_sums has kept; moments ([n], [m]): for a block
+          without a shift, to which is added gain x the sum of the first term of W times <i, j> over a row, and of the
+          second over a column.
+    """
+    shift, tiling, dtype, tiles = block.shift, block.tiling, block.dtype, block.tiles
+    scratch = block.scratch(tiles)
+    row_scale, column_scale = block.row_scale.to(dtype), block.column_scale.to(dtype)
+    lifted = [x - math.log(tiling.gain()) for x in (row_shift, column_shift)]
+    a, beta = (x.to(dtype) if shift is None else (shift - x).exp_().to(dtype) for x in lifted)
+    for i, j in tiling.cut(len(block.rows), len(block.columns), block.rows.device):
+        r, c, pairs = tiling.factor(block.rows[i]), tiling.factor(block.columns[j]), pairs_offset(i, j, block.first)
+        out = scratch.tile(i, j)
+        if shift is None:
+            parts = None if moments is None else (moments[0][i], moments[1][j])
+            W = tiles.log_weights(r, c, row_scale[i], column_scale[j], a[i], beta[j], pairs, tiling, out, parts)
+        elif kept is not None:
+            W = tiles.kept_weights(kept[i, j], a[i], beta[j], tiling, out)
+        else:
+            W = tiles.exp_weights(r, c, row_scale[:1], shift, a[i], beta[j], pairs, tiling, out)
+        if into_rows is not None:
+            tiling.add_product(into_rows[i], W, c)
+        if into_columns is not None:
+            tiling.add_product(into_columns[j], W.T, r)

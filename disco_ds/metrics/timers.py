@@ -1,0 +1,99 @@
+"""Where a step's time, memory and bytes go, on the steps that are logged; the others cost nothing.
+
+The columns of DisCo-CLIP's Table 4, and what tells a slow rank. On a GPU the times are the device's own: events,
+read at the log point, where the host waits for the device anyway. On the CPU they are the clock's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import psutil
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch.profiler import record_function
+
+from disco_ds.distributed import comm
+
+PHASES = {"step/forward": "forward", "step/loss": "loss", "step/backward and update": "update"}
+"""step.py's name for a phase -> ours. `loss` has its collectives, `update` the forwards that GradAccum repeats."""
+Timer = Callable[[str], AbstractContextManager[Any]]
+
+
+class Phases:
+    """One rank's measure of the sampled steps."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        """Of the accelerator's memory so far, or of this process on the CPU."""
+        self._spans: list[tuple[str, Any, Any, float, int]] = []
+
+    def timer(self, sampled: bool) -> Timer:
+        """What train_step opens around each of its phases; for a step that is not sampled it takes no measure."""
+        self._spans.clear()
+        return self._measure if sampled else record_function
+
+    def note_peak(self) -> int:
+        """Highest memory since the last reset, in bytes; the peak so far is kept."""
+        peak = _peak_resident() if _on_cpu() else get_accelerator().max_memory_allocated()
+        self.peak_bytes = max(self.peak_bytes, peak)
+        return peak
+
+    @contextmanager
+    def _measure(self, name: str) -> Iterator[None]:
+        self.note_peak()
+        if not _on_cpu():
+            get_accelerator().reset_peak_memory_stats()
+        received, start = comm.received_bytes(), _now()
+        with record_function(name):
+            yield
+        self._spans.append((PHASES[name], start, _now(), comm.received_bytes() - received, self.note_peak()))
+
+    def read(self, wait_s: float) -> dict[str, float]:
+        """What the step at hand has cost; nothing, if it was not sampled. Collective.
+
+        Args:    wait_s: time this rank waited for the step's data, a part of the phases'.
+        Returns: time/...: seconds, the mean over ranks, so that the phases add up to the step; memory/...: of the rank
+                 that has most; comm/received_bytes: by the loss's collectives, not by the engine's; ranks/slowest:
+                 which rank came last to the first collective, ranks/slowest_s, ranks/median_s: after how long.
+        """
+        if not self._spans:
+            return {}
+        names, starts, ends, received, peaks = zip(*self._spans, strict=True)
+        mine = {"time/data_wait_s": wait_s}
+        for name, start, end in zip(names, starts, ends, strict=True):
+            mine[f"time/{name}_s"] = end - start if _on_cpu() else start.elapsed_time(end) / 1000
+        mine |= {"comm/received_bytes": sum(received), "memory/host_bytes": psutil.Process().memory_info().rss}
+        if not _on_cpu():
+            mine |= {f"memory/{name}_bytes": peak for name, peak in zip(names, peaks, strict=True)}
+            mine["memory/reserved_bytes"] = get_accelerator().max_memory_reserved()
+        row = torch.tensor([list(mine.values())], dtype=torch.float64, device=comm.local_device())
+        ranks = comm.gather(row).cpu()
+        # Of the forward, in which data are waited for: at ZeRO 3 it has collectives, so that the others wait in it too.
+        arrivals = ranks[:, list(mine).index("time/forward_s")]
+        means, most, last = ranks.mean(0).tolist(), ranks.amax(0).tolist(), int(arrivals.argmax())
+        values = {name: (means if name.startswith("time/") else most)[k] for k, name in enumerate(mine)}
+        values |= {"ranks/slowest": last, "ranks/slowest_s": arrivals[last].item()}
+        return values | {"ranks/median_s": arrivals.quantile(0.5).item()}
+
+
+def _on_cpu() -> bool:
+    return get_accelerator().device_name() == "cpu"
+
+
+def _now() -> Any:
+    """The clock's time in seconds, or an event of the accelerator's stream."""
+    if _on_cpu():
+        return time.perf_counter()
+    event = get_accelerator().Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _peak_resident() -> int:
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

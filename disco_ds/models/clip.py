@@ -1,0 +1,244 @@
+"""The open_clip model a run trains, made fit for DeepSpeed: [1]-shaped scale, one forward, locked towers, groups.
+
+Not here: the loss (losses/), the optimizer and precision (engine.py). The module stays open_clip's own, so its
+state_dict has open_clip's keys.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import types
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import open_clip
+import torch
+from open_clip.factory import add_model_config
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from disco_ds.config import PACKAGE, ModelSettings
+from disco_ds.models import convnet  # noqa: F401  (registers disco_convnet with timm)
+
+logger = logging.getLogger(__name__)
+
+Features = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]
+"""(image [b, D], text [b, D], scale [1], bias [1]); unit rows in fp32; None: not asked for, or not there."""
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """What the model's images look like, from open_clip's preprocess_cfg."""
+
+    size: tuple[int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    interpolation: Literal["bicubic", "bilinear"]
+    resize_mode: Literal["shortest", "longest", "squash"]
+
+
+def build_model(
+    settings: ModelSettings,
+    initial_scale: float = 1 / 0.07,
+    initial_bias: float | None = None,
+    learns_scale: bool = True,
+) -> nn.Module:
+    """The open_clip model of `settings`, in fp32 on the CPU, whose forward is this file's `forward`.
+
+    Args:   initial_scale: exp of the initial logit_scale; initial_bias: None for no bias; both as the loss wants them.
+    Raises: ValueError for an unknown model, weights that are missing or do not fit, or what the model cannot do.
+    """
+    name = register_config(settings.name)
+    if settings.pretrained is not None and not settings.pretrained.is_file():
+        raise ValueError(f"model.pretrained: no file {settings.pretrained}; only local weights are loaded")
+    try:
+        logging.disable(logging.WARNING)  # open_clip warns of random weights, which is what a training run wants
+        model = open_clip.create_model(
+            name,
+            pretrained=str(settings.pretrained) if settings.pretrained is not None else None,
+            force_patch_dropout=settings.patch_dropout,
+            output_dict=True,
+            nonscalar_logit_scale=True,
+            init_logit_scale=math.log(initial_scale),
+            init_logit_bias=initial_bias,
+        )
+    except Exception as error:
+        # A config or a weight file that is wrong fails wherever torch, timm or pickle notices.
+        raise ValueError(
+            f"model {settings.name}: open_clip could not build it: {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        logging.disable(logging.NOTSET)
+    if not isinstance(model, open_clip.CLIP | open_clip.CustomTextCLIP):
+        raise ValueError(f"model {settings.name} is a {type(model).__name__}; disco_ds trains two-tower CLIP models")
+    _lock(model, settings, learns_scale)
+    if settings.token_embedding_std is not None and settings.pretrained is None:
+        nn.init.normal_(_text_tower(model).token_embedding.weight, std=settings.token_embedding_std)
+    if settings.activation_checkpointing:
+        model.set_grad_checkpointing(True)
+    preprocessing = read_preprocessing(model)
+    model.two_views = settings.two_views
+    model.image_mean, model.image_std = preprocessing.mean, preprocessing.std
+    # ZeRO 3 gathers a module's own parameters around its forward: a wrapper around open_clip's module would find
+    # logit_scale, text_projection and positional_embedding empty.
+    model.forward = types.MethodType(forward, model)
+    if settings.compile:
+        model.visual.compile()
+        _text_tower(model).transformer.compile()
+    _warn_of_batch_norm(model)
+    return model
+
+
+def forward(model: Any, image: Tensor | None = None, text: Tensor | None = None) -> Features:
+    """Unit features of either or both towers; the only way through the model at every ZeRO stage.
+
+    Args:    image [b, 3, H, W], uint8 or floating in [0, 1]; text [b, L] int64 tokens, or second views like image.
+    Returns: Features; scale = exp(logit_scale) always comes, so that every parameter can stay in every graph.
+    """
+    image_features = text_features = None
+    if image is not None:
+        image_features = unit_rows(model.encode_image(_normalise(model, image)))
+    if text is not None:
+        encoded = model.encode_image(_normalise(model, text)) if model.two_views else model.encode_text(text)
+        text_features = unit_rows(encoded)
+    bias = getattr(model, "logit_bias", None)
+    return image_features, text_features, model.logit_scale.float().exp(), None if bias is None else bias.float()
+
+
+def _normalise(model: Any, image: Tensor) -> Tensor:
+    """(pixels - mean) / std in one pass over the images, in the precision that the tower's first layer computes in."""
+    device = image.device
+    factor, offset = pixel_affine(
+        model.image_mean, model.image_std, 255.0 if image.dtype == torch.uint8 else 1.0, device
+    )
+    autocast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    dtype = torch.get_autocast_dtype(device.type) if autocast else model.logit_scale.dtype
+    # Convolutions run faster on channels_last.
+    out = torch.empty(image.shape, dtype=dtype, device=device, memory_format=torch.channels_last)
+    return torch.addcmul(offset, image, factor, out=out)  # computed in fp32, whatever goes in and comes out
+
+
+@lru_cache
+def pixel_affine(
+    mean: tuple[float, ...], std: tuple[float, ...], largest: float, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """1 / (largest x std) and -mean / std, [1, 3, 1, 1] fp32.
+
+    Not buffers of the model: an engine with 16-bit weights would round them.
+    """
+    values = [1 / (largest * s) for s in std], [-m / s for m, s in zip(mean, std, strict=True)]
+    factor, offset = (torch.tensor(row, device=device).view(1, -1, 1, 1) for row in values)
+    return factor, offset
+
+
+def unit_rows(x: Tensor) -> Tensor:
+    """x / |x| in fp32, also under autocast: 16-bit unit rows would cost the loss its precision."""
+    return F.normalize(x.float(), dim=-1)
+
+
+def trained_sides(model: Any) -> dict[str, bool]:
+    """Whether the features that forward gives for its arguments `image` and `text` have a gradient."""
+    image = any(parameter.requires_grad for parameter in model.visual.parameters())
+    # open_clip's CLIP keeps its text tower's parameters beside its own.
+    text = any(
+        parameter.requires_grad
+        for name, parameter in model.named_parameters()
+        if not name.startswith("visual.") and name not in ("logit_scale", "logit_bias")
+    )
+    return {"image": image, "text": image if model.two_views else text}
+
+
+def read_preprocessing(model: nn.Module) -> Preprocessing:
+    cfg = open_clip.get_model_preprocess_cfg(model)
+    size = cfg["size"]
+    height, width = (size, size) if isinstance(size, int) else size
+    return Preprocessing(
+        (height, width), tuple(cfg["mean"]), tuple(cfg["std"]), cfg["interpolation"], cfg.get("resize_mode", "shortest")
+    )
+
+
+def read_architecture(settings: ModelSettings) -> dict[str, Any]:
+    """open_clip's config of the model: what its name stands for."""
+    return open_clip.get_model_config(register_config(settings.name))
+
+
+def read_text_size(model: Any) -> tuple[int, int]:
+    """(context length, vocabulary size)."""
+    text = _text_tower(model)
+    vocab_size = text.vocab_size if hasattr(text, "vocab_size") else text.config.vocab_size  # the latter: Hugging Face
+    return text.context_length, vocab_size
+
+
+def build_tokenizer(settings: ModelSettings, model: nn.Module) -> Any:
+    """open_clip's tokenizer of this model: list of strings -> [n, L] int64.
+
+    Raises: ValueError if it cannot be loaded, or has tokens the model has no embedding for.
+    """
+    try:
+        tokenizer = open_clip.get_tokenizer(register_config(settings.name))
+    except OSError as error:
+        raise ValueError(f"model {settings.name}: its tokenizer could not be loaded: {error}") from error
+    _, vocab_size = read_text_size(model)
+    if getattr(tokenizer, "vocab_size", 0) > vocab_size:
+        raise ValueError(
+            f"model {settings.name}: text_cfg.vocab_size {vocab_size} is too small for its tokenizer's "
+            f"{tokenizer.vocab_size} tokens"
+        )
+    return tokenizer
+
+
+def register_config(name: str) -> str:
+    """Make a model config file known to open_clip and return the name open_clip has for it.
+
+    Raises: ValueError if the name is neither open_clip's, ours, nor a file.
+    """
+    bundled = PACKAGE / "assets" / "models"
+    path = bundled / f"{name}.json"
+    if not path.is_file() and name.endswith(".json"):
+        path = Path(name)
+        if not path.is_file():
+            raise ValueError(f"model.name: no file {name}")
+        try:
+            json.loads(path.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"model.name: {name} is not valid JSON: {error}") from None
+    if path.is_file():
+        add_model_config(path)
+        return path.stem
+    known = open_clip.list_models()
+    if name not in known:
+        import difflib
+
+        close = difflib.get_close_matches(name, known, n=3)
+        ours = ", ".join(sorted(item.stem for item in bundled.glob("*.json")))
+        raise ValueError(
+            f"unknown model {name!r}; nearest: {', '.join(close) or 'none'}; ours: {ours}; or a .json file"
+        )
+    return name
+
+
+def _text_tower(model: Any) -> Any:
+    return model.text if hasattr(model, "text") else model
+
+
+def _lock(model: Any, settings: ModelSettings, learns_scale: bool) -> None:
+    if settings.lock_image:
+        model.lock_image_tower(freeze_bn_stats=True)
+    if settings.lock_text or settings.two_views:
+        model.lock_text_tower()
+    model.logit_scale.requires_grad_(learns_scale)
+
+
+def _warn_of_batch_norm(model: nn.Module) -> None:
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    if names:
+        logger.warning(
+            "BatchNorm in %s (%d layers): its statistics are those of a micro-batch, so the gradient depends "
+            "on how the global batch is cut",
+            ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""),
+            len(names),
+        )

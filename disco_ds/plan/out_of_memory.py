@@ -1,0 +1,167 @@
+"""What a run says when its accelerator is out of memory: in which phase, how much was held, which settings help."""
+
+from __future__ import annotations
+
+import re
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from deepspeed.accelerator import get_accelerator
+
+from disco_ds.config import Config
+from disco_ds.config.ds_config import stage
+from disco_ds.distributed import comm
+from disco_ds.losses import build_loss
+
+GIB = 2**30
+TELL_S = 60.0
+"""How long a rank that has nothing to say waits for those that explain: its end would end them too."""
+PLANNED = {"forward": ("forward",), "loss": ("loss",), "backward and update": ("backward", "update")}
+"""Phase of the step -> moments of the plan."""
+Help = tuple[str, bool]
+"""A setting in words, and whether this recipe can still change it so."""
+
+
+class OutOfMemory(RuntimeError):  # noqa: N818
+    """This rank's accelerator was out of memory, in one line. Args: told: whether stderr has the whole story."""
+
+    def __init__(self, text: str, told: bool):
+        super().__init__(text)
+        self.told = told
+
+
+@contextmanager
+def explained(config: Config, phase: Callable[[], str]) -> Iterator[None]:
+    """Print an explanation, once per host, where the body runs out of the accelerator's memory.
+
+    Args:   phase: what the run was doing.
+    Raises: OutOfMemory on the ranks where that happens.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not comm.is_out_of_memory(error):
+            raise
+        where = phase()
+        text = f"out of memory in {where}: {_first_words(error)}"
+        raise OutOfMemory(text, _tell_once(partial(_tell, config, where, text, error))) from error
+
+
+def _tell(config: Config, phase: str, text: str, error: RuntimeError) -> None:
+    lines = [f"error on {socket.gethostname()}: rank {comm.rank()} is {text}", *_explain(config, phase, error)]
+    print("\n  ".join(lines), file=sys.stderr, flush=True)
+
+
+def _tell_once(tell: Callable[[], None]) -> bool:
+    """Call `tell` on one of this host's ranks, and wait until those of other hosts that began have done so too.
+
+    Nobody may leave before: the heartbeat ends all ranks as soon as one says that it has failed. Not collective.
+    Returns: whether this rank has told.
+    """
+    if comm.size() == 1:
+        tell()
+        return True
+    store, key = comm.open_store(TELL_S), "disco_ds/out_of_memory"
+    tells = store.add(f"{key}/{socket.gethostname()}", 1) == 1
+    if tells:
+        store.add(f"{key}/begun", 1)
+        try:
+            tell()
+        finally:
+            store.add(f"{key}/told", 1)
+    end = time.monotonic() + TELL_S
+    while store.add(f"{key}/told", 0) < store.add(f"{key}/begun", 0) and time.monotonic() < end:
+        time.sleep(0.1)
+    return tells
+
+
+def _explain(config: Config, phase: str, error: RuntimeError) -> Iterator[str]:
+    device = get_accelerator()
+    held, peak, reserved = device.memory_allocated(), device.max_memory_allocated(), device.memory_reserved()
+    capacity = device.total_memory()
+    yield (
+        f"{held / GIB:.2f} GiB are allocated, {peak / GIB:.2f} at most so far; {reserved / GIB:.2f} are reserved by "
+        f"torch, of {capacity / GIB:.2f} on {device.current_device_name()}"
+    )
+    yield from _compare(config, phase, max(peak, held + _requested(error)), capacity)
+    if phase in PLANNED and reserved - held > 0.1 * capacity:
+        yield (
+            f"{(reserved - held) / GIB:.2f} GiB are reserved and not used: the memory is fragmented; set "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment of all ranks"
+        )
+    yield f"what helps in {phase}, in this order:"
+    yield from (f"  {words}" for words, open_to_it in _remedies(config, phase) if open_to_it)
+
+
+def _compare(config: Config, phase: str, needed: int, capacity: int) -> Iterator[str]:
+    """What disco-ds plan says. Args: needed: bytes at the least."""
+    from disco_ds.plan.memory import plan_memory
+    from disco_ds.plan.towers import trace
+
+    try:
+        memory = plan_memory(config, comm.size(), trace(config, config.micro_batch))
+    except Exception as problem:  # of whatever kind: what is known already must be said
+        yield f"disco-ds plan has no estimate: {problem}"
+        return
+    totals = {name: sum(parts.values()) for name, parts in memory.moments.items()}
+    moments = PLANNED.get(phase, (memory.peak,))
+    planned = max(totals[name] for name in moments)
+    peak = f"{memory.total / GIB:.2f} GiB at its peak, in {memory.peak}"
+    if memory.total > capacity:
+        yield f"disco-ds plan: this recipe does not fit: {peak}; `disco-ds plan --fit` writes one that does"
+        return
+    here = f", {planned / GIB:.2f} in {' and '.join(moments)}" if phase in PLANNED else ""
+    if needed > planned:
+        wrong = f"it needs at least {(needed - planned) / GIB:.2f} GiB more than planned"
+    else:
+        wrong = (
+            f"what it has asked for is {(planned - needed) / GIB:.2f} GiB below the plan: the memory is fragmented "
+            "(PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True), or another process uses this GPU (nvidia-smi)"
+        )
+    yield f"disco-ds plan: it fits: {peak}{here}; {wrong}"
+
+
+def _remedies(config: Config, phase: str) -> Iterator[Help]:
+    """Settings that need less memory in this phase, what costs least first."""
+    level = stage(config.deepspeed)
+    count = config.num_micro_batches(comm.size())
+    smaller = f"micro_batch={max(config.micro_batch // 2, 1)} (now {config.micro_batch})", config.micro_batch > 1
+    pixels = "pixels=compressed, or pixels=host", config.pixels == "device" and (count > 1 or phase != "building")
+    recompute = "model.activation_checkpointing=true", not config.model.activation_checkpointing
+    states: list[Help] = [
+        (f"deepspeed=zero{level + 1} (now ZeRO {level}), or more ranks", level < 3),
+        ("deepspeed=zero3_offload, or more ranks", level == 3),
+    ]
+    if phase == "forward":
+        yield from (smaller, pixels, recompute, *states)
+    elif phase == "loss":
+        name, tiled = config.loss.name, hasattr(build_loss(config.loss.name, **config.loss.options), "tiling")
+        yield "loss.name=disco_fused: it holds no matrix of similarities", name in ("clip", "disco")
+        yield "loss.options.tile=[1024, 1024], or a smaller one than now", tiled
+        yield "loss.name=inf_cl: it holds no gathered features", name in ("clip", "disco", "disco_fused")
+        yield from (pixels, *states)
+        yield "a smaller global_batch", True
+    elif phase == "backward and update":
+        bucket = "deepspeed.zero_optimization.reduce_bucket_size=20000000", level in (1, 2)
+        yield from (smaller, recompute, *states, bucket, pixels)
+    elif phase == "evaluating":
+        yield from (smaller, *states)
+    else:
+        yield "nvidia-smi: does another process use this GPU?", True
+        yield from (*states, pixels, smaller)
+
+
+def _first_words(error: RuntimeError) -> str:
+    """torch's text without its advice."""
+    return str(error).split(" If reserved but")[0].splitlines()[0] if str(error) else type(error).__name__
+
+
+def _requested(error: RuntimeError) -> int:
+    """Bytes that were asked for, where the text says so."""
+    units = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+    found = re.search(r"allocate ([\d.]+) (bytes|KiB|MiB|GiB)", str(error))
+    return int(float(found[1]) * units[found[2]]) if found else 0

@@ -1,0 +1,228 @@
+"""Everything a run is made of, built from its settings in an order that finds mistakes before work is done.
+
+Not the run itself: that is train.py.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import shutil
+import socket
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from disco_ds.config import Config, render_ds_config
+from disco_ds.data import ImageSpec, Loader, Manifest, Table, fingerprint, load_sources, merge_states
+from disco_ds.distributed import comm
+from disco_ds.distributed.diagnostics import collect_in
+from disco_ds.distributed.heartbeat import Heartbeat
+from disco_ds.distributed.host_share import HostShare, share_host
+from disco_ds.distributed.interrupt import Interrupts
+from disco_ds.eval import ImageSet, load_sets
+from disco_ds.losses import build_loss
+from disco_ds.losses.base import Loss
+from disco_ds.metrics.records import Metrics, rewind_tensorboard
+from disco_ds.metrics.run_folder import CONFIG, FINISHED, RunFolder, find_run_folder, make_run_folder, make_token
+from disco_ds.models.clip import build_model, build_tokenizer, read_architecture, read_preprocessing, read_text_size
+from disco_ds.models.compile_check import check_compiled
+from disco_ds.models.flops import peak_samples_per_s
+from disco_ds.training import checkpoint
+from disco_ds.training.checkpoint import Saved
+from disco_ds.training.copies import Copies
+from disco_ds.training.engine import Engine, build_engine
+from disco_ds.training.resume import choose, restore, set_newer_aside
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Run:
+    """Everything a run is made of, once it is built."""
+
+    config: Config
+    folder: Path
+    engine: Engine
+    loss: Loss
+    loader: Loader
+    metrics: Metrics
+    interrupts: Interrupts
+    image: ImageSpec
+    tokenizer: Any
+    sets: list[ImageSet]
+    """To evaluate on."""
+    identity: dict[str, Any]
+    first_step: int
+    heart: Heartbeat
+    copies: Copies | None
+    failed_saves: int = 0
+    """In a row."""
+
+
+def build(config: Config, resume: str | None, stack: ExitStack, unattended: bool = False) -> Run:
+    """Everything, in an order that finds mistakes before work is done. Collective.
+
+    Args:   resume: "latest", a run folder to go on in, or one of its checkpoints; None for a new one; stack: closes
+            what is opened; unattended: an older checkpoint is taken where the newest is damaged.
+    Raises: ValueError on every rank alike.
+    """
+    ranks = comm.size()
+    heart = stack.enter_context(Heartbeat(config.lost_after_s, config.timeout_s))
+    share = share_host()
+    render_ds_config(config, ranks)
+    loss = build_loss(config.loss.name, **config.loss.options).to(comm.local_device())
+    if config.optim.tau_lr is not None and not loss.learns_scale:
+        raise ValueError(f"optim.tau_lr is of a learned logit scale, and loss {config.loss.name} learns none")
+    with comm.together("data"):
+        sources = load_sources(config.data)
+        sets = load_sets(config.eval, config.data)
+    with comm.together("model"):
+        seed_generators(config.seed)
+        model = build_model(config.model, loss.initial_scale, loss.initial_bias, loss.learns_scale)
+        check_compiled(config, model, ranks)
+        tokenizer = build_tokenizer(config.model, model)
+    preprocessing = read_preprocessing(model)
+    image = ImageSpec(preprocessing.size, preprocessing.interpolation, preprocessing.resize_mode)
+    data = fingerprint(config.data, sources) if sources else "synthetic"
+    identity = checkpoint.identity(config, data, read_architecture(config.model))
+    folder = open_folder(config, resume, stack) if resume else None
+    saved = choose(folder, resume, config, identity, unattended) if folder and resume else None
+    with comm.together("data"):
+        loader = build_loader(config, sources, model, image, tokenizer, saved, share)
+    stack.callback(loader.close)
+    loss.set_num_samples(loader.num_samples, config.num_steps * config.global_batch)
+    folder = folder or open_folder(config, None, stack)
+    heart.folder = collect_in(folder)
+    ds_config = render_ds_config(config, ranks, folder)
+    write_settings(config, ds_config, folder)
+    best_pace = peak_samples_per_s(model, config.log.peak_flops)
+    # Dropout must differ between ranks; the weights above must not.
+    seed_generators(config.seed + 1 + comm.rank())
+    engine = restore(saved, config, model, ds_config) if saved else build_engine(model, config.optim, ds_config)
+    if saved:
+        loss.load_state_parts([part["loss"] for part in saved.ranks])
+    first_step = saved.step if saved else 0
+    if saved:
+        set_newer_aside(saved)
+        rewind_tensorboard(engine.monitor, first_step * config.global_batch)
+    write_events = engine.monitor.write_events
+    metrics = Metrics(folder, write_events, config.global_batch, config.num_steps, first_step, best_pace)
+    stack.callback(metrics.close)
+    interrupts = Interrupts(60 * config.checkpoint.every_minutes)
+    copies = None
+    if config.checkpoint.copy_command and comm.rank() == 0:
+        copies = Copies(config.checkpoint.copy_command, folder / "copies.log")
+        stack.callback(copies.close)
+    return Run(
+        config=config,
+        folder=folder,
+        engine=engine,
+        loss=loss,
+        loader=loader,
+        metrics=metrics,
+        interrupts=interrupts,
+        image=image,
+        tokenizer=tokenizer,
+        sets=sets,
+        identity=identity,
+        first_step=first_step,
+        heart=heart,
+        copies=copies,
+    )
+
+
+def seed_generators(seed: int) -> None:
+    """Every generator a model may draw from."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)
+
+
+def build_loader(
+    config: Config,
+    sources: list[Manifest | Table],
+    model: torch.nn.Module,
+    image: ImageSpec,
+    tokenizer: Any,
+    saved: Saved | None,
+    share: HostShare,
+) -> Loader:
+    """This rank's part of the data order, from the start or from where the checkpoint left it."""
+    context_length, vocab_size = read_text_size(model)
+    return Loader(
+        config.data,
+        sources,
+        image,
+        tokenizer,
+        context_length,
+        vocab_size,
+        rank=comm.rank(),
+        size=comm.size(),
+        global_batch=config.global_batch,
+        micro_batch=config.micro_batch,
+        seed=config.seed,
+        state=merge_states([part["data"] for part in saved.ranks]) if saved else None,
+        pixels=config.pixels,
+        device=comm.local_device(),
+        cores=share.cores,
+        most_bytes=share.memory_bytes / 8,
+    )
+
+
+def open_folder(config: Config, resume: str | None, stack: ExitStack) -> Path:
+    """The run's folder, made or found and locked by rank 0, known to all and shared by all. Collective."""
+    opened: RunFolder | None = None
+    token: Path | None = None
+    with comm.together("run folder"):
+        if comm.rank() == 0:
+            runs, name = config.runs, config.name
+            opened = find_run_folder(runs, name, resume) if resume else make_run_folder(runs, name)
+            stack.callback(opened.close)
+            if (opened.path / FINISHED).exists():
+                raise ValueError(f"{opened.path} has done all its steps; start a new run without --resume")
+            token = make_token(opened.path)
+    token = comm.broadcast(token)
+    try:
+        check_shared(token)
+    except ValueError:
+        if opened and not resume:
+            shutil.rmtree(opened.path, ignore_errors=True)
+        raise
+    return token.parent
+
+
+def check_shared(token: Path) -> None:
+    """Every rank must see rank 0's file and may write beside it; rank 0 removes it. Collective.
+
+    Raises: ValueError on every rank alike, naming the hosts and ranks that do not.
+    """
+    sees = os.path.exists(token) and os.access(token.parent, os.W_OK)
+    reports = comm.gather_objects((socket.gethostname(), sees))
+    if comm.rank() == 0:
+        with suppress(OSError):
+            token.unlink()
+    blind: dict[str, list[str]] = {}
+    for rank, (host, fine) in enumerate(reports):
+        if not fine:
+            blind.setdefault(host, []).append(str(rank))
+    if blind:
+        where = "; ".join(f"{host} (rank {', '.join(ranks)})" for host, ranks in blind.items())
+        raise ValueError(
+            f"run folder {token.parent} of {reports[0][0]} is not seen, or not writable, on {where}: every host writes "
+            "its part of a checkpoint there; name a folder on a file system that all hosts share (runs=/shared/runs)"
+        )
+
+
+def write_settings(config: Config, ds_config: dict[str, Any], folder: Path) -> None:
+    """config.yaml and ds_config.json: what this run really used. Collective."""
+    with comm.together(f"writing the settings into {folder}"):
+        if comm.rank() == 0:
+            (folder / CONFIG).write_text(config.to_yaml(), encoding="utf-8")
+            (folder / "ds_config.json").write_text(json.dumps(ds_config, indent=2) + "\n", encoding="utf-8")

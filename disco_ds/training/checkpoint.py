@@ -1,0 +1,317 @@
+"""Checkpoints: DeepSpeed's files plus what DeepSpeed does not keep (data cursor, RNG and loss state of every rank).
+
+A checkpoint is written under a temporary name and completed by one rename, so a folder called step-NNNNNNNN is whole.
+Nothing of a file is parsed before its SHA-256 is known to be what was written: that takes the place of zip's CRC, which
+torch does not look at in a mapped file. A run's folder of checkpoints is retention.py's.
+checkpoints/step-00000100/
+    checkpoint.json   step, settings, size and SHA-256 of all files; written last
+    engine/           DeepSpeed's: pickles of its own classes, so as trusted as code
+    rank_00000.pt     ours, one per rank: tensors and plain values
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import random
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from disco_ds.config import Config
+from disco_ds.config.ds_config import precision, stage
+from disco_ds.distributed import comm
+from disco_ds.metrics.run_folder import CHECKPOINTS
+from disco_ds.training.disk import write_tensors
+from disco_ds.training.engine import Engine
+from disco_ds.training.retention import ENGINE, FORMAT, META, DamagedError, read_meta, seal, set_aside
+
+OWN = re.compile(r"rank_\d+\.pt")
+MAY_CHANGE = {"workers", "prefetch", "timeout_s", "max_broken", "shards", "manifest", "remote"}
+"""Data settings that change neither a sample nor its place; the shards are compared by their manifest instead."""
+
+MODEL_MAY_CHANGE = {"name", "pretrained", "activation_checkpointing", "compile"}
+"""The name is compared by what it stands for; the weights come from the checkpoint."""
+
+TRAVEL = ("overlap_comm", "reduce_bucket_size")
+"""Settings of ZeRO that say how gradients are reduced, not which rank holds what."""
+
+FORMER_DEFAULTS = {"loss.name": "disco"}
+"""Former defaults of settings: an older run that does not name the setting has this value."""
+
+_REBUILD = numpy.empty(0).__reduce__()[0]
+_NUMPY: list[Any] = [numpy.ndarray, numpy.dtype, type(numpy.dtype("uint32"))]
+_NUMPY += [(_REBUILD, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]
+"""Classes that an array of integers is unpickled from, in our own files of format 4."""
+
+
+def identity(config: Config, fingerprint: str, architecture: dict[str, Any]) -> dict[str, Any]:
+    """What must stay the same over a resume, by the names a user knows.
+
+    Args: fingerprint: of the shards; architecture: open_clip's config of the model, whatever file it came from.
+    """
+    moved = {"sources": {"__all__": {"shards", "manifest"}}}
+    data = config.data.model_dump(mode="json", exclude={**dict.fromkeys(MAY_CHANGE, True), **moved})
+    return {
+        "loss": config.loss.model_dump(mode="json"),
+        "model": config.model.model_dump(mode="json", exclude=MODEL_MAY_CHANGE),
+        "model.config": architecture,
+        "optim": config.optim.model_dump(mode="json"),
+        "global_batch": config.global_batch,
+        "seed": config.seed,
+        "data": data,
+        "data.shards": fingerprint,
+    }
+
+
+def shape(config: Config, ranks: int) -> dict[str, Any]:
+    """What says who holds what. It may change over a resume, by way of reshape.py."""
+    return {
+        "ranks": ranks,
+        "stage": stage(config.deepspeed),
+        "precision": precision(config.deepspeed),
+        "zero_optimization": config.deepspeed.get("zero_optimization", {}),
+    }
+
+
+def same_shape(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Compare two shapes: True if every rank holds the same part in both, whatever buckets gradients travel in."""
+
+    def holding(of: dict[str, Any]) -> dict[str, Any]:
+        zero = {key: value for key, value in of["zero_optimization"].items() if key not in TRAVEL}
+        return json.loads(json.dumps(of | {"zero_optimization": zero}))  # which turns tuples into lists
+
+    return holding(one) == holding(other)
+
+
+def save(
+    folder: Path, meta: dict[str, Any], engine: Engine, data_state: dict[str, Any], loss_state: dict[str, Any]
+) -> Path:
+    """Write checkpoints/step-N of this run folder. Collective.
+
+    Args:    meta: step, num_steps, identity, shape; data_state, loss_state: this rank's part.
+    Returns: the finished folder.
+    Raises:  AgreedError if any rank could not write its part. Nothing then bears the finished name.
+    """
+    final = folder / CHECKPOINTS / f"step-{meta['step']:08d}"
+    partial = final.with_name(f".{final.name}.partial")
+    with comm.together(f"preparing {partial}"):
+        if comm.rank() == 0:
+            if partial.exists():
+                shutil.rmtree(partial)
+            partial.mkdir(parents=True)
+    engine.save_checkpoint(str(partial), tag=ENGINE, save_latest=False)
+    with comm.together(f"writing {partial}"):
+        engine.checkpoint_engine.raise_error()
+        ours = {"rng": _rng_state(), "data": data_state, "loss": loss_state}
+        write_tensors(ours, partial / f"rank_{comm.rank():05d}.pt")
+    names = _list_files(partial)
+    sums: dict[str, str] = {}
+    with comm.together(f"checking {partial}"):
+        for name in names[comm.rank() :: comm.size()]:
+            _sync(partial / name)
+            sums[name] = _checksum(partial / name)
+    checked = {name: value for part in comm.gather_objects(sums) for name, value in part.items()}
+    with comm.together(f"completing {final}"):
+        if comm.rank() == 0:
+            _complete(partial, final, {"format": FORMAT, **meta}, checked)
+    return final
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint of which nothing is parsed that is not what was written."""
+
+    path: Path
+    meta: dict[str, Any]
+    verified: set[str] = field(default_factory=set)
+    """Files known to be what was written."""
+
+    @property
+    def step(self) -> int:
+        return self.meta["step"]
+
+    @cached_property
+    def ranks(self) -> list[dict[str, Any]]:
+        """rng, data and loss state of every rank. Raises: DamagedError."""
+        return [self.load(name) for name in sorted(filter(OWN.fullmatch, self.meta["files"]))]
+
+    def verify(self, names: Iterable[str]) -> None:
+        """Read these files once, unless they are verified already.
+
+        Raises: DamagedError for one that is not what was written.
+        """
+        for name in names:
+            if name in self.verified:
+                continue
+            try:
+                fine = _checksum(self.path / name) == self.meta["files"][name]["sha256"]
+            except (KeyError, OSError) as error:
+                raise DamagedError(f"{self.path} is damaged: {name} cannot be read: {error}") from None
+            if not fine:
+                raise DamagedError(f"{self.path} is damaged: {name} is not what was written")
+            self.verified.add(name)
+
+    def load(self, name: str) -> Any:
+        """Verify a file, then load what torch.save has written, mapped. Raises: DamagedError."""
+        self.verify([name])
+        own = OWN.fullmatch(name) is not None
+        allowed = _NUMPY if own and self.meta["format"] == 4 else []
+        try:
+            with torch.serialization.safe_globals(allowed):
+                # DeepSpeed's files hold its own classes.
+                return torch.load(self.path / name, map_location="cpu", weights_only=own, mmap=True)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            if own and isinstance(error, pickle.UnpicklingError):  # torch advises to allow them all
+                why = "it holds more than tensors and plain values"
+            raise DamagedError(f"{self.path / name} cannot be read: {why}") from error
+
+
+def read(path: Path) -> Saved:
+    """A checkpoint, for one process: each file is verified when it is loaded. Raises: see read_meta."""
+    return Saved(path, read_meta(path))
+
+
+def open_whole(path: Path, check: Callable[[dict[str, Any]], None]) -> Saved:
+    """A checkpoint whose files are all what was written, each verified by one of the ranks. Collective.
+
+    Args:   check: called with checkpoint.json, before the other files are read; what it raises is a mistake.
+    Raises: DamagedError, or the mistake as a ValueError, on every rank alike.
+    """
+    meta: dict[str, Any] = {}
+    with _damage_agreed(path):
+        if comm.rank() == 0:
+            meta = read_meta(path)
+    meta = comm.broadcast(meta)
+    with comm.together(f"checkpoint {path}"):
+        check(meta)
+    saved, names = Saved(path, meta), sorted(meta["files"])
+    with _damage_agreed(path):
+        saved.verify(names[comm.rank() :: comm.size()])
+    saved.verified.update(names)
+    with _damage_agreed(path):
+        _ = saved.ranks
+    return saved
+
+
+@contextmanager
+def _damage_agreed(path: Path) -> Iterator[None]:
+    """Find damage on some ranks, and raise it on all. Collective; the body must not communicate."""
+    found = ""
+    with comm.together(f"checkpoint {path}"):
+        try:
+            yield
+        except DamagedError as error:
+            found = str(error)
+    reports = list(filter(None, comm.gather_objects(found)))
+    if reports:
+        raise DamagedError(reports[0])
+
+
+def restore(saved: Saved, engine: Engine) -> None:
+    """Put a verified checkpoint of the same shape into the engine and this rank's RNG. Collective.
+
+    Raises: ValueError on every rank alike, with the engine untouched, if any rank cannot read its files.
+    """
+    with comm.together(f"checkpoint {saved.path}"):
+        # Unreadable on one rank only, a file would let the others train on, so each looks at its own first.
+        for name in _own_names(engine, saved.path):
+            saved.load(name)
+    engine.load_checkpoint(str(saved.path), tag=ENGINE)
+    _restore_rng(saved.ranks[comm.rank()]["rng"])
+
+
+def refuse_changes(saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raises: ValueError naming each setting that differs from the checkpoint's and must not."""
+    changed = [line for key in now for line in _differences(key, saved.get(key), now[key])]
+    if changed:
+        raise ValueError("the checkpoint was made with other settings:\n  " + "\n  ".join(changed))
+
+
+def _list_files(partial: Path) -> list[str]:
+    """Relative names, as rank 0 sees them. Collective."""
+    names: list[str] = []
+    with comm.together(f"listing {partial}"):
+        if comm.rank() == 0:
+            names = sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file())
+    return comm.broadcast(names)
+
+
+def _checksum(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(2**24):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _complete(partial: Path, final: Path, meta: dict[str, Any], sums: dict[str, str]) -> None:
+    meta["files"] = {name: {"bytes": (partial / name).stat().st_size, "sha256": sums[name]} for name in sorted(sums)}
+    meta["seal"] = seal(meta)
+    (partial / META).write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+    _sync(partial / META)
+    if os.path.lexists(final):  # an earlier save of this step, or incomplete: a crash here loses neither
+        set_aside(final)
+    partial.rename(final)
+    _sync(final.parent)
+
+
+def _sync(path: Path) -> None:
+    """Make sure it is on the disk before a rename says so."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _own_names(engine: Engine, path: Path) -> list[str]:
+    names = {engine._get_ckpt_name(str(path), ENGINE)}
+    if engine.zero_optimization():
+        names.add(engine._get_zero_ckpt_name(str(path), ENGINE))
+    return sorted(str(Path(name).relative_to(path)) for name in names)
+
+
+def _rng_state() -> dict[str, Any]:
+    on_device = get_accelerator().device_name() != "cpu"
+    state: Any = numpy.random.get_state()
+    kind, key, *rest = state
+    return {
+        "torch": torch.get_rng_state(),
+        "device": get_accelerator().get_rng_state() if on_device else None,
+        "python": random.getstate(),
+        "numpy": (kind, key.tolist(), *rest),
+    }
+
+
+def _restore_rng(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    if state["device"] is not None:
+        get_accelerator().set_rng_state(state["device"])
+    random.setstate(state["python"])
+    numpy.random.set_state(state["numpy"])
+
+
+def _differences(key: str, saved: Any, now: Any) -> list[str]:
+    if isinstance(saved, dict) and isinstance(now, dict):
+        keys = sorted(set(saved) | set(now))
+        return [line for part in keys for line in _differences(f"{key}.{part}", saved.get(part), now.get(part))]
+    # JSON turns tuples into lists; compare as JSON would.
+    if json.loads(json.dumps(saved)) == json.loads(json.dumps(now)):
+        return []
+    hint = ""
+    if key in FORMER_DEFAULTS and saved == FORMER_DEFAULTS[key]:
+        hint = f"; the default used to be {saved}: set {key}={saved} to go on, or start a new run without --resume"
+    return [f"{key}: {saved!r} in the checkpoint, {now!r} now{hint}"]

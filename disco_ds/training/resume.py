@@ -1,0 +1,99 @@
+"""Going on in a run folder: which checkpoint to take, which others stand back, and the engine as it was left."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from disco_ds.config import Config
+from disco_ds.distributed import comm
+from disco_ds.metrics.run_folder import split_resume
+from disco_ds.training import checkpoint, retention
+from disco_ds.training import reshard
+from disco_ds.training.checkpoint import Saved
+from disco_ds.training.engine import Engine, build_engine
+from disco_ds.training.retention import DamagedError
+
+logger = logging.getLogger(__name__)
+
+
+def choose(folder: Path, resume: str, config: Config, identity: dict[str, Any], unattended: bool) -> Saved:
+    """The checkpoint to go on from, every file of it verified. Collective.
+
+    Args:   folder: of the run; resume: what --resume says, the last complete checkpoint or one by its path; identity:
+            of this run; unattended: whether an older checkpoint is taken where one is damaged.
+    Raises: ValueError on every rank alike, for other settings or for damage; it names the older checkpoint.
+    """
+    path = folder
+    with comm.together("run folder"):
+        if comm.rank() == 0:
+            path = split_resume(resume)[1] or retention.find_latest(folder)
+    path, damaged = comm.broadcast(path), []
+
+    def check(meta: dict[str, Any]) -> None:
+        checkpoint.refuse_changes(meta["identity"], identity)
+        check_length(path, meta, config)
+
+    while True:
+        try:
+            return checkpoint.open_whole(path, check)
+        except DamagedError as error:
+            damaged.append(str(error))
+        older: Path | None = None
+        with comm.together("run folder"):
+            if comm.rank() == 0:
+                older = retention.find_older(path)
+        older = comm.broadcast(older)
+        if older is None:
+            what = "; ".join(damaged)
+            raise ValueError(f"{what}; {folder} has no older complete checkpoint: start the run anew without --resume")
+        if not unattended:
+            raise ValueError(f"{damaged[-1]}; --resume {older} goes on from the one before it")
+        if comm.rank() == 0:
+            logger.warning("%s; trying the one before it, %s", damaged[-1], older.name)
+        path = older
+
+
+def set_newer_aside(saved: Saved) -> None:
+    """Make the checkpoint that a run goes on from its last one. Collective.
+
+    Raises: ValueError on every rank alike if one cannot be renamed: the next --resume latest would take it.
+    """
+    with comm.together(f"setting aside what is newer than {saved.path}"):
+        if comm.rank() == 0:
+            retention.set_newer_aside(saved.path)
+
+
+def check_length(path: Path, meta: dict[str, Any], config: Config) -> None:
+    """Raises: ValueError for a run that ends before its checkpoint."""
+    if meta["step"] > config.num_steps:
+        raise ValueError(f"{path} is at step {meta['step']}, the run would end at {config.num_steps}")
+    if meta["num_steps"] != config.num_steps and comm.rank() == 0:
+        logger.warning(
+            "the run was to be %d steps long and is now %d: its learning-rate schedule changes from here on",
+            meta["num_steps"],
+            config.num_steps,
+        )
+
+
+def restore(saved: Saved, config: Config, model: nn.Module, ds_config: dict[str, Any]) -> Engine:
+    """The engine as the checkpoint left it, whatever shape has written that. Collective.
+
+    Raises: ValueError on every rank alike for files that do not fit.
+    """
+    if checkpoint.same_shape(saved.meta["shape"], checkpoint.shape(config, comm.size())):
+        engine = build_engine(model, config.optim, ds_config)
+        checkpoint.restore(saved, engine)
+        return engine
+    if comm.rank() == 0:
+        before = "{ranks} ranks at ZeRO {stage}, {precision}".format_map(saved.meta["shape"])
+        logger.warning("%s was written by %s: random draws, as of dropout, will be others", saved.path, before)
+    order = reshard.optimizer_order(model, config.optim)
+    with comm.together(f"checkpoint {saved.path}"):
+        reshard.load_untrained(saved, model, set(order))
+    engine = build_engine(model, config.optim, ds_config)
+    reshard.restore(saved, engine, order)
+    return engine
