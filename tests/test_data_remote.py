@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shards import SIZES, make_loader, read_global, read_rank, settings, write_shards
+from shards import SIZES, make_loader, read_global, read_rank, read_step, settings, write_shards
 from web import Server, serve
 
 from disco_ds.config.data import DataSettings, RemoteSettings
@@ -186,7 +186,7 @@ def test_lasting_failure_names_url_and_status_without_secrets(
     url = server.url.replace("//", "//me:secret@") + f"/{ALL}?token=secret"
     data = remote(url, shards.folder / "manifest.json", tmp_path / "cache", slots=2)
     loader = make_loader(load_sources(data), data, batch=160)
-    error = loader.read_step().error
+    error = read_step(loader).error
     loader.close()
     assert error is not None
     assert f"shard 00001.tar cannot be fetched from {server.url}/00001.tar: {words}" in error

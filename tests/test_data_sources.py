@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from minimal import MINIMAL
 from PIL import Image
-from shards import colour, make_loader, read_global, settings, write_shards
+from shards import colour, make_loader, read_global, read_step, settings, write_shards
 
 from disco_ds.config import check_config
 from disco_ds.config.data import DataSettings
@@ -243,7 +243,7 @@ def test_csv_rows_are_samples_and_ids(tmp_path: Path, separator: str) -> None:
     assert {index for step in one[0] for index, epoch in step if epoch == 0} == set(range(30)) - {7}
     assert read_global(found, data.model_copy(update={"workers": 1}), 2, 4, batch=16) == one
     loader = make_loader(found, data, batch=16)
-    broken = [name for _ in range(2) for name in loader.read_step().broken]
+    broken = [name for _ in range(2) for name in read_step(loader).broken]
     loader.close()
     assert broken[0].startswith("pairs.csv/row 7: image ")
     assert "images/7.png cannot be read" in broken[0]
@@ -257,7 +257,7 @@ def test_csv_odd_rows_cost_a_sample_each(tmp_path: Path) -> None:
     (table,) = load_sources(data)
     assert sum(table.sizes) == 22
     loader = make_loader([table], data, batch=20)
-    reasons = " ".join(name for _ in range(2) for name in loader.read_step().broken)
+    reasons = " ".join(name for _ in range(2) for name in read_step(loader).broken)
     loader.close()
     assert "row 20: the row cannot be read: 'utf-8' codec" in reasons
     assert "row 21: caption '{title}': KeyError: 'title'; the sample has filepath" in reasons

@@ -67,9 +67,9 @@ def test_what_the_package_imports_is_declared() -> None:
 
 
 def test_what_the_tests_import_is_declared() -> None:
-    own = {"disco_ds"} | {path.stem for path in (ROOT / "tests").glob("*.py")}
+    own = {"disco_ds"} | {path.stem for path in (ROOT / "tests").iterdir() if path.suffix in ("", ".py")}
     allowed = declared()
-    assert not undeclared(ROOT / "tests", allowed["install"] | allowed["dev"], own)
+    assert undeclared(ROOT / "tests", allowed["install"] | allowed["dev"], own) <= OPTIONAL.keys()
 
 
 @pytest.mark.parametrize("source", ["import a.b as c", "from a.b import c", "def f():\n    from a import b"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -114,6 +115,12 @@ class Feed:
         """The buffer may be filled again once it is copied."""
         self._leaving.append(number)
         self._grant_copied()
+
+    def close(self) -> None:
+        """Wait for copies under way: their memory is about to go."""
+        with suppress(RuntimeError):  # a device that has failed copies no more
+            for event in self._copied_at.values():
+                event.synchronize()
 
     def _receive(self) -> Delivery | Exception:
         try:

@@ -118,6 +118,7 @@ class Loader:
         )
         producers = self._start(job, num_workers, settings.timeout_s, tokenize.__module__)
         self._feed = Feed(self._batches, producers, self._device, count_on_device(self._num_parts, pixels))
+        self._resources.callback(self._feed.close)
 
     def read_step(self) -> StepData:
         """The next step's micro-batches, read as they are asked for and valid until the next call.

@@ -10,6 +10,7 @@ import logging
 import math
 import mmap
 import os
+from contextlib import suppress
 from multiprocessing.reduction import DupFd
 from typing import Any
 
@@ -46,9 +47,11 @@ class SharedBatches:
 
     def pin(self) -> None:
         """Let the CUDA device copy from here without the host's help; where that fails, copies are slower."""
-        error = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.nbytes, 0)  # type: ignore[attr-defined]
-        self._pinned = int(error) == 0
+        error = int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.nbytes, 0))  # type: ignore[attr-defined]
+        self._pinned = error == 0
         if not self._pinned:
+            with suppress(RuntimeError):  # CUDA remembers the error and would blame the next kernel for it
+                torch.zeros(1, device="cuda")
             logger.warning("the data's buffers could not be pinned (CUDA error %d): copies to the device wait", error)
 
     def close(self) -> None:
