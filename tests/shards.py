@@ -15,7 +15,19 @@ import torch
 from PIL import Image
 
 from disco_ds.config import DataSettings
-from disco_ds.data import ImageSpec, Loader, Manifest, StepData, Table, index_shards, merge_states, write_manifest
+from disco_ds.data import (
+    ImageSpec,
+    Loader,
+    Manifest,
+    SampleForm,
+    Share,
+    Staging,
+    StepData,
+    Table,
+    index_shards,
+    merge_states,
+    write_manifest,
+)
 
 SIZES = [17, 30, 9, 25, 30, 13, 20, 22]
 NUM_SAMPLES = sum(SIZES)
@@ -98,17 +110,15 @@ def make_loader(
     **changes: Any,
 ) -> Loader:
     sources = [sources] if isinstance(sources, Manifest) else sources or []
-    options = {"micro_batch": batch // size // 2, "seed": 3, "tokenize": tokenize, **changes}
+    options = {"micro_batch": batch // size // 2, "seed": 3, "tokenize": tokenize, "pixels": "device", **changes}
     return Loader(
         data,
         sources,
-        SPEC,
-        context_length=CONTEXT,
-        vocab_size=VOCAB,
-        rank=rank,
-        size=size,
-        global_batch=batch,
-        **options,
+        SampleForm(SPEC, options["tokenize"], CONTEXT, VOCAB),
+        Share(rank, size, batch, options["micro_batch"]),
+        options["seed"],
+        options.get("state"),
+        Staging(options["pixels"]),
     )
 
 

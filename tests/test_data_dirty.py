@@ -13,7 +13,7 @@ from PIL import Image
 from shards import bomb, encode, read_step, write_tar
 
 from disco_ds.config.data import DataSettings
-from disco_ds.data import ImageSpec, Loader, Manifest, index_shards, load_manifest, write_manifest
+from disco_ds.data import ImageSpec, Loader, Manifest, SampleForm, Share, index_shards, load_manifest, write_manifest
 
 SHARDS, ENTRIES, BATCH = 1000, 20, 100
 SPEC = ImageSpec((64, 64))
@@ -58,9 +58,7 @@ def tokenize(texts: list[str]) -> torch.Tensor:
 def read_epoch(manifest: Manifest, workers: int) -> tuple[set[int], list[str], float]:
     """(ids seen in the first epoch, names of broken samples, samples per second)."""
     settings = DataSettings(shards=str(manifest.folder), workers=workers, max_broken=0.1)
-    loader = Loader(
-        settings, [manifest], SPEC, tokenize, 2, 50_000, rank=0, size=1, global_batch=BATCH, micro_batch=BATCH, seed=0
-    )
+    loader = Loader(settings, [manifest], SampleForm(SPEC, tokenize, 2, 50_000), Share(0, 1, BATCH, BATCH), 0)
     seen: set[int] = set()
     broken: list[str] = []
     try:

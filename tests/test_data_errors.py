@@ -27,7 +27,7 @@ from shards import (
     write_shards,
 )
 
-from disco_ds.data import Loader, Manifest, load_manifest
+from disco_ds.data import Loader, Manifest, SampleForm, Share, load_manifest
 
 
 def damage(index: int, sample: dict[str, bytes]) -> dict[str, bytes]:
@@ -191,7 +191,7 @@ def test_exception_in_a_worker_becomes_an_error_with_its_traceback(manifest: Man
 
 
 def test_wrong_context_length_is_an_error(manifest: Manifest) -> None:
-    loader = Loader(settings(), [manifest], SPEC, tokenize, CONTEXT + 1, VOCAB, 0, 1, 24, 12, 0)
+    loader = Loader(settings(), [manifest], SampleForm(SPEC, tokenize, CONTEXT + 1, VOCAB), Share(0, 1, 24, 12), 0)
     error = read_step(loader).error
     loader.close()
     assert error is not None
@@ -231,7 +231,7 @@ def test_killed_worker_is_an_error_and_raises_nowhere(manifest: Manifest) -> Non
 TRAINER = """
 import sys, time
 from pathlib import Path
-from disco_ds.data import load_manifest
+from disco_ds.data import SampleForm, Share, load_manifest
 from shards import make_loader, read_rank, settings
 if __name__ == "__main__":
     loader = make_loader(load_manifest(Path(sys.argv[1])), settings(workers=2))

@@ -30,7 +30,7 @@ from shards import (
 
 from disco_ds.config.data import Pixels
 from disco_ds.data import DataError, Loader, Manifest, MicroBatch, merge_states
-from disco_ds.data.loader import count_buffers
+from disco_ds.data.staging import count_buffers
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from shards import CONTEXT, SPEC, VOCAB, tokenize
 
 from disco_ds.cli.main import index
 from disco_ds.config.data import DataSettings
-from disco_ds.data import Loader, Manifest, load_manifest, load_sources, read_all, resolve_shards
+from disco_ds.data import Loader, Manifest, SampleForm, Share, load_manifest, load_sources, read_all, resolve_shards
 from disco_ds.data.tar import TarReader
 
 STORED = Path(__file__).parent / "img2dataset"
@@ -106,9 +106,8 @@ def check_folder(folder: Path, captions: list[str]) -> None:
 def check_training(data: DataSettings, captions: list[str]) -> None:
     (manifest,) = load_sources(data)
     assert isinstance(manifest, Manifest)
-    loader = Loader(
-        data, [manifest], SPEC, tokenize, CONTEXT, VOCAB, 0, 1, manifest.num_samples, manifest.num_samples // 2, 0
-    )
+    share = Share(0, 1, manifest.num_samples, manifest.num_samples // 2)
+    loader = Loader(data, [manifest], SampleForm(SPEC, tokenize, CONTEXT, VOCAB), share, 0)
     batches = list(loader.read_step().micro_batches)
     loader.close()
     assert sorted(int(i) for batch in batches for i in batch.index) == list(range(manifest.num_samples))

@@ -118,14 +118,13 @@ def open_loader(folder: Path, size: int, micro_batch: int, num_micro_batches: in
     import open_clip
 
     from disco_ds.config import DataSettings
-    from disco_ds.data import ImageSpec, Loader, load_manifest
+    from disco_ds.data import ImageSpec, SampleForm, Share, Staging, load_manifest
 
     settings = DataSettings(shards=str(folder), workers=1, crop_scale=SCALE, captions={"{txt}": 1.0})
     tokenizer = open_clip.get_tokenizer(TOKENIZER)
-    return Loader(
-        settings, [load_manifest(folder)], ImageSpec((size, size), "bicubic", "shortest"), tokenizer, 77, 49408,
-        rank=0, size=1, global_batch=micro_batch * num_micro_batches, micro_batch=micro_batch, seed=0, pixels=pixels,
-    )  # fmt: skip
+    form = SampleForm(ImageSpec((size, size), "bicubic", "shortest"), tokenizer, 77, 49408)
+    share = Share(0, 1, micro_batch * num_micro_batches, micro_batch)
+    return Loader(settings, [load_manifest(folder)], form, share, 0, staging=Staging(pixels))
 
 
 def show_waits(folder: Path, size: int, load: float) -> None:

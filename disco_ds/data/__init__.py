@@ -8,6 +8,7 @@
     decode      bytes -> image, caption        source      all of them, or random pixels
     augment     images, on the device          worker      decoding processes
     feed        from them to the device        shared_batches  the memory they write into
+    staging     how many wait, and where
     loader      a rank's stream of them        step_data   the micro-batches of a step
     sequential  every sample once, for evaluation
 
@@ -23,9 +24,10 @@ from disco_ds.data.listing import Listing, list_shards, resolve_shards
 from disco_ds.data.loader import Loader, merge_states
 from disco_ds.data.manifest import Manifest, Shard, load_manifest, write_manifest
 from disco_ds.data.mixture import Mixture
-from disco_ds.data.order import DataOrder, choose_slots
+from disco_ds.data.order import DataOrder, Share, choose_slots
 from disco_ds.data.sequential import read_all, read_labels
-from disco_ds.data.source import fingerprint, load_sources
+from disco_ds.data.source import SampleForm, fingerprint, load_sources
+from disco_ds.data.staging import Staging
 from disco_ds.data.step_data import MicroBatch, StepData
 from disco_ds.data.table import Table
 from disco_ds.data.tar import BrokenSample, DataError
@@ -41,7 +43,10 @@ __all__ = [
     "Manifest",
     "MicroBatch",
     "Mixture",
+    "SampleForm",
     "Shard",
+    "Share",
+    "Staging",
     "StepData",
     "Table",
     "augment",

@@ -17,80 +17,62 @@ from typing import Any
 
 import torch
 
-from disco_ds.config.data import DataSettings, Pixels
-from disco_ds.data.decode import ImageSpec
+from disco_ds.config.data import DataSettings
 from disco_ds.data.feed import Delivery, Feed, Producer, Upload
 from disco_ds.data.manifest import Manifest
-from disco_ds.data.order import choose_slots, divide
+from disco_ds.data.order import Share, choose_slots, divide
 from disco_ds.data.shared_batches import SharedBatches, batch_bytes
-from disco_ds.data.source import Tokenize, fingerprint, mix, open_sources
+from disco_ds.data.source import SampleForm, fingerprint, mix, open_sources
+from disco_ds.data.staging import Staging, count_buffers, count_on_device, count_workers
 from disco_ds.data.step_data import MicroBatch, MicroBatches, StepData
 from disco_ds.data.table import Table
 from disco_ds.data.tar import DataError
 from disco_ds.data.worker import InProcess, Job, Worker
 
-LEAST_AHEAD = 4
-"""Micro-batches that are prepared ahead however few a step has."""
-
 
 class Loader:
     """A rank's micro-batches in the data order; see order.py for which samples they hold.
 
-    Args:    sources: what load_sources found; tokenize: captions -> [n, L] int64, sent to the workers by pickle; state:
-             None, or merge_states of every rank's state_dict, at any number of ranks; pixels: where images wait between
-             GradAccum's passes: on the device, in the buffers on the host, or compressed in the workers, which decode
-             them twice; device: where micro-batches are given out; cores: decide how many workers there are by default;
-             most_bytes: for the buffers ahead, unless settings.prefetch says how many they are.
-    Raises:  ValueError when ranks, batch, slots or state do not fit, or the data differ from the state's.
+    Args:    sources: what load_sources found; state: None, or merge_states of every rank's state_dict, at any number of
+             ranks.
+    Raises:  ValueError when ranks, slots or state do not fit, or the data differ from the state's.
     """
 
     def __init__(
         self,
         settings: DataSettings,
         sources: Sequence[Manifest | Table],
-        image: ImageSpec,
-        tokenize: Tokenize,
-        context_length: int,
-        vocab_size: int,
-        rank: int,
-        size: int,
-        global_batch: int,
-        micro_batch: int,
+        form: SampleForm,
+        share: Share,
         seed: int,
         state: dict[str, Any] | None = None,
-        pixels: Pixels = "device",
-        device: torch.device | str = "cpu",
-        cores: int = 2,
-        most_bytes: float = 2**40,
+        staging: Staging | None = None,
     ) -> None:
-        if global_batch % (size * micro_batch):
-            raise ValueError(
-                f"global_batch {global_batch} is not a multiple of ranks x micro_batch ({size} x {micro_batch})"
-            )
+        staging = staging or Staging()
         sizes = [data.sizes for data in sources] or [divide(settings.num_samples)]
         self.num_samples = sum(map(sum, sizes))
-        self.num_slots = choose_slots(sum(map(len, sizes)), self.num_samples, settings.slots, size)
-        slots = tuple(range(rank, self.num_slots, size))
-        num_workers = min(count_workers(settings, cores), len(slots))
+        self.num_slots = choose_slots(sum(map(len, sizes)), self.num_samples, settings.slots, share.size)
+        slots = tuple(range(share.rank, self.num_slots, share.size))
+        num_workers = min(count_workers(settings, staging.cores), len(slots))
         order = mix(settings, sources, self.num_slots, seed)
         self._origin: dict[str, Any] = {
             "slots": self.num_slots,
             "sources": len(sizes),
             "fingerprint": fingerprint(settings, sources) if sources else f"synthetic-{settings.num_samples}",
-            "global_batch": global_batch,
+            "global_batch": share.global_batch,
         }
         state = self._check(state)
-        self._rank = rank
-        self._num_parts = global_batch // size // micro_batch
+        self._rank = share.rank
+        self._num_parts = share.num_micro_batches
         self._steps: int = state["steps"]
         streams = [stream for slot in slots for stream in order.streams(slot)]
         self._cursor: dict[int, tuple[int, int]] = {stream: tuple(state["cursor"][stream]) for stream in streams}
         # The count so far goes on at one rank, so that the sum over ranks does.
-        self.broken: int = state["broken"] if rank == 0 else 0
+        self.broken: int = state["broken"] if share.rank == 0 else 0
         self.worker_pids: list[int] = []
         self._error: str | None = None
-        self._pixels = pixels
-        self._device = torch.device(device)
+        self._pixels = staging.pixels
+        self._device = torch.device(staging.device)
         self._current: MicroBatches | None = None
         self._held: list[int] = []
         """The current step's buffers."""
@@ -99,25 +81,25 @@ class Loader:
         self._num_again = 0
         """Micro-batches that were decoded again."""
         self._resources = ExitStack()
-        most = int(most_bytes // batch_bytes(micro_batch, image.size, context_length))
-        num = count_buffers(settings.prefetch, self._num_parts, pixels, num_workers, most)
-        self._batches = SharedBatches(num, micro_batch, image.size, context_length)
+        most = int(staging.most_bytes // batch_bytes(share.micro_batch, form.image.size, form.context_length))
+        num = count_buffers(settings.prefetch, self._num_parts, staging.pixels, num_workers, most)
+        self._batches = SharedBatches(num, share.micro_batch, form.image.size, form.context_length)
         self._resources.callback(self._batches.close)
         per_worker = -(-len(slots) // max(1, num_workers))
         job = Job(
-            source=open_sources(settings, sources, image, tokenize, context_length, vocab_size, seed, per_worker),
+            source=open_sources(settings, sources, form, seed, per_worker),
             order=order,
             max_broken=settings.max_broken,
             slots=slots,
             cursor=self._cursor,
-            first=self._steps * global_batch // size,
-            micro_batch=micro_batch,
+            first=self._steps * share.global_batch // share.size,
+            micro_batch=share.micro_batch,
             num_micro_batches=self._num_parts,
-            decode_twice=pixels == "compressed",
+            decode_twice=staging.pixels == "compressed",
             batches=self._batches,
         )
-        producers = self._start(job, num_workers, settings.timeout_s, tokenize.__module__)
-        self._feed = Feed(self._batches, producers, self._device, count_on_device(self._num_parts, pixels))
+        producers = self._start(job, num_workers, settings.timeout_s, form.tokenize.__module__)
+        self._feed = Feed(self._batches, producers, self._device, count_on_device(self._num_parts, staging.pixels))
         self._resources.callback(self._feed.close)
 
     def read_step(self) -> StepData:
@@ -262,26 +244,6 @@ class Loader:
     @cached_property
     def _placeholder(self) -> MicroBatch:
         return self._batches[0].map(lambda value: torch.zeros(value.shape, dtype=value.dtype, device=self._device))
-
-
-def count_workers(settings: DataSettings, cores: int) -> int:
-    """Decoding processes of a rank that has so many cores: one core is left to the trainer."""
-    return max(cores - 1, 1) if settings.workers is None else settings.workers
-
-
-def count_buffers(prefetch: int | None, num_micro_batches: int, pixels: Pixels, num_workers: int, most: int) -> int:
-    """How many micro-batches a rank holds on the host: the one in use or the step's, and what is prepared ahead.
-
-    Args:    prefetch: None: a whole step ahead, since GradAccum's second pass reads none, but no more than `most`.
-    """
-    held = num_micro_batches if pixels == "host" else 1
-    ahead = max(1, min(max(num_micro_batches, LEAST_AHEAD), most)) if prefetch is None else prefetch
-    return held + (ahead if num_workers else 0)
-
-
-def count_on_device(num_micro_batches: int, pixels: Pixels) -> int:
-    """How many micro-batches of images a device holds: the one in use or the step's, and the one under way."""
-    return 1 + (num_micro_batches if pixels == "device" else 1)
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:

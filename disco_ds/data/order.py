@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -100,6 +101,28 @@ def divide(num_samples: int) -> list[int]:
     """Sizes of pretended shards for samples that lie in none, enough for the largest default number of slots."""
     num_shards = min(SLOTS[0], num_samples)
     return [(i + 1) * num_samples // num_shards - i * num_samples // num_shards for i in range(num_shards)]
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rank's part of every global batch. Raises: ValueError unless it is a number of whole micro-batches."""
+
+    rank: int
+    size: int
+    """Ranks."""
+    global_batch: int
+    micro_batch: int
+
+    def __post_init__(self) -> None:
+        if self.global_batch % (self.size * self.micro_batch):
+            raise ValueError(
+                f"global_batch {self.global_batch} is not a multiple of ranks x micro_batch "
+                f"({self.size} x {self.micro_batch})"
+            )
+
+    @property
+    def num_micro_batches(self) -> int:
+        return self.global_batch // self.size // self.micro_batch
 
 
 def choose_slots(num_shards: int, num_samples: int, requested: int | None, ranks: int) -> int:

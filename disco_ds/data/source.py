@@ -11,6 +11,7 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -44,6 +45,18 @@ Tokenize = Callable[[list[str]], Tensor]
 
 Decode = Callable[[], Tensor]
 """The image of a sample, [3, H, W] uint8, the same at every call; it holds what it takes, such as compressed bytes."""
+
+
+@dataclass(frozen=True)
+class SampleForm:
+    """What the model takes of a sample."""
+
+    image: ImageSpec
+    tokenize: Tokenize
+    context_length: int
+    """Tokens of a caption."""
+    vocab_size: int
+
 
 _CELLS = 8
 """A synthetic image is this many cells high and wide, each of one colour."""
@@ -130,17 +143,13 @@ class ShardSource:
         self,
         settings: DataSettings,
         data: Manifest | Table,
-        image: ImageSpec,
-        tokenize: Tokenize,
-        context_length: int,
+        form: SampleForm,
         seed: int,
         num_slots: int,
     ) -> None:
         self.sizes = data.sizes
         self._settings = settings
-        self._image = image
-        self._tokenize = tokenize
-        self._context_length = context_length
+        self._form = form
         self._seed = seed
         self._captions = Captions(settings.captions)
         self._reader = _open(data, settings, num_slots)
@@ -150,20 +159,20 @@ class ShardSource:
         numbers = keyed_row(self._seed, epoch, index, CAPTION_COLUMN + 1, CROP_COLUMN)
         caption = self._captions.pick(members, numbers[CAPTION_COLUMN])
         data = find_image(members, self._settings.image_key)
-        text = self._tokenize([caption])
-        if text.shape != (1, self._context_length):
+        text = self._form.tokenize([caption])
+        if text.shape != (1, self._form.context_length):
             raise ValueError(
                 f"the tokenizer returned {tuple(text.shape)} for one caption, the model takes "
-                f"{(1, self._context_length)}: build both from one model config"
+                f"{(1, self._form.context_length)}: build both from one model config"
             )
         return partial(self._decode, data, numbers[:NUM_CROP_NUMBERS]), text[0]
 
     def _decode(self, data: bytes, uniform: Sequence[float]) -> Tensor:
         settings = self._settings
         if settings.crop_scale is None:
-            return resize_for_evaluation(decode_image(data, settings.max_pixels), self._image)
+            return resize_for_evaluation(decode_image(data, settings.max_pixels), self._form.image)
         pixels = decode_pixels(data, settings.max_pixels)
-        return resize_random_crop(pixels, self._image, settings.crop_scale, settings.crop_ratio, uniform)
+        return resize_random_crop(pixels, self._form.image, settings.crop_scale, settings.crop_ratio, uniform)
 
     def name(self, shard: int, entry: int) -> str:
         return self._reader.name(shard, entry)
@@ -210,18 +219,15 @@ class MixedSource:
 def open_sources(
     settings: DataSettings,
     sources: Sequence[Manifest | Table],
-    image: ImageSpec,
-    tokenize: Tokenize,
-    context_length: int,
-    vocab_size: int,
+    form: SampleForm,
     seed: int,
     num_slots: int,
 ) -> Source:
     """The sources as one, for a process that reads so many slots in turn; without any, the synthetic one."""
     if not sources:
-        return SyntheticSource(image, context_length, vocab_size, seed)
+        return SyntheticSource(form, seed)
     opened = [
-        ShardSource(settings.settings_of(part), data, image, tokenize, context_length, seed, num_slots)
+        ShardSource(settings.settings_of(part), data, form, seed, num_slots)
         for part, data in zip(settings.parts, sources, strict=True)
     ]
     return opened[0] if len(opened) == 1 else MixedSource(opened)
@@ -230,22 +236,20 @@ def open_sources(
 class SyntheticSource:
     """Random pixels and tokens, a function of the id: to try a model or a cluster without data."""
 
-    def __init__(self, image: ImageSpec, context_length: int, vocab_size: int, seed: int) -> None:
-        self._image = image
-        self._context_length = context_length
-        self._vocab_size = vocab_size
+    def __init__(self, form: SampleForm, seed: int) -> None:
+        self._form = form
         self._seed = seed
 
     def read(self, shard: int, entry: int, epoch: int, index: int) -> tuple[Decode, Tensor]:
-        height, width = self._image.size
-        num_cells = 3 * _CELLS * _CELLS
+        height, width = self._form.image.size
+        num_cells, num_tokens = 3 * _CELLS * _CELLS, self._form.context_length
         # The epoch stays out of the key: a sample has one image and one caption.
-        bits = keyed_bits(self._seed, torch.tensor([0]), torch.tensor([index]), num_cells + self._context_length)[0]
+        bits = keyed_bits(self._seed, torch.tensor([0]), torch.tensor([index]), num_cells + num_tokens)[0]
         cells = (bits[:num_cells] & 255).to(torch.uint8).view(3, _CELLS, _CELLS)
         rows, columns = torch.arange(height) * _CELLS // height, torch.arange(width) * _CELLS // width
-        text = (bits[num_cells:] & 0xFFFF_FFFF) % (self._vocab_size - 2)
+        text = (bits[num_cells:] & 0xFFFF_FFFF) % (self._form.vocab_size - 2)
         # As open_clip's tokenizer ends: its text towers pool at the largest token.
-        text[0], text[-1] = self._vocab_size - 2, self._vocab_size - 1
+        text[0], text[-1] = self._form.vocab_size - 2, self._form.vocab_size - 1
         # Columns first: the rows are then copied whole.
         return lambda: cells.index_select(2, columns).index_select(1, rows), text
 

@@ -14,7 +14,7 @@ from disco_ds.config.ds_config import find_problems, precision, stage
 from disco_ds.data import BrokenSample, ImageSpec, Listing, Manifest, Table, choose_slots, index_shards, load_sources
 from disco_ds.data.counting import compare
 from disco_ds.data.manifest import has_changed
-from disco_ds.data.source import ShardSource
+from disco_ds.data.source import SampleForm, ShardSource
 from disco_ds.distributed import comm
 from disco_ds.doctor import Line
 from disco_ds.losses import build_loss
@@ -145,7 +145,7 @@ def _count(source: Manifest, config: Config) -> Line:
 
 def _read(source: Manifest | Table, data: DataSettings) -> Line:
     """A few samples, all but their tokens: a tokenizer takes any text."""
-    reader = ShardSource(data, source, ImageSpec((32, 32)), lambda texts: torch.zeros(1, 1), 1, 0, 1)
+    reader = ShardSource(data, source, SampleForm(ImageSpec((32, 32)), lambda texts: torch.zeros(1, 1), 1, 1), 0, 1)
     sizes, last, broken = source.sizes, len(source.sizes) - 1, []
     chosen = {(shard, i * sizes[shard] // _SAMPLES) for shard in (0, last // 2, last) for i in range(_SAMPLES)}
     for shard, entry in sorted(chosen):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from disco_ds.config import Config
-from disco_ds.data.loader import LEAST_AHEAD
+from disco_ds.data.staging import LEAST_AHEAD
 from disco_ds.doctor import Line, probe
 from disco_ds.doctor.versions import PACKAGES
 from disco_ds.metrics.run_folder import make_token

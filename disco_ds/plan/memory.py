@@ -10,7 +10,7 @@ from typing import Any
 
 from disco_ds.config import Config, render_ds_config
 from disco_ds.config.ds_config import precision, stage
-from disco_ds.data.loader import LEAST_AHEAD, count_buffers, count_on_device
+from disco_ds.data.staging import LEAST_AHEAD, count_buffers, count_on_device
 from disco_ds.plan.losses import LossCost, loss_cost
 from disco_ds.plan.towers import DTYPES, Towers
 

@@ -20,7 +20,18 @@ import numpy
 import torch
 
 from disco_ds.config import Config, render_ds_config
-from disco_ds.data import ImageSpec, Loader, Manifest, Table, fingerprint, load_sources, merge_states
+from disco_ds.data import (
+    ImageSpec,
+    Loader,
+    Manifest,
+    SampleForm,
+    Share,
+    Staging,
+    Table,
+    fingerprint,
+    load_sources,
+    merge_states,
+)
 from disco_ds.distributed import comm
 from disco_ds.distributed.diagnostics import collect_in
 from disco_ds.distributed.heartbeat import Heartbeat
@@ -155,24 +166,14 @@ def build_loader(
     share: HostShare,
 ) -> Loader:
     """This rank's part of the data order, from the start or from where the checkpoint left it."""
-    context_length, vocab_size = read_text_size(model)
     return Loader(
         config.data,
         sources,
-        image,
-        tokenizer,
-        context_length,
-        vocab_size,
-        rank=comm.rank(),
-        size=comm.size(),
-        global_batch=config.global_batch,
-        micro_batch=config.micro_batch,
-        seed=config.seed,
-        state=merge_states([part["data"] for part in saved.ranks]) if saved else None,
-        pixels=config.pixels,
-        device=comm.local_device(),
-        cores=share.cores,
-        most_bytes=share.memory_bytes / 8,
+        SampleForm(image, tokenizer, *read_text_size(model)),
+        Share(comm.rank(), comm.size(), config.global_batch, config.micro_batch),
+        config.seed,
+        merge_states([part["data"] for part in saved.ranks]) if saved else None,
+        Staging(config.pixels, comm.local_device(), share.cores, share.memory_bytes / 8),
     )
 
 

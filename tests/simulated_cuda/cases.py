@@ -23,7 +23,7 @@ from towers import CONTEXT, IMAGE_SIZE, VOCABULARY, tiny_config, write_tiny
 
 from disco_ds.config import DataSettings, EvalSettings, ModelSettings, render_ds_config
 from disco_ds.config.data import Pixels
-from disco_ds.data import ImageSpec, Loader, StepData
+from disco_ds.data import ImageSpec, Loader, SampleForm, Share, Staging, StepData
 from disco_ds.distributed import comm
 from disco_ds.distributed.interrupt import Interrupts
 from disco_ds.eval import evaluate_sets, load_sets, record
@@ -118,13 +118,9 @@ def loss_cases() -> Iterator[tuple[str, Case]]:
 def open_loader(global_batch: int, pixels: Pixels) -> Loader:
     """Its worker is real; what it writes is not looked at."""
     data = DataSettings(source="synthetic", workers=1)
-    return Loader(
-        *(data, [], ImageSpec((IMAGE_SIZE, IMAGE_SIZE)), partial(torch.zeros, 1)),
-        *(CONTEXT, VOCABULARY, comm.rank(), comm.size(), global_batch, MICRO_BATCH),
-        seed=0,
-        pixels=pixels,
-        device="cuda",
-    )
+    form = SampleForm(ImageSpec((IMAGE_SIZE, IMAGE_SIZE)), partial(torch.zeros, 1), CONTEXT, VOCABULARY)
+    share = Share(comm.rank(), comm.size(), global_batch, MICRO_BATCH)
+    return Loader(data, [], form, share, 0, staging=Staging(pixels, "cuda"))
 
 
 class Training:
