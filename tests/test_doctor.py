@@ -21,11 +21,11 @@ from shards import make_sample, write_shards
 from test_step import MATRIX, ds_config
 from torch.nn import functional as F
 
-from disco_ds.cli.doctor import main
 from disco_ds.config import Config
 from disco_ds.config.ds_config import find_ds_configs, read_ds_config
 from disco_ds.distributed import comm
 from disco_ds.doctor import Line, examine
+from disco_ds.doctor.__main__ import main
 from disco_ds.doctor.here import check_batch, check_data, check_ds_config, check_kernels
 from disco_ds.doctor.hosts import check_hosts, judge
 from disco_ds.doctor.probe import probe

@@ -32,7 +32,7 @@ def main() -> int:
     if command == "report":
         return report(rest)
     if command == "doctor":
-        from disco_ds.cli.doctor import main as doctor
+        from disco_ds.doctor.__main__ import main as doctor
 
         return doctor(rest)
     if command == "launch":
