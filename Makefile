@@ -4,6 +4,7 @@
 # make test-gpu what one GPU alone can show; after 8 minutes no test is started; REHEARSE=1: the same on the CPU
 #               (docs/gpu.md)
 # make check    lint, format and types
+# make wheel    builds sdist and wheel into dist/ and tries the wheel in an empty environment (tools/check_wheel.py)
 # make bench-gpu  losses, training steps, GradAccum, memory and data on one GPU, beside open_clip and the published losses,
 #                 as tables (docs/gpu.md); BUDGET=540 ends it within that many seconds, and the next call goes on;
 #                 ONLY='"step: *" "peak: *"' takes some; REHEARSE=1: every slice at tiny shapes, on the CPU too
@@ -13,7 +14,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-all test-gpu check bench-gpu
+.PHONY: demo test test-all test-gpu check wheel bench-gpu
 .NOTPARALLEL:
 
 $(STAMP): setup.py
@@ -39,6 +40,9 @@ check: $(STAMP)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
+
+wheel: $(STAMP)
+	$(BIN)/python tools/check_wheel.py
 
 bench-gpu: $(STAMP)
 	$(BIN)/python tools/bench_gpu.py $(if $(BUDGET),--budget $(BUDGET)) $(if $(ONLY),--only $(ONLY)) $(if $(REHEARSE),--rehearse)

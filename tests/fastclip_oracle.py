@@ -1,4 +1,4 @@
-"""FastCLIP's formulas (losses.md section 6; arXiv 2407.01445) in plain float64 on one process, with whole matrices."""
+"""FastCLIP's formulas (docs/losses.md section 6) in plain float64 on one process, with whole matrices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contrastive loss in plain float64 on one process, and how far a result is from it (losses.md section 2)."""
+"""The contrastive loss in plain float64 on one process, and how far a result is from it (docs/losses.md section 2)."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import pytest
 from shards import SIZES, settings, write_shards, write_tar
 from web import serve
 
-from disco_ds.cli.main import index
+from disco_ds.cli.index import main as index
 from disco_ds.data import Manifest, load_manifest, load_sources
 from disco_ds.data.listing import NAME
 

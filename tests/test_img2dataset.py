@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 from shards import CONTEXT, SPEC, VOCAB, tokenize
 
-from disco_ds.cli.main import index
+from disco_ds.cli.index import main as index
 from disco_ds.config.data import DataSettings
 from disco_ds.data import Loader, Manifest, SampleForm, Share, load_manifest, load_sources, read_all, resolve_shards
 from disco_ds.data.tar import TarReader

@@ -27,7 +27,7 @@ def recipe_parser(prog: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def parse_args(argv: list[str]) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = recipe_parser("disco_ds.train", "Train a CLIP model from a recipe.")
     parser.add_argument(
         "--dry-run", action="store_true", help="print the resolved run and stop; needs no ranks or data"
@@ -37,6 +37,11 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     where.add_argument("--hostfile", type=Path, metavar="F", help="with --dry-run: for the slots of a hostfile")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher passes it
     parser.add_argument("--launch-word", help=argparse.SUPPRESS)  # launch.py finds its ranks and folder by it
+    return parser
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    parser = make_parser()
     try:
         argv = unpack(argv)
     except ValueError as error:

@@ -37,7 +37,7 @@ _BARE: dict[str, Any] = {
 """Settings where there is no recipe: of these, evaluation reads micro_batch, data (how to decode) and eval."""
 
 
-def parse_args(argv: list[str]) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="disco-ds eval",
         description="Zero-shot accuracy and retrieval of a model on the sets of its run, of a recipe, or named here.",
@@ -57,7 +57,11 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher passes it
-    return parser.parse_intermixed_args(argv)
+    return parser
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    return make_parser().parse_intermixed_args(argv)
 
 
 def read_settings(args: argparse.Namespace) -> Config:

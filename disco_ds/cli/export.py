@@ -146,14 +146,18 @@ def _describe(layout: Layout, architecture: dict[str, Any], words: dict[str, Any
     return (HEAD + NOTE + uses).format(**words, module=module, first=f"import {module}\n", benchmark=benchmark)
 
 
-def main(argv: list[str]) -> int:
-    """Exit code 0: written; 2: a mistake, and nothing is."""
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="disco-ds export", description=__doc__.partition("\n")[0])
     parser.add_argument("source", type=Path, help="run folder (its last checkpoint), checkpoint folder, or export")
     parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="new folder")
     parser.add_argument("--format", choices=get_args(Layout), default="both", help="default: both")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the weights; default: fp32")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Exit code 0: written; 2: a mistake, and nothing is."""
+    args = make_parser().parse_args(argv)
     try:
         folder = export(args.source, args.to, args.format, args.dtype)
     except (ValueError, OSError) as error:

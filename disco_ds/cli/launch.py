@@ -67,12 +67,16 @@ print(found)
 """Run on a host: send a signal to a launch's ranks, SIGKILL to its launchers too; print to how many."""
 
 
-def parse_args(argv: list[str]) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = recipe_parser("disco-ds launch", "Train unattended.")
     parser.add_argument("--hostfile", type=Path, metavar="F", help="lines of `host slots=GPUs`; without: this host")
     parser.add_argument("--restarts", type=int, default=0, metavar="N", help="after a failure go on, N times at most")
     parser.add_argument("--deepspeed", default="", metavar="ARGS", help='more for its front end: "--num_gpus 4"')
-    args = parser.parse_intermixed_args(argv)
+    return parser
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    args = make_parser().parse_intermixed_args(argv)
     if args.hostfile is None and JOB_HOSTFILE.is_file():
         args.hostfile = JOB_HOSTFILE
     return args

@@ -17,7 +17,7 @@ from disco_ds.plan.speed import BETWEEN_HOSTS, EFFICIENCY, Rates, plan_speed
 from disco_ds.plan.towers import Towers, trace
 
 
-def parse_args(argv: list[str]) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="disco-ds plan",
         description="Memory of each GPU and host by part, and the time of a step, of a recipe; no GPU needed.",
@@ -54,12 +54,12 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     assumed.add_argument(
         "--bandwidth", type=float, default=BETWEEN_HOSTS, metavar="GB/S", help="from others (%(default)s)"
     )
-    return parser.parse_intermixed_args(argv)
+    return parser
 
 
 def main(argv: list[str]) -> int:
     try:
-        return plan(parse_args(argv))
+        return plan(make_parser().parse_intermixed_args(argv))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

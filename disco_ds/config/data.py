@@ -1,6 +1,6 @@
-"""The `data` part of a recipe: where samples come from, how they are read and changed. See config.py for the rest.
+"""The `data` part of a recipe: where samples come from, how they are read and changed. See recipe.py for the rest.
 
-The base class of all settings stands here, since config.py imports this file.
+The base class of all settings stands here, since recipe.py imports this file.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class RemoteSettings(Settings):
     """Folder on a disk of each host, for all its processes. Fetched shards stay in disco_ds-UID in it, which only this
     user can open, until others need the room; nothing else is touched."""
     cache_gb: float = Field(100.0, gt=0)
-    """Its size, in 1e9 bytes. A host reads about data.slots / hosts shards at a time, of every source."""
+    """Size of the cache in 1e9 bytes. A host reads about data.slots / hosts shards at a time, of every source."""
     tries: int = Field(5, gt=0)
-    """Of one shard, with pauses of about 1, 2, 4, 8 s."""
+    """Attempts to fetch one shard, with pauses of about 1, 2, 4, 8 s."""
     timeout_s: float = Field(60.0, gt=0)
     """A server silent for this long has failed; below data.timeout_s."""
 
@@ -66,20 +66,22 @@ class SourceSettings(Settings):
     """One of several sources."""
 
     shards: str
-    """As data.shards."""
+    """The shards of this source, as data.shards."""
     manifest: Path | None = None
-    """As data.manifest."""
+    """The manifest of this source, as data.manifest."""
     weight: float | None = Field(None, gt=0)
-    """Its share of the samples, relative to the others'; None, for all or no source: as many as it has."""
+    """Share of this source in the samples, relative to the others'; None, for all or no source: as many as it has."""
     replacement: bool = False
     """Draw its samples independently, instead of each once per epoch."""
     image_key: str | None = None
-    """None: data.image_key."""
+    """Where this source has its images; None: data.image_key."""
     captions: Captions | None = None
-    """None: data.captions."""
+    """Caption templates of this source; None: data.captions."""
 
 
 class DataSettings(Settings):
+    """Where samples come from, how they are read, decoded and changed."""
+
     source: Literal["shards", "synthetic"] = "shards"
     """What `shards` or `sources` name, or random pixels and tokens (to try a model or a cluster without data)."""
     shards: str | None = None
@@ -97,7 +99,7 @@ class DataSettings(Settings):
     captions: Captions = {"{txt}": 1.0}
     """Caption templates and weights, e.g. {"{txt}": 0.5, "{json[keywords]}": 0.5}; fields are members or columns."""
     csv_separator: str | None = Field(None, min_length=1, max_length=1)
-    """None: a tab if the first line of the csv has one, else a comma."""
+    """Separator of columns; None: a tab if the first line of the csv has one, else a comma."""
     slots: int | None = Field(None, gt=0)
     """Logical streams the data order is made of; a multiple of the ranks. None: 512, fewer for fewer shards."""
     window: int = Field(4096, gt=0)

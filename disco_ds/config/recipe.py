@@ -27,6 +27,8 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ModelSettings(Settings):
+    """The open_clip model that is trained."""
+
     name: str = "ViT-B-32"
     """An open_clip model name, a path of a model config (.json), or the name of one in disco_ds/assets/models."""
     pretrained: Path | None = None
@@ -42,7 +44,7 @@ class ModelSettings(Settings):
     patch_dropout: float | None = Field(None, ge=0, lt=1)
     """Fraction of image patches dropped in training (FLIP); None: as the model's config says."""
     compile: bool = False
-    """torch.compile both towers; refused where a forward is repeated and draws random numbers (see draws.py)."""
+    """torch.compile both towers; refused where a forward is repeated and draws random numbers."""
     token_embedding_std: float | None = Field(None, gt=0)
     """Initial standard deviation of the token embedding; None: open_clip's 0.02."""
     max_scale: float = Field(100.0, gt=0)
@@ -58,6 +60,8 @@ class ModelSettings(Settings):
 
 
 class LossSettings(Settings):
+    """The loss and its options."""
+
     name: str = "disco_fused"
     """A registered loss: python -c 'import disco_ds.losses as l; print(l.list_losses())' lists them."""
     options: dict[str, Any] = Field({})
@@ -65,37 +69,43 @@ class LossSettings(Settings):
 
 
 class TowerOptimSettings(Settings):
+    """What one tower has of its own in the optimizer."""
+
     lr_factor: float = Field(1.0, gt=0)
-    """Of the learning rate."""
+    """Multiplier on the learning rate of this tower."""
     weight_decay: float | None = Field(None, ge=0)
-    """None: optim.weight_decay."""
+    """Weight decay of this tower; None: optim.weight_decay."""
     layer_decay: float = Field(1.0, gt=0, le=1)
     """Factor of the learning rate from each layer to the one before it; 1: all alike."""
 
 
 class OptimSettings(Settings):
+    """The optimizer and its schedule."""
+
     name: Literal["adamw", "lamb", "lion", "sgd"] = "adamw"
-    """lamb: at ZeRO 0 only."""
+    """The optimizer; lamb at ZeRO 0 only."""
     lr: float | None = Field(None, gt=0)
     """Peak learning rate, as it is; None: base_lr x global_batch / 32,768."""
     base_lr: float = Field(5e-4, gt=0)
     """Peak learning rate at a global batch of 32,768 (DisCo-CLIP's linear rule)."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.98)
-    """Of AdamW, LAMB and Lion."""
+    """Betas of AdamW, LAMB and Lion."""
     eps: float = Field(1e-6, gt=0)
-    """Of AdamW and LAMB."""
+    """Epsilon of AdamW and LAMB."""
     momentum: float = Field(0.9, ge=0, lt=1)
-    """Of SGD."""
+    """Momentum of SGD."""
     weight_decay: float = Field(0.2, ge=0)
-    """On matrices only: never on biases, norms, the logit scale or the logit bias."""
+    """Weight decay, on matrices only: never on biases, norms, the logit scale or the logit bias."""
     clip_norm: float = Field(0.0, ge=0)
     """Gradient clipping by global norm; 0: off."""
     schedule: Literal["cosine", "constant", "cooldown"] = "cosine"
     """After the warm-up: cosine to lr_min, constant, or constant with a linear descent at the end."""
     warmup_steps: int = Field(2000, ge=0)
+    """Steps in which the learning rate rises linearly to its peak."""
     cooldown_steps: int = Field(0, ge=0)
     """Length of the descent of schedule=cooldown."""
     lr_min: float = Field(0.0, ge=0)
+    """Learning rate at the end of schedule=cosine or cooldown."""
     tau_lr: float | None = Field(None, gt=0)
     """Learning rate of the logit scale (and bias), without warm-up or schedule; None: that of everything else."""
     tau_slow: float = Field(0.0, ge=0)
@@ -115,14 +125,17 @@ class OptimSettings(Settings):
 
 
 class CheckpointSettings(Settings):
+    """When a run is saved, what is kept and where it is copied."""
+
     every_steps: int = Field(1000, ge=0)
-    """0: only at the end, and as every_minutes says."""
+    """Steps between two checkpoints; 0: only at the end, and as every_minutes says."""
     every_minutes: float = Field(0.0, ge=0)
-    """By the clock, besides; 0: never. SIGTERM or SIGUSR1 to any rank saves too, and ends the run."""
+    """Save by the clock too, after so many minutes; 0: never. SIGTERM or SIGUSR1 to any rank saves as well, and ends
+    the run."""
     keep_last: int = Field(3, gt=0)
-    """Older checkpoints are removed,"""
+    """Newest checkpoints to keep; older ones are removed, except as keep_every_steps says."""
     keep_every_steps: int = Field(0, ge=0)
-    """but for those of every so many steps; 0: no exception."""
+    """Checkpoints of steps that this divides are never removed; 0: no exception."""
     max_failed: int = Field(2, ge=0)
     """Saves in a row that may fail (the disk is full) before the run stops; 0: the first stops it."""
     copy_command: str | None = None
@@ -145,14 +158,19 @@ class CheckpointSettings(Settings):
 
 
 class LogSettings(Settings):
+    """What a run records of itself."""
+
     every_steps: int = Field(10, gt=0)
     """Steps between two progress lines, metrics.jsonl records and TensorBoard points; only these steps are timed."""
     tensorboard: bool = True
+    """Write TensorBoard points into the run folder."""
     peak_flops: float | None = Field(None, gt=0)
     """Floating-point operations per second of one device, which MFU is a part of; None: known GPUs' own, in 16 bits."""
 
 
 class EvalSettings(Settings):
+    """What a model is evaluated on, and when."""
+
     every_steps: int = Field(0, ge=0)
     """Steps between two evaluations; 0: only at the end."""
     labelled: dict[str, str] = Field({})
@@ -172,10 +190,14 @@ class EvalSettings(Settings):
 
 
 class Config(Settings):
+    """A whole recipe."""
+
     name: str
-    """Of the run; its folder is <runs>/<name>."""
+    """Name of the run, and of its folder in `runs`."""
     runs: Path = Path("runs")
+    """Folder of all run folders; on several hosts on a file system that all share."""
     seed: int = Field(0, ge=0)
+    """Seed of the data order, the weights and all random draws."""
     ranks: int | None = Field(None, gt=0)
     """World size this recipe is for; another one is refused. None: any."""
     global_batch: int = Field(gt=0)
@@ -183,7 +205,7 @@ class Config(Settings):
     micro_batch: int = Field(gt=0)
     """Samples per rank and forward pass."""
     steps: int | None = Field(None, gt=0)
-    """Length of the run; or `samples`."""
+    """Length of the run in steps; or `samples`."""
     samples: int | None = Field(None, gt=0)
     """Length of the run in samples, rounded down to whole steps; or `steps`."""
     pixels: Pixels = "device"

@@ -15,8 +15,7 @@ from disco_ds.doctor import Line, examine
 from disco_ds.doctor.versions import check_versions
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Exit code 0: all is well, or might be better; 1: something fails."""
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="disco-ds doctor", description="Look at a run before it is started.")
     parser.add_argument("--config", required=True, metavar="NAME|FILE", help="a recipe: a bundled name or a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train")
@@ -24,7 +23,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, metavar="N", help="that the run will have (default: as the recipe says)")
     parser.add_argument("--gradients", action="store_true", help="try a step of these ranks against one process")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher passes it
-    args = parser.parse_intermixed_args(sys.argv[1:] if argv is None else argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0: all is well, or might be better; 1: something fails."""
+    args = make_parser().parse_intermixed_args(sys.argv[1:] if argv is None else argv)
     die_with_launcher()
     first, failed = os.environ.get("RANK", "0") == "0", False
     for line in look(args, first, int(os.environ.get("WORLD_SIZE", "1"))):

@@ -18,8 +18,8 @@ from disco_ds.losses.base import Embeddings, Loss, LossOutput, global_metrics, r
 class ClipLoss(Loss):
     """InfoNCE over the global batch, O(B^2 D) work and O(B^2) memory on each rank.
 
-    Source: losses.md section 1; DisCo-CLIP equation 1. Gathers in forward only: every rank holds the whole matrix, so
-    it knows its own rows' whole gradient. Collective: every rank must call.
+    Source: docs/losses.md section 1; DisCo-CLIP equation 1. Gathers in forward only: every rank holds the whole matrix,
+    so it knows its own rows' whole gradient. Collective: every rank must call.
     """
 
     def __init__(self, group: Any = None):

@@ -18,7 +18,7 @@ class DisCoLoss(Loss):
     """InfoNCE over the global batch, O(B^2 D / N) work and O(B^2 / N) memory on each rank, equal to `clip`.
 
     Source: DisCo-CLIP equations 3-7 and Algorithm 1. The paper averages the gathered gradients over ranks; under an
-    engine that averages again this would give 1/N of the gradient, so we sum (losses.md section 1).
+    engine that averages again this would give 1/N of the gradient, so we sum (docs/losses.md section 1).
     Collective in forward and backward: every rank must call.
 
     Args:   reduction: "reduce_scatter" receives each feature gradient once; "all_reduce" is the paper's.

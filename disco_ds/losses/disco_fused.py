@@ -19,7 +19,7 @@ class DisCoFusedLoss(TiledLoss):
 
     Texts are gathered once; a rank computes the block of its images against them tile by tile, which gives both
     directions: sums over its own rows, and sums over columns that one all_reduce of B numbers completes. The texts'
-    gradient goes home by reduce_scatter. Memory: 2 B D + a tile. Source: losses.md section 1.
+    gradient goes home by reduce_scatter. Memory: 2 B D + a tile. Source: docs/losses.md section 1.
 
     Args: store: keep the block's exponentials (b x B in bf16) instead of computing them again in backward; others: see
           TiledLoss.

@@ -1,7 +1,7 @@
 """FastCLIP and the methods it compares with: each sample's denominator is an estimate that is kept between batches.
 
 Six presets of one loss: which objective, and which temperature. The similarities are those of `disco_fused`, with other
-vectors beside them. Source: FastCLIP (arXiv 2407.01445), losses.md section 6.
+vectors beside them. Source: FastCLIP (arXiv 2407.01445), docs/losses.md section 6.
 """
 
 # b local batch, B global = N b, D width, N ranks; h_ij = <I_i, T_j> - <I_i, T_i>; tau = 1 / scale

@@ -16,7 +16,7 @@ class InfCLLoss(TiledLoss):
     In forward the blocks of texts go round once, in backward once more with their gradients; the next block moves while
     this one multiplies. Memory: four blocks b x D + a tile. Options: see TiledLoss.
 
-    Source: losses.md section 1; Inf-CL (arXiv 2410.17243).
+    Source: docs/losses.md section 1; Inf-CL (arXiv 2410.17243).
     """
 
     def forward(self, embeddings: Embeddings) -> LossOutput:

@@ -25,7 +25,7 @@ def infonce(embeddings: Embeddings, make_blocks: MakeBlocks, loss: TiledLoss, sh
     Args:   make_blocks: from this rank's columns, held by loss.tiling; shared: images and texts are two views of one
             thing and stand in each other's denominators (NT-Xent): an image is told from all texts and from all other
             images. The upstream gradient of the share must be the same on every rank, as that of a mean over ranks is.
-    Source: losses.md sections 1 and 2.
+    Source: docs/losses.md sections 1 and 2.
     """
     # Only what the other side needs is sent: with one tower locked, its features are, and have no gradient to return.
     swap = embeddings.text.requires_grad and not embeddings.image.requires_grad

@@ -18,7 +18,8 @@ class NTXentLoss(TiledLoss):
     """Mean over all 2B views of -log(exp(pair) / sum over the 2B - 1 other views), with the scale 1 / temperature.
 
     The second view takes the place of the text in Embeddings. Three blocks of similarities, in tiles: views against
-    views, and either kind against itself. Source: SimCLR (arXiv 2002.05709) equation 1; DisCo-CLIP section 4.1.
+    views, and either kind against itself. Source: SimCLR (arXiv 2002.05709) equation 1; DisCo-CLIP section 4.1;
+    docs/losses.md section 7.
 
     Args: ring: views travel a ring (as in `inf_cl`) instead of being gathered (as in `disco_fused`); others: see
           TiledLoss.

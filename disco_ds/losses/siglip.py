@@ -21,7 +21,7 @@ class SigLIPLoss(TiledLoss):
     """-1/B sum_ij log sigmoid(y_ij z_ij) over the global batch; scale and bias are learned.
 
     Texts go round once; value and gradient come from the same tile, so nothing is multiplied twice. Memory: four blocks
-    b x D + a tile. Source: losses.md section 5; SigLIP (arXiv 2303.15343).
+    b x D + a tile. Source: docs/losses.md section 5; SigLIP (arXiv 2303.15343).
 
     Options: see TiledLoss. Raises: ValueError for embeddings without a bias.
     """

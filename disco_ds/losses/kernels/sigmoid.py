@@ -38,7 +38,7 @@ def sigmoid_block(
 
     Args:   block: all its scales are equal; bias [1]; into_rows [n, D], into_columns [m, D]: fp32, or None; gain is
             Tiling.gain, for the caller to divide by; maxima: find the largest z too.
-    Source: losses.md section 5 (SigLIP, arXiv 2303.15343).
+    Source: docs/losses.md section 5 (SigLIP, arXiv 2303.15343).
     """
     n, m, tiling, tiles, device = len(block.rows), len(block.columns), block.tiling, block.tiles, block.rows.device
     scratch = block.scratch(tiles)

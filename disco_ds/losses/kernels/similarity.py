@@ -1,7 +1,7 @@
 """Softmax over a block of similarities that is never held whole: sums of exponentials, and the gradient's products.
 
 The pairs are left out of every sum and every weight. Near convergence they would hide what matters: 1 - p cancels where
-p is close to 1, while the sum over the others, set against the pair, does not (losses.md section 2).
+p is close to 1, while the sum over the others, set against the pair, does not (docs/losses.md section 2).
 """
 
 # n rows, m columns, D width; x_ij = row_scale_i <row i, column j>, y_ij = column_scale_j <row i, column j>
@@ -78,7 +78,7 @@ def softmax_sums(block: Block, maxima: bool = True, kept: Tensor | None = None) 
 
     Args:    maxima: find the largest exponents too; kept: [n, m] bf16, receives exp(x - shift) for softmax_gradient;
              needs a shift.
-    Source:  losses.md sections 1 to 3.
+    Source:  docs/losses.md sections 1 to 3.
     """
     n, m, device, shift, tiling = len(block.rows), len(block.columns), block.rows.device, block.shift, block.tiling
     tiles = block.tiles

@@ -1,8 +1,8 @@
 """The Triton kernels: a product whose epilogue does the rest, and which block sizes it may take.
 
 Sums write nothing as large as the tile; weights write it once, as the factor of the library products that follow
-(losses.md section 3). Exponents are in powers of two, which is what the hardware has. No atomics: the same block sizes
-give the same bits. Only triton_tiles.py imports this file.
+(docs/losses.md section 3). Exponents are in powers of two, which is what the hardware has. No atomics: the same block
+sizes give the same bits. Only triton_tiles.py imports this file.
 """
 
 # n rows, m columns, D width of a tile; a block is what one program computes of it

@@ -1,0 +1,90 @@
+"""`make wheel`: build the sdist and the wheel into dist/, and try the wheel in an empty environment.
+
+The environment is a temporary one that sees the packages installed beside this Python, so that nothing is downloaded;
+disco_ds itself is the wheel's.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import venv
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = "import sys, setuptools.build_meta as b; print(b.build_sdist(sys.argv[1])); print(b.build_wheel(sys.argv[1]))"
+FOLDERS = {"recipes": "disco_ds/recipes", "ds_configs": "ds_configs", "assets": "disco_ds/assets"}
+"""Folder in the installed package -> in the repository: all of its data files must be in the wheel."""
+SUFFIXES = {".yaml", ".json", ".md", ".tar"}
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        wheel = build(work)
+        missing = [name for name in expected() if name not in zipfile.ZipFile(wheel).namelist()]
+        if missing:
+            print(f"{wheel.name} lacks {', '.join(missing)}", file=sys.stderr)
+            return 1
+        try_out(wheel, work / "env", work)
+        dist = ROOT / "dist"
+        dist.mkdir(exist_ok=True)
+        for path in (work / "dist").iterdir():
+            print(shutil.copy(path, dist / path.name))
+    return 0
+
+
+def build(work: Path) -> Path:
+    """Of a copy, since setuptools leaves build/ and egg-info, which a later build would read. Returns: the wheel."""
+    copy, dist = work / "source", work / "dist"
+    dist.mkdir()
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in files.rstrip("\0").split("\0"):
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, copy / name)
+    subprocess.run([sys.executable, "-c", BUILD, str(dist)], cwd=copy, check=True, stdout=subprocess.DEVNULL)
+    (wheel,) = dist.glob("*.whl")
+    return wheel
+
+
+def expected() -> list[str]:
+    """Names that the wheel must have."""
+    found = []
+    for inside, folder in FOLDERS.items():
+        files = [path for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES]
+        assert files, folder
+        found += [f"disco_ds/{inside}/{path.relative_to(ROOT / folder)}" for path in files]
+    return found
+
+
+def try_out(wheel: Path, env: Path, work: Path) -> None:
+    """Install and run it. Raises: CalledProcessError."""
+    venv.create(env, with_pip=False)
+    python = env / "bin" / "python"
+    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", str(wheel)]
+    subprocess.run([*command, "--no-index"], check=True)
+    # The wheel's place comes first on the path; of this environment's packages disco_ds alone would be the clone's.
+    (site,) = (env / "lib").glob("python*/site-packages")
+    others = [path for path in sys.path if path.endswith("site-packages")] or [sysconfig.get_paths()["purelib"]]
+    (site / "others.pth").write_text("\n".join(others) + "\n")
+    clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    where = subprocess.run(
+        [python, "-c", "import disco_ds; print(disco_ds.__file__)"],
+        **{"cwd": work, "env": clean, "check": True, "text": True, "stdout": subprocess.PIPE},
+    ).stdout.strip()
+    if not Path(where).is_relative_to(env):
+        raise RuntimeError(f"the empty environment imports disco_ds from {where}, not from the wheel")
+    for arguments in (["--help"], ["train", "--config", "quickstart", "--dry-run"]):
+        subprocess.run(
+            [env / "bin" / "disco-ds", *arguments], cwd=work, env=clean, check=True, stdout=subprocess.DEVNULL
+        )
+    print(f"{wheel.name}: disco-ds runs from {Path(where).parent.relative_to(env)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""Write docs/settings.md and docs/commands.md from the code: settings from disco_ds.config, options from the parsers.
+
+    python tools/make_reference.py
+
+tests/test_reference.py fails while the committed pages are not what this writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from disco_ds.cli.main import COMMANDS
+from disco_ds.config import Config, SourceSettings
+from disco_ds.config.ds_config import DEFAULTS, OWNED_BY_RECIPE, REFUSED_KEYS
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+WIDTH = "100"
+"""Columns of a help text."""
+MODULES = {"train": "arguments", "eval": "evaluate"}
+"""Module of disco_ds.cli that has a command's make_parser, where it is not called as the command."""
+SIGNS = {Ge: (">=", "ge"), Gt: (">", "gt"), Le: ("<=", "le"), Lt: ("<", "lt")}
+MADE = "<!-- Made by tools/make_reference.py from the code: change that, and run it again. -->"
+
+
+def settings_page() -> str:
+    """docs/settings.md: every setting of a recipe, the losses' options, and what a ds_config may say."""
+    lines = [
+        "# All settings",
+        "",
+        MADE,
+        "",
+        "A recipe is a YAML file of these settings; each can be overridden on the command line by its dotted name, as",
+        "in `optim.lr=1e-3`. YAML writes None as `null`. A setting without a default must be given. What they do",
+        "together is in [training.md](training.md), [data.md](data.md) and [losses.md](losses.md).",
+    ]
+    for title, model in sections("", Config):
+        lines += ["", f"## {title.rstrip('.') or 'The run'}", "", text(inspect.getdoc(model) or "")]
+        lines += ["", "| setting | type | default | meaning |", "|---|---|---|---|"]
+        lines += [f"| {' | '.join(row)} |" for row in rows(title, model)]
+    lines += ["", "## loss.options", "", "Options of each registered loss, with their defaults; their meaning is in"]
+    lines += ["[losses.md](losses.md#options).", "", "| loss.name | options |", "|---|---|"]
+    lines += [f"| {names} | {options} |" for options, names in loss_options().items()]
+    lines += [
+        "",
+        "## deepspeed",
+        "",
+        "The entry `deepspeed` of a recipe names a file in `ds_configs/`, is a path, or is a",
+    ]
+    lines += [
+        "mapping whose `base` names the file that it changes. Its keys are DeepSpeed's own. A key that DeepSpeed does"
+    ]
+    lines += [
+        "not know is refused. What a file leaves out is written into the `ds_config.json` of the run; two defaults",
+        "more depend on the run: see [operators.md](operators.md#deepspeed-on-a-gpu).",
+        "",
+    ]
+    lines += ["| key that the recipe owns | setting of the recipe |", "|---|---|"]
+    lines += [f"| `{key}` | {setting} |" for key, setting in OWNED_BY_RECIPE.items()]
+    lines += ["", "| key | value where the file does not say it |", "|---|---|"]
+    lines += [f"| `{key}` | `{json.dumps(value)}` |" for key, value in flatten("", DEFAULTS)]
+    lines += ["", "| key that a file may not say | why |", "|---|---|"]
+    lines += [f"| `{key}` | {why} |" for key, why in REFUSED_KEYS.items()]
+    return "\n".join(lines) + "\n"
+
+
+def sections(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
+    """Dotted prefix and model of each group of settings, the outer one first."""
+    yield prefix, model
+    for name, field in model.model_fields.items():
+        if inspect.isclass(field.annotation) and issubclass(field.annotation, BaseModel):
+            yield from sections(f"{prefix}{name}.", field.annotation)
+        elif name == "sources":
+            yield f"{prefix}{name}[].", SourceSettings
+
+
+def rows(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, str, str, str]]:
+    """Name, type, default and meaning of each setting that is no group."""
+    for name, field in model.model_fields.items():
+        if inspect.isclass(field.annotation) and issubclass(field.annotation, BaseModel):
+            continue
+        default = "required" if field.is_required() else f"`{show(field.default)}`"
+        yield f"`{prefix}{name}`", describe_type(field), default, text(field.description or "")
+
+
+def describe_type(field: FieldInfo) -> str:
+    """The type in words, with its bounds."""
+    bounds = [f"`{sign} {getattr(part, name):g}`" for part in field.metadata for kind, (sign, name) in SIGNS.items()
+              if isinstance(part, kind)]  # fmt: skip
+    return ", ".join([_type(field.annotation), *bounds])
+
+
+def _type(annotation: Any) -> str:
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin in (Union, UnionType):
+        return " or ".join("null" if part is NoneType else _type(part) for part in parts)
+    if origin is Literal:
+        return " or ".join(f"`{value}`" for value in parts)
+    if origin is tuple:
+        return f"list of {_type(parts[0])}" if parts[-1] is Ellipsis else f"{len(parts)} x {_type(parts[0])}"
+    if origin is dict:
+        return f"mapping of {_type(parts[1])}"
+    if hasattr(annotation, "__metadata__"):
+        return _type(parts[0])
+    names = {str: "text", Path: "path", Any: "anything", SourceSettings: "`data.sources[]`", bool: "true or false"}
+    return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
+
+
+def show(value: Any) -> str:
+    """A default as YAML has it."""
+    return json.dumps(str(value) if isinstance(value, Path) else value).strip('"')
+
+
+def text(words: str) -> str:
+    """One line of Markdown that may stand in a table."""
+    return " ".join(words.split()).replace("|", "\\|")
+
+
+def flatten(prefix: str, tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from flatten(f"{prefix}{key}.", value)
+        else:
+            yield prefix + key, value
+
+
+def loss_options() -> dict[str, str]:
+    """Options with their defaults -> the losses that take them."""
+    from disco_ds.losses import build_loss, list_losses
+
+    found: dict[str, list[str]] = {}
+    for name in list_losses():
+        options = inspect.signature(type(build_loss(name)).__init__).parameters.items()
+        shown = [
+            f"`{key}: {show(option.default)}`"
+            for key, option in options
+            if key not in ("self", "args", "kwargs", "group")
+        ]
+        found.setdefault(", ".join(shown) or "none", []).append(f"`{name}`")
+    return {options: ", ".join(names) for options, names in found.items()}
+
+
+def commands_page() -> str:
+    """docs/commands.md: the help text of every command."""
+    lines = ["# All commands", "", MADE, "", "| command | what it does |", "|---|---|"]
+    lines += [f"| [`disco-ds {name}`](#disco-ds-{name}) | {text(what)} |" for name, what in COMMANDS.items()]
+    for name in COMMANDS:
+        lines += ["", f"## disco-ds {name}", "", "```", make_parser(name).format_help().rstrip(), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def make_parser(command: str) -> argparse.ArgumentParser:
+    module = import_module(f"disco_ds.cli.{MODULES.get(command, command)}")
+    parser: argparse.ArgumentParser = module.make_parser()
+    return parser
+
+
+PAGES = {"settings.md": settings_page, "commands.md": commands_page}
+
+if __name__ == "__main__":
+    os.environ["COLUMNS"] = WIDTH
+    for page, make in PAGES.items():
+        (DOCS / page).write_text(make(), encoding="utf-8")
