@@ -28,8 +28,8 @@ from disco_ds.config.ds_config import DEFAULTS, OWNED_BY_RECIPE, REFUSED_KEYS
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 WIDTH = "100"
 """Columns of a help text."""
-MODULES = {"train": "arguments", "eval": "evaluate"}
-"""Module of disco_ds.cli that has a command's make_parser, where it is not called as the command."""
+MODULES = {"train": "cli.arguments", "eval": "cli.evaluate", "doctor": "doctor.__main__"}
+"""Module that has a command's make_parser, where it is not the one of disco_ds.cli that is called as the command."""
 SIGNS = {Ge: (">=", "ge"), Gt: (">", "gt"), Le: ("<=", "le"), Lt: ("<", "lt")}
 MADE = "<!-- Made by tools/make_reference.py from the code: change that, and run it again. -->"
 
@@ -161,7 +161,7 @@ def commands_page() -> str:
 
 
 def make_parser(command: str) -> argparse.ArgumentParser:
-    module = import_module(f"disco_ds.cli.{MODULES.get(command, command)}")
+    module = import_module(f"disco_ds.{MODULES.get(command, f'cli.{command}')}")
     parser: argparse.ArgumentParser = module.make_parser()
     return parser
 
