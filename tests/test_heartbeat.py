@@ -18,9 +18,9 @@ import torch
 from dist import free_port, start_server
 from test_build import recipe
 
+from disco_ds.cli.train import main
 from disco_ds.distributed import comm
 from disco_ds.distributed.heartbeat import HURRY_S, Heartbeat, join_ranks
-from disco_ds.cli.train import main
 
 SIZE = 3
 FAULTY = 1

@@ -17,9 +17,9 @@ from dist import free_port, start_server
 from minimal import settings
 from test_build import expect, recipe
 
+from disco_ds.cli.train import main
 from disco_ds.distributed import comm
 from disco_ds.plan.out_of_memory import OutOfMemory, explained
-from disco_ds.cli.train import main
 
 TEXT = (
     "CUDA out of memory. Tried to allocate 900.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.20 GiB is "

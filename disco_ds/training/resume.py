@@ -11,8 +11,7 @@ from torch import nn
 from disco_ds.config import Config
 from disco_ds.distributed import comm
 from disco_ds.metrics.run_folder import split_resume
-from disco_ds.training import checkpoint, retention
-from disco_ds.training import reshard
+from disco_ds.training import checkpoint, reshard, retention
 from disco_ds.training.checkpoint import Saved
 from disco_ds.training.engine import Engine, build_engine
 from disco_ds.training.retention import DamagedError
