@@ -17,7 +17,7 @@ STRAY = [name for name in CASES if name.startswith("stray")]
 CLEAN = [name for name in CASES if name not in STRAY]
 FAST, SLOW = ([name for name in CLEAN if CASES[name].slow == slow] for slow in (False, True))
 
-OURS = {("reads", "losses/blocks.py holds"): 1, ("copies to host", "train.py agree"): 1}
+OURS = {("reads", "losses/blocks.py holds"): 1, ("copies to host", "training/loop.py agree"): 1}
 """What the host waits for in a step that is not logged, on our lines: whether one shift holds for all sums, and what
 all ranks have agreed on."""
 DEEPSPEED = {
@@ -84,7 +84,9 @@ def test_a_step_waits_on_few_of_our_lines_whatever_its_micro_batches(stage, K, f
 
 def test_at_zero_0_the_norm_is_ours_to_look_at(fast):
     for K in (1, 3):
-        assert ours(fast[f"step ZeRO 0 autocast K={K}"]) == OURS | {("reads", "engine.py backward_and_step"): 1}
+        assert ours(fast[f"step ZeRO 0 autocast K={K}"]) == OURS | {
+            ("reads", "training/engine.py backward_and_step"): 1
+        }
 
 
 @pytest.mark.parametrize(

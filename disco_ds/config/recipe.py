@@ -59,7 +59,8 @@ class ModelSettings(Settings):
 
 class LossSettings(Settings):
     name: str = "disco_fused"
-    """A registered loss: python -c 'import disco_ds.losses as l; print(l.list_losses())' lists them."""
+    """A registered loss (python -c 'import disco_ds; print(disco_ds.list_losses())' lists them), or one of your own as
+    `package.module:Class`, found on PYTHONPATH."""
     options: dict[str, Any] = Field({})
     """Keyword arguments of that loss."""
 

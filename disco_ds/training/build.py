@@ -116,8 +116,13 @@ def build(config: Config, resume: str | None, stack: ExitStack, unattended: bool
 
 
 def choose_loss(config: Config) -> Loss:
-    """The loss on this rank's device. Raises: ValueError for one that does not exist, or does not fit the optimizer."""
-    loss = build_loss(config.loss.name, **config.loss.options).to(comm.local_device())
+    """The loss on this rank's device. Collective.
+
+    Raises: ValueError for one that does not exist, or does not fit the optimizer.
+    """
+    with comm.together("loss"):  # a person's own may be missing on one host
+        loss = build_loss(config.loss.name, **config.loss.options)
+    loss.to(comm.local_device())
     if config.optim.tau_lr is not None and not loss.learns_scale:
         raise ValueError(f"optim.tau_lr is of a learned logit scale, and loss {config.loss.name} learns none")
     return loss
