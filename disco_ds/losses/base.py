@@ -1,4 +1,4 @@
-"""What every loss takes, returns and promises, and how it is found: by its registered name, or as `package.module:Class`.
+"""What every loss takes, returns and promises, and how it is found: by a registered name, or `package.module:Class`.
 
 The contract (a test runs it for every registered loss): `out.loss` is this rank's share, its mean over ranks is the
 global mean loss; after backward the features carry N times the single-process full-batch gradient and the scale a

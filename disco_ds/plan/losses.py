@@ -28,8 +28,8 @@ def loss_cost(name: str, options: dict[str, object], b: int, N: int, D: int, num
         return told
     if ":" in name:  # not by what it derives from, either: it may do more
         raise ValueError(
-            f"plan does not know what loss {name} costs: give the class a method cost(b, N, D, num_samples) -> LossCost "
-            "(see disco_ds/losses/base.py), or plan the rest of the recipe with loss.name=disco_fused"
+            f"plan does not know what loss {name} costs: give the class a method cost(b, N, D, num_samples) -> LossCost"
+            " (see disco_ds/losses/base.py), or plan the rest of the recipe with loss.name=disco_fused"
         )
     B = N * b
     units, of_features, of_gradients = _work(loss, N)
