@@ -20,7 +20,7 @@ setup(
     packages=[*find_packages(include=["disco_ds", "disco_ds.*"]), "disco_ds.ds_configs"],
     package_dir={"disco_ds.ds_configs": "ds_configs"},
     package_data={
-        "disco_ds": ["recipes/*.yaml", "assets/models/*.json", "assets/emoji/*.md", "assets/emoji/*/*"],
+        "disco_ds": ["py.typed", "recipes/*.yaml", "assets/models/*.json", "assets/emoji/*.md", "assets/emoji/*/*"],
         "disco_ds.doctor": ["*.json"],
         "disco_ds.ds_configs": ["*.json"],
     },

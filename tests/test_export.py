@@ -27,11 +27,12 @@ from towers import BPE_SIZE, CONTEXT, write_tiny
 from trained import write_run
 
 import disco_ds
-from disco_ds.cli.export import FILE, export, main
+from disco_ds.cli.export import main
 from disco_ds.config import ModelSettings
 from disco_ds.data import ImageSpec, load_manifest, read_all, resolve_shards
 from disco_ds.data.decode import resize_for_evaluation
 from disco_ds.models.clip import build_model, build_tokenizer, read_preprocessing
+from disco_ds.training.export import FILE, export_run
 from disco_ds.training.weights import TENSORS, read_weights
 
 TEXTS = ["a red square", "Snow-capped MOUNTAIN &amp; sea", ""]
@@ -87,7 +88,7 @@ def test_open_clip_loads_equal_features_preprocessing_and_tokens(
     kind: str, bias: float | None, layout: Any, tmp_path: Path
 ) -> None:
     run, model, tokenizer = make_run(tmp_path, kind, bias)
-    folder = export(run, tmp_path / "exports" / "one", layout)
+    folder = export_run(run, tmp_path / "exports" / "one", layout)
     for way in ("open_clip", "pt") if layout == "both" else (layout,):
         loaded, preprocess, tokenize = load(folder, way, "quickstart" if kind == "quickstart" else "tiny")
         assert loaded.logit_scale.shape == ()
@@ -110,9 +111,9 @@ def test_open_clip_loads_equal_features_preprocessing_and_tokens(
 def test_export_of_an_export_has_the_same_tensors(tmp_path: Path) -> None:
     run, _, _ = make_run(tmp_path, "own", bias=-5.0)
     wanted = read_weights(run).tensors
-    first = export(run, tmp_path / "first")
+    first = export_run(run, tmp_path / "first")
     for source in (first, first / FILE):
-        again = read_weights(export(source, tmp_path / f"again of {source.name}")).tensors
+        again = read_weights(export_run(source, tmp_path / f"again of {source.name}")).tensors
         assert again.keys() == wanted.keys()
         assert all(torch.equal(again[key], wanted[key]) for key in wanted)
 
@@ -120,7 +121,7 @@ def test_export_of_an_export_has_the_same_tensors(tmp_path: Path) -> None:
 def test_dtype_is_that_of_all_but_the_scale_and_buffers(tmp_path: Path) -> None:
     run, model, _ = make_run(tmp_path, "timm")
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        tensors = load_file(export(run, tmp_path / name, "open_clip", name) / TENSORS)
+        tensors = load_file(export_run(run, tmp_path / name, "open_clip", name) / TENSORS)
         assert tensors["logit_scale"].dtype == torch.float32
         assert tensors["text_projection"].equal(model.get_parameter("text_projection").to(dtype))
         others = {key for key, value in tensors.items() if value.dtype != dtype}
@@ -133,7 +134,7 @@ def test_fp16_that_cannot_hold_the_weights_is_refused_and_leaves_nothing(tmp_pat
     model.get_parameter("ln_final.weight").data[0] = 1e5
     write_run(run, model, write_model(tmp_path, "own"), step=8)
     with pytest.raises(ValueError, match=r"ln_final.weight has values that fp16 cannot hold"):
-        export(run, tmp_path / "exports" / "one", dtype="fp16")
+        export_run(run, tmp_path / "exports" / "one", dtype="fp16")
     assert not (tmp_path / "exports").exists()
 
 
@@ -155,14 +156,14 @@ def test_export_never_overwrites_and_clears_what_a_killed_one_left(tmp_path: Pat
     left = tmp_path / ".one.partial"
     left.mkdir()
     (left / "half.pt").touch()
-    folder = export(run, tmp_path / "one", "open_clip")
+    folder = export_run(run, tmp_path / "one", "open_clip")
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["README.md", "open_clip_config.json", "open_clip_model.safetensors"]
     assert not left.exists()
     before = (folder / TENSORS).stat()
     assert before.st_mode & 0o777 == (folder / "README.md").stat().st_mode & 0o777
     with pytest.raises(ValueError, match="one exists already"):
-        export(run, folder)
+        export_run(run, folder)
     assert (folder / TENSORS).stat() == before
 
 
@@ -172,7 +173,7 @@ def test_export_that_fails_midway_leaves_nothing(tmp_path: Path) -> None:
     name = Path(write_model(tmp_path, "own")).rename(tmp_path / "siglip.json")
     write_run(run, model, str(name), step=8)
     with pytest.raises(Exception, match=r"."):
-        export(run, tmp_path / "exports" / "one", "open_clip")
+        export_run(run, tmp_path / "exports" / "one", "open_clip")
     assert not list((tmp_path / "exports").iterdir())
 
 
@@ -192,7 +193,7 @@ def read_blocks(folder: Path, language: str) -> list[str]:
 
 def test_readme_loads_the_model_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, model, _ = make_run(tmp_path, "own")
-    folder = export(run, tmp_path / "my export", "both", "bf16")
+    folder = export_run(run, tmp_path / "my export", "both", "bf16")
     monkeypatch.chdir(tmp_path)
     blocks = read_blocks(folder, "python")
     assert len(blocks) == 2
@@ -208,7 +209,7 @@ def test_readme_loads_the_model_both_ways(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.slow
 def test_readme_of_a_tower_of_ours_loads_it_in_a_fresh_interpreter(tmp_path: Path) -> None:
     run, model, _ = make_run(tmp_path, "quickstart")
-    folder = export(run, tmp_path / "quick start", "open_clip")
+    folder = export_run(run, tmp_path / "quick start", "open_clip")
     assert "disco_ds must be installed\nwhere the model is loaded" in (folder / "README.md").read_text()
     (code,) = read_blocks(folder, "python")
     assert code.startswith("import disco_ds.models.convnet\n")
@@ -290,7 +291,7 @@ def test_clip_benchmark_gives_the_accuracy_of_ours(kind: str, benchmark_python: 
     run, model, tokenizer = make_run(tmp_path, kind)
     learn(model, tokenizer, names, pixels, labels)
     write_run(run, model, kind if kind == "quickstart" else str(tmp_path / "tiny.json"), step=8)
-    folder = export(run, tmp_path / "emoji", "open_clip")
+    folder = export_run(run, tmp_path / "emoji", "open_clip")
     (command,) = read_blocks(folder, "sh")
     for name, value in (("RESULT", "theirs"), ("NAME", "set"), ("SET", "set")):
         command = command.replace(name, value)

@@ -87,9 +87,9 @@ def follow(command: list[str], environment: dict[str, str], log: IO[str]) -> tup
 
 def finish(folder: Path) -> int:
     """Export what was learnt."""
-    from disco_ds.cli.export import export
+    from disco_ds.training.export import export_run
 
-    print(f"exported for open_clip: {export(folder, folder / 'export')}")
+    print(f"exported for open_clip: {export_run(folder, folder / 'export')}")
     return 0
 
 

@@ -63,7 +63,8 @@ class LossSettings(Settings):
     """The loss and its options."""
 
     name: str = "disco_fused"
-    """A registered loss: python -c 'import disco_ds.losses as l; print(l.list_losses())' lists them."""
+    """A registered loss (python -c 'import disco_ds; print(disco_ds.list_losses())' lists them), or one of your own as
+    `package.module:Class`, found on PYTHONPATH."""
     options: dict[str, Any] = Field({})
     """Keyword arguments of that loss."""
 

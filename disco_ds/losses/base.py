@@ -1,13 +1,22 @@
-"""What every loss takes, returns and promises, and the registry that finds it by name.
+"""What every loss takes, returns and promises, and how it is found: by a registered name, or `package.module:Class`.
 
 The contract (a test runs it for every registered loss): `out.loss` is this rank's share, its mean over ranks is the
 global mean loss; after backward the features carry N times the single-process full-batch gradient and the scale a
 gradient whose mean over ranks is the true one. An engine that averages over ranks thus applies the true gradient.
+
+A loss class derives from Loss and
+- has a `forward(embeddings) -> LossOutput` that every rank calls once a step, with `loss` among its metrics. It may
+  communicate (distributed/comm.py: `gather` has the gradient that the contract asks for); its constructor may not;
+- takes its options, `loss.options` of a recipe, as keyword arguments of its constructor;
+- overrides `load_state_parts`, where it has a state_dict that checkpoints have to bring back, and `cost`, where
+  `disco-ds plan` is to know what it takes. Parameters of its own would not be trained.
+docs/own_loss.md has an example.
 """
 
 from __future__ import annotations
 
 import difflib
+import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -59,14 +68,33 @@ class LossOutput:
     """0-d each, the same on every rank: `loss`, and `i2t_accuracy`, `t2i_accuracy` unless Loss.accuracy is off."""
 
 
+@dataclass(frozen=True)
+class LossCost:
+    """What a loss takes on one rank and in one step, for a plan."""
+
+    peak: int
+    """Bytes while it runs, beside the features; the features' gradients are in it."""
+    state: int
+    """Bytes it keeps between steps, wherever they lie."""
+    state_on_host: bool
+    flops: int
+    precision: str
+    """Of its products: fp32, tf32, fp16 or bf16."""
+    wire: int
+    """Bytes received."""
+
+
 class Loss(nn.Module):
-    """A contrastive loss. Subclasses register themselves and implement forward(embeddings) -> LossOutput."""
+    """A contrastive loss. Subclasses implement forward(embeddings) -> LossOutput; see the top of this file."""
 
     accuracy: bool = True
     """Whether the next forward finds accuracies too; a trainer switches it off for steps that it does not log."""
     learns_scale: ClassVar[bool] = True
+    """Whether the model's logit scale is trained by this loss."""
     initial_scale: float = 1 / 0.07
+    """Where the logit scale starts."""
     initial_bias: ClassVar[float | None] = None
+    """Where the logit bias starts; None: the model gets none."""
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
         raise NotImplementedError
@@ -76,6 +104,13 @@ class Loss(nn.Module):
 
     def commit(self) -> None:
         """Take over what the last forward and backward have staged, now that their step is done."""
+
+    def cost(self, b: int, N: int, D: int, num_samples: int) -> LossCost | None:
+        """What it takes on one of N GPUs, for b rows of width D each, in data of num_samples; None: nobody knows.
+
+        The losses of this package leave it to plan/losses.py, which is measured.
+        """
+        return None
 
     def load_state_parts(self, parts: list[dict[str, Any]]) -> None:
         """Restore from every rank's state_dict(), at any number of ranks. A loss that keeps state overrides this.
@@ -109,19 +144,73 @@ def list_losses() -> list[str]:
 
 
 def build_loss(name: str, **options: Any) -> Loss:
-    """The registered loss of this name.
+    """The loss of this name: a registered one, or `package.module:Class` for a person's own. Not collective.
 
-    Raises: ValueError for an unknown name or option, naming the known ones.
+    Raises: ValueError for an unknown name or option, naming the known ones; for a module that cannot be imported, or
+            a class that is not there or not a Loss.
+
+    >>> build_loss("disco_fused", tile=[1024, 1024]).initial_scale  # doctest: +ELLIPSIS
+    14.28...
+    >>> build_loss("disko")
+    Traceback (most recent call last):
+    ValueError: unknown loss 'disko'; did you mean disco? known: clip, ...
     """
+    cls = _load_class(name) if ":" in name else _registered(name)
+    # A class without a constructor of its own has nn.Module's, which names no option and takes none.
+    own = {} if cls.__init__ is nn.Module.__init__ else dict(inspect.signature(cls.__init__).parameters)
+    own.pop("self", None)
+    known, kinds = list(own), {parameter.kind for parameter in own.values()}
+    unknown = sorted(set(options) - set(known))
+    if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
+        raise ValueError(f"loss {name!r} has no option {', '.join(unknown)}; its options: {', '.join(known) or 'none'}")
+    open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = {key for key, p in own.items() if p.default is p.empty and p.kind not in open_ended}
+    if missing := sorted(needed - set(options)):
+        raise ValueError(f"loss {name!r} needs the option {', '.join(missing)}: set loss.options.{missing[0]}")
+    return cls(**options)
+
+
+def _registered(name: str) -> type[Loss]:
     if name not in _REGISTRY:
         close = difflib.get_close_matches(name, list_losses(), n=1)
         hint = f"did you mean {close[0]}? " if close else ""
         raise ValueError(f"unknown loss {name!r}; {hint}known: {', '.join(list_losses())}")
-    known = [key for key in inspect.signature(_REGISTRY[name].__init__).parameters if key != "self"]
-    unknown = sorted(set(options) - set(known))
-    if unknown and "kwargs" not in known:
-        raise ValueError(f"loss {name!r} has no option {', '.join(unknown)}; its options: {', '.join(known) or 'none'}")
-    return _REGISTRY[name](**options)
+    return _REGISTRY[name]
+
+
+def _load_class(name: str) -> type[Loss]:
+    """The class that `package.module:Class` names. Raises: ValueError."""
+    module_name, _, class_name = name.partition(":")
+    if not all(part.isidentifier() for part in (*module_name.split("."), class_name)):
+        raise ValueError(f"loss {name!r} is not of the form package.module:Class")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise ValueError(f"loss {name!r}: module {module_name} cannot be imported: {error}") from error
+        remedy = "install it, or put the folder it is in on PYTHONPATH, on every host"
+        raise ValueError(f"loss {name!r}: there is no module {error.name}; {remedy}") from None
+    except Exception as error:
+        # Whatever the module does as it is imported.
+        problem = f"{type(error).__name__}: {error}"
+        raise ValueError(f"loss {name!r}: module {module_name} cannot be imported: {problem}") from error
+    found = getattr(module, class_name, None)
+    if found is None:
+        classes = [
+            key for key, value in vars(module).items() if _is_loss(value) and value.__module__ == module.__name__
+        ]
+        known = ", ".join(classes) or "none"
+        raise ValueError(f"loss {name!r}: module {module_name} has no {class_name}; its losses: {known}")
+    if not _is_loss(found):
+        raise ValueError(
+            f"loss {name!r}: {class_name} is not a Loss: derive it from disco_ds.losses.Loss and give it a "
+            "forward(embeddings) -> LossOutput"
+        )
+    return found
+
+
+def _is_loss(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Loss) and value.forward is not Loss.forward
 
 
 def count_hits(largest: Tensor | None, pairs: Tensor) -> Tensor:

@@ -1,18 +1,16 @@
 """What a loss takes beside the features it is given: memory as its code allocates it, FLOPs, and what is sent.
 
-Every registered loss must be known here; tests/test_plan_losses.py measures each.
+Every registered loss must be known here; tests/test_plan_losses.py measures each. A person's own says it by its `cost`.
 """
 
 # b samples of this rank, N ranks, B = N b, D width of the features, which are fp32
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from disco_ds.losses import build_loss
-from disco_ds.losses.base import Loss
+from disco_ds.losses.base import Loss, LossCost
 from disco_ds.losses.blocks import GatheredBoth, TiledLoss, chunk_rows
 from disco_ds.losses.clip import ClipLoss
 from disco_ds.losses.disco import DisCoLoss
@@ -23,25 +21,16 @@ from disco_ds.losses.nt_xent import NTXentLoss
 from disco_ds.losses.siglip import SigLIPLoss
 
 
-@dataclass(frozen=True)
-class LossCost:
-    """Of one rank and step."""
-
-    peak: int
-    """Bytes while it runs, beside the features; the features' gradients are in it."""
-    state: int
-    """Bytes it keeps between steps, wherever they lie."""
-    state_on_host: bool
-    flops: int
-    precision: str
-    """Of its products."""
-    wire: int
-    """Bytes received."""
-
-
 def loss_cost(name: str, options: dict[str, object], b: int, N: int, D: int, num_samples: int = 0) -> LossCost:
     """Cost of a loss on a GPU. Raises: ValueError for a loss that is not known here, or options it does not have."""
     loss = build_loss(name, **options)
+    if (told := loss.cost(b, N, D, num_samples)) is not None:
+        return told
+    if ":" in name:  # not by what it derives from, either: it may do more
+        raise ValueError(
+            f"plan does not know what loss {name} costs: give the class a method cost(b, N, D, num_samples) -> LossCost"
+            " (see disco_ds/losses/base.py), or plan the rest of the recipe with loss.name=disco_fused"
+        )
     B = N * b
     units, of_features, of_gradients = _work(loss, N)
     device, sent = torch.device("cuda"), 4

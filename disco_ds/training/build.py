@@ -1,6 +1,6 @@
 """Everything a run is made of, built from its settings in an order that finds mistakes before work is done.
 
-Not the run itself: that is train.py.
+Not the run itself: that is loop.py.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy
 import torch
+from torch import nn
 
 from disco_ds.config import Config, render_ds_config
 from disco_ds.data import (
@@ -84,53 +85,29 @@ def build(config: Config, resume: str | None, stack: ExitStack, unattended: bool
             what is opened; unattended: an older checkpoint is taken where the newest is damaged.
     Raises: ValueError on every rank alike.
     """
-    ranks = comm.size()
     heart = stack.enter_context(Heartbeat(config.lost_after_s, config.timeout_s))
     share = share_host()
-    render_ds_config(config, ranks)
-    loss = build_loss(config.loss.name, **config.loss.options).to(comm.local_device())
-    if config.optim.tau_lr is not None and not loss.learns_scale:
-        raise ValueError(f"optim.tau_lr is of a learned logit scale, and loss {config.loss.name} learns none")
-    with comm.together("data"):
-        sources = load_sources(config.data)
-        sets = load_sets(config.eval, config.data)
-    with comm.together("model"):
-        seed_generators(config.seed)
-        model = build_model(config.model, loss.initial_scale, loss.initial_bias, loss.learns_scale)
-        check_compiled(config, model, ranks)
-        tokenizer = build_tokenizer(config.model, model)
-    preprocessing = read_preprocessing(model)
-    image = ImageSpec(preprocessing.size, preprocessing.interpolation, preprocessing.resize_mode)
-    data = fingerprint(config.data, sources) if sources else "synthetic"
-    identity = checkpoint.identity(config, data, read_architecture(config.model))
+    render_ds_config(config, comm.size())  # for its mistakes; the run's own needs the run folder
+    loss = choose_loss(config)
+    sources, sets = open_sources(config)
+    model, tokenizer, image = build_towers(config, loss)
+    identity = identify(config, sources)
+    # A checkpoint is chosen before the loader, which goes on from its cursor; a new folder is made when all else fits.
     folder = open_folder(config, resume, stack) if resume else None
     saved = choose(folder, resume, config, identity, unattended) if folder and resume else None
+    first_step = saved.step if saved else 0
     with comm.together("data"):
         loader = build_loader(config, sources, model, image, tokenizer, saved, share)
     stack.callback(loader.close)
     loss.set_num_samples(loader.num_samples, config.num_steps * config.global_batch)
     folder = folder or open_folder(config, None, stack)
     heart.folder = collect_in(folder)
-    ds_config = render_ds_config(config, ranks, folder)
-    write_settings(config, ds_config, folder)
-    best_pace = peak_samples_per_s(model, config.log.peak_flops)
-    # Dropout must differ between ranks; the weights above must not.
-    seed_generators(config.seed + 1 + comm.rank())
-    engine = restore(saved, config, model, ds_config) if saved else build_engine(model, config.optim, ds_config)
-    if saved:
-        loss.load_state_parts([part["loss"] for part in saved.ranks])
-    first_step = saved.step if saved else 0
-    if saved:
-        set_newer_aside(saved)
-        rewind_tensorboard(engine.monitor, first_step * config.global_batch)
+    ds_config = write_settings(config, folder)
+    best_pace = peak_samples_per_s(model, config.log.peak_flops)  # before ZeRO takes the parameters apart
+    engine = start_engine(config, model, loss, ds_config, saved)
     write_events = engine.monitor.write_events
     metrics = Metrics(folder, write_events, config.global_batch, config.num_steps, first_step, best_pace)
     stack.callback(metrics.close)
-    interrupts = Interrupts(60 * config.checkpoint.every_minutes)
-    copies = None
-    if config.checkpoint.copy_command and comm.rank() == 0:
-        copies = Copies(config.checkpoint.copy_command, folder / "copies.log")
-        stack.callback(copies.close)
     return Run(
         config=config,
         folder=folder,
@@ -138,15 +115,75 @@ def build(config: Config, resume: str | None, stack: ExitStack, unattended: bool
         loss=loss,
         loader=loader,
         metrics=metrics,
-        interrupts=interrupts,
+        interrupts=Interrupts(60 * config.checkpoint.every_minutes),
         image=image,
         tokenizer=tokenizer,
         sets=sets,
         identity=identity,
         first_step=first_step,
         heart=heart,
-        copies=copies,
+        copies=start_copies(config, folder, stack),
     )
+
+
+def choose_loss(config: Config) -> Loss:
+    """The loss on this rank's device. Collective.
+
+    Raises: ValueError for one that does not exist, or does not fit the optimizer.
+    """
+    with comm.together("loss"):  # a person's own may be missing on one host
+        loss = build_loss(config.loss.name, **config.loss.options)
+    loss.to(comm.local_device())
+    if config.optim.tau_lr is not None and not loss.learns_scale:
+        raise ValueError(f"optim.tau_lr is of a learned logit scale, and loss {config.loss.name} learns none")
+    return loss
+
+
+def open_sources(config: Config) -> tuple[list[Manifest | Table], list[ImageSet]]:
+    """What to train on (nothing for synthetic data) and what to evaluate on. Collective."""
+    with comm.together("data"):
+        return load_sources(config.data), load_sets(config.eval, config.data)
+
+
+def build_towers(config: Config, loss: Loss) -> tuple[nn.Module, Any, ImageSpec]:
+    """The model, equal on every rank, its tokenizer, and the images it takes. Collective."""
+    with comm.together("model"):
+        seed_generators(config.seed)
+        model = build_model(config.model, loss.initial_scale, loss.initial_bias, loss.learns_scale)
+        check_compiled(config, model, comm.size())
+        tokenizer = build_tokenizer(config.model, model)
+    preprocessing = read_preprocessing(model)
+    return model, tokenizer, ImageSpec(preprocessing.size, preprocessing.interpolation, preprocessing.resize_mode)
+
+
+def identify(config: Config, sources: list[Manifest | Table]) -> dict[str, Any]:
+    """What may not change when the run goes on: see checkpoint.identity."""
+    data = fingerprint(config.data, sources) if sources else "synthetic"
+    return checkpoint.identity(config, data, read_architecture(config.model))
+
+
+def start_engine(
+    config: Config, model: nn.Module, loss: Loss, ds_config: dict[str, Any], saved: Saved | None
+) -> Engine:
+    """The engine, new or as the checkpoint left it, and the loss with it; newer checkpoints stand back. Collective."""
+    # Dropout must differ between ranks; the weights, which are drawn by now, must not.
+    seed_generators(config.seed + 1 + comm.rank())
+    if saved is None:
+        return build_engine(model, config.optim, ds_config)
+    engine = restore(saved, config, model, ds_config)
+    loss.load_state_parts([part["loss"] for part in saved.ranks])
+    set_newer_aside(saved)
+    rewind_tensorboard(engine.monitor, saved.step * config.global_batch)
+    return engine
+
+
+def start_copies(config: Config, folder: Path, stack: ExitStack) -> Copies | None:
+    """What runs the user's command on every checkpoint; on rank 0, if there is one."""
+    if not config.checkpoint.copy_command or comm.rank() != 0:
+        return None
+    copies = Copies(config.checkpoint.copy_command, folder / "copies.log")
+    stack.callback(copies.close)
+    return copies
 
 
 def seed_generators(seed: int) -> None:
@@ -159,7 +196,7 @@ def seed_generators(seed: int) -> None:
 def build_loader(
     config: Config,
     sources: list[Manifest | Table],
-    model: torch.nn.Module,
+    model: nn.Module,
     image: ImageSpec,
     tokenizer: Any,
     saved: Saved | None,
@@ -221,9 +258,11 @@ def check_shared(token: Path) -> None:
         )
 
 
-def write_settings(config: Config, ds_config: dict[str, Any], folder: Path) -> None:
-    """config.yaml and ds_config.json: what this run really used. Collective."""
+def write_settings(config: Config, folder: Path) -> dict[str, Any]:
+    """config.yaml and ds_config.json: what this run really uses. Returns: the ds_config. Collective."""
+    ds_config = render_ds_config(config, comm.size(), folder)
     with comm.together(f"writing the settings into {folder}"):
         if comm.rank() == 0:
             (folder / CONFIG).write_text(config.to_yaml(), encoding="utf-8")
             (folder / "ds_config.json").write_text(json.dumps(ds_config, indent=2) + "\n", encoding="utf-8")
+    return ds_config

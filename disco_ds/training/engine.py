@@ -116,6 +116,11 @@ def set_lr(engine: Engine, lr: float, tau_lr: float | None = None) -> None:
         group["lr"] = tau_lr if tau_lr is not None and group["name"] == "scale" else lr * group["lr_factor"]
 
 
+def set_rates(engine: Engine, lr: float, settings: OptimSettings, scale: Tensor) -> None:
+    """Learning rates of the next update: `lr`, and the logit scale's own, if it has one, while exp of it is `scale`."""
+    set_lr(engine, lr, temperature_lr(scale, settings))
+
+
 def temperature_lr(scale: Tensor, settings: OptimSettings) -> float | None:
     """Of the logit scale while exp of it is `scale`, [1]; None for that of everything else."""
     if settings.tau_lr is None:

@@ -31,7 +31,7 @@ from disco_ds.metrics.run_folder import mark_finished
 from disco_ds.metrics.timers import Timer
 from disco_ds.training import checkpoint, retention
 from disco_ds.training.build import Run
-from disco_ds.training.engine import learning_rate, set_lr, temperature_lr
+from disco_ds.training.engine import learning_rate, set_rates
 from disco_ds.training.step import StepOutput, train_step
 
 COPY_POLL_S = 5.0
@@ -65,7 +65,8 @@ def train(run: Run) -> None:
                 data.micro_batches,
                 prepare(config),
                 config.model.max_scale,
-                agree=partial(before_update, run, done, lr, data),
+                agree=partial(agree, done, data, run.interrupts),
+                set_rates=partial(set_rates, engine, lr, config.optim),
                 timer=mark_phases(run, done, run.metrics.phases.timer(sampled=logged)),
             )
         except FloatingPointError as error:  # on every rank alike
@@ -103,12 +104,6 @@ def mark_phases(run: Run, step: int, timer: Timer) -> Timer:
 def is_due(done: int, every_steps: int, num_steps: int) -> bool:
     """Whether an evaluation comes after this step; the last one is finish's."""
     return bool(every_steps) and done % every_steps == 0 and done < num_steps
-
-
-def before_update(run: Run, step: int, lr: float, data: StepData, embeddings: Embeddings, loss: Tensor) -> None:
-    """Once the loss is known: go on, if all ranks do, and at which learning rates. Collective. Raises: see agree."""
-    agree(step, data, run.interrupts, embeddings, loss)
-    set_lr(run.engine, lr, temperature_lr(embeddings.scale, run.config.optim))
 
 
 def agree(step: int, data: StepData, interrupts: Interrupts, embeddings: Embeddings, loss: Tensor) -> None:

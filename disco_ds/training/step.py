@@ -57,13 +57,15 @@ def train_step(
     prepare: Prepare,
     max_scale: float,
     agree: Callable[[Embeddings, Tensor], None] = lambda embeddings, loss: None,
+    set_rates: Callable[[Tensor], None] = lambda scale: None,
     timer: Timer = record_function,
 ) -> StepOutput:
     """Apply the full-batch gradient of these micro-batches (of all ranks) once. Collective: every rank must call.
 
     Args:   micro_batches: K of equal size, the same K and size on every rank, K = gradient_accumulation_steps;
             agree: called with this rank's embeddings and loss before anything is changed; raises on all ranks together
-            or on none; timer: opened with its name around each phase.
+            or on none; set_rates: called then with the scale [1] of this step, to set the update's learning rates, of
+            which the temperature's depends on it; timer: opened with its name around each phase.
     Raises: what `agree` raises, or FloatingPointError (see backward_and_step), with model and optimizer untouched.
     """
     forward = Forward(engine, prepare)
@@ -76,6 +78,7 @@ def train_step(
         out = loss(leaves)
         out.loss.backward()
     agree(leaves, out.loss)
+    set_rates(leaves.scale)
     with timer("step/backward and update"):
         norm = backward_and_step(engine, _surrogates(forward, micro_batches, parts, leaves))
     after.restore()

@@ -34,8 +34,8 @@ from disco_ds.metrics.timers import Timer
 from disco_ds.models.clip import build_model, read_architecture, read_preprocessing, read_text_size
 from disco_ds.training import checkpoint
 from disco_ds.training.checkpoint import Saved
-from disco_ds.training.engine import build_engine
-from disco_ds.training.loop import before_update, log, prepare
+from disco_ds.training.engine import build_engine, set_rates
+from disco_ds.training.loop import agree, log, prepare
 from disco_ds.training.resume import choose, restore
 from disco_ds.training.step import StepOutput, train_step
 from simulated_cuda.host import Host, on_the_host, simulate
@@ -152,8 +152,16 @@ class Training:
     def step(self, timer: Timer = record_function) -> tuple[StepOutput, StepData]:
         """As train.train does one."""
         data = self.loader.read_step()
-        agree = partial(before_update, self.run, 0, 1e-3, data)
-        out = train_step(self.engine, self.loss, data.micro_batches, self.prepare, 100.0, agree=agree, timer=timer)
+        out = train_step(
+            self.engine,
+            self.loss,
+            data.micro_batches,
+            self.prepare,
+            100.0,
+            agree=partial(agree, 0, data, self.run.interrupts),
+            set_rates=partial(set_rates, self.engine, 1e-3, self.config.optim),
+            timer=timer,
+        )
         assert data.error is None, data.error
         self.loss.commit()
         return out, data

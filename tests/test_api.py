@@ -1,0 +1,50 @@
+"""What `import disco_ds` offers: found without torch, imported when asked for, and named like no module."""
+
+from __future__ import annotations
+
+import doctest
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import disco_ds
+from disco_ds.losses import base
+from disco_ds.training.export import export_run
+
+
+def test_import_of_the_package_is_light_and_names_are_listed() -> None:
+    code = (
+        "import sys, time; start = time.process_time(); import disco_ds; took = time.process_time() - start\n"
+        "offered = set(disco_ds.OFFERED) <= set(dir(disco_ds))\n"
+        "print(took < 0.2, {'torch', 'deepspeed', 'pydantic'} & set(sys.modules), offered)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split("\n")[0] == "True set() True", done.stdout
+
+
+@pytest.mark.parametrize("name", sorted(disco_ds.OFFERED))
+def test_name_is_offered_and_is_no_module(name: str) -> None:
+    assert getattr(disco_ds, name).__name__ == name
+    assert find_spec(f"disco_ds.{name}") is None
+    assert name in disco_ds.__all__
+
+
+def test_other_names_are_refused() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        disco_ds.trian  # noqa: B018
+
+
+def test_examples_of_build_loss_hold() -> None:
+    finder = doctest.DocTestFinder()
+    (found,) = (test for test in finder.find(base.build_loss, "build_loss", globs={"build_loss": disco_ds.build_loss}))
+    result = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(found)
+    assert (result.failed, result.attempted) == (0, 2)
+
+
+@pytest.mark.parametrize(("given", "words"), [({"layout": "zip"}, "unknown layout 'zip'"), ({"dtype": "f8"}, "dtype")])
+def test_export_names_what_it_does_not_know(given: dict[str, str], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=words):
+        export_run(tmp_path, tmp_path / "to", **given)  # type: ignore[arg-type]
