@@ -17,7 +17,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-BUILD = "import sys, setuptools.build_meta as b; print(b.build_sdist(sys.argv[1])); print(b.build_wheel(sys.argv[1]))"
+BUILD = "import sys, setuptools.build_meta as b; to = sys.argv[1]; b.build_sdist(to); b.build_wheel(to)"
 FOLDERS = {"recipes": "disco_ds/recipes", "ds_configs": "ds_configs", "assets": "disco_ds/assets"}
 """Folder in the installed package -> in the repository: all of its data files must be in the wheel."""
 SUFFIXES = {".yaml", ".json", ".md", ".tar"}
