@@ -86,7 +86,6 @@ def train(run: Run) -> None:
             save(run, done, last=done == num_steps or run.interrupts.stop)
         if run.interrupts.stop and done < num_steps:
             raise AskedToStopError(f"asked to stop, saved after step {done:,}; --resume latest goes on from there")
-        del data  # free this step's images before reading the next
         if is_due(done, config.eval.every_steps, num_steps):
             evaluate(run, done)
 
