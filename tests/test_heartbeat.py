@@ -270,7 +270,7 @@ def hang_in_forward(number: int, port: int, folder: Path, path: Path) -> None:
                 sleep_for_ever()
 
     torch.nn.modules.module.register_module_forward_pre_hook(before_forward)
-    sys.exit(main(["--config", str(path), "timeout_s=10", "data.timeout_s=5"]))
+    sys.exit(main(["--config", str(path), "timeout_s=20", "data.timeout_s=15"]))
 
 
 @pytest.mark.slow
@@ -282,7 +282,7 @@ def test_run_names_the_phase_in_which_a_rank_hangs(tmp_path: Path) -> None:
         process.start()
     try:
         for process in ranks:
-            process.join(60)
+            process.join(150)
         logs = [(tmp_path / f"{number}.log").read_text() for number in range(2)]
         assert [process.exitcode for process in ranks] == [1, 1], logs
     finally:
