@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,18 +163,19 @@ def test_step_that_is_not_read_to_its_end_is_passed_over(manifest: Manifest, pix
         loader.close()
 
 
-def test_micro_batches_are_read_while_the_step_goes_on(manifest: Manifest) -> None:
-    """The first is there before the others are decoded; the workers go on while nobody asks."""
-    loader = make_loader(manifest, settings(workers=1), tokenize=slow, micro_batch=3)
+def test_micro_batches_are_read_while_the_step_goes_on(manifest: Manifest, tmp_path: Path) -> None:
+    """The first is there before the others are decoded; the workers prepare a step while nobody asks."""
+    loader = make_loader(manifest, settings(workers=1), tokenize=partial(count_and_wait, tmp_path), micro_batch=3)
     try:
-        read_step(loader)  # the worker has started
         data = loader.read_step()
         _ = data.micro_batches[0]
-        assert data.wait_s < 12 * SLOW_S  # a step of 24 samples takes twice as long
-        _ = list(data.micro_batches)
-        assert data.wait_s > 12 * SLOW_S
-        time.sleep(30 * SLOW_S)
-        assert read_step(loader).wait_s < 3 * SLOW_S
+        assert data.error is None
+        (tmp_path / "open").touch()
+        assert len(list(data.micro_batches)) == 8
+        deadline = time.monotonic() + 60
+        while (tmp_path / "calls").stat().st_size < 2 * 24 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert (tmp_path / "calls").stat().st_size >= 2 * 24
     finally:
         loader.close()
 
@@ -251,11 +253,12 @@ def test_worker_lost_between_the_passes_is_an_error(manifest: Manifest) -> None:
         loader.close()
 
 
-SLOW_S = 0.02
-
-
-def slow(texts: list[str]) -> torch.Tensor:
-    time.sleep(SLOW_S)
+def count_and_wait(folder: Path, texts: list[str]) -> torch.Tensor:
+    """After a micro-batch of three samples it waits for a file."""
+    with (folder / "calls").open("ab") as file:
+        file.write(b".")
+    while (folder / "calls").stat().st_size > 3 and not (folder / "open").exists():
+        time.sleep(0.01)
     return tokenize(texts)
 
 
