@@ -38,6 +38,7 @@ from PIL import Image
 
 from disco_ds.config.data import Pixels
 from disco_ds.data import Loader, StepData
+from disco_ds.data.staging import LEAST_AHEAD
 
 BATCH = 128
 WAITS_BATCH = 32
@@ -142,6 +143,7 @@ def show_waits(folder: Path, size: int, load: float) -> None:
             decoding = (time.perf_counter() - start) / steps
             # A forward of every micro-batch, backwards of twice that, and again forwards of all but the last.
             forward = decoding / load / (4 * K - 1)
+            time.sleep(1.5 * decoding * max(1, LEAST_AHEAD / K))  # as in a run's slow first step, the worker gets ahead
             for _ in range(2):
                 compute(loader.read_step(), K, forward)
             steps, waited, start = max(3, 64 // K), 0.0, time.perf_counter()

@@ -118,17 +118,20 @@ class Loader:
     def _read(self, data: StepData) -> MicroBatch:
         """A step's next micro-batch; after an error a placeholder."""
         if self._error is None:
-            start = time.perf_counter()
             try:
-                delivery = self._feed.take()
+                return self._accept(self._take(data), data)
             except Exception as error:
                 self._error = self._describe(error, self._steps + 1)
-            else:
-                return self._accept(delivery, data)
-            finally:
-                data.wait_s += time.perf_counter() - start
         data.error = self._error
         return self._placeholder
+
+    def _take(self, data: StepData) -> Delivery:
+        """What comes next; the time it takes is noted. Raises: what a worker does."""
+        start = time.perf_counter()
+        try:
+            return self._feed.take()
+        finally:
+            data.wait_s += time.perf_counter() - start
 
     def _accept(self, delivery: Delivery, data: StepData) -> MicroBatch:
         data.index.append(self._batches[delivery.number].index.clone())
@@ -166,13 +169,10 @@ class Loader:
         """The micro-batch decoded once more. Raises: DataError, since the step must not go on without it."""
         if k != self._num_again:
             raise RuntimeError(f"micro-batch {k} is asked for again, {self._num_again} is due")
-        start = time.perf_counter()
         try:
-            delivery = self._feed.take()
+            delivery = self._take(data)
         except Exception as error:
             raise DataError(self._describe(error, self._steps)) from None
-        finally:
-            data.wait_s += time.perf_counter() - start
         self._num_again += 1
         self._feed.release(delivery.number)
         self._feed.look_ahead()
