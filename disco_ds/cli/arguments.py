@@ -18,7 +18,7 @@ MAX_PACKED = 2**16
 
 
 def recipe_parser(prog: str, description: str) -> argparse.ArgumentParser:
-    """What every command that trains takes."""
+    """A parser of the arguments that every command that trains takes."""
     parser = argparse.ArgumentParser(prog=prog, description=description)
     parser.add_argument("--config", required=True, metavar="NAME|FILE", help="a recipe: a bundled name or a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. optim.lr=1e-3 deepspeed=zero3")

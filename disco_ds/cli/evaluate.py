@@ -96,7 +96,7 @@ def load_model(args: argparse.Namespace) -> tuple[nn.Module, Any]:
 
 
 def write_json(path: Path, model: str, results: Sequence[Result]) -> None:
-    """What the table says, unrounded."""
+    """Write the figures of the printed table to a JSON file, unrounded."""
     hidden = ("values", "examples")
     sets = [{key: value for key, value in (vars(r) | r.values).items() if key not in hidden} for r in results]
     path.write_text(json.dumps({"model": model, "sets": sets}, indent=1) + "\n", encoding="utf-8")

@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def dry_run(argv: list[str]) -> int:
-    """What train does with --dry-run, without its imports."""
+    """Print the resolved settings of `train --dry-run`, without importing open_clip and the trainer."""
     from disco_ds.cli.arguments import describe_run, parse_args
     from disco_ds.config import load_config
     from disco_ds.distributed.hostfile import count_ranks

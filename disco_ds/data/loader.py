@@ -183,7 +183,7 @@ class Loader:
         if self._current is not None:
             for k in range(self._current.num_read, self._num_parts):
                 _ = self._current[k]
-            self._current = None  # its micro-batches may be freed
+            self._current = None
         if self._pixels == "host":
             for number in self._held:
                 self._feed.release(number)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 
@@ -20,9 +19,6 @@ class MicroBatch:
     """[m] int64 sample ids."""
     epoch: Tensor
     """[m] int64."""
-
-    def to(self, device: torch.device | str) -> MicroBatch:
-        return self.map(lambda value: value.to(device))
 
     def copy_(self, source: MicroBatch) -> None:
         """Copy from one of the same shape, without waiting where the hardware can."""
