@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import machine  # before anything asks for the accelerator
 import pytest
 import yaml
-from dist import start_server
-from minimal import MINIMAL
-from shards import SIZES, write_shards
 
 from disco_ds.data import Manifest
+from helpers import machine  # before anything asks for the accelerator
+from helpers.cluster import marker, possible  # noqa: F401 (fixtures of several test files)
+from helpers.dist import start_server
+from helpers.minimal import MINIMAL
+from helpers.shards import SIZES, write_shards
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -19,13 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from dist import run_ranks
-from machine import DEVICE, HAS_FP16
-from test_run import alone, members, records, wait_for, write_recipe
-from test_step import PRECISIONS, REFUSED
-from tool import TOOLS
 from torch import Tensor
-from towers import Batch, batches, build_towers, distance, masters, tiny_config, write_down, write_tiny
 
 from disco_ds.config import render_ds_config
 from disco_ds.config.ds_config import merge
@@ -35,6 +29,12 @@ from disco_ds.metrics.run_folder import FINISHED
 from disco_ds.training.engine import build_engine, set_lr
 from disco_ds.training.step import Rng, train_step
 from disco_ds.training.weights import read_weights
+from helpers.dist import run_ranks
+from helpers.launched import alone, members, records, wait_for, write_recipe
+from helpers.machine import DEVICE, HAS_FP16
+from helpers.paths import TOOLS
+from helpers.precisions import PRECISIONS, REFUSED
+from helpers.towers import Batch, batches, build_towers, distance, masters, tiny_config, write_down, write_tiny
 
 pytestmark = pytest.mark.gpu
 ON_GPU = DEVICE == "cuda"

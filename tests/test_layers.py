@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -13,6 +14,7 @@ import disco_ds
 
 ROOT = Path(disco_ds.__file__).parent
 TESTS = Path(__file__).parent
+CLONE = TESTS.parent
 
 LAYERS = {
     **dict.fromkeys(("config", "distributed"), 0),
@@ -170,7 +172,7 @@ def test_only_engine_calls_deepspeed_initialize() -> None:
 
 
 def test_package_never_imports_tools_or_tests() -> None:
-    foreign = {"tools", "tests", "pytest"} | {path.stem for path in TESTS.glob("*.py")}
+    foreign = {"tools", "tests", "helpers", "pytest"} | {path.stem for path in TESTS.rglob("*.py")}
     found = {
         (name, target)
         for name, source in modules().items()
@@ -189,3 +191,16 @@ def test_no_file_is_too_long() -> None:
     lengths = {name: source.count("\n") for name, source in modules().items()}
     assert not {name: length for name, length in lengths.items() if length > MAX_LINES}
     assert len(lengths) > 20, "the walk must find the package"
+
+
+def test_architecture_has_the_layers_of_the_code() -> None:
+    text = (CLONE / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (\d) \| ([^|]*) \|", text, re.MULTILINE)
+    assert {room: int(layer) for room, layer, _ in rows} == LAYERS
+    for room, layer, may in rows:
+        if room in ONLY_IMPORTS:
+            expected = ", ".join(f"`{other}`" for other in sorted(ONLY_IMPORTS[room] - {room}))
+        else:
+            below = int(layer) - 1
+            expected = {-1: "nothing", 0: "layer 0"}.get(below, f"layers 0 to {below}")
+        assert may == expected, room

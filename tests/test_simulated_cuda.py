@@ -8,8 +8,9 @@ from pathlib import Path
 
 import deepspeed
 import pytest
-from simulated_cuda import Outcome, find_problem, run
-from simulated_cuda.cases import CASES
+
+from helpers.simulated_cuda import Outcome, find_problem, run
+from helpers.simulated_cuda.cases import CASES
 
 pytestmark = pytest.mark.skipif(find_problem() is not None, reason=f"no GPU can be simulated: {find_problem()}")
 

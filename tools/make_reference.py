@@ -2,7 +2,7 @@
 
     python tools/make_reference.py
 
-tests/test_reference.py fails while the committed pages are not what this writes.
+tests/docs/test_reference.py fails while the committed pages are not what this writes.
 """
 
 from __future__ import annotations

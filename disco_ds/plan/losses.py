@@ -1,6 +1,7 @@
 """What a loss takes beside the features it is given: memory as its code allocates it, FLOPs, and what is sent.
 
-Every registered loss must be known here; tests/test_plan_losses.py measures each. A person's own says it by its `cost`.
+Every registered loss must be known here; tests/plan/test_plan_losses.py measures each. A person's own says it by its
+`cost`.
 """
 
 # b samples of this rank, N ranks, B = N b, D width of the features, which are fp32

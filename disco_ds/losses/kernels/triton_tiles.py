@@ -3,8 +3,9 @@
 Which block sizes a kernel takes is timed once in a process for each kind of large tile, so two processes may differ by
 rounding; under torch.use_deterministic_algorithms nothing is timed and the choice is fixed.
 
-Verified under Triton's interpreter against torch_tiles.py and float64 (tests/test_kernels.py), and compiled for GPUs
-from the A100 on (tests/test_kernels_compiled.py). Never run on a GPU so far: tools/check_kernels.py does that.
+Verified under Triton's interpreter against torch_tiles.py and float64 (tests/losses/kernels/test_tiles.py), and
+compiled for GPUs from the A100 on (tests/losses/kernels/test_triton_compiled.py). Never run on a GPU so far:
+tools/check_kernels.py does that.
 """
 
 # n rows, m columns, D width of a tile

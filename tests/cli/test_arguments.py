@@ -1,0 +1,171 @@
+"""The trainer's command line and its dry run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from disco_ds.cli.arguments import MAX_PACKED, pack, parse_args
+from disco_ds.cli.launch import front_end
+from disco_ds.cli.launch import parse_args as parse_launch
+from disco_ds.distributed.hostfile import count_ranks
+from helpers.tool import load_tool
+
+# The dry run
+
+
+def disco_ds(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "disco_ds", "train", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_dry_run_counts_the_slots_of_the_hostfile(tmp_path: Path) -> None:
+    hosts = tmp_path / "two hosts"
+    hosts.write_text("# ours\nfirst slots=3\n\nsecond slots=1  # small\n")
+    done = disco_ds("--config", "quickstart", "--dry-run", "--hostfile", str(hosts), "micro_batch=8", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "global batch 128 = 4 ranks x 8 micro-batch x 4 micro-batches per rank" in done.stdout
+    assert '"gradient_accumulation_steps": 4' in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["two hosts"], "a dry run writes nothing"
+
+
+def test_dry_run_mistakes_exit_with_2_and_one_line(tmp_path: Path) -> None:
+    done = disco_ds("--config", "quickstart", "--dry-run", "--hostfile", "missing", folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: no hostfile missing")
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_dry_run_imports_no_model_library(tmp_path: Path) -> None:
+    script = (
+        "import sys; from disco_ds.cli.main import main; from disco_ds.config import load_config"
+        "; load_config('quickstart')"
+        "; early = {'torch', 'deepspeed'} & set(sys.modules); code = main()"
+        "; print('\\nseen', code, early, {'open_clip', 'torchvision', 'timm', 'webdataset'} & set(sys.modules))"
+    )
+    command = [sys.executable, "-c", script, "train", "--config", "quickstart", "--dry-run"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines()[-1] == "seen 0 set() set()"
+
+
+@pytest.mark.parametrize(("text", "ranks"), [("a slots=2\nb slots=6\n", 8), ("localhost slots=1", 1)])
+def test_count_ranks_sums_the_slots(text: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    assert count_ranks(None, path) == ranks
+
+
+@pytest.mark.parametrize("text", ["", "a", "a slots=x", "a slots=1\na slots=1"])
+def test_count_ranks_malformed_hostfile_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="Hostfile"):
+        count_ranks(None, path)
+
+
+def test_count_ranks_without_a_hostfile() -> None:
+    assert [count_ranks(None, None), count_ranks(5, None)] == [1, 5]
+
+
+def test_parse_args_takes_overrides_and_the_launchers_rank() -> None:
+    args = parse_args(["--local_rank=1", "--config", "x", "a=1", "b.c=2", "--resume", "latest"])
+    assert (args.config, args.overrides, args.resume, args.dry_run) == ("x", ["a=1", "b.c=2"], "latest", False)
+
+
+@pytest.mark.parametrize("argv", [[], ["--config"], ["--config", "x", "--ranks", "1", "--hostfile", "f"]])
+def test_parse_args_refuses(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_args(argv)
+    assert caught.value.code == 2
+    assert "usage: disco_ds.train" in capsys.readouterr().err
+
+
+# On the way to the ranks
+
+HOSTILE = [
+    "data.shards=/data/{00000..00003}.tar",
+    "data.captions={'{json[title]}':1,\"{txt}\":2e-1}",
+    "eval.caption_key=$(touch ran) `touch ran` $HOME ${HOME} ~ ~/x * ? [a-z] %h %n %u %%",
+    "eval.label_key={a,b};touch ran&touch ran|cat>ran<ran#!! \\ \\\\ \\n\n\t''\"",
+    "name=Füße 猫 \u2028 \U0001f600",
+]
+SHELLS = [shell for shell in ("sh", "bash", "dash", "zsh", "csh", "fish") if shutil.which(shell)]
+PRINT = "import json, sys; print(json.dumps(sys.argv[1:]))"
+
+
+def arrived(words: list[str], shell: str, folder: Path) -> list[str]:
+    """The trainer's arguments on a host, where `words` are deepspeed's: quoted by its runner, joined by pdsh."""
+    from deepspeed.launcher.multinode_runner import PDSHRunner
+    from deepspeed.launcher.runner import parse_args as parse_front_end
+
+    runner = PDSHRunner(parse_front_end(words), "e30=")
+    command, *_ = runner.get_cmd({}, {"host-1": 1, "host-2": 1})
+    ours = command[command.index("disco_ds.train") + 1 :]
+    line = " ".join([sys.executable, "-c", f"'{PRINT}'", *ours])
+    done = subprocess.run([shell, "-c", line], cwd=folder, capture_output=True, text=True, timeout=60, check=True)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_launch_hands_the_ranks_what_was_typed_whatever_the_shell(shell: str, tmp_path: Path) -> None:
+    (tmp_path / "x").touch()  # something for * and ? to find
+    config, resume = "a recipe's $HOME {1,2}.yaml", "runs/{a,b} *"
+    args = parse_launch(["--config", config, "--resume", resume, *HOSTILE, "--deepspeed", "--master_port 1"])
+    command = front_end(args, "word", args.resume)
+    got = parse_args(arrived(command[3:], shell, tmp_path))
+    assert (got.config, got.resume, got.overrides, got.launch_word) == (config, resume, HOSTILE, "word")
+    assert [path.name for path in tmp_path.iterdir()] == ["x"], "nothing ran on the way"
+
+
+def test_bare_overrides_do_not_arrive_as_typed(tmp_path: Path) -> None:
+    """What packing is for; and that the test above would see it."""
+    typed = ["deepspeed", "--module", "disco_ds.train", "--config", "x", HOSTILE[0]]
+    got = parse_args(arrived(typed[1:], "bash", tmp_path))
+    assert got.overrides == [f"data.shards=/data/{number:05}.tar" for number in range(4)]
+    # What docs/operators.md says of it.
+    quoted = [f"'{HOSTILE[0]}'", r"name=a \$b", "data.captions={'{txt}': 1, \"x\": 2}"]
+    got = parse_args(arrived([*typed[1:5], *quoted], "bash", tmp_path))
+    assert got.overrides == [HOSTILE[0], "name=a $b", "data.captions={'{txt}': 1, \"x\": 2}"]
+
+
+def test_demo_hands_the_ranks_what_was_typed() -> None:
+    demo = load_tool("demo")
+    for given, ours in ((["name={a,b} c"], ["micro_batch=64"]), (["micro_batch=16"], [])):
+        words = demo.front_end(demo.trainer_arguments(2, [*given, "--resume", "latest"]), gpus=0, ranks=2)
+        got = parse_args(arrived(words[3:], "sh", Path.cwd()))
+        assert (got.config, got.resume, got.overrides) == ("quickstart", "latest", ours + given)
+
+
+def test_pack_is_one_word_without_a_shells_characters_and_keeps_every_byte() -> None:
+    words = [*HOSTILE, "", b"runs/\xff\xfe".decode("utf-8", "surrogateescape"), "\x7f\x01"]
+    for count in range(len(words) + 1):
+        word = pack(["--config=x", "--", *words[:count]])
+        assert re.fullmatch(r"--packed=[A-Za-z0-9_-]+", word)
+        assert parse_args([word, "--local_rank=3"]) == argparse.Namespace(
+            **vars(parse_args(["--config=x", "--", *words[:count]])) | {"local_rank": 3}
+        )
+
+
+@pytest.mark.parametrize("word", ["--packed=", "--packed=x", "--packed=e30", "--packed=WzFd", "--packed=a{b"])
+def test_packed_word_that_is_not_ours_is_refused(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_args([word])
+    assert caught.value.code == 2
+    assert f"{word} is not what disco-ds launch has packed" in capsys.readouterr().err
+
+
+def test_overrides_too_long_for_a_command_line_are_refused(tmp_path: Path) -> None:
+    """One argument of a process holds 128 KiB, and pdsh hands ssh the whole command as one."""
+    with pytest.raises(ValueError, match="write them into the recipe"):
+        pack([f"name={'x' * MAX_PACKED}"])
+    word = pack(["--config=x", "name=" + "x" * (MAX_PACKED // 4 * 3 - 100)])
+    assert len(arrived(["--module", "disco_ds.train", word], "sh", tmp_path)[0]) > MAX_PACKED - 200

@@ -1,0 +1,59 @@
+"""The bundled recipes of large batches: they plan as they say, and run scaled down on the bundled data."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from disco_ds.config import PACKAGE, load_config
+from disco_ds.metrics.run_folder import FINISHED
+from disco_ds.models.gpus import find_gpu
+from disco_ds.plan.memory import GIB, plan_memory
+from disco_ds.plan.towers import trace
+from disco_ds.training.build import build
+from disco_ds.training.loop import finish, train
+from helpers.dist import run_ranks
+
+LARGE = {
+    "vit_b_32_32k": "A100-40G",
+    "vit_b_32_196k": "A100-40G",
+    "vit_l_14_1m": "A100-80G",
+    "vit_l_14_4m": "A100-80G",
+    "vit_l_14_12m": "A100-80G",
+    "vit_b_32_one_gpu": "RTX-4090",
+}
+"""Recipe -> the GPU it is for."""
+SMALL = [
+    *("ranks=2", "global_batch=64", "micro_batch=16", "steps=2", "samples=null", "optim.warmup_steps=1"),
+    *("model.name=quickstart", "data.shards=bundled:emoji/train", "data.image_key=png", "data.workers=0"),
+    *("data.captions={'{json[caption]}': 1}", "log.tensorboard=false", "deepspeed.torch_autocast.enabled=false"),
+]
+
+
+def run_small(name: str, folder: Path) -> None:
+    with ExitStack() as stack:
+        run = build(load_config(name, [f"runs={folder}", *SMALL]), None, stack)
+        train(run)
+        finish(run)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name != "vit_l_14_4m" else []) for name in LARGE]
+)
+def test_recipe_runs_scaled_down(name: str, tmp_path: Path) -> None:
+    run_ranks(run_small, 2, name, tmp_path)
+    folder = tmp_path / load_config(name).name
+    assert json.loads((folder / FINISHED).read_text())["steps"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LARGE)
+def test_recipe_fits_the_gpu_it_is_for(name: str) -> None:
+    config = load_config(name)
+    memory = plan_memory(config, config.ranks or 1, trace(config, config.micro_batch))
+    assert memory.total <= find_gpu(LARGE[name]).gib * GIB
+    text = (PACKAGE / "recipes" / f"{name}.yaml").read_text()
+    assert f"{memory.total / GIB:.1f} of {find_gpu(LARGE[name]).gib:g} GiB" in text, "the figures in its comment"

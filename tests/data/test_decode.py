@@ -1,0 +1,300 @@
+"""Images, captions, augmentation and the sequential reader."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Literal
+
+import open_clip
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms import functional as TF
+
+from disco_ds.config import AugmentSettings
+from disco_ds.data import BrokenSample, ImageSpec, augment, read_all, read_labels
+from disco_ds.data.decode import (
+    Captions,
+    _crop_box,
+    decode_image,
+    decode_pixels,
+    fill_template,
+    find_image,
+    resize_for_evaluation,
+    resize_random_crop,
+)
+from disco_ds.data.keyed import AUGMENT_COLUMN, keyed_uniform
+from disco_ds.models.clip import register_config
+from helpers.shards import SPEC, bomb, encode, noise, settings, write_shards
+
+MAX_PIXELS = 10**8
+
+
+@pytest.mark.parametrize("mode", ["shortest", "longest", "squash"])
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+@pytest.mark.parametrize("target", [(32, 32), (24, 40)])
+def test_evaluation_resize_equals_open_clip(mode: str, interpolation: str, target: tuple[int, int]) -> None:
+    transform = open_clip.image_transform(
+        target, is_train=False, mean=(0,) * 3, std=(1,) * 3, resize_mode=mode, interpolation=interpolation
+    )
+    spec = ImageSpec(target, interpolation, mode)  # type: ignore[arg-type]
+    for size in [(100, 75), (75, 101), (64, 64), (20, 17), (13, 300), (32, 32)] + [(2000, 13)] * (mode == "shortest"):
+        image = noise(*size)
+        ours = resize_for_evaluation(image, spec)
+        assert ours.shape == (3, *target)
+        assert ours.dtype == torch.uint8
+        # Beyond that aspect ratio only the crop is resized, whose box PIL keeps in single precision.
+        levels = 2 if max(size) > 64 * min(size) else 0
+        assert (ours - 255 * transform(image)).abs().max() < levels + 0.01, size
+
+
+@pytest.mark.parametrize("name", ["ViT-B-32", "quickstart"])
+def test_evaluation_pixels_are_those_of_the_model_s_own_preprocessing(name: str) -> None:
+    side = open_clip.get_model_config(register_config(name))["vision_cfg"]["image_size"]
+    transform = open_clip.image_transform(side, is_train=False, mean=(0,) * 3, std=(1,) * 3)
+    for mode, size in [("RGB", (300, 231)), ("L", (231, 300)), ("RGBA", (side, side)), ("P", (side - 1, 2 * side))]:
+        data = encode(noise(*size).convert(mode))
+        # RGB first, as webdataset and torchvision's image folders hand images to the transform.
+        expected = transform(Image.open(io.BytesIO(data)).convert("RGB"))
+        ours = resize_for_evaluation(decode_image(data, MAX_PIXELS), ImageSpec((side, side)))
+        assert torch.equal(ours.float() / 255, expected), mode
+
+
+def test_evaluation_resize_of_a_thread_does_not_fill_the_memory() -> None:
+    image = Image.new("RGB", (2, 1_000_000), (9, 9, 9))
+    for mode in ("shortest", "longest", "squash"):
+        assert resize_for_evaluation(image, ImageSpec((224, 224), resize_mode=mode)).shape == (3, 224, 224)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+def test_random_crop_resizes_its_box_as_pil(interpolation: Literal["bicubic", "bilinear"]) -> None:
+    image, numbers = noise(90, 60), torch.rand(22, generator=torch.Generator().manual_seed(0)).tolist()
+    left, top, width, height = _crop_box(90, 60, (0.2, 0.6), (0.75, 4 / 3), numbers)
+    expected = TF.resized_crop(image, top, left, height, width, [16, 24], InterpolationMode(interpolation))
+    pixels, spec = TF.pil_to_tensor(image), ImageSpec((16, 24), interpolation)
+    difference = resize_random_crop(pixels, spec, (0.2, 0.6), (0.75, 4 / 3), numbers) - TF.pil_to_tensor(expected).int()
+    assert difference.abs().max() <= 1
+    assert difference.abs().float().mean() < 0.1
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+def test_pixels_are_those_of_pil(kind: str, mode: str) -> None:
+    if mode == "CMYK" and kind != "JPEG":
+        return
+    data = encode(noise(70, 50).convert(mode), kind)
+    expected = TF.pil_to_tensor(decode_image(data, MAX_PIXELS)).int()
+    difference = decode_pixels(data, MAX_PIXELS) - expected
+    assert difference.abs().max() <= 4
+    assert difference.abs().float().mean() < 0.1
+
+
+def test_crop_boxes_follow_area_and_ratio() -> None:
+    numbers = torch.rand(2000, 22, generator=torch.Generator().manual_seed(1)).tolist()
+    boxes = [_crop_box(300, 200, (0.3, 0.5), (0.75, 4 / 3), row) for row in numbers]
+    areas = torch.tensor([w * h / 60_000 for _, _, w, h in boxes])
+    ratios = torch.tensor([math.log(w / h) for _, _, w, h in boxes])
+    assert 0.295 < areas.min() < 0.305
+    assert 0.495 < areas.max() < 0.505
+    assert abs(areas.mean() - 0.4) < 0.01
+    assert abs(ratios.mean()) < 0.02
+    assert abs(ratios.abs().max() - math.log(4 / 3)) < 0.02
+    assert all(x >= 0 and y >= 0 and x + w <= 300 and y + h <= 200 for x, y, w, h in boxes)
+    assert min(x for x, _, _, _ in boxes) == 0
+    assert any(x + w == 300 for x, _, w, _ in boxes)
+
+
+@pytest.mark.parametrize(("size", "box"), [((1000, 10), (493, 0, 13, 10)), ((10, 1000), (0, 493, 10, 13))])
+def test_crop_of_a_shape_that_never_fits_is_the_centre(size: tuple[int, int], box: tuple[int, int, int, int]) -> None:
+    assert _crop_box(*size, (0.9, 1.0), (0.75, 4 / 3), [0.5] * 22) == box
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "1", "I;16", "LA"])
+def test_every_mode_becomes_rgb(mode: str) -> None:
+    kind = "TIFF" if mode == "CMYK" else "PNG"
+    source = Image.new(mode, (6, 4)) if mode in ("I;16", "LA") else Image.new("RGB", (6, 4), (255, 0, 0)).convert(mode)
+    image = decode_image(encode(source, kind), MAX_PIXELS)
+    assert (image.mode, image.size) == ("RGB", (6, 4))
+
+
+def test_palette_with_alpha_reads_without_a_warning() -> None:
+    buffer = io.BytesIO()
+    Image.new("P", (4, 4)).save(buffer, "PNG", transparency=b"\x00\x80\xff")
+    assert decode_image(buffer.getvalue(), MAX_PIXELS).mode == "RGB"
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "UnidentifiedImageError"),
+        (b"GIF89a", "image: "),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "UnidentifiedImageError"),
+        (bomb(), "DecompressionBombError|50000 x 50000"),
+        (bomb(12_000), "144000000|12000 x 12000"),
+        (encode(noise(40, 40), "JPEG")[:-200], "truncated"),
+        (encode(noise(40, 40), "WEBP")[:100], "image: "),
+    ],
+)
+def test_broken_image_says_why(data: bytes, reason: str) -> None:
+    for decode in (decode_image, decode_pixels):
+        with pytest.raises(BrokenSample) as error:
+            decode(data, MAX_PIXELS)
+    assert any(word in str(error.value) for word in reason.split("|")), error.value
+
+
+def test_pixels_are_checked_before_decoding() -> None:
+    with pytest.raises(BrokenSample, match=r"image: 10 x 11 pixels, data.max_pixels is 100"):
+        decode_image(encode(noise(10, 11)), 100)
+    with pytest.raises(BrokenSample, match=r"image: 10 x 11 pixels, data.max_pixels is 100"):
+        decode_pixels(encode(noise(10, 11), "JPEG"), 100)
+
+
+def test_image_keys_are_tried_in_order() -> None:
+    assert find_image({"png": b"p", "jpg": b"j"}, "jpg;png") == b"j"
+    with pytest.raises(BrokenSample, match=r"no image under webp;gif; the sample has png, jpg"):
+        find_image({"png": b"p", "jpg": b"j"}, "webp;gif")
+
+
+FIELDS = {"txt": b" a cat \n", "json": json.dumps({"n": 3, "list": ["a", "b"], "none": None}).encode()}
+
+
+@pytest.mark.parametrize(
+    ("template", "caption"),
+    [("{txt}", "a cat"), ("{json[n]}: {json[list]}", "3: a, b"), ("photo of {txt}", "photo of  a cat"), ("x", "x")],
+)
+def test_template_is_filled(template: str, caption: str) -> None:
+    assert fill_template(template, FIELDS) == caption
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [("{cap}", "KeyError: 'cap'"), ("{json[x]}", "KeyError"), ("{json[none]}", "null"), ("", "is empty"), ("{}", "")],
+)
+def test_template_that_cannot_be_filled_names_the_members(template: str, reason: str) -> None:
+    with pytest.raises(BrokenSample, match=r"the sample has txt, json") as error:
+        fill_template(template, FIELDS)
+    assert reason in str(error.value)
+
+
+def test_json_is_parsed_only_when_a_template_asks() -> None:
+    members = {"txt": b"fine", "json": b"{broken"}
+    assert fill_template("{txt}", members) == "fine"
+    with pytest.raises(BrokenSample, match="JSONDecodeError"):
+        fill_template("{json[n]}", members)
+
+
+def test_captions_follow_their_weights() -> None:
+    captions = Captions({"{txt}": 1.0, "never": 0.0, "b": 2.0, "c": 1.0})
+    counts = Counter(captions.pick(FIELDS, (i + 0.5) / 1000) for i in range(1000))
+    assert counts == {"a cat": 250, "b": 500, "c": 250}
+    assert captions.pick(FIELDS, 0.0) == "a cat"
+    assert captions.pick(FIELDS, 1 - 2**-24) == "c"
+
+
+def images(num: int, height: int = 20, width: int = 28) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    image = torch.randint(0, 256, (num, 3, height, width), generator=generator, dtype=torch.uint8)
+    return image, torch.arange(num) % 2, torch.arange(num) * 7
+
+
+STRONG = AugmentSettings(rotate_degrees=14, zoom=0.2, shift=0.12, colour_scale=0.25, colour_offset=0.1)
+
+
+def test_augment_zero_settings_is_the_image() -> None:
+    image, epoch, index = images(3)
+    out = augment(image, epoch, index, 0, AugmentSettings())
+    assert torch.equal(out, image)
+
+
+def test_augment_does_not_depend_on_the_grouping() -> None:
+    image, epoch, index = images(13)
+    whole = augment(image, epoch, index, 5, STRONG)
+    assert whole.min() >= 0
+    assert whole.max() <= 1
+    parts = [augment(image[rows], epoch[rows], index[rows], 5, STRONG) for rows in torch.arange(13).split(4)]
+    assert torch.equal(torch.cat(parts), whole)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(augment(image, epoch, index, 5, STRONG), whole)
+    assert not torch.equal(augment(image, epoch, index, 6, STRONG), whole)
+    assert not torch.equal(augment(image, epoch + 1, index, 5, STRONG), whole)
+
+
+def test_augment_moves_alone_keep_white_white() -> None:
+    white = torch.full((4, 3, 16, 24), 255, dtype=torch.uint8)
+    moves = STRONG.model_copy(update={"colour_scale": 0.0, "colour_offset": 0.0})
+    assert torch.allclose(augment(white, torch.zeros(4).long(), torch.arange(4), 0, moves), torch.ones(()))
+
+
+@pytest.mark.parametrize(("height", "width"), [(32, 32), (24, 40)])
+def test_augment_equals_torchvisions_affine(height: int, width: int) -> None:
+    coarse = torch.rand(6, 3, 5, 5, generator=torch.Generator().manual_seed(0))
+    smooth = torch.nn.functional.interpolate(coarse, (height, width), mode="bicubic").clamp(0, 1)
+    image, epoch, index = (smooth * 255).byte(), torch.zeros(6).long(), torch.arange(6)
+    moves = STRONG.model_copy(update={"colour_scale": 0.0, "colour_offset": 0.0})
+    drawn = 2 * keyed_uniform(3, epoch, index, 4, AUGMENT_COLUMN) - 1
+    ours = augment(image, epoch, index, 3, moves)
+    for i in range(6):
+        angle, zoom = 14 * drawn[i, 0].item(), 1 + 0.2 * drawn[i, 1].item()
+        shift = [0.12 * drawn[i, 2].item() * width, 0.12 * drawn[i, 3].item() * height]
+        # It takes translations as whole pixels, so it works on 8 x 8 pixels for each of ours.
+        padded = torch.nn.functional.interpolate(image[i : i + 1].float() / 255, scale_factor=8, mode="nearest")
+        theirs = TF.affine(
+            padded, angle, [round(8 * s) for s in shift], zoom, [0.0, 0.0], InterpolationMode.BILINEAR, fill=[1.0]
+        )
+        theirs = torch.nn.functional.avg_pool2d(theirs, 8)[0]
+        inner = (slice(None), slice(4, -4), slice(4, -4))
+        assert (ours[i] - theirs)[inner].abs().mean() < 0.02
+
+
+def test_augment_colours_are_gain_and_offset_per_channel() -> None:
+    image = torch.full((500, 3, 2, 2), 128, dtype=torch.uint8)
+    colours = AugmentSettings(colour_scale=0.25, colour_offset=0.1)
+    out = augment(image, torch.zeros(500).long(), torch.arange(500), 0, colours)
+    assert torch.equal(out[:, :, 0, 0], out[:, :, 1, 1])
+    values = out[:, :, 0, 0] / (128 / 255)
+    assert abs(values.mean() - 1) < 0.02
+    expected = math.sqrt(0.25**2 / 3 + (0.1 * 255 / 128) ** 2 / 3)
+    assert abs(values.std() - expected) < 0.02
+    assert torch.corrcoef(values.T)[0, 1].abs() < 0.1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_augment_on_the_gpu_equals_the_cpu() -> None:
+    image, epoch, index = images(9, 64, 48)
+    ours = augment(image.cuda(), epoch.cuda(), index.cuda(), 5, STRONG)
+    assert torch.allclose(ours.cpu(), augment(image, epoch, index, 5, STRONG), atol=1e-4)
+
+
+def test_read_all_gives_every_rank_its_samples_in_order(tmp_path: Path) -> None:
+    def change(index: int, sample: dict[str, bytes]) -> dict[str, bytes]:
+        if index == 7:
+            return {**sample, "png": b"?"}
+        return {name: data for name, data in sample.items() if index != 11 or name != "json"}
+
+    manifest = write_shards(tmp_path, [20, 30], change)
+    broken: list[str] = []
+    for rank in range(3):
+        read = list(read_all(manifest, settings(), SPEC, rank, 3, "{json[label]}", broken.append))
+        assert [index for _, _, index in read] == [i for i in range(rank, 50, 3) if i not in (7, 11)]
+        for image, label, index in read:
+            assert image[:, 3, 3].tolist() == [index, 0, 7]
+            assert label == f"label {index % 3}"
+    assert [text.partition(": ")[0] for text in sorted(broken)] == ["00000.tar/0007", "00000.tar/0011"]
+    labels = read_labels(manifest, "{json[label]}")
+    assert labels == [None if index == 11 else f"label {index % 3}" for index in range(50)]
+
+
+def test_read_all_of_a_truncated_shard_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    manifest = write_shards(tmp_path, [10, 10])
+    path = tmp_path / "00000.tar"
+    path.write_bytes(path.read_bytes()[:9000])
+    read = [index for _, _, index in read_all(manifest, settings(), SPEC, 0, 1, "{txt}")]
+    assert read[-10:] == list(range(10, 20))
+    assert len(read) < 20
+    assert "00000.tar/entry 9: the tar has" in caplog.text

@@ -1,0 +1,123 @@
+"""`disco-ds index`: what it writes, keeps, finds stale, and refuses."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from disco_ds.cli.index import main as index
+from disco_ds.data import Manifest, load_manifest, load_sources
+from disco_ds.data.listing import NAME
+from helpers.shards import SIZES, settings, write_shards, write_tar
+from helpers.web import serve
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Shards without a manifest."""
+    folder = write_shards(tmp_path / "shards", [3, 5, 2]).folder
+    (folder / NAME).unlink()
+    return folder
+
+
+def run(*words: object) -> int:
+    return index([*map(str, words), "--workers=0"])
+
+
+def test_index_writes_then_counts_only_what_has_changed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(folder) == 0
+    assert capsys.readouterr().out == f"{folder / NAME}: 3 shards, 10 samples\n"
+    # Other contents under the same size and time: the count is kept, so it was not looked at.
+    path, times = folder / "00001.tar", os.stat(folder / "00001.tar")
+    size = times.st_size
+    write_tar(path, [("0.txt", b"")])
+    os.truncate(path, size)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert run(folder) == 0
+    assert load_manifest(folder).sizes == [3, 5, 2]
+    os.utime(path, (1, 1))
+    write_tar(folder / "00003.tar", [("0.txt", b"")])
+    assert run(folder) == 0
+    assert load_manifest(folder).sizes == [3, 1, 2, 1]
+    # What is no manifest any more is written anew.
+    (folder / NAME).write_text("{")
+    assert run(folder) == 0
+    assert load_manifest(folder).num_samples == 7
+
+
+def test_check_tells_what_has_changed_and_writes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(folder, "--check") == 2
+    assert "manifest.json is not a manifest (FileNotFoundError" in capsys.readouterr().err
+    run(folder)
+    before = (folder / NAME).read_text()
+    os.utime(folder / "00002.tar", (1, 1))
+    assert run(folder, "--check") == 0
+    assert capsys.readouterr().out.endswith(f"{folder / NAME} is right: 3 shards, 10 samples\n")
+    write_shards(folder.parent / "other", [4])
+    (folder / "00000.tar").write_bytes((folder.parent / "other" / "00000.tar").read_bytes())
+    (folder / "00001.tar").rename(folder / "x.tar")
+    with open(folder / "00002.tar", "ab") as file:
+        file.write(b"\0" * 512)
+    size = os.path.getsize(folder / "00002.tar")
+    assert run(folder, "--check") == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "00000.tar has 4 samples, was counted with 3",
+        "00001.tar is gone",
+        f"00002.tar has {size:,} bytes instead of {size - 512:,}, and as many samples",
+        "x.tar is new: 5 samples",
+        f"{folder / NAME} is stale: 3 shards, 11 samples",
+    ]
+    assert (folder / NAME).read_text() == before
+
+
+def test_index_elsewhere_and_of_a_part(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    part = folder / "{00000..00001}.tar"
+    assert run(part) == 2
+    assert "say --to FILE" in capsys.readouterr().err
+    assert run(part, "--to", tmp_path / "part.json") == 0
+    assert not (folder / NAME).exists()
+    (found,) = load_sources(settings(part, manifest=tmp_path / "part.json"))
+    assert found.sizes == [3, 5]
+    assert run(part, "--to", tmp_path / "part.json", "--check") == 0
+    assert run(folder, "--to", tmp_path / "whole.json") == 0
+    (whole,) = load_sources(settings(folder, manifest=tmp_path / "whole.json"))
+    assert whole.sizes == [3, 5, 2]
+
+
+def test_index_of_a_server_and_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    local = write_shards(tmp_path / "shards", SIZES)
+    with serve(local.folder) as server:
+        url = f"{server.url}/{{00000..00007}}.tar?token=secret"
+        assert run(url, "--to", tmp_path / "remote.json") == 0
+        (found,) = load_sources(settings(url, manifest=tmp_path / "remote.json", remote={"http": True}))
+        assert run(url, "--to", tmp_path / "remote.json", "--check") == 0
+        assert capsys.readouterr().out.count("8 shards, 166 samples") == 2
+        server.failures["/00003.tar"] = [403]
+        assert run(url, "--to", tmp_path / "none.json") == 2
+        assert f"error: shard 00003.tar cannot be fetched from {server.url}/00003.tar: HTTP status 403" in (
+            capsys.readouterr().err
+        )
+    assert isinstance(found, Manifest)
+    assert found.fingerprint == local.fingerprint
+    assert [shard.bytes for shard in found.shards] == [shard.bytes for shard in local.shards]
+    assert "secret" not in (tmp_path / "remote.json").read_text()
+    command = f"pipe:cat {local.folder}/{{00000..00007}}.tar"
+    assert run(command, "--to", tmp_path / "pipe.json") == 2
+    assert "runs its command in a shell" in capsys.readouterr().err
+    assert run(command, "--to", tmp_path / "pipe.json", "--pipe") == 0
+    assert (tmp_path / "pipe.json").read_text() == (tmp_path / "remote.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("none", "there is no folder none"),
+        ("x.csv", "a csv file needs no manifest"),
+        ("none/{0..1}.tar --to m", "No such file"),
+    ],
+)
+def test_index_refuses(text: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*text.split()) == 2
+    assert words in capsys.readouterr().err

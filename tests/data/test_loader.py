@@ -1,0 +1,322 @@
+"""The loader: one sequence of global batches for any ranks and workers, and exact resume."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from disco_ds.config.data import Pixels
+from disco_ds.data import DataError, Loader, Manifest, MicroBatch, merge_states
+from disco_ds.data.staging import count_buffers
+from helpers.shards import (
+    CONTEXT,
+    NUM_SAMPLES,
+    SIZES,
+    VOCAB,
+    colour,
+    encode,
+    make_loader,
+    read_global,
+    read_rank,
+    read_step,
+    settings,
+    tokenize,
+    write_shards,
+)
+
+
+@pytest.fixture(scope="module")
+def reference(manifest: Manifest) -> Any:
+    """Twelve global batches of 24, nearly two epochs, read by one rank in process; the state after each."""
+    loader = make_loader(manifest, settings())
+    steps, states = [], [loader.state_dict()]
+    for _ in range(12):
+        steps += read_rank(loader, 1)
+        states.append(loader.state_dict())
+    loader.close()
+    return steps, states
+
+
+def test_epochs_hold_every_sample_once(reference: Any) -> None:
+    steps, _ = reference
+    read = [sample for step in steps for sample in step]
+    assert len(set(read)) == len(read) == 288
+    first = {index for index, epoch in read if epoch == 0}
+    assert first == set(range(NUM_SAMPLES))
+    # 8 slots of 20 or 21 samples take turns: epoch 0 ends within position 8 x 21.
+    assert {epoch for _, epoch in read[: 8 * 20]} == {0}
+    assert {epoch for _, epoch in read[8 * 21 : 8 * 41]} == {1}
+
+
+def test_order_stays_what_it_is(reference: Any) -> None:
+    # A change here changes the order of every run that resumes.
+    steps, _ = reference
+    assert steps[0][:6] == [(2, 0), (59, 0), (114, 0), (153, 0), (26, 0), (43, 0)]
+    assert steps[7][:3] == [(51, 1), (72, 1), (12, 1)]
+
+
+@pytest.mark.parametrize(("size", "workers", "micro_batch"), [(2, 0, 3), (4, 0, 1), (8, 0, 3), (1, 1, 24), (2, 3, 2)])
+def test_global_batches_do_not_depend_on_ranks_workers_micro_batch(
+    manifest: Manifest, reference: Any, size: int, workers: int, micro_batch: int
+) -> None:
+    batches, state, _ = read_global(manifest, settings(workers=workers), size, 12, micro_batch=micro_batch)
+    assert batches == reference[0]
+    assert state == reference[1][12]
+
+
+@pytest.mark.parametrize(("done", "size", "workers"), [(2, 4, 0), (7, 2, 0), (8, 2, 2), (0, 1, 0)])
+def test_resume_at_another_number_of_ranks_goes_on_exactly(
+    manifest: Manifest, reference: Any, done: int, size: int, workers: int
+) -> None:
+    _, middle, _ = read_global(manifest, settings(), 4, done)
+    assert middle == reference[1][done]
+    batches, state, _ = read_global(manifest, settings(workers=workers), size, 12 - done, state=middle)
+    assert batches == reference[0][done:]
+    assert state == reference[1][12]
+
+
+def test_batch_smaller_than_the_slots_leaves_workers_empty_parts(manifest: Manifest) -> None:
+    data = settings(slots=8, workers=3)
+    in_process = read_global(manifest, settings(slots=8), 1, 12, batch=2, micro_batch=2)
+    assert read_global(manifest, data, 1, 12, batch=2, micro_batch=2) == in_process
+    whole = read_global(manifest, settings(slots=8), 1, 1, batch=24)
+    assert [sample for step in in_process[0] for sample in step] == whole[0][0]
+
+
+def test_another_seed_is_another_order(manifest: Manifest, reference: Any) -> None:
+    assert read_global(manifest, settings(), 1, 1, seed=4)[0][0] != reference[0][0]
+
+
+def test_state_of_another_run_is_refused(manifest: Manifest, tmp_path: Path) -> None:
+    ranks = [make_loader(manifest, settings(), rank, 2) for rank in range(2)]
+    states = [loader.state_dict() for loader in ranks]
+    merged = merge_states(states)
+    for loader in ranks:
+        loader.close()
+    with pytest.raises(ValueError, match="slots 8, this run has 4"):
+        make_loader(manifest, settings(slots=4), state=merged)
+    with pytest.raises(ValueError, match="global_batch 24, this run has 48"):
+        make_loader(manifest, settings(), batch=48, state=merged)
+    with pytest.raises(ValueError, match="fingerprint"):
+        make_loader(write_shards(tmp_path, SIZES[::-1]), settings(), state=merged)
+    with pytest.raises(ValueError, match="merge_states"):
+        make_loader(manifest, settings(), state=states[0])
+    with pytest.raises(ValueError, match="4 of 8 slots are missing"):
+        merge_states(states[:1])
+    with pytest.raises(ValueError, match="differ in steps"):
+        merge_states([states[0], {**states[1], "steps": 1}])
+
+
+def test_ranks_that_do_not_divide_the_slots_are_refused(manifest: Manifest) -> None:
+    with pytest.raises(ValueError, match=r"8 slots .* data.slots=6 or data.slots=9"):
+        make_loader(manifest, settings(), 0, 3)
+    with pytest.raises(ValueError, match="global_batch 25"):
+        make_loader(manifest, settings(), batch=25, micro_batch=3)
+
+
+def read_ids(manifest: Manifest, steps: int) -> list[torch.Tensor]:
+    loader = make_loader(manifest, settings(), micro_batch=24)
+    ids = [index for _ in range(steps) for index in read_step(loader).index]
+    loader.close()
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "K", "pixels", "workers", "most", "buffers"),
+    [
+        (None, 1, "device", 2, 99, 1 + 4),
+        (None, 32, "device", 2, 99, 1 + 32),
+        (None, 32, "device", 2, 10, 1 + 10),
+        (None, 32, "device", 2, 0, 1 + 1),
+        (None, 32, "host", 2, 99, 32 + 32),
+        (7, 32, "compressed", 2, 3, 1 + 7),
+        (None, 32, "host", 0, 99, 32),
+    ],
+)
+def test_buffers_hold_a_step_ahead_within_memory(
+    prefetch: int | None, K: int, pixels: Pixels, workers: int, most: int, buffers: int
+) -> None:
+    assert count_buffers(prefetch, K, pixels, workers, most) == buffers
+
+
+@pytest.mark.parametrize("pixels", ["device", "host", "compressed"])
+def test_step_that_is_not_read_to_its_end_is_passed_over(manifest: Manifest, pixels: Pixels) -> None:
+    loader = make_loader(manifest, settings(workers=1), micro_batch=3, pixels=pixels)
+    try:
+        for num_read in (0, 3, 8):
+            batches = loader.read_step().micro_batches
+            for k in range(num_read):
+                _ = batches[k]
+        ids = torch.cat(read_step(loader).index)
+        assert torch.equal(ids, read_ids(manifest, 4)[3])
+        assert loader.state_dict()["steps"] == 4
+    finally:
+        loader.close()
+
+
+def test_micro_batches_are_read_while_the_step_goes_on(manifest: Manifest, tmp_path: Path) -> None:
+    """The first is there before the others are decoded; the workers prepare a step while nobody asks."""
+    loader = make_loader(manifest, settings(workers=1), tokenize=partial(count_and_wait, tmp_path), micro_batch=3)
+    try:
+        data = loader.read_step()
+        _ = data.micro_batches[0]
+        assert data.error is None
+        (tmp_path / "open").touch()
+        assert len(list(data.micro_batches)) == 8
+        deadline = time.monotonic() + 60
+        while (tmp_path / "calls").stat().st_size < 2 * 24 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert (tmp_path / "calls").stat().st_size >= 2 * 24
+    finally:
+        loader.close()
+
+
+def check_whole(batch: MicroBatch) -> None:
+    """Nothing has been copied over it: images, texts and ids belong together."""
+    for image, text, index in zip(batch.image, batch.text, batch.index, strict=True):
+        assert image[:, 4, 4].tolist() == list(colour(int(index)))
+        assert bytes(text[text > 0].tolist()) == b"%d" % index
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("pixels", ["device", "host", "compressed"])
+@pytest.mark.parametrize("micro_batch", [24, 12, 3])
+def test_micro_batches_are_the_same_in_both_passes(
+    tmp_path: Path, workers: int, pixels: Pixels, micro_batch: int
+) -> None:
+    """GradAccum's order of asking, with the last one in use until it is asked for the one after; workers are ahead."""
+
+    def change(index: int, sample: dict[str, bytes]) -> dict[str, bytes]:
+        return sample | {"png": sample["png"][:40]} if index % 7 == 3 else sample
+
+    manifest, options = write_shards(tmp_path, SIZES, change), {"workers": workers, "max_broken": 1.0}
+    reference = make_loader(manifest, settings(workers=0, max_broken=1.0), micro_batch=micro_batch)
+    loader = make_loader(manifest, settings(**options), micro_batch=micro_batch, pixels=pixels)
+    K = 24 // micro_batch
+    try:
+        for step in range(6):
+            expected, data = read_step(reference), loader.read_step()
+            given_up = step == 3  # the next step begins where this one would have
+            for k in [*range(K), *range(2 if given_up and K > 2 else K - 1)]:
+                batch = data.micro_batches[k]
+                check_whole(batch)
+                assert torch.equal(batch.index, expected.index[k])
+                if k == 1:
+                    time.sleep(0.02)  # the workers get ahead
+                check_whole(batch)
+            assert torch.equal(torch.cat(data.index), torch.cat(expected.index))
+            assert loader.state_dict() == reference.state_dict()
+        assert loader.broken > 0
+        if K > 3:
+            with pytest.raises(RuntimeError, match="micro-batch 3 is asked for, 0 is due"):
+                _ = loader.read_step().micro_batches[3]
+    finally:
+        loader.close()
+        reference.close()
+
+
+def test_only_what_waits_on_the_device_is_kept_there(manifest: Manifest) -> None:
+    places: list[tuple[Pixels, int]] = [("device", 8), ("host", 2), ("compressed", 2)]
+    for pixels, num in places:
+        loader = make_loader(manifest, settings(), micro_batch=3, pixels=pixels)
+        batches = loader.read_step().micro_batches
+        assert len({batches[k].image.data_ptr() for k in range(8)}) == num
+        loader.close()
+
+
+def test_worker_lost_between_the_passes_is_an_error(manifest: Manifest) -> None:
+    """Before the loss it is told as every error of the data; after it nothing may stand in for the images."""
+    loader = make_loader(manifest, settings(workers=1, prefetch=1), micro_batch=3, pixels="compressed")
+    try:
+        data = loader.read_step()
+        assert len(list(data.micro_batches)) == 8
+        assert data.error is None
+        before = loader.state_dict()
+        os.kill(loader.worker_pids[0], signal.SIGKILL)
+        with pytest.raises(DataError, match=r"step 1: data worker 0 of 1 \(pid \d+\) died"):
+            list(map(data.micro_batches.__getitem__, range(7)))
+        following = loader.read_step()
+        assert not any(batch.image.any() for batch in following.micro_batches)
+        assert following.error is not None
+        assert "died" in following.error
+        assert loader.state_dict() == before
+    finally:
+        loader.close()
+
+
+def count_and_wait(folder: Path, texts: list[str]) -> torch.Tensor:
+    """After a micro-batch of three samples it waits for a file."""
+    with (folder / "calls").open("ab") as file:
+        file.write(b".")
+    while (folder / "calls").stat().st_size > 3 and not (folder / "open").exists():
+        time.sleep(0.01)
+    return tokenize(texts)
+
+
+def read_pixels(loader: Loader, steps: int) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
+    for _ in range(steps):
+        data = read_step(loader)
+        assert data.error is None
+        for b in data.micro_batches:
+            yield from zip(b.index.tolist(), b.epoch.tolist(), b.image.clone(), b.text.clone(), strict=True)
+
+
+def test_synthetic_source_is_a_function_of_the_id() -> None:
+    data = settings(source="synthetic", shards=None, num_samples=100, slots=4)
+    seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    orders = []
+    for size in (1, 2):
+        for rank in range(size):
+            loader = make_loader(None, data, rank, size, batch=20)
+            read = list(read_pixels(loader, 10))
+            loader.close()
+            orders.append([(index, epoch) for index, epoch, _, _ in read])
+            for index, _, image, text in read:
+                known = seen.setdefault(index, (image, text))
+                assert torch.equal(image, known[0])
+                assert torch.equal(text, known[1])
+    assert orders[0][::2] == orders[1]
+    assert orders[0][1::2] == orders[2]
+    assert sorted(orders[0][:100]) == [(index, 0) for index in range(100)]
+    assert sorted(seen) == list(range(100))
+    texts = torch.stack([text for _, text in seen.values()])
+    assert texts.shape == (100, CONTEXT)
+    assert texts.min() >= 0
+    assert (texts.argmax(dim=1) == CONTEXT - 1).all()
+    assert texts.max() == VOCAB - 1
+    assert len({image.flatten().float().mean().item() for image, _ in seen.values()}) > 90
+
+
+def test_pixels_do_not_depend_on_ranks_but_on_the_epoch(tmp_path: Path) -> None:
+    """With a crop that matters: a gradient instead of one colour."""
+
+    def change(index: int, sample: dict[str, bytes]) -> dict[str, bytes]:
+        picture = Image.linear_gradient("L").resize((40, 30)).convert("RGB")
+        return {**sample, "png": encode(picture)}
+
+    manifest = write_shards(tmp_path, [12, 12], change)
+    data = settings(crop_scale=(0.3, 0.8))
+
+    def pixels(size: int, workers: int, data: Any = data) -> dict[tuple[int, int], bytes]:
+        found = {}
+        for rank in range(size):
+            loader = make_loader(manifest, data.model_copy(update={"workers": workers}), rank, size, batch=12)
+            found |= {(i, e): image.numpy().tobytes() for i, e, image, _ in read_pixels(loader, 4)}
+            loader.close()
+        return found
+
+    one = pixels(1, 0)
+    assert pixels(2, 0) == one
+    assert pixels(1, 1) == one
+    assert len(set(one.values())) > 30
+    plain = pixels(1, 0, settings(crop_scale=None))
+    assert len(set(plain.values())) == 1

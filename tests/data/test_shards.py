@@ -1,0 +1,200 @@
+"""Tar shards and their manifest: the index against webdataset, truncation, and every refusal."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+from webdataset.tariterators import group_by_keys, tar_file_expander
+
+from disco_ds.data import BrokenSample, Manifest, Shard, index_shards, load_manifest, resolve_shards, write_manifest
+from disco_ds.data.tar import TarReader
+from helpers.shards import write_shards, write_tar
+
+LONG = "directory/" * 12 + "a" * 90
+MEMBERS = [
+    ("a.JPG", b"1"),
+    ("a.txt", b"22"),
+    ("b.txt", b"x" * 1500),
+    ("__meta__", b"skipped"),
+    ("b.seg.png", b"y" * 512),
+    ("README", b"no extension"),
+    ("dir.v1/c.txt", b""),
+    (f"{LONG}.txt", b"long"),
+    ("caf\u00e9.txt", b"accents"),
+    ("a.txt", b"the same key again"),
+]
+
+
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_samples_are_those_of_webdataset(tmp_path: Path, form: int) -> None:
+    # The longest path that ustar can hold is split into prefix and name.
+    path = write_tar(tmp_path / "0.tar", MEMBERS, format=form, encoding="utf-8")
+    with open(path, "rb") as file:
+        samples = list(group_by_keys(tar_file_expander([{"url": "0.tar", "stream": file}])))
+    expected = [{key: data for key, data in sample.items() if key[0] != "_"} for sample in samples]
+    reader = TarReader(tmp_path, ["0.tar"], 1)
+    assert index_shards(tmp_path).sizes == [len(expected)]
+    assert [reader.read(0, entry) for entry in range(len(expected))] == expected
+    assert [reader.name(0, entry) for entry in range(len(expected))] == [
+        f"0.tar/{sample['__key__']}" for sample in samples
+    ]
+    assert reader.read(0, 1, {"txt"}) == {"txt": b"x" * 1500}
+    reader.close()
+
+
+def test_repeated_extension_begins_a_new_sample(tmp_path: Path) -> None:
+    write_tar(tmp_path / "0.tar", [("a.jpg", b"1"), ("a.txt", b"2"), ("a.jpg", b"3"), ("a.txt", b"4")])
+    reader = TarReader(tmp_path, ["0.tar"], 1)
+    assert [reader.read(0, entry)["jpg"] for entry in range(2)] == [b"1", b"3"]
+    reader.close()
+
+
+def test_directories_and_links_are_no_members(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.txt").write_bytes(b"text")
+    (tmp_path / "a" / "y.txt").symlink_to("x.txt")
+    with tarfile.open(tmp_path / "0.tar", "w") as tar:
+        tar.add(tmp_path / "a", arcname="a")
+    assert index_shards(tmp_path).sizes == [1]
+
+
+def test_every_truncation_keeps_the_complete_samples(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole = write_tar(tmp_path / "whole.tar", [(f"{i}.{ext}", b"z" * 700) for i in range(4) for ext in ("jpg", "txt")])
+    data = whole.read_bytes()
+    whole.unlink()
+    sample = 2 * (512 + 1024)
+    for size in range(sample + 512 + 700, 4 * sample + 512, 200):
+        (tmp_path / "cut.tar").write_bytes(data[:size])
+        caplog.clear()
+        # A sample counts once a header of the next one, or the end mark, is there.
+        assert index_shards(tmp_path).sizes == [(size - 512) // sample]
+        assert "cut.tar is truncated" in caplog.text
+    (tmp_path / "cut.tar").write_bytes(data[: 4 * sample + 512])
+    assert index_shards(tmp_path).sizes == [4]
+
+
+def test_bytes_that_are_no_header_end_the_shard(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write_tar(tmp_path / "0.tar", [(f"{i}.txt", b"text") for i in range(5)])
+    data = bytearray(path.read_bytes())
+    data[3 * 1024 + 20] = 1
+    path.write_bytes(data)
+    assert index_shards(tmp_path).sizes == [2]
+    assert "no end mark at byte 3072" in caplog.text
+
+
+def test_entry_beyond_a_shard_that_shrank_is_a_broken_sample(tmp_path: Path) -> None:
+    write_shards(tmp_path, [3])
+    reader = TarReader(tmp_path, ["00000.tar"], 1)
+    with pytest.raises(BrokenSample, match="3 complete samples"):
+        reader.read(0, 3)
+    assert reader.name(0, 3) == "00000.tar/entry 3"
+    (tmp_path / "00000.tar").write_bytes(b"")
+    with pytest.raises(BrokenSample, match="png member has 0 of"):
+        reader.read(0, 1)
+    assert reader.name(0, 1) == "00000.tar/entry 1"
+    reader.close()
+
+
+def test_reader_keeps_no_more_than_it_is_told(tmp_path: Path) -> None:
+    write_shards(tmp_path, [2] * 70)
+    reader = TarReader(tmp_path, [f"{i:05d}.tar" for i in range(70)], 5)
+    for _ in range(2):
+        assert [reader.read(shard, 1)["txt"] for shard in range(70)] == [b"%d" % (2 * i + 1) for i in range(70)]
+    assert len(reader._indices) == 5
+    assert len(reader._files) == 64
+    reader.close()
+
+
+def test_manifest_roundtrip(tmp_path: Path) -> None:
+    calls = []
+    write_shards(tmp_path, [3, 5, 1])
+    manifest = index_shards(tmp_path, progress=calls.append)
+    assert calls == [1, 2, 3]
+    assert write_manifest(manifest) == tmp_path / "manifest.json"
+    assert load_manifest(tmp_path) == manifest
+    assert manifest.sizes == [3, 5, 1]
+    assert manifest.num_samples == 9
+    tree = json.loads((tmp_path / "manifest.json").read_text())
+    status = (tmp_path / "00000.tar").stat()
+    assert tree["version"] == 1
+    assert tree["shards"][0] == {
+        "name": "00000.tar",
+        "samples": 3,
+        "bytes": status.st_size,
+        "mtime": int(status.st_mtime),
+    }
+    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".tar") == ["manifest.json"]
+
+
+def test_indexing_with_processes_counts_the_same(tmp_path: Path) -> None:
+    write_shards(tmp_path, [3, 5, 1, 2, 2])
+    assert index_shards(tmp_path, workers=1) == index_shards(tmp_path)
+
+
+def test_fingerprint_follows_names_and_samples_alone() -> None:
+    manifest = Manifest(Path("a"), (Shard("0.tar", 5, 100), Shard("1.tar", 6, 100)))
+    assert manifest.fingerprint == Manifest(Path("b"), (Shard("0.tar", 5, 1), Shard("1.tar", 6, 1))).fingerprint
+    assert manifest.fingerprint != Manifest(Path("a"), (Shard("0.tar", 6, 100), Shard("1.tar", 5, 100))).fingerprint
+    assert manifest.fingerprint == "355df8e02e312601"
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(ValueError) as error:
+        load_manifest(folder)
+    return str(error.value)
+
+
+def test_manifest_refusals_name_the_remedy(tmp_path: Path) -> None:
+    assert f"no folder {tmp_path / 'none'}" in refusal(tmp_path / "none")
+    assert "holds no .tar file" in refusal(tmp_path)
+    with pytest.raises(ValueError, match=r"holds no .tar file"):
+        index_shards(tmp_path)
+
+    write_shards(tmp_path, [2, 2])
+    path = tmp_path / "manifest.json"
+    good = path.read_text()
+    command = f"disco-ds index {tmp_path}"
+    path.unlink()
+    assert "2 shards and no manifest.json" in refusal(tmp_path)
+    assert command in refusal(tmp_path)
+    for text, words in [
+        ("{", "is not a manifest"),
+        ("[]", "is not a manifest"),
+        ('{"version": 1, "shards": [{"name": "0.tar"}]}', "KeyError: 'samples'"),
+        ('{"version": 2}', "version 2, this program reads 1"),
+        (good.replace('"samples": 2', '"samples": 0', 1), "without a complete sample: 00000.tar"),
+    ]:
+        path.write_text(text)
+        assert words in refusal(tmp_path)
+    path.write_text(good)
+    (tmp_path / "00001.tar").rename(tmp_path / "x.tar")
+    assert "lists shards that are not there: 00001.tar" in refusal(tmp_path)
+    assert command in refusal(tmp_path)
+    write_tar(tmp_path / "00001.tar", [("a.txt", b"a")])
+    assert "that manifest.json does not list: x.tar" in refusal(tmp_path)
+
+
+def test_shard_of_another_size_is_only_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    manifest = write_shards(tmp_path, [2, 2])
+    with open(tmp_path / "00001.tar", "ab") as file:
+        file.write(b"\0" * 512)
+    assert load_manifest(tmp_path) == manifest
+    assert "1 of 2 shards have another size or time than when they were counted: 00001.tar" in caplog.text
+    assert "disco-ds index --check" in caplog.text
+
+
+def test_index_refuses_shards_without_samples(tmp_path: Path) -> None:
+    for i in range(7):
+        write_tar(tmp_path / f"{i}.tar", [])
+    with pytest.raises(ValueError, match=r"0.tar, 1.tar, 2.tar, 3.tar, 4.tar and 2 more; remove them"):
+        index_shards(tmp_path)
+
+
+def test_resolve_shards() -> None:
+    assert resolve_shards("some/folder") == Path("some/folder")
+    assert resolve_shards("~/x") == Path.home() / "x"
+    with pytest.raises(ValueError, match="no bundled data is called 'bundled:none'; known: "):
+        resolve_shards("bundled:none")

@@ -1,0 +1,73 @@
+"""Ranks whose settings differ: refused on all of them before any work, by name."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from disco_ds.cli.train import main
+from disco_ds.distributed import comm
+from disco_ds.distributed.agreement import _describe, check_agreement
+from helpers.dist import run_ranks
+
+
+def differing() -> list[str]:
+    """What each of several pairs of settings is refused with."""
+    rank = comm.rank()
+    check_agreement({"same": {"a": 1, "b": [None, 2.5]}})
+    said = []
+    for mine in (
+        {"data": {"shards": f"/data/Fü{rank}.tar", "workers": 2}},
+        {"deepspeed": [{"stage": None}, {}][rank], "loss": {"options": {}}},
+        {"runs": ["1", 1][rank], "--resume": [None, "latest"][rank]},
+        {f"key-{number}": number * rank for number in range(9)},
+    ):
+        with pytest.raises(ValueError) as caught:
+            check_agreement(mine)
+        said.append(str(caught.value))
+    return said
+
+
+def test_settings_that_differ_are_named_on_every_rank() -> None:
+    first, second = run_ranks(differing, 2)
+    assert first == second
+    host = socket.gethostname()
+    zero, one = (f"on {host} (rank {number})" for number in range(2))
+    shards, stage, kinds, many = (said.split("\n  ") for said in first)
+    assert shards[0] == "the ranks were given different settings:"
+    assert shards[1].startswith(f'data.shards: "/data/Fü0.tar" {zero}; "/data/Fü1.tar" {one}\nthe remote shell expands')
+    assert stage[1] == f"deepspeed: not given {zero}; {{}} {one}"
+    assert stage[2].startswith(f"deepspeed.stage: null {zero}; not given {one}\n")
+    assert kinds[1] == f'--resume: null {zero}; "latest" {one}'
+    assert kinds[2].startswith(f'runs: "1" {zero}; 1 {one}\n')
+    assert [line.partition(":")[0] for line in many[1:6]] == [f"key-{number}" for number in range(1, 6)]
+    assert many[6].startswith("and 3 more settings\n")
+
+
+def test_many_hosts_are_grouped_by_value_and_few_values_shown() -> None:
+    said = _describe([(f"node-{rank // 2}", {"a": str(rank % 2)}) for rank in range(4)])
+    assert "a: 0 on node-0 (rank 0), node-1 (rank 2); 1 on node-0 (rank 1), node-1 (rank 3)\n" in said
+    said = _describe([("node", {"a": str(rank)}) for rank in range(9)])
+    assert "; 4 on node (rank 4); and 4 more values\n" in said
+
+
+def start_trainer(recipe: Path, *words: str) -> int:
+    """The trainer's exit code, where a shell has made {rank} of something else on every host."""
+    os.chdir(recipe.parent)
+    mine = [word.format(rank=os.environ["RANK"]) for word in words]
+    return main(["--config", recipe.name, "model.name=nowhere", *mine])  # the first mistake that build would find
+
+
+def test_trainer_stops_before_any_work_where_a_rank_has_other_settings(
+    recipe: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_ranks(start_trainer, 2, recipe, "seed={rank}", joined=False) == [2, 2]
+    said = capfd.readouterr().out  # where run_ranks sends both
+    assert f"seed: 0 on {socket.gethostname()} (rank 0); 1 on {socket.gethostname()} (rank 1)" in said
+    assert said.count("error on") == 1
+    assert run_ranks(start_trainer, 2, recipe, "--resume={rank}", joined=False) == [2, 2]
+    assert '--resume: "0" on ' in capfd.readouterr().out
+    assert [path.name for path in recipe.parent.iterdir()] == [recipe.name], "no run folder"

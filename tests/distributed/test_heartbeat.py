@@ -1,0 +1,297 @@
+"""Lost ranks, made for real with signals: every survivor ends in time and names who is lost."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from disco_ds.cli.train import main
+from disco_ds.distributed import comm
+from disco_ds.distributed.heartbeat import HURRY_S, Heartbeat, join_ranks
+from helpers.dist import free_port, start_server
+from helpers.tiny_run import recipe
+
+SIZE = 3
+FAULTY = 1
+LOST_AFTER_S = 3.0
+
+
+class Gpu:
+    """A device that does what it is given at once, until it hangs or breaks. `Event` is as torch.cuda.Event."""
+
+    state = "fine"
+
+    class Event:
+        def record(self) -> None:
+            self.state = Gpu.state
+
+        def query(self) -> bool:
+            if self.state == "breaks":
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            if self.state == "blocks":  # the driver does not answer, and torch holds the global lock meanwhile
+                ctypes.PyDLL(None).sleep(1000)
+            return self.state == "fine"
+
+
+def enter(number: int, port: int, folder: Path, kind: str, lost_after_s: float) -> None:
+    """One rank, in a process of its own."""
+    with (folder / f"{number}.log").open("wb") as log:
+        os.dup2(log.fileno(), 2)
+    os.environ.update(RANK=str(number), WORLD_SIZE=str(SIZE), LOCAL_RANK=str(number))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    torch.set_num_threads(1)
+    timeout_s = LOST_AFTER_S if "hang" in kind or "GPU" in kind or kind == "fine" else 60
+    event = Gpu.Event if "GPU" in kind else None
+    with comm.session(60), Heartbeat(lost_after_s, timeout_s, event) as heart:
+        heart.folder = folder / "hangs"
+        for step in range(10 if kind == "fine" else 10**6):
+            heart.mark(step, "reading data", timed=True)
+            if step == 10 and (number == FAULTY or "all" in kind):
+                misbehave(kind)
+            heart.mark(step, "computing", timed=True)
+            if step == 10 and "GPU" in kind:
+                sleep_for_ever()  # every host waits for its device
+            comm.all_reduce_sum(torch.ones(1))
+            if step == 9:
+                if kind == "fine":
+                    heart.mark(step, "saving")
+                    time.sleep(1.5 * LOST_AFTER_S)
+                (folder / f"{number}.ready").touch()
+            time.sleep(0.03)
+
+
+def misbehave(kind: str) -> None:
+    if kind == "fails":
+        raise ValueError("bad luck")
+    if "GPU" in kind:
+        Gpu.state = kind.split()[-1]
+    elif "hang" in kind:
+        sleep_for_ever()
+
+
+def sleep_for_ever() -> None:
+    while True:
+        time.sleep(0.1)
+
+
+class Ranks:
+    """A group of ranks that step together until something happens."""
+
+    def __init__(self, folder: Path, kind: str = "", lost_after_s: float = LOST_AFTER_S):
+        self.folder = folder / (kind or "steps")
+        self.folder.mkdir()
+        start_server()
+        context = multiprocessing.get_context("forkserver")
+        port = free_port()
+        self.processes = [
+            context.Process(target=enter, args=(number, port, self.folder, kind, lost_after_s))
+            for number in range(SIZE)
+        ]
+        for process in self.processes:
+            process.start()
+        self.since = 0.0
+
+    def wait_ready(self) -> None:
+        wait_for(lambda: all((self.folder / f"{number}.ready").exists() for number in range(SIZE)))
+
+    def send(self, number: int, *ranks: int) -> None:
+        self.wait_ready()
+        for rank in ranks or range(SIZE):
+            os.kill(self.processes[rank].pid, number)
+        self.since = time.monotonic()
+
+    def log(self, number: int) -> str:
+        return (self.folder / f"{number}.log").read_text()
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    def said(self, number: int, within_s: float = LOST_AFTER_S + 5) -> str:
+        """Why this rank has stopped, by itself and in time."""
+        process = self.processes[number]
+        process.join(max(self.since + within_s - time.monotonic(), 0))
+        assert process.exitcode == 1, (number, process.exitcode, self.log(number))
+        return next(line for line in self.log(number).splitlines() if f"rank {number} stops: " in line)
+
+    def stacks(self, number: int) -> str:
+        return (self.folder / "hangs" / f"stacks_rank_{number}.txt").read_text()
+
+    def check_named(self, faulty: int, *words: str, within_s: float = LOST_AFTER_S + 5) -> None:
+        """Every other rank has ended with an error that names the faulty one, its host and its last step."""
+        for number in set(range(SIZE)) - {faulty}:
+            said = self.said(number, within_s)
+            for word in (f"rank {faulty} on {socket.gethostname()} (last step ", *words):
+                assert word in said, said
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float = 120) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def check_fine(group: Ranks) -> None:
+    for process in group.processes:
+        process.join(20)
+    assert [process.exitcode for process in group.processes] == [0] * SIZE
+    assert not any(group.log(number) for number in range(SIZE))
+
+
+def check_frozen(group: Ranks) -> None:
+    """A laptop that slept: nobody has missed anything."""
+    time.sleep(LOST_AFTER_S + 2)
+    group.send(signal.SIGCONT)
+    time.sleep(LOST_AFTER_S + 2)
+    assert all(process.is_alive() for process in group.processes)
+    assert not any(group.log(number) for number in range(SIZE))
+
+
+def check_hung(group: Ranks) -> None:
+    """The rank that hangs leaves where it does."""
+    group.check_named(FAULTY, "last step 10, reading", "all wait for ")
+    assert f"for rank {FAULTY} on " in group.said(FAULTY)
+    assert "misbehave" in group.stacks(FAULTY)
+    assert "misbehave" not in group.stacks(0)
+
+
+def check_all_hung(group: Ranks) -> None:
+    for number in range(SIZE):
+        assert "nobody has come on for 3 s: ranks 0-2 at step 10, reading data" in group.said(number)
+        assert "misbehave" in group.stacks(number)
+
+
+def check_gpu(group: Ranks) -> None:
+    """All hosts are at one mark: the device tells them apart."""
+    for number in range(SIZE):
+        named = f"the GPU of rank {FAULTY} on {socket.gethostname()} has not got beyond step 10, reading data, for 3 s"
+        assert named in group.said(number)
+        assert "sleep_for_ever" in group.stacks(number)
+
+
+def check_blocked(group: Ranks) -> None:
+    """Nothing in Python runs any more, so that nobody can be named; they end all the same, and say where they are."""
+    for number, process in enumerate(group.processes):
+        process.join(max(group.since + 2 * LOST_AFTER_S + 5 - time.monotonic(), 0))
+        assert process.exitcode == 1, (number, process.exitcode, group.log(number))
+        assert "Timeout (0:00:03)!" in group.log(number)
+        assert "in query" in group.log(number)
+
+
+SILENT = "has given no sign of life for"
+STORE = "no answer from the rendezvous store for"
+CASES: dict[str, tuple[Callable[[Ranks], Any], Callable[[Ranks], None]]] = {
+    "fine": (Ranks.wait_ready, check_fine),
+    "fails": (
+        Ranks.wait_ready,
+        lambda r: r.check_named(FAULTY, "last step 10, reading", "failed: ValueError: bad luck"),
+    ),
+    "killed": (lambda r: r.send(signal.SIGKILL, FAULTY), lambda r: r.check_named(FAULTY, SILENT)),
+    "stopped": (lambda r: r.send(signal.SIGSTOP, FAULTY), lambda r: r.check_named(FAULTY, SILENT)),
+    "hangs": (Ranks.wait_ready, check_hung),
+    "all hang": (Ranks.wait_ready, check_all_hung),
+    "GPU hangs": (Ranks.wait_ready, check_gpu),
+    "GPU breaks": (Ranks.wait_ready, check_gpu),
+    "all GPU blocks": (Ranks.wait_ready, check_blocked),
+    "store killed": (lambda r: r.send(signal.SIGKILL, 0), lambda r: r.check_named(0, STORE)),
+    "store stopped": (lambda r: r.send(signal.SIGSTOP, 0), lambda r: r.check_named(0, STORE)),
+    "all frozen": (lambda r: r.send(signal.SIGSTOP), check_frozen),
+}
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ("fails", "killed", "stopped"),
+        ("all hang", "GPU hangs"),
+        pytest.param(("hangs", "GPU breaks", "all GPU blocks"), marks=pytest.mark.slow),
+        pytest.param(("fine", "store killed", "store stopped", "all frozen"), marks=pytest.mark.slow),
+    ],
+)
+def test_every_survivor_names_the_lost_rank(kinds: tuple[str, ...], tmp_path: Path) -> None:
+    """The cases run side by side: they wait, for the most part."""
+    groups = {kind: Ranks(tmp_path, kind) for kind in kinds}
+    try:
+        for kind, group in groups.items():
+            CASES[kind][0](group)
+            group.since = time.monotonic()
+        for kind, group in groups.items():
+            CASES[kind][1](group)
+    finally:
+        for group in groups.values():
+            group.end()
+
+
+def test_ranks_are_joined_in_words() -> None:
+    assert [join_ranks(ranks) for ranks in ([3], [0, 1], [2, 0, 1, 7])] == ["rank 3", "ranks 0-1", "ranks 0-2, 7"]
+
+
+@pytest.mark.slow
+def test_signal_of_a_launcher_shortens_the_wait(tmp_path: Path) -> None:
+    """It comes a second after a rank has died, and half a minute later SIGKILL."""
+    group = Ranks(tmp_path, lost_after_s=60.0)
+    try:
+        group.send(signal.SIGSTOP, FAULTY)
+        group.send(signal.SIGTERM, 0)
+        group.check_named(FAULTY, SILENT, within_s=HURRY_S + 8)
+    finally:
+        group.end()
+
+
+def hang_in_forward(number: int, port: int, folder: Path, path: Path) -> None:
+    """One rank of a real run, of which one hangs in the second step."""
+    with (folder / f"{number}.log").open("wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    os.environ.update(RANK=str(number), WORLD_SIZE="2", LOCAL_RANK=str(number))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    calls = 0
+
+    def before_forward(module: Any, arguments: Any) -> None:
+        nonlocal calls
+        if type(module).__name__ == "VisionTransformer" and number == 1:
+            calls += 1
+            if calls == 5:  # two micro-batches, of which the first is repeated
+                sleep_for_ever()
+
+    torch.nn.modules.module.register_module_forward_pre_hook(before_forward)
+    sys.exit(main(["--config", str(path), "timeout_s=20", "data.timeout_s=15"]))
+
+
+@pytest.mark.slow
+def test_run_names_the_phase_in_which_a_rank_hangs(tmp_path: Path) -> None:
+    start_server()
+    context, port, path = multiprocessing.get_context("forkserver"), free_port(), recipe(tmp_path)
+    ranks = [context.Process(target=hang_in_forward, args=(number, port, tmp_path, path)) for number in range(2)]
+    for process in ranks:
+        process.start()
+    try:
+        for process in ranks:
+            process.join(150)
+        logs = [(tmp_path / f"{number}.log").read_text() for number in range(2)]
+        assert [process.exitcode for process in ranks] == [1, 1], logs
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    for log in logs:
+        assert f"for rank 1 on {socket.gethostname()} (last step 1, forward)" in log
+    stacks = [
+        (tmp_path / "runs" / "tiny" / "diagnostics" / f"stacks_rank_{number}.txt").read_text() for number in range(2)
+    ]
+    assert ["sleep_for_ever" in text for text in stacks] == [False, True]

@@ -1,0 +1,35 @@
+"""Ranks of one host share its cores, and leave alone what a launcher or a person has set."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from disco_ds.distributed import comm
+from disco_ds.distributed.host_share import share_host
+from helpers.dist import run_ranks
+
+
+def threads_of(setting: str | None, bound: bool) -> int:
+    """After sharing, of a rank that had 8 threads."""
+    os.environ.pop("OMP_NUM_THREADS", None)
+    if setting:
+        os.environ["OMP_NUM_THREADS"] = setting
+    if bound:
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[comm.rank()]})
+    torch.set_num_threads(8)
+    share_host()
+    return torch.get_num_threads()
+
+
+def ways() -> list[int]:
+    return [threads_of(None, False), threads_of("8", False), threads_of(None, True)]
+
+
+def test_ranks_share_the_cores_of_their_host() -> None:
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two cores to bind ranks to")
+    assert run_ranks(ways, 2) == [[4, 8, 8]] * 2
+    assert run_ranks(threads_of, 1, None, False) == [8]

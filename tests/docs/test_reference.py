@@ -1,0 +1,27 @@
+"""The generated pages of docs/ are those of the code at hand, and every setting has a meaning."""
+
+from __future__ import annotations
+
+import pytest
+
+from disco_ds.config import Config
+from helpers.paths import ROOT
+from helpers.tool import load_tool
+
+reference = load_tool("make_reference")
+
+
+@pytest.mark.parametrize("page", reference.PAGES)
+def test_page_is_what_the_code_says(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", reference.WIDTH)
+    committed = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    # Not by lines: versions of Python break a usage differently.
+    assert reference.PAGES[page]().split() == committed.split(), "run `python tools/make_reference.py`"
+
+
+def test_every_setting_has_a_meaning() -> None:
+    bare = [row[0] for title, model in reference.sections("", Config) for row in reference.rows(title, model)
+            if not row[3]]  # fmt: skip
+    assert not bare
+    names = {title for title, _ in reference.sections("", Config)}
+    assert {"", "data.", "data.sources[].", "optim.image."} <= names, "the walk must find the groups"

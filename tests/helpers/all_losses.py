@@ -1,0 +1,43 @@
+"""The InfoNCE losses with their options, and one evaluation of a loss over the ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from disco_ds.distributed import comm
+from disco_ds.losses import Embeddings, build_loss
+from helpers.oracle import Answer, answer
+
+TILE = {"tile": (64, 64)}  # edges, and several tiles
+
+
+LOSSES: list[tuple[str, dict[str, Any]]] = [
+    ("clip", {}),
+    ("disco", {}),
+    ("disco", {"reduction": "all_reduce"}),
+    ("disco_fused", TILE),
+    ("inf_cl", TILE),
+]
+
+
+TILED = [(name, options) for name, options in LOSSES if options is TILE]
+
+
+def evaluate(
+    name: str, options: dict[str, Any], image: torch.Tensor, text: torch.Tensor, scale: float, upstream: float = 1.0
+) -> Answer:
+    """This loss on this rank's rows, with the engine's mean over ranks done by hand; the same Answer on every rank."""
+    N, n = comm.size(), comm.rank()
+    b = len(image) // N
+    I, T = (x[n * b : (n + 1) * b].detach().clone().requires_grad_() for x in (image, text))  # noqa: E741
+    s = torch.tensor([scale], dtype=image.dtype, requires_grad=True)
+    out = build_loss(name, **options)(Embeddings(I, T, s))
+    (upstream * out.loss).backward()
+    mine = answer(out.loss.item(), I, T, s)
+    loss, ds = (comm.all_reduce_sum(torch.tensor([mine.loss, mine.ds], dtype=torch.float64)) / N).tolist()
+    assert out.metrics["loss"].item() == pytest.approx(loss, rel=1e-5)
+    dI, dT = (comm.gather(grad) / (N * upstream) for grad in (mine.dI, mine.dT))
+    return Answer(loss, dI, dT, ds / upstream)

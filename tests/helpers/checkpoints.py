@@ -1,0 +1,67 @@
+"""Checkpoint folders written by hand, and ways to damage them."""
+
+from __future__ import annotations
+
+import json
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from disco_ds.metrics.run_folder import CHECKPOINTS
+from disco_ds.training.checkpoint import _rng_state, identity, shape
+from disco_ds.training.retention import FORMAT, META, seal
+from helpers.towers import TINY, tiny_config
+
+
+def identify(fingerprint: str = "abc", **changes: Any) -> dict[str, Any]:
+    return identity(tiny_config("tiny", {"zero_optimization": {"stage": 1}}, **changes), fingerprint, TINY)
+
+
+SHAPE = shape(tiny_config("tiny", {"zero_optimization": {"stage": 1}}), 2)
+
+
+def write_checkpoint(run: Path, step: int, ranks: int = 2) -> Path:
+    """A whole checkpoint folder, written by hand."""
+    path = run / CHECKPOINTS / f"step-{step:08d}"
+    (path / "engine").mkdir(parents=True)
+    (path / "engine" / "weights.pt").write_bytes(b"0123456789")
+    for rank in range(ranks):
+        state = {"rng": _rng_state(), "data": {"rank": rank}, "loss": torch.arange(rank)}
+        torch.save(state, path / f"rank_{rank:05d}.pt")
+    describe(path, {"format": FORMAT, "step": step, "num_steps": 10, "identity": identify(), "shape": SHAPE})
+    return path
+
+
+def describe(path: Path, meta: dict[str, Any]) -> None:
+    """checkpoint.json of the files that are there."""
+    files = [file for file in path.rglob("*") if file.is_file() and file.name != META]
+    sums = {str(file.relative_to(path)): sha256(file.read_bytes()).hexdigest() for file in files}
+    meta["files"] = {name: {"bytes": (path / name).stat().st_size, "sha256": value} for name, value in sums.items()}
+    (path / META).write_text(json.dumps(meta | {"seal": seal(meta)}, indent=1))
+
+
+def flip(path: Path) -> None:
+    """One bit in the middle of a file."""
+    body = bytearray(path.read_bytes())
+    body[len(body) // 2] ^= 1
+    path.write_bytes(body)
+
+
+class Bomb:
+    """Pickled, it makes a file when it is loaded."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def plant(path: Path, name: str, mark: Path) -> None:
+    """Code in the place of a checkpoint's file, and its size, but not its checksum, in checkpoint.json."""
+    torch.save({"module": Bomb(mark)}, path / name)
+    meta = json.loads((path / META).read_text())
+    meta["files"][name]["bytes"] = (path / name).stat().st_size
+    (path / META).write_text(json.dumps(meta | {"seal": seal(meta)}))

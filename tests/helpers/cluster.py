@@ -1,0 +1,49 @@
+"""Several hosts made on this machine, and the processes that carry a mark."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from helpers.tool import load_tool
+
+tool = load_tool("local_cluster")
+
+
+def marked(marker: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if marker in process.environ() and process.pid != os.getpid():
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.fixture
+def marker(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """An environment variable of everything the test starts; nothing that has it may outlive the test."""
+    name = f"DISCO_TEST_{uuid.uuid4().hex}"
+    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(variable, raising=False)
+    # PYTHON*, for DeepSpeed hands those on to the other hosts.
+    for key, value in {f"PYTHON_{name}": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}.items():
+        monkeypatch.setenv(key, value)
+    yield f"PYTHON_{name}"
+    monkeypatch.delenv(f"PYTHON_{name}")
+    left = marked(f"PYTHON_{name}")
+    for process in left:
+        process.kill()
+    assert not left
+
+
+@pytest.fixture
+def possible() -> None:
+    """Skips where no cluster can be made."""
+    if problem := tool.describe_missing():
+        pytest.skip(problem)

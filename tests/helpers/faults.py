@@ -1,0 +1,67 @@
+"""Trouble made inside a run: losses and gradients that are not finite, steps left out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from disco_ds.config import Config
+from disco_ds.data import StepData
+from disco_ds.distributed import comm
+from disco_ds.losses import Embeddings
+from disco_ds.training.build import Run, build
+
+At = Callable[[Run, int], None]
+"""Called with the number of each batch, from 1, before its loss."""
+
+
+def start(config: Config, at: At, stack: ExitStack, resume: str | None = None) -> Run:
+    """A run in which `at` makes trouble."""
+    run = build(config, resume, stack)
+    count = itertools.count(1)
+    run.loss.register_forward_pre_hook(lambda *_: at(run, next(count)))
+    return run
+
+
+def nothing(run: Run, number: int) -> None:
+    pass
+
+
+def poisoned(kinds: dict[int, str]) -> At:
+    """On rank 1 only: a NaN of the loss alone, or an infinite gradient of a finite loss."""
+
+    def at(run: Run, number: int) -> None:
+        if comm.rank() == 1 and number in kinds:
+            hook = run.loss.register_forward_hook(SPOIL[kinds[number]])
+            run.loss.register_forward_hook(lambda *_: hook.remove())
+
+    return at
+
+
+def spoil_loss(module: Any, arguments: Any, out: Any) -> Any:
+    return type(out)(out.loss * float("nan"), out.metrics)
+
+
+def spoil_gradient(module: Any, arguments: tuple[Embeddings], out: Any) -> None:
+    arguments[0].image.register_hook(lambda gradient: gradient * float("inf"))
+
+
+SPOIL = {"loss": spoil_loss, "gradient": spoil_gradient}
+
+
+def leave_out(run: Run, numbers: set[int]) -> Callable[[], StepData]:
+    read, count = run.loader.read_step, iter(range(1, 100))
+
+    def wanted() -> StepData:
+        while next(count) in numbers:
+            read()
+        return read()
+
+    return wanted
+
+
+NAN, INF = 3, 4
+"""Batches of the poisoned runs."""
+BOTH = {NAN: "loss", INF: "gradient"}

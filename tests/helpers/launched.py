@@ -1,0 +1,192 @@
+"""Whole runs through real launchers, and what to look at while they run and after."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy
+import psutil
+import pytest
+import torch
+
+from disco_ds.cli.arguments import parse_args
+from disco_ds.config import load_config
+from disco_ds.metrics.records import METRICS_FILE
+from disco_ds.training.build import build
+from disco_ds.training.loop import train
+from helpers.dist import free_port
+from helpers.tiny_run import recipe
+from helpers.towers import BPE_SIZE, write_tiny
+
+BIN = Path(sys.executable).parent
+
+
+SAME = ("step", "ids", "loss", "lr", "scale", "grad_norm")
+"""What a resumed run repeats to the bit."""
+
+
+def launch_command(kind: str, ranks: int, arguments: list[str]) -> list[str]:
+    if kind == "deepspeed":
+        front = [str(BIN / "deepspeed"), "--num_accelerators", str(ranks), "--master_port", str(free_port())]
+        return [*front, "--module", "disco_ds.train", *arguments]
+    if kind == "torchrun":
+        front = [str(BIN / "torchrun"), "--nproc_per_node", str(ranks), "--master_port", str(free_port())]
+        return [*front, "-m", "disco_ds.train", *arguments]
+    world = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(ranks))}).encode()).decode()
+    front = [sys.executable, "-m", "deepspeed.launcher.launch", f"--world_info={world}"]
+    return [*front, "--master_addr=127.0.0.1", f"--master_port={free_port()}", "--module", "disco_ds.train", *arguments]
+
+
+@contextmanager
+def launched(kind: str, ranks: int, arguments: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A run in a session of its own; every process of it is ended at the end, whatever happens."""
+    with (folder / "log.txt").open("ab") as log:
+        process = subprocess.Popen(
+            launch_command(kind, ranks, arguments),
+            cwd=folder,
+            env=alone(),
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        for member in members(process.pid):
+            member.kill()
+        process.wait()
+
+
+def members(session: int) -> list[psutil.Process]:
+    """Living processes of a session."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return found
+
+
+def ranks_of(session: int) -> list[psutil.Process]:
+    """The trainers among them, by rank; data workers are their children."""
+    trainers = [p for p in members(session) if p.environ().get("LOCAL_RANK") and "disco_ds.train" in p.cmdline()]
+    by_rank = {int(p.environ()["LOCAL_RANK"]): p for p in sorted(trainers, key=lambda p: -p.create_time())}
+    return [by_rank[rank] for rank in sorted(by_rank)]
+
+
+def wait_for(
+    condition: Callable[[], Any], what: str, folder: Path, timeout_s: float = 600, poll_s: float = 0.05
+) -> Any:
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        if value := condition():
+            return value
+        time.sleep(poll_s)
+    pytest.fail(f"waited {timeout_s} s for {what}:\n{(folder / 'log.txt').read_text()[-3000:]}")
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    if not (run / METRICS_FILE).exists():
+        return []
+    lines = (run / METRICS_FILE).read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def finish(kind: str, ranks: int, arguments: list[str], folder: Path) -> None:
+    with launched(kind, ranks, arguments, folder) as process:
+        assert process.wait(timeout=800) == 0, (folder / "log.txt").read_text()[-3000:]
+
+
+def train_without_launcher(folder: Path, arguments: list[str]) -> None:
+    """One rank, in a process of run_ranks: sooner there than a launcher's."""
+    os.chdir(folder)
+    args = parse_args(arguments)
+    with ExitStack() as stack:
+        train(build(load_config(args.config, args.overrides), args.resume, stack))
+
+
+def _launcher(session: int) -> psutil.Process:
+    return next(p for p in members(session) if "deepspeed.launcher.launch" in p.cmdline())
+
+
+def equal_checkpoints(first: Path, second: Path) -> None:
+    """Weights, optimizer and our own state, to the bit."""
+    names = sorted(str(path.relative_to(first)) for path in first.rglob("*.pt"))
+    assert names == sorted(str(path.relative_to(second)) for path in second.rglob("*.pt"))
+    for name in names:
+        mine, other = (torch.load(path / name, weights_only=False, map_location="cpu") for path in (first, second))
+        for noise in ("global_samples", "dp_world_size", "ds_config", "ds_version"):
+            for tree in (mine, other):
+                tree.pop(noise, None)
+        assert_same(mine, other, name)
+
+
+def assert_same(mine: Any, other: Any, where: str) -> None:
+    assert type(mine) is type(other), where
+    if isinstance(mine, torch.Tensor):
+        assert torch.equal(mine, other), where
+    elif isinstance(mine, dict):
+        assert mine.keys() == other.keys(), where
+        for key in mine:
+            assert_same(mine[key], other[key], f"{where}.{key}")
+    elif isinstance(mine, list | tuple):
+        assert len(mine) == len(other), where
+        for number, (a, b) in enumerate(zip(mine, other, strict=True)):
+            assert_same(a, b, f"{where}[{number}]")
+    elif isinstance(mine, numpy.ndarray):
+        assert numpy.array_equal(mine, other), where
+    elif isinstance(mine, int | float | str | bool | torch.Size | torch.dtype | None):
+        assert mine == other, where
+    elif isinstance(mine, type | types.FunctionType):
+        assert mine is other, where
+    else:  # the loss scaler, for one
+        assert_same(vars(mine), vars(other), where)
+
+
+def write_recipe(folder: Path, deepspeed: dict[str, Any]) -> list[str]:
+    """Eight steps with dropout, two micro-batches, a checkpoint every three, in a folder with a space."""
+    folder.mkdir()
+    model = {"name": write_tiny(folder, BPE_SIZE, patch_dropout=0.5)}
+    data = {"shards": "bundled:emoji/unseen", "image_key": "png", "workers": 1, "slots": 4}
+    path = recipe(
+        folder,
+        runs="runs",
+        steps=8,
+        model=model,
+        data=data | {"augment": {"rotate_degrees": 10, "colour_scale": 0.1}},
+        checkpoint={"every_steps": 3, "keep_last": 3},
+        lost_after_s=10,
+        deepspeed=deepspeed,
+    )
+    return ["--config", path.name]
+
+
+FP32 = {"torch_autocast": {"enabled": False}}
+
+
+CASES = {
+    "zero1-fp32": {"base": "zero1", **FP32},
+    "zero0-fp32": {"base": "zero0", **FP32},
+    "zero3-autocast": {"base": "zero3"},
+    "zero2-bf16": {"base": "zero2", "bf16": {"enabled": True}, **FP32},
+    "zero2-fp16": {"base": "zero2", "fp16": {"enabled": True, "initial_scale_power": 8}, **FP32},
+}
+
+
+def alone() -> dict[str, str]:
+    """The environment without a launcher's variables."""
+    hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    environment = {key: value for key, value in os.environ.items() if key not in hidden}
+    return environment | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}

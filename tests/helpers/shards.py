@@ -1,0 +1,168 @@
+"""Small tar shards for tests: images of one colour that tells the sample's id, captions that tell it too."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import tarfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from disco_ds.config import DataSettings
+from disco_ds.data import (
+    ImageSpec,
+    Loader,
+    Manifest,
+    SampleForm,
+    Share,
+    Staging,
+    StepData,
+    Table,
+    index_shards,
+    merge_states,
+    write_manifest,
+)
+
+SIZES = [17, 30, 9, 25, 30, 13, 20, 22]
+NUM_SAMPLES = sum(SIZES)
+CONTEXT = 8
+VOCAB = 260
+SPEC = ImageSpec((8, 8))
+
+Change = Callable[[int, dict[str, bytes]], dict[str, bytes]]
+
+
+def tokenize(texts: list[str]) -> torch.Tensor:
+    """Bytes as tokens."""
+    rows = [list(text.encode())[:CONTEXT] for text in texts]
+    return torch.tensor([row + [0] * (CONTEXT - len(row)) for row in rows])
+
+
+def colour(index: int) -> tuple[int, int, int]:
+    return index % 256, index // 256, 7
+
+
+def encode(image: Image.Image, kind: str = "PNG") -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind)
+    return buffer.getvalue()
+
+
+def make_sample(index: int) -> dict[str, bytes]:
+    image = Image.new("RGB", (12, 10), colour(index))
+    fields = {"label": f"label {index % 3}", "keywords": [f"k{index}", "x"], "nothing": None}
+    return {"png": encode(image), "txt": b"%d" % index, "json": json.dumps(fields).encode()}
+
+
+def bomb(side: int = 50_000) -> bytes:
+    """A PNG of a few bytes that says it has side x side pixels."""
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+def write_tar(path: Path, members: list[tuple[str, bytes]], **options: Any) -> Path:
+    with tarfile.open(path, "w", **options) as tar:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return path
+
+
+def write_shards(folder: Path, sizes: list[int], change: Change | None = None, first: int = 0) -> Manifest:
+    """Shards of these sizes with their manifest, ids from `first` on; `change` may damage the members of a sample, by
+    id."""
+    folder.mkdir(parents=True, exist_ok=True)
+    index = first
+    for number, size in enumerate(sizes):
+        members = []
+        for entry in range(size):
+            sample = make_sample(index)
+            for extension, data in (change(index, sample) if change else sample).items():
+                members.append((f"{entry:04d}.{extension}", data))
+            index += 1
+        write_tar(folder / f"{number:05d}.tar", members)
+    manifest = index_shards(folder)
+    write_manifest(manifest)
+    return manifest
+
+
+def settings(folder: Path | str = "unused", **changes: Any) -> DataSettings:
+    return DataSettings(**{"shards": str(folder), "workers": 0, "window": 5, "timeout_s": 240.0, **changes})
+
+
+def make_loader(
+    sources: Manifest | list[Manifest | Table] | None,
+    data: DataSettings,
+    rank: int = 0,
+    size: int = 1,
+    batch: int = 24,
+    **changes: Any,
+) -> Loader:
+    sources = [sources] if isinstance(sources, Manifest) else sources or []
+    options = {"micro_batch": batch // size // 2, "seed": 3, "tokenize": tokenize, "pixels": "device", **changes}
+    return Loader(
+        data,
+        sources,
+        SampleForm(SPEC, options["tokenize"], CONTEXT, VOCAB),
+        Share(rank, size, batch, options["micro_batch"]),
+        options["seed"],
+        options.get("state"),
+        Staging(options["pixels"]),
+    )
+
+
+def read_step(loader: Loader) -> StepData:
+    """A step with all of its micro-batches read, so that its error and figures are complete."""
+    data = loader.read_step()
+    assert len(list(data.micro_batches)) == len(data.micro_batches)
+    return data
+
+
+def read_rank(loader: Loader, steps: int) -> list[list[tuple[int, int]]]:
+    """(id, epoch) of the rank's samples, step by step; pixels and text are checked against the id."""
+    read = []
+    for _ in range(steps):
+        data = read_step(loader)
+        assert data.error is None, data.error
+        step = []
+        for batch in data.micro_batches:
+            for image, text, index, epoch in zip(batch.image, batch.text, batch.index, batch.epoch, strict=True):
+                assert image[:, 4, 4].tolist() == list(colour(int(index)))
+                assert bytes(text[text > 0].tolist()) == b"%d" % index
+                step.append((int(index), int(epoch)))
+        read.append(step)
+    return read
+
+
+def read_global(sources: Any, data: DataSettings, size: int, steps: int, batch: int = 24, **changes: Any) -> Any:
+    """The global batches of `steps` steps, in order of position, the loaders' merged state and their broken samples."""
+    ranks, states, broken = [], [], []
+    for rank in range(size):
+        loader = make_loader(sources, data, rank, size, batch, **changes)
+        try:
+            ranks.append(read_rank(loader, steps))
+            states.append(loader.state_dict())
+            broken.append(loader.broken)
+        finally:
+            loader.close()
+    batches = [[ranks[p % size][t][p // size] for p in range(batch)] for t in range(steps)]
+    return batches, merge_states(states), sum(broken)
+
+
+def noise(width: int, height: int) -> Image.Image:
+    """Random at two scales: pixels alone would average out, blocks alone would hide a shift."""
+    rng = np.random.default_rng(width * 1000 + height)
+    blocks = Image.fromarray(rng.integers(0, 256, (5, 5, 3), dtype=np.uint8)).resize((width, height))
+    return Image.blend(blocks, Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)), 0.4)

@@ -1,0 +1,265 @@
+"""Tiles of similarities against float64: torch's ways here, Triton's under its interpreter in ranks of their own.
+
+Triton decides at its first import whether it interprets, so that takes a fresh process.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from disco_ds.distributed import comm
+from disco_ds.losses import Embeddings, build_loss
+from disco_ds.losses.kernels import Block, Tiling, find_problem, sigmoid_block, softmax_gradient, softmax_sums
+from disco_ds.losses.kernels.availability import uses_triton
+from helpers.dist import run_ranks
+from helpers.oracle import features
+from helpers.tool import load_tool
+
+tool = load_tool("check_kernels")
+EVERY_OFFSET = [(5, 6, 3, pairs) for pairs in (None, *range(-5, 7))]
+EDGES = [(64, 128, 64, 64), (70, 130, 20, -3), (33, 40, 70, None), (1, 1, 1, 0), (20, 65, 33, 64)]
+WIDTHS = (512, 640, 768, 1024, 1152)
+CUT_TO_BF16 = ("kept", "gradient stored, rows", "gradient stored, columns")
+LOSSES: list[tuple[str, dict[str, Any]]] = [
+    ("disco_fused", {}),
+    ("disco_fused", {"store": True}),
+    ("disco_fused", {"precision": "bf16"}),
+    ("inf_cl", {}),
+    ("siglip", {}),
+]
+
+
+def interpreted() -> list[str]:
+    """Runs on two ranks, which share the tiles out; returns the failures in words."""
+    # Memory that torch.empty gives reads as not a number: what is used before it is written shows.
+    torch.use_deterministic_algorithms(True)
+    n, failures = comm.rank(), []
+    cases = [(shape, "fp32") for shape in EVERY_OFFSET + EDGES] + [((33, 40, 70, 2), "tf32")]
+    for number, ((rows, columns, D, pairs), precision) in enumerate(cases):
+        if number % 2 == n:
+            r, c = tool.features(rows, D, "cpu", 1), tool.features(columns, D, "cpu", 2)
+            for check in tool.check_tiles(r, c, pairs, Tiling(None, precision, "triton")):
+                if not fine(check):
+                    failures.append(f"{rows} x {columns} x {D}, pairs {pairs}, {precision}: {check}")
+    r, c = tool.features(70, 20, "cpu", 3), tool.features(100, 20, "cpu", 4)
+    for check in tool.check_blocks(r, c, (None, 7)[n], Tiling((64, 64), ("fp32", "fp16")[n], "triton")):
+        if not fine(check):
+            failures.append(f"block: {check}")
+    if n == 0:
+        failures += half_factors() + far_rows()
+    return failures + every_configuration(n) + losses()
+
+
+def every_configuration(n: int) -> list[str]:
+    """Each configuration that a GPU may choose: ragged edges, contiguous and strided rows, usual widths."""
+    from disco_ds.losses.kernels import triton_kernels
+
+    failures = []
+    for number, config in enumerate([*triton_kernels.TENSOR_CORES, *triton_kernels.PLAIN_CORES]):
+        if number % 2 == n:
+            triton_kernels.force(config)
+            D, strided = WIDTHS[number % len(WIDTHS)], number % 4 < 2
+            r, c = (tool.features(k, D, "cpu", k) for k in (150, 300))
+            r, c = (r, c) if strided else (r.contiguous(), c.contiguous())
+            for check in tool.check_tiles(r, c, -3, Tiling(None, "fp32", "triton")):
+                if not fine(check):
+                    failures.append(f"{config}, D {D}, strided {strided}: {check}")
+    triton_kernels.force(None)
+    return failures
+
+
+def fine(check: Any) -> bool:
+    """The interpreter cuts numbers to bf16, which a GPU and torch round."""
+    return check.passes or (check.name in CUT_TO_BF16 and check.triton <= 2**-7)
+
+
+def half_factors() -> list[str]:
+    """A GPU's factors in fp16: the weights are written in as much, into memory twice as wide."""
+    tiling = Tiling(None, "fp16", "triton")
+    r, c = tool.features(40, 24, "cpu", 1).half(), tool.features(70, 24, "cpu", 2).half()
+    from disco_ds.losses.kernels import torch_tiles, triton_tiles
+
+    r, c = (x.clone() for x in (r, c))
+    with mock.patch.object(Tiling, "factor_dtype", lambda self, x: x.dtype):  # as on a GPU
+        mine = tool.on_tile(triton_tiles, r, c, 3, tiling)
+    theirs, true = (tool.on_tile(torch_tiles, r.to(x), c.to(x), 3, tiling) for x in (torch.float32, torch.float64))
+    found = [tool.Check(k, tool.error(mine[k], true[k]), tool.error(theirs[k], true[k])) for k in true]
+    assert mine["weights"].dtype == mine["sigmoid weights"].dtype == torch.float16
+    return [f"half factors: {check}" for check in found if not fine(check)]
+
+
+def far_rows() -> list[str]:
+    """Rows that start more than 2^31 elements into their tensor, of which nothing else is touched."""
+    from disco_ds.losses.kernels import triton_tiles
+
+    torch.use_deterministic_algorithms(False)
+    r = torch.empty((1 << 31) + 64, dtype=torch.float16).as_strided((3, 16), (1 << 30, 1))
+    torch.use_deterministic_algorithms(True)
+    r.copy_(tool.features(3, 16, "cpu", 5))
+    scale, tiling = torch.tensor([14.3]), Tiling(None, "fp16", "triton")
+    found = []
+    for a, b, which in ((r, r.clone(), 0), (r.clone(), r, 1)):
+        shift = torch.zeros(1, dtype=torch.float64)
+        sums = triton_tiles.exp_sums(a, b, scale, shift, None, tiling, None, None, False)[which]
+        wrong = tool.error(sums, (a.double() @ b.double().T * 14.3).exp().sum(1 - which))
+        if not wrong <= 1e-5:
+            found.append(f"far rows as {('rows', 'columns')[which]}: {wrong}")
+    return found
+
+
+def losses() -> list[str]:
+    """Whole losses on two ranks and on one: Triton's and torch's answers are the same."""
+    from deepspeed import comm as dist
+
+    failures = []
+    alone = [dist.new_group([rank]) for rank in range(comm.size())][comm.rank()]
+    for group, b in ((None, 40), (alone, 70)):
+        N, n = comm.size(group), comm.rank(group)
+        image, text = (x[n * b : (n + 1) * b] for x in features(N * b, 20, torch.float32))
+        for name, options in LOSSES:
+            mine, theirs = (
+                gradients(name, {**options, "impl": impl, "tile": (64, 64), "group": group}, image, text)
+                for impl in ("triton", "torch")
+            )
+            wrong = [tool.error(x, y) for x, y in zip(mine, theirs, strict=True)]
+            # Here torch rounds the weights to bf16, Triton holds them in the factors' fp32, or cuts what it keeps.
+            if not max(wrong) <= {"precision": 2**-8, "store": 2**-6}.get(next(iter(options), ""), 3e-6):
+                failures.append(f"{name} {options} on {N}: {wrong}")
+    return failures
+
+
+def gradients(name: str, options: dict[str, Any], image: Tensor, text: Tensor) -> list[Tensor]:
+    """The loss, its accuracies, and its gradients at image, text, scale and, for siglip, bias."""
+    leaves = [x.clone().requires_grad_() for x in (image, text, torch.tensor([14.3]), torch.tensor([-10.0]))]
+    out = build_loss(name, **options)(Embeddings(*leaves))
+    out.loss.backward()
+    return [out.loss.detach(), *out.metrics.values(), *(x.grad for x in leaves if x.grad is not None)]
+
+
+def test_triton_under_the_interpreter_equals_torch_and_float64(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for failures in run_ranks(interpreted, 2, method="spawn"):
+        assert not failures, "\n".join(failures)
+
+
+def test_triton_where_it_cannot_run_is_refused(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    rows = torch.eye(4)
+    with pytest.raises(ValueError, match="impl=triton needs the triton package and a GPU"):
+        softmax_sums(block(rows, rows, 0, Tiling(None, "fp32", "triton")))
+    softmax_sums(block(rows, rows, 0, Tiling(None, "fp32")))
+
+
+def block(rows: Tensor, columns: Tensor, first: int | None, tiling: Tiling) -> Block:
+    """With scales of 1 and a shift of 0."""
+    ones = torch.ones(1)
+    shift = torch.zeros(1, dtype=torch.float64)
+    return Block(rows, columns, ones.expand(len(rows)), ones.expand(len(columns)), first, shift, tiling)
+
+
+def plain_softmax(
+    rows: Tensor, columns: Tensor, row_scale: Tensor, column_scale: Tensor, first: int | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Logarithms of the sums over rows and columns and W rows, W^T columns, from the whole matrix in float64."""
+    rows, columns, row_scale, column_scale = (x.double() for x in (rows, columns, row_scale, column_scale))
+    cosine = rows @ columns.T
+    if first is not None:
+        cosine.diagonal(first).fill_(-torch.inf)
+    x, y = cosine * row_scale[:, None], cosine * column_scale
+    W = (x - x.logsumexp(1, keepdim=True)).exp() + (y - y.logsumexp(0)).exp()
+    return x.logsumexp(1), y.logsumexp(0), W @ columns, W.T @ rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("first", [None, 0, 5, -4])
+def test_every_row_and_column_may_have_a_scale_of_its_own(dtype, first):
+    n, m, D = 37, 41, 12
+    rows, columns = features(m, D, dtype)
+    rows = rows[:n]
+    # Exponents of up to 900: no single shift would do.
+    row_scale, column_scale = torch.linspace(1, 900, n, dtype=dtype), torch.linspace(700, 2, m, dtype=dtype)
+    tiling, limit = Tiling((16, 9), "fp32", "torch"), 1e-12 if dtype == torch.float64 else 2e-4
+    true = plain_softmax(rows, columns, row_scale, column_scale, first)
+    at_hand = Block(rows, columns, row_scale, column_scale, first, None, tiling)
+    sums = softmax_sums(at_hand)
+    d_rows, d_columns = torch.zeros_like(rows), torch.zeros_like(columns)
+    softmax_gradient(at_hand, sums.rows, sums.columns, d_rows, d_columns)
+    for mine, right in zip(
+        (sums.rows, sums.columns, d_rows / tiling.gain(), d_columns / tiling.gain()), true, strict=True
+    ):
+        assert tool.error(mine, right) <= limit
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16", "bf16"])
+def test_rounded_factors_are_all_that_a_lower_precision_changes(precision):
+    tiling = Tiling((16, 32), precision, "torch")
+    rows, columns = tool.features(50, 24, "cpu", 1), tool.features(90, 24, "cpu", 2)
+    for first in (None, 11):
+        mine = tool.on_block(rows, columns, first, tiling)
+        true = tool.on_block(tiling.round(rows).double(), tiling.round(columns).double(), first, tiling)
+        for name, value in true.items():
+            # Weights of the gradient are rounded as well.
+            rounding = {"fp32": 0.0, "tf32": 2**-11, "fp16": 2**-11, "bf16": 2**-8}[precision]
+            assert tool.error(mine[name], value) <= 2e-6 + rounding * ("gradient" in name), name
+
+
+def test_sigmoid_of_large_exponents_is_exact():
+    rows, columns = features(30, 12, torch.float64)
+    for scale in (30.0, 300.0):
+        z = scale * rows @ columns.T - 1.0
+        scales = torch.tensor([scale]).double().expand(30)
+        at_hand = Block(rows, columns, scales, scales, None, None, Tiling((16, 16), "fp32"))
+        found = sigmoid_block(at_hand, torch.tensor([-1.0]).double(), None, None)
+        assert tool.error(found.loss, torch.logaddexp(z, torch.zeros_like(z)).sum()) <= 1e-14
+        assert tool.error(found.rows_max, z.amax(1)) <= 1e-14
+
+
+def test_tool_says_when_there_is_no_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert tool.main() == 1
+    assert "no GPU here" in capsys.readouterr().err
+
+
+def test_where_triton_fails_its_reason_is_logged_once_and_torch_takes_over(caplog):
+    """As it does without a C compiler; here it finds no driver."""
+    find_problem.cache_clear()
+    device = torch.device("cpu")
+    with caplog.at_level(logging.WARNING):
+        first, again = find_problem(device, "fp32"), find_problem(device, "fp32")
+    assert first == again is not None
+    assert [record.message for record in caplog.records] == [
+        f"Triton's kernels do not run on cpu ({first}); the losses take torch's, which are slower"
+    ]
+    on_gpu = mock.Mock(is_cuda=True, dtype=torch.float32, device=device)
+    assert not uses_triton(Tiling(None, "fp32"), on_gpu)
+    with pytest.raises(ValueError, match="impl=triton cannot run on cpu: "):
+        uses_triton(Tiling(None, "fp32", "triton"), on_gpu)
+
+
+def test_a_configuration_that_does_not_compile_is_passed_over_by_the_tuner():
+    from disco_ds.losses.kernels import triton_kernels
+
+    def fails() -> None:
+        raise RuntimeError("PassManager::run failed")
+
+    assert triton_kernels._seconds(fails, (0.5, 0.2, 0.8)) == [math.inf] * 3
+
+
+def test_configurations_are_chosen_without_timing_where_the_same_bits_are_wanted(monkeypatch):
+    from disco_ds.losses.kernels import triton_kernels, triton_tiles
+
+    sizes = {(16384, 16384, 512), (3072, 16384, 512), (16384, 16384, 768)}
+    assert len({triton_tiles._size_class(*size) for size in sizes}) == 3
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert {triton_tiles._size_class(*size) for size in sizes} == {0}
+    half = {"r": torch.empty(0, dtype=torch.float16), "tuned": 0}
+    chosen = triton_kernels.worth_timing(triton_kernels.CONFIGS, half, PRECISION="ieee")
+    assert chosen == triton_kernels.TENSOR_CORES[:1]
+    assert all(config.kwargs["WIDTH_BYTES"] >= 4 * 16 for config in triton_kernels.PLAIN_CORES)

@@ -1,0 +1,82 @@
+"""The Triton kernels as machine code of GPUs that are not here: they compile, and use the tensor cores.
+
+In 16 bits they spill no register on an A100 or H100, where rows are contiguous, as the losses hold them.
+
+No driver is needed, only Triton's own assembler. What the kernels compute is test_tiles.py's subject.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers.tool import load_tool
+
+pytest.importorskip("triton")
+tool = load_tool("compile_kernels")
+MATRIX = {80: "mma", 86: "mma", 89: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}
+WIDTHS = (512, 640, 768, 1024, 1152)
+
+
+def problems(variant: str, precision: str, D: int, number: int, arch: int, strided: bool = False) -> list[str]:
+    """What is wrong with one of a kernel's configurations, in words."""
+    config = tool.cases(variant, precision)[number]
+    try:
+        found = tool.compile_kernel(variant, precision, D, config, arch, strided)
+    except Exception as error:
+        return [f"{variant} {precision} D {D} sm_{arch} {config}: {type(error).__name__}: {error}"]
+    wrong = []
+    # What spills elsewhere is for the autotuner to leave out.
+    if found.spilled_bytes and not strided and arch in (80, 90) and precision in ("fp16", "bf16"):
+        wrong.append(f"spills {found.spilled_bytes} bytes")
+    # So is what does not fit, but for the configuration that is taken without timing.
+    if number == 0 and not found.fits:
+        wrong.append(f"needs {found.shared_bytes / 1024:.0f} KB of shared memory")
+    if precision != "fp32" and not strided and found.matrix != MATRIX[arch]:
+        wrong.append(f"multiplies by {found.matrix}, not {MATRIX[arch]}")
+    return [f"{variant} {precision} D {D} sm_{arch} {config}: {text}" for text in wrong]
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_default_configurations_compile_without_spills_for_the_tensor_cores(arch):
+    wrong = [text for variant in tool.VARIANTS for text in problems(variant, "fp16", 512, 0, arch)]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("variant", ["exp_sums", "exp_sums+maxima", "exp_weights"])
+def test_on_an_h100_an_epilogue_issues_less_than_its_product_takes(variant):
+    found = tool.compile_kernel(variant, "fp16", 512, tool.cases(variant, "fp16")[0], 90)
+    assert found.issue_cycles <= found.product_cycles == 4096
+    assert found.programs == 2  # so that one's epilogue runs beside the other's product
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", list(tool.TYPES))
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_every_configuration_compiles(arch, precision):
+    variants = [name for name in tool.VARIANTS if precision == "fp16" or name not in ("exp_sums", "sigmoid-maxima")]
+    wrong = [
+        text
+        for variant in variants
+        for number in range(len(tool.cases(variant, precision)))
+        for text in problems(variant, precision, 512, number, arch)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [86, 89, 120])
+def test_default_configurations_fit_small_gpus(arch):
+    wrong = [text for variant in tool.VARIANTS for text in problems(variant, "fp16", 512, 0, arch)]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+def test_default_configurations_compile_at_every_width_and_layout():
+    wrong = [
+        text
+        for variant in tool.VARIANTS
+        for D in WIDTHS
+        for strided in (False, True)[: 1 + (D == 512)]
+        for text in problems(variant, "fp16", D, 0, 90, strided)
+    ]
+    assert not wrong, "\n".join(wrong)

@@ -1,0 +1,294 @@
+"""The contract of every InfoNCE loss: value and all gradients equal the float64 oracle at any number of ranks."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from disco_ds.distributed import comm
+from disco_ds.losses import Embeddings, build_loss, list_losses, register_loss
+from disco_ds.losses.base import Loss
+from helpers.all_losses import LOSSES, TILE, TILED, evaluate
+from helpers.dist import run_ranks
+from helpers.fastclip_oracle import PRESETS
+from helpers.oracle import Answer, errors, features, infonce, naive
+
+SHAPES = [(33, 192), (100, 640), (256, 512)]
+SCALES = [1.0, 14.3, 100.0]
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+
+def all_cases(shapes: list[tuple[int, int]]) -> list[str]:
+    """Runs on every rank; returns the failures in words."""
+    failures = []
+    for (b, D), scale, dtype in [(shape, s, t) for shape in shapes for s in SCALES for t in TOLERANCE]:
+        for kind in ("random", "repeated", "aligned"):
+            image, text = features(b * comm.size(), D, dtype, kind)
+            true = infonce(image, text, scale)
+            converged = kind == "aligned" and scale == 100
+            limit = max(2 * max(errors(naive(image, text, scale), true, scale).values()), TOLERANCE[dtype])
+            for name, options in LOSSES:
+                allowed = limit if converged and (name, options) not in TILED else TOLERANCE[dtype]
+                for upstream in (1.0, -3.7) if kind == "random" else (1.0,):
+                    got = evaluate(name, options, image, text, scale, upstream)
+                    wrong = errors(got, true, scale)
+                    if not max(wrong.values()) <= allowed:
+                        failures.append(f"{name} {options} {(b, D)} s {scale} {dtype} {kind} x{upstream}: {wrong}")
+                    # Where the naive computation cancels, the tiled ones keep the gradient's own digits.
+                    if converged and (name, options) in TILED and not (purely := relative(got, true)) <= 5e-5:
+                        failures.append(f"{name} {options} {(b, D)} {dtype} aligned, purely relative: {purely}")
+    return failures
+
+
+def relative(got: Answer, true: Answer) -> float:
+    """Largest row error over the largest true row, however small that is."""
+    return max(
+        ((mine.double() - truth).norm(dim=1).max() / truth.norm(dim=1).max()).item()
+        for mine, truth in ((got.dI, true.dI), (got.dT, true.dT))
+    )
+
+
+@pytest.mark.parametrize(("size", "shapes"), [(1, SHAPES[:1]), (2, SHAPES[:2])])
+def test_loss_and_gradients_equal_the_oracle(size, shapes):
+    for failures in run_ranks(all_cases, size, shapes):
+        assert not failures, "\n".join(failures)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_loss_and_gradients_equal_the_oracle_at_every_shape(size):
+    for failures in run_ranks(all_cases, size, SHAPES):
+        assert not failures, "\n".join(failures)
+
+
+def half_products() -> list[str]:
+    """16-bit factors, and 16-bit wires, against what the naive computation loses when its inputs are rounded."""
+    failures = []
+    for kind, scale in [(kind, s) for kind in ("random", "repeated", "aligned") for s in SCALES]:
+        image, text = features(50 * comm.size(), 96, torch.float32, kind)
+        true = infonce(image, text, scale)
+        for half, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
+            rounded = naive(image.to(dtype).float(), text.to(dtype).float(), scale)
+            limit = 2 * max(errors(rounded, true, scale).values()) + 1e-6
+            for name, options in TILED:
+                for changes in ({"precision": half}, {"precision": half, "wire": half}):
+                    wrong = errors(evaluate(name, options | changes, image, text, scale), true, scale)
+                    if not max(wrong.values()) <= limit:
+                        failures.append(f"{name} {changes} s {scale} {kind}: {wrong}, limit {limit}")
+            stored = errors(evaluate("disco_fused", TILE | {"store": True}, image, text, scale), true, scale)
+            if not max(stored.values()) <= 2**-7:  # a few roundings to bf16
+                failures.append(f"stored exponentials s {scale} {kind}: {stored}")
+    return failures
+
+
+def test_16_bit_products_lose_no_more_than_rounded_inputs_do():
+    for failures in run_ranks(half_products, 2):
+        assert not failures, "\n".join(failures)
+
+
+def layouts() -> list[str]:
+    """Transposed storage, strided rows, an expanded row and one-sided gradients against the plain layout."""
+    failures = []
+    N, n = comm.size(), comm.rank()
+    b, D, scale = 12, 40, 14.3
+    image, text = features(b * N, D, torch.float64)
+    text = text.clone()
+    text[n * b : (n + 1) * b] = text[n * b]
+    text = comm.gather(text[n * b : (n + 1) * b])
+    true = infonce(image, text, scale)
+    own = slice(n * b, (n + 1) * b)
+    variants = {
+        "transposed": (image[own].T.contiguous().T, text[own]),
+        "strided": (image[own].repeat_interleave(2, 0)[::2], text[own]),
+        "expanded": (image[own], text[n * b].expand(b, D)),
+    }
+    for name, options in LOSSES:
+        for label, (mine, other) in variants.items():
+            leaves = [x.detach().requires_grad_() for x in (mine, other)]
+            s = torch.tensor([scale], dtype=torch.float64, requires_grad=True)
+            build_loss(name, **options)(Embeddings(leaves[0] * 1, leaves[1] * 1, s)).loss.backward()
+            for leaf, truth in zip(leaves, (true.dI, true.dT), strict=True):
+                if not torch.allclose(leaf.grad / N, truth[own], atol=1e-14, rtol=1e-10):
+                    failures.append(f"{name} {options} {label}")
+        for trains in ("image", "text"):
+            parts = {"image": image[own].clone(), "text": text[own].clone()}
+            parts[trains].requires_grad_()
+            build_loss(name, **options)(Embeddings(**parts, scale=torch.tensor([scale]))).loss.backward()
+            truth = {"image": true.dI, "text": true.dT}[trains]
+            # scale as float32 14.3 differs from 14.3 by 2e-8
+            if not torch.allclose(parts[trains].grad / N, truth[own], atol=1e-8):
+                failures.append(f"{name} {options} only {trains} trains")
+    return failures
+
+
+def test_layouts_and_one_sided_gradients():
+    for failures in run_ranks(layouts, 2):
+        assert not failures, "\n".join(failures)
+
+
+def primitives() -> None:
+    """gather and reduce_scatter on their own: values, sums in backward, grad_output untouched, a group."""
+    from deepspeed import comm as dist
+
+    N, n = comm.size(), comm.rank()
+    x = torch.arange(6.0).view(2, 3).add(10 * n).requires_grad_()
+    for reduction in ("reduce_scatter", "all_reduce"):
+        rows = comm.gather(x, reduction)
+        assert rows.shape == (2 * N, 3)
+        assert torch.equal(rows[2 * n : 2 * n + 2], x)
+        weight = torch.ones_like(rows) * (n + 1)
+        before = weight.clone()
+        (grad,) = torch.autograd.grad(rows, x, weight)
+        assert torch.equal(grad, torch.full_like(x, sum(range(1, N + 1))))
+        assert torch.equal(weight, before)
+    y = torch.arange(2.0 * N).view(2 * N, 1).requires_grad_()
+    part = comm.reduce_scatter(y)
+    assert torch.equal(part, N * y[2 * n : 2 * n + 2])
+    (grad,) = torch.autograd.grad(part, y, torch.full_like(part, n + 1.0))
+    assert torch.equal(grad[:, 0], torch.arange(N).repeat_interleave(2) + 1.0)
+    pair = dist.new_group([0, 1])
+    if n < 2:
+        assert torch.equal(comm.gather(torch.tensor([[n]]), group=pair), torch.tensor([[0], [1]]))
+        image, text = features(8, 16, torch.float64)
+        own = slice(4 * n, 4 * n + 4)
+        for name, options in LOSSES:
+            leaf = image[own].clone().requires_grad_()
+            s = torch.tensor([5.0], dtype=torch.float64)
+            build_loss(name, group=pair, **options)(Embeddings(leaf, text[own], s)).loss.backward()
+            assert torch.allclose(leaf.grad / 2, infonce(image, text, 5.0).dI[own], atol=1e-14)
+    with pytest.raises(ValueError, match=r"checking \(rank 1\): not here"):
+        fail_on_rank_1()
+
+
+def fail_on_rank_1() -> None:
+    with comm.together("checking"):
+        if comm.rank() == 1:
+            raise ValueError("not here")
+
+
+def test_collectives_sum_in_backward_and_take_a_group():
+    run_ranks(primitives, 3)
+
+
+def raise_on_rank_1() -> None:
+    if comm.rank() == 1:
+        raise LookupError("only here")
+    comm.gather(torch.ones(1, 1))
+
+
+def test_rank_that_raises_leaves_at_once_and_is_heard():
+    start = time.monotonic()
+    with pytest.raises(pytest.fail.Exception, match=r"rank 1 failed(.|\n)*only here"):
+        run_ranks(raise_on_rank_1, 2)
+    assert time.monotonic() - start < 60  # the group's timeout is 120 s
+
+
+def test_loss_without_a_process_group_is_the_same():
+    image, text = features(20, 30, torch.float64)
+    for name, options in LOSSES:
+        wrong = errors(evaluate(name, options, image, text, 14.3), infonce(image, text, 14.3), 14.3)
+        assert max(wrong.values()) < 1e-12
+
+
+def test_accuracy_counts_both_directions():
+    image = torch.eye(4)
+    text = torch.eye(4)[[0, 1, 3, 2]]
+    for name, options in LOSSES:
+        metrics = build_loss(name, **options)(Embeddings(image, text, torch.tensor([10.0]))).metrics
+        assert metrics["i2t_accuracy"].item() == metrics["t2i_accuracy"].item() == 0.5
+
+
+def test_every_registered_loss_is_in_the_contract_test():
+    elsewhere = {"siglip", "nt_xent", *PRESETS}  # whose contracts have files of their own
+    assert set(list_losses()) == {name for name, _ in LOSSES} | elsewhere
+
+
+def part_of_batch() -> Embeddings:
+    """This rank's four of the rows that all have."""
+    image, text = features(4 * int(os.environ["WORLD_SIZE"]), 16, torch.float32, "random")
+    own = slice(4 * int(os.environ["RANK"]), 4 * int(os.environ["RANK"]) + 4)
+    index = torch.arange(own.start, own.stop)
+    return Embeddings(image[own], text[own], torch.tensor([10.0]), bias=torch.zeros(1), index=index)
+
+
+def value(name: str) -> float:
+    loss = build_loss(name)
+    loss.set_num_samples(8, 800)
+    return loss(part_of_batch()).metrics["loss"].item()
+
+
+def under_plain_torch_distributed() -> tuple[list[str], float]:
+    """Those that were refused, and what a loss is once deepspeed.comm knows the ranks."""
+    torch.distributed.init_process_group("gloo")
+    x = torch.zeros(2, 2)
+    calls: dict[str, Callable[[], Any]] = {name: partial(value, name) for name in list_losses()}
+    calls |= {"rank": comm.rank, "size": comm.size, "barrier": comm.barrier}
+    calls["ring"] = partial(comm.circulate, [x], lambda owner, block, spare: [], lambda mine, theirs: None)
+    calls |= {call.__name__: partial(call, x) for call in (comm.gather, comm.reduce_scatter, comm.all_reduce_max)}
+    calls |= {call.__name__: partial(call, x) for call in (comm.reduce_scatter_in_place, comm.all_reduce_sum)}
+    calls |= {call.__name__: partial(call, 1) for call in (comm.gather_objects, comm.broadcast)}
+    for call in calls.values():
+        with pytest.raises(ValueError, match=r"torch.distributed has 2 ranks.*call disco_ds.distributed.comm.init\("):
+            call()
+    comm.init(timeout_s=60)
+    answer = value("disco_fused")
+    comm.barrier()
+    torch.distributed.destroy_process_group()
+    return list(calls), answer
+
+
+def alone_under_torch_distributed() -> bool:
+    before = [value(name) for name in list_losses()]
+    torch.distributed.init_process_group("gloo")
+    assert before == [value(name) for name in list_losses()]
+    assert (comm.size(), comm.rank(), comm.gather_objects(1)) == (1, 0, [1])
+    torch.distributed.destroy_process_group()
+    return True
+
+
+def test_ranks_that_deepspeed_does_not_know_are_refused_by_every_loss_and_collective() -> None:
+    """They would compute the loss of their own rows, without a word."""
+    found = run_ranks(under_plain_torch_distributed, 2, joined=False)
+    image, text = features(8, 16, torch.float32, "random")
+    for refused, loss in found:
+        assert {*list_losses(), "size", "gather_objects"} <= set(refused)
+        assert loss == pytest.approx(infonce(image, text, 10.0).loss, rel=1e-5)
+    assert run_ranks(alone_under_torch_distributed, 1, joined=False) == [True]
+
+
+def test_unknown_loss_names_the_known_ones():
+    with pytest.raises(ValueError, match=r"unknown loss 'disko'; did you mean disco\? known: clip, disco, "):
+        build_loss("disko")
+
+
+def test_unknown_option_names_the_known_ones():
+    with pytest.raises(ValueError, match="has no option tile; its options: reduction, group"):
+        build_loss("disco", tile=64)
+    with pytest.raises(ValueError, match="reduction must be one of"):
+        build_loss("disco", reduction="average")
+
+
+def test_duplicate_registration_is_refused():
+    with pytest.raises(ValueError, match="registered twice"):
+        register_loss("clip")(type("Other", (Loss,), {}))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"text": torch.ones(3, 5)}, "of one shape"),
+        ({"text": torch.ones(4, 5, dtype=torch.float64)}, "floating dtype"),
+        ({"scale": torch.tensor(1.0)}, r"scale must have shape \[1\]"),
+        ({"index": torch.zeros(3, dtype=torch.int64)}, "index must be"),
+    ],
+)
+def test_malformed_embeddings_are_refused(change, message):
+    good = {"image": torch.ones(4, 5), "text": torch.ones(4, 5), "scale": torch.ones(1)}
+    with pytest.raises(ValueError, match=message):
+        Embeddings(**(good | change))

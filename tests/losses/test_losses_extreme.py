@@ -1,0 +1,194 @@
+"""The tiled losses where others break: extreme logits, and a bound on memory that no batch size moves."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from disco_ds.distributed import comm
+from disco_ds.losses import Embeddings, blocks, build_loss
+from disco_ds.plan.towers import Allocations
+from helpers.all_losses import TILED, evaluate
+from helpers.dist import run_ranks
+from helpers.oracle import errors, features, infonce
+from helpers.tool import load_tool
+
+LIMIT = {torch.float64: 1e-12, torch.float32: 5e-5}
+
+
+def extremes(dtype: torch.dtype) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Unit rows, 48 pairs, that overflow, underflow or tie when the scale is 100."""
+    image, text = features(48, 24, torch.float64)
+    opposed = (
+        image * -0.9 + torch.nn.functional.normalize(text - (text * image).sum(1, keepdim=True) * image) * 0.19**0.5
+    )
+    one_bad = text.clone()
+    one_bad[5] = opposed[5]  # smallest positive cosine -0.9
+    outlier = image.clone()
+    outlier[7] = -image.mean(0) / image.mean(0).norm()
+    equal = image[:1].expand(48, 24).contiguous()
+    cases = {
+        "every pair opposed": (image, opposed),
+        "one pair opposed": (image, one_bad),
+        "all rows equal": (equal, equal),
+        "all images equal": (equal, text),
+        "one outlier": (outlier, text),
+        "one image opposed to all": (torch.cat([equal[:-1], -equal[:1]]), equal),
+        "exact copies": (image, image),
+        "copies opposed": (image, -image),
+    }
+    return {name: (i.to(dtype), t.to(dtype)) for name, (i, t) in cases.items()}
+
+
+def extreme_cases() -> list[str]:
+    failures = []
+    for dtype, limit in LIMIT.items():
+        for label, (image, text) in extremes(dtype).items():
+            true = infonce(image, text, 100.0)
+            for name, options in TILED:
+                wrong = errors(evaluate(name, options | {"tile": (16, 16)}, image, text, 100.0), true, 100.0)
+                if not max(wrong.values()) <= limit:
+                    failures.append(f"{name} {label} {dtype}: {wrong}")
+    return failures
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_extreme_logits_give_the_right_gradient(size):
+    for failures in run_ranks(extreme_cases, size):
+        assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("opposed", [False, True])
+@pytest.mark.parametrize(("name", "options"), TILED)
+def test_a_single_pair_has_no_loss_and_no_gradient(name, options, opposed):
+    """Opposed, no shift holds both the pair and the rest, and the sums over no others are logarithms of 0."""
+    image, text = features(1, 8, torch.float32)
+    image, text = (x.clone().requires_grad_() for x in (image, -image if opposed else text))
+    scale = torch.tensor([100.0], requires_grad=True)
+    out = build_loss(name, **options)(Embeddings(image, text, scale))
+    out.loss.backward()
+    assert out.loss == 0
+    for leaf in (image, text, scale):
+        assert torch.equal(leaf.grad, torch.zeros_like(leaf))
+
+
+def ways_taken(case: str) -> list[tuple[bool, bool]]:
+    """For each loss: whether any sums were taken without a shift, and whether all is finite."""
+    image, text = extremes(torch.float32)[case]
+    own = slice(24 * comm.rank(), 24 * (comm.rank() + 1))
+    found = []
+    for name, options in TILED:
+        leaf = image[own].clone().requires_grad_()
+        with mock.patch.object(blocks, "softmax_sums", wraps=blocks.softmax_sums) as sums:
+            out = build_loss(name, **options)(Embeddings(leaf, text[own], torch.tensor([100.0])))
+        out.loss.backward()
+        without = any(call.args[0].shift is None for call in sums.call_args_list)
+        found.append((without, bool(out.loss.isfinite() and leaf.grad.isfinite().all())))
+    return found
+
+
+def test_all_ranks_take_the_safe_way_together():
+    """Only rank 1 has the row whose sums vanish; if rank 0 did not follow, their collectives would not match."""
+    for found in run_ranks(ways_taken, 2, "one image opposed to all"):
+        assert found == [(True, True)] * len(TILED)
+
+
+def test_one_opposed_pair_sends_nobody_down_the_slow_way():
+    for found in run_ranks(ways_taken, 2, "one pair opposed"):
+        assert found == [(False, True)] * len(TILED)
+
+
+def not_a_number() -> list[bool]:
+    image, text = features(16, 24, torch.float32)
+    if comm.rank() == 1:
+        image[3, 3] = float("nan")
+    return [
+        bool(build_loss(name, **options)(Embeddings(image, text, torch.tensor([14.3]))).metrics["loss"].isnan())
+        for name, options in TILED
+    ]
+
+
+def test_nan_reaches_the_loss_and_hangs_nobody():
+    for values in run_ranks(not_a_number, 2):
+        assert all(values)
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that any operation makes, in elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.untyped_storage().nbytes() // x.element_size())
+        return out
+
+
+def memory(b: int, D: int, names: tuple[str, ...]) -> dict[str, tuple[int, int, int]]:
+    """Of each tiled loss: its largest tensor in elements, and its peak beyond the features and their gradients in
+    bytes, of its tensors and of the process."""
+    result = {}
+    generator = torch.Generator().manual_seed(comm.rank())
+    index = torch.arange(b * comm.rank(), b * (comm.rank() + 1))
+    for name in names:
+        image, text = (
+            torch.nn.functional.normalize(torch.randn(b, D, generator=generator), dim=1).requires_grad_() for _ in "ab"
+        )
+        scale = torch.tensor([14.3], requires_grad=True)
+        loss = build_loss(name)
+        loss.set_num_samples(b * comm.size(), b * comm.size())
+        with Largest() as largest, Allocations([image, text, scale, index]) as tensors:
+            loss(Embeddings(image, text, scale, index=index)).loss.backward()
+        image.grad = text.grad = None
+        with load_tool("bench_loss").Peak() as peak:
+            loss(Embeddings(image, text, scale, index=index)).loss.backward()
+        result[name] = (largest.elements, *(x - 2 * b * D * 4 for x in (tensors.peak, peak.bytes)))
+    return result
+
+
+def check_memory(B: int, size: int, D: int, names: tuple[str, ...] = ("disco_fused", "inf_cl")) -> None:
+    """Bounds are of tensors, with a little room; the process may take more, as its allocator does.
+
+    disco_fused at B 65,536 and D 256 on two ranks, in MiB: 195 of tensors, of which the gathered texts are 64, their
+    gradient 64, the copy of it in which gloo's reduce_scatter sums 64, and vectors 3. The process takes 158 to 224,
+    by how much of what it had freed before malloc has kept. NCCL makes no copy.
+    """
+    b = B // size
+    tile = 2048 * 2048 * 4
+    vectors = 16 * B * 8
+    slack = 48 * 2**20  # several tiles of scratch, the libraries' own buffers, pages the allocator keeps
+    bounds = {
+        name: (4 * b * D * 4, tile) if name == "inf_cl" else (2 * B * D * 4, max(tile, B * D * 4)) for name in names
+    }
+    for result in run_ranks(memory, size, b, D, names, timeout_s=1700):
+        for name, (elements, tensors, process) in result.items():
+            features, scratch = bounds[name]
+            assert elements <= max(B * D, tile // 4), f"{name} made a tensor of {elements} elements"
+            assert elements < b * B, f"{name} made a matrix of similarities"
+            for kind, found, more in (("tensors", tensors, vectors), ("process", process, slack)):
+                limit = features + scratch + more
+                assert found <= limit, f"{name}, {kind}: {found / 2**20:.0f} MiB over {limit / 2**20:.0f}"
+
+
+def test_memory_is_bounded_by_features_not_by_the_matrix():
+    check_memory(4096, 2, 1024)
+
+
+@pytest.mark.slow
+def test_memory_of_fastclip_is_bounded_by_features():
+    check_memory(8192, 2, 256, ("fastclip_v3", "fastclip_v2"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("B", [4096, 65536])
+def test_memory_stays_bounded_at_larger_batches(B):
+    check_memory(B, 2, 256)

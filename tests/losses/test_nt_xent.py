@@ -1,0 +1,55 @@
+"""The contract of NT-Xent, against a float64 oracle over all 2B views in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from disco_ds.distributed import comm
+from helpers.all_losses import evaluate
+from helpers.dist import run_ranks
+from helpers.oracle import Answer, answer, errors, features
+
+LIMIT = {torch.float64: 1e-12, torch.float32: 1e-5}
+OPTIONS: list[dict[str, Any]] = [{"tile": (64, 64)}, {"tile": (64, 64), "ring": True}]
+
+
+def oracle(first: torch.Tensor, second: torch.Tensor, scale: float) -> Answer:
+    """cross_entropy of every view against all others, the view itself masked."""
+    a, b = (x.detach().double().requires_grad_() for x in (first, second))
+    s = torch.tensor([scale], dtype=torch.float64, requires_grad=True)
+    views = torch.cat([a, b])
+    logits = (s * views @ views.T).masked_fill(torch.eye(len(views), dtype=torch.bool), -torch.inf)
+    loss = F.cross_entropy(logits, torch.arange(len(views)).roll(len(a)))
+    loss.backward()
+    return answer(loss.item(), a, b, s)
+
+
+def cases() -> list[str]:
+    failures = []
+    for b, D, scale, dtype in [
+        (b, D, s, t) for b, D in ((33, 192), (100, 64)) for s in (1.0, 10.0, 100.0) for t in LIMIT
+    ]:
+        for kind in ("random", "repeated"):
+            first, second = features(b * comm.size(), D, dtype, kind)
+            true = oracle(first, second, scale)
+            for options in OPTIONS:
+                wrong = errors(evaluate("nt_xent", options, first, second, scale, 2.0), true, scale)
+                if not max(wrong.values()) <= LIMIT[dtype]:
+                    failures.append(f"{options} {(b, D)} s {scale} {dtype} {kind}: {wrong}")
+    return failures
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_nt_xent_equals_the_oracle(size):
+    for failures in run_ranks(cases, size):
+        assert not failures, "\n".join(failures)
+
+
+@pytest.mark.slow
+def test_nt_xent_equals_the_oracle_on_three_ranks():
+    for failures in run_ranks(cases, 3):
+        assert not failures, "\n".join(failures)

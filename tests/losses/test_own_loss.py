@@ -1,0 +1,151 @@
+"""A person's own loss, `package.module:Class`: docs/own_loss.md's own example, through every command."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from disco_ds.distributed import comm
+from disco_ds.losses import Embeddings, build_loss
+from disco_ds.metrics.records import METRICS_FILE
+from disco_ds.plan.losses import loss_cost
+from helpers.dist import run_ranks
+from helpers.minimal import settings
+from helpers.paths import ROOT
+from helpers.tiny_run import recipe
+
+NAME = "our_package.my_losses:SmoothedLoss"
+OTHERS = """
+import torch
+from disco_ds.losses import Loss
+from disco_ds.losses.clip import ClipLoss
+
+class Unplanned(ClipLoss):
+    pass
+
+class Plain(torch.nn.Module):
+    pass
+
+class NoForward(Loss):
+    pass
+
+class Needy(ClipLoss):
+    def __init__(self, weight):
+        super().__init__()
+
+class Bare(Loss):
+    def forward(self, embeddings):
+        raise NotImplementedError
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on PYTHONPATH with our_package in it."""
+    folder = tmp_path / "path"
+    (folder / "our_package").mkdir(parents=True)
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own_loss.md").read_text(), re.DOTALL)
+    for name, text in {"__init__": "", "my_losses": code, "others": OTHERS, "broken": "import no_such_library"}.items():
+        (folder / "our_package" / f"{name}.py").write_text(text)
+    (folder / "our_package" / "fails.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    for name in [name for name in sys.modules if name.split(".")[0] == "our_package"]:
+        monkeypatch.delitem(sys.modules, name)
+    return folder
+
+
+def disco_ds(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "disco_ds", *words]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((os.environ["PYTHONPATH"], str(ROOT)))}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_recipe_with_an_own_loss_trains_two_steps(package, tmp_path):
+    path = recipe(tmp_path, loss={"name": NAME, "options": {"smoothing": 0.2}}, steps=2, log={"every_steps": 1})
+    done = disco_ds("train", "--config", str(path), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in (tmp_path / "runs" / "tiny" / METRICS_FILE).read_text().splitlines()]
+    losses = [record["loss"] for record in records if "loss" in record]
+    assert len(losses) == 2
+    assert all(1 < loss < 5 for loss in losses), losses
+
+
+def test_dry_run_plan_and_doctor_take_an_own_loss(package, tmp_path):
+    path = str(recipe(tmp_path, loss={"name": NAME}))
+    done = disco_ds("train", "--config", path, "--dry-run", cwd=tmp_path)
+    assert (done.returncode, f"name: {NAME}" in done.stdout) == (0, True), done.stderr
+    done = disco_ds("doctor", "--config", path, "--gradients", cwd=tmp_path)
+    assert f"{NAME} has none of its own" in done.stdout, done.stderr
+    line = next(line for line in done.stdout.splitlines() if "off one process" in line)
+    assert line.split()[0] == "ok", line
+
+
+def oracle(image: torch.Tensor, text: torch.Tensor, scale: torch.Tensor, smoothing: float) -> torch.Tensor:
+    logits, labels = scale * image @ text.T, torch.arange(len(image))
+    return sum(F.cross_entropy(x, labels, label_smoothing=smoothing) for x in (logits, logits.T)) / 2  # type: ignore
+
+
+def gradients_of_ranks(folder: str) -> list[torch.Tensor]:
+    sys.path.insert(0, folder)
+    generator = torch.Generator().manual_seed(0)
+    both = [F.normalize(torch.randn(8, 5, generator=generator, dtype=torch.float64)) for _ in range(2)]
+    own = slice(4 * comm.rank(), 4 * comm.rank() + 4)
+    leaves = [x[own].clone().requires_grad_() for x in both] + [torch.tensor([9.0]).double().requires_grad_()]
+    out = build_loss(NAME, smoothing=0.3)(Embeddings(*leaves))
+    out.loss.backward()
+    everyone = [x.clone().requires_grad_() for x in both] + [torch.tensor([9.0]).double().requires_grad_()]
+    true = oracle(*everyone, smoothing=0.3)
+    true.backward()
+    torch.testing.assert_close(out.metrics["loss"], true.detach())
+    for mine, whole in zip(leaves[:2], everyone, strict=False):
+        torch.testing.assert_close(mine.grad, 2 * whole.grad[own])
+    torch.testing.assert_close(comm.all_reduce_sum(leaves[2].grad) / 2, everyone[2].grad)
+    return [comm.size()]
+
+
+def test_example_keeps_the_contract_on_two_ranks(package):
+    assert run_ranks(gradients_of_ranks, 2, str(package)) == [[2], [2]]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("nowhere.at_all:Loss", {}, r"no module nowhere; install it, or put .* on PYTHONPATH, on every host"),
+        ("our_package.nothing:Loss", {}, r"no module our_package\.nothing; "),
+        ("our_package.broken:Loss", {}, r"our_package\.broken cannot be imported: No module named 'no_such_library'"),
+        ("our_package.fails:Loss", {}, r"our_package\.fails cannot be imported: ZeroDivisionError"),
+        ("our_package.my_losses:Smooth", {}, r"my_losses has no Smooth; its losses: SmoothedLoss$"),
+        ("our_package.others:Plain", {}, r"Plain is not a Loss: derive it from disco_ds\.losses\.Loss"),
+        ("our_package.others:NoForward", {}, r"NoForward is not a Loss.*forward\(embeddings\)"),
+        ("our_package.others:torch", {}, r"torch is not a Loss"),
+        ("our_package.others:", {}, r"not of the form package\.module:Class"),
+        (":Loss", {}, r"not of the form package\.module:Class"),
+        (".others:Loss", {}, r"not of the form package\.module:Class"),
+        (NAME, {"smooth": 1}, r"has no option smooth; its options: smoothing$"),
+        ("our_package.others:Bare", {"tile": 1}, r"has no option tile; its options: none$"),
+        ("our_package.others:Needy", {}, r"needs the option weight: set loss\.options\.weight"),
+    ],
+)
+def test_mistake_is_named(name, options, words, package):
+    with pytest.raises(ValueError, match=words) as caught:
+        build_loss(name, **options)
+    assert name in str(caught.value)
+
+
+def test_plan_asks_the_class_what_it_costs(package):
+    assert loss_cost(NAME, {}, 8, 2, 4).wire == 16 * 16 * 4
+    with pytest.raises(ValueError, match=r"plan does not know what loss our_package\.others:Unplanned costs.* cost\("):
+        loss_cost("our_package.others:Unplanned", {}, 8, 2, 4)
+
+
+def test_settings_take_the_name_as_it_is():
+    assert settings(loss={"name": NAME}).loss.name == NAME

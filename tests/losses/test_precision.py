@@ -1,0 +1,54 @@
+"""What 16-bit factors cost: the bars of docs/exactness.md, and the range that fp16's weights have."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from disco_ds.losses import Embeddings, build_loss
+from disco_ds.losses.kernels import Tiling
+from helpers.tool import load_tool
+
+tool = load_tool("compare_precision")
+AUTO = next(name for name in tool.OURS if name.endswith("(auto on a GPU)"))
+
+
+def test_auto_is_fp32_on_a_cpu_and_fp16_on_a_gpu():
+    assert Tiling().on(torch.device("cpu")).precision == "fp32"
+    assert Tiling().on(torch.device("cuda")).precision == "fp16"
+    assert tool.OURS[AUTO] == {"precision": "fp16"}
+    assert build_loss("disco_fused").tiling.precision == "auto"
+
+
+def test_half_factors_lose_a_sixth_of_what_open_clip_loses_under_autocast():
+    table = tool.measure(B=384, D=128)
+    for theirs, mine, stored in zip(
+        table[tool.OPEN_CLIP], table[AUTO], table["fp16, `store: true`"], strict=True
+    ):  # fmt: skip
+        assert mine <= (theirs / 6 if theirs > 1e-4 else 2e-5)
+        assert stored <= (theirs / 2 if theirs > 1e-4 else 2e-5)
+
+
+@pytest.mark.parametrize("factor", [1e-3, 1.0, 1e3])
+def test_fastclip_weights_stay_in_the_range_of_fp16(factor):
+    """gamma 0.05, and estimates u far from this batch's: weights as small as in a batch 1,000 times larger."""
+    B, D = 384, 64
+    image, text = tool.make_pairs("typical", B, D)
+    gradients = []
+    for dtype, precision in ((torch.float64, "fp32"), (torch.float32, "fp16")):
+        loss = build_loss("fastclip_v3", gamma="constant", gamma_min=0.05, precision=precision)
+        loss.set_num_samples(B, 10 * B)
+        leaves = [x.to(dtype).requires_grad_() for x in (image, text)]
+        embeddings = Embeddings(*leaves, torch.tensor([1 / 0.07], dtype=dtype), None, torch.arange(B))
+        loss(embeddings)
+        loss.commit()
+        loss.state.values["log_u"] += math.log(factor)
+        assert loss.current_gamma() == 0.05
+        loss(embeddings).loss.backward()
+        gradients.append(torch.cat([x.grad for x in leaves]).double())
+    true, got = gradients
+    assert got.isfinite().all()
+    # 1e-3 is the rounding of similarities to 11 bits at this scale.
+    assert (got - true).norm(dim=1).max() <= 2e-3 * true.norm(dim=1).max()

@@ -1,0 +1,152 @@
+"""What a sampled step is said to have cost: phases, bytes, the slow rank, and MFU's two sides."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.profiler import record_function
+
+from disco_ds.config import ModelSettings
+from disco_ds.distributed import comm
+from disco_ds.losses import Embeddings, build_loss
+from disco_ds.metrics.timers import Phases
+from disco_ds.models.clip import build_model
+from disco_ds.models.flops import count_flops, peak_samples_per_s
+from disco_ds.models.gpus import recognise
+from helpers.dist import run_ranks
+from helpers.tool import load_tool
+from helpers.towers import CONTEXT, IMAGE_SIZE, TINY, write_tiny
+
+SLOW = 1
+
+
+def step(phases: Phases, sampled: bool) -> dict[str, float]:
+    """One in which a rank waits for data in its forward."""
+    late = comm.rank() == SLOW
+    timer = phases.timer(sampled)
+    with timer("step/forward"):
+        time.sleep(0.3 if late else 0.1)
+    with timer("step/loss"):
+        comm.gather(torch.ones(4, 8))
+        comm.all_reduce_sum(torch.ones(10))
+    with timer("step/backward and update"):
+        comm.all_reduce_sum(torch.ones(1000))
+    return phases.read(wait_s=0.2 if late else 0.0)
+
+
+def measure() -> list[dict[str, float]]:
+    phases = Phases()
+    return [step(phases, sampled=True), step(phases, sampled=False)]
+
+
+def received() -> dict[str, tuple[float, float]]:
+    """Loss -> bytes by comm's count, and by the operations that torch is seen to do."""
+    wire = load_tool("bench_loss").Wire
+    found = {}
+    for name in ("clip", "disco", "disco_fused", "inf_cl"):
+        torch.manual_seed(comm.rank())
+        rows = [F.normalize(torch.randn(8, 16), dim=-1).requires_grad_() for _ in range(2)]
+        loss, before = build_loss(name), comm.received_bytes()
+        with wire() as seen:
+            loss(Embeddings(*rows, torch.full((1,), 14.0))).loss.backward()
+        found[name] = (comm.received_bytes() - before, seen.bytes)
+    return found
+
+
+def on_ranks() -> tuple[list[dict[str, float]], dict[str, tuple[float, float]]]:
+    return measure(), received()
+
+
+def test_sampled_step_tells_the_slow_rank_and_the_bytes_of_its_loss() -> None:
+    results = run_ranks(on_ranks, 2)
+    (sampled, other), counts = results[0]
+    assert results[1][0][0] == sampled, "every rank has the same"
+    assert other == {}
+    assert sampled["ranks/slowest"] == SLOW
+    assert sampled["ranks/slowest_s"] == pytest.approx(0.3, abs=0.1)
+    assert sampled["ranks/median_s"] == pytest.approx(0.2, abs=0.1)
+    assert sampled["time/data_wait_s"] == pytest.approx(0.1)
+    assert sampled["time/forward_s"] == pytest.approx(0.2, abs=0.1)
+    # The rank that was early waits in the loss; half of it is the mean over two.
+    assert sampled["time/loss_s"] == pytest.approx(0.1, abs=0.1)
+    assert sampled["comm/received_bytes"] == 4 * 8 * 4 + 10 * 4 + 1000 * 4
+    assert sampled["memory/host_bytes"] > 10 * 2**20
+    for name, (counted, seen) in counts.items():
+        assert counted == seen > 0, name
+
+
+def test_step_that_is_not_sampled_is_not_timed() -> None:
+    assert Phases().timer(sampled=False) is record_function
+
+
+def tower(tokens: int, width: int) -> int:
+    """Matrix products of the two layers: q k v, scores and sums, projection, the wide part."""
+    per_layer = tokens * width * 3 * width + 2 * tokens * tokens * width + tokens * width * width
+    return 2 * 2 * (per_layer + 2 * tokens * width * 4 * width)
+
+
+@pytest.mark.parametrize(("settings", "weights"), [({}, (3, 3)), ({"lock_image": True}, (1, 3))])
+def test_flops_are_those_of_the_matrix_products(
+    settings: dict[str, Any], weights: tuple[int, int], tmp_path: Path
+) -> None:
+    model: Any = build_model(ModelSettings(name=write_tiny(tmp_path), **settings))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    width, patches = TINY["vision_cfg"]["width"], (IMAGE_SIZE // TINY["vision_cfg"]["patch_size"]) ** 2
+    project = 2 * width * TINY["embed_dim"]
+    image = 2 * patches * width * 3 * TINY["vision_cfg"]["patch_size"] ** 2 + tower(patches + 1, width) + project
+    text = tower(CONTEXT, TINY["text_cfg"]["width"]) + project
+    assert count_flops(model) == weights[0] * image + weights[1] * text
+    assert peak_samples_per_s(model, 1e9) == pytest.approx(1e9 / (weights[0] * image + weights[1] * text))
+    assert peak_samples_per_s(model, None) is None, "of a CPU nothing is known"
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "A100-40G"),
+        ("NVIDIA A100-PCIE-40GB", "A100-40G"),
+        ("A100-SXM4-40GB", "A100-40G"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80G"),
+        ("NVIDIA A100 80GB PCIe", "A100-80G"),
+        ("NVIDIA H100 80GB HBM3", "H100-80G"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA H100 NVL", "H100-NVL"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA GH200 480GB", "GH200-96G"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("NVIDIA GeForce RTX 3090", "RTX-3090"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA A10G", "A10G"),
+    ],
+)
+def test_gpu_is_recognised_by_the_name_of_its_device(device: str, name: str) -> None:
+    gpu = recognise(device)
+    assert gpu is not None
+    assert gpu.name == name
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "Tesla T4",
+        "NVIDIA L40",
+        "NVIDIA A10",
+        "NVIDIA H200 NVL",
+        "NVIDIA GH200 144G HBM3e",
+        "NVIDIA GB200",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 3090 Ti",
+    ],
+)
+def test_gpu_that_is_not_known_is_no_other(device: str) -> None:
+    assert recognise(device) is None

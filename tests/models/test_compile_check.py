@@ -1,0 +1,148 @@
+"""Compiled models whose forward is repeated: refused where they draw random numbers, exact where they do not."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from disco_ds.config import render_ds_config
+from disco_ds.distributed import comm
+from disco_ds.losses import build_loss
+from disco_ds.models.clip import build_model
+from disco_ds.models.compile_check import check_compiled, find_draws
+from disco_ds.training.build import build
+from disco_ds.training.engine import build_engine, set_lr
+from disco_ds.training.step import train_step
+from helpers.dist import run_ranks
+from helpers.towers import batches, distance, masters, prepare, tiny_config, write_tiny
+
+TIMM = {
+    "timm_model_name": "vit_tiny_patch16_224",
+    "timm_model_pretrained": False,
+    "timm_proj": "linear",
+    "image_size": 224,
+}
+
+
+def tower(model: str, **changes: Any) -> tuple[Any, Any]:
+    config = tiny_config(model, {}, **changes)
+    return config, build_model(config.model)
+
+
+class Attention(nn.Module):
+    """Dropout as an argument, which no module tells of."""
+
+    def __init__(self, p: float):
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(x, x, x, dropout_p=self.p if self.training else 0.0)
+
+
+def add_attention(model: Any, p: float) -> None:
+    model.ln_final = nn.Sequential(model.ln_final, Attention(p))
+
+
+def test_draws_are_found_wherever_they_are(tmp_path: Path) -> None:
+    plain = write_tiny(tmp_path)
+    assert find_draws(tower(plain)[1]) == []
+    assert find_draws(tower(plain, model__activation_checkpointing=True)[1]) == []
+    _, patches = tower(plain, model__patch_dropout=0.5)
+    patches.eval()
+    assert find_draws(patches) == ["visual.patch_dropout"]
+    assert not any(module.training for module in patches.modules()), "the model is left as it was"
+    assert find_draws(tower(plain, model__patch_dropout=0.5, model__lock_image=True)[1]) == [], "it runs once"
+    _, model = tower(plain, model__activation_checkpointing=True)
+    model.transformer.resblocks[1].mlp.append(nn.Dropout(0.1))
+    assert find_draws(model) == ["transformer.resblocks.1.mlp.3"]
+    for p, found in ((0.0, []), (0.1, ["ln_final.1"])):
+        _, model = tower(plain)
+        add_attention(model, p)
+        assert find_draws(model) == found
+
+
+def test_draws_of_a_timm_tower_are_found(tmp_path: Path) -> None:
+    for number, (drops, expected) in enumerate(
+        [({}, False), ({"timm_drop_path": 0.2}, True), ({"timm_drop": 0.2}, True), ({"patch_dropout": 0.2}, True)]
+    ):
+        (tmp_path / str(number)).mkdir()
+        model = write_tiny(tmp_path / str(number), **TIMM, **drops)
+        assert bool(find_draws(tower(model)[1])) == expected, drops
+
+
+def test_compiled_model_that_draws_is_refused_where_its_forward_is_repeated(tmp_path: Path) -> None:
+    plain = write_tiny(tmp_path)
+    draws = {"model__compile": True, "model__patch_dropout": 0.5}
+    check_compiled(*tower(plain, **draws), ranks=1)
+    check_compiled(*tower(plain, model__compile=True, micro_batch=4), ranks=1)
+    check_compiled(*tower(plain, model__patch_dropout=0.5, micro_batch=4), ranks=1)
+    check_compiled(*tower(plain, **draws, micro_batch=4), ranks=4)  # one micro-batch each
+    said = "with 2 micro-batches is refused .* in visual.patch_dropout.*model.compile=false.*model.patch_dropout=0"
+    with pytest.raises(ValueError, match=said):
+        check_compiled(*tower(plain, **draws, micro_batch=4), ranks=2)
+    with pytest.raises(ValueError, match="with activation checkpointing is refused"):
+        check_compiled(*tower(plain, **draws, model__activation_checkpointing=True), ranks=1)
+
+
+def test_compiled_model_that_cannot_be_looked_into_is_refused(tmp_path: Path) -> None:
+    config, model = tower(write_tiny(tmp_path), model__compile=True, micro_batch=4)
+
+    class Looks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2 if bool((x > 0).any()) else x
+
+    model.ln_final = nn.Sequential(model.ln_final, Looks())
+    with pytest.raises(ValueError, match="cannot be told whether it draws"):
+        check_compiled(config, model, ranks=1)
+
+
+def refused(model: str, runs: str) -> str:
+    changes = {"runs": runs, "model__compile": True, "model__patch_dropout": 0.5, "global_batch": 16, "micro_batch": 4}
+    config = tiny_config(model, {}, **changes)
+    with ExitStack() as stack, pytest.raises(ValueError) as caught:
+        build(config, None, stack)
+    return str(caught.value)
+
+
+def test_every_rank_refuses_before_there_is_a_run_folder(tmp_path: Path) -> None:
+    said = run_ranks(refused, 2, write_tiny(tmp_path, 49_408), str(tmp_path / "runs"))
+    assert len(set(said)) == 1
+    assert "model.compile with 2 micro-batches is refused" in said[0]
+    assert not (tmp_path / "runs").exists()
+
+
+def change(model: str, count: int, compiled: bool) -> dict[str, torch.Tensor]:
+    """What one step of SGD takes from the weights, with twelve samples."""
+    zero = {"zero_optimization": {"stage": 1}}
+    config = tiny_config(model, zero, global_batch=12, micro_batch=12 // count, model__compile=compiled)
+    torch.manual_seed(0)
+    engine = build_engine(build_model(config.model), config.optim, render_ds_config(config, comm.size()))
+    engine.train()
+    set_lr(engine, 1000.0)
+    before = masters(engine)
+    whole = batches(1, 12)[0]
+    parts = [{key: value.chunk(count)[k] for key, value in whole.items()} for k in range(count)]
+    train_step(engine, build_loss("disco"), parts, prepare, max_scale=1e9)
+    after = masters(engine)
+    engine.destroy()
+    return {name: before[name] - after[name] for name in before}
+
+
+def changes(model: str) -> list[float]:
+    eager = change(model, 1, compiled=False)
+    whole, cut = (change(model, count, compiled=True) for count in (1, 3))
+    return [distance(whole, eager), distance(cut, whole)]
+
+
+@pytest.mark.slow
+def test_compiled_gradients_do_not_depend_on_the_cut(tmp_path: Path) -> None:
+    (found,) = run_ranks(changes, 1, write_tiny(tmp_path), timeout_s=500)
+    assert max(found) < 1e-5, found
+    assert min(found) > 0, "the graphs are different ones"

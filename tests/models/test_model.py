@@ -1,0 +1,424 @@
+"""The model a run trains: features, groups, locked towers, weights in and out."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchvision import transforms
+
+from disco_ds.config import ModelSettings
+from disco_ds.models.clip import build_model, read_preprocessing, read_text_size
+from disco_ds.models.convnet import ConvNet
+from helpers.towers import CONTEXT, IMAGE_SIZE, TINY, VOCABULARY, batches, write_tiny
+
+RESNET = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "patch_size": None, "head_width": 16}
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    return write_tiny(tmp_path)
+
+
+def build(name: str, seed: int = 0, **settings: Any) -> nn.Module:
+    arguments = {key: settings.pop(key) for key in ("initial_scale", "initial_bias", "learns_scale") if key in settings}
+    torch.manual_seed(seed)
+    return build_model(ModelSettings(name=name, **settings), **arguments)
+
+
+def write_resnet(folder: Path) -> str:
+    path = folder / "resnet.json"
+    path.write_text(json.dumps(TINY | {"vision_cfg": RESNET}))
+    return str(path)
+
+
+def one_batch(size: int = 4) -> tuple[Tensor, Tensor]:
+    (batch,) = batches(1, size)
+    return batch["image"], batch["text"]
+
+
+def loss_of(model: nn.Module, image: Tensor, text: Tensor) -> Tensor:
+    rows, columns, scale, _ = model(image, text)
+    return F.cross_entropy(scale * rows @ columns.T, torch.arange(len(rows)))
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    loss_of(model, *one_batch()).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def trained(model: nn.Module) -> set[str]:
+    return {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+# Features
+
+
+def test_forward_gives_unit_rows_for_what_is_asked(tiny: str) -> None:
+    model = build(tiny).eval()
+    image, text = one_batch()
+    both = model(image, text)
+    for rows in both[:2]:
+        assert rows.shape == (4, 16)
+        assert rows.dtype == torch.float32
+        torch.testing.assert_close(rows.norm(dim=-1), torch.ones(4))
+    only_image, only_text, neither = model(image, None), model(None, text), model()
+    assert torch.equal(only_image[0], both[0])
+    assert torch.equal(only_text[1], both[1])
+    assert [value is None for value in only_image] == [False, True, False, True]
+    assert [value is None for value in only_text] == [True, False, False, True]
+    assert [value is None for value in neither] == [True, True, False, True]
+    for features in (both, only_image, only_text, neither):
+        assert torch.equal(features[2], both[2])
+        assert features[2].requires_grad
+
+
+def test_forward_is_open_clips_own_features(tiny: str) -> None:
+    model = build(tiny).eval()
+    image, text = one_batch()
+    mean, std = model.visual.image_mean, model.visual.image_std
+    pixels = transforms.Normalize(mean, std)(image.float() / 255)
+    rows, columns, scale, _ = model(image, text)
+    torch.testing.assert_close(rows, model.encode_image(pixels, normalize=True), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(columns, model.encode_text(text, normalize=True), rtol=1e-5, atol=1e-6)
+    assert torch.equal(scale, model.logit_scale.exp())
+
+
+def test_forward_normalises_with_the_models_own_mean_and_std(tmp_path: Path) -> None:
+    model = build("quickstart").eval()
+    preprocessing = read_preprocessing(model)
+    assert preprocessing.size == (32, 32)
+    image = one_batch()[0]
+    seen: list[Tensor] = []
+    model.visual.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    model(image)
+    expected = transforms.Normalize(preprocessing.mean, preprocessing.std)(image.float() / 255)
+    torch.testing.assert_close(seen[0], expected, rtol=1e-5, atol=1e-6)
+    assert preprocessing.mean == tuple(model.visual.preprocess_cfg["mean"])
+    assert preprocessing.std == tuple(model.visual.preprocess_cfg["std"])
+
+
+def test_forward_of_bytes_equals_floats_in_0_1(tiny: str) -> None:
+    model = build(tiny).eval()
+    image = one_batch()[0]
+    torch.testing.assert_close(model(image)[0], model(image.float() / 255)[0], rtol=1e-5, atol=1e-6)
+    assert not torch.equal(model(image)[0], model(image.float())[0])
+
+
+class Passes(TorchDispatchMode):
+    """Names what makes a tensor of an image's size, up to the tower's first layer."""
+
+    def __init__(self, numel: int):
+        super().__init__()
+        self.numel, self.names, self.begun = numel, list[str](), False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        self.begun |= func.overloadpacket is torch.ops.aten.convolution
+        if not self.begun and isinstance(out, Tensor) and out.numel() >= self.numel:
+            self.names.append(f"{func.overloadpacket.__name__} {out.dtype}")
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pixels_become_the_towers_input_in_one_pass(tiny: str, dtype: torch.dtype) -> None:
+    model = build(tiny).eval()
+    image = one_batch()[0]
+    with Passes(image.numel()) as passes, torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        model(image)
+    assert passes.begun
+    assert passes.names == [f"empty {dtype}", f"addcmul {dtype}"]
+
+
+def test_forward_under_autocast_keeps_fp32_unit_rows(tiny: str) -> None:
+    model = build(tiny).eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        rows, columns, scale, _ = model(*one_batch())
+    for value in (rows, columns, scale):
+        assert value.dtype == torch.float32
+    torch.testing.assert_close(rows.norm(dim=-1), torch.ones(4), rtol=0, atol=1e-6)
+
+
+def test_forward_of_a_bf16_model_takes_bytes(tiny: str) -> None:
+    model = build(tiny).eval().to(torch.bfloat16)
+    rows, columns, scale, _ = model(*one_batch())
+    assert {rows.dtype, columns.dtype, scale.dtype} == {torch.float32}
+    torch.testing.assert_close(rows.norm(dim=-1), torch.ones(4), rtol=0, atol=1e-6)
+
+
+def test_scale_and_bias_are_vectors_of_one(tiny: str) -> None:
+    model = build(tiny, initial_scale=20.0, initial_bias=-10.0)
+    assert model.logit_scale.shape == (1,)
+    assert model.logit_scale.item() == pytest.approx(math.log(20.0))
+    _, _, scale, bias = model()
+    assert scale.shape == bias.shape == (1,)
+    assert scale.item() == pytest.approx(20.0)
+    assert bias.item() == -10.0
+    assert build(tiny)()[2].item() == pytest.approx(1 / 0.07)
+    assert build(tiny)()[3] is None
+
+
+def test_scale_that_is_not_learned_is_frozen(tiny: str) -> None:
+    assert "logit_scale" in trained(build(tiny))
+    fixed = build(tiny, learns_scale=False)
+    assert "logit_scale" not in trained(fixed)
+    assert len(trained(fixed)) == len(trained(build(tiny))) - 1
+
+
+def test_read_text_size_of_both_kinds_of_tower(tiny: str, tmp_path: Path) -> None:
+    assert read_text_size(build(tiny)) == (CONTEXT, VOCABULARY)
+    path = tmp_path / "custom.json"
+    path.write_text(json.dumps(TINY | {"custom_text": True}))
+    custom = build(str(path))
+    assert isinstance(custom, open_clip.CustomTextCLIP)
+    assert read_text_size(custom) == (CONTEXT, VOCABULARY)
+
+
+# Locked towers
+
+
+@pytest.mark.parametrize("kind", ["tiny", "custom_text", "quickstart", "resnet"])
+@pytest.mark.parametrize("tower", ["image", "text"])
+def test_lock_freezes_exactly_that_tower(tower: str, kind: str, tmp_path: Path) -> None:
+    name = {"tiny": write_tiny, "resnet": write_resnet}.get(kind, lambda _: kind)(tmp_path)
+    if kind == "custom_text":
+        path = tmp_path / "custom.json"
+        path.write_text(json.dumps(TINY | {"custom_text": True}))
+        name = str(path)
+    model = build(name, **{f"lock_{tower}": True})
+    names = {name for name, _ in model.named_parameters()}
+    image = {name for name in names if name.startswith("visual.")}
+    text = names - image - {"logit_scale"}
+    assert image
+    assert text
+    if kind != "custom_text":
+        assert {"text_projection", "positional_embedding", "token_embedding.weight", "ln_final.weight"} <= text
+    assert trained(model) == (text if tower == "image" else image) | {"logit_scale"}
+
+
+def test_lock_image_freezes_batch_statistics_too(tmp_path: Path) -> None:
+    model = build(write_resnet(tmp_path), lock_image=True).train()
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    model(one_batch()[0])
+    for name, value in model.named_buffers():
+        assert torch.equal(value, before[name]), name
+
+
+def test_lock_both_towers_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing is left to train"):
+        ModelSettings(lock_image=True, lock_text=True)
+
+
+# Options
+
+
+def test_token_embedding_std_is_that_of_the_embedding_alone(tiny: str) -> None:
+    plain, wide = build(tiny), build(tiny, token_embedding_std=0.5)
+    assert plain.token_embedding.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert wide.token_embedding.weight.std().item() == pytest.approx(0.5, rel=0.1)
+    assert wide.positional_embedding.std().item() == pytest.approx(plain.positional_embedding.std().item(), rel=0.2)
+
+
+def test_activation_checkpointing_changes_no_gradient(tiny: str) -> None:
+    plain = gradients(build(tiny).train())
+    model = build(tiny, activation_checkpointing=True).train()
+    calls = count_blocks(model)
+    again = gradients(model)
+    assert sorted(calls) == 4 * ["transformer"] + 4 * ["visual.transformer"], "two blocks each, each run twice"
+    assert set(plain) == set(again)
+    for name, value in plain.items():
+        torch.testing.assert_close(again[name], value, rtol=0, atol=1e-7, msg=name)
+
+
+def count_blocks(model: Any) -> list[str]:
+    """Grows by one at each forward of a transformer block."""
+    calls: list[str] = []
+    for tower in ("visual.transformer", "transformer"):
+        for block in model.get_submodule(tower).resblocks:
+            block.ln_1.register_forward_hook(lambda *_, tower=tower: calls.append(tower))
+    return calls
+
+
+def test_patch_dropout_drops_in_training_only(tiny: str) -> None:
+    model = build(tiny, patch_dropout=0.75)
+    tokens: list[int] = []
+    model.visual.transformer.register_forward_pre_hook(lambda _, inputs: tokens.append(inputs[0].shape[1]))
+    image = one_batch()[0]
+    model.train()(image)
+    model.eval()(image)
+    assert tokens == [1 + 4, 1 + 16]
+
+
+@pytest.mark.slow
+def test_compile_changes_no_feature_and_no_key(tiny: str) -> None:
+    plain, compiled = build(tiny).eval(), build(tiny, compile=True).eval()
+    assert list(plain.state_dict()) == list(compiled.state_dict())
+    for a, b in zip(plain(*one_batch())[:3], compiled(*one_batch())[:3], strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5)
+    assert compiled.visual._compiled_call_impl is not None
+    assert compiled.transformer._compiled_call_impl is not None
+
+
+def test_convnet_checkpoints_its_activations_and_refuses_patch_dropout() -> None:
+    plain, saving = (build("quickstart", activation_checkpointing=flag) for flag in (False, True))
+    assert saving.visual.trunk.checkpointing
+    pixels = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8)
+    for model in (plain, saving):
+        model(image=pixels)[0].square().sum(0).max().backward()
+    for mine, other in zip(plain.visual.parameters(), saving.visual.parameters(), strict=True):
+        assert torch.equal(mine.grad, other.grad)
+    with pytest.raises(ValueError, match="patch_drop_rate"):
+        build("quickstart", patch_dropout=0.5)
+
+
+# Weights
+
+
+def test_state_dict_has_open_clips_keys_and_loads_there(tiny: str, tmp_path: Path) -> None:
+    model = build(tiny, initial_bias=-10.0, token_embedding_std=0.3).eval()
+    path = tmp_path / "saved.pt"
+    torch.save(model.state_dict(), path)
+    theirs = open_clip.create_model(
+        Path(tiny).stem, pretrained=str(path), nonscalar_logit_scale=True, init_logit_bias=0.0
+    ).eval()
+    assert list(model.state_dict()) == list(theirs.state_dict())
+    image, text = one_batch()
+    preprocessing = read_preprocessing(model)
+    pixels = transforms.Normalize(preprocessing.mean, preprocessing.std)(image.float() / 255)
+    rows, columns, scale, bias = model(image, text)
+    torch.testing.assert_close(rows, theirs.encode_image(pixels, normalize=True), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(columns, theirs.encode_text(text, normalize=True), rtol=1e-5, atol=1e-6)
+    assert torch.equal(scale, theirs.logit_scale.exp())
+    assert torch.equal(bias, theirs.logit_bias)
+
+
+@pytest.mark.parametrize("scalar", [False, True])
+def test_pretrained_weights_are_loaded_over_every_option(scalar: bool, tiny: str, tmp_path: Path) -> None:
+    source = build(tiny, seed=1, initial_scale=33.0).eval()
+    state = source.state_dict()
+    if scalar:  # as every published open_clip model has it
+        state["logit_scale"] = state["logit_scale"].squeeze()
+    path = tmp_path / "saved.pt"
+    torch.save(state, path)
+    model = build(tiny, seed=2, pretrained=path, token_embedding_std=3.0, initial_scale=5.0).eval()
+    assert model.logit_scale.shape == (1,)
+    for got, true in zip(model(*one_batch())[:3], source(*one_batch())[:3], strict=True):
+        assert torch.equal(got, true)
+
+
+def test_pretrained_missing_file_is_named(tiny: str, tmp_path: Path) -> None:
+    for value in (tmp_path / "missing.pt", tmp_path, Path("laion2b_s34b_b79k")):
+        with pytest.raises(ValueError, match=f"model.pretrained: no file {value}; only local weights"):
+            build(tiny, pretrained=value)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "other keys",
+        "other shape",
+        "one missing",
+        "empty",
+        "not weights",
+        "a list",
+    ],
+)
+def test_pretrained_that_does_not_fit_is_refused(kind: str, tiny: str, tmp_path: Path) -> None:
+    state = build(tiny).state_dict()
+    path = tmp_path / "weights.pt"
+    contents = {
+        "other keys": {"a": torch.zeros(1)},
+        "other shape": state | {"text_projection": torch.zeros(3, 3)},
+        "one missing": {key: value for key, value in state.items() if key != "text_projection"},
+        "a list": [1, 2],
+    }
+    if kind in contents:
+        torch.save(contents[kind], path)
+    else:
+        path.write_bytes(b"" if kind == "empty" else b"no weights at all")
+    with pytest.raises(ValueError, match=r"model .*tiny.json: open_clip could not build it"):
+        build(tiny, pretrained=path)
+    assert logging.root.manager.disable == logging.NOTSET
+
+
+# Names
+
+
+def test_quickstart_model_builds_without_batch_statistics(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        model = build("quickstart")
+    assert not caplog.records
+    assert not [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    assert isinstance(model.visual.trunk, ConvNet)
+    assert model(torch.zeros(2, 3, IMAGE_SIZE, IMAGE_SIZE))[0].shape == (2, 128)
+    assert sum(p.numel() for p in model.visual.parameters()) == pytest.approx(0.5e6, rel=0.1)
+    assert read_text_size(model) == (20, 49408)
+
+
+def test_gradient_of_the_quickstart_model_does_not_depend_on_the_cut() -> None:
+    model = build("quickstart").train()
+    image = one_batch(8)[0]
+    whole = model(image)[0]
+    parts = torch.cat([model(part)[0] for part in image.chunk(4)])
+    torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_batch_norm_model_is_warned_of_naming_layers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        model = build(write_resnet(tmp_path))
+    count = sum(isinstance(m, nn.BatchNorm2d) for m in model.modules())
+    assert count > 3
+    (record,) = caplog.records
+    assert f"BatchNorm in visual.bn1, visual.bn2, visual.bn3, ... ({count} layers)" in record.getMessage()
+
+
+def test_model_without_batch_norm_is_not_warned_of(tiny: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        build(tiny)
+    assert not caplog.records
+
+
+def test_unknown_model_lists_the_nearest_and_ours() -> None:
+    with pytest.raises(ValueError, match=r"unknown model 'ViT-B/32'; nearest: ViT-B-32.*ours: quickstart"):
+        build("ViT-B/32")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "model.name: no file .*odd.json"),
+        ("{", "odd.json is not valid JSON"),
+        ("{}", "open_clip could not build it"),
+        (json.dumps(TINY | {"vision_cfg": {"layrs": 3}}), "layrs"),
+        pytest.param(
+            json.dumps(TINY | {"text_cfg": {"width": 30, "heads": 4, "layers": 1}}),
+            "open_clip could not build it",
+        ),
+    ],
+)
+def test_model_config_file_malformed_is_refused(text: str | None, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "odd.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=words):
+        build(str(path))
+
+
+def test_model_of_another_kind_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "captioner.json"
+    path.write_text(
+        json.dumps(
+            TINY | {"custom_text": True, "multimodal_cfg": {"width": 32, "heads": 2, "layers": 1, "context_length": 12}}
+        )
+    )
+    with pytest.raises(ValueError, match="disco_ds trains two-tower CLIP models"):
+        build(str(path))

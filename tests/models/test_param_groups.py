@@ -1,0 +1,114 @@
+"""Which parameters the optimizer treats alike, by hand on a small model of each kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import pytest
+import torch
+
+from disco_ds.config import ModelSettings, OptimSettings
+from disco_ds.models.clip import build_model
+from disco_ds.models.param_groups import number_layers, parameter_groups
+from helpers.towers import write_tiny
+
+
+def build(tmp_path: Path, **options: Any) -> Any:
+    settings = {name: options.pop(name) for name in list(options) if name.startswith("lock")}
+    return build_model(ModelSettings(name=str(write_tiny(tmp_path)), **settings), **options)
+
+
+def settings(**values: Any) -> OptimSettings:
+    return OptimSettings.model_validate({"weight_decay": 0.2, **values})
+
+
+def test_parameter_groups_decay_matrices_only(tmp_path: Path) -> None:
+    model = build(tmp_path, initial_bias=-10.0)
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = parameter_groups(model, settings())
+    decays = {group["name"]: group["weight_decay"] for group in groups}
+    assert decays == {"matrices": 0.2, "vectors": 0.0, "scale": 0.0}
+    members = {group["name"]: {names[id(p)] for p in group["params"]} for group in groups}
+    assert members["scale"] == {"logit_scale", "logit_bias"}
+    assert {"visual.proj", "text_projection", "token_embedding.weight", "visual.conv1.weight"} <= members["matrices"]
+    assert {"ln_final.weight", "ln_final.bias", "visual.class_embedding"} <= members["vectors"]
+    assert not [name for name in members["matrices"] if name.endswith("bias") or ".ln_" in name]
+    assert sum(len(group["params"]) for group in groups) == len(names), "none twice"
+    assert set().union(*members.values()) == set(names.values())
+
+
+def test_parameter_groups_hold_no_empty_group_and_nothing_frozen(tmp_path: Path) -> None:
+    model = build(tmp_path, lock_image=True, learns_scale=False)
+    groups = parameter_groups(model, settings())
+    assert [group["name"] for group in groups] == ["matrices", "vectors"]
+    assert all(p.requires_grad for group in groups for p in group["params"])
+    for parameter in model.parameters():
+        if parameter.ndim < 2:
+            parameter.requires_grad_(False)
+    assert [group["name"] for group in parameter_groups(model, settings())] == ["matrices"]
+
+
+def table(model: Any, optim: OptimSettings) -> dict[str, tuple[float, float]]:
+    """Parameter -> what its learning rate is multiplied by, and its weight decay."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = parameter_groups(model, optim)
+    assert len({group["name"] for group in groups}) == len(groups)
+    return {names[id(p)]: (group["lr_factor"], group["weight_decay"]) for group in groups for p in group["params"]}
+
+
+def test_tower_has_its_own_rate_and_decay(tmp_path: Path) -> None:
+    found = table(build(tmp_path), settings(image={"lr_factor": 0.1, "weight_decay": 0.05}))
+    assert found["visual.proj"] == (0.1, 0.05)
+    assert found["visual.class_embedding"] == (0.1, 0.0)
+    assert found["text_projection"] == (1.0, 0.2)
+    assert found["ln_final.bias"] == found["logit_scale"] == (1.0, 0.0)
+
+
+def test_layers_of_a_tower_slow_down_towards_its_input(tmp_path: Path) -> None:
+    model = build(tmp_path)
+    found = table(model, settings(image={"layer_decay": 0.5}, text={"lr_factor": 3.0, "layer_decay": 0.1}))
+    blocks = len(model.visual.transformer.resblocks)
+    assert found["visual.proj"][0] == found["visual.ln_post.weight"][0] == 1.0
+    assert [found[f"visual.transformer.resblocks.{k}.attn.in_proj_weight"][0] for k in range(blocks)] == [
+        0.5 ** (blocks - k) for k in range(blocks)
+    ]
+    stem = ("conv1.weight", "class_embedding", "positional_embedding", "ln_pre.weight")
+    assert {found[f"visual.{name}"][0] for name in stem} == {0.5 ** (blocks + 1)}
+    assert found["text_projection"][0] == 3.0
+    layers = len(model.transformer.resblocks)
+    assert found["token_embedding.weight"][0] == found["positional_embedding"][0]
+    assert found["token_embedding.weight"][0] == pytest.approx(3.0 * 0.1 ** (layers + 1))
+    assert found["logit_scale"] == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "side", "stem", "block", "layer", "last"),
+    [
+        ("RN50", "image", "visual.conv1.weight", "visual.layer2.0.conv1.weight", 4, 17),
+        (
+            "ViT-B-16-SigLIP",
+            "image",
+            "visual.trunk.patch_embed.proj.weight",
+            "visual.trunk.blocks.3.norm1.weight",
+            4,
+            13,
+        ),
+        ("ViT-B-16-SigLIP", "text", "text.token_embedding.weight", "text.transformer.resblocks.11.ln_1.bias", 12, 13),
+        ("convnext_base", "image", "visual.trunk.stem.0.weight", "visual.trunk.stages.0.blocks.0.gamma", 1, 37),
+    ],
+)
+def test_layers_of_models_as_they_are(name: str, side: str, stem: str, block: str, layer: int, last: int) -> None:
+    with torch.device("meta"):
+        model = open_clip.create_model(name, device="meta")
+    layers = number_layers(model, side)
+    assert (layers[stem], layers[block], max(layers.values())) == (0, layer, last)
+
+
+def test_tower_without_known_layers_is_refused() -> None:
+    model = build_model(ModelSettings(name="quickstart"))
+    with pytest.raises(
+        ValueError, match=r"optim.image.layer_decay: the layers of this model's image tower are not known"
+    ):
+        parameter_groups(model, settings(image={"layer_decay": 0.9}))

@@ -1,0 +1,63 @@
+"""Memory of every registered loss: what plan/losses.py says is what its code allocates, at one rank and at two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from disco_ds.distributed import comm
+from disco_ds.losses import Embeddings, build_loss, list_losses
+from disco_ds.plan.losses import loss_peak
+from disco_ds.plan.towers import Allocations
+from helpers.dist import run_ranks
+
+TILE = {"tile": (256, 256), "impl": "torch"}
+SHAPES = [(512, 32), (256, 256), (64, 512)]
+"""(b, D): the matrix, both, and the features outweigh the rest."""
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("clip", {}),
+    ("disco", {}),
+    *((name, TILE) for name in list_losses() if name not in ("clip", "disco")),
+    ("disco_fused", {**TILE, "store": True}),
+    ("inf_cl", {**TILE, "wire": "bf16"}),
+    ("nt_xent", {**TILE, "ring": True}),
+    ("fastclip_v1", {**TILE, "gather_both": True}),
+]
+
+
+def measure(cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, int, int]]:
+    """(case, bytes as planned, bytes as allocated) on this rank, forward and backward."""
+    found = []
+    for name, options in cases:
+        for b, D in SHAPES:
+            torch.manual_seed(comm.rank())
+            loss = build_loss(name, **options)
+            loss.set_num_samples(b * comm.size(), b * comm.size())
+            image, text = (torch.nn.functional.normalize(torch.randn(b, D)).requires_grad_() for _ in range(2))
+            scale, bias = torch.tensor([14.3], requires_grad=True), torch.tensor([-10.0], requires_grad=True)
+            index = torch.arange(b) + comm.rank() * b
+            with Allocations([image, text, scale, bias, index]) as memory:
+                loss(Embeddings(image, text, scale, bias, index)).loss.backward()
+            planned = loss_peak(loss, b, comm.size(), D, torch.device("cpu"))
+            found.append((f"{name} {options} b {b} D {D} N {comm.size()}", planned, memory.peak))
+    return found
+
+
+def test_planned_memory_of_a_loss_is_what_it_allocates() -> None:
+    check(measure(CASES[1:3]), 2)
+
+
+@pytest.mark.slow
+def test_planned_memory_of_every_loss_is_what_it_allocates_at_one_rank_and_two() -> None:
+    check(measure(CASES), len(CASES))
+    check(run_ranks(measure, 2, CASES)[0], len(CASES))
+
+
+def check(found: list[tuple[str, int, int]], num_cases: int) -> None:
+    wrong = [
+        f"{case}: planned {a:,}, allocated {b:,} ({a / b - 1:+.1%})" for case, a, b in found if not 0.9 < a / b < 1.2
+    ]
+    assert not wrong, "\n".join(wrong)
+    assert len(found) == num_cases * len(SHAPES)

@@ -1,0 +1,156 @@
+"""A person's mistakes: each a clear error on every rank, before any work, within seconds."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from disco_ds.config import Config, load_config
+from disco_ds.data import index_shards, write_manifest
+from disco_ds.distributed import comm
+from disco_ds.metrics.records import METRICS_FILE
+from disco_ds.training.build import build
+from disco_ds.training.loop import train
+from helpers.dist import run_ranks
+from helpers.tiny_run import expect, image_sample, recipe, refused, stopped, write_shard
+from helpers.towers import write_tiny
+
+
+def bad_settings(path: Path, folder: Path) -> None:
+    def config(*overrides: str) -> Config:
+        return load_config(path, list(overrides))
+
+    expect(refused(config("loss.name=disko")), "unknown loss 'disko'", "did you mean disco", "clip")
+    expect(refused(config("loss.options={tilt: 4}")), "no option tilt", "tile")
+    for tile in ("4", "[4]", "[4, 0]", "[4, x]", "{a: 1, b: 2}", "ab"):
+        expect(refused(config(f"loss.options={{tile: {tile}}}")), "tile must be two positive numbers")
+    expect(refused(config("loss={name: disco, options: {tile: [4, 4]}}")), "no option tile")
+    expect(refused(config("model.name=ViT-B-33")), "unknown model 'ViT-B-33'", "ViT-B-32")
+    expect(refused(config(f"model.name={write_tiny(folder / 'small')}")), "vocab_size 100", "49408")
+    expect(refused(config("model.pretrained=nowhere.pt")), "no file nowhere.pt")
+    expect(refused(config("global_batch=20")), "not a multiple of ranks x micro_batch (2 x 4 = 8)", "nearest: 16")
+    expect(refused(config("micro_batch=3")), "(2 x 3 = 6)", "nearest: 18")
+    expect(refused(config("ranks=8")), "for 8 ranks, this run has 2", "hostfile")
+    expect(refused(config("deepspeed.zero_optimisation.stage=2")), "unknown key zero_optimisation", "zero_optimization")
+    expect(refused(config("deepspeed.gradient_clipping=1.0")), "gradient_clipping", "optim.clip_norm")
+    expect(refused(config("data.shards=nowhere")), "nowhere")
+    expect(refused(config(f"data.shards={folder / 'empty'}")), "holds no .tar file")
+    expect(refused(config(f"data.shards={folder / 'unindexed'}")), "manifest", "disco-ds index")
+    expect(refused(config("eval.labelled={far: nowhere}")), "nowhere")
+    expect(
+        refused(config("eval={labelled: {far: 'bundled:emoji/unseen'}, label_key: '{json[no]}'}")), "far", "has a label"
+    )
+    expect(refused(config("data.slots=5")), "data.slots=4 or data.slots=6")
+    expect(refused(config("data.slots=null", f"data.shards={folder / 'one'}")), "1 slots", "2 ranks", "data.slots=2")
+    expect(refused(config(), resume="latest"), "no run called tiny")
+    expect(refused(config(), resume=str(folder)), "not a run folder")
+    assert not (folder / "runs").exists() or not any((folder / "runs").iterdir()), "a refused run leaves no folder"
+    said = stopped(config("data.image_key=jpg", "name=wrong-key"))
+    expect(said, "data failed on rank 0, 1", "no image under jpg", "the sample has json, png, txt")
+
+
+def changed_on_resume(path: Path) -> None:
+    with ExitStack() as stack:
+        run = build(load_config(path, ["name=first"]), None, stack)
+        train(run)
+        folder = str(run.folder)
+        expect(refused(load_config(path, ["name=first"]), resume=folder), "in use by process")
+    changes = {
+        "loss.name=clip": "loss.name: 'disco_fused' in the checkpoint, 'clip' now",
+        "model.max_scale=50": "model.max_scale",
+        "model.name=quickstart": "model.config.embed_dim: 16 in the checkpoint, 128 now",
+        "optim.weight_decay=0.1": "optim.weight_decay",
+        "global_batch=32": "global_batch: 16 in the checkpoint, 32 now",
+        "seed=1": "seed",
+        "data.window=7": "data.window",
+        "data.slots=2": "data.slots",
+        "data.shards=bundled:emoji/validation": "data.shards",
+    }
+    for change, said in changes.items():
+        expect(refused(load_config(path, ["name=first", change]), resume=folder), said)
+    whole = Path(folder) / "checkpoints" / "step-00000004"
+    comm.barrier()
+    if comm.rank() == 0:
+        for name in ("missing", "cut", "foreign", "unreadable"):
+            shutil.copytree(folder, Path(folder).with_name(name))
+        runs = Path(folder).parent
+        (runs / "missing" / "checkpoints" / whole.name / "rank_00001.pt").unlink()
+        (runs / "cut" / "checkpoints" / whole.name / "rank_00001.pt").write_bytes(b"x" * 10)
+        (runs / "foreign" / "checkpoints" / whole.name / "checkpoint.json").write_text('{"weights": 1}')
+        shard = next((runs / "unreadable" / "checkpoints" / whole.name / "engine").glob("*rank_1*optim*"))
+        shard.write_bytes(b"\0" * shard.stat().st_size)
+    comm.barrier()
+    runs = Path(folder).parent
+    expect(refused(load_config(path, ["name=first", "steps=2"]), resume=folder), "is at step 4", "end at 2")
+    config = load_config(path, ["name=first", "steps=6"])
+    expect(refused(config, resume=str(runs / "missing")), "incomplete", "rank_00001.pt is missing")
+    expect(refused(config, resume=str(runs / "cut")), "damaged", "rank_00001.pt has 10 bytes, expected")
+    expect(refused(config, resume=str(runs / "foreign")), "not a disco_ds checkpoint")
+    said = refused(config, resume=str(runs / "unreadable"))
+    expect(said, "is damaged: engine/", "zero_pp_rank_1_mp_rank_00_optim_states.pt is not what was written")
+    # What may change does: workers, micro-batch, logging, a longer run.
+    with ExitStack() as stack:
+        overrides = ["name=first", "steps=6", "micro_batch=8", "data.workers=1", "log.every_steps=2"]
+        run = build(load_config(path, overrides), folder, stack)
+        assert run.first_step == 4
+        train(run)
+
+
+def broken_data(path: Path, folder: Path) -> None:
+    with ExitStack() as stack:
+        overrides = [f"data.shards={folder / 'broken'}", "name=broken", "data.slots=2", "data.max_broken=0.5"]
+        run = build(load_config(path, overrides), None, stack)
+        train(run)
+        comm.barrier()
+        names = [line.partition(": ")[2] for path in run.folder.glob("broken-*.txt") for line in path.open()]
+        records = (run.folder / METRICS_FILE).read_text().splitlines()
+    # 80 samples in 4 steps of 16, so not all are met, but never the same one in another count.
+    assert json.loads(records[-1])["broken_samples"] >= len(set(names)) >= 3, names
+    assert any(name.startswith("00001.tar/entry") and "complete samples" in name for name in names), names
+    said = stopped(
+        load_config(path, [f"data.shards={folder / 'rotten'}", "name=rotten", "data.slots=2", "data.max_broken=0.1"])
+    )
+    expect(said, "samples are broken", "data.max_broken")
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """Folders: empty, unindexed, one (a single shard), broken (some samples), rotten (most)."""
+    good = [image_sample(number) for number in range(40)]
+    bad = {"png": b"\x89PNG\r\n\x1a\n" + b"junk", "txt": b"no picture"}
+    buffer = io.BytesIO()
+    Image.new("1", (12_000, 12_000)).save(buffer, "PNG")
+    bomb = {"png": buffer.getvalue(), "txt": b"a bomb"}
+    for name in ("empty", "unindexed", "one", "broken", "rotten", "small"):
+        (tmp_path / name).mkdir()
+    write_shard(tmp_path / "unindexed" / "00000.tar", good)
+    write_shard(tmp_path / "one" / "00000.tar", good)
+    write_shard(tmp_path / "broken" / "00000.tar", [*good[:10], bad, *good[10:20], bomb, bad])
+    write_shard(tmp_path / "broken" / "00001.tar", good)
+    write_shard(tmp_path / "rotten" / "00000.tar", [good[0], *[bad] * 60])
+    write_shard(tmp_path / "rotten" / "00001.tar", [good[1], *[bad] * 60])
+    for name in ("one", "broken", "rotten"):
+        write_manifest(index_shards(tmp_path / name))
+    # Cut after it was counted: its lost samples are broken ones.
+    cut = tmp_path / "broken" / "00001.tar"
+    cut.write_bytes(cut.read_bytes()[: cut.stat().st_size // 2])
+    return tmp_path
+
+
+def test_bad_settings_are_refused_on_every_rank(shards):
+    run_ranks(bad_settings, 2, recipe(shards), shards)
+
+
+def test_resume_refuses_changes_and_damaged_checkpoints_by_name(tmp_path):
+    run_ranks(changed_on_resume, 2, recipe(tmp_path))
+
+
+@pytest.mark.filterwarnings("ignore:.*manifest.*")
+def test_broken_samples_are_counted_and_named_and_too_many_stop_the_run(shards):
+    run_ranks(broken_data, 2, recipe(shards), shards)

@@ -1,0 +1,170 @@
+"""Checkpoints without an engine: what must stay the same over a resume, and what is parsed of a file, and when."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from disco_ds.training.checkpoint import _restore_rng, _rng_state, identity, read, refuse_changes, same_shape, shape
+from disco_ds.training.retention import FORMAT, META, DamagedError
+from helpers.checkpoints import SHAPE, describe, flip, identify, plant, write_checkpoint
+from helpers.towers import TINY, tiny_config
+
+
+def stored(same: dict[str, Any]) -> dict[str, Any]:
+    """As it comes back from checkpoint.json."""
+    return json.loads(json.dumps(same))
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"loss__name": "clip"}, "loss.name"),
+        ({"loss__options": {"tile": 3}}, "loss.options.tile"),
+        ({"model__lock_image": True}, "model.lock_image"),
+        ({"model__patch_dropout": 0.5}, "model.patch_dropout"),
+        ({"model__max_scale": 50.0}, "model.max_scale"),
+        ({"optim__name": "adamw"}, "optim.name"),
+        ({"optim__lr": 0.5}, "optim.lr"),
+        ({"optim__betas": (0.9, 0.95)}, "optim.betas"),
+        ({"optim__clip_norm": 1.0}, "optim.clip_norm"),
+        ({"global_batch": 32}, "global_batch"),
+        ({"seed": 1}, "seed"),
+        ({"data__slots": 4}, "data.slots"),
+        ({"data__window": 7}, "data.window"),
+        ({"data__crop_scale": (0.5, 1.0)}, "data.crop_scale"),
+        ({"data__augment": {"zoom": 0.5}}, "data.augment.zoom"),
+        ({"data__captions": {"{txt}": 2.0}}, "data.captions.{txt}"),
+        ({"data__num_samples": 99}, "data.num_samples"),
+        ({"fingerprint": "abd"}, "data.shards"),
+    ],
+)
+def test_refuse_changes_names_the_changed_setting(changes: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match="made with other settings") as caught:
+        refuse_changes(stored(identify()), identify(**changes))
+    lines = str(caught.value).splitlines()[1:]
+    assert [line.strip().split(":")[0] for line in lines] == [name]
+    assert " in the checkpoint, " in lines[0]
+    assert lines[0].endswith(" now")
+
+
+def test_refuse_changes_of_a_default_says_how_to_go_on() -> None:
+    """A recipe that says nothing of the loss, and a run that was started when the default was another."""
+    with pytest.raises(ValueError) as caught:
+        refuse_changes(stored(identify(loss__name="disco")), identify())
+    said = "loss.name: 'disco' in the checkpoint, 'disco_fused' now; the default used to be disco: "
+    assert f"{said}set loss.name=disco to go on, or start a new run without --resume" in str(caught.value)
+
+
+def test_ranks_stage_and_precision_are_the_shape_and_no_refused_change() -> None:
+    config = tiny_config("tiny", {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}})
+    refuse_changes(stored(identify()), identity(config, "abc", TINY))
+    now = shape(config, 4)
+    assert (now["ranks"], now["stage"], now["precision"]) == (4, 3, "bf16")
+    assert (SHAPE["ranks"], SHAPE["stage"], SHAPE["precision"]) == (2, 1, "fp32")
+
+
+def test_refuse_changes_names_every_changed_setting_at_once() -> None:
+    with pytest.raises(ValueError) as caught:
+        refuse_changes(stored(identify()), identify(seed=3, global_batch=32, optim__lr=0.5))
+    assert [line.strip().split(":")[0] for line in str(caught.value).splitlines()[1:]] == [
+        "optim.lr",
+        "global_batch",
+        "seed",
+    ]
+
+
+def test_refuse_changes_setting_that_went_or_came_is_named() -> None:
+    now = identify()
+    saved = stored(now)
+    saved["optim"]["nesterov"] = True
+    del saved["model"]["lock_text"]
+    with pytest.raises(ValueError) as caught:
+        refuse_changes(saved, now)
+    assert "optim.nesterov: True in the checkpoint, None now" in str(caught.value)
+    assert "model.lock_text: None in the checkpoint, False now" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"micro_batch": 4},
+        {"name": "other", "runs": "elsewhere"},
+        {"data__workers": 2, "data__prefetch": 9, "data__timeout_s": 1.0, "data__max_broken": 0.5},
+        {"model__activation_checkpointing": True, "model__compile": True},
+        {"log__every_steps": 3, "log__tensorboard": True, "checkpoint__every_steps": 1, "checkpoint__keep_last": 9},
+        {"pixels": "host", "timeout_s": 400.0},
+    ],
+)
+def test_refuse_changes_lets_the_rest_change(changes: dict[str, Any]) -> None:
+    # Tuples come back as lists.
+    kept = {"data__crop_scale": (0.5, 1.0), "optim__betas": (0.9, 0.95)}
+    refuse_changes(stored(identify(**kept)), identify(**kept, **changes))
+
+
+def test_read_whole_checkpoint_gives_every_rank_in_order(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, 7, ranks=3)
+    saved = read(path)
+    assert saved.step == 7
+    assert saved.meta["identity"] == stored(identify())
+    assert [part["data"]["rank"] for part in saved.ranks] == [0, 1, 2]
+    assert [len(part["loss"]) for part in saved.ranks] == [0, 1, 2]
+
+
+def test_a_flipped_bit_is_named_before_anything_is_parsed(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, 1)
+    flip(path / "rank_00001.pt")
+    with pytest.raises(DamagedError, match=r"step-00000001 is damaged: rank_00001.pt is not what was written"):
+        _ = read(path).ranks
+
+
+def test_code_in_a_file_of_ours_never_runs(tmp_path: Path) -> None:
+    path, mark = write_checkpoint(tmp_path, 1), tmp_path / "ran"
+    plant(path, "rank_00000.pt", mark)
+    with pytest.raises(DamagedError, match=r"rank_00000.pt is not what was written"):
+        _ = read(path).ranks
+    # By somebody who has also written the checksums.
+    describe(path, json.loads((path / META).read_text()))
+    with pytest.raises(DamagedError, match=r"rank_00000.pt cannot be read: it holds more than tensors"):
+        _ = read(path).ranks
+    assert not mark.exists()
+    torch.load(path / "rank_00000.pt", weights_only=False)
+    assert mark.exists(), "the planted code is none"
+
+
+@pytest.mark.parametrize("version", [4, FORMAT])
+def test_generators_go_on_from_a_checkpoint_of_either_format(version: int, tmp_path: Path) -> None:
+    """Format 4 had NumPy's state as it comes, with an array in it."""
+    numpy.random.standard_normal()  # half a pair is left over for the next
+    state = _rng_state() | ({"numpy": numpy.random.get_state()} if version == 4 else {})
+    drawn = random.random(), numpy.random.standard_normal(3).tolist(), torch.rand(3).tolist()
+    path = write_checkpoint(tmp_path, 1, ranks=0)
+    torch.save({"rng": state, "data": {}, "loss": {}}, path / "rank_00000.pt")
+    describe(path, json.loads((path / META).read_text()) | {"format": version})
+    if version == 4:
+        meta = json.loads((path / META).read_text())
+        del meta["seal"]
+        (path / META).write_text(json.dumps(meta))
+    _restore_rng(read(path).ranks[0]["rng"])
+    assert (random.random(), numpy.random.standard_normal(3).tolist(), torch.rand(3).tolist()) == drawn
+
+
+def test_refuse_changes_compares_the_model_by_its_config_not_its_name() -> None:
+    config = tiny_config("moved/tiny.json", {"zero_optimization": {"stage": 1}}, model__pretrained="weights.pt")
+    refuse_changes(stored(identify()), identity(config, "abc", TINY))
+    with pytest.raises(ValueError, match=r"model.config.embed_dim: 16 in the checkpoint, 32 now"):
+        refuse_changes(stored(identify()), identity(config, "abc", TINY | {"embed_dim": 32}))
+
+
+def test_shapes_differ_by_who_holds_what_not_by_how_gradients_travel() -> None:
+    buckets = SHAPE | {"zero_optimization": {"stage": 1, "overlap_comm": False, "reduce_bucket_size": 7}}
+    assert same_shape(buckets, SHAPE | {"zero_optimization": {"stage": 1}})
+    assert not same_shape(buckets, SHAPE | {"zero_optimization": {"stage": 2}})
+    assert not same_shape(buckets, buckets | {"ranks": 9})

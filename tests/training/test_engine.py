@@ -1,0 +1,347 @@
+"""The engine: the schedule by hand, the optimizers' groups, and the learning rate in the update at every ZeRO stage."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from timm.optim import Lamb, Lion
+from torch import Tensor, nn
+
+from disco_ds.config import OptimSettings, render_ds_config
+from disco_ds.distributed import comm
+from disco_ds.models.clip import build_model
+from disco_ds.models.param_groups import parameter_groups
+from disco_ds.training.engine import backward_and_step, build_engine, build_optimizer, learning_rate, set_lr
+from helpers.dist import run_ranks
+from helpers.towers import batches, masters, prepare, tiny_config, write_tiny
+
+# The schedule
+
+
+def lrs(num_steps: int, peak: float = 1.0, **settings: Any) -> list[float]:
+    optim = OptimSettings(**settings)
+    return [learning_rate(step, num_steps, peak, optim) for step in range(num_steps)]
+
+
+def test_warmup_rises_by_equal_steps_from_above_zero_to_the_peak() -> None:
+    for schedule in ({"schedule": "cosine"}, {"schedule": "constant"}, {"schedule": "cooldown", "cooldown_steps": 2}):
+        values = lrs(20, peak=2.0, warmup_steps=4, **schedule)
+        assert values[:4] == pytest.approx([0.5, 1.0, 1.5, 2.0])
+        assert max(values) == 2.0
+
+
+def test_cosine_by_hand() -> None:
+    # Steps 2 to 5 are at 0, 1/4, 1/2 and 3/4 of the half wave from 1 to 0.2.
+    half = math.sqrt(0.5)
+    expected = [0.5, 1.0, 1.0, 0.2 + 0.4 * (1 + half), 0.6, 0.2 + 0.4 * (1 - half)]
+    assert lrs(6, schedule="cosine", warmup_steps=2, lr_min=0.2) == pytest.approx(expected)
+
+
+def test_cosine_ends_near_its_minimum() -> None:
+    values = lrs(1000, peak=3.0, schedule="cosine", warmup_steps=100, lr_min=0.1)
+    assert values[99] == values[100] == 3.0
+    assert all(before > after for before, after in itertools.pairwise(values[100:]))
+    assert 0.1 < values[-1] < 0.1001
+    settings = OptimSettings(warmup_steps=100, lr_min=0.1)
+    assert learning_rate(1000, 1000, 3.0, settings) == learning_rate(5000, 1000, 3.0, settings) == pytest.approx(0.1)
+
+
+def test_constant_stays_at_the_peak() -> None:
+    assert lrs(5, peak=0.25, schedule="constant", warmup_steps=2) == [0.125, 0.25, 0.25, 0.25, 0.25]
+
+
+def test_cooldown_by_hand() -> None:
+    values = lrs(8, peak=1.0, schedule="cooldown", warmup_steps=2, cooldown_steps=4, lr_min=0.2)
+    assert values == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4])
+
+
+@pytest.mark.parametrize(
+    "settings", [{"schedule": "cosine"}, {"schedule": "constant"}, {"schedule": "cooldown", "cooldown_steps": 3}]
+)
+def test_schedule_without_warmup_starts_at_the_peak(settings: dict[str, Any]) -> None:
+    values = lrs(6, warmup_steps=0, **settings)
+    assert values[0] == 1.0
+    assert min(values) > 0
+
+
+def test_schedule_of_warmup_alone() -> None:
+    assert lrs(4, warmup_steps=4) == [0.25, 0.5, 0.75, 1.0]
+
+
+# The optimizers
+
+
+def toy_groups() -> list[dict[str, Any]]:
+    model = nn.Linear(3, 2)
+    return [
+        {"name": "matrices", "params": [model.weight], "weight_decay": 0.3},
+        {"name": "vectors", "params": [model.bias], "weight_decay": 0.0},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "defaults"),
+    [
+        ("adamw", torch.optim.AdamW, {"betas": (0.8, 0.7), "eps": 1e-4}),
+        ("lion", Lion, {"betas": (0.8, 0.7)}),
+        ("lamb", Lamb, {"betas": (0.8, 0.7), "eps": 1e-4, "max_grad_norm": None}),
+        ("sgd", torch.optim.SGD, {"momentum": 0.6}),
+    ],
+)
+def test_build_optimizer_passes_settings_and_groups(name: str, kind: type, defaults: dict[str, Any]) -> None:
+    settings = OptimSettings(name=name, betas=(0.8, 0.7), eps=1e-4, momentum=0.6)  # type: ignore[arg-type]
+    optimizer = build_optimizer(toy_groups(), settings)
+    assert type(optimizer) is kind
+    assert [group["name"] for group in optimizer.param_groups] == ["matrices", "vectors"]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
+    for group in optimizer.param_groups:
+        assert defaults.items() <= group.items()
+
+
+# The update
+
+OPTIM: dict[str, Any] = {"weight_decay": 0.1, "momentum": 0.9, "betas": (0.9, 0.98), "eps": 1e-3}
+OPTIM |= {"image": {"lr_factor": 0.5}, "text": {"weight_decay": 0.3, "layer_decay": 0.8}}
+STEPS = (1e-2, 3e-3, 0.0, 5e-3)
+"""Learning rates of four steps."""
+LOOKED_AT = (
+    "visual.proj",
+    "text_projection",
+    "visual.conv1.weight",
+    "ln_final.weight",
+    "visual.ln_post.bias",
+    "logit_scale",
+)
+"""Parameters whose every entry has a gradient well above its rounding: matrices, vectors and the scale."""
+
+
+def surrogate(model: Any, rank: int) -> Tensor:
+    """A loss whose gradient is another on each rank."""
+    batch = batches(2, 4)[rank]
+    image, text, scale, _ = model(batch["image"], batch["text"])
+    weights = torch.randn(2, *image.shape, generator=torch.Generator().manual_seed(rank))
+    return (weights[0] * image).sum() + (weights[1] * text).sum() + (rank + 1) * scale.sum() / 100
+
+
+def plain_decay(name: str, parameter: nn.Parameter) -> float:
+    return 0.0 if parameter.ndim < 2 else 0.1 if name.startswith("visual.") else 0.3
+
+
+def plain_factor(name: str) -> float:
+    """The image tower at half the rate, the text tower with a decay of 0.8 over its two blocks."""
+    if name == "logit_scale":
+        return 1.0
+    if name.startswith("visual."):
+        return 0.5
+    layer = 0 if "embedding" in name else int(name.split(".")[2]) + 1 if "resblocks" in name else 3
+    return 0.8 ** (3 - layer)
+
+
+def plain_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    """As one would write it by hand, by names and shapes."""
+    groups = [
+        {"params": [p], "weight_decay": plain_decay(n, p), "factor": plain_factor(n)}
+        for n, p in model.named_parameters()
+    ]
+    if name == "lamb":
+        return Lamb(groups, lr=123.0, betas=(0.9, 0.98), eps=1e-3, max_grad_norm=None)
+    if name == "adamw":
+        return torch.optim.AdamW(groups, lr=123.0, betas=(0.9, 0.98), eps=1e-3)
+    if name == "lion":
+        return Lion(groups, lr=123.0, betas=(0.9, 0.98))
+    return torch.optim.SGD(groups, lr=123.0, momentum=0.9)
+
+
+def plain_changes(name: str, start: nn.Module) -> list[dict[str, Tensor]]:
+    """What each step adds to the parameters looked at, in one process on the mean of both ranks' losses."""
+    model = copy.deepcopy(start)
+    model.forward = start.forward.__func__.__get__(model)  # type: ignore[attr-defined]
+    optimizer = plain_optimizer(name, model)
+    changes = []
+    for lr in STEPS:
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group["factor"]
+        optimizer.zero_grad()
+        ((surrogate(model, 0) + surrogate(model, 1)) / 2).backward()
+        before = {key: model.get_parameter(key).detach().clone() for key in LOOKED_AT}
+        optimizer.step()
+        changes.append({key: model.get_parameter(key).detach() - before[key] for key in LOOKED_AT})
+    return changes
+
+
+def engine_changes(name: str, stage: int, model_file: str) -> list[dict[str, Tensor]]:
+    config = tiny_config(
+        model_file,
+        {"zero_optimization": {"stage": stage}},
+        global_batch=8,
+        micro_batch=4,
+        optim={"name": name, "lr": 1.0, "warmup_steps": 0, **OPTIM},
+    )
+    torch.manual_seed(0)
+    engine = build_engine(build_model(config.model), config.optim, render_ds_config(config, comm.size()))
+    names = [group["name"] for group in engine.optimizer.param_groups]
+    assert len(set(names)) == len(names) == 10
+    changes = []
+    for lr in STEPS:
+        before = masters(engine)
+        set_lr(engine, lr)
+        norm = backward_and_step(engine, (surrogate(engine, comm.rank()) for _ in range(1)))
+        assert norm is not None
+        assert 0 < norm.item() < math.inf
+        after = masters(engine)
+        changes.append({key: after[key] - before[key] for key in LOOKED_AT})
+    engine.destroy()
+    return changes
+
+
+def compare_updates(model_file: str) -> list[str]:
+    failures = []
+    for name in ("adamw", "lamb", "lion", "sgd"):
+        torch.manual_seed(0)
+        start = build_model(tiny_config(model_file, {}).model)
+        true = plain_changes(name, start)
+        for stage in range(1 if name == "lamb" else 4):
+            got = engine_changes(name, stage, model_file)
+            for step, lr in enumerate(STEPS):
+                for key in LOOKED_AT:
+                    error = (got[step][key] - true[step][key]).abs().max().item()
+                    size = true[step][key].abs().max().item()
+                    # A change is read from weights of about 1: their rounding, and a relative 1e-4 of the change.
+                    if error > 5e-7 + 1e-4 * size or (size == 0) != (lr == 0):
+                        failures.append(f"{name} zero{stage} step {step} {key}: off by {error} of {size}")
+    return failures
+
+
+def test_learning_rate_and_decay_reach_the_update_at_every_stage(tmp_path: Any) -> None:
+    for failures in run_ranks(compare_updates, 2, write_tiny(tmp_path)):
+        assert not failures, "\n".join(failures)
+
+
+def test_weight_decay_is_seen_in_the_reference(tmp_path: Any) -> None:
+    """The comparison above can tell decay on vectors, and no decay on matrices, from what it wants."""
+    config = tiny_config(write_tiny(tmp_path), {}, optim={"name": "sgd", "momentum": 0.0, "lr": 1.0, "warmup_steps": 0})
+    for decay in (0.0, 0.1):
+        torch.manual_seed(0)
+        model = build_model(config.model)
+        optimizer = build_optimizer(parameter_groups(model, OptimSettings(weight_decay=decay)), config.optim)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        for group in optimizer.param_groups:
+            group["lr"] = 0.5
+        optimizer.step()
+        moved = {name for name, p in model.named_parameters() if not torch.equal(p.detach(), before[name])}
+        assert moved == ({name for name, p in model.named_parameters() if p.ndim >= 2} if decay else set())
+        for name in moved:
+            torch.testing.assert_close(model.get_parameter(name).detach(), before[name] * (1 - 0.5 * decay))
+
+
+# The reduction of gradients
+
+
+def order_of_reductions(model: str, stage: int, num_micro_batches: int, **zero: Any) -> tuple[list[int], int]:
+    """Elements of each reduction of a step's gradients, and how many gradients were made after the first."""
+    changes = {"global_batch": 4 * comm.size() * num_micro_batches, "micro_batch": 4}
+    config = tiny_config(model, {"zero_optimization": {"stage": stage, **zero}}, **changes)
+    engine = build_engine(build_model(config.model), config.optim, render_ds_config(config, comm.size()))
+    engine.train()
+    reduced: list[int] = []
+    late = 0
+
+    def made(_: Tensor) -> None:
+        nonlocal late
+        late += bool(reduced)
+
+    for parameter in engine.module.parameters():
+        parameter.register_post_accumulate_grad_hook(made)
+    all_reduce = deepspeed.comm.all_reduce
+
+    def recorded(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        reduced.append(tensor.numel())
+        return all_reduce(tensor, *args, **kwargs)
+
+    deepspeed.comm.all_reduce = recorded
+    for batch in batches(num_micro_batches, 4):
+        image, text, _ = prepare(batch)
+        features = engine(image, text)
+        surrogate = sum(part.sum() for part in features[:3])
+        engine.backward(surrogate, scale_wrt_gas=False)
+        if engine.is_gradient_accumulation_boundary():
+            break
+        engine.step()
+    deepspeed.comm.all_reduce = all_reduce
+    return reduced, late
+
+
+def reductions(model: str) -> None:
+    num_elements = sum(p.numel() for p in build_model(tiny_config(model, {}).model).parameters())
+    for stage in (1, 2):
+        sizes, late = order_of_reductions(model, stage, 1, reduce_bucket_size=10_000)
+        assert sum(sizes) == num_elements, stage
+        assert len(sizes) > 3, (stage, sizes)
+        assert max(sizes) <= 10_000, (stage, sizes)
+        assert late > 10, (stage, late)
+    sizes, late = order_of_reductions(model, 1, 2, reduce_bucket_size=10_000)
+    assert (sum(sizes), late) == (num_elements, 0)
+
+
+def test_gradients_are_reduced_in_buckets_while_backward_goes_on(tmp_path: Path) -> None:
+    run_ranks(reductions, 2, write_tiny(tmp_path))
+
+
+def widened(model: str) -> None:
+    largest = max(p.numel() for p in build_model(tiny_config(model, {}).model).parameters())
+    for stage, overlap, given, expected in (
+        (2, True, 1000, largest),
+        (2, True, largest + 1, largest + 1),
+        (2, False, 1000, 1000),
+        (1, True, 1000, 1000),
+    ):
+        zero = {"stage": stage, "overlap_comm": overlap, "reduce_bucket_size": given}
+        config = tiny_config(model, {"zero_optimization": zero}, global_batch=4, micro_batch=4)
+        engine = build_engine(build_model(config.model), config.optim, render_ds_config(config, comm.size()))
+        assert engine.zero_reduce_bucket_size() == expected, zero
+
+
+def test_bucket_of_zero_2_holds_the_largest_parameter_where_it_overlaps(tmp_path: Path) -> None:
+    run_ranks(widened, 1, write_tiny(tmp_path))
+
+
+def resumed_in_other_buckets(model: str, folder: Path) -> None:
+    """A checkpoint written by one reduction of everything goes on in buckets beside the backward, to the same bits."""
+    ways: tuple[dict[str, Any], ...] = (
+        {"reduce_bucket_size": 500_000, "overlap_comm": False},
+        {"reduce_bucket_size": 10_000, "overlap_comm": True},
+    )
+    for stage in (1, 2):
+        ends = []
+        for number, way in enumerate((ways[0], ways[0], ways[1])):
+            ds_config = {"zero_optimization": {"stage": stage, **way}}
+            changes = {"global_batch": 4 * comm.size(), "micro_batch": 4, "optim__name": "adamw"}
+            config = tiny_config(model, ds_config, **changes)
+            engine = build_engine(build_model(config.model), config.optim, render_ds_config(config, comm.size()))
+            set_lr(engine, 1e-3)
+            if number:
+                engine.load_checkpoint(str(folder / str(stage)))
+            for step in range(engine.global_steps, 3):
+                image, text, _ = prepare(batches(comm.size(), 4, seed=step)[comm.rank()])
+                features = engine(image, text)
+                engine.backward(sum(part.sum() for part in features[:3]), scale_wrt_gas=False)
+                engine.step()
+                if number == 0 and step == 1:
+                    engine.save_checkpoint(str(folder / str(stage)))
+            ends.append(masters(engine))
+            engine.destroy()
+        for other in ends[1:]:
+            assert all(torch.equal(value, other[name]) for name, value in ends[0].items()), stage
+
+
+def test_checkpoint_goes_on_in_other_buckets(tmp_path: Path) -> None:
+    run_ranks(resumed_in_other_buckets, 2, write_tiny(tmp_path), tmp_path)

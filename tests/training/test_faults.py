@@ -1,0 +1,387 @@
+"""Faults made for real in runs of two ranks: what stops a run, what does not, and what is said."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from disco_ds.config import Config, load_config
+from disco_ds.data import StepData, index_shards, write_manifest
+from disco_ds.distributed import comm
+from disco_ds.distributed.interrupt import Interrupts
+from disco_ds.losses import Embeddings
+from disco_ds.metrics.run_folder import CHECKPOINTS
+from disco_ds.training import checkpoint
+from disco_ds.training.build import Run, build
+from disco_ds.training.loop import StopError, agree, finish, train, wait_for_copies
+from disco_ds.training.retention import find_latest, read_meta
+from helpers.dist import run_ranks
+from helpers.faults import BOTH, NAN, At, leave_out, nothing, poisoned, start
+from helpers.launched import (
+    CASES,
+    SAME,
+    equal_checkpoints,
+    launched,
+    members,
+    ranks_of,
+    records,
+    wait_for,
+    write_recipe,
+)
+from helpers.launched import finish as finish_run
+from helpers.machine import HAS_FP16
+from helpers.tiny_run import expect, image_sample, recipe, stopped, write_shard
+
+
+def train_with(config: Config, at: At) -> Run:
+    with ExitStack() as stack:
+        run = start(config, at, stack)
+        train(run)
+    return run
+
+
+def failure(config: Config, at: At, kind: type[Exception]) -> str:
+    """What the run says that ends with this error, on every rank alike."""
+    with ExitStack() as stack, pytest.raises(kind) as caught:
+        train(start(config, at, stack))
+    said = comm.gather_objects(str(caught.value))
+    assert len(set(said)) == 1, said
+    return said[0]
+
+
+# Not finite
+
+
+def passed_over(
+    path: Path, name: str, deepspeed: dict[str, Any], kinds: dict[int, str], pixels: str = "device"
+) -> None:
+    """The run that passes batches over is, to the bit, the run that never had them, whose images wait on the device."""
+    settings = {"deepspeed": deepspeed, "checkpoint": {"every_steps": 0}, "optim": {"lr": 1e-3, "warmup_steps": 2}}
+    rewrite(path, **settings)
+    runs = {}
+    for kind in ("spoilt", "without"):
+        where = pixels if kind == "spoilt" else "device"
+        own = [f"name={name}-{kind}", f"skip_nonfinite={len(kinds)}", f"pixels={where}", "log.tensorboard=false"]
+        config = load_config(path, own)
+        with ExitStack() as stack:
+            run = start(config, poisoned(kinds) if kind == "spoilt" else nothing, stack)
+            if kind == "without":
+                run.loader.read_step = leave_out(run, set(kinds))
+            train(run)
+        runs[kind] = run.folder
+    comm.barrier()
+    if comm.rank() == 0:
+        pair = [records(folder) for folder in runs.values()]
+        keys = ("step", "samples", "ids", "loss", "lr", "scale", "grad_norm")
+        assert [[record[key] for key in keys] for record in pair[0]] == [[r[key] for key in keys] for r in pair[1]]
+        assert [record["skipped_batches"] for record in pair[0]] == [0, 0, len(kinds), len(kinds)]
+        equal_checkpoints(*(folder / CHECKPOINTS / "step-00000004" for folder in runs.values()))
+
+
+def rewrite(path: Path, **changes: Any) -> None:
+    """Change a recipe that both ranks read. Collective."""
+    comm.barrier()
+    if comm.rank() == 0:
+        recipe(path.parent, **changes)
+    comm.barrier()
+
+
+def too_many(path: Path) -> None:
+    for limit, said in ((0, "from the loss of rank 1"), (1, "the gradient is not finite")):
+        config = load_config(path, [f"name=too-many-{limit}", f"skip_nonfinite={limit}"])
+        expect(failure(config, poisoned(BOTH), FloatingPointError), "step 2: ", said, "nothing was updated")
+
+
+def features(path: Path) -> None:
+    """A rank whose features are bad is named, though every rank's loss is."""
+    told = "step 0: the loss is not finite, from the features of rank 1; nothing was updated"
+    with ExitStack() as stack:
+        run = build(load_config(path, ["name=features"]), None, stack)
+        if comm.rank() == 1:
+            run.engine.module.visual.register_forward_hook(lambda module, arguments, out: out * float("nan"))
+        with pytest.raises(FloatingPointError, match=told):
+            train(run)
+
+
+def out_of_step() -> None:
+    step = 5 + comm.rank()
+    data = StepData([], None, 0.0, [])
+    with pytest.raises(StopError, match=r"not at one step.*rank 0 on .*: step 5; rank 1 on .*: step 6"):
+        agree(step, data, Interrupts(), Embeddings(torch.ones(1, 1), torch.ones(1, 1), torch.ones(1)), torch.ones(()))
+
+
+def overflow_at_the_bottom(path: Path) -> None:
+    """Where a loss scaler cannot go lower, a gradient that is not finite is a fault, and the scaler stays as it was."""
+    fp16 = {"enabled": True, "initial_scale_power": 0, "hysteresis": 1, "loss_scale_window": 2}
+    passed_over(path, "bottom", {"base": "zero2", "torch_autocast": {"enabled": False}, "fp16": fp16}, {3: "gradient"})
+
+
+NO_AUTOCAST = {"torch_autocast": {"enabled": False}}
+
+
+def non_finite_of_one_stage(path: Path) -> None:
+    passed_over(path, "one", CASES["zero1-fp32"], BOTH, pixels="compressed")
+    features(path)
+    out_of_step()
+
+
+def non_finite_everywhere(path: Path) -> None:
+    too_many(path)
+    for level in range(4):
+        clip = {"optim": {"lr": 1e-3, "warmup_steps": 0, "clip_norm": 0.1}}
+        rewrite(path, **clip)
+        passed_over(path, f"fp32-{level}", {"base": f"zero{level}", **NO_AUTOCAST}, BOTH)
+        passed_over(path, f"autocast-{level}", {"base": f"zero{level}"}, BOTH)
+        if level:
+            passed_over(path, f"bf16-{level}", {"base": f"zero{level}", "bf16": {"enabled": True}, **NO_AUTOCAST}, BOTH)
+    if HAS_FP16:
+        passed_over(path, "fp16", CASES["zero2-fp16"], {NAN: "loss"})
+        overflow_at_the_bottom(path)
+
+
+def test_non_finite_batch_is_as_if_it_had_not_been(tmp_path):
+    run_ranks(non_finite_of_one_stage, 2, recipe(tmp_path))
+
+
+@pytest.mark.slow
+def test_non_finite_batch_at_every_stage_and_precision(tmp_path):
+    run_ranks(non_finite_everywhere, 2, recipe(tmp_path))
+
+
+# Data
+
+
+def data_faults(path: Path, folder: Path) -> None:
+    def config(name: str, *overrides: str) -> Config:
+        data = [f"data.shards={folder / name}", "data.slots=2", "data.window=4", "steps=30", "checkpoint.every_steps=0"]
+        return load_config(path, [f"name={name}", *data, *overrides])
+
+    def kill_worker(run: Run, number: int) -> None:
+        if number == 2 and comm.rank() == 1:
+            os.kill(run.loader.worker_pids[0], signal.SIGKILL)
+
+    def remove(run: Run, number: int) -> None:
+        if number == 2 and comm.rank() == 0:
+            for shard in (folder / "vanished").glob("*.tar"):
+                shard.unlink()
+
+    def cut(run: Run, number: int) -> None:
+        if number == 2 and comm.rank() == 0:
+            for shard in (folder / "cut").glob("*.tar"):
+                os.truncate(shard, shard.stat().st_size // 2)
+
+    said = failure(config("killed", "data.workers=1"), kill_worker, StopError)
+    expect(said, "data failed on rank 1: ", "data worker 0 of 1", "died, exit code -9")
+    said = failure(config("vanished"), remove, StopError)
+    expect(said, "data failed on rank ", "No such file", str(folder / "vanished"))
+    expect(stopped(config("keys", "data.captions={'{json[title]}': 1.0}")), "title", "the sample has png, txt")
+    run = train_with(config("cut", "data.max_broken=1.0"), cut)
+    comm.barrier()
+    names = [line for path in run.folder.glob("broken-*.txt") for line in path.open()]
+    assert any(("of" in name and "bytes" in name) or "complete samples" in name for name in names), names
+
+
+@pytest.mark.slow
+def test_faults_of_the_data_stop_all_ranks_and_are_named(tmp_path):
+    for name in ("killed", "vanished", "cut", "keys"):
+        (tmp_path / name).mkdir()
+        for number in range(8):
+            write_shard(tmp_path / name / f"{number:05d}.tar", [image_sample(number) for number in range(20)])
+        write_manifest(index_shards(tmp_path / name))
+    run_ranks(data_faults, 2, recipe(tmp_path), tmp_path)
+
+
+# Going on: records, points, copies
+
+
+class Crash(Exception):  # noqa: N818
+    pass
+
+
+def crash_and_resume(path: Path, folder: Path) -> None:
+    overrides = [
+        "steps=8",
+        "checkpoint.every_steps=4",
+        f"checkpoint.copy_command=cp -r {{path}} {folder}/{{name}}",
+        "eval={every_steps: 2, labelled: {unseen: 'bundled:emoji/unseen'}}",
+    ]
+    config = load_config(path, overrides)
+
+    def crash(run: Run, number: int) -> None:
+        if number == 7:
+            raise Crash
+
+    with ExitStack() as stack, pytest.raises(Crash):
+        train(start(config, crash, stack))
+    with ExitStack() as stack:
+        run = start(config, nothing, stack, resume=str(folder / "runs" / "tiny"))
+        assert run.first_step == 4
+        train(run)
+        finish(run)
+        wait_for_copies(run)
+
+
+@pytest.mark.slow
+def test_records_and_points_go_on_after_a_crash(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run_ranks(crash_and_resume, 2, recipe(tmp_path), tmp_path)
+    run = tmp_path / "runs" / "tiny"
+    steps = [(record["step"], "loss" in record) for record in records(run)]
+    evaluated = [(step, False) for step in (2, 4, 6, 8)]
+    assert sorted(steps) == sorted([(step, True) for step in range(1, 9)] + evaluated)
+    points = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    names = points.Tags()["scalars"]
+    assert "train/loss" in names
+    for name in names:
+        expected = (2, 4, 6, 8) if name.startswith("eval/") else range(1, 9)
+        assert [point.step // 16 for point in points.Scalars(name)] == list(expected), name
+    losses = {record["step"]: record["loss"] for record in records(run) if "loss" in record}
+    assert [point.value for point in points.Scalars("train/loss")] == pytest.approx(list(losses.values()))
+    for name in ("step-00000004", "step-00000008"):
+        read_meta(tmp_path / name)
+
+
+# A full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system for two and a half checkpoints of the tiny model."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=66m", "tmpfs", str(path)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def full_disk(path: Path, disk: Path) -> None:
+    ballast = disk / "ballast"
+
+    def config(name: str, *overrides: str) -> Config:
+        return load_config(path, [f"runs={disk}", f"name={name}", "checkpoint.every_steps=1", "steps=5", *overrides])
+
+    def fill(run: Run, number: int) -> None:
+        """After the first checkpoint leave room for a part of the second; make room again after it has failed."""
+        comm.barrier()
+        if number == 2 and comm.rank() == 0:
+            ballast.write_bytes(bytes(free(disk) - 10 * 2**20))
+        if number == 3 and comm.rank() == 0:
+            assert [p.name for p in (run.folder / CHECKPOINTS).iterdir()] == ["step-00000001"]
+            # Not a byte is left: records wait.
+            with suppress(OSError), (disk / "more").open("wb", buffering=0) as more:
+                while more.write(bytes(512)):
+                    pass
+        if number == 4 and comm.rank() == 0:
+            ballast.unlink()
+            (disk / "more").unlink()
+        comm.barrier()
+
+    def saved(run: Run) -> list[str]:
+        comm.barrier()
+        return sorted(path.name for path in (run.folder / CHECKPOINTS).iterdir())
+
+    # Room for two, where two are kept: the one that the new one would replace goes first.
+    run = train_with(config("tight", "checkpoint.keep_last=2"), nothing)
+    assert saved(run) == ["step-00000004", "step-00000005"]
+    clear(run)
+    # Filled by others for a while: the run goes on.
+    run = train_with(config("goes-on", "checkpoint.keep_last=1"), fill)
+    assert run.failed_saves == 0
+    assert saved(run) == ["step-00000005"]
+    if comm.rank() == 0:
+        assert [record["step"] for record in records(run.folder)] == [1, 2, 3, 4, 5]
+    clear(run)
+    # For too long: all stop, and the checkpoint before is whole.
+    said = failure(config("stops", "checkpoint.max_failed=0"), fill, comm.AgreedError)
+    expect(said, "No space left on device", str(disk / "stops" / CHECKPOINTS), "MiB free", "make room")
+    saved_at = checkpoint.read(find_latest(disk / "stops"))
+    assert saved_at.step == 1
+    assert not list((disk / "stops" / CHECKPOINTS).glob(".*"))
+
+
+def free(disk: Path) -> int:
+    usage = os.statvfs(disk)
+    return usage.f_bavail * usage.f_frsize
+
+
+def clear(run: Run) -> None:
+    """Remove the checkpoints. Collective."""
+    comm.barrier()
+    if comm.rank() == 0:
+        shutil.rmtree(run.folder / CHECKPOINTS)
+    comm.barrier()
+
+
+@pytest.mark.slow
+def test_full_disk_stops_no_run_that_need_not_stop(tmp_path, small_disk):
+    run_ranks(full_disk, 2, recipe(tmp_path), small_disk)
+
+
+# Whole runs, through a launcher
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_lost_rank_is_named_and_nobody_is_left(number, tmp_path):
+    folder = tmp_path / "run"
+    arguments = [*write_recipe(folder, CASES["zero1-fp32"]), "steps=5000", "checkpoint.every_steps=0", "lost_after_s=5"]
+    with launched("launch", 2, arguments, folder) as process:
+        wait_for(lambda: len(records(folder / "runs" / "tiny")) > 3, "step 4", folder)
+        begin = time.monotonic()
+        ranks_of(process.pid)[1].send_signal(number)
+        named = f"rank 0 stops: rank 1 on {socket.gethostname()} (last step "
+        wait_for(lambda: named in (folder / "log.txt").read_text(), "the lost rank's name", folder, 5 + 5)
+        assert process.wait(timeout=60) != 0
+        # The launcher gives a stopped rank half a minute to answer its SIGTERM.
+        wait_for(lambda: not members(process.pid), "every process to end", folder, 10)
+        assert time.monotonic() - begin < 55
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ten_kills_at_random_moments_change_nothing(tmp_path):
+    folder = tmp_path / "run"
+    arguments = write_recipe(folder, CASES["zero1-fp32"])
+    arguments += ["steps=60", "checkpoint.every_steps=2", "log.tensorboard=false", "lost_after_s=4", "data.workers=0"]
+    finish_run("torchrun", 2, [*arguments, "name=whole"], folder)
+    arguments, run, draw = [*arguments, "name=cut"], folder / "runs" / "cut", random.Random(0)
+    unfinished = 0
+    for life in range(10):
+        resume = ["--resume", "latest"] if life else []
+        with launched("launch", 2, [*arguments, *resume], folder) as process:
+            wait_for(lambda life=life: any(r["step"] >= 4 + 5 * life for r in records(run)), "its step", folder)
+            ranks = ranks_of(process.pid)
+            if life % 2:
+                wait_for(lambda: list((run / CHECKPOINTS).glob(".step-*")), "a save", folder, poll_s=0.001)
+                time.sleep(draw.uniform(0, 0.02))
+            else:
+                time.sleep(draw.uniform(0, 0.05))
+            for rank in draw.choice([ranks, ranks[:1], ranks[1:]]):
+                rank.kill()
+            assert process.wait(timeout=60) != 0
+            wait_for(lambda process=process: not members(process.pid), "every process to end", folder, 40)
+        unfinished += bool(list((run / CHECKPOINTS).glob(".step-*")))
+    assert not (run / "finished.json").exists()
+    assert unfinished, "no kill came in the middle of a save"
+    finish_run("launch", 2, [*arguments, "--resume", "latest"], folder)
+    whole = folder / "runs" / "whole"
+    for mine, other in zip(records(run), records(whole), strict=True):
+        assert [mine.get(key) for key in SAME] == [other.get(key) for key in SAME]
+    equal_checkpoints(*(path / CHECKPOINTS / "step-00000060" for path in (run, whole)))

@@ -1,0 +1,378 @@
+"""The product: a step applies the single-process full-batch gradient, at any ranks, cut, stage and precision."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from disco_ds.config import render_ds_config
+from disco_ds.distributed import comm
+from disco_ds.losses import Embeddings, LossOutput, build_loss
+from disco_ds.models.clip import build_model
+from disco_ds.training.engine import build_engine, set_lr
+from disco_ds.training.step import train_step
+from helpers.dist import run_ranks
+from helpers.machine import needs_fp16
+from helpers.precisions import MATRIX, PRECISIONS, ds_config
+from helpers.towers import (
+    Batch,
+    batches,
+    build_towers,
+    distance,
+    masters,
+    norm,
+    on_boundary_backward,
+    prepare,
+    reference,
+    tiny_config,
+    write_tiny,
+)
+
+PER_RANK = 16
+EXACT = ("fp32", "offload", "partitioned")
+OTHER_LOSSES = ("disco_fused", "inf_cl", "siglip", "nt_xent")
+
+
+def build(config: Any, text_dropout: float = 0.0) -> Any:
+    model = build_towers(config, text_dropout)
+    torch.manual_seed(100 + comm.rank())
+    return build_engine(model, config.optim, render_ds_config(config, comm.size()))
+
+
+def one_case(
+    model: str, precision: str, stage: int, count: int, clip: bool, loss: str, text_dropout: float = 0.0, **changes: Any
+) -> dict[str, float]:
+    """One SGD step through the engine against the single process: errors of gradient, change, norm, loss."""
+    N = comm.size()
+    lr = 1000.0  # the change then dwarfs the rounding of the weights it is read from
+    shape = {"global_batch": PER_RANK * N, "micro_batch": PER_RANK // count, "optim__lr": lr, "loss__name": loss}
+    clipping = {"optim__clip_norm": 0.05} if clip else {}
+    config = tiny_config(model, ds_config(precision, stage), **shape, **clipping, **changes)
+    everything = batches(N * count, config.micro_batch)
+    if config.model.two_views:
+        everything = [batch | {"text": batch["image"].flip(3)} for batch in everything]
+    mine = everything[comm.rank() * count : (comm.rank() + 1) * count]
+
+    states: list[torch.Tensor] = []
+    torch.manual_seed(100 + comm.rank())
+
+    def recording(batch: Batch) -> Any:
+        if len(states) < count:
+            states.append(torch.get_rng_state())
+        return prepare(batch)
+
+    engine = build(config, text_dropout)
+    engine.train()
+    set_lr(engine, lr)
+    read: list[dict[str, torch.Tensor]] = []
+    if not precision.startswith("fp16"):  # there the gradient read is scaled
+        on_boundary_backward(engine, read.append)
+    before = masters(engine)
+    out = train_step(engine, build_loss(loss), mine, recording, max_scale=1e9)
+    after = masters(engine)
+    engine.destroy()
+
+    all_states = [state for part in comm.gather_objects(states) for state in part]
+    true, true_loss = reference(config, everything, all_states, text_dropout=text_dropout)
+    kind = precision.removesuffix("_bf16_wire").removesuffix("_wire")
+    one_process = 0.0
+    if kind not in EXACT:
+        one_process = distance(reference(config, everything, all_states, cast=kind)[0], true)
+    true_norm = norm(true)
+    factor = min(1.0, config.optim.clip_norm / true_norm) if clip else 1.0
+    assert not clip or factor < 1, f"the test's clip norm must bite, true norm {true_norm}"
+    change = {name: (before[name] - after[name]) / lr for name in before}
+    assert out.grad_norm is not None
+    errors = {
+        "change": distance(change, {name: factor * value for name, value in true.items()}),
+        "norm": abs(out.grad_norm.item() - true_norm) / true_norm,
+        "loss": abs(out.metrics["loss"].item() - true_loss) / true_loss,
+        "one_process": one_process,
+    }
+    if read:
+        errors["gradient"] = distance(read[0], true)
+    return errors
+
+
+def allowed(precision: str, one_process: float) -> float:
+    """1e-6 in fp32; twice the one-process error at a 16-bit precision."""
+    return 1e-6 if precision in EXACT else 2 * one_process
+
+
+Group = tuple[list[tuple[Any, ...]], dict[str, Any]]
+"""Cases (precision, stage, micro-batches, clip, loss) and the settings they share."""
+
+
+def run_cases(model: str, groups: list[Group]) -> list[str]:
+    """The cases that fail, in words."""
+    failures = []
+    for case, changes in [(case, changes) for cases, changes in groups for case in cases]:
+        precision, stage, count, clip, loss = case
+        errors = one_case(model, precision, stage, count, clip, loss, **changes)
+        limit = allowed(precision, errors["one_process"])
+        # Changes are read from weights: one rounding more. 16-bit norms and losses are as far off as the gradient.
+        limits = {"gradient": limit, "change": limit + 1e-6, "norm": limit + 1e-6, "loss": limit + 1e-6}
+        wrong = {name: value for name, value in errors.items() if name in limits and not value <= limits[name]}
+        if wrong:
+            failures.append(f"{precision} zero{stage} K={count} clip={clip} {loss} {changes}: {wrong} of {errors}")
+    return failures
+
+
+def matrix(precisions: list[str]) -> list[tuple[Any, ...]]:
+    return [
+        (precision, stage, count, clip, "disco")
+        for (precision, stage), count, clip in itertools.product(MATRIX, (1, 4), (False, True))
+        if precision in precisions
+    ]
+
+
+def check(size: int, model: str, groups: list[Group], timeout_s: float = 240) -> None:
+    for failures in run_ranks(run_cases, size, model, groups, timeout_s=timeout_s):
+        assert not failures, "\n".join(failures)
+
+
+def test_step_equals_single_process_in_four_micro_batches(tmp_path):
+    """Every stage and precision with GradAccum, dropout and clipping; checkpointed activations; locked towers."""
+    everything = [case for case in matrix(list(PRECISIONS)) if case[2:4] == (4, True)]
+    checkpointed = [("fp32", stage, 4, False, loss) for stage in (2, 3) for loss in ("clip", "disco")]
+    locked = [("fp32", stage, 4, False, "disco") for stage in range(4)]
+    groups: list[Group] = [
+        (everything, {}),
+        (checkpointed, {"model__activation_checkpointing": True}),
+        (locked, {"model__lock_image": True}),
+        (locked, {"model__lock_text": True}),
+        ([("fp32", stage, 8, True, loss) for stage, loss in zip((1, 3, 2, 0), OTHER_LOSSES, strict=True)], {}),
+        (
+            [("fp32", stage, 2, False, "nt_xent") for stage in range(4)],
+            {"model__two_views": True, "data__augment__zoom": 0.1},
+        ),
+        # A locked tower that draws from the generator before the trained one does.
+        (locked[1:2], {"model__lock_image": True, "text_dropout": 0.3}),
+    ]
+    check(2, write_tiny(tmp_path, patch_dropout=0.5), groups)
+
+
+def test_step_equals_single_process_when_gradients_travel_during_backward(tmp_path):
+    """One micro-batch, so reduced in buckets beside the backward; the largest parameters do not fit into one."""
+    cases = [
+        (precision, stage, 1, True, "disco")
+        for precision in ("fp32", "autocast", "autocast_bf16_wire", "bf16")
+        for stage in (1, 2, 3)
+    ]
+    few = {"deepspeed__zero_optimization__reduce_bucket_size": 3000}
+    check(2, write_tiny(tmp_path, patch_dropout=0.5), [(cases, few)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "precision", [pytest.param(name, marks=needs_fp16) if name == "fp16" else name for name in PRECISIONS]
+)
+@pytest.mark.parametrize("size", [1, 2])
+def test_step_equals_single_process(size, precision, tmp_path):
+    check(size, write_tiny(tmp_path, patch_dropout=0.5), [(matrix([precision]), {})])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tower", ["image", "text"])
+def test_step_with_a_locked_tower(tower, tmp_path):
+    cases = [("fp32", stage, count, True, loss) for stage in range(4) for count in (1, 2) for loss in ("clip", "disco")]
+    check(2, write_tiny(tmp_path, patch_dropout=0.5), [(cases, {f"model__lock_{tower}": True})])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_step_with_compiled_towers(tmp_path):
+    cases = [("fp32", stage, 2, False, "disco") for stage in (0, 1, 2)]
+    check(2, write_tiny(tmp_path), [(cases, {"model__compile": True})], timeout_s=500)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", OTHER_LOSSES)
+def test_step_of_every_loss(loss, tmp_path):
+    cases = [
+        (precision, stage, count, False, loss)
+        for (precision, stage), count in itertools.product(MATRIX, (1, 8))
+        if precision in ("fp32", "autocast", "bf16")
+    ]
+    check(2, write_tiny(tmp_path, patch_dropout=0.5), [(cases, {})])
+
+
+def pushed_up(model: str, cases: list[tuple[str, int]]) -> list[str]:
+    """Steps of a loss that only wants a larger scale, from just below the bound."""
+    failures = []
+    for precision, stage in cases:
+        name = ("adamw", "sgd")[(stage + len(precision)) % 2]  # by turns: each stage meets both
+        config = tiny_config(
+            model, ds_config(precision, stage), global_batch=4 * comm.size(), micro_batch=4, optim__name=name
+        )
+        engine = build_engine(
+            build_model(config.model, initial_scale=99.0), config.optim, render_ds_config(config, comm.size())
+        )
+        set_lr(engine, 0.01)
+        engine.train()
+        # One unit in the last place of the parameter's precision.
+        ulp = 2**-8 if "16" in precision.split("_")[0] else 2**-21
+        for _ in range(4):
+            out = train_step(engine, upward, batches(1, 4), prepare, max_scale=100.0)
+            master = masters(engine)["logit_scale"].item()
+            if max(out.scale.log().item(), master) > math.log(100) + ulp:
+                failures.append(f"{precision} zero{stage} {name}: used {out.scale.item()}, master {master}")
+        if master < math.log(99.9):
+            failures.append(f"{precision} zero{stage} {name}: the scale did not rise: {master}")
+        engine.destroy()
+    return failures
+
+
+def upward(embeddings: Embeddings) -> LossOutput:
+    """Rises with a falling scale, and with nothing else."""
+    return LossOutput(-embeddings.scale.sum() + 0 * (embeddings.image.sum() + embeddings.text.sum()))
+
+
+def check_bound(model: str, cases: list[tuple[str, int]]) -> None:
+    for failures in run_ranks(pushed_up, 2, model, cases):
+        assert not failures, "\n".join(failures)
+
+
+def test_scale_stays_below_its_bound(tmp_path):
+    check_bound(write_tiny(tmp_path), [("fp32", 0), ("fp32", 1), ("bf16", 2), ("fp32", 3), ("partitioned", 3)])
+
+
+@pytest.mark.slow
+def test_scale_stays_below_its_bound_at_every_stage_and_precision(tmp_path):
+    check_bound(write_tiny(tmp_path), MATRIX)
+
+
+def states_used(model: str) -> list[bytes]:
+    """The generator's, before the first forward of each of three micro-batches, in two steps with dropout."""
+    config = tiny_config(model, ds_config("fp32", 1), global_batch=12, micro_batch=4)
+    engine = build(config, text_dropout=0.3)
+    engine.train()
+    seen: list[bytes] = []
+
+    def recording(batch: Batch) -> Any:
+        seen.append(torch.get_rng_state().numpy().tobytes())
+        return prepare(batch)
+
+    used = []
+    for _ in range(2):
+        seen.clear()
+        train_step(engine, build_loss("disco"), batches(3, 4), recording, max_scale=100.0)
+        used += seen[:3]  # the rest are replays
+    engine.destroy()
+    return used
+
+
+def test_no_micro_batch_draws_what_another_has_drawn(tmp_path):
+    """A step leaves the generator where its first forwards did, not where a replay did."""
+    (used,) = run_ranks(states_used, 1, write_tiny(tmp_path))
+    assert len(set(used)) == len(used) == 6
+
+
+def poisoned(model: str) -> None:
+    """A NaN in one rank's features must stop every rank with the weights as they were."""
+    for stage in range(4):
+        config = tiny_config(model, ds_config("fp32", stage), global_batch=4 * comm.size(), micro_batch=4)
+        engine = build(config)
+        engine.train()
+        before = masters(engine)
+
+        def spoil(e: Any) -> LossOutput:
+            out = build_loss("disco")(e)
+            factor = float("nan") if comm.rank() == 1 else 1.0
+            return LossOutput(out.loss * factor, out.metrics)
+
+        with pytest.raises(FloatingPointError, match="step 0"):
+            train_step(engine, spoil, batches(1, 4), prepare, max_scale=100.0)
+        assert distance(masters(engine), before) == 0
+        engine.destroy()
+
+
+def test_non_finite_gradient_stops_all_ranks_before_the_update(tmp_path):
+    run_ranks(poisoned, 2, write_tiny(tmp_path))
+
+
+def overflowing(model: str) -> None:
+    """A loss scale far too large: steps are skipped until it fits, with the weights untouched; then one is right."""
+    for stage in (1, 2, 3):
+        scaling = {"fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}}
+        zero = {"zero_optimization": {"stage": stage}}
+        config = tiny_config(model, zero | scaling, global_batch=8 * comm.size(), micro_batch=4)
+        engine = build(config)
+        engine.train()
+        set_lr(engine, 1.0)
+        before = masters(engine)
+        everything = batches(2 * comm.size(), 4)
+        mine = everything[2 * comm.rank() : 2 * comm.rank() + 2]
+        skipped = 0
+        while train_step(engine, build_loss("disco"), mine, prepare, max_scale=1e9).grad_norm is None:
+            skipped += 1
+            assert distance(masters(engine), before) == 0
+        assert 0 < skipped < 24
+        true, _ = reference(config, everything, [torch.get_rng_state()] * len(everything))
+        after = masters(engine)
+        assert distance({name: before[name] - after[name] for name in before}, true) < 1e-2
+        engine.destroy()
+
+
+@needs_fp16
+def test_loss_scale_overflow_skips_the_step_and_is_no_fault(tmp_path):
+    run_ranks(overflowing, 2, write_tiny(tmp_path))
+
+
+def curve(model: str, loss: str, count: int) -> list[float]:
+    """Fifty steps of AdamW on the same data, cut into `count` micro-batches per rank."""
+    N = comm.size()
+    config = tiny_config(
+        model,
+        ds_config("fp32", 1),
+        global_batch=32,
+        micro_batch=32 // N // count,
+        steps=50,
+        optim__name="adamw",
+        optim__lr=1e-3,
+    )
+    engine = build(config)
+    engine.train()
+    set_lr(engine, 1e-3)
+    values = []
+    for step in range(50):
+        parts = _split(step, N * count)
+        mine = parts[comm.rank() * count : (comm.rank() + 1) * count]
+        out = train_step(engine, build_loss(loss), mine, prepare, max_scale=100.0)
+        values.append(out.metrics["loss"].item())
+    engine.destroy()
+    return values
+
+
+def _split(step: int, parts: int) -> list[Batch]:
+    (whole,) = batches(1, 32, seed=step % 8)
+    return [{key: value.chunk(parts)[k] for key, value in whole.items()} for k in range(parts)]
+
+
+def curves(model: str, losses: list[str], counts: list[int]) -> dict[tuple[str, int], list[float]]:
+    return {(loss, count): curve(model, loss, count) for loss in losses for count in counts}
+
+
+def check_curves(model: str, losses: list[str]) -> None:
+    (alone,) = run_ranks(curves, 1, model, ["clip"], [1])
+    cut = run_ranks(curves, 2, model, losses, [1, 8], timeout_s=500)[0]
+    true = torch.tensor(alone["clip", 1], dtype=torch.float64)
+    assert true[-1] < 0.9 * true[0], "the run must learn, or the curves say nothing"
+    for label, values in cut.items():
+        error = ((torch.tensor(values, dtype=torch.float64) - true) / true).abs().max().item()
+        assert error <= 1e-5, f"2 ranks, {label}: {error}"
+
+
+def test_loss_curves_are_those_of_one_rank(tmp_path):
+    """DisCo-CLIP's Table 2 (clip and disco learn the same), and the cut of the batch does not matter."""
+    check_curves(write_tiny(tmp_path), ["disco_fused"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_loss_curves_of_every_infonce_are_those_of_one_rank(tmp_path):
+    check_curves(write_tiny(tmp_path), ["clip", "disco", "inf_cl"])

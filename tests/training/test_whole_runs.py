@@ -1,0 +1,159 @@
+"""Whole runs through real launchers: stopped and resumed bit for bit, killed without orphans, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from helpers.dist import run_ranks
+from helpers.launched import (
+    CASES,
+    SAME,
+    _launcher,
+    alone,
+    equal_checkpoints,
+    finish,
+    launched,
+    members,
+    ranks_of,
+    records,
+    train_without_launcher,
+    wait_for,
+    write_recipe,
+)
+from helpers.machine import needs_fp16
+
+
+def kill_at_step(step: int, victim: str, kind: str, arguments: list[str], folder: Path, run: Path) -> float:
+    """Start, wait for a step's record, SIGKILL one process; seconds until no process of the run is left."""
+    with launched(kind, 2, arguments, folder) as process:
+        wait_for(lambda: any(record["step"] >= step for record in records(run)), f"step {step}", folder)
+        targets = {"rank": lambda: ranks_of(process.pid)[1], "launcher": lambda: _launcher(process.pid)}
+        targets |= {"front end": lambda: psutil.Process(process.pid)}
+        start = time.monotonic()
+        targets[victim]().kill()
+        process.wait(timeout=200)
+        wait_for(lambda: not members(process.pid), "every process to end", folder, 60)
+        return time.monotonic() - start
+
+
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize(
+    "case",
+    [
+        "zero1-fp32",
+        *(pytest.param(case, marks=pytest.mark.slow) for case in ("zero0-fp32", "zero3-autocast", "zero2-bf16")),
+        pytest.param("zero2-fp16", marks=[pytest.mark.slow, needs_fp16]),
+    ],
+)
+def test_killed_and_resumed_run_is_the_uninterrupted_one(case, tmp_path):
+    folder = tmp_path / "a folder"
+    arguments = write_recipe(folder, CASES[case])
+    run_ranks(train_without_launcher, 2, folder, [*arguments, "name=whole"])
+    run = folder / "runs" / "cut"
+    # The kernel tells the launcher's ranks, a lost rank makes the others fail, and so on: nobody trains on.
+    assert kill_at_step(4, "rank", "launch", [*arguments, "name=cut"], folder, run) < 45
+    assert kill_at_step(7, "launcher", "launch", [*arguments, "name=cut", "--resume", "latest"], folder, run) < 10
+    run_ranks(train_without_launcher, 2, folder, [*arguments, "name=cut", "--resume", "latest"])
+    whole = folder / "runs" / "whole"
+    for mine, other in zip(records(run), records(whole), strict=True):
+        assert [mine.get(key) for key in SAME] == [other.get(key) for key in SAME]
+    assert len({record["ids"] for record in records(whole) if "ids" in record}) == 8
+    equal_checkpoints(*(path / "checkpoints" / "step-00000008" for path in (run, whole)))
+    kept = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert kept == ["step-00000003", "step-00000006", "step-00000008"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signal_to_one_rank_saves_on_all_and_loses_nothing(number, tmp_path):
+    folder = tmp_path / "run"
+    arguments = [*write_recipe(folder, CASES["zero1-fp32"]), "steps=60", "checkpoint.every_steps=0"]
+    finish("torchrun", 2, [*arguments, "name=whole"], folder)
+    run = folder / "runs" / "cut"
+    with launched("launch", 2, [*arguments, "name=cut"], folder) as process:
+        wait_for(lambda: any(record["step"] >= 4 for record in records(run)), "step 4", folder)
+        start = time.monotonic()
+        ranks_of(process.pid)[1].send_signal(number)
+        assert process.wait(timeout=60) != 0
+        assert time.monotonic() - start < 30
+        wait_for(lambda: not members(process.pid), "every process to end", folder, 10)
+    (saved,) = (run / "checkpoints").iterdir()
+    step = int(saved.name.removeprefix("step-"))
+    assert 4 <= step < 60
+    assert f"asked to stop, saved after step {step}" in (folder / "log.txt").read_text()
+    assert not (run / "finished.json").exists()
+    finish("launch", 2, [*arguments, "name=cut", "--resume", "latest"], folder)
+    for mine, other in zip(records(run), records(folder / "runs" / "whole"), strict=True):
+        assert [mine.get(key) for key in SAME] == [other.get(key) for key in SAME]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_changed_byte_in_a_checkpoint_is_refused_by_name(tmp_path):
+    folder = tmp_path / "run"
+    arguments = [*write_recipe(folder, CASES["zero1-fp32"]), "name=cut"]
+    run = folder / "runs" / "cut"
+    kill_at_step(4, "rank", "launch", arguments, folder, run)
+    (latest,) = (run / "checkpoints").glob("step-*")
+    victim = max((path for path in latest.rglob("*.pt")), key=lambda path: path.stat().st_size)
+    with victim.open("r+b") as file:
+        file.seek(victim.stat().st_size // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+    with launched("launch", 2, [*arguments, "--resume", "latest"], folder) as process:
+        assert process.wait(timeout=100) != 0
+    assert f"{victim.name} is not what was written" in (folder / "log.txt").read_text()
+
+
+@pytest.mark.timeout(1200)
+def test_front_end_killed_ends_launcher_and_ranks(tmp_path):
+    folder = tmp_path / "run"
+    arguments = write_recipe(folder, CASES["zero1-fp32"])
+    run = folder / "runs" / "tiny"
+    arguments += ["steps=500", "checkpoint.every_steps=0"]
+    assert kill_at_step(2, "front end", "deepspeed", arguments, folder, run) < 30
+    assert not (run / "finished.json").exists()
+
+
+def test_sessions_are_found():
+    """The helper that says nothing is left must find what is there."""
+    with subprocess.Popen(["sleep", "30"], start_new_session=True) as process:
+        assert [member.pid for member in members(process.pid)] == [process.pid]
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_command_line_trains_alone_and_says_what_it_did(tmp_path):
+    folder = tmp_path / "run"
+    arguments = write_recipe(folder, CASES["zero1-fp32"])
+    arguments += ["micro_batch=16", "steps=2", "eval={labelled: {unseen: bundled:emoji/unseen}}"]
+    command = [sys.executable, "-m", "disco_ds", "train", *arguments]
+    done = subprocess.run(command, cwd=folder, env=alone(), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert "global batch 16 = 1 ranks x 16 micro-batch x 1 micro-batches per rank" in done.stdout
+    assert re.search(r"^zero-shot +top-1 +top-5 .*\nunseen +\d", done.stdout, re.MULTILINE)
+    run = folder / "runs" / "tiny"
+    assert [record["step"] for record in records(run)] == [1, 2, 2]
+    assert {"time/forward_s", "time/loss_s", "time/update_s", "ranks/slowest"} <= records(run)[0].keys()
+    assert (run / "finished.json").is_file()
+    assert list((run / "tensorboard").glob("events.*"))
+    # The written settings are a recipe, and a finished run is not started again.
+    again = [sys.executable, "-m", "disco_ds", "train", "--config", "runs/tiny/config.yaml", "--resume", "latest"]
+    refused = subprocess.run(again, cwd=folder, env=alone(), capture_output=True, text=True, timeout=600)
+    assert refused.returncode == 2
+    assert "has done all its steps" in refused.stderr
+    wrong = subprocess.run(
+        [*command, "lr=1", "--dry-run"], cwd=folder, env=alone(), capture_output=True, text=True, timeout=600
+    )
+    assert wrong.returncode == 2
+    assert "unknown key lr; valid: name, runs, seed" in wrong.stderr
