@@ -5,10 +5,16 @@ The base class of all settings stands here, since recipe.py imports this file.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from disco_ds.config.templates import check_template
+
+MAX_SECONDS = 1e7
+"""Of any timeout: four months; more overflows the clocks of some libraries."""
 
 Pixels = Literal["device", "host", "compressed"]
 """Where a step's images wait between GradAccum's two passes."""
@@ -17,7 +23,21 @@ Pixels = Literal["device", "host", "compressed"]
 class Settings(BaseModel):
     """Frozen, typed, without unknown keys; the docstring under a field is its help text."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _plain_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse what pydantic would take, and no person means: true as a number, more than 64 bits, zero bytes."""
+        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation is not bool:
+            raise ValueError(f"{str(value).lower()} is no value of it")
+        if isinstance(value, int) and abs(value) >= 2**63:
+            raise ValueError("the number has more than 64 bits")
+        if isinstance(value, str) and "\0" in value:
+            raise ValueError("it has a zero byte, which no file name or command may have")
+        return value
 
 
 class AugmentSettings(Settings):
@@ -49,13 +69,17 @@ class RemoteSettings(Settings):
     """Size of the cache in 1e9 bytes. A host reads about data.slots / hosts shards at a time, of every source."""
     tries: int = Field(5, gt=0)
     """Attempts to fetch one shard, with pauses of about 1, 2, 4, 8 s."""
-    timeout_s: float = Field(60.0, gt=0)
+    timeout_s: float = Field(60.0, gt=0, le=MAX_SECONDS)
     """A server silent for this long has failed; below data.timeout_s."""
 
 
 def _check_captions(captions: dict[str, float]) -> dict[str, float]:
     if not captions or min(captions.values()) < 0 or sum(captions.values()) <= 0:
         raise ValueError(f"data.captions needs templates with weights >= 0 that do not sum to 0, got {captions}")
+    if not math.isfinite(sum(captions.values())):
+        raise ValueError(f"data.captions needs finite weights, got {captions}")
+    for template in captions:
+        check_template("data.captions", template)
     return captions
 
 
@@ -92,7 +116,7 @@ class DataSettings(Settings):
     manifest: Path | None = None
     """What `disco-ds index` wrote for the shards; None: manifest.json in their folder."""
     remote: RemoteSettings = RemoteSettings()
-    num_samples: int = Field(1_000_000, gt=0)
+    num_samples: int = Field(1_000_000, gt=0, le=10**11)
     """Size of the synthetic source."""
     image_key: str = "jpg;jpeg;png;webp"
     """Member names (extensions) that may hold the image, tried in this order; of a csv, the column of image paths."""
@@ -100,16 +124,16 @@ class DataSettings(Settings):
     """Caption templates and weights, e.g. {"{txt}": 0.5, "{json[keywords]}": 0.5}; fields are members or columns."""
     csv_separator: str | None = Field(None, min_length=1, max_length=1)
     """Separator of columns; None: a tab if the first line of the csv has one, else a comma."""
-    slots: int | None = Field(None, gt=0)
+    slots: int | None = Field(None, gt=0, le=2**20)
     """Logical streams the data order is made of; a multiple of the ranks. None: 512, fewer for fewer shards."""
     window: int = Field(4096, gt=0)
     """Entries of a slot that are shuffled together."""
-    workers: int | None = Field(None, ge=0)
+    workers: int | None = Field(None, ge=0, le=1024)
     """Decoding processes per rank; None: one for each of the rank's cores but one; 0: decode in the trainer's
     process."""
-    prefetch: int | None = Field(None, gt=0)
+    prefetch: int | None = Field(None, gt=0, le=2**16)
     """Micro-batches that are prepared ahead; None: a step's, at least 4, within an eighth of the host's memory."""
-    timeout_s: float = Field(300.0, gt=0)
+    timeout_s: float = Field(300.0, gt=0, le=MAX_SECONDS)
     """A worker silent for this long is an error."""
     max_broken: float = Field(0.01, ge=0, le=1)
     """Fraction of unreadable samples a worker tolerates (and 16 more) before the run stops."""
@@ -129,6 +153,14 @@ class DataSettings(Settings):
             raise ValueError("data.sources takes the place of data.shards and data.manifest: set one or the other")
         if len({source.weight is None for source in self.sources or ()}) > 1:
             raise ValueError("data.sources: give every source a weight, or none")
+        if not any(part.strip() for part in self.image_key.split(";")):
+            raise ValueError(f"data.image_key {self.image_key!r} names no member")
+        if self.csv_separator in ('"', "\n", "\r"):
+            raise ValueError(f"data.csv_separator {self.csv_separator!r} has a meaning of its own in a csv")
+        if self.remote.timeout_s >= self.timeout_s:
+            raise ValueError(
+                f"data.remote.timeout_s ({self.remote.timeout_s:g}) must be below data.timeout_s ({self.timeout_s:g})"
+            )
         if self.crop_scale is not None and not 0 < self.crop_scale[0] <= self.crop_scale[1] <= 1:
             raise ValueError(f"data.crop_scale must be (low, high) with 0 < low <= high <= 1, got {self.crop_scale}")
         if not 0 < self.crop_ratio[0] <= self.crop_ratio[1]:

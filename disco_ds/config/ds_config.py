@@ -7,11 +7,16 @@ rendered ds_config.json states all that matter. Imports DeepSpeed only to ask fo
 from __future__ import annotations
 
 import copy
-import difflib
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from disco_ds.config.hints import shorten, suggest
+from disco_ds.config.text_file import read_text
 
 OWNED_BY_RECIPE = {
     "train_batch_size": "global_batch",
@@ -61,6 +66,15 @@ GRADIENT_BUCKET = 50_000_000
 
 DeepSpeed's own default is 500 million, which holds most CLIP models whole: nothing travels before the backward ends.
 """
+
+_SWITCHES = ("disable_allgather", "dump_state", "memory_breakdown", "disable_python_gc", "wall_clock_breakdown")
+VALUES: dict[str, tuple[Any, ...]] = {
+    "communication_data_type": ("fp32", "fp16", "bf16"),
+    "seq_parallel_communication_data_type": ("fp32", "fp16", "bf16"),
+    "log_level": ("debug", "info", "warning", "error", "critical"),
+    **dict.fromkeys((*_SWITCHES, "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"), (True, False)),
+}
+"""What keys outside the sections may say; DeepSpeed itself takes any value, or fails at the start."""
 
 KNOWN_KEYS = {
     *OWNED_BY_RECIPE,
@@ -130,12 +144,27 @@ def read_ds_config(entry: str | dict[str, Any], folder: Path) -> dict[str, Any]:
     if path is None:
         raise ValueError(f"deepspeed: no file {entry!r}; bundled: {', '.join(known)}")
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
+        tree = json.loads(read_text(path, "ds_config"), object_pairs_hook=_no_key_twice, parse_constant=_no_constant)
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply to be settings") from None
+    except ValueError as error:
+        raise error if str(path) in str(error) else ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(tree, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(tree).__name__}")
     return tree
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of equal keys the JSON reader would keep the last."""
+    tree = dict(pairs)
+    if len(tree) < len(pairs):
+        twice = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
+        raise ValueError(f"key {twice!r} is given twice")
+    return tree
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is no JSON number")
 
 
 def complete_ds_config(ds_config: dict[str, Any], owned: dict[str, Any]) -> dict[str, Any]:
@@ -144,6 +173,7 @@ def complete_ds_config(ds_config: dict[str, Any], owned: dict[str, Any]) -> dict
     Raises: ValueError for unknown keys, keys with two owners, and combinations that DeepSpeed computes wrongly.
     """
     check_keys(ds_config)
+    check_values(ds_config)
     check_precision(ds_config)
     rendered = merge(copy.deepcopy(DEFAULTS), copy.deepcopy(ds_config))
     if precision(rendered) == "autocast":
@@ -200,7 +230,7 @@ def find_problems(ds_config: dict[str, Any]) -> Iterator[str]:
             yield f"ds_config key {key} is not supported: {REFUSED_KEYS[key]}"
         elif key not in KNOWN_KEYS:
             inside = " or ".join(section for section, known in section_keys().items() if key in known)
-            hint = f"; it belongs into {inside}" if inside else _hint(key, KNOWN_KEYS - set(OWNED_BY_RECIPE))
+            hint = f"; it belongs into {inside}" if inside else suggest(key, sorted(KNOWN_KEYS - set(OWNED_BY_RECIPE)))
             yield f"ds_config: unknown key {key}{hint}"
     for section, known in section_keys().items():
         part = ds_config.get(section, {})
@@ -212,8 +242,38 @@ def find_problems(ds_config: dict[str, Any]) -> Iterator[str]:
                 yield f"ds_config key {whole} is not supported: {REFUSED_KEYS[whole]}"
             elif key not in known:
                 outside = key in KNOWN_KEYS - set(OWNED_BY_RECIPE)
-                hint = "; it belongs to the top level" if outside else _hint(key, known)
+                hint = "; it belongs to the top level" if outside else suggest(key, sorted(known))
                 yield f"ds_config: unknown key {whole}{hint}"
+
+
+def check_values(ds_config: dict[str, Any]) -> None:
+    """Refuse values that DeepSpeed would trip over at the start, or take for something else."""
+    for path, value in _leaves(ds_config, ()):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"ds_config: {'.'.join(path)} must be finite, got {value}")
+    for key, kind in VALUES.items():
+        if key in ds_config and ds_config[key] not in kind:
+            raise ValueError(
+                f"ds_config: {key} must be one of {', '.join(map(json.dumps, kind))}, got {ds_config[key]!r}"
+            )
+    stage(ds_config)
+    for section, model in section_models().items():
+        try:
+            model(**ds_config.get(section, {}))
+        except ValidationError as error:
+            item = error.errors()[0]
+            key = ".".join(map(str, (section, *item["loc"])))
+            problem = item["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+            raise ValueError(f"ds_config: {key}: {problem}, got {shorten(repr(item['input']))}") from None
+
+
+def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every value in mappings and lists, with its path."""
+    if isinstance(value, dict | list):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _leaves(part, (*path, str(key)))
+    else:
+        yield path, value
 
 
 def check_precision(ds_config: dict[str, Any]) -> None:
@@ -239,20 +299,24 @@ def check_precision(ds_config: dict[str, Any]) -> None:
         raise ValueError("bf16.check_grad_overflow=false is refused: one NaN on one rank would reach every weight")
 
 
-def section_keys() -> dict[str, set[str]]:
-    """Section -> keys that DeepSpeed reads there."""
+def section_models() -> dict[str, type[BaseModel]]:
+    """Section -> what DeepSpeed reads it with."""
+    from deepspeed.monitor.config import CometConfig, CSVConfig, WandbConfig
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    sections = {"zero_optimization": DeepSpeedZeroConfig, "bf16": DeepSpeedBF16Config, "fp16": DeepSpeedFP16Config}
+    monitors = {"wandb": WandbConfig, "comet": CometConfig, "csv_monitor": CSVConfig}
+    return {
+        **{"zero_optimization": DeepSpeedZeroConfig, "bf16": DeepSpeedBF16Config, "fp16": DeepSpeedFP16Config},
+        **monitors,
+    }
+
+
+def section_keys() -> dict[str, set[str]]:
+    """Section -> keys that DeepSpeed reads there."""
     known = {
         name: set(model.model_fields) | {field.alias for field in model.model_fields.values() if field.alias}
-        for name, model in sections.items()
+        for name, model in section_models().items()
     }
     autocast = {"enabled", "dtype", "lower_precision_safe_modules"}
     return known | {"torch_autocast": autocast, "timers": {"throughput"}}
-
-
-def _hint(key: str, known: set[str]) -> str:
-    close = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(sorted(known))}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,13 @@ from pydantic import BaseModel, ValidationError
 
 from disco_ds.config.data import SourceSettings
 from disco_ds.config.ds_config import read_ds_config
+from disco_ds.config.hints import shorten, suggest
 from disco_ds.config.recipe import PACKAGE, Config
-from disco_ds.config.recipe_yaml import assign, parse, split_overrides
+from disco_ds.config.recipe_yaml import assign, find_line, parse, split_overrides
+from disco_ds.config.text_file import read_text
+
+MAX_PROBLEMS = 3
+"""Problems of one recipe that a message names; the rest are counted."""
 
 
 def load_config(recipe: str | Path, overrides: list[str] | None = None) -> Config:
@@ -21,10 +27,8 @@ def load_config(recipe: str | Path, overrides: list[str] | None = None) -> Confi
     Raises:  ValueError naming the file, the key, what it got and the nearest valid name.
     """
     path = find_recipe(recipe)
-    try:
-        tree = parse(path.read_text(encoding="utf-8"), str(path))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not a text file in UTF-8: {error}") from None
+    text = read_text(path, "recipe")
+    tree = parse(text, str(path))
     if not isinstance(tree, dict):
         raise ValueError(f"{path}: expected a mapping of settings, got {type(tree).__name__}")
     assigned = split_overrides(overrides or [])
@@ -35,39 +39,55 @@ def load_config(recipe: str | Path, overrides: list[str] | None = None) -> Confi
     for keys, value in assigned:
         if len(keys) > 1 and keys[0] == "deepspeed":
             assign(tree, keys, value)
-    return check_config(tree, str(path))
+    given = [keys for keys, _ in assigned]
+
+    def locate(path: list[str]) -> str:
+        """Where the file says it, unless an override does, which its own key names."""
+        if any(keys[: len(path)] == path[: len(keys)] for keys in given):
+            return ""
+        line = find_line(text, path)
+        return f"line {line}: " if line else ""
+
+    return check_config(tree, str(path), locate)
 
 
-def check_config(tree: dict[str, Any], origin: str) -> Config:
-    """Build the Config of a plain mapping; `origin` is named in errors."""
+def check_config(tree: dict[str, Any], origin: str, locate: Callable[[list[str]], str] = lambda path: "") -> Config:
+    """Build the Config of a plain mapping.
+
+    Args:    origin: the file or command line, named in errors; locate: where in it a key stands, for errors.
+    Raises:  ValueError, of MAX_PROBLEMS lines at most.
+    """
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        lines = [_explain(item, tree) for item in error.errors()]
+        items = sorted(error.errors(), key=lambda item: bool(item["type"] == "missing"))
+        lines = [locate([str(part) for part in item["loc"]]) + _explain(item) for item in items[:MAX_PROBLEMS]]
+        if len(items) > MAX_PROBLEMS:
+            lines[-1] += f" (and {len(items) - MAX_PROBLEMS} more problems)"
         raise ValueError(f"{origin}: " + "\n  ".join(lines)) from None
 
 
 def find_recipe(recipe: str | Path) -> Path:
+    """The file of a recipe that is named as on the command line. Raises: ValueError."""
     path = Path(recipe)
-    if path.suffix in (".yaml", ".yml") or path.exists():
-        if not path.is_file():
-            raise ValueError(f"recipe {recipe} does not exist")
+    if path.suffix in (".yaml", ".yml") or os.path.lexists(path):
         return path
     known = sorted(item.stem for item in (PACKAGE / "recipes").glob("*.yaml"))
     if str(recipe) not in known:
-        raise ValueError(f"unknown recipe {str(recipe)!r}{_nearest(str(recipe), known)}; known: {', '.join(known)}")
+        raise ValueError(f"unknown recipe {shorten(recipe)!r}{suggest(str(recipe), known)}; known: {', '.join(known)}")
     return PACKAGE / "recipes" / f"{recipe}.yaml"
 
 
-def _explain(item: Any, tree: dict[str, Any]) -> str:
+def _explain(item: Any) -> str:
     key = ".".join(str(part) for part in item["loc"]) or "recipe"
     if item["type"] == "extra_forbidden":
-        return f"unknown key {key}{_nearest(str(item['loc'][-1]), _fields(item['loc'][:-1]))}"
+        return f"unknown key {key}{suggest(str(item['loc'][-1]), _fields(item['loc'][:-1]))}"
     if item["type"] == "missing":
         return f"{key} is missing"
     if item["type"] == "value_error":
-        return item["msg"].removeprefix("Value error, ")
-    return f"{key}: {item['msg'][0].lower()}{item['msg'][1:]}, got {item['input']!r}"
+        text = item["msg"].removeprefix("Value error, ")
+        return text if key.rpartition(".")[2] in text or key == "recipe" else f"{key}: {text}"
+    return f"{key}: {item['msg'][0].lower()}{item['msg'][1:]}, got {shorten(repr(item['input']))}"
 
 
 def _fields(path: tuple[str | int, ...]) -> list[str]:
@@ -78,8 +98,3 @@ def _fields(path: tuple[str | int, ...]) -> list[str]:
     for part in path:
         model = model.model_fields[part].annotation  # type: ignore[assignment,index]
     return list(model.model_fields)
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else f"; valid: {', '.join(known)}"

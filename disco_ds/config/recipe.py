@@ -7,6 +7,7 @@ it imports neither torch nor DeepSpeed.
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,9 +15,10 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, model_validator
 
-from disco_ds.config.data import AugmentSettings, DataSettings, Pixels, Settings
+from disco_ds.config.data import MAX_SECONDS, AugmentSettings, DataSettings, Pixels, Settings
 from disco_ds.config.ds_config import complete_ds_config, stage
 from disco_ds.config.recipe_yaml import Dumper
+from disco_ds.config.templates import check_template
 
 PACKAGE = Path(__file__).parents[1]
 BASE_BATCH = 32_768
@@ -47,7 +49,7 @@ class ModelSettings(Settings):
     """torch.compile both towers; refused where a forward is repeated and draws random numbers."""
     token_embedding_std: float | None = Field(None, gt=0)
     """Initial standard deviation of the token embedding; None: open_clip's 0.02."""
-    max_scale: float = Field(100.0, gt=0)
+    max_scale: float = Field(100.0, gt=0, le=1e6)
     """Upper bound of the logit scale exp(t), held after every step."""
 
     @model_validator(mode="after")
@@ -85,9 +87,9 @@ class OptimSettings(Settings):
 
     name: Literal["adamw", "lamb", "lion", "sgd"] = "adamw"
     """The optimizer; lamb at ZeRO 0 only."""
-    lr: float | None = Field(None, gt=0)
+    lr: float | None = Field(None, gt=0, le=1e6)
     """Peak learning rate, as it is; None: base_lr x global_batch / 32,768."""
-    base_lr: float = Field(5e-4, gt=0)
+    base_lr: float = Field(5e-4, gt=0, le=1e6)
     """Peak learning rate at a global batch of 32,768 (DisCo-CLIP's linear rule)."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.98)
     """Betas of AdamW, LAMB and Lion."""
@@ -130,7 +132,7 @@ class CheckpointSettings(Settings):
 
     every_steps: int = Field(1000, ge=0)
     """Steps between two checkpoints; 0: only at the end, and as every_minutes says."""
-    every_minutes: float = Field(0.0, ge=0)
+    every_minutes: float = Field(0.0, ge=0, le=MAX_SECONDS / 60)
     """Save by the clock too, after so many minutes; 0: never. SIGTERM or SIGUSR1 to any rank saves as well, and ends
     the run."""
     keep_last: int = Field(3, gt=0)
@@ -143,7 +145,7 @@ class CheckpointSettings(Settings):
     """Run after each save, in the background and without a shell, one at a time, with {path} and {name} of the
     checkpoint: `aws s3 cp --recursive {path} s3://bucket/run/{name}`. While it runs, a newer checkpoint waits for it,
     and takes the place of one that waits; its failure is told and stops nothing."""
-    copy_timeout_s: float = Field(600.0, ge=0)
+    copy_timeout_s: float = Field(600.0, ge=0, le=MAX_SECONDS)
     """How long the end of the run waits for copies."""
 
     @model_validator(mode="after")
@@ -151,6 +153,9 @@ class CheckpointSettings(Settings):
         if self.copy_command is not None:
             if "{path}" not in self.copy_command:
                 raise ValueError(f"checkpoint.copy_command does not say {{path}}, the checkpoint: {self.copy_command}")
+            if unknown := set(re.findall(r"\{\w+\}", self.copy_command)) - {"{path}", "{name}"}:
+                known = "{path} and {name} are filled in"
+                raise ValueError(f"checkpoint.copy_command says {', '.join(sorted(unknown))}, where only {known}")
             try:
                 shlex.split(self.copy_command)
             except ValueError as error:
@@ -189,15 +194,25 @@ class EvalSettings(Settings):
     caption_key: str = "{txt}"
     """Template of a sample's captions in shards, one per line."""
 
+    @model_validator(mode="after")
+    def _sets(self) -> EvalSettings:
+        check_template("eval.label_key", self.label_key)
+        check_template("eval.caption_key", self.caption_key)
+        for key, names in (("classes", self.classes), ("templates", self.templates)):
+            if unknown := [name for name in names if name not in self.labelled]:
+                known = ", ".join(self.labelled) or "there are none"
+                raise ValueError(f"eval.{key}.{unknown[0]} is of no set of eval.labelled ({known})")
+        return self
+
 
 class Config(Settings):
     """A whole recipe."""
 
-    name: str
-    """Name of the run, and of its folder in `runs`."""
+    name: str = Field(pattern=r"^[\w+=@][\w.+=@ -]*$", max_length=100)
+    """Name of the run, and of its folder in `runs`: letters, digits and . + = @ - _ or spaces."""
     runs: Path = Path("runs")
     """Folder of all run folders; on several hosts on a file system that all share."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**32)
     """Seed of the data order, the weights and all random draws."""
     ranks: int | None = Field(None, gt=0)
     """World size this recipe is for; another one is refused. None: any."""
@@ -212,10 +227,10 @@ class Config(Settings):
     pixels: Pixels = "device"
     """Where a step's images wait between the two passes of GradAccum: as uint8 on the device, or pinned on the host; or
     compressed in the data workers, which then decode them twice."""
-    timeout_s: float = Field(600.0, gt=0)
+    timeout_s: float = Field(600.0, gt=0, le=MAX_SECONDS)
     """A collective that waits longer, or a phase of a step that takes longer, ends the run, naming the rank or the GPU
     that has not come as far as the others."""
-    lost_after_s: float = Field(120.0, gt=0)
+    lost_after_s: float = Field(120.0, ge=1, le=MAX_SECONDS)
     """A rank that gives no sign of life for so long (it was killed or stopped, its host is gone) ends the run."""
     skip_nonfinite: int = Field(0, ge=0)
     """Batches in a row whose loss or gradient is not finite that are passed over, with nothing changed; the next one

@@ -11,6 +11,9 @@ from typing import Any
 
 import yaml
 
+MAX_VALUES = 100_000
+"""In one document. A few lines of anchors can stand for billions, all of which would be written to config.yaml."""
+
 
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 reads 1e-3 as a string; a recipe means a number. PyYAML lets the last of equal keys win."""
@@ -25,6 +28,13 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
+# A name such as 2026-01-31 is text.
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in known if tag != "tag:yaml.org,2002:timestamp"]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
 class Dumper(yaml.SafeDumper):
     """Quotes the strings that _Loader would read as numbers."""
 
@@ -36,11 +46,43 @@ for _side in (_Loader, Dumper):
 
 
 def parse(text: str, origin: str) -> Any:
-    """Raises: ValueError naming the origin."""
+    """The value of a YAML document. Raises: ValueError naming the origin and the line."""
     try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{origin} is not valid YAML: {error}") from None
+        value = yaml.load(text, Loader=_Loader)
+        if _count(value, {}) > MAX_VALUES:
+            raise ValueError(f"its anchors stand for more than {MAX_VALUES:,} values")
+        return value
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        # The text of an override is a single line, and is quoted whole by its origin.
+        where = f"line {mark.line + 1}: " if mark and "\n" in text.strip() else ""
+        raise ValueError(f"{origin} is not valid YAML: {where}{error.problem or error.context}") from None
+    except RecursionError:
+        raise ValueError(f"{origin} is nested too deeply to be settings, or contains itself") from None
+    except (yaml.YAMLError, ValueError) as error:  # characters YAML does not allow; integers of thousands of digits
+        raise ValueError(f"{origin} is not valid YAML: {str(error).splitlines()[0]}") from None
+
+
+def _count(value: Any, known: dict[int, int]) -> int:
+    """The values in a tree, those that an anchor repeats each time. `known`: by id, what was counted already."""
+    if not isinstance(value, dict | list):
+        return 1
+    if id(value) not in known:
+        parts = [*value, *value.values()] if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_count(part, known) for part in parts)
+    return known[id(value)]
+
+
+def find_line(text: str, keys: Sequence[str]) -> int | None:
+    """The line of a YAML document, from 1, where the key at this path stands; None if it has none."""
+    line, node = None, yaml.compose(text, Loader=_Loader)
+    for key in keys:
+        entries = node.value if isinstance(node, yaml.MappingNode) else []
+        found = [(name, value) for name, value in entries if name.value == key]
+        if not found:
+            return None
+        line, node = found[0][0].start_mark.line + 1, found[0][1]
+    return line
 
 
 def split_override(item: str) -> tuple[list[str], Any]:

@@ -9,6 +9,11 @@ from pathlib import Path
 
 import psutil
 
+LINE = re.compile(
+    r"([A-Za-z0-9][A-Za-z0-9._-]*(@[A-Za-z0-9][A-Za-z0-9._-]*)?\s+slots=[1-9]\d{0,3}\s*)?(#.*)?", re.ASCII
+)
+"""A line of a hostfile: empty, a comment, or a host with its slots."""
+
 
 def count_ranks(ranks: int | None, hostfile: Path | None) -> int:
     """World size a dry run is for. Raises: ValueError for a hostfile that is missing, malformed or of no use here."""
@@ -21,6 +26,14 @@ def read_hostfile(path: Path) -> dict[str, int]:
     """Host -> slots. Raises: ValueError where deepspeed could not launch on them."""
     if not path.is_file():
         raise ValueError(f"no hostfile {path}; deepspeed would run on this host alone")
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"hostfile {path} cannot be read: {error}") from None
+    for number, line in enumerate(lines, 1):
+        if not LINE.fullmatch(line.strip()):
+            # DeepSpeed would take the beginning of it, and hand the host's name to shells.
+            raise ValueError(f"{path}, line {number}: expected `host slots=GPUs`, got {line[:80]!r}")
     from deepspeed.launcher.runner import DEEPSPEED_ENVIRONMENT_NAME, DEEPSPEED_ENVIRONMENT_PATHS, fetch_hostfile
 
     slots: dict[str, int] = fetch_hostfile(str(path))

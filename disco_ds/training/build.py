@@ -190,7 +190,7 @@ def seed_generators(seed: int) -> None:
     """Every generator a model may draw from."""
     torch.manual_seed(seed)
     random.seed(seed)
-    numpy.random.seed(seed)
+    numpy.random.seed(seed % 2**32)
 
 
 def build_loader(

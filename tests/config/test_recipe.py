@@ -49,8 +49,8 @@ def test_recipe_unknown_name_lists_the_known() -> None:
 
 
 def test_recipe_missing_file_is_named(tmp_path: Path) -> None:
-    for path in (tmp_path / "missing.yaml", tmp_path):
-        with pytest.raises(ValueError, match=re.escape(f"recipe {path} does not exist")):
+    for path, problem in ((tmp_path / "missing.yaml", "does not exist"), (tmp_path, "is not a file")):
+        with pytest.raises(ValueError, match=re.escape(f"recipe {path} {problem}")):
             load_config(path)
     assert find_recipe("quickstart") == PACKAGE / "recipes" / "quickstart.yaml"
 
@@ -354,11 +354,11 @@ def test_to_yaml_of_a_recipe_loads_as_the_same_settings(name: str, tmp_path: Pat
 
 def test_to_yaml_of_every_kind_of_value_loads_as_the_same_settings(tmp_path: Path) -> None:
     config = settings(
-        name="näme é 'quoted' = #1",
+        name="näme é = 1",
         runs="a folder/with spaces",
         steps=None,
         samples=10_000,
-        model={"pretrained": "weights dir/w.pt", "patch_dropout": 1e-7},
+        model={"pretrained": "weights dir/w.pt", "patch_dropout": 1e-7, "name": "é 'quoted' = #1"},
         loss={"options": {"a": 1e-7, "b": [1, {"c": None}], "d": "yes", "e": True}},
         data={"captions": {"{json[a: b]}": 1e-5, "{txt}": 3}, "crop_scale": [0.25, 1], "shards": "bundled:x"},
         optim={"lr": 1e-22, "eps": 1e-8, "betas": [0.9, 0.999], "weight_decay": 1e16},

@@ -1,0 +1,280 @@
+"""What people type and paste by mistake: every recipe, override, ds_config and hostfile is read, or refused in a few
+lines that say where; never a traceback, never a hang. The cases are samples of classes; the last tests make more."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from disco_ds.cli.arguments import describe_run
+from disco_ds.config import PACKAGE, load_config
+from disco_ds.config.ds_config import find_ds_configs
+from disco_ds.distributed.hostfile import count_ranks
+from helpers.minimal import MINIMAL
+
+TEXT = yaml.safe_dump(MINIMAL)
+MAX_LINES, MAX_CHARACTERS, MAX_S = 3, 900, 5
+
+
+def refusal(start: Callable[[], object]) -> str:
+    """What a start says of its input, in time and in few lines; empty: nothing."""
+    before = time.monotonic()
+    said, kind = "", ValueError
+    try:
+        start()
+    except ValueError as error:
+        said, kind = str(error), type(error)
+    assert not issubclass(kind, UnicodeError), said
+    assert time.monotonic() - before < MAX_S
+    assert said.count("\n") < MAX_LINES, said
+    assert len(said) < MAX_CHARACTERS, said
+    return said
+
+
+def dry_run(recipe: Path, *overrides: str) -> str:
+    def start() -> None:
+        config = load_config(recipe, list(overrides))
+        describe_run(config, config.ranks or 1)
+
+    return refusal(start)
+
+
+def write(folder: Path, text: str | bytes, name: str = "recipe.yaml") -> Path:
+    path = folder / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+ALIASES = "\n".join(f"  a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9))
+TEXTS = {
+    "lists in lists": ("a: " + "[" * 3_000 + "]" * 3_000, "nested too deeply"),
+    "many lists in lists": ("a: " + "[" * 100_000 + "]" * 100_000, "nested too deeply"),
+    "mappings in mappings": ("\n".join(" " * n + "a:" for n in range(1_500)), "nested too deeply"),
+    "anchors that multiply": (
+        f"{TEXT}\neval:\n  a0: &a0 [x, x, x, x]\n{ALIASES}",
+        "more than 100,000 values",
+    ),
+    "an anchor in itself": (f"{TEXT}\nloss: &l {{name: disco, options: {{a: *l}}}}", "contains itself"),
+    "Latin-1": (f"name: café\n{TEXT}".encode("latin-1"), "not text in UTF-8: byte 9 is 0xe9"),
+    "a zero byte": ("name: a\0b", "not valid YAML"),
+    "two documents": (f"{TEXT}\n---\n{TEXT}", "line 12: but found another document"),
+    "a long integer": (TEXT.replace("steps: 100", "steps: 1" + "0" * 5_000), "not valid YAML: Exceeds the limit"),
+    "a line that is wrong": (f"{TEXT}\n  a: b: c\n", "line 12: "),
+    "a value that is wrong": (
+        TEXT.replace("steps: 100", "steps: many"),
+        "line 10: steps: input should be",
+    ),
+    "a key of a list": (f"{TEXT}\n? [a, b]\n: 2", "line 12: found unhashable key"),
+    "five unknown keys": (f"a: 1\nb: 1\nc: 1\nd: 1\ne: 1\n{TEXT}", "(and 2 more problems)"),
+}
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_recipe_that_is_none_is_refused_naming_file_and_line(kind: str, tmp_path: Path) -> None:
+    text, words = TEXTS[kind]
+    said = dry_run(write(tmp_path, text))
+    assert words in said
+    assert str(tmp_path / "recipe.yaml") in said
+
+
+def test_recipe_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo.yaml")
+    (tmp_path / "folder.yaml").mkdir()
+    with (tmp_path / "big.yaml").open("wb") as file:
+        file.truncate(10**10)
+    for name, words in (
+        *(("fifo.yaml", "is not a file"), ("folder.yaml", "is not a file"), ("big.yaml", "10,000,000,000 bytes")),
+        *(
+            ("/dev/zero", "is not a file"),
+            ("a" * 5_000 + ".yaml", "File name too long"),
+            ("a" * 5_000, "unknown recipe"),
+        ),
+        *(("none.yaml", "does not exist"), ("a\0b", "unknown recipe")),
+    ):
+        assert words in dry_run(tmp_path / name if not name.startswith("a") else Path(name)), name
+
+
+OVERRIDES = [
+    *((f"{key}={value}", "finite number") for value in (".inf", "-.inf", ".nan", "1e400")
+      for key in ("optim.lr", "optim.weight_decay", "timeout_s", "log.peak_flops", "optim.image.lr_factor")),
+    ("optim.betas=[.nan, 0.9]", "finite number"),
+    ("data.crop_ratio=[1, .inf]", "finite number"),
+    ('data.captions={"{txt}": .inf}', "finite"),
+    ("timeout_s=1e18", "less than or equal to"),
+    ("lost_after_s=1e-9", "greater than or equal to 1"),
+    ("seed=4294967296", "less than 4294967296"),
+    ("data.num_samples=1000000000000000000000", "64 bits"),
+    ("micro_batch=true", "true is no value of it"),
+    ("name=a/b", "name: string should match"),
+    ("name=..", "name: string should match"),
+    ('name="a\\nb"', "name: string should match"),
+    (f"name={'a' * 5_000}", "at most 100 characters"),
+    ('runs="a\\0b"', "zero byte"),
+    ('data.captions={"plain": 1}', "has no field"),
+    ('data.captions={"": 1}', "has no field"),
+    ('data.captions={"{": 1}', "cannot be read"),
+    ('data.captions={"{}": 1}', "expected {member}"),
+    ('data.captions={"{txt!r:>99999999}": 1}', "expected {member}"),
+    ("eval.label_key=plain", "eval.label_key: template 'plain' has no field"),
+    ("eval.caption_key=", "eval.caption_key"),
+    ("eval.classes={a: b}", "eval.classes.a is of no set"),
+    ("eval.templates={a: b}", "eval.templates.a is of no set"),
+    ("data.image_key=;", "names no member"),
+    ('data.csv_separator="\\n"', "has a meaning"),
+    ("data.remote.timeout_s=400", "below data.timeout_s"),
+    ("data.workers=1000000", "less than or equal to 1024"),
+    ("data.slots=1000000000", "less than or equal to"),
+    ("checkpoint.copy_command=cp {path} {nam}", "says {nam}"),
+    ("deepspeed.zero_optimization.reduce_bucket_size=-5", "reduce_bucket_size: Input should be greater than 0, got -5"),
+    ("deepspeed.zero_optimization.reduce_bucket_size=big", "reduce_bucket_size"),
+    ("deepspeed.zero_optimization.reduce_bucket_size=.nan", "must be finite"),
+    ("deepspeed.zero_optimization.overlap_comm=maybe", "valid boolean"),
+    ("deepspeed.zero_optimization.offload_optimizer={device: gpu}", "offload_optimizer.device"),
+    ("deepspeed.zero_optimization.offload_optimizer=cpu", "offload_optimizer"),
+    ("deepspeed.fp16={initial_scale_power: many}", "initial_scale_power"),
+    ("deepspeed.communication_data_type=fp12", 'one of "fp32", "fp16", "bf16"'),
+    ("deepspeed.wall_clock_breakdown=perhaps", "one of true, false"),
+    ("deepspeed.log_level=loud", 'one of "debug"'),
+    ("deepspeed.wandb={enabled: perhaps}", "wandb.enabled"),
+    ("deepspeed=[]", "must be a name, a path or a mapping"),
+    ("optim.lr=[", "not valid YAML"),
+    ("..=3", "not of the form a.b=value"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("override", "words"), OVERRIDES)
+def test_override_that_no_run_could_mean_is_refused(override: str, words: str, tmp_path: Path) -> None:
+    assert words in dry_run(write(tmp_path, TEXT), override)
+
+
+def test_name_that_looks_like_a_date_is_a_name(tmp_path: Path) -> None:
+    path = write(tmp_path, TEXT.replace("name: test", "name: 2026-01-31"))
+    assert load_config(path).name == "2026-01-31"
+    assert load_config(write(tmp_path, load_config(path).to_yaml(), "again.yaml")) == load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            '{"zero_optimization": {"stage": 1}, "zero_optimization": {"stage": 2}}',
+            "'zero_optimization' is given twice",
+        ),
+        ('{"zero_optimization": {"stage": 1, "stage": 3}}', "'stage' is given twice"),
+        ('{"zero_optimization": {"reduce_bucket_size": Infinity}}', "Infinity is no JSON number"),
+        ("[" * 100_000 + "]" * 100_000, "nested too deeply"),
+        ('{"a":' * 3_000 + "1" + "}" * 3_000, "nested too deeply"),
+        (b"\xff\xfe{}", "not text in UTF-8"),
+        ("[1]", "expected a JSON object"),
+    ],
+)
+def test_ds_config_that_is_none_is_refused_naming_the_file(text: str | bytes, words: str, tmp_path: Path) -> None:
+    said = dry_run(write(tmp_path, TEXT), f"deepspeed={write(tmp_path, text, 'ours.json')}")
+    assert words in said
+    assert "ours.json" in said
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("host slots=4x", "host slots=4 more", "host slots=-1", "host slots=0", "host slots=4.0", "host", "slots=4"),
+        *(
+            "ho$t slots=4",
+            "h;ls slots=4",
+            "host slots=4;ls",
+            "`ls` slots=4",
+            "-oProxyCommand=ls slots=4",
+            "host:22 slots=4",
+        ),
+        *("hôst slots=4", "host slots=99999999999999", "host\0 slots=4"),
+    ],
+)
+def test_hostfile_line_that_deepspeed_would_read_as_another_is_refused(line: str, tmp_path: Path) -> None:
+    path = write(tmp_path, f"# ours\nfirst slots=2\n{line}\n", "hosts")
+    assert f"{path}, line 3: expected `host slots=GPUs`" in refusal(lambda: count_ranks(None, path))
+
+
+def test_hostfile_of_what_deepspeed_reads_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path, "\n# ours\nuser@node-1.example.org\tslots=8\nnode_2   slots=8  # spare\n\n", "hosts")
+    assert count_ranks(None, path) == 16
+
+
+# Mutations
+
+
+ODD = (".nan", "-1", "1e999", "null", "[]", "{}", "yes", '"', "*a", "&a x", "!!int x", "0x" + "f" * 30, "é\0", "2**9")
+
+
+def mutate(text: str, rng: random.Random) -> bytes:
+    """Some of what happens to files: lines lost, doubled, moved, cut off, values replaced, letters mixed up, a byte."""
+    lines = text.splitlines(keepends=True)
+    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        at = rng.randrange(len(lines))
+        line, kind = lines[at], rng.randrange(7)
+        if kind == 0:
+            del lines[at : at + rng.randint(1, 3)]
+        elif kind == 1:
+            lines.insert(at, rng.choice(lines))
+        elif kind == 2:
+            lines[at] = rng.choice((" ", "  ", "\t", "- ", "#")) + line
+        elif kind == 3:
+            lines[at] = line.partition(":")[0] + ": " + rng.choice(ODD) + "\n"
+        elif kind == 4:
+            lines[at] = line[: rng.randrange(len(line) + 1)]
+        elif kind == 5:
+            lines[at] = "".join(rng.sample(line, len(line)))
+        else:
+            lines[at] = line.replace(rng.choice(line or " "), rng.choice("{}[]:,'\"&*!|>%@`#\n\0é-"))
+        lines = lines or ["\n"]
+    data = bytearray("".join(lines).encode())
+    if data and rng.random() < 0.1:
+        data[rng.randrange(len(data))] = rng.randrange(256)
+    return bytes(data)
+
+
+def sweep(folder: Path, num_cases: int) -> tuple[int, int]:
+    """Read mutated files; every one is read or refused as it should be. Returns: (read, refused)."""
+    recipes = [path.read_text() for path in sorted((PACKAGE / "recipes").glob("*.yaml"))] + [TEXT]
+    ds_configs = [path.read_text() for path in sorted(find_ds_configs().glob("*.json"))]
+    hostfiles = ["first slots=8\nsecond slots=8\n# third\nthird slots=4\n"]
+    refused = 0
+    for number in range(num_cases):
+        rng = random.Random(number)
+        kind = rng.choices(("recipe", "ds_config", "hostfile"), (6, 3, 1))[0]
+        if kind == "recipe":
+            said = dry_run(write(folder, mutate(rng.choice(recipes), rng)))
+        elif kind == "ds_config":
+            write(folder, mutate(rng.choice(ds_configs), rng), "ours.json")
+            said = dry_run(write(folder, TEXT), "deepspeed=ours.json")
+        else:
+            path = write(folder, mutate(hostfiles[0], rng), "hosts")
+            said = refusal(lambda path=path: count_ranks(None, path))
+        refused += bool(said)
+    return num_cases - refused, refused
+
+
+def test_mutated_files_are_read_or_refused(tmp_path: Path) -> None:
+    read, refused = sweep(tmp_path, 600)
+    assert min(read, refused) > 60, "the mutations must be neither all harmless nor all fatal"
+
+
+@pytest.mark.slow
+def test_many_mutated_files_are_read_or_refused(tmp_path: Path) -> None:
+    sweep(tmp_path, 20_000)
+
+
+def test_what_is_read_is_written_and_read_again(tmp_path: Path) -> None:
+    """A config.yaml of a mutated recipe is that recipe, so that a resume is of the same run."""
+    for number in range(200):
+        path = write(tmp_path, mutate(TEXT, random.Random(number)))
+        if dry_run(path) == "":
+            config = load_config(path)
+            assert load_config(write(tmp_path, config.to_yaml(), "config.yaml")) == config
+            json.dumps(config.model_dump(mode="json"), allow_nan=False)
