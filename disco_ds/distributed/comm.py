@@ -7,6 +7,7 @@ At one rank, or without a process group at all, every function takes the same pa
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -44,12 +45,9 @@ def init(timeout_s: float) -> None:
 
     Collective: every rank must call. The timeout holds for every group made afterwards, ZeRO's own included.
     """
-    import deepspeed
     from torch.distributed import distributed_c10d
 
-    # No operation of DeepSpeed's own is used, and asking for one probes them all, with nvcc where there is a GPU. Its
-    # shared-memory collectives for CPUs would be built with a compiler, leave memory behind and wait without a timeout.
-    deepspeed.ops.__compatible_ops__ = {}
+    _probe_no_operations()
     timeout = timedelta(seconds=timeout_s)
     distributed_c10d.default_pg_timeout = timeout
     distributed_c10d.default_pg_nccl_timeout = timeout
@@ -89,19 +87,30 @@ def session(timeout_s: float) -> Iterator[None]:
 
 
 def _joined() -> bool:
-    """Return True if there is a process group; every function of this file asks here.
+    """Return True if there is a process group; every function of this file asks here, and adopts one it did not make.
 
-    Raises: ValueError where ranks are many, and deepspeed.comm does not know: each would take its part for the whole.
+    A group of torch.distributed alone, such as a loop of DDP or FSDP has, is handed on to deepspeed.comm: else each
+    rank would take its part of the batch for the whole.
     """
-    if dist.is_initialized():
-        return True
-    if torch.distributed.is_initialized() and (count := torch.distributed.get_world_size()) > 1:
-        raise ValueError(
-            f"torch.distributed has {count} ranks, of which deepspeed.comm knows nothing, so that each would take its "
-            "part of the batch for the whole; call disco_ds.distributed.comm.init(timeout_s) or "
-            "deepspeed.init_distributed() first"
-        )
-    return False
+    if not dist.is_initialized() and torch.distributed.is_initialized():
+        _probe_no_operations()
+        logger = logging.getLogger("DeepSpeed")
+        level = logger.level
+        logger.setLevel(logging.WARNING)
+        dist.init_distributed(torch.distributed.get_backend(), auto_mpi_discovery=False, verbose=False)
+        logger.setLevel(level)
+    return bool(dist.is_initialized())
+
+
+def _probe_no_operations() -> None:
+    """Keep DeepSpeed from its own operations, of which none is used.
+
+    Asking for one probes them all, with nvcc where there is a GPU; and its shared-memory collectives for CPUs would be
+    built with a compiler, leave memory behind and wait without a timeout.
+    """
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__ = {}
 
 
 def rank(group: Group = None) -> int:

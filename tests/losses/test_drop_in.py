@@ -1,0 +1,192 @@
+"""open_clip's signatures with our losses inside: the full batch's gradient in loops that are not ours, and clear errors
+where a rank would otherwise hang or take its part of the batch for the whole."""
+
+from __future__ import annotations
+
+import os
+
+import open_clip.loss as open_clip_loss
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from disco_ds.losses.drop_in import ClipLoss, SigLipLoss
+from helpers.dist import run_ranks
+
+B, WIDTH, D = 16, 12, 8
+SIZES = (1, 2)
+DROP_INS = [
+    (ClipLoss, {}),
+    (ClipLoss, {"loss": "disco", "local_loss": True, "gather_with_grad": True}),
+    (ClipLoss, {"loss": "inf_cl"}),
+    (ClipLoss, {"loss": "clip", "check": False}),
+    (SigLipLoss, {}),
+    (SigLipLoss, {"dist_impl": "gather"}),
+]
+
+
+class Towers(nn.Module):
+    """Two linear towers and the learned scale and bias, as open_clip's models have them."""
+
+    def __init__(self, bias: bool, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        torch.manual_seed(3)
+        self.image, self.text = nn.Linear(WIDTH, D), nn.Linear(WIDTH, D)
+        self.logit_scale = nn.Parameter(torch.tensor(1.5))
+        self.logit_bias = nn.Parameter(torch.tensor(-3.0)) if bias else None
+        self.to(dtype)
+
+    def forward(self, image: Tensor, text: Tensor) -> dict[str, Tensor]:
+        out = {
+            "image_features": F.normalize(self.image(image), dim=-1),
+            "text_features": F.normalize(self.text(text), dim=-1),
+            "logit_scale": self.logit_scale.exp(),
+        }
+        return out if self.logit_bias is None else out | {"logit_bias": self.logit_bias}
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(B, WIDTH, generator=generator), torch.randn(B, WIDTH, generator=generator)
+
+
+def oracle(bias: bool) -> tuple[float, dict[str, Tensor]]:
+    """open_clip's own loss on the whole batch, in float64, in one process."""
+    model = Towers(bias, torch.float64)
+    image, text = (x.double() for x in batch())
+    value = (open_clip_loss.SigLipLoss() if bias else open_clip_loss.ClipLoss())(**model(image, text))
+    value.backward()
+    return value.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def join_torch() -> tuple[int, int]:
+    """A process group of torch.distributed alone, as any loop makes it. Returns: rank, number of ranks."""
+    torch.distributed.init_process_group("gloo")
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+def train_all(through_ddp: bool) -> None:
+    n, N = join_torch()
+    rows = slice(n * B // N, (n + 1) * B // N)
+    image, text = (x[rows] for x in batch())
+    for cls, options in DROP_INS:
+        bias = cls is SigLipLoss
+        model = Towers(bias)
+        wrapped = DistributedDataParallel(model) if through_ddp else model
+        loss = cls(rank=n, world_size=N, **options)
+        for _ in range(2):  # the second call checks no more than shapes
+            model.zero_grad()
+            value = loss(**wrapped(image, text), output_dict=True)["contrastive_loss"]
+            value.backward()
+        expected, grads = oracle(bias)
+        mean = value.detach().clone()
+        torch.distributed.all_reduce(mean)
+        assert value.shape == ()
+        assert mean.item() / N == pytest.approx(expected, rel=1e-5), (cls, options)
+        for name, parameter in model.named_parameters():
+            if not through_ddp:
+                torch.distributed.all_reduce(parameter.grad)
+                parameter.grad /= N
+            torch.testing.assert_close(parameter.grad, grads[name].float(), rtol=2e-5, atol=2e-6, msg=f"{cls} {name}")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_gradient_is_of_the_full_batch_in_a_loop_of_torch(size: int) -> None:
+    run_ranks(train_all, size, False, joined=False)
+
+
+def test_gradient_is_of_the_full_batch_under_ddp() -> None:
+    run_ranks(train_all, 2, True, joined=False)
+
+
+def in_half_the_ranks() -> None:
+    """Two groups of a mesh, each with a batch of its own, as in tensor-parallel or hybrid runs."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    n, _ = join_torch()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "data"))
+    model, (image, text) = Towers(False), batch()
+    rows = slice(n % 2 * B // 2, (n % 2 + 1) * B // 2)
+    group = mesh.get_group("data")
+    if n >= 2:  # another batch than the first group's
+        image = image.flip(1)
+    value = ClipLoss(group=group)(**model(image[rows], text[rows]))
+    value.backward()
+    torch.distributed.all_reduce(model.image.weight.grad, group=group)
+    whole = Towers(False, torch.float64)
+    open_clip_loss.ClipLoss()(**whole(image.double(), text.double())).backward()
+    expected = whole.image.weight.grad.float()
+    torch.testing.assert_close(model.image.weight.grad / 2, expected, rtol=2e-5, atol=2e-6)
+    torch.distributed.destroy_process_group()
+
+
+def test_group_of_a_mesh_is_a_batch_of_its_own() -> None:
+    run_ranks(in_half_the_ranks, 4, joined=False)
+
+
+def without_a_group() -> None:
+    for cls, _ in DROP_INS:
+        model = Towers(cls is SigLipLoss)
+        value = cls()(**model(*batch()))
+        assert value.item() == pytest.approx(oracle(cls is SigLipLoss)[0], rel=1e-5)
+
+
+def test_one_process_needs_no_group() -> None:
+    without_a_group()
+
+
+def mistakes() -> list[str]:
+    n, _ = join_torch()
+    model, (image, text) = Towers(False), batch()
+    said = []
+
+    def refuse(
+        loss: ClipLoss, *, image: Tensor = image, text: Tensor = text, scale: Tensor = model.logit_scale
+    ) -> None:
+        with pytest.raises(ValueError) as caught:
+            loss(F.normalize(image[:, :D], dim=-1), F.normalize(text[:, :D], dim=-1), scale)
+        said.append(str(caught.value))
+
+    refuse(ClipLoss(rank=0, world_size=1))  # open_clip's defaults: the loss of this rank alone
+    refuse(ClipLoss(), image=image[: B - n], text=text[: B - n])
+    refuse(ClipLoss(), image=image[:, : D - n], text=text[:, : D - n])
+    refuse(ClipLoss(), image=image[: B - 1])
+    torch.distributed.destroy_process_group()
+    return said
+
+
+def test_wrong_use_is_refused_on_every_rank() -> None:
+    first, second = run_ranks(mistakes, 2, joined=False)
+    for said in (first, second):
+        for text, words in zip(said, ("of world_size 1", "[15, 8", "[16, 7", "got (15, 8), (16, 8)"), strict=True):
+            assert words in text
+
+
+def test_features_that_are_not_unit_rows_are_warned_of_once() -> None:
+    model, (image, text) = Towers(False), batch()
+    features = model(image, text) | {"text_features": 3 * model(image, text)["text_features"]}
+    loss = ClipLoss()
+    with pytest.warns(UserWarning, match=r"text_features are not normalised .* 2\.00 away"):
+        loss(**features)
+    loss(**features)  # warnings are errors in tests
+
+
+def test_unknown_option_is_named() -> None:
+    with pytest.raises(ValueError, match="has no option locl_loss"):
+        ClipLoss(locl_loss=True)
+    with pytest.raises(ValueError, match="Horovod"):
+        ClipLoss(use_horovod=True)
+
+
+def test_signatures_are_those_of_open_clip() -> None:
+    """A call that open_clip takes, by position or by name, this one takes."""
+    import inspect
+
+    for ours, theirs in ((ClipLoss, open_clip_loss.ClipLoss), (SigLipLoss, open_clip_loss.SigLipLoss)):
+        for method in ("__init__", "forward"):
+            wanted = list(inspect.signature(getattr(theirs, method)).parameters)
+            assert list(inspect.signature(getattr(ours, method)).parameters)[: len(wanted)] == wanted
+    assert "RANK" not in os.environ
