@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from disco_ds.config import load_config
     from disco_ds.losses import Embeddings, LossOutput, build_loss, list_losses
+    from disco_ds.losses.drop_in import ClipLoss, SigLipLoss
     from disco_ds.training.export import export_run
 
 __version__ = "0.1.0"
 
 OFFERED = {
+    "ClipLoss": "disco_ds.losses.drop_in",
     "Embeddings": "disco_ds.losses",
     "LossOutput": "disco_ds.losses",
+    "SigLipLoss": "disco_ds.losses.drop_in",
     "build_loss": "disco_ds.losses",
     "export_run": "disco_ds.training.export",
     "list_losses": "disco_ds.losses",
@@ -24,8 +27,10 @@ OFFERED = {
 """Name -> module. None is also the name of a module of this package, which would take its place once imported."""
 
 __all__ = [
+    "ClipLoss",
     "Embeddings",
     "LossOutput",
+    "SigLipLoss",
     "build_loss",
     "export_run",
     "list_losses",

@@ -3,6 +3,7 @@ where a rank would otherwise hang or take its part of the batch for the whole.""
 
 from __future__ import annotations
 
+import doctest
 import os
 
 import open_clip.loss as open_clip_loss
@@ -190,3 +191,8 @@ def test_signatures_are_those_of_open_clip() -> None:
             wanted = list(inspect.signature(getattr(theirs, method)).parameters)
             assert list(inspect.signature(getattr(ours, method)).parameters)[: len(wanted)] == wanted
     assert "RANK" not in os.environ
+
+
+def test_example_of_the_docstring_holds() -> None:
+    (found,) = doctest.DocTestFinder(recurse=False).find(ClipLoss, globs={"ClipLoss": ClipLoss, "torch": torch})
+    assert doctest.DocTestRunner().run(found) == (0, 3)

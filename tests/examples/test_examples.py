@@ -1,0 +1,109 @@
+"""The programs of examples/ as a reader starts them, and open_clip's own loop with our loss against open_clip alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import types
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import pytest
+import torch
+from open_clip_train.train import train_one_epoch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from disco_ds.losses.drop_in import ClipLoss
+from helpers.dist import run_ranks
+from helpers.paths import ROOT
+
+TINY = {
+    "embed_dim": 16,
+    "vision_cfg": {"image_size": 16, "patch_size": 8, "width": 16, "layers": 1, "head_width": 8},
+    "text_cfg": {"context_length": 8, "vocab_size": 64, "width": 16, "heads": 2, "layers": 1},
+}
+B, STEPS = 8, 3
+
+
+def launch(name: str, ranks: int, *arguments: str) -> str:
+    """What an example prints under torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    command += [str(ROOT / "examples" / name), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_open_clip_loop_learns() -> None:
+    said = launch("open_clip_loop.py", 2, "--steps", "8", "--batch", "16")
+    first, last = map(float, re.findall(r"loss ([\d.]+) -> ([\d.]+)", said)[0])
+    assert "2 ranks, global batch 32" in said
+    assert last < first
+
+
+class Batches:
+    """A part of each of the same batches, as a loader of open_clip's."""
+
+    num_batches, num_samples = STEPS, STEPS * B
+
+    def __init__(self, rows: slice):
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for step in range(STEPS):
+            generator = torch.Generator().manual_seed(step)
+            image, text = (
+                torch.randn(B, 3, 16, 16, generator=generator),
+                torch.randint(1, 60, (B, 8), generator=generator),
+            )
+            yield image[self.rows], text[self.rows]
+
+
+def train(loss: nn.Module, rows: slice, wrap: bool) -> dict[str, Tensor]:
+    """open_clip's loop on these rows of each batch. Returns: the weights."""
+    torch.manual_seed(1)
+    model: nn.Module = open_clip.CLIP(**TINY, output_dict=True)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    given = Namespace(
+        device="cpu", precision="fp32", accum_freq=1, distill=False, horovod=False, skip_scheduler=True, wandb=False,
+        grad_clip_norm=0.5, rank=0, local_rank=0, world_size=1, log_local=False, batch_size=B, log_every_n_steps=1,
+    )  # fmt: skip
+    data = {"train": types.SimpleNamespace(dataloader=Batches(rows), set_epoch=lambda epoch: None)}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    trained = DistributedDataParallel(model) if wrap else model
+    train_one_epoch(trained, data, loss, 0, optimizer, None, None, None, given)
+    weights = model.state_dict()
+    assert any(not torch.equal(weights[name], start[name]) for name in weights)
+    return weights
+
+
+def train_with_ours() -> dict[str, Any]:
+    torch.distributed.init_process_group("gloo")
+    n, N = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    weights = train(ClipLoss(rank=n, world_size=N), slice(n * B // N, (n + 1) * B // N), wrap=True)
+    torch.distributed.destroy_process_group()
+    return {name: value.numpy() for name, value in weights.items()}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_loop_of_open_clip_trains_as_on_one_rank(size: int) -> None:
+    """Clipping included, whose threshold would be met otherwise by a gradient of another scale."""
+    alone = train(open_clip.ClipLoss(), slice(None), wrap=False)
+    for weights in run_ranks(train_with_ours, size, joined=False):
+        for name, value in alone.items():
+            torch.testing.assert_close(torch.from_numpy(weights[name]), value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_every_example_is_run_and_named_in_the_manual(request: pytest.FixtureRequest) -> None:
+    source = Path(__file__).read_text()
+    page = (ROOT / "docs" / "own_loop.md").read_text()
+    for path in (ROOT / "examples").glob("*.py"):
+        assert f'launch("{path.name}"' in source
+        assert f"(../examples/{path.name})" in page
