@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from disco_ds.losses import Embeddings, LossOutput, build_loss, list_losses
     from disco_ds.losses.drop_in import ClipLoss, SigLipLoss
     from disco_ds.training.export import export_run
+    from disco_ds.training.own_loop import contrastive_step
 
 __version__ = "0.1.0"
 
@@ -20,6 +21,7 @@ OFFERED = {
     "LossOutput": "disco_ds.losses",
     "SigLipLoss": "disco_ds.losses.drop_in",
     "build_loss": "disco_ds.losses",
+    "contrastive_step": "disco_ds.training.own_loop",
     "export_run": "disco_ds.training.export",
     "list_losses": "disco_ds.losses",
     "load_config": "disco_ds.config",
@@ -32,6 +34,7 @@ __all__ = [
     "LossOutput",
     "SigLipLoss",
     "build_loss",
+    "contrastive_step",
     "export_run",
     "list_losses",
     "load_config",

@@ -6,17 +6,14 @@ over ranks, the parameters get the gradient of the global batch. docs/own_loop.m
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from disco_ds.distributed import comm
+from disco_ds.losses.alike import check_alike, warn_of_lengths
 from disco_ds.losses.base import Embeddings, build_loss
-
-NORM_TOLERANCE = 0.02
-"""How far from 1 the norm of a feature may be: bf16 rounds to 0.004."""
 
 
 class _DropIn(nn.Module):
@@ -54,9 +51,9 @@ class _DropIn(nn.Module):
         """
         if self.calls == 0:
             self._check_group()
-            self._warn_of_lengths(image_features, text_features)
+            warn_of_lengths(image_features, text_features, self.group)
         if self.check:
-            _check_alike(image_features, text_features, self.group)
+            check_alike(image_features, text_features, self.group)
         self.calls += 1
         scale = torch.as_tensor(logit_scale, device=image_features.device).reshape(1)
         bias = None if logit_bias is None else logit_bias.reshape(1)
@@ -72,16 +69,6 @@ class _DropIn(nn.Module):
                 f"rank {found[0]} of {found[1]}: initialise torch.distributed first, or leave both out"
             )
 
-    def _warn_of_lengths(self, *features: Tensor) -> None:
-        for name, rows in zip(("image", "text"), features, strict=True):
-            worst = (rows.detach().float().norm(dim=-1) - 1).abs().max().item() if len(rows) else 0.0
-            if worst > NORM_TOLERANCE and comm.rank(self.group) == 0:
-                warnings.warn(
-                    f"{name}_features are not normalised (a norm is {worst:.2f} away from 1): the loss then depends on "
-                    "their lengths; F.normalize(features, dim=-1) makes unit rows",
-                    stacklevel=3,
-                )
-
 
 class ClipLoss(_DropIn):
     """open_clip's ClipLoss: InfoNCE over the global batch. Options: see _DropIn.
@@ -92,7 +79,7 @@ class ClipLoss(_DropIn):
     >>> features = torch.eye(4, 8)
     >>> loss = ClipLoss()(features, features, torch.tensor(2.0), output_dict=True)
     >>> round(loss["contrastive_loss"].item(), 4)
-    0.3407
+    0.3408
     """
 
     def __init__(
@@ -125,17 +112,3 @@ class SigLipLoss(_DropIn):
         **options: Any,
     ):
         super().__init__(rank, world_size, {"loss": "siglip"} | options)
-
-
-def _check_alike(image: Tensor, text: Tensor, group: Any) -> None:
-    """Raises: ValueError on every rank alike where the ranks' features differ in shape. Collective."""
-    if comm.size(group) == 1:
-        return
-    mine = [*image.shape, *text.shape] if image.dim() == text.dim() == 2 else [-1] * 4
-    both = torch.tensor([mine, [-x for x in mine]], device=image.device)
-    most, least = comm.all_reduce_max(both, group).tolist()
-    if -1 in mine or most != [-x for x in least]:
-        raise ValueError(
-            f"features of rank {comm.rank(group)} are {tuple(image.shape)} and {tuple(text.shape)}; all ranks need the "
-            f"same [b, D], and have {[-x for x in least]} to {most}: drop the last uneven batch (drop_last=True)"
-        )

@@ -1,20 +1,13 @@
-"""One optimizer step: features of every micro-batch, one loss on all of them, gradients back through the towers.
-
-Always cut at the embeddings, as DisCo-CLIP's Algorithm 1 does. With several micro-batches this is BASIC's GradAccum:
-forwards without graph first, one loss, then each micro-batch forward again under its own RNG state. The last forward
-keeps its graph, so one micro-batch costs one forward, by the same path.
-"""
-
-# b samples of this rank = K micro-batches x m, D width
+"""One optimizer step of the trainer: grad_accum.py through a DeepSpeed engine, where a locked tower runs once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -22,6 +15,7 @@ from disco_ds.losses import Embeddings, LossOutput
 from disco_ds.metrics.timers import Timer
 from disco_ds.models.clip import Features, trained_sides
 from disco_ds.training.engine import Engine, backward_and_step, clamp_scale
+from disco_ds.training.grad_accum import MicroFeatures, Rng, accumulate
 
 Prepare = Callable[[Any], tuple[Tensor, Tensor, Tensor]]
 """Micro-batch -> (image [m, 3, H, W], text [m, L] or second views, index [m]) on the device; equal at each call."""
@@ -35,19 +29,6 @@ class StepOutput:
     """[1], the scale the loss was computed with."""
     grad_norm: Tensor | None
     """Of the whole gradient before clipping; None if a loss scaler skipped the step."""
-
-
-class Rng:
-    """State of the CPU's and the device's generator: what dropout, patch dropout and drop path draw from."""
-
-    def __init__(self) -> None:
-        self.cpu = torch.get_rng_state()
-        self.device = get_accelerator().get_rng_state() if get_accelerator().device_name() != "cpu" else None
-
-    def restore(self) -> None:
-        torch.set_rng_state(self.cpu)
-        if self.device is not None:
-            get_accelerator().set_rng_state(self.device)
 
 
 def train_step(
@@ -68,31 +49,15 @@ def train_step(
             which the temperature's depends on it; timer: opened with its name around each phase.
     Raises: what `agree` raises, or FloatingPointError (see backward_and_step), with model and optimizer untouched.
     """
-    forward = Forward(engine, prepare)
-    last = len(micro_batches) - 1
-    with timer("step/forward"):
-        parts = [forward(batch, keep_graph=k == last) for k, batch in enumerate(micro_batches)]
-    after = Rng()
-    leaves = _cut(parts, trains=forward.trains)
-    with timer("step/loss"):
-        out = loss(leaves)
-        out.loss.backward()
-    agree(leaves, out.loss)
-    set_rates(leaves.scale)
-    with timer("step/backward and update"):
-        norm = backward_and_step(engine, _surrogates(forward, micro_batches, parts, leaves))
-    after.restore()
+
+    def agree_and_set_rates(embeddings: Embeddings, value: Tensor) -> None:
+        agree(embeddings, value)
+        set_rates(embeddings.scale)
+
+    update = partial(backward_and_step, engine)
+    done = accumulate(Forward(engine, prepare), loss, micro_batches, update, agree_and_set_rates, timer)
     clamp_scale(engine, max_scale)
-    return StepOutput(out.metrics, leaves.scale.detach(), norm)
-
-
-@dataclass(frozen=True)
-class MicroFeatures:
-    """What one micro-batch's forward gave, and what it takes to repeat it."""
-
-    features: Features
-    index: Tensor
-    rng: Rng
+    return StepOutput(done.out.metrics, done.embeddings.scale.detach(), done.result)
 
 
 class Forward:
@@ -126,46 +91,3 @@ class Forward:
 def _merge(trained: Features, locked: Features) -> Features:
     image, text, scale, bias = trained
     return locked[0] if image is None else image, locked[1] if text is None else text, scale, bias
-
-
-def _cut(parts: Sequence[MicroFeatures], trains: dict[str, bool]) -> Embeddings:
-    """All micro-batches' features as leaves: the loss's backward stops here and never sees loss scaling."""
-    images, texts, scales, biases = zip(*(part.features for part in parts), strict=True)
-    return Embeddings(
-        torch.cat(images).detach().requires_grad_(trains["image"]),
-        torch.cat(texts).detach().requires_grad_(trains["text"]),
-        scales[-1].detach().requires_grad_(scales[-1].requires_grad),
-        None if biases[-1] is None else biases[-1].detach().requires_grad_(biases[-1].requires_grad),
-        torch.cat([part.index for part in parts]),
-    )
-
-
-def _surrogates(
-    forward: Forward, batches: Sequence[Any], parts: list[MicroFeatures], leaves: Embeddings
-) -> Iterator[Tensor]:
-    """For each micro-batch the scalar whose gradient at the parameters is that micro-batch's part of the loss's.
-
-    The last micro-batch goes first: its graph is the one still held. It alone carries the gradients of scale and bias;
-    the others have them times 0, because ZeRO 3 would take a stale gradient for a parameter outside the graph.
-    """
-    m = len(parts[-1].index)
-    held = parts.pop()
-    last = len(parts)
-    for k in (last, *range(last)):
-        image, text, scale, bias = (held if k == last else forward.again(batches[k], parts[k])).features
-        rows, once = slice(k * m, (k + 1) * m), float(k == last)
-        terms = [
-            _inner(image, leaves.image, rows),
-            _inner(text, leaves.text, rows),
-            _inner(scale, leaves.scale, slice(None), once),
-            _inner(bias, leaves.bias, slice(None), once),
-        ]
-        yield torch.stack([term for term in terms if term is not None]).sum()
-
-
-def _inner(value: Tensor | None, leaf: Tensor | None, rows: slice, weight: float = 1.0) -> Tensor | None:
-    """weight x <value, gradient the loss left at leaf[rows]>; None for what is not trained."""
-    if value is None or leaf is None or not leaf.requires_grad:
-        return None
-    grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-    return weight * (value * grad[rows]).sum()

@@ -19,6 +19,7 @@ from open_clip_train.train import train_one_epoch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from disco_ds.losses import list_losses
 from disco_ds.losses.drop_in import ClipLoss
 from helpers.dist import run_ranks
 from helpers.paths import ROOT
@@ -46,6 +47,32 @@ def test_open_clip_loop_learns() -> None:
     first, last = map(float, re.findall(r"loss ([\d.]+) -> ([\d.]+)", said)[0])
     assert "2 ranks, global batch 32" in said
     assert last < first
+
+
+@pytest.mark.parametrize("arguments", [(), ("--stage", "2", "--full")], ids=" ".join)
+def test_bi_encoder_learns(arguments: tuple[str, ...]) -> None:
+    said = launch("deepspeed_bi_encoder.py", 2, "--steps", "6", "--batch", "16", *arguments)
+    first, last = map(float, re.findall(r"loss ([\d.]+) -> ([\d.]+)", said)[0])
+    assert "global batch 32 in 4 micro-batches a rank" in said
+    assert last < first
+
+
+def test_fsdp_learns_alike_in_any_micro_batches() -> None:
+    said = [launch("fsdp_clip.py", 2, "--steps", "4", "--batch", "16", "--micro-batches", k) for k in ("1", "8")]
+    ends = [re.findall(r"loss ([\d.]+) -> ([\d.]+)", text)[0] for text in said]
+    assert ends[0] == ends[1]
+    assert float(ends[0][1]) < float(ends[0][0])
+
+
+def test_losses_alone_say_the_same_on_two_ranks() -> None:
+    lines = [
+        re.findall(r"^(\w+) +loss +(-?[\d.]+) +\S+ \S+ \S+ ([\d.]+)", launch("losses_alone.py", N), re.M)
+        for N in (1, 2)
+    ]
+    assert [name for name, *_ in lines[0]] == list_losses()
+    for (name, value, _), (same, other, _) in zip(*lines, strict=True):
+        assert name == same
+        assert float(value) == pytest.approx(float(other), abs=2e-4)
 
 
 class Batches:

@@ -170,7 +170,7 @@ def test_features_that_are_not_unit_rows_are_warned_of_once() -> None:
     model, (image, text) = Towers(False), batch()
     features = model(image, text) | {"text_features": 3 * model(image, text)["text_features"]}
     loss = ClipLoss()
-    with pytest.warns(UserWarning, match=r"text_features are not normalised .* 2\.00 away"):
+    with pytest.warns(UserWarning, match=r"text features are not normalised .* 2\.00 away"):
         loss(**features)
     loss(**features)  # warnings are errors in tests
 
