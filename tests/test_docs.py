@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 from test_layers import LAYERS, ONLY_IMPORTS
-from tool import load_tool
 
-from disco_ds.cli.main import COMMANDS
+from disco_ds.cli.parser import make_parsers
 from disco_ds.config import PACKAGE
 
 ROOT = Path(__file__).parent.parent
@@ -21,7 +20,6 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 MAX_WORDS = 1000
 RECIPES = {path.stem for path in (PACKAGE / "recipes").glob("*.yaml")}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-reference = load_tool("make_reference")
 
 
 def anchors(page: Path) -> set[str]:
@@ -80,10 +78,11 @@ def missing(command: list[str]) -> Iterator[str]:
 
 def missing_of(name: str, words: list[str]) -> Iterator[str]:
     """The command of disco-ds if there is none of this name, else those of its options that it does not have."""
-    if name not in COMMANDS:
+    _, commands = make_parsers()
+    if name not in commands:
         yield name
         return
-    known = set(re.findall(r"--[a-z-]+", reference.make_parser(name).format_help()))
+    known = set(re.findall(r"--[a-z-]+", commands[name].format_help()))
     for word in takewhile(lambda word: word not in ("--deepspeed", "|", "&&"), words):
         if re.match(r"--[a-z]", word) and word.partition("=")[0] not in known:
             yield word
@@ -138,7 +137,7 @@ def test_index_names_every_page() -> None:
 
 def test_architecture_has_the_layers_of_the_code() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(\w+)` \| (\d) \| ([^|]*) \|", text, re.MULTILINE)
+    rows = re.findall(r"^\| `([\w.]+)` \| (\d) \| ([^|]*) \|", text, re.MULTILINE)
     assert {room: int(layer) for room, layer, _ in rows} == LAYERS
     for room, layer, may in rows:
         if room in ONLY_IMPORTS:

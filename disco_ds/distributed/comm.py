@@ -81,9 +81,21 @@ def session(timeout_s: float) -> Iterator[None]:
     """The process group for a `with` block, which all ranks leave together: one that just exits makes others abort.
 
     A rank that raises leaves at once, so that the launcher sees it end, and ends the others.
+
+    Raises: ValueError where the process has joined a group already.
     """
+    if torch.distributed.is_initialized():
+        raise ValueError(
+            "this process has joined a process group already, and a run makes its own: start the run first, or call "
+            "torch.distributed.destroy_process_group() before it"
+        )
     init(timeout_s)
-    yield
+    try:
+        yield
+    except BaseException:
+        if size() == 1:  # no other rank is left waiting, and the process may go on to another session
+            dist.destroy_process_group()
+        raise
     dist.barrier()
     dist.destroy_process_group()
 
