@@ -133,27 +133,36 @@ RANKS = """
 import json, os, sys
 from disco_ds import evaluate_run, load_config, run_training
 
-config = load_config(sys.argv[1])
-folder = run_training(config)
-results = evaluate_run(folder, ["eval.labelled.unseen=bundled:emoji/unseen"])
-seen = {"folder": str(folder), "values": [result.values for result in results], "size": os.environ["WORLD_SIZE"]}
+environment, config = dict(os.environ), load_config(sys.argv[-1])
+folders, values = [], []
+for _ in range(2):
+    folders.append(str(run_training(config)))
+    results = evaluate_run(folders[-1], ["eval.labelled.unseen=bundled:emoji/unseen"])
+    values.append([result.values for result in results])
+    assert dict(os.environ) == environment
+seen = {"folders": folders, "values": values, "size": os.environ["WORLD_SIZE"]}
 with open(f"rank-{os.environ['RANK']}.json", "w") as file:
     json.dump(seen, file)
 """
 
 
-def test_users_own_script_under_torchrun(tmp_path: Path) -> None:
-    """Two functions one after the other, each with a process group of the launcher's ranks."""
+@pytest.mark.parametrize(
+    "launcher", ["torchrun --nproc_per_node", pytest.param("deepspeed --num_accelerators", marks=pytest.mark.slow)]
+)
+def test_users_own_script_under_a_launcher(launcher: str, tmp_path: Path) -> None:
+    """Four functions one after the other, each with a process group of its own of the launcher's ranks."""
     (tmp_path / "script.py").write_text(RANKS)
-    command = [str(BIN / "torchrun"), "--nproc_per_node", "2", "--master_port", str(free_port()), "script.py"]
-    command.append(str(recipe(tmp_path)))
+    program, *option = launcher.split()
+    command = [str(BIN / program), *option, "2", "--master_port", str(free_port()), "script.py", str(recipe(tmp_path))]
     done = subprocess.run(command, cwd=tmp_path, env=alone(), capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = (json.loads((tmp_path / f"rank-{number}.json").read_text()) for number in range(2))
     assert first == second
     assert first["size"] == "2"
-    assert (Path(first["folder"]) / "finished.json").is_file()
-    assert 0 <= first["values"][0]["top1"] <= 1
+    assert [Path(folder).name for folder in first["folders"]] == ["tiny", "tiny-2"]
+    assert all((Path(folder) / "finished.json").is_file() for folder in first["folders"])
+    assert 0 <= first["values"][0][0]["top1"] <= 1
+    assert first["values"][0] == first["values"][1], "the second run is the first again"
 
 
 def small(folder: Path) -> Config:
