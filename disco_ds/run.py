@@ -89,12 +89,13 @@ def run_training(config: Config, resume: str | Path | None = None) -> Path:
         >>> (folder / "finished.json").exists()
         True
     """
+    # Python would refuse the signal handlers only after the run folder has been made.
     if threading.current_thread() is not threading.main_thread():
         raise RefusedError("run_training must be called in the main thread, which alone receives signals")
     with _put_back():
         try:
             ended = train_session(config, None if resume is None else str(resume), Observer())
-        except OutOfMemory as error:
+        except OutOfMemory as error:  # nobody has printed the explanation
             raise OutOfMemory("\n".join([str(error), *error.explanation])) from error
     if isinstance(ended, Exception):
         raise ended
@@ -117,6 +118,7 @@ def train_session(config: Config, resume: str | None, observer: Observer) -> Pat
             refusal = RefusedError(str(error)).with_traceback(error.__traceback__)
             observer.failed(refusal)
             return refusal
+        # From here on a failure that all ranks share is reported, then the ranks leave together, in order.
         observer.started(run)
         failure: Exception | None = None
         try:
@@ -126,6 +128,7 @@ def train_session(config: Config, resume: str | None, observer: Observer) -> Pat
         except (StopError, FloatingPointError, comm.AgreedError, AskedToStopError) as error:
             failure = error
             observer.failed(error)
+        # After a failure too: earlier checkpoints may still be on their way.
         wait_for_copies(run)
         observer.ended(run, failure)
     return failure or run.folder
@@ -191,11 +194,12 @@ def evaluation_settings(
     Raises: ValueError for a mistake, or where there is no set to evaluate on.
     """
     path, given = Path(model), list(overrides)
+    # The model may be RUN or RUN/checkpoints/step-N.
     own = [folder / CONFIG for folder in (path, *path.parents[:2]) if (folder / CONFIG).is_file()]
     if recipe or (own and not weights):
         config = load_config(recipe or own[0], given)
     else:
-        tree = json.loads(json.dumps(_BARE))
+        tree = json.loads(json.dumps(_BARE))  # a deep copy
         for keys, value in split_overrides(given):
             assign(tree, keys, value)
         config = check_config(tree, "the overrides")
@@ -214,7 +218,7 @@ def evaluate_session(
     """
     adopt_slurm()
     with comm.session(config.timeout_s):
-        share_host()
+        share_host()  # or each rank would start as many threads as the host has cores
         try:
             check_agreement({**config.model_dump(mode="json"), "MODEL": str(model), "--weights": str(weights)})
             with comm.together("data"):

@@ -96,8 +96,10 @@ def supervise(args: argparse.Namespace, config: Config, hosts: Sequence[str], si
             return code
         before, newest = newest, newest_checkpoint(folder)
         stuck = stuck + 1 if attempt and newest == before else 0
+        # No restart after a signal, without progress, or while a host is away.
         if signals.count or stuck == STUCK or attempt == args.restarts or not wait_for_hosts(hosts, launch_id, signals):
             break
+        # Not "latest": another run of this name may have begun meanwhile.
         resume = str(folder) if newest else args.resume
         report(f"restart {attempt + 1} of {args.restarts}, from {f'{folder}, {newest}' if newest else 'the beginning'}")
     after = f" after {STUCK} restarts without progress" if stuck == STUCK else ""
@@ -135,11 +137,13 @@ def run_once(
     try:
         while (ended := process.poll() is not None) or time.monotonic() < end:
             now = time.monotonic()
+            # Asked by a signal: the ranks get patience_s to save and end, and SIGTERM again every few seconds.
             if signals.count and (asked_at > now or now - asked_at > ASK_EVERY_S):
                 end, asked_at = min(end, now + patience_s), now
                 signal_ranks(hosts, launch_id, signal.SIGTERM)  # repeatedly: some may still be starting
             if signals.count > 1:
                 break
+            # A host has failed, or deepspeed has ended: the ranks that are left get time to name what they have lost.
             if failed or ended:
                 cut_off = CUT_OFF in failed.values()
                 end = min(end, now + (CUT_OFF_S if cut_off else patience_s if signals.count else NAMING_S))
@@ -180,6 +184,7 @@ def signal_ranks(hosts: Sequence[str], launch_id: str, number: int) -> dict[str,
     places = {host: [*reach, host, shlex.join(command)] for host in hosts} or {"localhost": command}
     options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     started = {host: subprocess.Popen(place, start_new_session=True, **options) for host, place in places.items()}
+    # All hosts at once, within one deadline.
     end, found = time.monotonic() + REACH_S, dict.fromkeys(places)
     for host, process in started.items():
         try:
@@ -220,6 +225,7 @@ def judge(folder: Path | None, agreed: int | None, codes: set[int]) -> int:
     """The exit code of a run, which may differ from what deepspeed has returned."""
     if folder and (folder / FINISHED).exists():
         return 0
+    # What the ranks have agreed on counts more than the exit codes of their launchers.
     return agreed or next((code for code in (2, 3) if code in codes), 1)
 
 

@@ -16,6 +16,7 @@ def pack(argv: Sequence[str]) -> str:
 
     Raises: ValueError where that would be longer than a command line may be.
     """
+    # Letters, digits, - and _ only; padding with = is left out.
     text = base64.urlsafe_b64encode(json.dumps(argv).encode()).decode().rstrip("=")
     if len(text) > MAX_PACKED:
         raise ValueError(

@@ -30,6 +30,7 @@ def plan(args: argparse.Namespace) -> int:
     if args.measure:
         print(measure(config))
         return 0
+    # --hostfile, else --ranks, else the recipe.
     ranks = count_ranks(config.ranks if args.ranks is None else args.ranks, args.hostfile)
     assumed = Assumptions(
         slack=args.slack,

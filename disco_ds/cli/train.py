@@ -30,10 +30,11 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         # The ranks do not know of each other yet: each host reports its own mistake.
         return fail_rank(error, 2, speaks=os.environ.get("LOCAL_RANK", "0") == "0")
-    die_with_launcher()
+    die_with_launcher()  # or this rank would train on without it
     try:
         outcome = train_session(config, args.resume, make_observer(config, args.launch_id, first))
     except OutOfMemory as error:
+        # The rank with the explanation has printed it in time for the others to wait.
         return fail_rank(f"rank {os.environ['RANK']} is {error}", 1, speaks=not error.explanation)
     return exit_code(outcome) if isinstance(outcome, Exception) else 0
 

@@ -120,6 +120,7 @@ def check_data(config: Config, ranks: int) -> Iterator[Line]:
     yield from check_sources(config, sources)
     sizes = [size for source in sources for size in source.sizes] or [data.num_samples]
     workers = data.workers or 1
+    # As the loader will choose them; synthetic data have no shards to share out.
     slots = choose_slots(len(sizes), sum(sizes), data.slots, ranks) if sources else ranks * workers
     few = slots < ranks * workers
     found = f"{slots} for {ranks} ranks x {workers} workers" if data.workers else f"{slots} for {ranks} ranks"
@@ -132,6 +133,7 @@ def check_data(config: Config, ranks: int) -> Iterator[Line]:
 def _count(source: Manifest, config: Config) -> Line:
     """Count the first, the middle and the last shard again, and some that have changed, against the manifest."""
     last = len(source.shards) - 1
+    # Changed by size or time of the file; a URL has neither.
     changed = [] if source.urls else [i for i, shard in enumerate(source.shards) if has_changed(source.folder, shard)]
     chosen = sorted({0, last // 2, last, *changed[:3]})
     shards, urls = [source.shards[i] for i in chosen], tuple(source.urls[i] for i in chosen if source.urls)
@@ -147,6 +149,7 @@ def _read(source: Manifest | Table, data: DataSettings) -> Line:
     """Read a few samples, but for the tokens: a tokenizer takes any text."""
     reader = ShardSource(data, source, SampleForm(ImageSpec((32, 32)), lambda texts: torch.zeros(1, 1), 1, 1), 0, 1)
     sizes, last, broken = source.sizes, len(source.sizes) - 1, []
+    # Spread evenly over three shards.
     chosen = {(shard, i * sizes[shard] // _SAMPLES) for shard in (0, last // 2, last) for i in range(_SAMPLES)}
     for shard, entry in sorted(chosen):
         try:

@@ -36,8 +36,9 @@ def check_hosts(config: Config, slots: dict[str, int]) -> Iterator[Line]:
     Args: slots: ranks by host; 0: as many as the host has devices.
     """
     runs = config.runs.absolute()
+    # The runs folder may not exist yet.
     folder = next(path for path in (runs, *runs.parents) if path.is_dir())
-    token = make_token(folder)
+    token = make_token(folder)  # a host that does not see this file has another folder
     try:
         asked = {"packages": PACKAGES, "folder": str(folder), "token": str(token)}
         mine = probe.probe(asked)
@@ -54,6 +55,7 @@ def check_hosts(config: Config, slots: dict[str, int]) -> Iterator[Line]:
         token.unlink(missing_ok=True)
     yield Line("ok", "runs folder", f"{folder}, {(mine['disk'] or 0) / 1e9:,.0f} GB free")
     yield Line("ok", "GPUs", f"{mine['devices']} on this host")
+    # Images that a rank holds on its host: those of the step, if they wait there, and those read ahead.
     side = read_architecture(config.model)["vision_cfg"].get("image_size") or 224
     area = side**2 if isinstance(side, int) else side[0] * side[1]
     waiting = config.global_batch // max(sum(slots.values()), 1) if config.pixels == "host" else config.micro_batch
@@ -67,6 +69,7 @@ def check_hosts(config: Config, slots: dict[str, int]) -> Iterator[Line]:
 def ask(asked: dict[str, Any], host: str) -> Report:
     """The report of a host, with the `offset` of its clock; where there is none, the `error` instead."""
     folder = str(Path.cwd())
+    # The same Python in the same folder there: only its packages and code are to be compared.
     path = ":".join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
     command = shlex.join(["env", f"PYTHONPATH={path}", sys.executable, "-", json.dumps(asked)])
     own = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
@@ -80,7 +83,7 @@ def ask(asked: dict[str, Any], host: str) -> Report:
     received = time.time()
     if done.returncode:
         return {"error": f"{(done.stderr.strip().splitlines() or ['no message'])[-1]} (exit code {done.returncode})"}
-    report = json.loads(done.stdout.splitlines()[-1])
+    report = json.loads(done.stdout.splitlines()[-1])  # a login shell may print before it
     # Its clock was read between these two moments: take the least difference that explains the time it gave.
     late, early = report["time"] - (received - report["seconds"]), report["time"] - sent
     return {**report, "offset": max(late, 0.0) + min(early, 0.0)}

@@ -50,6 +50,7 @@ Answer = tuple[dict[str, Tensor], float]
 
 def look_at_ranks(config: Config, ranks: int, first: bool, gradients: bool) -> Iterator[Line]:
     """All checks of this file. Collective."""
+    # Before there is a process group: a lone process computes the answer that the ranks must agree with.
     try:
         small = shrink(config, ranks)
         alone = run_alone(small) if first and gradients else None
@@ -121,6 +122,7 @@ def check_gradients(small: Config, alone: tuple[Answer, float] | None) -> Iterat
     if alone is None:
         return
     (true, true_loss), rough = alone
+    # Twice the error of one process in the same precision, within fixed bounds.
     limit = min(max(_FP32, 2 * rough), _bar(small))
     error, loss_error = _distance(got, true), abs(loss / true_loss - 1)
     worst = max(true, key=lambda name: (got[name] - true[name]).norm().item())
@@ -142,10 +144,10 @@ def _step(small: Config, count: int) -> Answer:
     device = comm.local_device()
     model, loss = _build(small, device)
     parts = list(zip(*(x.split(_ROWS) for x in _draw(small, device)), strict=True))
-    mine = parts[comm.rank() * count :][:count]
+    mine = parts[comm.rank() * count :][:count]  # this rank's micro-batches of the same global batch
     engine = build_engine(model, small.optim, render_ds_config(small, comm.size()))
     set_lr(engine, _LR)
-    before = _masters(engine)
+    before = _masters(engine)  # in fp32, as 16-bit weights are rounded
     for _ in range(40):  # an fp16 loss scaler skips steps until its scale fits
         out = train_step(engine, loss, mine, lambda batch: batch, max_scale=math.inf)
         if out.grad_norm is not None:
@@ -209,6 +211,7 @@ def check_bandwidth() -> Iterator[Line]:
     for name, (share, run) in collectives.items():
         rates = []
         for mib in _MIB:
+            # fp32 numbers, a multiple of the ranks.
             x = torch.ones(mib * 2**18 // N * N, device=comm.local_device())
             run(x)  # the first one makes connections
             comm.barrier()

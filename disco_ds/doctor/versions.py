@@ -27,6 +27,7 @@ def check_versions() -> Iterator[Line]:
             if applies and not (version and asked.specifier.contains(version, prereleases=True)):
                 found = f"{package} {here[package]} needs {asked.name}{asked.specifier}, got {version}"
                 yield Line("fail", "versions", found, f"pip install '{asked.name}{asked.specifier}'")
+    # Only the first failure is reported: others may follow from it.
     for name in ("torch", "torchvision", "deepspeed", "open_clip", "webdataset"):
         try:
             importlib.import_module(name)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Assumptions:
+    """Figures that a plan takes as given; each may be replaced by one that was measured."""
+
     slack: float = 0.05
     """Fraction of all other memory that the allocator holds in pieces too small to use."""
     context_gib: float = 1.0

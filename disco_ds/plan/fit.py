@@ -42,19 +42,22 @@ def fit(config: Config, ranks: int, gib: float, host_gib: float | None, assumed:
         return memory.total <= gib * GIB and on_host
 
     def reach(saves: bool, m: int, pixels: str) -> tuple[int, float, int, Config]:
-        """The largest global batch, FLOPs per sample (less is better), -m, and the recipe."""
+        """The largest global batch, then what it is ranked by (FLOPs per sample, larger micro-batches), the recipe."""
         towers = interpolate([(n, trace(change(ranks, 1, saves, pixels), n)) for n in TRACED], m)
         part = ranks * m
         K = search_largest(lambda K: fits(change(part * K, m, saves, pixels), towers), LARGEST // part)
-        replays = (K - 1) / K if K else 0
+        replays = (K - 1) / K if K else 0  # the last micro-batch is forwarded once, all others twice
         return part * K, (towers.flops + replays * towers.replay_flops) / m, -m, change(part * K, m, saves, pixels)
 
     places = ("device",) if host_gib is None else ("device", "host", "compressed")
     found = [reach(*choice) for choice in product((False, True), TRIED, places)]
+    # A little batch is given up where that saves much recomputation.
     enough = max(1, NEARLY * max(B for B, *_ in found))
     for *_, best in sorted((item for item in found if item[0] >= enough), key=lambda item: item[1:3]):
+        # Interpolated so far; what is written must fit by its own trace.
         if fits(best, trace(best, best.micro_batch)):
             return _shorten_warmup(best)
+    # Nothing fits: report what the most modest settings would need.
     least = change(ranks * TRIED[0], TRIED[0], True, "device")
     memory = plan_memory(least, ranks, trace(least, TRIED[0]), assumed)
     parts = ", ".join(f"{part} {size / GIB:.2f}" for part, size in memory.parts.items() if size)

@@ -41,6 +41,7 @@ def measure_towers(config: Config, m: int, device: torch.device) -> Towers:
         # oneDNN's kernels take scratch memory (110 MiB for a 16-bit convolution), which a GPU's do not.
         with torch.backends.mkldnn.flags(enabled=False), profile(profile_memory=True) as profiler:
             yield
+        # The profiler records each allocation and release; their running sum is the memory in use.
         events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
         found[name] = base
         for event in sorted(events, key=lambda event: event.start_ns()):
@@ -64,7 +65,7 @@ def measure(config: Config) -> str:
                 measure_towers(config, n * step, device)
             except torch.OutOfMemoryError:
                 return False
-            finally:
+            finally:  # the next attempt must not inherit this one's fragments
                 torch.cuda.empty_cache()
             return True
 

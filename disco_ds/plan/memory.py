@@ -23,6 +23,8 @@ ALLREDUCE = 500_000_000
 
 @dataclass(frozen=True)
 class Memory:
+    """Memory by part, as planned."""
+
     moments: dict[str, dict[str, int]]
     """Bytes of a GPU by moment of the step, and then by part."""
     host: dict[str, int]
@@ -90,29 +92,33 @@ def _states(
     zero, level = DeepSpeedZeroConfig(**ds_config["zero_optimization"]), stage(ds_config)
     e, K = DTYPES[precision(ds_config)].itemsize, config.num_micro_batches(N)
     P, F = towers.trained, towers.frozen
-    share = -(-P // N)
+    share = -(-P // N)  # elements of the trained parameters whose states this rank keeps
     numbers = {"adamw": 2, "lamb": 2, "lion": 1, "sgd": int(config.optim.momentum > 0)}[config.optim.name]
     offloads = [_offloads(part) for part in (zero.offload_optimizer, zero.offload_param)]
+    # In fp32: the optimizer's numbers of each element, and at ZeRO 1 to 3 a master copy of the parameters.
     states = 4 * share * (1 + numbers) if level else 4 * P * numbers
     overlaps = bool(zero.overlap_comm)
     bucket = int(zero.reduce_bucket_size)
-    # The engine widens it there, see engine.py.
+    # With overlap_comm at ZeRO 2, engine.py widens the bucket to the largest parameter.
     bucket = e * (max(bucket, towers.largest) if level == 2 and overlaps else bucket)
+    # Gradients: `left` of them after the backward, `gradients` at its peak.
     parameters, left, always = (P + F) * e, P * e if level == 0 else share * e, 0
-    if level == 2 and K > 1:  # the sum so far
+    if level == 2 and K > 1:  # the sum over earlier micro-batches beside the new ones
         left *= 2
     gradients = left
-    if level == 1 and not (overlaps and K == 1):  # all of them, until they are in the bucket
+    if level == 1 and not (overlaps and K == 1):  # all gradients, until they are copied into the bucket
         gradients += P * e - min(P * e, bucket)
-    elif level in (1, 2):  # the one that is being made
+    elif level in (1, 2):  # besides, the one that autograd is computing
         gradients += towers.largest * e
     elif level == 3:
+        # This rank's share of the parameters, and as many gathered ones as the ds_config allows at a time.
         own = 0 if offloads[1] else -(-(P + F) // N) * e
         parameters = own + min(P + F, int(zero.max_live_parameters)) * e
         always = bucket if zero.contiguous_gradients else 0
     backward = min(P * e, bucket) if level else 0  # flattened for the reduction
     if level in (1, 2) and zero.contiguous_gradients:
         backward += bucket * (1 + overlaps)
+    # At ZeRO 0 the flattened gradients of the all_reduce, else the fp32 gradients of the share.
     update = min(P, ALLREDUCE) * e if level == 0 else 4 * share
     host = {}
     if offloads[0]:
@@ -142,6 +148,7 @@ def _offloads(settings: Any) -> bool:
 def _host(config: Config, b: int, towers: Towers, cost: LossCost, image_bytes: int) -> dict[str, int]:
     """Bytes that one rank holds on the host for data and loss, beside Python and its libraries."""
     m, K = config.micro_batch, b // config.micro_batch
+    # A run chooses its workers by the cores of its host, which are not known here.
     workers = 1 if config.data.workers is None else config.data.workers
     buffers = count_buffers(config.data.prefetch, K, config.pixels, workers, most=LEAST_AHEAD)
     host = {"pixels, in buffers": buffers * m * towers.sample}
@@ -163,6 +170,7 @@ def describe_pixels(b: int, towers: Towers, image_bytes: int) -> str:
 def search_largest(fits: Callable[[int], bool], at_most: int = 2**40) -> int:
     """The largest n >= 0 with fits(n), by bisection: it must hold up to some n, and for none above."""
     high = 1
+    # Double until it fails, then halve the interval.
     while high <= at_most and fits(high):
         high *= 2
     low, high = high // 2, min(high, at_most + 1)

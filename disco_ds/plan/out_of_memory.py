@@ -68,9 +68,10 @@ def _once_per_host(explain: Callable[[], list[str]]) -> list[str]:
     if comm.size() == 1:
         return explain()
     explanation: list[str] = []
+    # Not a collective, which would hang: only ranks without memory come here.
     store, key = comm.open_store(WAIT_S), "disco_ds/out_of_memory"
     if store.add(f"{key}/{socket.gethostname()}", 1) == 1:
-        store.add(f"{key}/begun", 1)
+        store.add(f"{key}/begun", 1)  # before the explanation, which takes seconds: other hosts wait for it
         try:
             explanation = explain()
         finally:
@@ -82,6 +83,7 @@ def _once_per_host(explain: Callable[[], list[str]]) -> list[str]:
 
 
 def _explain(config: Config, phase: str, error: RuntimeError) -> Iterator[str]:
+    # A CPU has these figures too: DeepSpeed takes them from psutil.
     device = get_accelerator()
     held, peak, reserved = device.memory_allocated(), device.max_memory_allocated(), device.memory_reserved()
     capacity = device.total_memory()
@@ -90,6 +92,7 @@ def _explain(config: Config, phase: str, error: RuntimeError) -> Iterator[str]:
         f"torch, of {capacity / GIB:.2f} on {device.current_device_name()}"
     )
     yield from _compare(config, phase, max(peak, held + _requested(error)), capacity)
+    # Much that torch has reserved and cannot use: pieces that are too small.
     if phase in PLANNED and reserved - held > 0.1 * capacity:
         yield (
             f"{(reserved - held) / GIB:.2f} GiB are reserved and not used: the memory is fragmented; set "
@@ -113,6 +116,7 @@ def _compare(config: Config, phase: str, needed: int, capacity: int) -> Iterator
     moments = PLANNED.get(phase, (memory.peak,))
     planned = max(totals[name] for name in moments)
     peak = f"{memory.total / GIB:.2f} GiB at its peak, in {memory.peak}"
+    # Either the plan was right and the recipe is too large, or the plan was wrong, or the memory is not there.
     if memory.total > capacity:
         yield f"disco-ds plan: this recipe does not fit: {peak}; `disco-ds plan --fit` writes one that does"
         return

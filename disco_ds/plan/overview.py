@@ -26,6 +26,8 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Plan:
+    """What a run will need; the figures are of a step, with `assumed` for what cannot be counted."""
+
     config: Config
     """The recipe, with `largest` the one that was found."""
     gpu: Gpu
@@ -80,6 +82,7 @@ def plan_run(
         config = fit(config, ranks, chosen.gib, host_gib, assumed)
     config.num_micro_batches(ranks)  # raises where the batch does not divide, before the trace
     towers = trace(config, config.micro_batch)
+    # The recipe may fix its ranks, which would refuse all other numbers.
     free, rates = config.model_copy(update={"ranks": None}), Rates(chosen, assumed)
 
     def estimate(n: int) -> Estimate:

@@ -82,6 +82,7 @@ class Allocations(TorchDispatchMode):
         for tensor in tree_leaves(out):
             if not isinstance(tensor, Tensor) or tensor.is_meta:
                 continue
+            # Views share a storage, which counts once and until its last tensor is gone.
             if (storage := tensor.untyped_storage()) not in self._known:
                 self._known[storage] = True
                 self.current += storage.nbytes()
@@ -122,6 +123,7 @@ def run_passes(model: Any, kind: str, batch: MicroBatch, settings: AugmentSettin
         forward(batch, keep_graph=False)
     with watch("forward"):
         features = forward(batch, keep_graph=True).features
+    # A new scalar only: what is counted here is what the graph holds.
     with watch("held"):
         surrogate = torch.stack([x.sum() for x in features if x is not None and x.requires_grad]).sum()
     with watch("backward"):
@@ -135,11 +137,13 @@ def prepare_model(config: Config) -> nn.Module:
     # The origin of the weights makes no difference, and a compiled model cannot be traced.
     settings = config.model.model_copy(update={"pretrained": None, "compile": False})
     before = torch.get_default_dtype()
-    torch.set_default_dtype(DTYPES[precision(config.deepspeed)])  # fake parameters cannot be cast in place
+    # By the default dtype, as fake parameters cannot be cast in place.
+    torch.set_default_dtype(DTYPES[precision(config.deepspeed)])
     try:
         model = build_model(settings, loss.initial_scale, loss.initial_bias, loss.learns_scale).train()
     finally:
         torch.set_default_dtype(before)
+    # DeepSpeed's gradients are planned apart: here they must not count as allocated by the backward.
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
@@ -160,6 +164,7 @@ def trace(config: Config, m: int, like_gpu: bool = True) -> Towers:
     Args:   like_gpu: count copies that autocast makes on a GPU and not on a CPU.
     Raises: ValueError for a model that cannot be traced.
     """
+    # The cache goes by JSON: settings without influence on the trace take one value, so that more calls hit it.
     keys = {"name", "global_batch", "micro_batch", "model", "loss", "data", "deepspeed"}
     tree = config.model_dump(mode="json", include=keys) | {"steps": 1, "optim": {"warmup_steps": 0}}
     tree |= {"global_batch": 1, "micro_batch": 1, "data": {"source": "synthetic", "augment": tree["data"]["augment"]}}
@@ -189,7 +194,7 @@ def _trace(tree: str, m: int, like_gpu: bool) -> Towers:
 
         @contextmanager
         def watch(name: str) -> Iterator[None]:
-            memory.peak = memory.current
+            memory.peak = memory.current  # the peak of this pass alone
             before = memory.flops
             with memory:
                 yield
