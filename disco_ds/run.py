@@ -138,7 +138,8 @@ def train_session(config: Config, resume: str | None, observer: Observer) -> Pat
 def _put_back() -> Iterator[None]:
     """Put back what a run changes in its process: signal handlers, environment, and the hook that torch puts before
     tracebacks. A lone process gets a launcher's variables for as long as it runs."""
-    main = threading.current_thread() is threading.main_thread()  # alone sets handlers; evaluation needs none
+    # Python lets no other thread set handlers; evaluation, which may run in one, sets none.
+    main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in SIGNALS if main}
     environment, hook = dict(os.environ), sys.excepthook
     try:

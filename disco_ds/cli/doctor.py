@@ -37,6 +37,7 @@ def look(args: argparse.Namespace, first: bool, size: int) -> Iterator[Line]:
         yield Line("fail", "recipe", str(error))
         return
     if first:
+        # Not at the top: where these imports fail, the lines about the packages must be printed still.
         try:
             from disco_ds.doctor.here import check_batch, check_data, check_ds_config, check_kernels
             from disco_ds.doctor.hosts import check_hosts

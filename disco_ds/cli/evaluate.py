@@ -19,6 +19,7 @@ def run(args: argparse.Namespace) -> int:
     """Exit code 0: done; 1: all ranks stopped together; 2: a mistake in settings or data, found before any work."""
     adopt_slurm()
     first = set_up_logging()
+    # Its notices would stand between the lines of the table.
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     try:
         config = evaluation_settings(args.model, args.overrides, args.config, args.weights)

@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.check:
         print(f"{path}: {count}")
         return 0
+    # Some shards of a folder are compared with their part of its manifest.
     old = known if whole else {name: known[name] for name in listing.names if name in known}
     changes = compare(old.values(), manifest.shards)
     print("\n".join([*changes, f"{path} is {'stale' if changes else 'right'}: {count}"]))

@@ -39,6 +39,7 @@ KEEP_ALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3"
 """ssh notices a host that is cut off after 20 s. It takes the first value it is given, so the user's own come first."""
 REACH = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=3")
 REACH_S = 6.0
+"""Seconds in which all hosts must have answered."""
 JOB_HOSTFILE = Path("/job/hostfile")
 """The hostfile that deepspeed reads where none is given."""
 NAMING_S = 18.0
@@ -90,6 +91,7 @@ def supervise(args: argparse.Namespace, config: Config, hosts: Sequence[str], si
     for attempt in range(args.restarts + 1):
         launch_id = f"launch-{secrets.token_hex(8)}"
         codes = run_once(front_end(args, launch_id, resume), hosts, launch_id, signals, config.timeout_s)
+        # A run that is resumed may stand in another folder than the recipe's.
         found, agreed = find_run([config.runs, split_resume(resume)[0].parent if resume else config.runs], launch_id)
         folder = found or folder
         if (code := judge(found, agreed, codes)) != 1:

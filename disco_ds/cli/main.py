@@ -15,7 +15,3 @@ def main(argv: list[str] | None = None) -> int:
     dry = args.command == "train" and args.dry_run
     code: int = import_module("disco_ds.cli.dry_run" if dry else COMMANDS[args.command].module).run(args)
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -84,6 +84,7 @@ def describe_scaling(made: Plan) -> list[str]:
     lines = ["  GPUs  micro-batches     GiB   s/step  samples/s  towers s   loss s   comm s   comm GB"]
     lines += [_describe_estimate(estimate, made.config.global_batch) for estimate in made.scaling]
     speed, timeout_s, assumed = made.now.speed, made.config.timeout_s, made.assumed
+    # Half of it, since a step may take longer than planned.
     if speed and speed.step_s > timeout_s / 2:
         lines.append(f"timeout_s is {timeout_s:g}: a rank that takes so long for a step is taken to hang; set more")
     how = "no times: give --flops and --link, or a GPU by name"
@@ -111,6 +112,7 @@ def draw(memory: Memory, gib: float, title: str, path: Path) -> None:
     with style.context(["default", STYLE]):
         figure = Figure((9, 5), dpi=110, layout="constrained")
         axes = figure.subplots()
+        # Each part stands on those before it.
         base = [0.0] * len(memory.moments)
         for number, part in enumerate(PARTS):
             heights = [moment[part] / GIB for moment in memory.moments.values()]

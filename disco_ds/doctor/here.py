@@ -56,12 +56,14 @@ def _find_dead(given: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Keys that are accepted but have no effect, are deprecated or cost time; and why."""
     zero = given.get("zero_optimization")
     zero = zero if isinstance(zero, dict) else {}
+    # Keys inside a section are named section.key.
     sections = {section: part for section, part in given.items() if isinstance(part, dict)}
     inside = {f"{section}.{name}": value for section, part in sections.items() for name, value in part.items()}
     for key, value in (given | inside).items():
         level, name = zero.get("stage", 0), key.removeprefix("zero_optimization.")
         field = DeepSpeedZeroConfig.model_fields.get(name)
         extra: Any = (field and field.json_schema_extra) or {}
+        # The stages at which DeepSpeed reads a key of zero_optimization.
         stages = {1, 2} if name.startswith(_STAGES_1_2) else {3} if name.startswith(_STAGE_3) else {1, 2, 3}
         if value == "auto":
             yield key, "is auto, which only Hugging Face's Trainer fills in: DeepSpeed takes its default"
@@ -162,5 +164,6 @@ def _read(source: Manifest | Table, data: DataSettings) -> Line:
     found = f"{len(chosen)} read, {len(broken) - captions} broken, {captions} without caption"
     found += f"; the last: {broken[-1]}" if broken else ""
     remedy = f"see data.image_key and data.captions; more than data.max_broken={data.max_broken:g} stop a run"
+    # A sample or two may be broken by chance, however few are read.
     many = len(broken) > 2 + data.max_broken * len(chosen) or 2 * len(broken) > len(chosen)
     return Line("fail" if many else "warn" if broken else "ok", "samples", found, remedy)

@@ -107,6 +107,7 @@ def judge(host: str, report: Report, mine: Report, slots: int, need: int) -> Ite
     elif report["disk"] < _DISK_BYTES:
         yield Line("warn", "runs folder", f"{host}: {report['disk'] / 1e9:.1f} GB free", "make room there")
     devices = report["devices"]
+    # Hosts of CPUs are fine, unless this one has GPUs, or a driver there says that it should have some.
     if (devices < slots and mine["devices"]) or (report["driver"] and not devices):
         found = f"{host}: torch sees {devices}, slots are {slots}"
         yield Line("fail", "GPUs", found, "nvidia-smi, CUDA_VISIBLE_DEVICES, a torch for that driver; or fewer slots")

@@ -21,6 +21,7 @@ def probe(asked: dict[str, Any]) -> dict[str, Any]:
     import torch  # this takes a while
 
     package, digest = Path(importlib.import_module("disco_ds").__file__ or "").parent, hashlib.sha256()
+    # Every file that can change what a run does, by name and content.
     for path in sorted(path for path in package.rglob("*") if path.suffix in (".py", ".json", ".yaml")):
         digest.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
     own = {"Python": f"{platform.python_version()} at {sys.executable}", "code": digest.hexdigest()[:12]}

@@ -203,6 +203,7 @@ def _distance(got: dict[str, Tensor], true: dict[str, Tensor]) -> float:
 def check_bandwidth() -> Iterator[Line]:
     """Measure what the slowest rank receives per second. Collective."""
     N = comm.size()
+    # By collective: the bytes that a rank of a ring receives for each byte of x.
     collectives: dict[str, tuple[float, Callable[[Tensor], Tensor]]] = {
         "all_gather": (1 - 1 / N, lambda x: comm.gather(x.chunk(N)[0])),
         "reduce_scatter": (1 - 1 / N, comm.reduce_scatter_in_place),

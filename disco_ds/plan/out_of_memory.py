@@ -70,6 +70,7 @@ def _once_per_host(explain: Callable[[], list[str]]) -> list[str]:
     explanation: list[str] = []
     # Not a collective, which would hang: only ranks without memory come here.
     store, key = comm.open_store(WAIT_S), "disco_ds/out_of_memory"
+    # The first rank of a host to add its name explains for the others.
     if store.add(f"{key}/{socket.gethostname()}", 1) == 1:
         store.add(f"{key}/begun", 1)  # before the explanation, which takes seconds: other hosts wait for it
         try:
@@ -135,6 +136,7 @@ def _remedies(config: Config, phase: str) -> Iterator[Remedy]:
     """Changes of the settings that need less memory in this phase, the cheapest first."""
     level = stage(config.deepspeed)
     count = config.num_micro_batches(comm.size())
+    # Each with whether the recipe can still be changed so.
     smaller = f"micro_batch={max(config.micro_batch // 2, 1)} (now {config.micro_batch})", config.micro_batch > 1
     pixels = "pixels=compressed, or pixels=host", config.pixels == "device" and (count > 1 or phase != "building")
     recompute = "model.activation_checkpointing=true", not config.model.activation_checkpointing

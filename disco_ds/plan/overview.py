@@ -89,6 +89,7 @@ def plan_run(
         memory, speed = plan_memory(free, n, towers, assumed), plan_speed(free, n, towers, rates)
         return Estimate(n, free.num_micro_batches(n), memory, speed)
 
+    # Up to 1,024 GPUs.
     others = {n for n in (2**i for i in range(11)) if ranks / 8 <= n <= 8 * ranks}
     possible = [n for n in sorted({ranks, *others}) if config.global_batch % (n * config.micro_batch) == 0]
     scaling = tuple(estimate(n) for n in possible)

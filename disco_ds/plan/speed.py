@@ -55,6 +55,7 @@ def plan_speed(config: Config, ranks: int, towers: Towers, rates: Rates) -> Spee
         return None
     K, kind = config.num_micro_batches(ranks), precision(config.deepspeed)
     cost = loss_cost(config.loss.name, config.loss.options, config.global_batch // ranks, ranks, towers.width)
+    # All micro-batches but the last are forwarded once more, without a graph.
     flops = (K - 1) * towers.replay_flops + K * towers.flops
     received = cost.wire + (_count_engine(config, ranks, K, towers) if ranks > 1 else 0)
     return Speed(

@@ -190,6 +190,7 @@ def _trace(tree: str, m: int, like_gpu: bool) -> Towers:
         trained = [p.numel() for p in parameters if p.requires_grad]
         samples = [batch.image, batch.text, batch.index, batch.epoch]
         gradients = [p.grad for p in parameters if p.grad is not None]
+        # What is there before the passes is planned apart.
         memory = Allocations([*parameters, *model.buffers(), *gradients, *samples])
 
         @contextmanager
