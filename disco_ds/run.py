@@ -83,7 +83,7 @@ def run_training(config: Config, resume: str | Path | None = None) -> Path:
 
     Example:
         >>> from disco_ds import load_config, run_training
-        >>> config = load_config("quickstart", ["samples=256", "optim.warmup_steps=1"])
+        >>> config = load_config("quickstart", ["samples=256", "optim.warmup_steps=1", "eval.labelled={}"])
         >>> folder = run_training(config)  # doctest: +ELLIPSIS
         step 2/2 ...
         >>> (folder / "finished.json").exists()
@@ -173,7 +173,6 @@ def evaluate_run(
         >>> from disco_ds import evaluate_run
         >>> for result in evaluate_run("runs/quickstart", ["eval.labelled.unseen=bundled:emoji/unseen"]):
         ...     print(result.name, sorted(result.values))
-        validation ['chance', 'recall', 'top1', 'top5']
         unseen ['chance', 'recall', 'top1', 'top5']
     """
     try:
