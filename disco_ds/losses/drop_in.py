@@ -92,7 +92,7 @@ class ClipLoss(_DropIn):
     >>> features = torch.eye(4, 8)
     >>> loss = ClipLoss()(features, features, torch.tensor(2.0), output_dict=True)
     >>> round(loss["contrastive_loss"].item(), 4)
-    0.3407
+    0.3408
     """
 
     def __init__(

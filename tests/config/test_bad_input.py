@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from disco_ds.cli.arguments import describe_run
+from disco_ds.cli.dry_run import describe_run
 from disco_ds.config import PACKAGE, load_config
 from disco_ds.config.ds_config import find_ds_configs
 from disco_ds.distributed.hostfile import count_ranks
