@@ -97,7 +97,7 @@ def test_count_ranks_sums_the_slots(text: str, ranks: int, tmp_path: Path, monke
 def test_count_ranks_malformed_hostfile_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text(text)
-    with pytest.raises(ValueError, match="Hostfile is empty|expected `host slots=GPUs`"):
+    with pytest.raises(ValueError, match=r"Hostfile|expected `host slots=GPUs`"):
         count_ranks(None, path)
 
 

@@ -20,7 +20,7 @@ from disco_ds.distributed.hostfile import count_ranks
 from helpers.minimal import MINIMAL
 
 TEXT = yaml.safe_dump(MINIMAL)
-MAX_LINES, MAX_CHARACTERS, MAX_S = 3, 900, 5
+MAX_LINES, MAX_CHARACTERS, MAX_S = 3, 900, 30
 
 
 def refusal(start: Callable[[], object]) -> str:
