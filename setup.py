@@ -44,7 +44,7 @@ setup(
         "tqdm",
     ],
     extras_require={
-        "dev": ["pytest", "pytest-timeout", "pytest-xdist", "ruff", "mypy", "types-PyYAML"],
+        "dev": ["pytest", "pytest-timeout", "pytest-xdist", "ruff", "mypy", "types-PyYAML", "transformers", "peft"],
         "emoji": ["resvg-py"],
     },
     entry_points={"console_scripts": ["disco-ds=disco_ds.cli.main:main"]},

@@ -1,6 +1,6 @@
 """disco_ds: large-batch CLIP training on DeepSpeed whose gradient is the full-batch one at any number of ranks.
 
-What it offers to Python is in OFFERED, each imported when it is first asked for.
+What it offers to Python is in OFFERED, each name imported when it is first used; docs/python.md has examples.
 """
 
 from importlib import import_module
@@ -8,36 +8,62 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from disco_ds.config import load_config
+    from disco_ds.distributed.comm import AgreedError
     from disco_ds.losses import Embeddings, LossOutput, build_loss, list_losses
     from disco_ds.losses.drop_in import ClipLoss, SigLipLoss
+    from disco_ds.plan.assumptions import Assumptions
+    from disco_ds.plan.out_of_memory import OutOfMemory
+    from disco_ds.plan.overview import Plan, plan_run
+    from disco_ds.run import RefusedError, evaluate_run, run_training
     from disco_ds.training.export import export_run
+    from disco_ds.training.loop import AskedToStopError, StopError
     from disco_ds.training.own_loop import contrastive_step
 
 __version__ = "0.1.0"
 
 OFFERED = {
+    "AgreedError": "disco_ds.distributed.comm",
+    "AskedToStopError": "disco_ds.training.loop",
+    "Assumptions": "disco_ds.plan.assumptions",
     "ClipLoss": "disco_ds.losses.drop_in",
     "Embeddings": "disco_ds.losses",
     "LossOutput": "disco_ds.losses",
+    "OutOfMemory": "disco_ds.plan.out_of_memory",
+    "Plan": "disco_ds.plan.overview",
+    "RefusedError": "disco_ds.run",
     "SigLipLoss": "disco_ds.losses.drop_in",
+    "StopError": "disco_ds.training.loop",
     "build_loss": "disco_ds.losses",
     "contrastive_step": "disco_ds.training.own_loop",
+    "evaluate_run": "disco_ds.run",
     "export_run": "disco_ds.training.export",
     "list_losses": "disco_ds.losses",
     "load_config": "disco_ds.config",
+    "plan_run": "disco_ds.plan.overview",
+    "run_training": "disco_ds.run",
 }
 """Name -> module. None is also the name of a module of this package, which would take its place once imported."""
 
 __all__ = [
+    "AgreedError",
+    "AskedToStopError",
+    "Assumptions",
     "ClipLoss",
     "Embeddings",
     "LossOutput",
+    "OutOfMemory",
+    "Plan",
+    "RefusedError",
     "SigLipLoss",
+    "StopError",
     "build_loss",
     "contrastive_step",
+    "evaluate_run",
     "export_run",
     "list_losses",
     "load_config",
+    "plan_run",
+    "run_training",
 ]
 
 

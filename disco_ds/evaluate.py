@@ -1,8 +1,8 @@
-"""Evaluation as `deepspeed --module disco_ds.evaluate` names it; the sets are in eval/."""
+"""Evaluation as `deepspeed --module disco_ds.evaluate` names it, the same as `disco-ds eval`."""
 
 import sys
 
-from disco_ds.cli.evaluate import main
+from disco_ds.cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["eval", *sys.argv[1:]]))

@@ -1,8 +1,8 @@
-"""The trainer as `deepspeed --module disco_ds.train` and torchrun name it; the loop is in training/loop.py."""
+"""The trainer as `deepspeed --module disco_ds.train` and torchrun name it, the same as `disco-ds train`."""
 
 import sys
 
-from disco_ds.cli.train import main
+from disco_ds.cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["train", *sys.argv[1:]]))

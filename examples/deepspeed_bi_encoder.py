@@ -71,7 +71,7 @@ def main() -> None:
         "bf16": {"enabled": torch.cuda.is_available()},
         "zero_allow_untested_optimizer": True,
     }
-    optimizer = torch.optim.AdamW(trained, lr=1e-3)
+    optimizer = torch.optim.AdamW(trained, lr=1e-3 if given.full else 1e-2)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     loss = build_loss("disco_fused")
 

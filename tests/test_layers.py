@@ -22,17 +22,18 @@ LAYERS = {
     "eval": 2,
     "training": 3,
     **dict.fromkeys(("plan", "doctor"), 4),
-    "cli": 5,
-    **dict.fromkeys(("train", "evaluate", "__main__"), 6),
+    "run": 5,
+    "cli": 6,
+    **dict.fromkeys(("train", "evaluate", "doctor.__main__", "__main__"), 7),
 }
-"""Room -> layer. A room imports itself and layers strictly below."""
+"""Room -> layer. A room imports itself and layers strictly below. An entry inside a room stands for itself."""
 
 ONLY_IMPORTS = {
     "losses": {"losses", "distributed"},
     "data": {"data", "config"},
-    **{entry: {"cli"} for entry in ("train", "evaluate", "__main__")},
+    **{entry: {"cli"} for entry in ("train", "evaluate", "doctor.__main__", "__main__")},
 }
-"""Rooms that are told more strictly than by their layer."""
+"""Rooms that may import less than their layer allows."""
 
 MAX_LINES = 400
 
@@ -59,9 +60,13 @@ def imports(name: str, source: str) -> Iterator[str]:
             yield from (".".join([*base, alias.name]) for alias in node.names)
 
 
+def room_of(name: str) -> str:
+    return name if name in LAYERS else name.split(".")[0]
+
+
 def subjects(name: str, source: str) -> Iterator[str]:
     """The other subjects of disco_ds that a module imports."""
-    own = name.split(".")[0]
+    own = room_of(name)
     for target in imports(name, source):
         root, *rest = target.split(".")
         if root == "disco_ds":
@@ -72,7 +77,7 @@ def subjects(name: str, source: str) -> Iterator[str]:
 
 def broken_rules(name: str, source: str) -> list[str]:
     """Imports of a module that the layers do not allow."""
-    own = name.split(".")[0]
+    own = room_of(name)
     if own not in LAYERS:
         return [f"{own} has no layer: put it into LAYERS"]
     found = []
@@ -122,6 +127,9 @@ def test_module_imports_only_layers_below(name: str) -> None:
             "imports training",
         ),
         ("train", "from disco_ds.training.loop import train", "train may import only"),
+        ("doctor.__main__", "from disco_ds.doctor import here", "doctor.__main__ may import only"),
+        ("doctor.here", "from disco_ds.cli.main import main", "imports cli"),
+        ("plan.overview", "from disco_ds.run import run_training", "imports run"),
         ("helpers", "", "has no layer"),
         ("training.loop", "from disco_ds import helpers", "has no layer"),
     ],
@@ -195,7 +203,7 @@ def test_no_file_is_too_long() -> None:
 
 def test_architecture_has_the_layers_of_the_code() -> None:
     text = (CLONE / "docs" / "architecture.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(\w+)` \| (\d) \| ([^|]*) \|", text, re.MULTILINE)
+    rows = re.findall(r"^\| `([\w.]+)` \| (\d) \| ([^|]*) \|", text, re.MULTILINE)
     assert {room: int(layer) for room, layer, _ in rows} == LAYERS
     for room, layer, may in rows:
         if room in ONLY_IMPORTS:

@@ -57,7 +57,7 @@ def trainer_arguments(ranks: int, given: list[str]) -> list[str]:
 
 
 def front_end(arguments: list[str], gpus: int, ranks: int) -> list[str]:
-    from disco_ds.cli.arguments import pack
+    from disco_ds.cli.packing import pack
 
     # As a module: the path of the script `deepspeed` stands in its first line, where a space would end it.
     command = [sys.executable, "-m", "deepspeed.launcher.runner"]

@@ -7,12 +7,10 @@ tests/docs/test_reference.py fails while the committed pages are not what this w
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import json
 import os
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -21,15 +19,13 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from disco_ds.cli.main import COMMANDS
+from disco_ds.cli.parser import COMMANDS, make_parsers
 from disco_ds.config import Config, SourceSettings
 from disco_ds.config.ds_config import DEFAULTS, OWNED_BY_RECIPE, REFUSED_KEYS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 WIDTH = "100"
 """Columns of a help text."""
-MODULES = {"train": "cli.arguments", "eval": "cli.evaluate", "doctor": "doctor.__main__"}
-"""Module that has a command's make_parser, where it is not the one of disco_ds.cli that is called as the command."""
 SIGNS = {Ge: (">=", "ge"), Gt: (">", "gt"), Le: ("<=", "le"), Lt: ("<", "lt")}
 MADE = "<!-- Made by tools/make_reference.py from the code: change that, and run it again. -->"
 
@@ -154,16 +150,10 @@ def loss_options() -> dict[str, str]:
 def commands_page() -> str:
     """docs/commands.md: the help text of every command."""
     lines = ["# All commands", "", MADE, "", "| command | what it does |", "|---|---|"]
-    lines += [f"| [`disco-ds {name}`](#disco-ds-{name}) | {text(what)} |" for name, what in COMMANDS.items()]
-    for name in COMMANDS:
-        lines += ["", f"## disco-ds {name}", "", "```", make_parser(name).format_help().rstrip(), "```"]
+    lines += [f"| [`disco-ds {name}`](#disco-ds-{name}) | {text(item.summary)} |" for name, item in COMMANDS.items()]
+    for name, parser in make_parsers()[1].items():
+        lines += ["", f"## disco-ds {name}", "", "```", parser.format_help().rstrip(), "```"]
     return "\n".join(lines) + "\n"
-
-
-def make_parser(command: str) -> argparse.ArgumentParser:
-    module = import_module(f"disco_ds.{MODULES.get(command, f'cli.{command}')}")
-    parser: argparse.ArgumentParser = module.make_parser()
-    return parser
 
 
 PAGES = {"settings.md": settings_page, "commands.md": commands_page}

@@ -38,7 +38,8 @@ from disco_ds.metrics.records import METRICS_FILE
 from disco_ds.models.clip import build_model, register_config
 from disco_ds.models.flops import count_flops
 from disco_ds.models.gpus import recognise
-from disco_ds.plan.memory import GIB, Slack, plan_memory
+from disco_ds.plan.assumptions import Assumptions
+from disco_ds.plan.memory import GIB, plan_memory
 from disco_ds.plan.towers import make_batch, trace
 from disco_ds.training.build import build
 from disco_ds.training.engine import build_engine, set_lr
@@ -278,7 +279,7 @@ def measure_peak(label: str, rehearse: bool) -> dict[str, Any]:
         deepspeed=read_ds_config(x.deepspeed, Path.cwd()),
     )
     towers = trace(config, config.micro_batch)
-    bare = plan_memory(config, 1, towers, Slack(0.0, 0.0))
+    bare = plan_memory(config, 1, towers, Assumptions(slack=0.0, context_gib=0.0))
     record = run_steps(config, 2 if rehearse else 3)[-1]
     reserved = torch.cuda.max_memory_reserved() if torch.cuda.is_available() else record["peak_memory_bytes"]
     return {

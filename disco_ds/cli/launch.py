@@ -4,8 +4,9 @@
 
 `deepspeed` returns 0 where its launcher was killed, waits for ever for a host that is cut off, leaves the other hosts'
 ranks to train, and, interrupted, ends every DeepSpeed job of this Python on all its hosts (pkill -f). So it gets no
-signal but SIGKILL; ranks are asked to stop where they are, found by a word of their command line that no other launch
-has. Success is the run folder's finished.json. This process imports neither torch nor, on one host, DeepSpeed.
+signal but SIGKILL. Ranks are asked to stop on their own hosts, where they are found by the launch id in their command
+line. A run has succeeded if its folder has a finished.json. This process imports neither torch nor, on one host,
+DeepSpeed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from disco_ds.cli.arguments import fail, pack, recipe_parser
+from disco_ds.cli.messages import fail_rank
+from disco_ds.cli.packing import pack
 from disco_ds.config import Config, load_config
 from disco_ds.distributed.hostfile import read_hostfile
 from disco_ds.distributed.watchdog import die_with_parent
@@ -34,56 +36,42 @@ from disco_ds.metrics.run_folder import FINISHED, LAUNCHED, split_resume
 from disco_ds.training.retention import list_complete
 
 KEEP_ALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3"
-"""A host that is cut off is told after 20 s; ssh takes the first value it is given, so the user's own count."""
+"""ssh notices a host that is cut off after 20 s. It takes the first value it is given, so the user's own come first."""
 REACH = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=3")
 REACH_S = 6.0
+"""Seconds in which all hosts must have answered."""
 JOB_HOSTFILE = Path("/job/hostfile")
-"""What deepspeed reads where it is not told."""
+"""The hostfile that deepspeed reads where none is given."""
 NAMING_S = 18.0
-"""After a host's end, for the ranks of the others to find and name the lost one."""
+"""After a host has ended: the time for the ranks of other hosts to notice that, and to name the lost rank."""
 CUT_OFF, CUT_OFF_S = 255, 2.0
-"""ssh's exit code for a connection lost: it took 20 s to find out, which the ranks had too."""
+"""ssh's exit code for a lost connection. It took 20 s to notice, so the ranks have had their time already."""
 ASK_EVERY_S, ONE_SIGNAL_S = 5.0, 2.0
 BACK_OFF_S = (2, 4, 8, 16, 32, *[60] * 30)
-"""Between two looks whether lost hosts are back."""
+"""Pauses between attempts to reach lost hosts."""
 STUCK = 2
-"""Restarts in a row without a new checkpoint."""
+"""Restarts in a row without a new checkpoint, after which there are no more."""
 
 ENDED = re.compile(r"pdsh@\S+: (\S+): ssh exited with exit code (\d+)")
 FIND = """
 import os, psutil, sys
-word, number, found = sys.argv[1], int(sys.argv[2]), 0
+launch_id, number, found = sys.argv[1], int(sys.argv[2]), 0
 for process in psutil.process_iter():
     try:
-        words = process.cmdline()
-        mine = word in words and process.pid != os.getpid()
-        if mine and (number == 9 or any(each.startswith("--local_rank") for each in words)):
+        command = process.cmdline()
+        mine = launch_id in command and process.pid != os.getpid()
+        if mine and (number == 9 or any(each.startswith("--local_rank") for each in command)):
             process.send_signal(number)
             found += 1
     except psutil.Error:
         pass
 print(found)
 """
-"""Run on a host: send a signal to a launch's ranks, SIGKILL to its launchers too; print to how many."""
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = recipe_parser("disco-ds launch", "Train unattended.")
-    parser.add_argument("--hostfile", type=Path, metavar="F", help="lines of `host slots=GPUs`; without: this host")
-    parser.add_argument("--restarts", type=int, default=0, metavar="N", help="after a failure go on, N times at most")
-    parser.add_argument("--deepspeed", default="", metavar="ARGS", help='more for its front end: "--num_gpus 4"')
-    return parser
-
-
-def parse_args(argv: list[str]) -> argparse.Namespace:
-    args = make_parser().parse_intermixed_args(argv)
-    if args.hostfile is None and JOB_HOSTFILE.is_file():
-        args.hostfile = JOB_HOSTFILE
-    return args
+"""Program for a host: it signals the ranks of a launch, with SIGKILL its launchers too, and prints their number."""
 
 
 class Signals:
-    """Those this process has got: the first asks the ranks to save and stop, a later one ends them."""
+    """The signals this process has received: the first asks the ranks to save and stop, a later one kills them."""
 
     def __init__(self) -> None:
         self.count, self._last = 0, -ONE_SIGNAL_S
@@ -93,51 +81,56 @@ class Signals:
 
     def _note(self, number: int, frame: Any) -> None:
         now = time.monotonic()
-        self.count += now - self._last >= ONE_SIGNAL_S  # to a process and to its group: that is one
+        self.count += now - self._last >= ONE_SIGNAL_S  # one may come twice: to this process, and to its group
         self._last = now
 
 
 def supervise(args: argparse.Namespace, config: Config, hosts: Sequence[str], signals: Signals) -> int:
-    """Start the run, and again while that helps. Returns: the exit code, as main has them."""
+    """Start the run, and restart it while that helps. Returns: the exit code, see run."""
     resume, folder, newest, stuck = args.resume, None, "", 0
-    for life in range(args.restarts + 1):
-        word = f"launch-{secrets.token_hex(8)}"
-        codes = run_once(front_end(args, word, resume), hosts, word, signals, config.timeout_s)
-        found, agreed = find_run([config.runs, split_resume(resume)[0].parent if resume else config.runs], word)
+    for attempt in range(args.restarts + 1):
+        launch_id = f"launch-{secrets.token_hex(8)}"
+        codes = run_once(front_end(args, launch_id, resume), hosts, launch_id, signals, config.timeout_s)
+        # A run that is resumed may stand in another folder than the recipe's.
+        found, agreed = find_run([config.runs, split_resume(resume)[0].parent if resume else config.runs], launch_id)
         folder = found or folder
         if (code := judge(found, agreed, codes)) != 1:
             return code
         before, newest = newest, newest_checkpoint(folder)
-        stuck = stuck + 1 if life and newest == before else 0
-        if signals.count or stuck == STUCK or life == args.restarts or not wait_for_hosts(hosts, word, signals):
+        stuck = stuck + 1 if attempt and newest == before else 0
+        # No restart after a signal, without progress, or while a host is away.
+        if signals.count or stuck == STUCK or attempt == args.restarts or not wait_for_hosts(hosts, launch_id, signals):
             break
+        # Not "latest": another run of this name may have begun meanwhile.
         resume = str(folder) if newest else args.resume
-        tell(f"restart {life + 1} of {args.restarts}, from {f'{folder}, {newest}' if newest else 'the beginning'}")
+        report(f"restart {attempt + 1} of {args.restarts}, from {f'{folder}, {newest}' if newest else 'the beginning'}")
     after = f" after {STUCK} restarts without progress" if stuck == STUCK else ""
-    tell(f"not finished{after}; {f'--resume latest goes on from {newest}' if newest else 'nothing is saved'}")
+    report(f"not finished{after}; {f'--resume latest goes on from {newest}' if newest else 'nothing is saved'}")
     return 1
 
 
-def front_end(args: argparse.Namespace, word: str, resume: str | None) -> list[str]:
-    # As a module: the path of the script `deepspeed` stands in its first line, where a space would end it.
+def front_end(args: argparse.Namespace, launch_id: str, resume: str | None) -> list[str]:
+    # As a module: the script `deepspeed` names its Python in the first line, where a space in the path would end it.
     command = [sys.executable, "-m", "deepspeed.launcher.runner", *shlex.split(args.deepspeed)]
     command += ["--hostfile", str(args.hostfile)] if args.hostfile else []
-    # Packed: on several hosts pdsh, ssh and the login shell there would expand what a person has typed.
+    # Packed: on several hosts pdsh, ssh and the login shell there would expand what was typed.
     packed = pack([f"--config={args.config}", *([f"--resume={resume}"] if resume else []), *args.overrides])
-    return [*command, "--module", "disco_ds.train", "--launch-word", word, packed]
+    return [*command, "--module", "disco_ds.train", "--launch-id", launch_id, packed]
 
 
-def run_once(command: Sequence[str], hosts: Sequence[str], word: str, signals: Signals, patience_s: float) -> set[int]:
+def run_once(
+    command: Sequence[str], hosts: Sequence[str], launch_id: str, signals: Signals, patience_s: float
+) -> set[int]:
     """Run deepspeed until nothing of it is left on any host that can be reached.
 
-    Args:    hosts: of several; none: this one; word: one of every rank's command line; patience_s: for ranks that
-             were asked to stop.
-    Returns: the exit codes of those hosts whose launcher has failed, else deepspeed's own.
+    Args:    hosts: several hosts; empty for this one alone; launch_id: an argument of every rank's command line;
+             patience_s: how long ranks that were asked to stop may take.
+    Returns: the exit codes of the hosts whose launcher has failed, or else deepspeed's own.
     """
     own = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
     environment = os.environ | {"PDSH_SSH_ARGS_APPEND": f"{own} {KEEP_ALIVE}".strip()}
     pipes: dict[str, Any] = {"stderr": subprocess.PIPE, "text": True, "errors": "replace"}
-    # A session of its own: what a terminal or a shell sends is for this process. It ends with this process.
+    # A session of its own, so that only this process gets what a terminal sends. It is killed when this process ends.
     process = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=die_with_parent, **pipes)
     failed: dict[str, int] = {}
     reader = threading.Thread(target=follow, args=(process.stderr, failed), daemon=True)
@@ -146,49 +139,54 @@ def run_once(command: Sequence[str], hosts: Sequence[str], word: str, signals: S
     try:
         while (ended := process.poll() is not None) or time.monotonic() < end:
             now = time.monotonic()
+            # Asked by a signal: the ranks get patience_s to save and end, and SIGTERM again every few seconds.
             if signals.count and (asked_at > now or now - asked_at > ASK_EVERY_S):
                 end, asked_at = min(end, now + patience_s), now
-                signal_ranks(hosts, word, signal.SIGTERM)  # again and again: a rank may not have been there yet
+                signal_ranks(hosts, launch_id, signal.SIGTERM)  # repeatedly: some may still be starting
             if signals.count > 1:
                 break
+            # A host has failed, or deepspeed has ended: the ranks that are left get time to name what they have lost.
             if failed or ended:
                 cut_off = CUT_OFF in failed.values()
                 end = min(end, now + (CUT_OFF_S if cut_off else patience_s if signals.count else NAMING_S))
-            if ended and (now > end or not any(signal_ranks(hosts, word, 0).values())):
+            if ended and (now > end or not any(signal_ranks(hosts, launch_id, 0).values())):
                 break
             time.sleep(0.2)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        left = signal_ranks(hosts, word, signal.SIGKILL)
+        left = signal_ranks(hosts, launch_id, signal.SIGKILL)
         process.wait()
         reader.join(2)
     for host, count in left.items():
         if count is None:
-            tell(f"{host} cannot be reached: its ranks end by themselves, lost_after_s after they have lost the others")
+            report(
+                f"{host} cannot be reached: its ranks end by themselves, lost_after_s after they have lost the others"
+            )
     return set(failed.values()) or {process.returncode}
 
 
 def follow(lines: IO[str], failed: dict[str, int]) -> None:
-    """Pass on what deepspeed says, and note the hosts that have failed: pdsh waits for the others."""
+    """Pass on what deepspeed prints, and note the hosts that have failed: pdsh would wait for the others."""
     with lines:
         for line in lines:
             print(line, end="", file=sys.stderr, flush=True)
             if found := ENDED.match(line):
                 failed[found[1]] = int(found[2])
-                tell(f"{found[1]} {'is cut off' if int(found[2]) == CUT_OFF else f'has ended, exit code {found[2]}'}")
+                report(f"{found[1]} {'is cut off' if int(found[2]) == CUT_OFF else f'has ended, exit code {found[2]}'}")
 
 
-def signal_ranks(hosts: Sequence[str], word: str, number: int) -> dict[str, int | None]:
+def signal_ranks(hosts: Sequence[str], launch_id: str, number: int) -> dict[str, int | None]:
     """Send a signal (0: none) to this launch's ranks, SIGKILL to their launchers too.
 
-    Returns: host -> processes found; None: it could not be reached.
+    Returns: the number of processes found on each host; None for a host that could not be reached.
     """
-    command = [sys.executable, "-c", FIND, word, str(int(number))]
+    command = [sys.executable, "-c", FIND, launch_id, str(int(number))]
     reach = ["ssh", *REACH, *shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))]
     places = {host: [*reach, host, shlex.join(command)] for host in hosts} or {"localhost": command}
     options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     started = {host: subprocess.Popen(place, start_new_session=True, **options) for host, place in places.items()}
+    # All hosts at once, within one deadline.
     end, found = time.monotonic() + REACH_S, dict.fromkeys(places)
     for host, process in started.items():
         try:
@@ -200,13 +198,13 @@ def signal_ranks(hosts: Sequence[str], word: str, number: int) -> dict[str, int 
     return found
 
 
-def wait_for_hosts(hosts: Sequence[str], word: str, signals: Signals) -> bool:
-    """Until every host can be reached, and nothing of the launch is left there. Returns: whether they came in time."""
+def wait_for_hosts(hosts: Sequence[str], launch_id: str, signals: Signals) -> bool:
+    """Wait until all hosts can be reached, and end what is left of the launch there. Returns: whether all came back."""
     for delay_s in BACK_OFF_S:
-        missing = [host for host, count in signal_ranks(hosts, word, signal.SIGKILL).items() if count is None]
+        missing = [host for host, count in signal_ranks(hosts, launch_id, signal.SIGKILL).items() if count is None]
         if not missing:
             return True
-        tell(f"waiting for {', '.join(missing)}")
+        report(f"waiting for {', '.join(missing)}")
         for _ in range(5 * delay_s):
             time.sleep(0.2)
             if signals.count:
@@ -214,42 +212,44 @@ def wait_for_hosts(hosts: Sequence[str], word: str, signals: Signals) -> bool:
     return False
 
 
-def find_run(places: Sequence[Path], word: str) -> tuple[Path | None, int | None]:
-    """The run folder of a launch, and the exit code its ranks agreed on; None for what is not known."""
+def find_run(places: Sequence[Path], launch_id: str) -> tuple[Path | None, int | None]:
+    """Find the run folder of a launch, and the exit code its ranks agreed on; None for what is not known."""
     for path in (path for place in places for path in place.glob(f"*/{LAUNCHED}")):
-        # Another run's, being written; or another program's, and anything.
+        # The file may be another run's that is just being written, or another program's.
         with suppress(OSError, ValueError, RecursionError):
             record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-            if isinstance(record, dict) and record.get("launch") == word:
+            if isinstance(record, dict) and record.get("launch") == launch_id:
                 return path.parent, record["code"]
     return None, None
 
 
 def judge(folder: Path | None, agreed: int | None, codes: set[int]) -> int:
-    """The exit code that a run has earned, whatever deepspeed made of it."""
+    """The exit code of a run, which may differ from what deepspeed has returned."""
     if folder and (folder / FINISHED).exists():
         return 0
+    # What the ranks have agreed on counts more than the exit codes of their launchers.
     return agreed or next((code for code in (2, 3) if code in codes), 1)
 
 
 def newest_checkpoint(folder: Path | None) -> str:
-    """The name of the last complete one; empty: there is none."""
+    """The name of the last complete checkpoint; empty if there is none."""
     complete = list_complete(folder) if folder else []
     return complete[-1].name if complete else ""
 
 
-def tell(text: str) -> None:
+def report(text: str) -> None:
     print(f"disco-ds launch: {text}", file=sys.stderr, flush=True)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Exit code 0: the run has done all its steps; 1: it failed; 2: a mistake in settings or data, told before any
+def run(args: argparse.Namespace) -> int:
+    """Exit code 0: the run has done all its steps; 1: it failed; 2: a mistake in settings or data, found before any
     work; 3: asked to stop by a signal, and saved."""
-    args = parse_args(sys.argv[1:] if argv is None else argv)
+    if args.hostfile is None and JOB_HOSTFILE.is_file():
+        args.hostfile = JOB_HOSTFILE
     try:
         config = load_config(args.config, args.overrides)
         hosts = list(read_hostfile(args.hostfile)) if args.hostfile else []
         front_end(args, "", args.resume)  # refuses overrides that are too long
     except ValueError as error:
-        return fail(error, True, code=2)
+        return fail_rank(error, code=2)
     return supervise(args, config, hosts if len(hosts) > 1 else [], Signals())

@@ -1,75 +1,66 @@
-"""`disco-ds train`, and what every rank of a launch runs: settings, session, loop, exit code."""
+"""`disco-ds train`, and what every rank of a launch runs: the messages, exit codes and launch marks around run.py."""
 
 from __future__ import annotations
 
-import logging
+import argparse
 import os
-import sys
-from argparse import Namespace
-from contextlib import ExitStack
+from functools import partial
 
-from disco_ds.cli.arguments import describe_run, fail, parse_args
+from disco_ds.cli.messages import fail_rank, set_up_logging
 from disco_ds.config import Config, load_config
 from disco_ds.distributed import comm
-from disco_ds.distributed.agreement import check_agreement
-from disco_ds.distributed.hostfile import count_ranks, refuse_launch
+from disco_ds.distributed.hostfile import refuse_launch
 from disco_ds.distributed.slurm import adopt_slurm
 from disco_ds.distributed.watchdog import die_with_launcher
 from disco_ds.metrics.run_folder import mark_launch
-from disco_ds.plan.out_of_memory import OutOfMemory, explained
-from disco_ds.training.build import build
-from disco_ds.training.loop import AskedToStopError, StopError, finish, train, wait_for_copies
+from disco_ds.plan.out_of_memory import OutOfMemory
+from disco_ds.run import Observer, RefusedError, train_session
+from disco_ds.training.build import Run
+from disco_ds.training.loop import AskedToStopError
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Exit code 0: done; 1: all ranks stopped together; 2: a mistake in settings or data, told before any work;
+def run(args: argparse.Namespace) -> int:
+    """Exit code 0: done; 1: all ranks stopped together; 2: a mistake in settings or data, found before any work;
     3: asked to stop by a signal, and saved."""
-    args = parse_args(sys.argv[1:] if argv is None else argv)
     adopt_slurm()
-    first = os.environ.get("RANK", "0") == "0"
-    logging.basicConfig(level=logging.WARNING if first else logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
+    first = set_up_logging()
     try:
         config = load_config(args.config, args.overrides)
-        if args.dry_run:
-            print(describe_run(config, count_ranks(args.ranks, args.hostfile)))
-            return 0
         refuse_launch()
     except ValueError as error:
-        # Before the ranks know of each other: each host tells of its own mistake.
-        return fail(error, os.environ.get("LOCAL_RANK", "0") == "0", code=2)
-    die_with_launcher()
+        # The ranks do not know of each other yet: each host reports its own mistake.
+        return fail_rank(error, 2, speaks=os.environ.get("LOCAL_RANK", "0") == "0")
+    die_with_launcher()  # or this rank would train on without it
     try:
-        return run_recipe(config, args, first)
+        outcome = train_session(config, args.resume, make_observer(config, args.launch_id, first))
     except OutOfMemory as error:
-        return fail(RuntimeError(f"rank {os.environ['RANK']} is {error}"), not error.told, code=1)
+        # The rank with the explanation has printed it in time for the others to wait.
+        return fail_rank(f"rank {os.environ['RANK']} is {error}", 1, speaks=not error.explanation)
+    return exit_code(outcome) if isinstance(outcome, Exception) else 0
 
 
-def run_recipe(config: Config, args: Namespace, first: bool) -> int:
-    """Build, train and finish. Returns: the exit code that all ranks agree on. Raises: OutOfMemory, on some."""
-    with comm.session(config.timeout_s), ExitStack() as stack:
-        try:
-            check_agreement({**config.model_dump(mode="json"), "--resume": args.resume})
-            with explained(config, lambda: "building"):
-                run = build(config, args.resume, stack, unattended=args.launch_word is not None)
-        except ValueError as error:
-            return fail(error, first, code=2)
+def make_observer(config: Config, launch_id: str | None, first: bool) -> Observer:
+    """Messages of the first rank, and its marks for `disco-ds launch`, if that has started the run."""
+
+    def started(run: Run) -> None:
         if first:
             print(f"{run.folder}: {config.describe(comm.size())}", flush=True)
-            mark_launch(run.folder, args.launch_word)
-        code = 0
-        try:
-            with explained(config, lambda: run.heart.place.doing):
-                train(run)
-                finish(run)
-        except (StopError, FloatingPointError, comm.AgreedError) as error:
-            code = fail(error, first, code=1)
-        except AskedToStopError as error:
-            code = fail(error, first, code=3)
-        wait_for_copies(run)
+            mark_launch(run.folder, launch_id)
+
+    def ended(run: Run, error: Exception | None) -> None:
         if first:
-            mark_launch(run.folder, args.launch_word, code)
-    return code
+            mark_launch(run.folder, launch_id, exit_code(error))
+
+    return Observer(
+        started=started,
+        failed=partial(fail_rank, code=1, speaks=first),
+        ended=ended,
+        explain=partial(fail_rank, code=1),
+        unattended=launch_id is not None,
+    )
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def exit_code(error: Exception | None) -> int:
+    if error is None:
+        return 0
+    return 2 if isinstance(error, RefusedError) else 3 if isinstance(error, AskedToStopError) else 1

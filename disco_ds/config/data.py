@@ -131,7 +131,7 @@ class DataSettings(Settings):
     workers: int | None = Field(None, ge=0, le=1024)
     """Decoding processes per rank; None: one for each of the rank's cores but one; 0: decode in the trainer's
     process."""
-    prefetch: int | None = Field(None, gt=0, le=2**16)
+    prefetch: int | None = Field(None, gt=0, le=2**24)
     """Micro-batches that are prepared ahead; None: a step's, at least 4, within an eighth of the host's memory."""
     timeout_s: float = Field(300.0, gt=0, le=MAX_SECONDS)
     """A worker silent for this long is an error."""

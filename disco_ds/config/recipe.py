@@ -87,9 +87,9 @@ class OptimSettings(Settings):
 
     name: Literal["adamw", "lamb", "lion", "sgd"] = "adamw"
     """The optimizer; lamb at ZeRO 0 only."""
-    lr: float | None = Field(None, gt=0, le=1e6)
+    lr: float | None = Field(None, gt=0, lt=1e38)
     """Peak learning rate, as it is; None: base_lr x global_batch / 32,768."""
-    base_lr: float = Field(5e-4, gt=0, le=1e6)
+    base_lr: float = Field(5e-4, gt=0, lt=1e38)
     """Peak learning rate at a global batch of 32,768 (DisCo-CLIP's linear rule)."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.98)
     """Betas of AdamW, LAMB and Lion."""

@@ -28,6 +28,8 @@ Reduction = Literal["reduce_scatter", "all_reduce"]
 
 
 _received = 0.0
+_next_port: int | None = None
+"""Where the ranks of a launcher meet for another session, once they have left one."""
 
 
 def received_bytes() -> float:
@@ -79,9 +81,26 @@ def session(timeout_s: float) -> Iterator[None]:
     """The process group for a `with` block, which all ranks leave together: one that just exits makes others abort.
 
     A rank that raises leaves at once, so that the launcher sees it end, and ends the others.
+
+    Raises: ValueError where the process has joined a group already.
     """
+    if torch.distributed.is_initialized():
+        raise ValueError(
+            "this process has joined a process group already, and a run makes its own: start the run first, or call "
+            "torch.distributed.destroy_process_group() before it"
+        )
+    global _next_port
+    if _next_port is not None:
+        os.environ.update(MASTER_PORT=str(_next_port), TORCHELASTIC_USE_AGENT_STORE="False")
     init(timeout_s)
-    yield
+    try:
+        yield
+    except BaseException:
+        if size() == 1:  # no other rank is left waiting, and the process may go on to another session
+            dist.destroy_process_group()
+        raise
+    # Another session of these ranks meets elsewhere: this one's store may still be open on rank 0, and has its keys.
+    _next_port = broadcast(_free_port()) if size() > 1 else None
     dist.barrier()
     dist.destroy_process_group()
 

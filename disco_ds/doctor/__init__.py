@@ -1,7 +1,7 @@
-"""Looks at a run before it is started: `disco-ds doctor`, a table of what was found and what to do about it.
+"""Checks of a run before it is started: `disco-ds doctor` prints what they found and what to do about it.
 
-versions.py: packages. here.py: ds_config, batch, data. hosts.py: the hosts, by what probe.py says there. ranks.py: the
-step and the collectives on the user's ranks.
+versions.py checks the packages; here.py ds_config, batch, kernels and data on this host; hosts.py the hosts, on each of
+which it runs probe.py; ranks.py the step and the collectives on the user's ranks.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ _WIDTH = 16
 
 
 class Line(NamedTuple):
+    """The result of one check."""
+
     status: Literal["ok", "warn", "fail"]
     check: str
     found: str
@@ -24,13 +26,16 @@ class Line(NamedTuple):
 
 
 def examine(check: str, look: Callable[[], Iterable[Line]], *errors: type[Exception]) -> list[Line]:
-    """What is wrong, or else that nothing is. One of `errors` is a line too: the other checks have more to tell."""
+    """The lines of a check: those with a problem, or else those that say it is fine.
+
+    One of `errors` becomes a line too, so that the other checks still run.
+    """
     lines = []
     try:
         for line in look():
             lines.append(line)
     except errors as error:
-        told = isinstance(error, ValueError | OSError)
-        lines.append(Line("fail", check, str(error) if told else f"{type(error).__name__}: {error}"))
+        speaks = isinstance(error, ValueError | OSError)  # for itself; other types name what happened
+        lines.append(Line("fail", check, str(error) if speaks else f"{type(error).__name__}: {error}"))
     wrong = {line.check for line in lines if line.status != "ok"}
     return [line for line in lines if line.status != "ok" or line.check not in wrong]

@@ -1,4 +1,4 @@
-"""What one host can tell of a recipe: the ds_config, the batch algebra, the data."""
+"""Checks of a recipe that one host can make: the ds_config, the batch, the kernels, the data."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _SLOW = ("flops_profiler", "comms_logger", "wall_clock_breakdown", "memory_break
 _SMALL, _MANY = 16, 64
 """A micro-batch below this leaves a GPU idle; more micro-batches than this are mostly overhead."""
 _SAMPLES = 32
-"""Read of each of the first, the middle and the last shard."""
+"""Samples that are read of the first, the middle and the last shard each."""
 
 
 def check_ds_config(config: Config) -> Iterator[Line]:
-    """Every key, what DeepSpeed itself says of the values, and what has no effect."""
+    """Check every key, let DeepSpeed check the values, and name the keys that have no effect."""
     given = config.deepspeed
     problems = list(find_problems(given))
     try:
-        if not problems:  # as it would be for one rank
+        if not problems:  # DeepSpeed gets the ds_config of a run on one rank
             alone = config.model_copy(update={"ranks": None, "global_batch": config.micro_batch})
             DeepSpeedConfig(render_ds_config(alone, 1))
             yield Line(
@@ -53,15 +53,17 @@ def check_ds_config(config: Config) -> Iterator[Line]:
 
 
 def _find_dead(given: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Keys that are accepted and have no effect, are of yesterday, or cost time; and why."""
+    """Keys that are accepted but have no effect, are deprecated or cost time; and why."""
     zero = given.get("zero_optimization")
     zero = zero if isinstance(zero, dict) else {}
+    # Keys inside a section are named section.key.
     sections = {section: part for section, part in given.items() if isinstance(part, dict)}
     inside = {f"{section}.{name}": value for section, part in sections.items() for name, value in part.items()}
     for key, value in (given | inside).items():
         level, name = zero.get("stage", 0), key.removeprefix("zero_optimization.")
         field = DeepSpeedZeroConfig.model_fields.get(name)
         extra: Any = (field and field.json_schema_extra) or {}
+        # The stages at which DeepSpeed reads a key of zero_optimization.
         stages = {1, 2} if name.startswith(_STAGES_1_2) else {3} if name.startswith(_STAGE_3) else {1, 2, 3}
         if value == "auto":
             yield key, "is auto, which only Hugging Face's Trainer fills in: DeepSpeed takes its default"
@@ -78,7 +80,7 @@ def _find_dead(given: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def check_kernels(config: Config) -> Iterator[Line]:
-    """Whether the loss's Triton kernels run on this host's GPU. Raises: ValueError for a loss that cannot be built."""
+    """Check that the loss's Triton kernels run on this host's GPU. Raises: ValueError if the loss cannot be built."""
     tiling = getattr(build_loss(config.loss.name, **config.loss.options), "tiling", None)
     device = comm.local_device()
     if tiling is None:
@@ -95,7 +97,7 @@ def check_kernels(config: Config) -> Iterator[Line]:
 
 
 def check_batch(config: Config, ranks: int) -> Iterator[Line]:
-    """Raises: ValueError, see Config.num_micro_batches."""
+    """Check that the ranks divide the batch, into sensible parts. Raises: ValueError, see Config.num_micro_batches."""
     count = config.num_micro_batches(ranks)
     yield Line("ok", "batch", config.describe(ranks).splitlines()[0])
     if config.micro_batch < _SMALL:
@@ -107,7 +109,7 @@ def check_batch(config: Config, ranks: int) -> Iterator[Line]:
 
 
 def check_sources(config: Config, sources: Sequence[Manifest | Table]) -> Iterator[Line]:
-    """Counts and a few samples of each source, as this host has them."""
+    """Check the counts and a few samples of each source, as this host has them."""
     for part, source in zip(config.data.parts, sources, strict=True):
         if isinstance(source, Manifest):
             yield _count(source, config)
@@ -115,23 +117,25 @@ def check_sources(config: Config, sources: Sequence[Manifest | Table]) -> Iterat
 
 
 def check_data(config: Config, ranks: int) -> Iterator[Line]:
-    """The sources, how many samples and slots. Raises: ValueError, see load_sources and choose_slots."""
+    """Check the sources, their number of samples and the slots. Raises: ValueError, see load_sources, choose_slots."""
     data, sources = config.data, load_sources(config.data)
     yield from check_sources(config, sources)
     sizes = [size for source in sources for size in source.sizes] or [data.num_samples]
     workers = data.workers or 1
+    # As the loader will choose them; synthetic data have no shards to share out.
     slots = choose_slots(len(sizes), sum(sizes), data.slots, ranks) if sources else ranks * workers
     few = slots < ranks * workers
     found = f"{slots} for {ranks} ranks x {workers} workers" if data.workers else f"{slots} for {ranks} ranks"
     yield Line("warn" if few else "ok", "slots", found, f"data.workers={slots // ranks}; more have nothing to do")
     if sum(sizes) < config.global_batch:
-        found = f"{sum(sizes):,} samples are fewer than global_batch {config.global_batch:,}: pairs meet themselves"
+        found = f"{sum(sizes):,} samples are fewer than global_batch {config.global_batch:,}: a pair meets itself"
         yield Line("warn", "data", found, "more data, or a smaller global_batch")
 
 
 def _count(source: Manifest, config: Config) -> Line:
-    """The first, the middle and the last shard, and some of those that have changed, against the manifest."""
+    """Count the first, the middle and the last shard again, and some that have changed, against the manifest."""
     last = len(source.shards) - 1
+    # Changed by size or time of the file; a URL has neither.
     changed = [] if source.urls else [i for i, shard in enumerate(source.shards) if has_changed(source.folder, shard)]
     chosen = sorted({0, last // 2, last, *changed[:3]})
     shards, urls = [source.shards[i] for i in chosen], tuple(source.urls[i] for i in chosen if source.urls)
@@ -139,14 +143,15 @@ def _count(source: Manifest, config: Config) -> Line:
     wrong = compare(shards, index_shards(listing, remote=config.data.remote).shards)
     found = f"{last + 1:,} shards, {source.num_samples:,} samples; {len(chosen)} shards counted again, "
     found += "; ".join([f"{len(changed)} changed since they were indexed", *wrong])
-    remedy = "disco-ds index SHARDS --check tells all; restore the shards, or index again"
+    remedy = "disco-ds index SHARDS --check lists all; restore the shards, or index again"
     return Line("fail" if wrong else "warn" if changed else "ok", "manifest", found, remedy)
 
 
 def _read(source: Manifest | Table, data: DataSettings) -> Line:
-    """A few samples, all but their tokens: a tokenizer takes any text."""
+    """Read a few samples, but for the tokens: a tokenizer takes any text."""
     reader = ShardSource(data, source, SampleForm(ImageSpec((32, 32)), lambda texts: torch.zeros(1, 1), 1, 1), 0, 1)
     sizes, last, broken = source.sizes, len(source.sizes) - 1, []
+    # Spread evenly over three shards.
     chosen = {(shard, i * sizes[shard] // _SAMPLES) for shard in (0, last // 2, last) for i in range(_SAMPLES)}
     for shard, entry in sorted(chosen):
         try:
@@ -159,5 +164,6 @@ def _read(source: Manifest | Table, data: DataSettings) -> Line:
     found = f"{len(chosen)} read, {len(broken) - captions} broken, {captions} without caption"
     found += f"; the last: {broken[-1]}" if broken else ""
     remedy = f"see data.image_key and data.captions; more than data.max_broken={data.max_broken:g} stop a run"
+    # A sample or two may be broken by chance, however few are read.
     many = len(broken) > 2 + data.max_broken * len(chosen) or 2 * len(broken) > len(chosen)
     return Line("fail" if many else "warn" if broken else "ok", "samples", found, remedy)

@@ -1,4 +1,4 @@
-"""The hosts of a run: ssh reaches them as DeepSpeed does, they are alike, and they have room."""
+"""Checks of the hosts of a run: ssh reaches them as DeepSpeed does, they are alike, and they have room."""
 
 from __future__ import annotations
 
@@ -23,18 +23,22 @@ from disco_ds.metrics.run_folder import make_token
 from disco_ds.models.clip import read_architecture
 
 _CONNECT_S, _ANSWER_S = 10, 120
-"""For ssh to connect; for the answer, which has to import torch."""
+"""Seconds for ssh to connect, and for the answer, which takes an import of torch."""
 _CLOCK_S = 2.0
 _DISK_BYTES = 20e9
-"""Four checkpoints of 400 million parameters: AdamW's take 12 bytes each."""
+"""Room for four checkpoints of 400 million parameters, of 12 bytes each with AdamW."""
 Report = dict[str, Any]
 
 
 def check_hosts(config: Config, slots: dict[str, int]) -> Iterator[Line]:
-    """Args: slots: ranks by host, which are asked over ssh if they are several; 0: as many as it has devices."""
+    """Check every host, over ssh if there are several.
+
+    Args: slots: ranks by host; 0: as many as the host has devices.
+    """
     runs = config.runs.absolute()
+    # The runs folder may not exist yet.
     folder = next(path for path in (runs, *runs.parents) if path.is_dir())
-    token = make_token(folder)
+    token = make_token(folder)  # a host that does not see this file has another folder
     try:
         asked = {"packages": PACKAGES, "folder": str(folder), "token": str(token)}
         mine = probe.probe(asked)
@@ -51,6 +55,7 @@ def check_hosts(config: Config, slots: dict[str, int]) -> Iterator[Line]:
         token.unlink(missing_ok=True)
     yield Line("ok", "runs folder", f"{folder}, {(mine['disk'] or 0) / 1e9:,.0f} GB free")
     yield Line("ok", "GPUs", f"{mine['devices']} on this host")
+    # Images that a rank holds on its host: those of the step, if they wait there, and those read ahead.
     side = read_architecture(config.model)["vision_cfg"].get("image_size") or 224
     area = side**2 if isinstance(side, int) else side[0] * side[1]
     waiting = config.global_batch // max(sum(slots.values()), 1) if config.pixels == "host" else config.micro_batch
@@ -62,13 +67,14 @@ def check_hosts(config: Config, slots: dict[str, int]) -> Iterator[Line]:
 
 
 def ask(asked: dict[str, Any], host: str) -> Report:
-    """The host's own report, with the `offset` of its clock; or with the `error` that there is none."""
+    """The report of a host, with the `offset` of its clock; where there is none, the `error` instead."""
     folder = str(Path.cwd())
+    # The same Python in the same folder there: only its packages and code are to be compared.
     path = ":".join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
-    words = shlex.join(["env", f"PYTHONPATH={path}", sys.executable, "-", json.dumps(asked)])
+    command = shlex.join(["env", f"PYTHONPATH={path}", sys.executable, "-", json.dumps(asked)])
     own = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
     ssh = ["ssh", *own, "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_S}", host]
-    ssh.append(f"cd {shlex.quote(folder)} && {words}")
+    ssh.append(f"cd {shlex.quote(folder)} && {command}")
     text, sent = Path(probe.__file__).read_text(encoding="utf-8"), time.time()
     try:
         done = subprocess.run(ssh, input=text, capture_output=True, text=True, timeout=_ANSWER_S)
@@ -76,15 +82,15 @@ def ask(asked: dict[str, Any], host: str) -> Report:
         return {"error": f"no answer in {_ANSWER_S} s"}
     received = time.time()
     if done.returncode:
-        return {"error": f"{(done.stderr.strip().splitlines() or ['no word'])[-1]} (exit code {done.returncode})"}
-    report = json.loads(done.stdout.splitlines()[-1])
-    # Its clock was read between these two moments: the least difference that explains what it said.
+        return {"error": f"{(done.stderr.strip().splitlines() or ['no message'])[-1]} (exit code {done.returncode})"}
+    report = json.loads(done.stdout.splitlines()[-1])  # a login shell may print before it
+    # Its clock was read between these two moments: take the least difference that explains the time it gave.
     late, early = report["time"] - (received - report["seconds"]), report["time"] - sent
     return {**report, "offset": max(late, 0.0) + min(early, 0.0)}
 
 
 def judge(host: str, report: Report, mine: Report, slots: int, need: int) -> Iterator[Line]:
-    """What is wrong with a host, held against this one. Args: need: bytes of memory per rank."""
+    """The problems of a host, compared with this one. Args: need: bytes of memory per rank."""
     if "error" in report:
         remedy = f"`ssh {host} true` must work without a password (options: PDSH_SSH_ARGS_APPEND), and then this Python"
         yield Line("fail", "ssh", f"{host}: {report['error']}", remedy)
@@ -101,6 +107,7 @@ def judge(host: str, report: Report, mine: Report, slots: int, need: int) -> Ite
     elif report["disk"] < _DISK_BYTES:
         yield Line("warn", "runs folder", f"{host}: {report['disk'] / 1e9:.1f} GB free", "make room there")
     devices = report["devices"]
+    # Hosts of CPUs are fine, unless this one has GPUs, or a driver there says that it should have some.
     if (devices < slots and mine["devices"]) or (report["driver"] and not devices):
         found = f"{host}: torch sees {devices}, slots are {slots}"
         yield Line("fail", "GPUs", found, "nvidia-smi, CUDA_VISIBLE_DEVICES, a torch for that driver; or fewer slots")

@@ -1,4 +1,4 @@
-"""What a host says of itself, as JSON: `python - REQUEST < probe.py`, for disco_ds may be another there."""
+"""A host's report on itself, as JSON: `python - REQUEST < probe.py`, as disco_ds may be another version there."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from typing import Any
 
 
 def probe(asked: dict[str, Any]) -> dict[str, Any]:
-    """Args: asked: `packages`, whose versions to tell; `folder`, of runs; `token`, a file in it."""
+    """What this host has. Args: asked: `packages` to give versions of; the `folder` of runs; `token`, a file in it."""
     now, start = time.time(), time.monotonic()
-    import torch  # takes its time
+    import torch  # this takes a while
 
     package, digest = Path(importlib.import_module("disco_ds").__file__ or "").parent, hashlib.sha256()
+    # Every file that can change what a run does, by name and content.
     for path in sorted(path for path in package.rglob("*") if path.suffix in (".py", ".json", ".yaml")):
         digest.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
     own = {"Python": f"{platform.python_version()} at {sys.executable}", "code": digest.hexdigest()[:12]}
@@ -37,12 +38,13 @@ def probe(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def free_memory_bytes() -> int:
-    """What could be had without swapping."""
+    """Memory that is available without swapping."""
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     return 1024 * int(fields["MemAvailable"].split()[0])
 
 
 def installed(package: str) -> str | None:
+    """The version of an installed package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -1,7 +1,7 @@
-"""On the user's ranks: settings, the data as each host has them, a step against one process, speed of the collectives.
+"""Checks on the user's ranks: equal settings, the data of each host, the gradient of a step, the speed of collectives.
 
-The step has the run's loss, stage, precision and communication, and a small model without dropout. Its optimizer is
-SGD: the change of the weights is the gradient that was used.
+The step has the run's loss, ZeRO stage, precision and communication, and a small model without dropout. Its optimizer
+is SGD, so that the change of the weights is the gradient that was used. One process computes the same in float64.
 """
 
 from __future__ import annotations
@@ -36,27 +36,31 @@ from disco_ds.training.step import train_step
 _ROWS = 8
 """Samples of a micro-batch."""
 _LR = 1000.0
-"""The change then dwarfs the rounding of the weights it is read from."""
+"""So large that the change of the weights dwarfs their rounding, since the gradient is read from the change."""
 _FP32 = 1e-5
-"""Allowed in any case; in 16 bits, or where convolutions take TF32, twice the error of one process,"""
+"""Relative error that is always allowed; else up to twice the error that one process makes in the run's precision,"""
 _BARS = {"fp32": 1e-3, "tf32": 5e-3, "fp16": 2e-2, "bf16": 1e-1, "autocast": 1e-1}
-"""but no more than this, by the coarsest precision of towers and loss: one process has the same kernels to be wrong."""
+"""but never more than this, by the coarsest precision of towers and loss: a kernel may be wrong in one process too."""
 _MIB = (1, 16, 64)
 _SLOW_GBPS = 0.1
-"""Less than gigabit Ethernet gives."""
+"""GB/s: a little less than gigabit Ethernet reaches."""
 Answer = tuple[dict[str, Tensor], float]
-"""Gradient by parameter, loss."""
+"""The gradient by parameter, and the loss."""
 
 
 def look_at_ranks(config: Config, ranks: int, first: bool, gradients: bool) -> Iterator[Line]:
-    """Collective."""
+    """All checks of this file. Collective."""
+    # Before there is a process group: a lone process computes the answer that the ranks must agree with.
     try:
         small = shrink(config, ranks)
         alone = run_alone(small) if first and gradients else None
     except ValueError as error:
         yield Line("fail", "gradients", str(error))
         return
-    alike = (ValueError, FloatingPointError)  # what all ranks raise together; after another error the launcher ends all
+    alike = (
+        ValueError,
+        FloatingPointError,
+    )  # raised by all ranks together; else the launcher ends them
     with comm.session(config.timeout_s):
         settings = examine("settings", lambda: check_settings(config), ValueError)
         yield from settings
@@ -70,14 +74,14 @@ def look_at_ranks(config: Config, ranks: int, first: bool, gradients: bool) -> I
 
 
 def check_settings(config: Config) -> Iterator[Line]:
-    """Collective. Raises: ValueError on all ranks alike, see check_agreement."""
+    """Check that all ranks have the same settings. Collective. Raises: ValueError on all ranks, see check_agreement."""
     check_agreement(config.model_dump(mode="json"))
     if comm.size() > 1:
         yield Line("ok", "settings", f"the same on {comm.size()} ranks")
 
 
 def check_other_hosts(config: Config) -> Iterator[Line]:
-    """The data as they are read on every host but the first rank's, which has told already. Collective."""
+    """Check the data on every host but the first rank's, which has reported already. Collective."""
     looks = comm.rank() > 0 and os.environ["LOCAL_RANK"] == "0"
     mine = examine("data", lambda: check_sources(config, load_sources(config.data)), Exception) if looks else None
     reports = [(host, lines) for host, lines in comm.gather_objects((socket.gethostname(), mine)) if lines is not None]
@@ -100,21 +104,25 @@ def shrink(config: Config, ranks: int) -> Config:
 
 
 def run_alone(small: Config) -> tuple[Answer, float]:
-    """The answer of towers in float64 on the CPU, and how far off the run's precision and device are by themselves.
+    """The answer in float64 on the CPU, and the error of one process with the run's precision and device.
 
-    To be called before the ranks know of each other: the loss then has the whole batch, and nobody to ask.
+    To be called before there is a process group, so that the loss sees the whole batch and does not communicate.
     """
     true = _backward(small, "float64", torch.device("cpu"))
     return true, _distance(_backward(small, precision(small.deepspeed), comm.local_device())[0], true[0])
 
 
 def check_gradients(small: Config, alone: tuple[Answer, float] | None) -> Iterator[Line]:
-    """Yields on the rank that has `alone`. Collective. Raises: ValueError, FloatingPointError on all ranks alike."""
+    """Compare the gradient of the ranks with that of one process, on the rank that has `alone`.
+
+    Collective. Raises: ValueError, FloatingPointError on all ranks alike.
+    """
     count = small.num_micro_batches(comm.size())
     got, loss = _step(small, count)
     if alone is None:
         return
     (true, true_loss), rough = alone
+    # Twice the error of one process in the same precision, within fixed bounds.
     limit = min(max(_FP32, 2 * rough), _bar(small))
     error, loss_error = _distance(got, true), abs(loss / true_loss - 1)
     worst = max(true, key=lambda name: (got[name] - true[name]).norm().item())
@@ -126,19 +134,20 @@ def check_gradients(small: Config, alone: tuple[Answer, float] | None) -> Iterat
 
 
 def _bar(small: Config) -> float:
+    """The largest error that may be allowed, see _BARS."""
     tiling = getattr(build_loss(small.loss.name, **small.loss.options), "tiling", Tiling(precision="fp32"))
     return max(_BARS[precision(small.deepspeed)], _BARS[tiling.on(comm.local_device()).precision])
 
 
 def _step(small: Config, count: int) -> Answer:
-    """One update by the engine. Collective."""
+    """The answer of one update by the engine. Collective."""
     device = comm.local_device()
     model, loss = _build(small, device)
     parts = list(zip(*(x.split(_ROWS) for x in _draw(small, device)), strict=True))
-    mine = parts[comm.rank() * count :][:count]
+    mine = parts[comm.rank() * count :][:count]  # this rank's micro-batches of the same global batch
     engine = build_engine(model, small.optim, render_ds_config(small, comm.size()))
     set_lr(engine, _LR)
-    before = _masters(engine)
+    before = _masters(engine)  # in fp32, as 16-bit weights are rounded
     for _ in range(40):  # an fp16 loss scaler skips steps until its scale fits
         out = train_step(engine, loss, mine, lambda batch: batch, max_scale=math.inf)
         if out.grad_norm is not None:
@@ -149,7 +158,7 @@ def _step(small: Config, count: int) -> Answer:
 
 
 def _backward(small: Config, kind: str, device: torch.device) -> Answer:
-    """One graph over the whole batch. Args: kind: float64, fp32, autocast, bf16, fp16: how the towers run."""
+    """The answer of one graph over the whole batch. Args: kind: float64, fp32, autocast, bf16, fp16: how towers run."""
     model, loss = _build(small, device)
     model.to({"float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}.get(kind, torch.float32))
     image, text, index = _draw(small, device)
@@ -192,8 +201,9 @@ def _distance(got: dict[str, Tensor], true: dict[str, Tensor]) -> float:
 
 
 def check_bandwidth() -> Iterator[Line]:
-    """What the slowest rank receives per second. Collective."""
+    """Measure what the slowest rank receives per second. Collective."""
     N = comm.size()
+    # By collective: the bytes that a rank of a ring receives for each byte of x.
     collectives: dict[str, tuple[float, Callable[[Tensor], Tensor]]] = {
         "all_gather": (1 - 1 / N, lambda x: comm.gather(x.chunk(N)[0])),
         "reduce_scatter": (1 - 1 / N, comm.reduce_scatter_in_place),
@@ -202,6 +212,7 @@ def check_bandwidth() -> Iterator[Line]:
     for name, (share, run) in collectives.items():
         rates = []
         for mib in _MIB:
+            # fp32 numbers, a multiple of the ranks.
             x = torch.ones(mib * 2**18 // N * N, device=comm.local_device())
             run(x)  # the first one makes connections
             comm.barrier()

@@ -1,4 +1,4 @@
-"""Whether the packages fit together, and import."""
+"""Checks that the packages fit together and can be imported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKAGES = ("disco_ds", "torch", "torchvision", "triton", "deepspeed", "open_cli
 
 
 def check_versions() -> Iterator[Line]:
-    """PACKAGES against what each of them requires."""
+    """Check the versions of PACKAGES against what each of them requires, and import the most important."""
     here = {name: version for name in PACKAGES if (version := installed(name))}
     yield Line("ok", "versions", ", ".join(f"{name} {version}" for name, version in here.items()))
     if "disco_ds" not in here:
@@ -27,11 +27,12 @@ def check_versions() -> Iterator[Line]:
             if applies and not (version and asked.specifier.contains(version, prereleases=True)):
                 found = f"{package} {here[package]} needs {asked.name}{asked.specifier}, got {version}"
                 yield Line("fail", "versions", found, f"pip install '{asked.name}{asked.specifier}'")
+    # Only the first failure is reported: others may follow from it.
     for name in ("torch", "torchvision", "deepspeed", "open_clip", "webdataset"):
         try:
             importlib.import_module(name)
         except Exception as error:  # whatever a broken installation raises
-            builds = "torch and torchvision are not of one build (CPU, CUDA): install both again, from one index"
+            builds = "torch and torchvision are of different builds (CPU, CUDA): install both again, from one index"
             remedy = builds if "torchvision::" in str(error) else f"install {name} again"
             yield Line("fail", "versions", f"import {name}: {type(error).__name__}: {error}", remedy)
             return

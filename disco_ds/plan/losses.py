@@ -1,7 +1,7 @@
-"""What a loss takes beside the features it is given: memory as its code allocates it, FLOPs, and what is sent.
+"""What a loss costs: memory beside the features as its code allocates it, FLOPs, and bytes received.
 
-Every registered loss must be known here; tests/plan/test_plan_losses.py measures each. A person's own says it by its
-`cost`.
+Every registered loss must be known here; tests/plan/test_plan_losses.py measures each. Other losses have a
+method `cost`.
 """
 
 # b samples of this rank, N ranks, B = N b, D width of the features, which are fp32
@@ -23,11 +23,12 @@ from disco_ds.losses.siglip import SigLIPLoss
 
 
 def loss_cost(name: str, options: dict[str, object], b: int, N: int, D: int, num_samples: int = 0) -> LossCost:
-    """Cost of a loss on a GPU. Raises: ValueError for a loss that is not known here, or options it does not have."""
+    """Cost of a loss on a GPU. Raises: ValueError for a loss that is not known here, or options that it lacks."""
     loss = build_loss(name, **options)
-    if (told := loss.cost(b, N, D, num_samples)) is not None:
-        return told
-    if ":" in name:  # not by what it derives from, either: it may do more
+    if (own := loss.cost(b, N, D, num_samples)) is not None:
+        return own
+    # Nor is it known by a class it derives from, for it may do more.
+    if ":" in name:
         raise ValueError(
             f"plan does not know what loss {name} costs: give the class a method cost(b, N, D, num_samples) -> LossCost"
             " (see disco_ds/losses/base.py), or plan the rest of the recipe with loss.name=disco_fused"
@@ -51,7 +52,7 @@ def loss_cost(name: str, options: dict[str, object], b: int, N: int, D: int, num
 
 
 def _work(loss: Loss, N: int) -> tuple[int, int, int]:
-    """Products of b x B x D, and how often B x D features and gradients of them are received."""
+    """Number of products of b x B x D, and how often B x D features and gradients of features are received."""
     if isinstance(loss, ClipLoss):
         return 3 * N, 2, 0
     if isinstance(loss, DisCoLoss):
@@ -70,13 +71,13 @@ def _work(loss: Loss, N: int) -> tuple[int, int, int]:
 
 
 def loss_peak(loss: Loss, b: int, N: int, D: int, device: torch.device) -> int:
-    """Bytes at the loss's peak beside the features. device: where it would run, which decides the tiles."""
+    """Bytes at the loss's peak, beside the features. Args: device: where it would run, which decides the tiles."""
     B = N * b
     if isinstance(loss, ClipLoss):
-        # The product, two softmaxes and two gradients on the way; both sides, gathered and before.
+        # The product, two softmaxes and two gradients at a time; the features of both sides, gathered and local.
         return 4 * max(5 * B * B + 2 * B * D, B * B + 4 * B * D)
     if isinstance(loss, DisCoLoss):
-        # Forward: two each of products, logits and softmaxes, and both sides. Backward: their gradients.
+        # Forward: two products, logits and softmaxes each, and both sides gathered. Backward: their gradients.
         return 4 * max(6 * b * B + 2 * B * D, b * B + 4 * B * D + (2 + (N > 1)) * b * D)
     if not isinstance(loss, TiledLoss):
         raise ValueError(f"plan does not know the memory of loss {type(loss).__name__}; see disco_ds/plan/losses.py")
@@ -92,41 +93,41 @@ def _tiled_peak(loss: TiledLoss, b: int, N: int, D: int, device: torch.device) -
     held = b * D * (rounded or 0)
     sent_itemsize = loss.wire.itemsize if loss.wire else rounded or 4
     sent = num_columns * D * sent_itemsize
-    copied = bool(rounded or loss.wire)  # to the dtype that is sent
+    copied = bool(rounded or loss.wire)  # features are copied to the dtype in which they are sent
     if ring:
-        # The rows' gradient, blocks of the columns' under way, blocks of features, and one's own if it was copied.
+        # The gradient of the rows, gradients of columns on the ring, blocks of features, and a copy of one's own.
         gathered, reduced = sent * (min(N - 1, 2) + copied), 0
         blocks = gathered + own + own * (3 if N > 1 else 1)
     else:
         gathered = sent * (N > 1 or copied) * (2 if gather_both or isinstance(loss, NTXentLoss) else 1)
         blocks = gathered + own + (own if gather_both else columns)
-        # gloo sums a copy
+        # On a CPU gloo reduces a copy.
         reduced = 0 if gather_both or N == 1 else blocks + own + (columns if device.type == "cpu" else 0)
     if isinstance(loss, NTXentLoss):
         blocks = max(blocks, gathered + 3 * own)
     chunk = 4 * min(chunk_rows(D, device), b) * D * (1 + (rounded == 2))
     finished = blocks + chunk if isinstance(loss, SigLIPLoss) else 2 * own + chunk + sent * copied
     if isinstance(loss, SigLIPLoss):
-        finished = max(finished, 4 * own)  # it still holds the gradients that autograd copies
+        finished = max(finished, 4 * own)  # gradients are still held while autograd copies them
     kept = 2 * b * N * b if isinstance(loss, DisCoFusedLoss) and loss.store else 0
     vectors = 8 * (8 * num_columns + 12 * b)
     return held + kept + vectors + max(blocks + _tile(loss, b, num_columns, D, device), reduced, finished)
 
 
 def _held_itemsize(loss: TiledLoss, device: torch.device) -> int | None:
-    """Bytes of a number in the copies of the features that are rounded to the precision; None where none is made."""
+    """Bytes per number of the features' copies that are rounded to the precision; None where there are no copies."""
     return {"fp32": None, "tf32": 4}.get(loss.tiling.on(device).precision, 2)
 
 
 def _tile(loss: TiledLoss, n: int, m: int, D: int, device: torch.device) -> int:
-    """Bytes to work on a tile of an n x m block."""
+    """Bytes that the work on one tile of an n x m block takes."""
     tiling = loss.tiling.on(device)
     rows, columns = (min(side, length) for side, length in zip(tiling.size(device), (n, m), strict=True))
     on_gpu = device.type == "cuda"
     factor = 2 if on_gpu and tiling.precision in ("fp16", "bf16") else 4
     if on_gpu and tiling.impl != "torch":
-        tile = factor  # Triton writes weights once, as they are multiplied
-    else:  # torch has them in fp32, with a copy, and several where each row has its own scale
+        tile = factor  # Triton writes the weights once, in the dtype in which they are multiplied
+    else:  # torch holds them in fp32 with a copy, and more copies where each row has its own scale
         tile = 4 * (4 if isinstance(loss, FastCLIPLoss) and loss.tau_per_sample else 2) + factor * (factor == 2)
     sent_otherwise = factor * columns * D if loss.wire and loss.wire.itemsize != factor else 0
     return tile * rows * columns + sent_otherwise

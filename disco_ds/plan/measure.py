@@ -1,4 +1,4 @@
-"""The passes of towers.py for real, on the device at hand, beside what was traced."""
+"""Measures the passes that towers.py traces, on the device of this machine, and compares the two."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PASSES = ("replay", "forward", "held", "backward")
 
 
 def measure_towers(config: Config, m: int, device: torch.device) -> Towers:
-    """As trace, from the allocator's records of real passes, on a CPU without oneDNN; FLOPs are the trace's.
+    """Memory of the towers as the allocator records it in real passes, on a CPU without oneDNN; FLOPs are traced.
 
     Raises: torch.OutOfMemoryError.
     """
@@ -38,9 +38,10 @@ def measure_towers(config: Config, m: int, device: torch.device) -> Towers:
     @contextmanager
     def on_cpu(name: str) -> Iterator[None]:
         nonlocal base
-        # oneDNN's kernels take scratch memory (110 MiB for a convolution in 16 bits), which tells nothing of a GPU's.
+        # oneDNN's kernels take scratch memory (110 MiB for a 16-bit convolution), which a GPU's do not.
         with torch.backends.mkldnn.flags(enabled=False), profile(profile_memory=True) as profiler:
             yield
+        # The profiler records each allocation and release; their running sum is the memory in use.
         events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
         found[name] = base
         for event in sorted(events, key=lambda event: event.start_ns()):
@@ -53,9 +54,9 @@ def measure_towers(config: Config, m: int, device: torch.device) -> Towers:
 
 
 def measure(config: Config) -> str:
-    """A table of traced and measured bytes: on a GPU of the largest micro-batch it holds, on a CPU of the recipe's."""
+    """A table of traced and measured memory: on a GPU with the largest micro-batch it holds, on a CPU the recipe's."""
     device = comm.local_device()
-    m, words = config.micro_batch, "the recipe's micro-batch"
+    m, choice = config.micro_batch, "the recipe's micro-batch"
     if device.type == "cuda":
         step = 16
 
@@ -64,15 +65,15 @@ def measure(config: Config) -> str:
                 measure_towers(config, n * step, device)
             except torch.OutOfMemoryError:
                 return False
-            finally:
+            finally:  # the next attempt must not inherit this one's fragments
                 torch.cuda.empty_cache()
             return True
 
-        m, words = step * search_largest(fits), f"the largest micro-batch, in steps of {step}, beside nothing else"
+        m, choice = step * search_largest(fits), f"the largest micro-batch, in steps of {step}, beside nothing else"
         if not m:
             raise ValueError(f"a micro-batch of {step} does not fit {torch.cuda.get_device_name()}")
     traced, found = trace(config, m, device.type != "cpu"), measure_towers(config, m, device)
-    lines = [f"{config.model.name} on {device}, {m} samples, {words}; GiB:", f"{'':10}{'traced':>9}{'measured':>10}"]
+    lines = [f"{config.model.name} on {device}, {m} samples, {choice}; GiB:", f"{'':10}{'traced':>9}{'measured':>10}"]
     for name in PASSES:
         a, b = getattr(traced, name), getattr(found, name)
         lines.append(f"{name:10}{a / GIB:9.3f}{b / GIB:10.3f}  {a / b - 1:+.1%}")

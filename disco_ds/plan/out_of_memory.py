@@ -1,12 +1,11 @@
-"""What a run says when its accelerator is out of memory: in which phase, how much was held, which settings help."""
+"""Explains why an accelerator is out of memory: in which phase, how much was held, and which settings help."""
 
 from __future__ import annotations
 
 import re
 import socket
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -18,27 +17,30 @@ from disco_ds.distributed import comm
 from disco_ds.losses import build_loss
 
 GIB = 2**30
-TELL_S = 60.0
-"""How long a rank that has nothing to say waits for those that explain: its end would end them too."""
+WAIT_S = 60.0
+"""How long a rank that has no explanation to give waits for those that have: its end would end them too."""
 PLANNED = {"forward": ("forward",), "loss": ("loss",), "backward and update": ("backward", "update")}
 """Phase of the step -> moments of the plan."""
-Help = tuple[str, bool]
-"""A setting in words, and whether this recipe can still change it so."""
+Remedy = tuple[str, bool]
+"""A change of the settings, and whether this recipe can still make it."""
 
 
 class OutOfMemory(RuntimeError):  # noqa: N818
-    """This rank's accelerator was out of memory, in one line. Args: told: whether stderr has the whole story."""
+    """This rank's accelerator was out of memory.
 
-    def __init__(self, text: str, told: bool):
+    Args: text: one line; explanation: what was held and what helps; empty where another rank of this host has it.
+    """
+
+    def __init__(self, text: str, explanation: Sequence[str] = ()):
         super().__init__(text)
-        self.told = told
+        self.explanation = list(explanation)
 
 
 @contextmanager
-def explained(config: Config, phase: Callable[[], str]) -> Iterator[None]:
-    """Print an explanation, once per host, where the body runs out of the accelerator's memory.
+def explained(config: Config, phase: Callable[[], str], report: Callable[[str], object]) -> Iterator[None]:
+    """Explain, on one rank of each host, why the body has run out of the accelerator's memory.
 
-    Args:   phase: what the run was doing.
+    Args:   phase: what the run was doing; report: called with the explanation while the other ranks wait.
     Raises: OutOfMemory on the ranks where that happens.
     """
     try:
@@ -47,39 +49,42 @@ def explained(config: Config, phase: Callable[[], str]) -> Iterator[None]:
         if not comm.is_out_of_memory(error):
             raise
         where = phase()
-        text = f"out of memory in {where}: {_first_words(error)}"
-        raise OutOfMemory(text, _tell_once(partial(_tell, config, where, text, error))) from error
+        text = f"out of memory in {where}: {_first_line(error)}"
+        raise OutOfMemory(text, _once_per_host(partial(_report, config, where, text, error, report))) from error
 
 
-def _tell(config: Config, phase: str, text: str, error: RuntimeError) -> None:
-    lines = [f"error on {socket.gethostname()}: rank {comm.rank()} is {text}", *_explain(config, phase, error)]
-    print("\n  ".join(lines), file=sys.stderr, flush=True)
+def _report(config: Config, phase: str, text: str, error: RuntimeError, report: Callable[[str], object]) -> list[str]:
+    explanation = list(_explain(config, phase, error))
+    report("\n  ".join([f"rank {comm.rank()} is {text}", *explanation]))
+    return explanation
 
 
-def _tell_once(tell: Callable[[], None]) -> bool:
-    """Call `tell` on one of this host's ranks, and wait until those of other hosts that began have done so too.
+def _once_per_host(explain: Callable[[], list[str]]) -> list[str]:
+    """Call `explain` on one of this host's ranks, and wait until those of other hosts that began have done so too.
 
-    Nobody may leave before: the heartbeat ends all ranks as soon as one says that it has failed. Not collective.
-    Returns: whether this rank has told.
+    No rank may leave before: the heartbeat ends all ranks as soon as one reports that it has failed. Not collective.
+    Returns: the explanation; empty on the other ranks.
     """
     if comm.size() == 1:
-        tell()
-        return True
-    store, key = comm.open_store(TELL_S), "disco_ds/out_of_memory"
-    tells = store.add(f"{key}/{socket.gethostname()}", 1) == 1
-    if tells:
-        store.add(f"{key}/begun", 1)
+        return explain()
+    explanation: list[str] = []
+    # Not a collective, which would hang: only ranks without memory come here.
+    store, key = comm.open_store(WAIT_S), "disco_ds/out_of_memory"
+    # The first rank of a host to add its name explains for the others.
+    if store.add(f"{key}/{socket.gethostname()}", 1) == 1:
+        store.add(f"{key}/begun", 1)  # before the explanation, which takes seconds: other hosts wait for it
         try:
-            tell()
+            explanation = explain()
         finally:
-            store.add(f"{key}/told", 1)
-    end = time.monotonic() + TELL_S
-    while store.add(f"{key}/told", 0) < store.add(f"{key}/begun", 0) and time.monotonic() < end:
+            store.add(f"{key}/done", 1)
+    end = time.monotonic() + WAIT_S
+    while store.add(f"{key}/done", 0) < store.add(f"{key}/begun", 0) and time.monotonic() < end:
         time.sleep(0.1)
-    return tells
+    return explanation
 
 
 def _explain(config: Config, phase: str, error: RuntimeError) -> Iterator[str]:
+    # A CPU has these figures too: DeepSpeed takes them from psutil.
     device = get_accelerator()
     held, peak, reserved = device.memory_allocated(), device.max_memory_allocated(), device.memory_reserved()
     capacity = device.total_memory()
@@ -88,29 +93,31 @@ def _explain(config: Config, phase: str, error: RuntimeError) -> Iterator[str]:
         f"torch, of {capacity / GIB:.2f} on {device.current_device_name()}"
     )
     yield from _compare(config, phase, max(peak, held + _requested(error)), capacity)
+    # Much that torch has reserved and cannot use: pieces that are too small.
     if phase in PLANNED and reserved - held > 0.1 * capacity:
         yield (
             f"{(reserved - held) / GIB:.2f} GiB are reserved and not used: the memory is fragmented; set "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment of all ranks"
         )
     yield f"what helps in {phase}, in this order:"
-    yield from (f"  {words}" for words, open_to_it in _remedies(config, phase) if open_to_it)
+    yield from (f"  {change}" for change, possible in _remedies(config, phase) if possible)
 
 
 def _compare(config: Config, phase: str, needed: int, capacity: int) -> Iterator[str]:
-    """What disco-ds plan says. Args: needed: bytes at the least."""
+    """Compare with what disco-ds plan says. Args: needed: bytes that the run has needed at least."""
     from disco_ds.plan.memory import plan_memory
     from disco_ds.plan.towers import trace
 
     try:
         memory = plan_memory(config, comm.size(), trace(config, config.micro_batch))
-    except Exception as problem:  # of whatever kind: what is known already must be said
+    except Exception as problem:  # of any kind: what is known already must still be reported
         yield f"disco-ds plan has no estimate: {problem}"
         return
     totals = {name: sum(parts.values()) for name, parts in memory.moments.items()}
     moments = PLANNED.get(phase, (memory.peak,))
     planned = max(totals[name] for name in moments)
     peak = f"{memory.total / GIB:.2f} GiB at its peak, in {memory.peak}"
+    # Either the plan was right and the recipe is too large, or the plan was wrong, or the memory is not there.
     if memory.total > capacity:
         yield f"disco-ds plan: this recipe does not fit: {peak}; `disco-ds plan --fit` writes one that does"
         return
@@ -125,14 +132,15 @@ def _compare(config: Config, phase: str, needed: int, capacity: int) -> Iterator
     yield f"disco-ds plan: it fits: {peak}{here}; {wrong}"
 
 
-def _remedies(config: Config, phase: str) -> Iterator[Help]:
-    """Settings that need less memory in this phase, what costs least first."""
+def _remedies(config: Config, phase: str) -> Iterator[Remedy]:
+    """Changes of the settings that need less memory in this phase, the cheapest first."""
     level = stage(config.deepspeed)
     count = config.num_micro_batches(comm.size())
+    # Each with whether the recipe can still be changed so.
     smaller = f"micro_batch={max(config.micro_batch // 2, 1)} (now {config.micro_batch})", config.micro_batch > 1
     pixels = "pixels=compressed, or pixels=host", config.pixels == "device" and (count > 1 or phase != "building")
     recompute = "model.activation_checkpointing=true", not config.model.activation_checkpointing
-    states: list[Help] = [
+    states: list[Remedy] = [
         (f"deepspeed=zero{level + 1} (now ZeRO {level}), or more ranks", level < 3),
         ("deepspeed=zero3_offload, or more ranks", level == 3),
     ]
@@ -155,13 +163,13 @@ def _remedies(config: Config, phase: str) -> Iterator[Help]:
         yield from (*states, pixels, smaller)
 
 
-def _first_words(error: RuntimeError) -> str:
-    """torch's text without its advice."""
+def _first_line(error: RuntimeError) -> str:
+    """The first line of torch's message, without its advice."""
     return str(error).split(" If reserved but")[0].splitlines()[0] if str(error) else type(error).__name__
 
 
 def _requested(error: RuntimeError) -> int:
-    """Bytes that were asked for, where the text says so."""
+    """Bytes that were requested, where the message names them."""
     units = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
     found = re.search(r"allocate ([\d.]+) (bytes|KiB|MiB|GiB)", str(error))
     return int(float(found[1]) * units[found[2]]) if found else 0

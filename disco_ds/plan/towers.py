@@ -1,7 +1,7 @@
-"""What the towers need for a micro-batch, traced: the recipe's own model goes through the step's own passes.
+"""Traces what the towers need for a micro-batch: the recipe's own model goes through the step's own passes.
 
-A trace runs on fake tensors, which have shapes and no memory, on a fake CPU (a fake GPU's backward needs a driver).
-The same passes run for real where a plan is measured.
+A trace runs on fake tensors, which have shapes but no memory, on a fake CPU, as the backward of a fake GPU needs a
+driver. measure.py runs the same passes on real tensors.
 """
 
 from __future__ import annotations
@@ -33,38 +33,40 @@ from disco_ds.models.clip import build_model, pixel_affine, read_preprocessing, 
 from disco_ds.training.step import Forward
 
 DTYPES = {"autocast": torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Of the parameters, by ds_config's precision."""
+"""Precision of the ds_config -> dtype of the parameters."""
 Watch = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
 class Towers:
-    """Of a micro-batch: bytes beside the parameters, their gradients and the uint8 pixels, and FLOPs of products."""
+    """Needs of one micro-batch: bytes beside parameters, their gradients and uint8 pixels, and FLOPs of products."""
 
     replay: int
-    """Peak of the forward without graph."""
+    """Bytes at the peak of the forward without a graph."""
     forward: int
-    """Peak of the forward with graph."""
+    """Bytes at the peak of the forward with a graph."""
     held: int
-    """What the graph holds until backward."""
+    """Bytes that the graph holds until the backward."""
     backward: int
-    """Peak of backward."""
+    """Bytes at the peak of the backward."""
     replay_flops: int
+    """FLOPs of the forward without a graph."""
     flops: int
-    """Of the forward with graph and backward, recomputation included."""
+    """FLOPs of the forward with a graph and of the backward, recomputation included."""
     trained: int
-    """Parameters; these and what follows are of the model alone."""
+    """Number of trained parameters."""
     frozen: int
+    """Number of frozen parameters."""
     largest: int
-    """Of the trained parameters."""
+    """Number of elements in the largest trained parameter."""
     width: int
-    """Of the features."""
+    """Width of the features."""
     sample: int
-    """Bytes of a sample as it waits: uint8 image, tokens, id, epoch."""
+    """Bytes of a decoded sample: uint8 image, tokens, id, epoch."""
 
 
 class Allocations(TorchDispatchMode):
-    """Bytes of the tensors made under it that are still there, and FLOPs.
+    """Counts the bytes of the tensors that are made while it is active and still exist, and FLOPs.
 
     torch's MemTracker refuses a tower that is called twice, and its FlopCounterMode keeps tensors alive.
     """
@@ -80,6 +82,7 @@ class Allocations(TorchDispatchMode):
         for tensor in tree_leaves(out):
             if not isinstance(tensor, Tensor) or tensor.is_meta:
                 continue
+            # Views share a storage, which counts once and until its last tensor is gone.
             if (storage := tensor.untyped_storage()) not in self._known:
                 self._known[storage] = True
                 self.current += storage.nbytes()
@@ -94,7 +97,7 @@ class Allocations(TorchDispatchMode):
 
 
 class _Engine:
-    """As much of DeepSpeed's engine as step.Forward needs."""
+    """Stands for DeepSpeed's engine, as far as step.Forward needs one."""
 
     def __init__(self, model: nn.Module, kind: str):
         self.module, self.kind = model, kind
@@ -106,7 +109,7 @@ class _Engine:
 
 
 def run_passes(model: Any, kind: str, batch: MicroBatch, settings: AugmentSettings, watch: Watch) -> int:
-    """A micro-batch's passes as step.py does them, each under watch(its name in Towers). Returns: width of features."""
+    """Make the passes of step.py, each in watch(its name in Towers). Returns: the width of the features."""
 
     def prepare(batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
         def view(number: int) -> Tensor:
@@ -120,6 +123,7 @@ def run_passes(model: Any, kind: str, batch: MicroBatch, settings: AugmentSettin
         forward(batch, keep_graph=False)
     with watch("forward"):
         features = forward(batch, keep_graph=True).features
+    # A new scalar only: what is counted here is what the graph holds.
     with watch("held"):
         surrogate = torch.stack([x.sum() for x in features if x is not None and x.requires_grad]).sum()
     with watch("backward"):
@@ -128,16 +132,18 @@ def run_passes(model: Any, kind: str, batch: MicroBatch, settings: AugmentSettin
 
 
 def prepare_model(config: Config) -> nn.Module:
-    """The recipe's model with random weights, training, in the run's dtype; every gradient has its place already."""
+    """The recipe's model with random weights, in training mode and the run's dtype, with its gradients allocated."""
     loss = build_loss(config.loss.name, **config.loss.options)
-    # Where weights come from makes no difference, and what is compiled cannot be traced.
+    # The origin of the weights makes no difference, and a compiled model cannot be traced.
     settings = config.model.model_copy(update={"pretrained": None, "compile": False})
     before = torch.get_default_dtype()
-    torch.set_default_dtype(DTYPES[precision(config.deepspeed)])  # fake parameters cannot be cast in place
+    # By the default dtype, as fake parameters cannot be cast in place.
+    torch.set_default_dtype(DTYPES[precision(config.deepspeed)])
     try:
         model = build_model(settings, loss.initial_scale, loss.initial_bias, loss.learns_scale).train()
     finally:
         torch.set_default_dtype(before)
+    # DeepSpeed's gradients are planned apart: here they must not count as allocated by the backward.
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
@@ -145,6 +151,7 @@ def prepare_model(config: Config) -> nn.Module:
 
 
 def make_batch(model: nn.Module, m: int, device: torch.device | str = "cpu") -> MicroBatch:
+    """A micro-batch of random images and texts, of the sizes that the model takes."""
     context, vocabulary = read_text_size(model)
     image = torch.randint(0, 256, (m, 3, *read_preprocessing(model).size), dtype=torch.uint8, device=device)
     text = torch.randint(1, vocabulary, (m, context), device=device)
@@ -152,11 +159,12 @@ def make_batch(model: nn.Module, m: int, device: torch.device | str = "cpu") -> 
 
 
 def trace(config: Config, m: int, like_gpu: bool = True) -> Towers:
-    """Towers of a micro-batch of m samples; nothing is allocated. Kept for the next time it is asked for.
+    """Trace the towers with a micro-batch of m samples, without allocating memory. The result is cached.
 
-    Args:   like_gpu: count what autocast does on a GPU and not on a CPU.
+    Args:   like_gpu: count copies that autocast makes on a GPU and not on a CPU.
     Raises: ValueError for a model that cannot be traced.
     """
+    # The cache goes by JSON: settings without influence on the trace take one value, so that more calls hit it.
     keys = {"name", "global_batch", "micro_batch", "model", "loss", "data", "deepspeed"}
     tree = config.model_dump(mode="json", include=keys) | {"steps": 1, "optim": {"warmup_steps": 0}}
     tree |= {"global_batch": 1, "micro_batch": 1, "data": {"source": "synthetic", "augment": tree["data"]["augment"]}}
@@ -165,7 +173,7 @@ def trace(config: Config, m: int, like_gpu: bool = True) -> Towers:
     except ValueError:
         raise
     except Exception as error:
-        # Whatever a model does that fake tensors do not: values that decide shapes, operators without shapes.
+        # Of any type: shapes that depend on values, operators that know no shapes.
         raise ValueError(
             f"model {config.model.name} cannot be traced: {type(error).__name__}: {str(error).splitlines()[0]}"
         ) from error
@@ -182,11 +190,12 @@ def _trace(tree: str, m: int, like_gpu: bool) -> Towers:
         trained = [p.numel() for p in parameters if p.requires_grad]
         samples = [batch.image, batch.text, batch.index, batch.epoch]
         gradients = [p.grad for p in parameters if p.grad is not None]
+        # What is there before the passes is planned apart.
         memory = Allocations([*parameters, *model.buffers(), *gradients, *samples])
 
         @contextmanager
         def watch(name: str) -> Iterator[None]:
-            memory.peak = memory.current
+            memory.peak = memory.current  # the peak of this pass alone
             before = memory.flops
             with memory:
                 yield
@@ -206,7 +215,7 @@ def _trace(tree: str, m: int, like_gpu: bool) -> Towers:
 
 @contextmanager
 def _fake(like_gpu: bool) -> Iterator[None]:
-    """Nothing made in here has memory, and nothing made in here is found again outside."""
+    """Tensors made in this block have no memory, and none of them stays in a cache."""
     pixel_affine.cache_clear()
     try:
         with ExitStack() as stack:
@@ -221,7 +230,7 @@ def _fake(like_gpu: bool) -> Iterator[None]:
 
 
 def _in_fp32(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """As autocast runs norms on a GPU and not on a CPU: their input is copied, and the copy is held."""
+    """A norm as autocast runs it on a GPU and not on a CPU: its input is copied, and the graph holds the copy."""
 
     def wrapped(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return norm(x.float() if torch.is_autocast_enabled("cpu") else x, *args, **kwargs)

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 
 from disco_ds.config.ds_config import check_precision
 from disco_ds.distributed import comm
@@ -185,7 +183,7 @@ class _Engine:
 class _Plain:
     """DDP, FSDP2 or neither: gradients are summed up, and averaged over ranks with the last micro-batch."""
 
-    def __init__(self, model: nn.Module, backward: Callable[[Tensor], None]):
+    def __init__(self, model: Any, backward: Callable[[Tensor], None]):
         self.model, self.backward, self.K = model, backward, 1
 
     def check(self, micro_batches: int) -> None:
@@ -194,10 +192,10 @@ class _Plain:
     @contextmanager
     def synchronised(self, last: bool) -> Iterator[None]:
         """Whether a forward and its backward reduce gradients over ranks."""
-        if isinstance(self.model, FSDPModule):
+        if hasattr(self.model, "set_requires_gradient_sync"):  # FSDP2
             self.model.set_requires_gradient_sync(last)
             self.model.set_is_last_backward(last)
-        with nullcontext() if last or not isinstance(self.model, DistributedDataParallel) else self.model.no_sync():
+        with nullcontext() if last or not hasattr(self.model, "no_sync") else self.model.no_sync():  # DDP
             yield
 
     def run(self, surrogates: Iterator[Tensor]) -> None:

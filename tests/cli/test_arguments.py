@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from disco_ds.cli.arguments import MAX_PACKED, pack, parse_args
 from disco_ds.cli.launch import front_end
-from disco_ds.cli.launch import parse_args as parse_launch
+from disco_ds.cli.main import main
+from disco_ds.cli.packing import MAX_PACKED, pack
+from disco_ds.cli.parser import parse_args
 from disco_ds.distributed.hostfile import count_ranks
 from helpers.tool import load_tool
 
@@ -56,6 +57,34 @@ def test_dry_run_imports_no_model_library(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "seen 0 set() set()"
 
 
+def test_help_imports_no_library(tmp_path: Path) -> None:
+    script = """
+import sys
+from disco_ds.cli.main import main
+from disco_ds.cli.parser import COMMANDS
+
+for argv in ([], ["--help"], *([name, "--help"] for name in COMMANDS)):
+    try:
+        main(argv)
+    except SystemExit as end:
+        print("\\nseen", end.code, {"torch", "deepspeed", "pydantic", "yaml", "open_clip"} & set(sys.modules))
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    assert [line for line in done.stdout.splitlines() if line.startswith("seen")] == ["seen 0 set()"] * 10
+    assert done.stdout.count("usage: disco-ds ") == 10
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"), [(["trian"], "'trian'"), (["--config", "x"], "COMMAND"), (["plan"], "--config")]
+)
+def test_wrong_command_exits_with_2(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("text", "ranks"), [("a slots=2\nb slots=6\n", 8), ("localhost slots=1", 1)])
 def test_count_ranks_sums_the_slots(text: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -68,7 +97,7 @@ def test_count_ranks_sums_the_slots(text: str, ranks: int, tmp_path: Path, monke
 def test_count_ranks_malformed_hostfile_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text(text)
-    with pytest.raises(ValueError, match="Hostfile"):
+    with pytest.raises(ValueError, match=r"Hostfile|expected `host slots=GPUs`"):
         count_ranks(None, path)
 
 
@@ -77,16 +106,16 @@ def test_count_ranks_without_a_hostfile() -> None:
 
 
 def test_parse_args_takes_overrides_and_the_launchers_rank() -> None:
-    args = parse_args(["--local_rank=1", "--config", "x", "a=1", "b.c=2", "--resume", "latest"])
+    args = parse_args(["train", "--local_rank=1", "--config", "x", "a=1", "b.c=2", "--resume", "latest"])
     assert (args.config, args.overrides, args.resume, args.dry_run) == ("x", ["a=1", "b.c=2"], "latest", False)
 
 
 @pytest.mark.parametrize("argv", [[], ["--config"], ["--config", "x", "--ranks", "1", "--hostfile", "f"]])
 def test_parse_args_refuses(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        parse_args(argv)
+        parse_args(["train", *argv])
     assert caught.value.code == 2
-    assert "usage: disco_ds.train" in capsys.readouterr().err
+    assert "usage: disco-ds train" in capsys.readouterr().err
 
 
 # On the way to the ranks
@@ -119,21 +148,21 @@ def arrived(words: list[str], shell: str, folder: Path) -> list[str]:
 def test_launch_hands_the_ranks_what_was_typed_whatever_the_shell(shell: str, tmp_path: Path) -> None:
     (tmp_path / "x").touch()  # something for * and ? to find
     config, resume = "a recipe's $HOME {1,2}.yaml", "runs/{a,b} *"
-    args = parse_launch(["--config", config, "--resume", resume, *HOSTILE, "--deepspeed", "--master_port 1"])
-    command = front_end(args, "word", args.resume)
-    got = parse_args(arrived(command[3:], shell, tmp_path))
-    assert (got.config, got.resume, got.overrides, got.launch_word) == (config, resume, HOSTILE, "word")
+    args = parse_args(["launch", "--config", config, "--resume", resume, *HOSTILE, "--deepspeed", "--master_port 1"])
+    command = front_end(args, "id", args.resume)
+    got = parse_args(["train", *arrived(command[3:], shell, tmp_path)])
+    assert (got.config, got.resume, got.overrides, got.launch_id) == (config, resume, HOSTILE, "id")
     assert [path.name for path in tmp_path.iterdir()] == ["x"], "nothing ran on the way"
 
 
 def test_bare_overrides_do_not_arrive_as_typed(tmp_path: Path) -> None:
     """What packing is for; and that the test above would see it."""
     typed = ["deepspeed", "--module", "disco_ds.train", "--config", "x", HOSTILE[0]]
-    got = parse_args(arrived(typed[1:], "bash", tmp_path))
+    got = parse_args(["train", *arrived(typed[1:], "bash", tmp_path)])
     assert got.overrides == [f"data.shards=/data/{number:05}.tar" for number in range(4)]
     # What docs/operators.md says of it.
     quoted = [f"'{HOSTILE[0]}'", r"name=a \$b", "data.captions={'{txt}': 1, \"x\": 2}"]
-    got = parse_args(arrived([*typed[1:5], *quoted], "bash", tmp_path))
+    got = parse_args(["train", *arrived([*typed[1:5], *quoted], "bash", tmp_path)])
     assert got.overrides == [HOSTILE[0], "name=a $b", "data.captions={'{txt}': 1, \"x\": 2}"]
 
 
@@ -141,7 +170,7 @@ def test_demo_hands_the_ranks_what_was_typed() -> None:
     demo = load_tool("demo")
     for given, ours in ((["name={a,b} c"], ["micro_batch=64"]), (["micro_batch=16"], [])):
         words = demo.front_end(demo.trainer_arguments(2, [*given, "--resume", "latest"]), gpus=0, ranks=2)
-        got = parse_args(arrived(words[3:], "sh", Path.cwd()))
+        got = parse_args(["train", *arrived(words[3:], "sh", Path.cwd())])
         assert (got.config, got.resume, got.overrides) == ("quickstart", "latest", ours + given)
 
 
@@ -150,15 +179,15 @@ def test_pack_is_one_word_without_a_shells_characters_and_keeps_every_byte() -> 
     for count in range(len(words) + 1):
         word = pack(["--config=x", "--", *words[:count]])
         assert re.fullmatch(r"--packed=[A-Za-z0-9_-]+", word)
-        assert parse_args([word, "--local_rank=3"]) == argparse.Namespace(
-            **vars(parse_args(["--config=x", "--", *words[:count]])) | {"local_rank": 3}
+        assert parse_args(["train", word, "--local_rank=3"]) == argparse.Namespace(
+            **vars(parse_args(["train", "--config=x", "--", *words[:count]])) | {"local_rank": 3}
         )
 
 
 @pytest.mark.parametrize("word", ["--packed=", "--packed=x", "--packed=e30", "--packed=WzFd", "--packed=a{b"])
 def test_packed_word_that_is_not_ours_is_refused(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        parse_args([word])
+        parse_args(["train", word])
     assert caught.value.code == 2
     assert f"{word} is not what disco-ds launch has packed" in capsys.readouterr().err
 

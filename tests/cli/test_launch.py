@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from disco_ds.cli.arguments import parse_args
 from disco_ds.cli.launch import Signals, find_run, judge, newest_checkpoint, run_once
+from disco_ds.cli.parser import parse_args
 from disco_ds.config import load_config
 from disco_ds.data import resolve_shards
 from disco_ds.distributed.slurm import adopt_slurm
@@ -410,7 +410,7 @@ def test_overrides_arrive_on_both_hosts_as_typed(tmp_path: Path, possible: None,
             wait_for(lambda: records(run) or process.poll() is not None, "the first step", folder)
             for host in ("host-1", "host-2"):
                 words = _words(rank_on(marker, host))
-                got = parse_args(words[words.index("disco_ds.train") + 1 :])
+                got = parse_args(["train", *words[words.index("disco_ds.train") + 1 :]])
                 assert (got.config, got.overrides) == (recipe, [*typed, f"steps={STEPS}"]), host
             assert process.wait(timeout=300) == 0, log_of(folder)[-3000:]
         settings = load_config(run / CONFIG)

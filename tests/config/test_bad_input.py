@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from disco_ds.cli.arguments import describe_run
+from disco_ds.cli.dry_run import describe_run
 from disco_ds.config import PACKAGE, load_config
 from disco_ds.config.ds_config import find_ds_configs
 from disco_ds.distributed.hostfile import count_ranks
 from helpers.minimal import MINIMAL
 
 TEXT = yaml.safe_dump(MINIMAL)
-MAX_LINES, MAX_CHARACTERS, MAX_S = 3, 900, 5
+MAX_LINES, MAX_CHARACTERS, MAX_S = 3, 900, 30
 
 
 def refusal(start: Callable[[], object]) -> str:

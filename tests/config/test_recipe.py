@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from disco_ds.cli.arguments import describe_run
+from disco_ds.cli.dry_run import describe_run
 from disco_ds.config import BASE_BATCH, PACKAGE, find_recipe, load_config, render_ds_config
 from disco_ds.config.ds_config import (
     merge,

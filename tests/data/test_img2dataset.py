@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from disco_ds.cli.index import main as index
+from disco_ds.cli.main import main
 from disco_ds.config.data import DataSettings
 from disco_ds.data import Loader, Manifest, SampleForm, Share, load_manifest, load_sources, read_all, resolve_shards
 from disco_ds.data.tar import TarReader
@@ -121,7 +121,7 @@ def test_stored_output_of_img2dataset_is_indexed_and_read(tmp_path: Path) -> Non
     folder.mkdir()
     for path in STORED.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
-    assert index([str(folder), "--workers=0"]) == 0
+    assert main(["index", str(folder), "--workers=0"]) == 0
     (tmp_path / "images").mkdir()
     check_folder(folder, write_images(tmp_path / "images"))
 
@@ -134,9 +134,9 @@ def test_real_img2dataset_into_training(tmp_path: Path) -> None:
     pip = [str(programs / "python"), "-m", "pip", "install", "--quiet", "--no-compile", "img2dataset", "webdataset<0.3"]
     subprocess.run(pip, check=True, timeout=600)
     folder, captions = download(programs / "img2dataset", tmp_path)
-    assert index([str(folder), "--workers=0"]) == 0
+    assert main(["index", str(folder), "--workers=0"]) == 0
     check_folder(folder, captions)
-    assert index([str(folder), "--check", "--workers=0"]) == 0
+    assert main(["index", str(folder), "--check", "--workers=0"]) == 0
 
 
 if __name__ == "__main__":

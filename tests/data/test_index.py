@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from disco_ds.cli.index import main as index
+from disco_ds.cli.main import main
 from disco_ds.data import Manifest, load_manifest, load_sources
 from disco_ds.data.listing import NAME
 from helpers.shards import SIZES, settings, write_shards, write_tar
@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(*words: object) -> int:
-    return index([*map(str, words), "--workers=0"])
+    return main(["index", *map(str, words), "--workers=0"])
 
 
 def test_index_writes_then_counts_only_what_has_changed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from disco_ds.cli.train import main
+from disco_ds.cli.main import main
 from disco_ds.distributed import comm
 from disco_ds.distributed.agreement import _describe, check_agreement
 from helpers.dist import run_ranks
@@ -58,7 +58,9 @@ def start_trainer(recipe: Path, *words: str) -> int:
     """The trainer's exit code, where a shell has made {rank} of something else on every host."""
     os.chdir(recipe.parent)
     mine = [word.format(rank=os.environ["RANK"]) for word in words]
-    return main(["--config", recipe.name, "model.name=nowhere", *mine])  # the first mistake that build would find
+    return main(
+        ["train", "--config", recipe.name, "model.name=nowhere", *mine]
+    )  # the first mistake that build would find
 
 
 def test_trainer_stops_before_any_work_where_a_rank_has_other_settings(

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from disco_ds.cli.train import main
+from disco_ds.cli.main import main
 from disco_ds.distributed import comm
 from disco_ds.distributed.heartbeat import HURRY_S, Heartbeat, join_ranks
 from helpers.dist import free_port, start_server
@@ -270,7 +270,7 @@ def hang_in_forward(number: int, port: int, folder: Path, path: Path) -> None:
                 sleep_for_ever()
 
     torch.nn.modules.module.register_module_forward_pre_hook(before_forward)
-    sys.exit(main(["--config", str(path), "timeout_s=20", "data.timeout_s=15"]))
+    sys.exit(main(["train", "--config", str(path), "timeout_s=20", "data.timeout_s=15"]))
 
 
 @pytest.mark.slow

@@ -10,17 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from disco_ds.cli.main import COMMANDS
+from disco_ds.cli.parser import make_parsers
 from disco_ds.config import PACKAGE
 from helpers.paths import ROOT
-from helpers.tool import load_tool
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 MAX_WORDS = 1000
 RECIPES = {path.stem for path in (PACKAGE / "recipes").glob("*.yaml")}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-reference = load_tool("make_reference")
 
 
 def anchors(page: Path) -> set[str]:
@@ -79,10 +77,11 @@ def missing(command: list[str]) -> Iterator[str]:
 
 def missing_of(name: str, words: list[str]) -> Iterator[str]:
     """The command of disco-ds if there is none of this name, else those of its options that it does not have."""
-    if name not in COMMANDS:
+    _, commands = make_parsers()
+    if name not in commands:
         yield name
         return
-    known = set(re.findall(r"--[a-z-]+", reference.make_parser(name).format_help()))
+    known = set(re.findall(r"--[a-z-]+", commands[name].format_help()))
     for word in takewhile(lambda word: word not in ("--deepspeed", "|", "&&"), words):
         if re.match(r"--[a-z]", word) and word.partition("=")[0] not in known:
             yield word

@@ -17,11 +17,11 @@ import torchvision
 import yaml
 from torch.nn import functional as F
 
+from disco_ds.cli.main import main
 from disco_ds.config import Config
 from disco_ds.config.ds_config import find_ds_configs, read_ds_config
 from disco_ds.distributed import comm
 from disco_ds.doctor import Line, examine
-from disco_ds.doctor.__main__ import main
 from disco_ds.doctor.here import check_batch, check_data, check_ds_config, check_kernels
 from disco_ds.doctor.hosts import check_hosts, judge
 from disco_ds.doctor.probe import probe
@@ -310,15 +310,18 @@ def test_hosts_where_nobody_listens_fail(
         monkeypatch.delenv(variable, raising=False)
     Path("recipe.yaml").write_text(yaml.safe_dump(MINIMAL))
     Path("hosts").write_text("127.0.0.1 slots=1\nlocalhost slots=1\n")
-    assert main(["--config", "recipe.yaml", "--hostfile", "hosts"]) == 1
+    assert main(["doctor", "--config", "recipe.yaml", "--hostfile", "hosts"]) == 1
     told = capsys.readouterr().out
     assert "fail  ssh             127.0.0.1: ssh: connect to host 127.0.0.1 port" in told
     assert "fail  ssh             localhost: ssh: connect to host localhost port" in told
     assert told.count("Connection refused (exit code 255)") == 2
     assert not list(tmp_path.glob(".shared-*"))
     Path("hosts").write_text("127.0.0.1 slot=1\n")
-    assert main(["--config", "recipe.yaml", "--hostfile", "hosts"]) == 1
-    assert "fail  recipe          Hostfile contains a bad entry: 127.0.0.1 slot=1" in capsys.readouterr().out
+    assert main(["doctor", "--config", "recipe.yaml", "--hostfile", "hosts"]) == 1
+    assert (
+        "fail  recipe          hosts, line 1: expected `host slots=GPUs`, got '127.0.0.1 slot=1'"
+        in capsys.readouterr().out
+    )
 
 
 def test_what_a_host_says_is_held_against_this_one(own_report: dict[str, Any]) -> None:

@@ -20,13 +20,14 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from disco_ds.cli.evaluate import load_model, main, parse_args, read_settings
+from disco_ds.cli.main import main
 from disco_ds.config import DataSettings, EvalSettings, ModelSettings, load_config
 from disco_ds.data import ImageSpec, load_manifest, read_all, resolve_shards
 from disco_ds.distributed import comm
 from disco_ds.eval import Accuracy, Recall, evaluate_sets, load_sets
 from disco_ds.metrics.records import METRICS_FILE
 from disco_ds.models.clip import build_model
+from disco_ds.run import evaluation_settings, load_model
 from disco_ds.training.build import build
 from disco_ds.training.loop import evaluate, train
 from helpers.checkpoints import flip
@@ -176,9 +177,8 @@ def with_and_without(path: Path, stage: int, folder: Path) -> dict[str, list[dic
             comm.barrier()
             found[str(every)] = [json.loads(line) for line in (run.folder / METRICS_FILE).read_text().splitlines()]
             for what in ("", "/checkpoints/step-00000004")[:every]:
-                args = parse_args([f"{run.folder}{what}", "eval.retrieval={}", "--json", str(folder / "x.json")])
-                config = read_settings(args)
-                model, tokenize = load_model(args)
+                config = evaluation_settings(f"{run.folder}{what}", ["eval.retrieval={}"], None, None)
+                model, tokenize = load_model(f"{run.folder}{what}")
                 sets = load_sets(config.eval, config.data)
                 mine, other = (evaluate_sets(m, sets, run.image, tokenize, chunk=4) for m in (model, run.engine))
                 assert [result.values for result in mine] == [result.values for result in other]
@@ -224,11 +224,11 @@ def check_runs(found: dict[str, list[dict[str, Any]]]) -> None:
 def test_flipped_bit_is_not_evaluated(tmp_path: Path) -> None:
     name = write_tiny(tmp_path, BPE_SIZE)
     newest = write_run(tmp_path / "run", build_model(ModelSettings(name=name)), name)
-    load_model(parse_args([str(newest)]))
+    load_model(newest)
     flip(newest / "engine" / "mp_rank_00_model_states.pt")
     for model in (newest, tmp_path / "run"):
         with pytest.raises(ValueError, match=r"engine/mp_rank_00_model_states.pt is not what was written"):
-            load_model(parse_args([str(model)]))
+            load_model(model)
 
 
 def run_eval(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -285,7 +285,7 @@ def test_command_stops_with_1_when_no_image_can_be_read(layouts):
     ],
 )
 def test_mistake_on_the_command_line_is_told_before_any_work(arguments, words, capsys):
-    assert main(arguments) == 2
+    assert main(["eval", *arguments]) == 2
     assert words in capsys.readouterr().err
 
 

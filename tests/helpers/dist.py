@@ -57,7 +57,7 @@ def run_ranks(
 
 def start_server() -> None:
     """The process that ranks are forked from: they find torch, DeepSpeed and open_clip imported, eight seconds each."""
-    multiprocessing.set_forkserver_preload(["disco_ds.train"])
+    multiprocessing.set_forkserver_preload(["disco_ds.cli.train"])
     multiprocessing.forkserver.ensure_running()
 
 

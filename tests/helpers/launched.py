@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 
-from disco_ds.cli.arguments import parse_args
+from disco_ds.cli.parser import parse_args
 from disco_ds.config import load_config
 from disco_ds.metrics.records import METRICS_FILE
 from disco_ds.training.build import build
@@ -112,7 +112,7 @@ def finish(kind: str, ranks: int, arguments: list[str], folder: Path) -> None:
 def train_without_launcher(folder: Path, arguments: list[str]) -> None:
     """One rank, in a process of run_ranks: sooner there than a launcher's."""
     os.chdir(folder)
-    args = parse_args(arguments)
+    args = parse_args(["train", *arguments])
     with ExitStack() as stack:
         train(build(load_config(args.config, args.overrides), args.resume, stack))
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from disco_ds.cli.train import main
+from disco_ds.cli.main import main
 from disco_ds.distributed import comm
 from disco_ds.plan.out_of_memory import OutOfMemory, explained
 from helpers.dist import free_port, start_server
@@ -55,7 +55,7 @@ def enter(number: int, port: int, folder: Path, path: Path, phase: str, faulty: 
             arguments[0].requires_grad_().register_hook(fail)
 
     torch.nn.modules.module.register_module_forward_pre_hook(before_forward)
-    sys.exit(main(["--config", str(path), f"name={phase.split()[0]}", "global_batch=16", "lost_after_s=20"]))
+    sys.exit(main(["train", "--config", str(path), f"name={phase.split()[0]}", "global_batch=16", "lost_after_s=20"]))
 
 
 @contextmanager
@@ -125,16 +125,18 @@ def test_out_of_memory_in_evaluation_is_told(tmp_path):
         ("evaluating", {}, "micro_batch=8 (now 16)"),
     ],
 )
-def test_what_helps_first(phase, changes, first, capfd):
+def test_what_helps_first(phase, changes, first):
+    reported = []
     tree = {"deepspeed": {"zero_optimization": {"stage": 1}}, "model": {"name": "RN50"}} | changes
     with (
         pytest.raises(OutOfMemory, match=f"^out of memory in {phase}: ") as caught,
-        explained(settings(**tree), lambda: phase),
+        explained(settings(**tree), lambda: phase, reported.append),
     ):
         raise torch.OutOfMemoryError(TEXT)
-    assert caught.value.told
-    said = capfd.readouterr().err
+    (said,) = reported
+    assert said.splitlines()[0] == f"rank 0 is {caught.value}"
     assert first in said.split(f"{HELPS} {phase}, in this order:\n")[1].splitlines()[0]
+    assert [line.removeprefix("  ") for line in said.splitlines()[1:]] == caught.value.explanation
 
 
 @pytest.mark.parametrize(
@@ -151,5 +153,5 @@ def test_libraries_own_texts_are_understood(error):
 
 
 def test_other_errors_pass():
-    with pytest.raises(RuntimeError, match="shape"), explained(settings(), lambda: "forward"):
+    with pytest.raises(RuntimeError, match="shape"), explained(settings(), lambda: "forward", print):
         raise RuntimeError("shape mismatch")

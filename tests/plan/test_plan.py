@@ -13,14 +13,15 @@ from timm.models import register_model
 from torch import Tensor, nn
 from torch.profiler import profile
 
-from disco_ds.cli.arguments import describe_run
+from disco_ds.cli.dry_run import describe_run
 from disco_ds.cli.main import main
 from disco_ds.config import Config, OptimSettings, load_config, render_ds_config
 from disco_ds.losses import build_loss
 from disco_ds.models.clip import build_model
 from disco_ds.models.gpus import find_gpu
+from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.measure import measure_towers
-from disco_ds.plan.memory import GIB, Slack, plan_memory, search_largest
+from disco_ds.plan.memory import GIB, plan_memory, search_largest
 from disco_ds.plan.speed import Rates, plan_speed
 from disco_ds.plan.towers import Allocations, trace
 from disco_ds.training.engine import build_engine, set_lr
@@ -30,7 +31,7 @@ from helpers.towers import batches, prepare, tiny_config, write_tiny
 
 CPU = torch.device("cpu")
 AUTOCAST: dict[str, Any] = {"zero_optimization": {"stage": 1}, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
-NOTHING = Slack(0, 0)
+NOTHING = Assumptions(slack=0, context_gib=0)
 
 
 def tiny(folder: Path, **changes: Any) -> Config:
@@ -204,7 +205,7 @@ def test_host_holds_images_as_the_recipe_says(tmp_path: Path) -> None:
     image = towers.sample  # and its caption
 
     def host(pixels: str) -> dict[str, int]:
-        return plan_memory(config.model_copy(update={"pixels": pixels}), 2, towers, image_bytes=700).host
+        return plan_memory(config.model_copy(update={"pixels": pixels}), 2, towers, Assumptions(image_bytes=700)).host
 
     def buffers(num: int) -> dict[str, int]:
         return {"pixels, in buffers": num * 16 * image}
@@ -250,11 +251,11 @@ def test_fit_writes_a_recipe_that_fits_and_is_accepted(
     assert config.optim.warmup_steps == config.num_steps // 10, "the default of 2,000 is longer than the run"
     assert "zero_optimization" in json.loads((folder / "ds_config.json").read_text())
     assert f"global batch {config.global_batch:,} = 4 ranks" in describe_run(config, 4)
-    slack = Slack(Slack.share, 0.01)
+    assumed = Assumptions(context_gib=0.01)
     towers = trace(config, config.micro_batch)
-    assert plan_memory(config, 4, towers, slack).total <= 0.1 * GIB
+    assert plan_memory(config, 4, towers, assumed).total <= 0.1 * GIB
     more = config.model_copy(update={"global_batch": 2 * config.global_batch})
-    memory = plan_memory(more, 4, towers, slack)
+    memory = plan_memory(more, 4, towers, assumed)
     assert memory.total > 0.1 * GIB or 4 * sum(memory.host.values()) > 2 * GIB, "twice as many do not fit"
     assert run(argv, monkeypatch) == 2
     assert "is there already" in capsys.readouterr().err
@@ -305,12 +306,12 @@ def test_mistakes_are_told_in_one_line(
 def test_time_is_flops_and_bytes_over_the_rates(tmp_path: Path) -> None:
     config = tiny(tmp_path, deepspeed=AUTOCAST, global_batch=64, micro_batch=4, loss__name="disco_fused")
     towers, gpu = trace(config, 4), find_gpu("A100-40G")
-    speed = plan_speed(config, 8, towers, Rates(gpu, efficiency=0.5, between_hosts=1.0, per_host=4))
+    speed = plan_speed(config, 8, towers, Rates(gpu, Assumptions(efficiency=0.5, between_hosts=1.0, per_host=4)))
     assert speed is not None
     assert speed.towers_s == pytest.approx((towers.replay_flops + 2 * towers.flops) / 156e12)
     assert speed.loss_s == pytest.approx(4 * 2 * 8 * 64 * 16 / (0.5 * 312e12))
-    assert speed.wire_s == pytest.approx(speed.wire_bytes / 1e9)
-    assert speed.wire_bytes == pytest.approx(64 * 16 * (2 + 4) + 7 / 8 * 3 * 4 * towers.trained, rel=1e-6)
+    assert speed.comm_s == pytest.approx(speed.comm_bytes / 1e9)
+    assert speed.comm_bytes == pytest.approx(64 * 16 * (2 + 4) + 7 / 8 * 3 * 4 * towers.trained, rel=1e-6)
     assert plan_speed(config, 8, towers, Rates(find_gpu("40"))) is None
 
 

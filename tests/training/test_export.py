@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import disco_ds
-from disco_ds.cli.export import main
+from disco_ds.cli.main import main
 from disco_ds.config import ModelSettings
 from disco_ds.data import ImageSpec, load_manifest, read_all, resolve_shards
 from disco_ds.data.decode import resize_for_evaluation
@@ -143,12 +143,12 @@ def test_flipped_bit_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixtu
     newest = write_run(run, model, str(tmp_path / "tiny.json"), step=8)
     flip(newest / "engine" / "mp_rank_00_model_states.pt")
     older = newest.with_name("step-00000007")
-    assert main([str(run), "--to", str(tmp_path / "one")]) == 2
+    assert main(["export", str(run), "--to", str(tmp_path / "one")]) == 2
     said = capsys.readouterr().err
     assert "step-00000008 is damaged: engine/mp_rank_00_model_states.pt is not what was written" in said
     assert f"the one before it is {older}" in said
     assert not (tmp_path / "one").exists()
-    assert main([str(older), "--to", str(tmp_path / "one"), "--format", "open_clip"]) == 0
+    assert main(["export", str(older), "--to", str(tmp_path / "one"), "--format", "open_clip"]) == 0
 
 
 def test_export_never_overwrites_and_clears_what_a_killed_one_left(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_export_that_fails_midway_leaves_nothing(tmp_path: Path) -> None:
 
 def test_command_line_writes_or_says_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, _, _ = make_run(tmp_path, "own")
-    argv = [str(run), "--to", str(tmp_path / "one"), "--format", "pt", "--dtype", "bf16"]
+    argv = ["export", str(run), "--to", str(tmp_path / "one"), "--format", "pt", "--dtype", "bf16"]
     assert main(argv) == 0
     assert f"{tmp_path / 'one'}: README.md, tiny.json, weights.pt" in capsys.readouterr().out
     assert main(argv) == 2

@@ -1,0 +1,54 @@
+"""`disco-ds doctor`, alone or on every rank of a launcher: `deepspeed --module disco_ds.doctor ... --gradients`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+
+from disco_ds.config import load_config
+from disco_ds.distributed.hostfile import read_hostfile
+from disco_ds.distributed.watchdog import die_with_launcher
+from disco_ds.doctor import Line, examine
+from disco_ds.doctor.versions import check_versions
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 0: nothing fails, though there may be warnings; 1: something fails."""
+    die_with_launcher()
+    first, failed = os.environ.get("RANK", "0") == "0", False
+    for line in look(args, first, int(os.environ.get("WORLD_SIZE", "1"))):
+        failed |= line.status == "fail"
+        if first:
+            print(line, flush=True)
+    return int(failed)
+
+
+def look(args: argparse.Namespace, first: bool, size: int) -> Iterator[Line]:
+    """The lines of all checks; the first rank makes those alone that do not need the others."""
+    if first:
+        yield from examine("versions", check_versions, Exception)
+    try:
+        config = load_config(args.config, args.overrides)
+        slots = read_hostfile(args.hostfile) if args.hostfile else {"this host": 0}
+        asked = sum(slots.values()) if args.hostfile else args.ranks or config.ranks or 1
+        ranks = size if size > 1 else asked
+    except ValueError as error:
+        yield Line("fail", "recipe", str(error))
+        return
+    if first:
+        # Not at the top: where these imports fail, the lines about the packages must be printed still.
+        try:
+            from disco_ds.doctor.here import check_batch, check_data, check_ds_config, check_kernels
+            from disco_ds.doctor.hosts import check_hosts
+        except (ImportError, RuntimeError):  # of a broken installation, which a line above explains
+            return
+        yield from examine("ds_config", lambda: check_ds_config(config), Exception)
+        yield from examine("batch", lambda: check_batch(config, ranks), Exception)
+        yield from examine("kernels", lambda: check_kernels(config), Exception)
+        yield from examine("data", lambda: check_data(config, ranks), Exception)
+        yield from examine("hosts", lambda: check_hosts(config, slots), Exception)
+    if size > 1 or args.gradients:
+        from disco_ds.doctor.ranks import look_at_ranks
+
+        yield from look_at_ranks(config, ranks, first, args.gradients)
