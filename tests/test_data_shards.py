@@ -158,7 +158,7 @@ def test_manifest_refusals_name_the_remedy(tmp_path: Path) -> None:
     good = path.read_text()
     command = f"disco-ds index {tmp_path}"
     path.unlink()
-    assert "2 shards and no manifest.json" in refusal(tmp_path)
+    assert f"there is no {path}; count the shards" in refusal(tmp_path)
     assert command in refusal(tmp_path)
     for text, words in [
         ("{", "is not a manifest"),
@@ -174,7 +174,7 @@ def test_manifest_refusals_name_the_remedy(tmp_path: Path) -> None:
     assert "lists shards that are not there: 00001.tar" in refusal(tmp_path)
     assert command in refusal(tmp_path)
     write_tar(tmp_path / "00001.tar", [("a.txt", b"a")])
-    assert "that manifest.json does not list: x.tar" in refusal(tmp_path)
+    assert "manifest.json does not list x.tar; count" in refusal(tmp_path)
 
 
 def test_shard_of_another_size_is_only_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

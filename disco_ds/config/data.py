@@ -5,8 +5,9 @@ The base class of all settings stands here, since recipe.py imports this file.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -62,10 +63,23 @@ def _check_captions(captions: dict[str, float]) -> dict[str, float]:
 Captions = Annotated[dict[str, float], AfterValidator(_check_captions)]
 
 
+def _check_source(source: str) -> str:
+    if source not in ("shards", "synthetic") and not re.fullmatch(r"[\w.]+:\w+", source):
+        raise ValueError(f"data.source is {source!r}; expected shards, synthetic, or your own as package.module:Class")
+    return source
+
+
+SourceName = Annotated[str, AfterValidator(_check_source)]
+
+
 class SourceSettings(Settings):
     """One of several sources."""
 
-    shards: str
+    source: SourceName = "shards"
+    """What this source is, as data.source."""
+    options: dict[str, Any] = Field({})
+    """The options of this source, as data.options."""
+    shards: str | None = None
     """The shards of this source, as data.shards."""
     manifest: Path | None = None
     """The manifest of this source, as data.manifest."""
@@ -82,8 +96,11 @@ class SourceSettings(Settings):
 class DataSettings(Settings):
     """Where samples come from, how they are read, decoded and changed."""
 
-    source: Literal["shards", "synthetic"] = "shards"
-    """What `shards` or `sources` name, or random pixels and tokens (to try a model or a cluster without data)."""
+    source: SourceName = "shards"
+    """`shards`: what data.shards or data.sources name; `synthetic`: random pixels and tokens, to try a model or a
+    cluster without data; `package.module:Class`: a source of your own, found on PYTHONPATH."""
+    options: dict[str, Any] = Field({})
+    """Keyword arguments of your own source."""
     shards: str | None = None
     """A folder of .tar shards; or by braces: /data/{00000..00099}.tar, https://host/{0..9}.tar, pipe:COMMAND {0..9};
     a .csv of image paths and captions; `bundled:emoji/train` names data of the package."""
@@ -123,8 +140,14 @@ class DataSettings(Settings):
 
     @model_validator(mode="after")
     def _complete(self) -> DataSettings:
-        if self.source == "shards" and not self.shards and not self.sources:
-            raise ValueError("data.shards is missing: name a folder of .tar shards, or set data.source=synthetic")
+        for number, part in enumerate(self.parts):
+            where = f"data.sources.{number}" if self.parts is self.sources else "data"
+            if part.source == "shards" and not part.shards:
+                raise ValueError(
+                    f"{where}.shards is missing: name a folder of .tar shards, or set {where}.source=synthetic"
+                )
+            if part.source == "shards" and part.options:
+                raise ValueError(f"{where}.options are those of your own source, and {where}.source is shards")
         if self.sources and (self.shards or self.manifest):
             raise ValueError("data.sources takes the place of data.shards and data.manifest: set one or the other")
         if len({source.weight is None for source in self.sources or ()}) > 1:
@@ -137,10 +160,11 @@ class DataSettings(Settings):
 
     @property
     def parts(self) -> tuple[SourceSettings, ...]:
-        """The sources, one or more; none if they are synthetic."""
-        if self.source == "synthetic":
-            return ()
-        return self.sources or (SourceSettings(shards=self.shards or "", manifest=self.manifest),)
+        """The sources, one or more."""
+        if self.source == "shards" and self.sources:
+            return self.sources
+        own = {"source": self.source, "options": self.options, "shards": self.shards, "manifest": self.manifest}
+        return (SourceSettings(**own),)
 
     def settings_of(self, part: SourceSettings) -> DataSettings:
         """The settings that a source is read by."""

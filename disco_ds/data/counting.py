@@ -11,26 +11,12 @@ from functools import partial
 from pathlib import Path
 
 from disco_ds.config.data import RemoteSettings
-from disco_ds.data.listing import Listing, is_folder, is_table, list_shards, refuse_remote, resolve_shards
-from disco_ds.data.manifest import Manifest, Shard, find_tars, has_changed, refuse_empty
+from disco_ds.data.listing import Listing, list_folder
+from disco_ds.data.manifest import Manifest, Shard, has_changed, refuse_empty
 from disco_ds.data.remote import fetch_temporary
 from disco_ds.data.tar import TarIndex
 
 logger = logging.getLogger(__name__)
-
-
-def find_shards(text: str, remote: RemoteSettings) -> tuple[Listing, bool]:
-    """The shards that a text means, and whether they are all of a folder.
-
-    Raises:  ValueError when there are none, or they are remote and not allowed.
-    """
-    refuse_remote(text, remote)
-    if is_table(text):
-        raise ValueError("a csv file needs no manifest: its rows are counted when a run starts")
-    if is_folder(text):
-        folder = resolve_shards(text)
-        return Listing(folder, tuple(find_tars(folder))), True
-    return list_shards(text), False
 
 
 def index_shards(
@@ -47,7 +33,7 @@ def index_shards(
     Returns: the manifest, sorted by name; a truncated shard counts up to its last complete sample, with a warning.
     Raises:  ValueError when there is no shard, or one without samples; OSError, DataError for one that cannot be read.
     """
-    listing = where if isinstance(where, Listing) else Listing(where, tuple(find_tars(where)))
+    listing = where if isinstance(where, Listing) else list_folder(where)
     shards = {} if listing.urls else _unchanged(listing, known)
     urls = listing.urls or [None] * len(listing.names)
     tasks = [task for task in zip(listing.names, urls, strict=True) if task[0] not in shards]

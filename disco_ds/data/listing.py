@@ -1,4 +1,4 @@
-"""What a setting like data.shards may say, and the names and places of the shards it means. Reads no shard.
+"""What a setting such as data.shards may name, and the names and places of the shards it means. Opens no shard.
 
 folder, bundled:<set>          every .tar in it
 /data/{00000..00099}.tar       local shards one by one; several braces and lists {a,b} work too
@@ -9,6 +9,7 @@ table.csv                      rows of image path and caption
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,14 +29,16 @@ _TAR = re.compile(r"[^\s/?&='\"|]+\.tar\b")
 
 @dataclass(frozen=True)
 class Listing:
-    """Shards that a text names one by one."""
+    """The shards that a setting means, before their samples are counted."""
 
     folder: Path
-    """Of local shards."""
+    """Where local shards are."""
     names: tuple[str, ...]
     """In the manifest, sorted: paths below the folder, or what differs between URLs. Never a query or a password."""
     urls: tuple[str, ...] = ()
     """Of remote shards."""
+    whole: bool = False
+    """Whether these are all shards of the folder."""
 
 
 def is_table(text: str) -> bool:
@@ -44,10 +47,6 @@ def is_table(text: str) -> bool:
 
 def is_remote(text: str) -> bool:
     return text.startswith(("http://", "https://", PIPE))
-
-
-def is_folder(text: str) -> bool:
-    return not (is_remote(text) or is_table(text) or text.endswith(".tar") or "{" in text)
 
 
 def refuse_remote(text: str, remote: RemoteSettings) -> None:
@@ -60,6 +59,29 @@ def refuse_remote(text: str, remote: RemoteSettings) -> None:
         raise ValueError(
             f"{match[0]} is not read directly: give an http(s) URL, or a pipe: whose command writes the tar"
         )
+
+
+def find_shards(text: str, remote: RemoteSettings) -> Listing:
+    """The shards that a text means, whether it names a folder or the shards themselves.
+
+    Raises:  ValueError if there are none, they have no manifest, or they are remote and not allowed.
+    """
+    refuse_remote(text, remote)
+    if is_table(text):
+        raise ValueError("a csv file needs no manifest: its rows are counted when a run starts")
+    if is_remote(text) or text.endswith(".tar") or "{" in text:
+        return list_shards(text)
+    return list_folder(resolve_shards(text))
+
+
+def list_folder(folder: Path) -> Listing:
+    """Every .tar of a folder. Raises: ValueError if there are none."""
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {folder}")
+    names = sorted(entry.name for entry in os.scandir(folder) if entry.name.endswith(".tar"))
+    if not names:
+        raise ValueError(f"{folder} holds no .tar file, expected a folder of webdataset shards")
+    return Listing(folder, tuple(names), whole=True)
 
 
 def list_shards(text: str) -> Listing:

@@ -18,14 +18,13 @@ from typing import Any
 import torch
 
 from disco_ds.config.data import DataSettings
+from disco_ds.data.base import SampleForm, Source
 from disco_ds.data.feed import Delivery, Feed, Producer, Upload
-from disco_ds.data.manifest import Manifest
-from disco_ds.data.order import Share, choose_slots, divide
+from disco_ds.data.order import Share, choose_slots
 from disco_ds.data.shared_batches import SharedBatches, batch_bytes
-from disco_ds.data.source import SampleForm, fingerprint, mix, open_sources
+from disco_ds.data.source import fingerprint, mix, open_sources
 from disco_ds.data.staging import Staging, count_buffers, count_on_device, count_workers
 from disco_ds.data.step_data import MicroBatch, MicroBatches, StepData
-from disco_ds.data.table import Table
 from disco_ds.data.tar import DataError
 from disco_ds.data.worker import InProcess, Job, Worker
 
@@ -41,7 +40,7 @@ class Loader:
     def __init__(
         self,
         settings: DataSettings,
-        sources: Sequence[Manifest | Table],
+        sources: Sequence[Source],
         form: SampleForm,
         share: Share,
         seed: int,
@@ -49,16 +48,16 @@ class Loader:
         staging: Staging | None = None,
     ) -> None:
         staging = staging or Staging()
-        sizes = [data.sizes for data in sources] or [divide(settings.num_samples)]
-        self.num_samples = sum(map(sum, sizes))
-        self.num_slots = choose_slots(sum(map(len, sizes)), self.num_samples, settings.slots, share.size)
+        sizes = [size for source in sources for size in source.sizes]
+        self.num_samples = sum(sizes)
+        self.num_slots = choose_slots(len(sizes), self.num_samples, settings.slots, share.size)
         slots = tuple(range(share.rank, self.num_slots, share.size))
         num_workers = min(count_workers(settings, staging.cores), len(slots))
         order = mix(settings, sources, self.num_slots, seed)
         self._origin: dict[str, Any] = {
             "slots": self.num_slots,
-            "sources": len(sizes),
-            "fingerprint": fingerprint(settings, sources) if sources else f"synthetic-{settings.num_samples}",
+            "sources": len(sources),
+            "fingerprint": fingerprint(settings, sources),
             "global_batch": share.global_batch,
         }
         state = self._check(state)
@@ -87,7 +86,7 @@ class Loader:
         self._resources.callback(self._batches.close)
         per_worker = -(-len(slots) // max(1, num_workers))
         job = Job(
-            source=open_sources(settings, sources, form, seed, per_worker),
+            samples=open_sources(settings, sources, form, seed, per_worker),
             order=order,
             max_broken=settings.max_broken,
             slots=slots,
@@ -237,7 +236,7 @@ class Loader:
             self.worker_pids.append(worker.pid)
             producers.append(worker)
         if not producers:
-            self._resources.callback(job.source.close)
+            self._resources.callback(job.samples.close)
             producers.append(InProcess(job))
         return producers
 

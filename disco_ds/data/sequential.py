@@ -11,10 +11,10 @@ from contextlib import closing
 from torch import Tensor
 
 from disco_ds.config.data import DataSettings
+from disco_ds.data.base import Source
 from disco_ds.data.decode import ImageSpec, decode_image, fill_template, find_image, list_fields, resize_for_evaluation
-from disco_ds.data.folder import ImageFolder
 from disco_ds.data.manifest import Manifest
-from disco_ds.data.tar import BrokenSample, TarReader
+from disco_ds.data.tar import BrokenSample
 
 THREADS = 4
 """PIL releases the interpreter's lock while it decodes and resizes."""
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_all(
-    source: Manifest | ImageFolder,
+    source: Source,
     settings: DataSettings,
     image: ImageSpec,
     rank: int,
@@ -44,8 +44,7 @@ def read_all(
         picture = decode_image(find_image(members, settings.image_key), settings.max_pixels)
         return resize_for_evaluation(picture, image), label
 
-    opened = source if isinstance(source, ImageFolder) else _open_shards(source)
-    with closing(opened) as reader, ThreadPoolExecutor(THREADS) as pool:
+    with closing(source.open(num_slots=1, window=1)) as reader, ThreadPoolExecutor(THREADS) as pool:
         waiting: deque[tuple[int, int, int, Future[tuple[Tensor, str]]]] = deque()
 
         def finish() -> Iterator[tuple[Tensor, str, int]]:
@@ -77,7 +76,7 @@ def read_labels(manifest: Manifest, label_template: str) -> list[str | None]:
     """
     wanted = list_fields(label_template)
     labels: list[str | None] = []
-    with closing(_open_shards(manifest)) as reader:
+    with closing(manifest.open()) as reader:
         for shard, entry, _ in _places(manifest):
             try:
                 labels.append(fill_template(label_template, reader.read(shard, entry, wanted)))
@@ -86,11 +85,7 @@ def read_labels(manifest: Manifest, label_template: str) -> list[str | None]:
     return labels
 
 
-def _open_shards(manifest: Manifest) -> TarReader:
-    return TarReader(manifest.folder, [shard.name for shard in manifest.shards], num_indices=2)
-
-
-def _places(source: Manifest | ImageFolder) -> Iterator[tuple[int, int, int]]:
+def _places(source: Source) -> Iterator[tuple[int, int, int]]:
     """(shard, entry, id) of every sample."""
     index = 0
     for shard, samples in enumerate(source.sizes):

@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import get_context
 
+from disco_ds.data.base import Decode, Samples
 from disco_ds.data.mixture import Mixture
 from disco_ds.data.shared_batches import SharedBatches
-from disco_ds.data.source import Decode, Source
 from disco_ds.data.step_data import MicroBatch
 from disco_ds.data.tar import BrokenSample, DataError
 
@@ -76,7 +76,7 @@ class Job:
     The rank's sample number q (from the run's start) belongs to slots[q % len(slots)], as its number q // len(slots).
     """
 
-    source: Source
+    samples: Samples
     order: Mixture
     max_broken: float
     slots: tuple[int, ...]
@@ -101,7 +101,7 @@ class _Reader:
     """Reads the next good sample of a stream, and counts the broken ones."""
 
     def __init__(self, job: Job) -> None:
-        self._source = job.source
+        self._samples = job.samples
         self._order = job.order
         self._max_broken = job.max_broken
         self._read = 0
@@ -122,10 +122,10 @@ class _Reader:
             index = self._order.index(shard, entry)
             self._read += 1
             try:
-                decode, text = self._source.read(shard, entry, epoch, index)
+                decode, text = self._samples.read(shard, entry, epoch, index)
                 return decode(), decode, text, index, epoch, offset
             except BrokenSample as error:
-                broken.append(f"{self._source.name(shard, entry)}: {error}")
+                broken.append(f"{self._samples.name(shard, entry)}: {error}")
             skipped += 1
             offset += 1
             self._count(broken[-1])

@@ -24,7 +24,6 @@ from disco_ds.data import (
     load_manifest,
     read_labels,
     resolve_shards,
-    scan_folder,
     sort_labels,
 )
 
@@ -112,7 +111,7 @@ def _open(name: str, where: str, folder: Path, kind: str, data: DataSettings, te
         return ImageSet(name, manifest, data, "{txt}" if kind == "retrieval" else "{cls}")
     if any(folder.glob("*.tar")):
         return ImageSet(name, load_manifest(folder), data, text)
-    return ImageSet(name, scan_folder(folder), data.model_copy(update={"image_key": "image"}), "{cls}")
+    return ImageSet(name, ImageFolder(folder), data.model_copy(update={"image_key": "image"}), "{cls}")
 
 
 def read_templates(wanted: str) -> tuple[str, ...]:
@@ -160,7 +159,7 @@ def read_classes(path: Path, labels: Collection[str]) -> dict[str, str]:
     return words
 
 
-def _imagenet_classes(where: str, labels: tuple[str, ...]) -> dict[str, str]:
+def _imagenet_classes(where: str, labels: list[str]) -> dict[str, str]:
     """open_clip's names of ImageNet's classes, for all or some wnids, or for the numbers 0 to 999."""
     from open_clip import IMAGENET_CLASSNAMES
     from timm.data import ImageNetInfo
