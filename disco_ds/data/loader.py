@@ -1,8 +1,7 @@
-"""The micro-batches of one rank, step by step, and where they stand.
+"""The micro-batches of one rank, step by step, and the position in the data order.
 
-The trainer's view of the data: it asks for a step, reads the rank's micro-batches and gets no exception, because an
-exception on one rank would leave the others in a collective. It knows (rank, size) as integers and communicates with
-nobody.
+This is the trainer's view of the data. Reading a step raises nothing, because an exception on one rank would leave the
+others waiting in a collective: errors are returned with the step. (rank, size) are integers; nothing is communicated.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from disco_ds.data.worker import InProcess, Job, Worker
 class Loader:
     """A rank's micro-batches in the data order; see order.py for which samples they hold.
 
-    Args:    sources: what load_sources found; state: None, or merge_states of every rank's state_dict, at any number of
-             ranks.
-    Raises:  ValueError when ranks, slots or state do not fit, or the data differ from the state's.
+    Args:    sources: as load_sources returns them; state: None, or merge_states of the state_dicts of all
+             ranks, of which there may have been any number.
+    Raises:  ValueError if ranks, slots or state do not fit, or the data differ from the state's.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class Loader:
         self._steps: int = state["steps"]
         streams = [stream for slot in slots for stream in order.streams(slot)]
         self._cursor: dict[int, tuple[int, int]] = {stream: tuple(state["cursor"][stream]) for stream in streams}
-        # The count so far goes on at one rank, so that the sum over ranks does.
+        # One rank continues the count of all ranks, so that the sum over ranks stays right.
         self.broken: int = state["broken"] if share.rank == 0 else 0
         self.worker_pids: list[int] = []
         self._error: str | None = None
@@ -74,11 +73,11 @@ class Loader:
         self._device = torch.device(staging.device)
         self._current: MicroBatches | None = None
         self._held: list[int] = []
-        """The current step's buffers."""
+        """The buffers of the current step."""
         self._uploads: dict[int, Upload] = {}
-        """Copies under way for the second pass, by micro-batch."""
+        """Copies started for the second pass, by micro-batch."""
         self._num_again = 0
-        """Micro-batches that were decoded again."""
+        """Number of micro-batches that were decoded again."""
         self._resources = ExitStack()
         most = int(staging.most_bytes // batch_bytes(share.micro_batch, form.image.size, form.context_length))
         num = count_buffers(settings.prefetch, self._num_parts, staging.pixels, num_workers, most)
@@ -102,10 +101,10 @@ class Loader:
         self._resources.callback(self._feed.close)
 
     def read_step(self) -> StepData:
-        """The next step's micro-batches, read as they are asked for and valid until the next call.
+        """The next step's micro-batches, read as they are requested and valid until the next call.
 
-        Neither this nor reading them raises, but for one that is decoded again; after an error they are placeholders,
-        at every step.
+        Neither this nor reading them raises, except for one that is decoded again. After an error, this and all further
+        steps consist of placeholders.
         """
         self._finish_step()
         data = StepData(error=self._error)
@@ -115,7 +114,7 @@ class Loader:
         return data
 
     def _read(self, data: StepData) -> MicroBatch:
-        """A step's next micro-batch; after an error a placeholder."""
+        """The next micro-batch of a step; after an error a placeholder."""
         if self._error is None:
             try:
                 return self._accept(self._take(data), data)
@@ -125,7 +124,7 @@ class Loader:
         return self._placeholder
 
     def _take(self, data: StepData) -> Delivery:
-        """What comes next; the time it takes is noted. Raises: what a worker does."""
+        """The next delivery; the time it takes is added to the step's. Raises: as the producers do."""
         start = time.perf_counter()
         try:
             return self._feed.take()
@@ -150,7 +149,7 @@ class Loader:
         return self._feed.arrive(delivery.upload)
 
     def _upload_again(self, k: int) -> MicroBatch:
-        """Micro-batch k from its buffer."""
+        """Micro-batch k once more, from its buffer on the host."""
         if self._error is not None:
             return self._placeholder
         upload = self._uploads.pop(k, None) or self._feed.upload(self._held[k])
@@ -158,16 +157,16 @@ class Loader:
         return self._feed.arrive(upload)
 
     def _upload_ahead(self, k: int | None) -> None:
-        """Start what comes next: micro-batch k once more, unless that is the last, which GradAccum keeps, or None."""
+        """Start copying micro-batch k again; or the next step's if k is None or the last one, which GradAccum keeps."""
         if k is not None and k < self._num_parts - 1:
             self._uploads = {k: self._feed.upload(self._held[k])}
         else:
             self._feed.look_ahead()
 
     def _decode_again(self, data: StepData, k: int) -> MicroBatch:
-        """The micro-batch decoded once more. Raises: DataError, since the step must not go on without it."""
+        """Micro-batch k, decoded once more. Raises: DataError, since the step must not go on without it."""
         if k != self._num_again:
-            raise RuntimeError(f"micro-batch {k} is asked for again, {self._num_again} is due")
+            raise RuntimeError(f"micro-batch {k} is requested again, {self._num_again} is due")
         try:
             delivery = self._take(data)
         except Exception as error:
@@ -178,7 +177,7 @@ class Loader:
         return self._feed.arrive(delivery.upload)
 
     def _finish_step(self) -> None:
-        """Read what the last step has left unread, and give back what it held."""
+        """Read what the last step has left unread, and release its buffers."""
         if self._current is not None:
             for k in range(self._current.num_read, self._num_parts):
                 _ = self._current[k]
@@ -195,31 +194,31 @@ class Loader:
         self._held, self._uploads, self._num_again = [], {}, 0
 
     def _describe(self, error: Exception, step: int) -> str:
-        """Within the `except` that has caught it."""
+        """The message for an error, called inside the `except` block that has caught it."""
         known = isinstance(error, (DataError, OSError))
         text = str(error) if known else traceback.format_exc()
         return f"data of rank {self._rank}, step {step}: {text}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this rank stands after the last step read without an error; merge_states joins those of all ranks."""
+        """This rank's position after the last step read without an error; merge_states joins those of all ranks."""
         return {**self._origin, "steps": self._steps, "broken": self.broken, "cursor": dict(self._cursor)}
 
     def close(self) -> None:
-        """End the workers, close the files."""
+        """End the workers and close all files."""
         self._error = self._error or "the loader is closed"
         self._resources.close()
 
     def _check(self, state: dict[str, Any] | None) -> dict[str, Any]:
-        """The state to begin from, once it is known to be of this order."""
+        """The state to begin from. Raises: ValueError if it belongs to another order."""
         num_streams = self.num_slots * self._origin["sources"]
         if state is None:
             return {**self._origin, "steps": 0, "broken": 0, "cursor": dict.fromkeys(range(num_streams), (0, 0))}
-        state = {"sources": 1, **state}  # checkpoints of before there could be several
+        state = {"sources": 1, **state}  # older checkpoints have one source and do not say so
         for key, expected in self._origin.items():
             if state[key] != expected:
                 raise ValueError(
-                    f"the checkpoint's data have {key} {state[key]}, this run has {expected}; the order of the samples "
-                    "would be another one: restore the setting or the shards, or start a new run"
+                    f"the checkpoint's data have {key} {state[key]}, this run has {expected}; the samples would "
+                    "come in another order: restore the setting or the shards, or start a new run"
                 )
         if len(state["cursor"]) != num_streams:
             raise ValueError(
@@ -228,7 +227,7 @@ class Loader:
         return state
 
     def _start(self, job: Job, num_workers: int, timeout_s: float, preload: str) -> list[Producer]:
-        """What fills the buffers."""
+        """Start the workers; with none, samples are decoded in this process."""
         producers: list[Producer] = []
         for number in range(num_workers):
             worker = Worker(replace(job, worker=number, num_workers=num_workers), timeout_s, preload)
@@ -246,9 +245,9 @@ class Loader:
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One state of the data from every rank's state_dict; a Loader at any number of ranks resumes from it.
+    """Join the state_dict of every rank's Loader into one state, from which any number of ranks can resume.
 
-    Raises:  ValueError when the states are not of one step of one run.
+    Raises:  ValueError if the states are not of the same step of the same run.
     """
     first = states[0]
     shared = [key for key in first if key not in ("cursor", "broken")]

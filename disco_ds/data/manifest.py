@@ -89,7 +89,7 @@ def write_manifest(manifest: Manifest, path: Path | None = None) -> Path:
 
 
 def read_manifest(path: Path) -> dict[str, Shard]:
-    """The shards of a manifest file by name. Raises: ValueError when it is none of this version."""
+    """The shards in a manifest file, by name. Raises: ValueError if it is not a manifest of this version."""
     try:
         tree: Any = json.loads(path.read_text(encoding="utf-8"))
         version = tree["version"]
@@ -150,7 +150,7 @@ def find_changed(manifest: Manifest) -> list[int]:
 
 
 def has_changed(folder: Path, shard: Shard) -> bool:
-    """Whether a local shard has another size or, where that is known, another time than when it was counted."""
+    """Whether the size of a local shard or, where it is known, its time differs from when it was counted."""
     status = os.stat(folder / shard.name)
     return status.st_size != shard.bytes or (shard.mtime != 0 and int(status.st_mtime) != shard.mtime)
 

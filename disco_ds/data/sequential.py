@@ -1,4 +1,4 @@
-"""Every sample of a data set once, in the order of its ids: for evaluation. No augmentation, no shuffling."""
+"""Reads every sample of a data set once, in the order of its id, for evaluation: no augmentation, no shuffling."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from itertools import islice
 
 from torch import Tensor
 
@@ -34,8 +35,8 @@ def read_all(
 ) -> Iterator[tuple[Tensor, str, int]]:
     """(image [3, H, W] uint8, label, id) of the samples with id % size == rank, in order.
 
-    Args:    label_template: filled like a caption, e.g. {json[label]}; on_broken: called with `shard/key: reason` of
-             every sample that cannot be read, which is left out.
+    Args:    label_template: filled like a caption, e.g. {json[label]}; on_broken: called with `shard/key: reason` for
+             each sample that cannot be read, which is skipped.
     Raises:  OSError naming a shard that cannot be read.
     """
 
@@ -54,9 +55,7 @@ def read_all(
             except BrokenSample as error:
                 on_broken(f"{reader.name(shard, entry)}: {error}")
 
-        for shard, entry, index in _places(source):
-            if index % size != rank:
-                continue
+        for shard, entry, index in islice(_places(source), rank, None, size):
             try:
                 members = reader.read(shard, entry)
             except BrokenSample as error:
@@ -70,7 +69,7 @@ def read_all(
 
 
 def read_labels(manifest: Manifest, label_template: str) -> list[str | None]:
-    """The label of every sample by id, without reading its image; None where there is none.
+    """The label of every sample in the order of its id, without reading images; None for a sample without label.
 
     Raises:  OSError naming a shard that cannot be read.
     """

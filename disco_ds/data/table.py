@@ -1,8 +1,8 @@
 """A csv file of image paths and captions: a row is a sample, its number the sample's id.
 
-As open_clip's --train-data takes it: column names in the first line, separated by tabs or commas. data.image_key names
-the column of paths (relative to the csv's folder), the templates of data.captions name the others. Only the
-places of the rows are kept in memory; for the data order they are divided into nominal shards.
+The format is that of open_clip's --train-data: column names in the first line, separated by tabs or commas.
+data.image_key names the column of paths (relative to the csv's folder), the templates of data.captions name the others.
+Only the offsets of the rows are kept in memory; for the data order the rows are divided into nominal shards.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Table(Source):
     image: str
     """The column of image paths."""
     starts: np.ndarray
-    """Where each row begins and the last one ends, in bytes, [n + 1] int64."""
+    """Byte offsets at which the rows begin and the last one ends, [n + 1] int64."""
     fingerprint: str
     """Digest of the whole file, since its rows are the samples."""
 
@@ -91,9 +91,9 @@ class TableReader:
         self._file: BinaryIO | None = None
 
     def read(self, shard: int, entry: int) -> dict[str, bytes]:
-        """The row's values by column, the image's bytes in place of its path.
+        """The row's values by column, with the image's bytes in place of its path.
 
-        Raises:  BrokenSample when the row is short or its image cannot be read; OSError for the csv file itself.
+        Raises:  BrokenSample if the row is short or its image cannot be read; OSError for the csv file itself.
         """
         table, row = self._table, self._first[shard] + entry
         if self._file is None:
@@ -122,7 +122,7 @@ class TableReader:
 
 
 def _find_rows(file: BinaryIO, separator: str, heading: bytes) -> tuple[np.ndarray, str]:
-    """Where the rows begin, and the file's fingerprint; a quoted value may span lines, and empty lines do not count."""
+    """Offsets of the rows, and the file's fingerprint. A quoted value may span lines; empty lines are no rows."""
     position, digest = file.tell(), hashlib.sha256(heading)
 
     def lines() -> Iterator[str]:
@@ -130,7 +130,7 @@ def _find_rows(file: BinaryIO, separator: str, heading: bytes) -> tuple[np.ndarr
         for line in file:
             position += len(line)
             digest.update(line)
-            # Only the structure matters here, and latin-1 reads any byte.
+            # Only the structure matters here, and latin-1 decodes any byte.
             yield line.decode("latin-1")
 
     starts, start = array("q"), position

@@ -1,8 +1,8 @@
-"""Random access to the samples of a tar shard: one scan of its headers, then one read per sample.
+"""Random access to the samples of a tar shard: one scan of its headers, then one read per sample member.
 
-Samples are grouped as webdataset groups them: consecutive members of one key, the path up to the first dot of the
-basename; a repeated extension begins a new sample. A sample's entry is its place in the tar. Plain, uncompressed tar
-only. Nothing is decoded here.
+Members are grouped into samples as webdataset does: consecutive members with the same key, which is the path up to the
+first dot of the basename; a repeated extension begins a new sample. A sample's entry is its position in the tar. Tars
+must be uncompressed. Nothing is decoded here.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ _META = re.compile(r"__[^/]*__($|/)")
 _FILES_KEPT = 64
 
 
-class BrokenSample(Exception):  # noqa: N818 - it is an event that costs one sample, not an error of the run
-    """A sample that cannot be used, with the reason; the order goes on with the next one."""
+class BrokenSample(Exception):  # noqa: N818 - an event that costs one sample, not an error of the run
+    """A sample that cannot be used, with the reason; it is skipped."""
 
 
 class DataError(Exception):
-    """The data cannot go on: too many broken samples, a shard that cannot be fetched, or a worker that failed, died or
-    fell silent."""
+    """No further data can be read: too many samples are broken, a shard cannot be fetched, or a worker has failed, died
+    or stopped responding."""
 
 
 class CacheFullError(DataError):
-    """No room for one more shard: all that is kept is being read."""
+    """There is no space for another shard: all cached ones are in use."""
 
 
 class TarIndex:
-    """Where the members of every complete sample of a tar lie; compact, a worker holds hundreds of them.
+    """Offsets of the members of every complete sample of a tar, stored compactly: a worker holds hundreds of indices.
 
-    `truncated` costs the last sample: one counts as complete when another one or the tar's end follows it.
+    A sample is complete if another one or the tar's end mark follows it, so a truncated tar loses its last sample.
     """
 
     def __init__(self, file: BinaryIO) -> None:
         self.truncated: str | None = None
-        """What is wrong with the tar's end, or None."""
+        """What is wrong with the end of the tar, or None."""
         self._names: list[str] = []
         self._headers = array("q")
         self._starts = array("q", [0])
@@ -95,14 +95,14 @@ class TarIndex:
 
 
 def _walk(file: BinaryIO, at: int = 0) -> Iterator[tarfile.TarInfo]:
-    """The regular members from offset `at` on. Raises: tarfile.ReadError where the tar is cut or damaged."""
+    """The regular members from offset `at` on. Raises: tarfile.ReadError where the tar is truncated or damaged."""
     file.seek(at)
     with tarfile.open(fileobj=file, mode="r:", errorlevel=0) as tar:
         while (member := tar.next()) is not None:
-            tar.members.clear()  # type: ignore[attr-defined]  # tarfile would keep them all
+            tar.members.clear()  # type: ignore[attr-defined]  # tarfile would keep all of them
             if member.isfile():
                 yield member
-        # tarfile takes a damaged header, or none, for the end.
+        # tarfile treats a damaged or missing header as the end of the tar.
         file.seek(tar.offset)
         mark = file.read(tarfile.BLOCKSIZE)
         if len(mark) < tarfile.BLOCKSIZE or any(mark):
@@ -110,10 +110,10 @@ def _walk(file: BinaryIO, at: int = 0) -> Iterator[tarfile.TarInfo]:
 
 
 class TarReader:
-    """Samples of a folder's shards by (shard, entry); not for several threads at once.
+    """Samples of a folder's shards by (shard, entry); not thread-safe.
 
-    Args:    names: the shards in the manifest's order; num_indices: shard indices kept, the least recently used goes;
-             fetch: opens a shard, by its number, that is not in the folder, and stays in use until it is closed.
+    Args:    names: the shards in the manifest's order; num_indices: number of shard indices to keep, of which the least
+             recently used is dropped; fetch: opens a remote shard by its number, None: shards are in the folder.
     """
 
     def __init__(
@@ -145,14 +145,14 @@ class TarReader:
                         raise BrokenSample(f"its {extension} member has {len(sample[extension])} of {size} bytes")
             return sample
         except OSError as error:
-            # A failing read does not say of which file.
+            # The error of a read does not name the file.
             raise OSError(error.errno, error.strerror, str(self._folder / self._names[shard])) from None
 
     def name(self, shard: int, entry: int) -> str:
-        """`shard/key` for messages."""
+        """`shard/key`, for messages."""
         index = self._index(shard)
         if entry < len(index):
-            with suppress(tarfile.ReadError, StopIteration):  # the shard has shrunk since
+            with suppress(tarfile.ReadError, StopIteration):  # the shard has been truncated since
                 member = next(_walk(self._file(shard), index.header(entry)))
                 return f"{self._names[shard]}/{base_plus_ext(member.name)[0]}"
         return f"{self._names[shard]}/entry {entry}"
@@ -186,7 +186,7 @@ class TarReader:
             except CacheFullError:
                 if not self._files:
                     raise
-                # What was read longest ago may not be needed any more. A warning is given once.
+                # Closing the shard that was read longest ago allows the cache to evict it.
                 warnings.warn("data.remote.cache_gb is small: some shards may be fetched again and again", stacklevel=2)
                 self._files.popitem(last=False)[1].close()
         # Unbuffered: a buffer would read 8 KiB for a header of 512 bytes.
