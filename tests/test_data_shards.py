@@ -103,7 +103,7 @@ def test_reader_keeps_no_more_than_it_is_told(tmp_path: Path) -> None:
     reader = TarReader(tmp_path, [f"{i:05d}.tar" for i in range(70)], 5)
     for _ in range(2):
         assert [reader.read(shard, 1)["txt"] for shard in range(70)] == [b"%d" % (2 * i + 1) for i in range(70)]
-    assert len(reader._indices) == 5
+    assert reader._index.cache_info().currsize == 5
     assert len(reader._files) == 64
     reader.close()
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from dist import run_ranks
 from minimal import MINIMAL
-from shards import make_sample, read_global, settings, write_shards
+from shards import colour, make_loader, make_sample, read_global, read_step, settings, write_shards
 from test_build import recipe, refused
 
 from disco_ds.config import check_config, load_config
@@ -35,7 +35,7 @@ class Bare(Source):
     pass
 
 class Empty(Source):
-    sizes, fingerprint = [3, 0], "empty"
+    sizes, fingerprint = [0, 0], "empty"
 
 class Unnamed(Source):
     sizes, fingerprint = [3], 3
@@ -158,7 +158,7 @@ def test_mistake_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
         (NAME, {"path": "x", "tabel": "y"}, "got an unexpected keyword argument 'tabel'; its options: path, table"),
         (NAME, {"path": "nowhere.sqlite"}, "cannot be constructed: OperationalError: unable to open database file"),
         ("our_package.others:Bare", {}, "NotImplementedError: Bare has no sizes"),
-        ("our_package.others:Empty", {}, "`sizes` must list at least one shard and no empty one"),
+        ("our_package.others:Empty", {}, "`sizes` must sum to at least one sample"),
         ("our_package.others:Unnamed", {}, "`fingerprint` be a text"),
     ],
 )
@@ -202,7 +202,7 @@ def test_source_pickles_unopened(package: Path, tmp_path: Path) -> None:
 
 def test_image_folder_is_a_source(tmp_path: Path) -> None:
     for number in range(8):
-        folder = tmp_path / f"class {number % 2}"
+        folder = tmp_path / f"c{number % 2}"
         folder.mkdir(exist_ok=True)
         (folder / f"{number}.png").write_bytes(make_sample(number)["png"])
     data = settings(
@@ -213,9 +213,20 @@ def test_image_folder_is_a_source(tmp_path: Path) -> None:
         captions={"a {cls}": 1},
         slots=2,
     )
+    (tmp_path / "c0a").mkdir()  # without images
     (folder,) = load_sources(data)
-    assert (folder.sizes, folder.num_samples) == ([4, 4], 8)
+    assert (folder.sizes, folder.num_samples) == ([4, 0, 4], 8)
+    loader = make_loader([folder], data, batch=8)
+    step = read_step(loader)
+    loader.close()
+    assert step.error is None
+    rows = [row for batch in step.micro_batches for row in zip(batch.index, batch.image, batch.text, strict=True)]
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+    for index, image, text in rows:
+        assert image[:, 4, 4].tolist() == list(colour(order[index]))
+        assert bytes(text[text > 0].tolist()) == f"a c{order[index] % 2}".encode()
+    assert sorted(int(index) for index, _, _ in rows) == list(range(8))
     before = folder.fingerprint
-    (tmp_path / "class 1" / "7.png").rename(tmp_path / "class 1" / "8.png")
+    (tmp_path / "c1" / "7.png").rename(tmp_path / "c1" / "8.png")
     (folder,) = load_sources(data)
     assert folder.fingerprint != before

@@ -135,6 +135,7 @@ class DecodedSamples:
 
     def read(self, shard: int, entry: int, epoch: int, index: int) -> tuple[Decode, Tensor]:
         members = self._reader.read(shard, entry)
+        # The crop's numbers come first in the row, the caption's last.
         numbers = keyed_row(self._seed, epoch, index, CAPTION_COLUMN + 1, CROP_COLUMN)
         caption = self._captions.pick(members, numbers[CAPTION_COLUMN])
         data = find_image(members, self._settings.image_key)
@@ -144,6 +145,7 @@ class DecodedSamples:
                 f"the tokenizer returned {tuple(text.shape)} for one caption, the model takes "
                 f"{(1, self._form.context_length)}: build both from one model config"
             )
+        # Only compressed bytes are kept, so that a worker can hold a whole step's samples to decode them a second time.
         return partial(self._decode, data, numbers[:NUM_CROP_NUMBERS]), text[0]
 
     def _decode(self, data: bytes, uniform: Sequence[float]) -> Tensor:
@@ -157,5 +159,5 @@ class DecodedSamples:
         return self._reader.name(shard, entry)
 
     def close(self) -> None:
-        if "_reader" in vars(self):
+        if "_reader" in vars(self):  # cached_property has stored it: the source was opened
             self._reader.close()

@@ -73,6 +73,7 @@ def compare(old: Iterable[Shard], new: Iterable[Shard]) -> list[str]:
 def _unchanged(listing: Listing, known: Iterable[Shard]) -> dict[str, Shard]:
     """The shards whose earlier count still holds, by name."""
     here = set(listing.names)
+    # A modification time of 0 comes from a manifest that does not have it; such a shard is counted again.
     same = [shard for shard in known if shard.name in here and shard.mtime and not has_changed(listing.folder, shard)]
     return {shard.name: shard for shard in same}
 
@@ -80,6 +81,7 @@ def _unchanged(listing: Listing, known: Iterable[Shard]) -> dict[str, Shard]:
 def _count(folder: Path, remote: RemoteSettings, task: tuple[str, str | None]) -> tuple[Shard, str | None]:
     """Count one shard, given by its name and, if it is remote, its URL; and what is wrong with its end, if anything."""
     name, url = task
+    # Unbuffered: from header to header the scan skips far more than a buffer would hold.
     with fetch_temporary(url, name, remote) if url else open(folder / name, "rb", buffering=0) as file:
         index, status = TarIndex(file), os.fstat(file.fileno())
         return Shard(name, len(index), status.st_size, 0 if url else int(status.st_mtime)), index.truncated

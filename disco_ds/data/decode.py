@@ -147,13 +147,16 @@ def resize_random_crop(
 def _crop_box(
     width: int, height: int, scale: tuple[float, float], ratio: tuple[float, float], uniform: Sequence[float]
 ) -> tuple[int, int, int, int]:
+    # As torchvision: the area is uniform, the aspect ratio log-uniform; a box that does not fit is drawn again.
     low, high = math.log(ratio[0]), math.log(ratio[1])
     for i in range(_TRIES):
         area = width * height * (scale[0] + (scale[1] - scale[0]) * uniform[2 * i])
         aspect = math.exp(low + (high - low) * uniform[2 * i + 1])
         w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
         if 0 < w <= width and 0 < h <= height:
+            # All attempts share the two numbers that place the box: only one attempt uses them.
             return int(uniform[-1] * (width - w + 1)), int(uniform[-2] * (height - h + 1)), w, h
+    # None of the boxes fitted: take the largest one in the centre with an aspect ratio in range.
     w, h = width, height
     if width / height < ratio[0]:
         h = round(w / ratio[0])
@@ -176,6 +179,7 @@ class Captions:
     def __init__(self, weights: dict[str, float]) -> None:
         self._templates = [template for template, weight in weights.items() if weight > 0]
         ends = list(accumulate(weights[template] for template in self._templates))
+        # The last end is left out: it is 1, up to rounding, and `uniform` is always below it.
         self._ends = [end / ends[-1] for end in ends[:-1]]
 
     def pick(self, members: dict[str, bytes], uniform: float) -> str:
@@ -185,6 +189,7 @@ class Captions:
 
 def list_fields(template: str) -> set[str]:
     """The members that a template refers to."""
+    # "json[label]" refers to the member json.
     return {name.partition("[")[0] for _, name, _, _ in string.Formatter().parse(template) if name}
 
 

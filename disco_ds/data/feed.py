@@ -82,6 +82,7 @@ class Feed:
 
     def take(self) -> Delivery:
         """The next micro-batch, once it is decoded; its buffer is unchanged until `release`. Raises: as `receive`."""
+        # An error met by look_ahead is raised here, where the trainer expects one.
         delivery = self._receive() if self._next is None else self._next
         self._next = None
         if isinstance(delivery, Exception):
@@ -133,6 +134,7 @@ class Feed:
             return error
 
     def _grant_copied(self, wait: bool = False) -> None:
+        # A copy under way still reads its buffer, which therefore must not be filled yet.
         for number in list(self._leaving):
             if wait:
                 self._copied_at[number].synchronize()

@@ -25,6 +25,7 @@ class ImageFolder(Source):
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).expanduser()
+        # Classes without images count too: they are among the answers of zero-shot classification.
         found = [entry.name for entry in os.scandir(self.folder) if entry.is_dir() and not entry.name.startswith(".")]
         self.classes = sort_labels(found)
         self.files = [

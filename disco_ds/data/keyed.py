@@ -40,6 +40,7 @@ def keyed_uniform(seed: int, epoch: Tensor, index: Tensor, num: int, first: int 
     Source:  Steele, Lea, Flood 2014, splitmix64.
     """
     bits = keyed_bits(seed, epoch, index, num, first)
+    # The upper 24 bits, as many as the significand of fp32 holds.
     return _shift_right(bits, 40).to(torch.float32) * 2.0**-24
 
 
@@ -54,6 +55,7 @@ def keyed_row(seed: int, epoch: int, index: int, num: int, first: int = 0) -> li
     """keyed_uniform for one sample, in Python integers: tensors take ten times as long for a single row."""
     key = _mix_int(seed)
     for value in (epoch, index):
+        # Two rounds: the second of `_absorb(key, value)` and the first of the next call.
         key = _mix_int(_mix_int(key + (value + 1) * _GAMMA))
     return [(_mix_int(key + (column + 1) * _GAMMA) >> 40) * 2.0**-24 for column in range(first, first + num)]
 

@@ -22,6 +22,7 @@ from disco_ds.config.data import RemoteSettings
 NAME = "manifest.json"
 PIPE = "pipe:"
 _BUNDLED = "bundled:"
+# In a URL or command a name ends at white space, /, quotes and the delimiters of a query.
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 _BRACES = re.compile(r"[^\s/?&='\"|]*\{.*\}[^\s?#&'\"|]*")
 _TAR = re.compile(r"[^\s/?&='\"|]+\.tar\b")
@@ -90,12 +91,14 @@ def list_shards(text: str) -> Listing:
     Raises:  ValueError for braces that do not match and shards that would share a name.
     """
     if is_remote(text):
+        # Braces in the path take precedence over those in the query, which may hold a signature.
         head = text if text.startswith(PIPE) else text.partition("?")[0]
         match = _BRACES.search(head) or _BRACES.search(text) or _TAR.search(head)
         if match is None:
             raise ValueError("a URL or command names its shards by braces, {0000..0099}.tar, or one that ends in .tar")
         start, stop = match.span()
     else:
+        # The last folder before the first brace is the folder of the shards; all after it are names.
         start, stop = text.rfind("/", 0, text.find("{") if "{" in text else None) + 1, len(text)
     try:
         names = sorted(braceexpand(text[start:stop], escape=False))

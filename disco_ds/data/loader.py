@@ -50,9 +50,11 @@ class Loader:
         sizes = [size for source in sources for size in source.sizes]
         self.num_samples = sum(sizes)
         self.num_slots = choose_slots(len(sizes), self.num_samples, settings.slots, share.size)
+        # Global position p belongs to slot p % S and to rank p % N; N divides S, so a rank owns these slots.
         slots = tuple(range(share.rank, self.num_slots, share.size))
         num_workers = min(count_workers(settings, staging.cores), len(slots))
         order = mix(settings, sources, self.num_slots, seed)
+        # What the order depends on; a state is accepted only if all of it is equal.
         self._origin: dict[str, Any] = {
             "slots": self.num_slots,
             "sources": len(sources),
@@ -79,6 +81,7 @@ class Loader:
         self._num_again = 0
         """Number of micro-batches that were decoded again."""
         self._resources = ExitStack()
+        # The buffers are allocated before the workers, which inherit them.
         most = int(staging.most_bytes // batch_bytes(share.micro_batch, form.image.size, form.context_length))
         num = count_buffers(settings.prefetch, self._num_parts, staging.pixels, num_workers, most)
         self._batches = SharedBatches(num, share.micro_batch, form.image.size, form.context_length)
@@ -136,11 +139,13 @@ class Loader:
         for part in delivery.parts:
             data.cursor.update(part.cursor)
             data.broken += part.broken
+        # The position moves by whole steps: a state saved within a step would be between two global batches.
         if len(data.index) == self._num_parts:
             self._steps += 1
             self._cursor.update(data.cursor)
             self.broken += len(data.broken)
         self._held.append(delivery.number)
+        # On the host, buffers are kept for the second pass, which begins by copying micro-batch 0 again.
         if self._pixels == "host":
             self._upload_ahead(0 if len(self._held) == self._num_parts else None)
         else:
@@ -185,6 +190,7 @@ class Loader:
         if self._pixels == "host":
             for number in self._held:
                 self._feed.release(number)
+        # The workers decode all but the last micro-batch twice, whether or not the second pass took place.
         if self._pixels == "compressed" and self._held and self._error is None:
             try:
                 for k in range(self._num_again, self._num_parts - 1):

@@ -82,6 +82,7 @@ def write_manifest(manifest: Manifest, path: Path | None = None) -> Path:
     """Write a manifest, by default into its folder, by a rename, and return its path."""
     path = path or manifest.folder / NAME
     shards = [asdict(shard) for shard in manifest.shards]
+    # A rename is atomic: readers find the old manifest or the new one, never a part.
     partial_path = path.with_suffix(f".{os.getpid()}.partial")
     partial_path.write_text(json.dumps({"version": VERSION, "shards": shards}, indent=1) + "\n", encoding="utf-8")
     partial_path.replace(path)
@@ -124,11 +125,12 @@ def load_manifest(where: Path | Listing, path: Path | None = None, remote: Remot
     if not path.is_file():
         raise ValueError(f"there is no {path}; count the shards: {again}")
     known = read_manifest(path)
+    # A folder must match its manifest exactly; a listing may name a part of what the manifest counts.
     if listing.whole and (gone := known.keys() - names):
         raise ValueError(f"{path} lists shards that are not there: {some(gone)}; restore them, or count again: {again}")
     if uncounted := names - known.keys():
         raise ValueError(f"{path} does not list {some(uncounted)}; count the shards: {again}")
-    if not listing.urls and (gone := {name for name in names if not (folder / name).is_file()}):
+    if not (listing.whole or listing.urls) and (gone := {name for name in names if not (folder / name).is_file()}):
         raise ValueError(f"{folder} has no {some(gone)}")
     manifest = Manifest(folder, tuple(known[name] for name in listing.names), listing.urls, remote or RemoteSettings())
     refuse_empty(manifest)

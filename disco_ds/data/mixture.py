@@ -54,6 +54,7 @@ class Draws:
     def locate(self, slot: int, epoch: int, offset: int) -> tuple[int, int]:
         """(shard, entry) of a draw."""
         num_samples = int(self._ends[-1])
+        # Draws of a slot have the epochs slot, slot + S, slot + 2 S, ...: this is draw number epoch // S.
         start = keyed_int(self._seed, _RUN, slot, epoch // self._num_slots // self._run) % num_samples
         place = (start + keyed_int(self._seed, _DRAW, epoch) % self._run) % num_samples
         shard = int(np.searchsorted(self._ends, place, side="right"))
@@ -83,6 +84,7 @@ class Mixture:
             self._orders.append((Draws if again else DataOrder)(part, num_slots, own, window))
         self._num_slots = num_slots
         self._seed = seed
+        # Shares as 64-bit integers, so that no rounding of a processor can move a sample to another source.
         self._ends = [int(end / math.fsum(weights) * 2**64) for end in accumulate(weights)][:-1]
         self._first_shard = [0, *accumulate(map(len, sizes))]
         self._first_index = [0, *accumulate(size for part in sizes for size in part)]

@@ -65,7 +65,9 @@ class DataOrder:
             raise IndexError(f"slot {slot} has {stop - start} samples in epoch {epoch}, got offset {offset}")
         number = offset // self.window
         base = start + number * self.window
+        # The last window of an interval is shorter.
         place = base + int(self._shuffle(slot, epoch, number, min(self.window, stop - base))[offset % self.window])
+        # From the place in the epoch's sequence to the shard that covers it.
         shards, ends = self._epoch(epoch)
         at = int(np.searchsorted(ends, place, side="right"))
         shard = int(shards[at])
@@ -82,6 +84,7 @@ class DataOrder:
     def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The epoch's order of the shards, and where each ends in the epoch's sequence."""
         if epoch not in self._epochs:
+            # Slots are in different epochs only near an epoch's end, so that a few permutations suffice.
             shards = keyed_permutation(len(self.sizes), self.seed, _SHARDS, epoch).numpy()
             self._epochs[epoch] = (shards, np.cumsum(self.sizes[shards]))
             if len(self._epochs) > _EPOCHS_KEPT:

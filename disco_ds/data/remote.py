@@ -72,6 +72,7 @@ class ShardCache:
 
         Raises:  DataError naming the URL and the status, or the file in the way; CacheFullError; OSError of the folder.
         """
+        # The size is part of the name: a shard that was indexed again is another file. The URL may hold secrets.
         key = hashlib.sha256(f"{self._sizes[shard]} {self._urls[shard]}".encode()).hexdigest()
         path = self.folder / f"{key}.shard"
         _make_private(self.folder)
@@ -94,12 +95,14 @@ class ShardCache:
     def _fetch(self, shard: int, path: Path) -> None:
         """Fetch a shard to `path`, unless another process has just done so."""
         name = path.with_suffix(".partial")
+        # The process that locks the .partial fetches; the others wait until it is renamed or removed.
         with _open(name, os.O_RDWR | os.O_CREAT) as file:
             # Waiting for the lock itself could take hours: once renamed, the file is locked by all its readers.
             while not _try_lock(file):
                 if not _is_at(file, name):
                     return
                 time.sleep(_POLL_S)
+            # Between opening and locking, its former owner may have finished.
             if not _is_at(file, name):
                 return
             try:
@@ -115,6 +118,7 @@ class ShardCache:
     def _make_room(self, file: BinaryIO, need: int) -> None:
         """Evict shards until `need` more bytes fit, and reserve them by giving the file this size."""
         limit = int(self._settings.cache_gb * 1e9)
+        # One process at a time, or two would count the same free space as theirs.
         with _open(self.folder / ".lock", os.O_RDWR | os.O_CREAT) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             known = []
@@ -123,6 +127,7 @@ class ShardCache:
                     if _OWN_NAME.fullmatch(entry.name):
                         found = entry.stat(follow_symlinks=False)
                         known.append((found.st_mtime_ns, found.st_size, Path(entry.path)))
+            # Shards being fetched count with their full size, which they reserve below.
             used = sum(size for _, size, _ in known)
             for _, size, path in sorted(known):
                 if used + need <= limit:
@@ -201,6 +206,7 @@ def _read_url(url: str, timeout_s: float) -> Generator[bytes, None, None]:
         return
     parts = urllib.parse.urlsplit(url)
     request = urllib.request.Request(urllib.parse.urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])))
+    # urllib does not use credentials in a URL. They must not follow a redirect to another host.
     if parts.username:
         pair = urllib.parse.unquote(f"{parts.username}:{parts.password or ''}")
         request.add_unredirected_header("Authorization", f"Basic {base64.b64encode(pair.encode()).decode()}")
@@ -219,6 +225,7 @@ def _read_url(url: str, timeout_s: float) -> Generator[bytes, None, None]:
         raise _FetchError(type(error).__name__) from None
     except OSError as error:
         raise _FetchError(str(getattr(error, "reason", error))) from None
+    # read() returns an early end of the connection as the end of the content.
     if length is not None and done < int(length):
         raise _FetchError(f"the connection ended after {done:,} of {int(length):,} bytes")
 

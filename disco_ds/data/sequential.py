@@ -55,6 +55,7 @@ def read_all(
             except BrokenSample as error:
                 on_broken(f"{reader.name(shard, entry)}: {error}")
 
+        # Reading is sequential in this thread, decoding parallel; a short queue keeps the order and bounds memory.
         for shard, entry, index in islice(_places(source), rank, None, size):
             try:
                 members = reader.read(shard, entry)

@@ -38,6 +38,7 @@ class SharedBatches:
         return len(self._buffers)
 
     def __getstate__(self) -> tuple[dict[str, tuple[int, ...]], Any]:
+        # DupFd hands the descriptor to the process being started.
         return self._shapes, DupFd(self._fd)
 
     def __setstate__(self, state: tuple[dict[str, tuple[int, ...]], Any]) -> None:

@@ -70,8 +70,8 @@ def _construct(name: str, options: dict[str, Any]) -> Source:
         raise ValueError(f"{name}: {error}; its options: {', '.join(signature.parameters) or 'none'}") from None
     try:
         source = cls(**options)
-        if len(source.sizes) == 0 or min(source.sizes) < 1 or not isinstance(source.fingerprint, str):
-            raise ValueError("`sizes` must list at least one shard and no empty one, and `fingerprint` be a text")
+        if source.num_samples < 1 or not isinstance(source.fingerprint, str):
+            raise ValueError("`sizes` must sum to at least one sample, and `fingerprint` be a text")
     except Exception as error:  # whatever the user's code raises
         raise ValueError(f"{name} cannot be constructed: {type(error).__name__}: {error}") from error
     return source

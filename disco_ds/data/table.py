@@ -63,7 +63,7 @@ class Table(Source):
         try:
             with open(path, "rb") as file:
                 first = file.readline()
-                heading = first.decode("utf-8-sig")
+                heading = first.decode("utf-8-sig")  # Excel writes a byte order mark
                 separator = separator or ("\t" if "\t" in heading else ",")
                 columns = tuple(next(csv.reader([heading], delimiter=separator), ()))
                 starts, fingerprint = _find_rows(file, separator, first)

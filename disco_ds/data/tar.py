@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import tarfile
 import warnings
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
@@ -47,10 +49,9 @@ class TarIndex:
     def __init__(self, file: BinaryIO) -> None:
         self.truncated: str | None = None
         """What is wrong with the end of the tar, or None."""
-        self._names: list[str] = []
         self._headers = array("q")
         self._starts = array("q", [0])
-        self._extensions = array("l")
+        self._extensions: list[str] = []
         self._offsets = array("q")
         self._sizes = array("q")
         self._scan(file)
@@ -65,27 +66,24 @@ class TarIndex:
     def members(self, entry: int) -> list[tuple[str, int, int]]:
         """(extension in lower case, offset, size in bytes) of the sample's members."""
         numbers = range(self._starts[entry], self._starts[entry + 1])
-        return [(self._names[self._extensions[i]], self._offsets[i], self._sizes[i]) for i in numbers]
+        return [(self._extensions[i], self._offsets[i], self._sizes[i]) for i in numbers]
 
     def _scan(self, file: BinaryIO) -> None:
-        codes: dict[str, int] = {}
         key, seen = None, set[str]()
         try:
             for member in _walk(file):
                 prefix, extension = base_plus_ext(member.name)
                 if prefix is None or _META.match(member.name):
                     continue
-                extension = extension.lower()
+                extension = sys.intern(extension.lower())  # one object for all members with this extension
+                # The sample before ends here, and is known to be complete.
                 if prefix != key or extension in seen:
                     if key is not None:
                         self._starts.append(len(self._offsets))
                     self._headers.append(member.offset)
                     key, seen = prefix, set()
                 seen.add(extension)
-                if extension not in codes:
-                    codes[extension] = len(self._names)
-                    self._names.append(extension)
-                self._extensions.append(codes[extension])
+                self._extensions.append(extension)
                 self._offsets.append(member.offset_data)
                 self._sizes.append(member.size)
             if key is not None:
@@ -121,10 +119,10 @@ class TarReader:
     ) -> None:
         self._folder = folder
         self._names = names
-        self._num_indices = num_indices
         self._fetch = fetch
+        # Remote shards stay open as long as their index is kept: an open one is locked against eviction.
         self._num_files = _FILES_KEPT if fetch is None else num_indices
-        self._indices: OrderedDict[int, TarIndex] = OrderedDict()
+        self._index = lru_cache(num_indices)(lambda shard: TarIndex(self._file(shard)))
         self._files: OrderedDict[int, BinaryIO] = OrderedDict()
 
     def read(self, shard: int, entry: int, wanted: Collection[str] | None = None) -> dict[str, bytes]:
@@ -161,15 +159,7 @@ class TarReader:
         for file in self._files.values():
             file.close()
         self._files.clear()
-        self._indices.clear()
-
-    def _index(self, shard: int) -> TarIndex:
-        if shard not in self._indices:
-            self._indices[shard] = TarIndex(self._file(shard))
-            if len(self._indices) > self._num_indices:
-                self._indices.popitem(last=False)
-        self._indices.move_to_end(shard)
-        return self._indices[shard]
+        self._index.cache_clear()
 
     def _file(self, shard: int) -> BinaryIO:
         if shard not in self._files:

@@ -162,6 +162,7 @@ def produce_parts(job: Job, next_buffer: Callable[[], int]) -> Iterator[Part]:
             if job.decode_twice:
                 first_pass.append(rows)
             start += job.micro_batch
+        # The second pass of GradAccum; it keeps the graph of the last micro-batch, which it does not request again.
         for rows in first_pass[:-1]:
             batch = job.batches[next_buffer()]
             for row in rows:
@@ -178,6 +179,7 @@ def _produce(
     broken: list[str] = []
     for q in range(start, start + job.micro_batch):
         number, i = divmod(q, len(job.slots))
+        # Slots are dealt to the workers in turn; the samples of other workers' slots are not even located.
         if i % job.num_workers == job.worker:
             stream = job.order.stream(job.slots[i], number)
             image, decode, text, index, epoch, offset = reader.next(stream, *cursor[stream], broken)
@@ -295,7 +297,7 @@ def _hide_main() -> Iterator[None]:
 def _main(job: Job, connection: Connection) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
     threading.Thread(target=_follow_parent, daemon=True).start()
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # parallelism comes from the number of workers
     # PIL warns of oddities in images that it reads nevertheless.
     warnings.filterwarnings("ignore", module=r"PIL\.")
     with suppress(EOFError, ConnectionError):
@@ -318,4 +320,5 @@ def _follow_parent() -> None:
     parent = mp.parent_process()
     assert parent is not None
     parent.join()
+    # Not sys.exit, which would only end this thread.
     os._exit(1)

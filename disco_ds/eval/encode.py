@@ -38,7 +38,9 @@ def encode_images(
         try:
             batch = list(islice(samples, chunk))
         except OSError as error:
+            # Raised after the last forward pass: the other ranks are waiting in this one's collectives.
             problem = error
+        # A rank without images still runs the model, on a black one.
         pixels = [picture for picture, _, _ in batch] or [torch.zeros(3, *spec.size, dtype=torch.uint8)]
         features = model(image=torch.stack(pixels).to(device))[0]
         yield features[: len(batch)], batch
@@ -66,6 +68,7 @@ def encode_classes(
 
     Source: CLIP (Radford et al. 2021), section 3.1.4.
     """
+    # Consecutive classes per rank, so that gathering the ranks' means restores the order.
     share = math.ceil(len(classes) / comm.size())
     mine = classes[comm.rank() * share : (comm.rank() + 1) * share]
     fields = ["{c}" if "{c}" in template else "{}" for template in templates]

@@ -48,6 +48,7 @@ def retrieve(model: nn.Module, captioned: ImageSet, spec: ImageSpec, tokenize: T
         parts.append(features)
         for _, caption, _ in samples:
             lines = [line.strip() for line in caption.splitlines() if line.strip()]
+            # Captions belong to the number of their image among this rank's readable ones.
             owners += [owners[-1] + 1 if owners else 0] * len(lines)
             texts += lines
     image, text = torch.cat(parts), encode_texts(model, texts, tokenize, chunk)
@@ -103,6 +104,7 @@ def summarise(way: str, ranks: Tensor) -> dict[str, float]:
 
 def gather_rows(x: Tensor) -> Tensor:
     """The rows of all ranks in rank order; their numbers may differ. Collective."""
+    # Collectives need equal shapes: pad to the longest, and cut the padding off after gathering.
     counts = comm.gather_objects(len(x))
     padded = F.pad(x, (0, 0) * (x.dim() - 1) + (0, max(counts) - len(x)))
     parts = comm.gather(padded).split(max(counts))

@@ -68,6 +68,7 @@ def _load_labelled(name: str, shards: str, settings: EvalSettings, data: DataSet
     if isinstance(source, ImageFolder):
         classes = read_classes(file, source.classes) if file else _imagenet_classes(where, source.classes)
         return replace(images, classes=classes, templates=read_templates(wanted))
+    # Which labels there are is known only from the samples: shards do not list their classes.
     labels = {label for label in read_labels(source, images.text) if label is not None}
     if not labels:
         raise ValueError(f"{where}: no sample of {shards} has a label {images.text}")
@@ -107,6 +108,7 @@ def _open(name: str, where: str, folder: Path, kind: str, data: DataSettings, te
         number = _read(folder / "test" / "nshards.txt").strip()
         if number != str(len(manifest.shards)):
             raise ValueError(f"{where}: nshards.txt says {number}, {folder / 'test'} has {len(manifest.shards)} .tar")
+        # The members of clip_benchmark's own export, whatever the training data are called.
         data = data.model_copy(update={"image_key": "webp;png;jpg;jpeg"})
         return ImageSet(name, manifest, data, "{txt}" if kind == "retrieval" else "{cls}")
     if any(folder.glob("*.tar")):
@@ -164,6 +166,7 @@ def _imagenet_classes(where: str, labels: list[str]) -> dict[str, str]:
     from open_clip import IMAGENET_CLASSNAMES
     from timm.data import ImageNetInfo
 
+    # timm lists the wnids in the order of the class numbers, as open_clip lists the names.
     wnids = ImageNetInfo().label_names()
     numbers = [str(number) for number in range(len(wnids))]
     if set(labels) <= set(wnids) or set(labels) == set(numbers):

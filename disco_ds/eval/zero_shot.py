@@ -80,6 +80,7 @@ def classify(model: nn.Module, labelled: ImageSet, spec: ImageSpec, tokenize: To
         hits = torch.stack([torch.ones_like(target), right[:, 0].long(), right.any(dim=1).long()])
         counts.index_add_(1, target, hits)
         for (image, label, index), near in zip(samples, best.tolist(), strict=True):
+            # Chosen by id, so that the examples do not depend on the number of ranks.
             if index % every == 0:
                 shown[index] = Example(
                     image.permute(1, 2, 0).numpy(), labelled.classes[label], [classes[place] for place in near[:3]]
@@ -88,6 +89,7 @@ def classify(model: nn.Module, labelled: ImageSet, spec: ImageSpec, tokenize: To
     images, top1, top5 = counts.sum(dim=1).tolist()
     if not images:
         raise comm.AgreedError(f"eval.labelled.{labelled.name}: no image could be read")
+    # Classes without a readable image have no recall; they remain possible answers.
     seen = counts[0] > 0
     recall = (counts[1, seen] / counts[0, seen]).mean().item()
     broken = labelled.source.num_samples - int(images)
