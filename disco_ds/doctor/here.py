@@ -157,7 +157,9 @@ def _read(source: Source, data: DataSettings) -> Line:
     form = SampleForm(ImageSpec((32, 32)), lambda texts: torch.zeros(1, 1), 1, vocab_size=3)
     reader = source.open_samples(data, form, 0, 1)
     sizes, last, broken = source.sizes, len(source.sizes) - 1, []
-    chosen = {(shard, i * sizes[shard] // _SAMPLES) for shard in (0, last // 2, last) for i in range(_SAMPLES)}
+    chosen = {
+        (shard, i * sizes[shard] // _SAMPLES) for shard in (0, last // 2, last) if sizes[shard] for i in range(_SAMPLES)
+    }
     for shard, entry in sorted(chosen):
         try:
             decode, _ = reader.read(shard, entry, 0, entry)
