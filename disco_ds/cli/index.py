@@ -9,8 +9,8 @@ from tqdm import tqdm
 
 from disco_ds.cli.messages import fail
 from disco_ds.config.data import RemoteSettings
-from disco_ds.data.counting import compare, find_shards, index_shards
-from disco_ds.data.listing import NAME
+from disco_ds.data.counting import compare, index_shards
+from disco_ds.data.listing import NAME, find_shards
 from disco_ds.data.manifest import read_manifest, write_manifest
 from disco_ds.data.tar import DataError
 
@@ -19,8 +19,8 @@ def run(args: argparse.Namespace) -> int:
     """Exit code 0: written, or with --check still right; 1: with --check stale; 2: a mistake."""
     remote = RemoteSettings(http=True, pipe=args.pipe)
     try:
-        listing, whole = find_shards(args.shards, remote)
-        if not whole and not (args.to or args.check):
+        listing = find_shards(args.shards, remote)
+        if not listing.whole and not (args.to or args.check):
             raise ValueError("shards that are not all of a folder: say --to FILE, and name FILE as data.manifest")
         path, known = args.to or listing.folder / NAME, {}
         # Without --check, what cannot be read is written anew.
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{path}: {count}")
         return 0
     # Some shards of a folder are compared with their part of its manifest.
-    old = known if whole else {name: known[name] for name in listing.names if name in known}
+    old = known if listing.whole else {name: known[name] for name in listing.names if name in known}
     changes = compare(old.values(), manifest.shards)
     print("\n".join([*changes, f"{path} is {'stale' if changes else 'right'}: {count}"]))
     return 1 if changes else 0

@@ -1,11 +1,12 @@
-"""The `data` part of a recipe: where samples come from, how they are read and changed. See recipe.py for the rest.
+"""The `data` part of a recipe: where samples come from, how they are read and augmented; recipe.py has the rest.
 
-The base class of all settings stands here, since recipe.py imports this file.
+The base class of all settings is in this file because recipe.py imports it.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -41,36 +42,37 @@ class Settings(BaseModel):
 
 
 class AugmentSettings(Settings):
-    """Random changes of the training images, applied on the device; all zero: none."""
+    """Random augmentation of the training images, applied on the device. Zero switches each kind off."""
 
     rotate_degrees: float = Field(0.0, ge=0, le=180)
-    """Rotation, uniform in +- this many degrees."""
+    """Maximum rotation in degrees; the angle is uniform in +-rotate_degrees."""
     zoom: float = Field(0.0, ge=0, lt=1)
-    """Scale, uniform in 1 +- this."""
+    """Maximum relative change of size; the factor is uniform in 1 +- zoom."""
     shift: float = Field(0.0, ge=0, lt=1)
-    """Translation per axis, uniform in +- this fraction of the side."""
+    """Maximum translation along each axis, as a fraction of the side; uniform in +-shift."""
     colour_scale: float = Field(0.0, ge=0, lt=1)
-    """Gain per channel, uniform in 1 +- this."""
+    """Maximum relative change of contrast; each channel's factor is uniform in 1 +- colour_scale."""
     colour_offset: float = Field(0.0, ge=0, lt=1)
-    """Offset per channel, uniform in +- this, pixels in [0, 1]."""
+    """Maximum change of brightness, with pixels in [0, 1]; each channel's offset is uniform in +-colour_offset."""
 
 
 class RemoteSettings(Settings):
-    """Shards that are fetched, whole, before they are read."""
+    """How remote shards are fetched. Each is fetched whole before it is read."""
 
     http: bool = False
-    """Allow shards at http:// and https://."""
+    """Allow shards at http:// and https:// URLs."""
     pipe: bool = False
-    """Allow `pipe:COMMAND`: whoever wrote the recipe then runs COMMAND in a shell, as you."""
+    """Allow `pipe:COMMAND`. Whoever wrote the recipe can then run any COMMAND in a shell with your rights."""
     cache: Path = Path("~/.cache/disco_ds")
-    """Folder on a disk of each host, for all its processes. Fetched shards stay in disco_ds-UID in it, which only this
-    user can open, until others need the room; nothing else is touched."""
+    """Folder on a local disk of each host, shared by all its processes. Fetched shards are kept in its sub-folder
+    disco_ds-UID, which only this user can open, until others need the space; no other file is touched."""
     cache_gb: float = Field(100.0, gt=0)
-    """Size of the cache in 1e9 bytes. A host reads about data.slots / hosts shards at a time, of every source."""
+    """Size limit of the cache in 1e9 bytes. A host has about data.slots / hosts shards of every source in use at a
+    time."""
     tries: int = Field(5, gt=0)
-    """Attempts to fetch one shard, with pauses of about 1, 2, 4, 8 s."""
+    """Attempts to fetch a shard, with pauses of about 1, 2, 4, 8 s between them."""
     timeout_s: float = Field(60.0, gt=0, le=MAX_SECONDS)
-    """A server silent for this long has failed; below data.timeout_s."""
+    """Seconds without data from the server after which an attempt fails; keep it below data.timeout_s."""
 
 
 def _check_captions(captions: dict[str, float]) -> dict[str, float]:
@@ -86,69 +88,95 @@ def _check_captions(captions: dict[str, float]) -> dict[str, float]:
 Captions = Annotated[dict[str, float], AfterValidator(_check_captions)]
 
 
+def _check_source(source: str) -> str:
+    if source not in ("shards", "synthetic") and not re.fullmatch(r"[\w.]+:\w+", source):
+        raise ValueError(f"data.source is {source!r}; expected shards, synthetic, or your own as package.module:Class")
+    return source
+
+
+SourceName = Annotated[str, AfterValidator(_check_source)]
+
+
 class SourceSettings(Settings):
     """One of several sources."""
 
-    shards: str
-    """The shards of this source, as data.shards."""
+    source: SourceName = "shards"
+    """Kind of this source, as data.source."""
+    options: dict[str, Any] = Field({})
+    """Keyword arguments of this source, as data.options."""
+    shards: str | None = None
+    """Shards of this source, as data.shards."""
     manifest: Path | None = None
-    """The manifest of this source, as data.manifest."""
+    """Manifest of this source, as data.manifest."""
     weight: float | None = Field(None, gt=0)
-    """Share of this source in the samples, relative to the others'; None, for all or no source: as many as it has."""
+    """Share of this source in the samples, relative to the other weights. Set it for every source or for none; None:
+    the number of samples in the source."""
     replacement: bool = False
-    """Draw its samples independently, instead of each once per epoch."""
+    """Draw the samples of this source independently, with replacement, instead of each once per epoch."""
     image_key: str | None = None
-    """Where this source has its images; None: data.image_key."""
+    """Members that may hold the image in this source; None: data.image_key."""
     captions: Captions | None = None
     """Caption templates of this source; None: data.captions."""
 
 
 class DataSettings(Settings):
-    """Where samples come from, how they are read, decoded and changed."""
+    """Where samples come from, how they are read, decoded and augmented."""
 
-    source: Literal["shards", "synthetic"] = "shards"
-    """What `shards` or `sources` name, or random pixels and tokens (to try a model or a cluster without data)."""
+    source: SourceName = "shards"
+    """`shards`: what data.shards or data.sources name; `synthetic`: random pixels and tokens, to try a model or a
+    cluster without data; `package.module:Class`: a source of your own, found on PYTHONPATH."""
     shards: str | None = None
-    """A folder of .tar shards; or by braces: /data/{00000..00099}.tar, https://host/{0..9}.tar, pipe:COMMAND {0..9};
-    a .csv of image paths and captions; `bundled:emoji/train` names data of the package."""
+    """A folder of .tar shards; shards listed by braces, as in /data/{00000..00099}.tar, https://host/{0..9}.tar or
+    pipe:COMMAND {0..9}; a .csv of image paths and captions; or `bundled:emoji/train`, data of the package."""
     sources: tuple[SourceSettings, ...] | None = Field(None, min_length=1)
-    """Instead of shards: several of them, mixed by weight."""
+    """Several sources, mixed by weight, in place of data.shards."""
     manifest: Path | None = None
-    """What `disco-ds index` wrote for the shards; None: manifest.json in their folder."""
+    """Manifest that `disco-ds index` wrote for the shards; None: manifest.json in their folder."""
+    options: dict[str, Any] = Field({})
+    """Keyword arguments of your own source."""
     remote: RemoteSettings = RemoteSettings()
     num_samples: int = Field(1_000_000, gt=0, le=10**11)
-    """Size of the synthetic source."""
+    """Number of samples of the synthetic source."""
     image_key: str = "jpg;jpeg;png;webp"
-    """Member names (extensions) that may hold the image, tried in this order; of a csv, the column of image paths."""
+    """Member names (extensions) that may hold the image, tried in this order; for a csv, the column of image paths."""
     captions: Captions = {"{txt}": 1.0}
-    """Caption templates and weights, e.g. {"{txt}": 0.5, "{json[keywords]}": 0.5}; fields are members or columns."""
+    """Caption templates and their weights, e.g. {"{txt}": 0.5, "{json[keywords]}": 0.5}; a field in braces is a member,
+    or a column of a csv."""
     csv_separator: str | None = Field(None, min_length=1, max_length=1)
-    """Separator of columns; None: a tab if the first line of the csv has one, else a comma."""
+    """Separator of a csv's columns; None: a tab if its first line has one, else a comma."""
     slots: int | None = Field(None, gt=0, le=2**20)
-    """Logical streams the data order is made of; a multiple of the ranks. None: 512, fewer for fewer shards."""
+    """Number of logical streams that make up the data order, a multiple of the number of ranks. None: 512, or fewer for
+    fewer shards."""
     window: int = Field(4096, gt=0)
-    """Entries of a slot that are shuffled together."""
+    """Number of consecutive entries of a slot that are shuffled together."""
     workers: int | None = Field(None, ge=0, le=1024)
-    """Decoding processes per rank; None: one for each of the rank's cores but one; 0: decode in the trainer's
+    """Decoding processes per rank. None: one for each of the rank's cores but one; 0: decode in the trainer's
     process."""
     prefetch: int | None = Field(None, gt=0, le=2**24)
-    """Micro-batches that are prepared ahead; None: a step's, at least 4, within an eighth of the host's memory."""
+    """Number of micro-batches prepared ahead. None: those of one step, at least 4, within an eighth of the host's
+    memory."""
     timeout_s: float = Field(300.0, gt=0, le=MAX_SECONDS)
-    """A worker silent for this long is an error."""
+    """Seconds without a sign from a worker after which the run stops with an error."""
     max_broken: float = Field(0.01, ge=0, le=1)
-    """Fraction of unreadable samples a worker tolerates (and 16 more) before the run stops."""
+    """Fraction of unreadable samples that a worker tolerates, and 16 more, before the run stops."""
     max_pixels: int = Field(89_478_485, gt=0)
-    """Larger images are taken for decompression bombs and skipped."""
+    """Images with more pixels are skipped as possible decompression bombs."""
     crop_scale: tuple[float, float] | None = (0.9, 1.0)
-    """Random resized crop: area range of the crop; None: resize as in evaluation."""
+    """Area of the random resized crop, as a range of fractions of the image's; None: resize as in evaluation."""
     crop_ratio: tuple[float, float] = (0.75, 4 / 3)
-    """Aspect ratios of the crop."""
+    """Range of the crop's aspect ratio."""
     augment: AugmentSettings = AugmentSettings()
 
     @model_validator(mode="after")
     def _complete(self) -> DataSettings:
-        if self.source == "shards" and not self.shards and not self.sources:
-            raise ValueError("data.shards is missing: name a folder of .tar shards, or set data.source=synthetic")
+        for number, part in enumerate(self.parts):
+            where = f"data.sources.{number}" if self.parts is self.sources else "data"
+            if part.source == "shards" and not part.shards:
+                raise ValueError(
+                    f"{where}.shards is missing: name a folder of .tar shards, or set {where}.source=synthetic"
+                )
+            if part.source == "shards" and part.options:
+                raise ValueError(f"{where}.options are those of your own source, and {where}.source is shards")
         if self.sources and (self.shards or self.manifest):
             raise ValueError("data.sources takes the place of data.shards and data.manifest: set one or the other")
         if len({source.weight is None for source in self.sources or ()}) > 1:
@@ -157,7 +185,7 @@ class DataSettings(Settings):
             raise ValueError(f"data.image_key {self.image_key!r} names no member")
         if self.csv_separator in ('"', "\n", "\r"):
             raise ValueError(f"data.csv_separator {self.csv_separator!r} has a meaning of its own in a csv")
-        if self.remote.timeout_s >= self.timeout_s:
+        if (self.remote.http or self.remote.pipe) and self.remote.timeout_s >= self.timeout_s:
             raise ValueError(
                 f"data.remote.timeout_s ({self.remote.timeout_s:g}) must be below data.timeout_s ({self.timeout_s:g})"
             )
@@ -169,12 +197,13 @@ class DataSettings(Settings):
 
     @property
     def parts(self) -> tuple[SourceSettings, ...]:
-        """The sources, one or more; none if they are synthetic."""
-        if self.source == "synthetic":
-            return ()
-        return self.sources or (SourceSettings(shards=self.shards or "", manifest=self.manifest),)
+        """The sources, one or more."""
+        if self.source == "shards" and self.sources:
+            return self.sources
+        own = {"source": self.source, "options": self.options, "shards": self.shards, "manifest": self.manifest}
+        return (SourceSettings(**own),)
 
     def settings_of(self, part: SourceSettings) -> DataSettings:
-        """The settings that a source is read by."""
+        """The settings that apply to one source."""
         own = {"image_key": part.image_key, "captions": part.captions}
         return self.model_copy(update={key: value for key, value in own.items() if value is not None})

@@ -200,8 +200,8 @@ class EvalSettings(Settings):
         check_template("eval.caption_key", self.caption_key)
         for key, names in (("classes", self.classes), ("templates", self.templates)):
             if unknown := [name for name in names if name not in self.labelled]:
-                known = ", ".join(self.labelled) or "there are none"
-                raise ValueError(f"eval.{key}.{unknown[0]} is of no set of eval.labelled ({known})")
+                known = ", ".join(self.labelled) or "none"
+                raise ValueError(f"eval.{key}: there is no labelled set {unknown[0]}; eval.labelled has {known}")
         return self
 
 

@@ -1,7 +1,7 @@
-"""Random changes of a batch of images, on whatever device it lies.
+"""Random augmentation of a batch of images, on the device that holds it.
 
-Keyed by (seed, epoch, sample id): both passes of GradAccum see the same pixels, and so does any number of ranks. The
-crop is not here: the workers do it while they decode.
+The random numbers are keyed by (seed, epoch, sample id), so both passes of GradAccum see the same pixels, at any number
+of ranks. Cropping is not done here but by the workers, as they decode.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ _NUM_COLUMNS = 10
 def augment(image: Tensor, epoch: Tensor, index: Tensor, seed: int, settings: AugmentSettings, view: int = 0) -> Tensor:
     """Rotate, zoom and shift each image, then change gain and offset of its channels.
 
-    Args:    image [m, 3, H, W] uint8; epoch, index [m] int64, all on one device; view: each has its own random changes.
-    Returns: [m, 3, H, W] fp32 in [0, 1], also under autocast; what comes into view from outside is white. The uint8
-             pixels themselves where the settings change nothing.
+    Args:    image [m, 3, H, W] uint8; epoch, index [m] int64, all on one device; view: number of the view; each has
+             random numbers of its own.
+    Returns: [m, 3, H, W] fp32 in [0, 1], also under autocast; pixels from outside the image are white. `image` itself,
+             in uint8, if the settings change nothing.
     """
     moves = settings.rotate_degrees or settings.zoom or settings.shift
     colours = settings.colour_scale or settings.colour_offset
@@ -35,7 +36,7 @@ def augment(image: Tensor, epoch: Tensor, index: Tensor, seed: int, settings: Au
         drawn = 2 * keyed_uniform(seed, epoch, index, _NUM_COLUMNS, AUGMENT_COLUMN + view * _NUM_COLUMNS) - 1
         if moves:
             grid = _grid(drawn, settings, image.shape[2], image.shape[3])
-            # Outside of its input grid_sample returns 0: of the inverted image, that is white.
+            # grid_sample returns 0 outside of its input, which is white in the inverted image.
             pixels = 1 - F.grid_sample(1 - pixels, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
         if colours:
             gain = 1 + settings.colour_scale * drawn[:, 4:7, None, None]
@@ -46,7 +47,7 @@ def augment(image: Tensor, epoch: Tensor, index: Tensor, seed: int, settings: Au
 def _grid(drawn: Tensor, settings: AugmentSettings, height: int, width: int) -> Tensor:
     """Where every output pixel comes from, [m, H, W, 2] in grid_sample's coordinates (align_corners False).
 
-    Elementwise on purpose: affine_grid is a matrix product, which TF32 would round to a tenth of a pixel.
+    Computed elementwise: affine_grid is a matrix product, which TF32 would round to a tenth of a pixel.
     """
     angle = math.radians(settings.rotate_degrees) * drawn[:, 0]
     zoom = 1 + settings.zoom * drawn[:, 1]

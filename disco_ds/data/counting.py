@@ -1,36 +1,23 @@
-"""How many samples shards have: `disco-ds index`, from the headers of the tars; nothing is decoded."""
+"""Counts the samples of shards from the tar headers, for `disco-ds index`; nothing is decoded."""
 
 from __future__ import annotations
 
 import logging
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
 from disco_ds.config.data import RemoteSettings
-from disco_ds.data.listing import Listing, is_folder, is_table, list_shards, refuse_remote, resolve_shards
-from disco_ds.data.manifest import Manifest, Shard, find_tars, has_changed, refuse_empty
+from disco_ds.data.listing import Listing, list_folder
+from disco_ds.data.manifest import Manifest, Shard, has_changed, refuse_empty
 from disco_ds.data.remote import fetch_temporary
 from disco_ds.data.tar import TarIndex
 
 logger = logging.getLogger(__name__)
-
-
-def find_shards(text: str, remote: RemoteSettings) -> tuple[Listing, bool]:
-    """The shards that a text means, and whether they are all of a folder.
-
-    Raises:  ValueError when there are none, or they are remote and not allowed.
-    """
-    refuse_remote(text, remote)
-    if is_table(text):
-        raise ValueError("a csv file needs no manifest: its rows are counted when a run starts")
-    if is_folder(text):
-        folder = resolve_shards(text)
-        return Listing(folder, tuple(find_tars(folder))), True
-    return list_shards(text), False
 
 
 def index_shards(
@@ -42,28 +29,31 @@ def index_shards(
 ) -> Manifest:
     """Count the samples of every .tar of a folder, or of the shards listed.
 
-    Args:    workers: processes that count; progress: called with the number of shards done; known: what an earlier
-             manifest says: a local shard of the same size and time is not counted again; remote: how to fetch.
-    Returns: the manifest, sorted by name; a truncated shard counts up to its last complete sample, with a warning.
-    Raises:  ValueError when there is no shard, or one without samples; OSError, DataError for one that cannot be read.
+    Args:    workers: processes that count; progress: called with the number of shards done; known: shards of an earlier
+             manifest, of which local ones with the same size and time are not counted again; remote: how to fetch.
+    Returns: the manifest, sorted by name. A truncated shard counts up to its last complete sample, with a warning.
+    Raises:  ValueError if there is no shard, or one without samples; OSError, DataError for one that cannot be read.
     """
-    listing = where if isinstance(where, Listing) else Listing(where, tuple(find_tars(where)))
+    listing = where if isinstance(where, Listing) else list_folder(where)
     shards = {} if listing.urls else _unchanged(listing, known)
     urls = listing.urls or [None] * len(listing.names)
     tasks = [task for task in zip(listing.names, urls, strict=True) if task[0] not in shards]
-    for shard, truncated in _count_all(partial(_count, listing.folder, remote or RemoteSettings()), tasks, workers):
-        shards[shard.name] = shard
-        if truncated:
-            logger.warning("%s is truncated: %s; counted %d samples", shard.name, truncated, shard.samples)
-        if progress is not None:
-            progress(len(shards))
+    count = partial(_count, listing.folder, remote or RemoteSettings())
+    context = multiprocessing.get_context("spawn")  # not fork: the caller may have threads
+    with ProcessPoolExecutor(workers, mp_context=context) if workers else nullcontext() as pool:
+        for shard, truncated in pool.map(count, tasks, chunksize=4) if pool else map(count, tasks):
+            shards[shard.name] = shard
+            if truncated:
+                logger.warning("%s is truncated: %s; counted %d samples", shard.name, truncated, shard.samples)
+            if progress is not None:
+                progress(len(shards))
     manifest = Manifest(listing.folder, tuple(shards[name] for name in listing.names), listing.urls)
     refuse_empty(manifest)
     return manifest
 
 
 def compare(old: Iterable[Shard], new: Iterable[Shard]) -> list[str]:
-    """What has changed between two counts, shard by shard, in words."""
+    """The differences between two counts, a line for each shard that differs."""
     before, after = ({shard.name: shard for shard in shards} for shards in (old, new))
     lines = []
     for name in sorted(before.keys() | after.keys()):
@@ -81,28 +71,17 @@ def compare(old: Iterable[Shard], new: Iterable[Shard]) -> list[str]:
 
 
 def _unchanged(listing: Listing, known: Iterable[Shard]) -> dict[str, Shard]:
+    """The shards whose earlier count still holds, by name."""
     here = set(listing.names)
+    # A modification time of 0 comes from a manifest that does not have it; such a shard is counted again.
     same = [shard for shard in known if shard.name in here and shard.mtime and not has_changed(listing.folder, shard)]
     return {shard.name: shard for shard in same}
 
 
-Task = tuple[str, str | None]
-"""Name and, of a remote shard, URL."""
-
-
-def _count_all(
-    count: Callable[[Task], tuple[Shard, str | None]], tasks: Sequence[Task], workers: int
-) -> Iterable[tuple[Shard, str | None]]:
-    if workers == 0:
-        yield from map(count, tasks)
-        return
-    # Not fork: the caller may have threads.
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(count, tasks, chunksize=4)
-
-
-def _count(folder: Path, remote: RemoteSettings, task: Task) -> tuple[Shard, str | None]:
+def _count(folder: Path, remote: RemoteSettings, task: tuple[str, str | None]) -> tuple[Shard, str | None]:
+    """Count one shard, given by its name and, if it is remote, its URL; and what is wrong with its end, if anything."""
     name, url = task
+    # Unbuffered: from header to header the scan skips far more than a buffer would hold.
     with fetch_temporary(url, name, remote) if url else open(folder / name, "rb", buffering=0) as file:
         index, status = TarIndex(file), os.fstat(file.fileno())
         return Shard(name, len(index), status.st_size, 0 if url else int(status.st_mtime)), index.truncated

@@ -1,7 +1,7 @@
-"""From the bytes of a sample to an image tensor and a caption.
+"""Turns the bytes of a sample into an image tensor and a caption.
 
-Everything here is a function of the bytes, the settings and random numbers it is given. Whatever is wrong with a sample
-becomes a BrokenSample that says why.
+Every function here depends only on the bytes, settings and random numbers it is given. Whatever is wrong with a sample
+becomes a BrokenSample that states the reason.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from torchvision.io import ImageReadMode, decode_jpeg
 from disco_ds.data.tar import BrokenSample
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
-"""What PIL may open: others start programs (EPS) or are no photographs."""
+"""Formats that PIL may open; the others start programs (EPS) or do not hold photographs."""
 _JPEG = b"\xff\xd8"
-# decode_image has a limit of its own, from the settings; PIL's is fixed, and warns of images it then decodes.
+# decode_image applies the limit of the settings; PIL's is fixed, and it warns of images that it then decodes anyway.
 Image.MAX_IMAGE_PIXELS = None
 _TRIES = 10
 NUM_CROP_NUMBERS = 2 * _TRIES + 2
 _LONGEST = 64
-"""Aspect ratio up to which evaluation's pixels are open_clip's to the bit."""
+"""Aspect ratio up to which the pixels in evaluation are identical to open_clip's."""
 
 
 @dataclass(frozen=True)
 class ImageSpec:
-    """The images a model takes."""
+    """Size and resizing of the images that a model takes."""
 
     size: tuple[int, int]
     """Height and width."""
     interpolation: Literal["bicubic", "bilinear"] = "bicubic"
     resize_mode: Literal["shortest", "longest", "squash"] = "shortest"
-    """In evaluation: fill the size and crop, fit into it and pad with black, or ignore the aspect ratio."""
+    """How evaluation resizes: fill the size and crop, fit into it and pad with black, or ignore the aspect ratio."""
 
     @property
     def filter(self) -> Image.Resampling:
@@ -53,7 +53,7 @@ class ImageSpec:
 
 
 def find_image(members: dict[str, bytes], image_key: str) -> bytes:
-    """The first member that data.image_key (`jpg;png`) names.
+    """The first member that is named in data.image_key (`jpg;png`).
 
     Raises:  BrokenSample naming the members seen.
     """
@@ -78,18 +78,18 @@ def decode_image(data: bytes, max_pixels: int) -> Image.Image:
                 image = image.convert("RGBA")
             return image if image.mode == "RGB" else image.convert("RGB")
     except Exception as error:
-        # PIL's decoders raise whatever comes to their mind (OSError, SyntaxError, struct.error, IndexError, ...).
+        # PIL's decoders raise exceptions of many types: OSError, SyntaxError, struct.error, IndexError, ...
         raise BrokenSample(f"image: {type(error).__name__}: {error}") from None
     raise BrokenSample(f"image: {width} x {height} pixels, data.max_pixels is {max_pixels}")
 
 
 def decode_pixels(data: bytes, max_pixels: int) -> Tensor:
-    """decode_image's pixels, [3, H, W] uint8; a JPEG by torchvision, which takes little more than half of PIL's time.
+    """The pixels of decode_image, [3, H, W] uint8. JPEGs go to torchvision, which needs little more than half the time.
 
     Raises:  as decode_image.
     """
     if data.startswith(_JPEG):
-        # What PIL makes of the header, and RuntimeError: decode_image says what is wrong, or knows how to read it.
+        # Whatever fails here is left to decode_image, which reads the image nevertheless or explains what is wrong.
         with suppress(Exception), Image.open(BytesIO(data), formats=("JPEG",)) as header:
             if header.mode in ("RGB", "L") and header.width * header.height <= max_pixels:
                 return decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB)
@@ -97,7 +97,7 @@ def decode_pixels(data: bytes, max_pixels: int) -> Tensor:
 
 
 def resize_for_evaluation(image: Image.Image, spec: ImageSpec) -> Tensor:
-    """Resize and crop or pad as open_clip's evaluation transform, [3, H, W] uint8."""
+    """Resize and crop or pad as open_clip's evaluation transform does, [3, H, W] uint8."""
     height, width = spec.size
     if spec.resize_mode == "squash":
         return _to_tensor(image.resize((width, height), spec.filter))
@@ -105,22 +105,22 @@ def resize_for_evaluation(image: Image.Image, spec: ImageSpec) -> Tensor:
     if spec.resize_mode == "longest":
         ratio = max(w / width, h / height)
         image = image.resize((max(1, round(w / ratio)), max(1, round(h / ratio))), spec.filter)
-        # Outside of the image PIL's crop is black.
+        # PIL's crop is black outside of the image.
         left, top = -((width - image.size[0]) // 2), -((height - image.size[1]) // 2)
         return _to_tensor(image.crop((left, top, left + width, top + height)))
     if height == width:
         resample, short = spec.filter, min(w, h)
         full_w, full_h = (width if side == short else int(width * side / short) for side in (w, h))
     else:
-        # open_clip has no other filter here.
+        # open_clip always uses this filter for images that are not square.
         resample, ratio = Image.Resampling.BICUBIC, min(w / width, h / height)
         full_w, full_h = round(w / ratio), round(h / ratio)
     left, top = round((full_w - width) / 2), round((full_h - height) / 2)
     if full_w * full_h <= _LONGEST * width * height:
         image = image.resize((full_w, full_h), resample)
         return _to_tensor(image.crop((left, top, left + width, top + height)))
-    # The whole of a very long image would be huge: only what the crop keeps is resized, a level or two off where PIL
-    # rounds the box to single precision.
+    # A very long image would be huge once resized, so only what the crop keeps is resized. It is a level or two off
+    # where PIL rounds the box to single precision.
     box = (left * w / full_w, top * h / full_h, (left + width) * w / full_w, (top + height) * h / full_h)
     return _to_tensor(image.resize((width, height), resample, (box[0], box[1], min(box[2], w), min(box[3], h))))
 
@@ -140,20 +140,23 @@ def resize_random_crop(
     """
     left, top, width, height = _crop_box(image.shape[2], image.shape[1], scale, ratio, uniform)
     crop = image[None, :, top : top + height, left : left + width]
-    # On uint8: PIL's filters, a level off here and there, in less than half of its time.
+    # Same filters as PIL, on uint8: some pixels differ by one level, in less than half of PIL's time.
     return F.interpolate(crop, spec.size, mode=spec.interpolation, align_corners=False, antialias=True)[0]
 
 
 def _crop_box(
     width: int, height: int, scale: tuple[float, float], ratio: tuple[float, float], uniform: Sequence[float]
 ) -> tuple[int, int, int, int]:
+    # As torchvision: the area is uniform, the aspect ratio log-uniform; a box that does not fit is drawn again.
     low, high = math.log(ratio[0]), math.log(ratio[1])
     for i in range(_TRIES):
         area = width * height * (scale[0] + (scale[1] - scale[0]) * uniform[2 * i])
         aspect = math.exp(low + (high - low) * uniform[2 * i + 1])
         w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
         if 0 < w <= width and 0 < h <= height:
+            # All attempts share the two numbers that place the box: only one attempt uses them.
             return int(uniform[-1] * (width - w + 1)), int(uniform[-2] * (height - h + 1)), w, h
+    # None of the boxes fitted: take the largest one in the centre with an aspect ratio in range.
     w, h = width, height
     if width / height < ratio[0]:
         h = round(w / ratio[0])
@@ -167,33 +170,33 @@ def _to_tensor(image: Image.Image) -> Tensor:
 
 
 class Captions:
-    """The caption templates of data.captions: one is drawn by its weight and filled with the sample's members.
+    """The caption templates of data.captions, of which one is drawn by weight and filled with the sample's members.
 
-    A field is a member name: {txt} is its text, {json[key]} an entry of the parsed member; a list is joined by commas.
+    A field names a member: {txt} stands for its text, {json[key]} for an entry of the parsed JSON. Lists are joined by
+    commas.
     """
 
     def __init__(self, weights: dict[str, float]) -> None:
         self._templates = [template for template, weight in weights.items() if weight > 0]
         ends = list(accumulate(weights[template] for template in self._templates))
+        # The last end is left out: it is 1, up to rounding, and `uniform` is always below it.
         self._ends = [end / ends[-1] for end in ends[:-1]]
 
     def pick(self, members: dict[str, bytes], uniform: float) -> str:
-        """One caption; `uniform` in [0, 1) chooses the template.
-
-        Raises:  BrokenSample when a field is missing or the caption is empty, naming the members seen.
-        """
+        """One caption; `uniform` in [0, 1) selects the template. Raises: as fill_template."""
         return fill_template(self._templates[bisect_right(self._ends, uniform)], members)
 
 
 def list_fields(template: str) -> set[str]:
-    """The members that a template takes."""
+    """The members that a template refers to."""
+    # "json[label]" refers to the member json.
     return {name.partition("[")[0] for _, name, _, _ in string.Formatter().parse(template) if name}
 
 
 def fill_template(template: str, members: dict[str, bytes]) -> str:
-    """The template with the sample's members in its fields, stripped.
+    """Fill a template with the sample's members and strip the result.
 
-    Raises:  BrokenSample when a field is missing or nothing remains, naming the members seen.
+    Raises:  BrokenSample if a field is missing or the result is empty, naming the members seen.
     """
     seen = f"; the sample has {', '.join(members)}"
     try:
@@ -206,7 +209,7 @@ def fill_template(template: str, members: dict[str, bytes]) -> str:
 
 
 class _Fields(dict[str, Any]):
-    """Members by name, decoded when a template asks for them."""
+    """The members by name, decoded when a template refers to them."""
 
     def __getitem__(self, name: str) -> Any:
         data: bytes = super().__getitem__(name)

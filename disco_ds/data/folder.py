@@ -1,32 +1,52 @@
-"""Images in a folder with a sub-folder per class, read as shards are: a sub-folder is a shard, a file an entry."""
+"""Images in a folder with a sub-folder per class: a sub-folder is a shard, a file one of its entries."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Collection
-from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
+from disco_ds.data.base import Source
 from disco_ds.data.tar import BrokenSample
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
 
-@dataclass(frozen=True)
-class ImageFolder:
-    """A sample's members are `image`, the bytes of the file, and `cls`, the name of its sub-folder."""
+class ImageFolder(Source):
+    """The class sub-folders, those without images too, and their image files, sorted by name (numbers as numbers).
 
-    folder: Path
-    classes: tuple[str, ...]
-    files: tuple[tuple[str, ...], ...]
+    A sample's members are `image`, the bytes of the file, and `cls`, the name of its sub-folder. It is its own Reader.
 
-    @property
-    def sizes(self) -> list[int]:
-        return [len(names) for names in self.files]
+    Raises: ValueError if there is no sub-folder, or no image in any.
+    """
 
-    @property
-    def num_samples(self) -> int:
-        return sum(self.sizes)
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).expanduser()
+        # Classes without images count too: they are among the answers of zero-shot classification.
+        found = [entry.name for entry in os.scandir(self.folder) if entry.is_dir() and not entry.name.startswith(".")]
+        self.classes = sort_labels(found)
+        self.files = [
+            sorted(entry.name for entry in os.scandir(self.folder / name) if entry.name.lower().endswith(_SUFFIXES))
+            for name in self.classes
+        ]
+        self.sizes = [len(names) for names in self.files]
+        if not any(self.sizes):
+            what = f"{len(found)} sub-folders without an image" if found else "no sub-folders"
+            raise ValueError(
+                f"{folder} has {what}; expected .tar shards, or a sub-folder per class that holds "
+                f"{', '.join(_SUFFIXES)}"
+            )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digest of the names of classes and files."""
+        return hashlib.sha256(json.dumps([self.classes, self.files]).encode()).hexdigest()[:16]
+
+    def open(self, num_slots: int = 1, window: int = 1) -> ImageFolder:
+        return self
 
     def read(self, shard: int, entry: int) -> dict[str, bytes]:
         """The members of a sample. Raises: BrokenSample for a file that cannot be read."""
@@ -40,28 +60,9 @@ class ImageFolder:
         return f"{self.classes[shard]}/{self.files[shard][entry]}"
 
     def close(self) -> None:
-        """Nothing stays open."""
-
-
-def scan_folder(folder: Path) -> ImageFolder:
-    """The class sub-folders, those without images too, and their image files, sorted by name (numbers as numbers).
-
-    Raises: ValueError when there is no sub-folder, or no image in any.
-    """
-    found = [entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith(".")]
-    classes = sort_labels(found)
-    files = tuple(
-        tuple(sorted(entry.name for entry in os.scandir(folder / name) if entry.name.lower().endswith(_SUFFIXES)))
-        for name in classes
-    )
-    if not any(files):
-        what = f"{len(classes)} sub-folders without an image" if classes else "no sub-folders"
-        raise ValueError(
-            f"{folder} has {what}; expected .tar shards, or a sub-folder per class that holds {', '.join(_SUFFIXES)}"
-        )
-    return ImageFolder(folder, tuple(classes), files)
+        """Nothing is open."""
 
 
 def sort_labels(labels: Collection[str]) -> list[str]:
-    """In order of the alphabet; if all are numbers, as numbers."""
+    """In alphabetical order; if all are numbers, in numerical order."""
     return sorted(labels, key=int if all(label.isdecimal() for label in labels) else None)

@@ -1,7 +1,7 @@
-"""Random numbers that are a pure function of keys: the same in every process, on every device, in any order.
+"""Random numbers as a pure function of keys: the same in every process, on every device, in any order.
 
-Counter-based (the finaliser of splitmix64 over a chain of keys), in integer arithmetic that torch does alike on CPU
-and GPU. It is not a stream: nothing is consumed and nothing has to be saved in a checkpoint. Used by the data order, by
+The generator is counter-based: the finaliser of splitmix64, applied to a chain of keys in integer arithmetic, which is
+the same on CPU and GPU. It has no state, so nothing has to be saved in a checkpoint. It is used by the data order, by
 the workers (crop, caption) and by the augmentation on the device.
 """
 
@@ -20,7 +20,7 @@ _MASK = 0xFFFF_FFFF_FFFF_FFFF
 
 
 def _signed(value: int) -> int:
-    """A 64-bit pattern as the int64 that holds it: torch has no arithmetic on uint64."""
+    """The int64 with the same 64 bits: torch has no arithmetic on uint64."""
     value &= _MASK
     return value - (1 << 64) if value >> 63 else value
 
@@ -33,33 +33,35 @@ _FACTOR_2 = _signed(0x94D0_49BB_1331_11EB)
 
 
 def keyed_uniform(seed: int, epoch: Tensor, index: Tensor, num: int, first: int = 0) -> Tensor:
-    """Uniform numbers of samples, in columns that do not depend on how many are asked for.
+    """A row of uniform random numbers for each sample; a column's value does not depend on `num` or `first`.
 
     Args:    epoch, index [m] int64 on one device; num columns, counted from `first`.
     Returns: [m, num] fp32 in [0, 1), multiples of 2**-24, so that CPU and GPU agree to the bit.
     Source:  Steele, Lea, Flood 2014, splitmix64.
     """
     bits = keyed_bits(seed, epoch, index, num, first)
+    # The upper 24 bits, as many as the significand of fp32 holds.
     return _shift_right(bits, 40).to(torch.float32) * 2.0**-24
 
 
 def keyed_bits(seed: int, epoch: Tensor, index: Tensor, num: int, first: int = 0) -> Tensor:
-    """As keyed_uniform, but [m, num] int64 holding 64 random bits each."""
+    """As keyed_uniform, but [m, num] int64 with 64 random bits each."""
     key = _absorb(_absorb(torch.full_like(index, _signed(seed)), epoch), index)
     columns = torch.arange(first, first + num, dtype=torch.int64, device=index.device)
     return _absorb(key[:, None], columns[None, :])
 
 
 def keyed_row(seed: int, epoch: int, index: int, num: int, first: int = 0) -> list[float]:
-    """One sample's keyed_uniform in Python's integers: for a single row, tensors cost ten times as much."""
+    """keyed_uniform for one sample, in Python integers: tensors take ten times as long for a single row."""
     key = _mix_int(seed)
     for value in (epoch, index):
+        # Two rounds: the second of `_absorb(key, value)` and the first of the next call.
         key = _mix_int(_mix_int(key + (value + 1) * _GAMMA))
     return [(_mix_int(key + (column + 1) * _GAMMA) >> 40) * 2.0**-24 for column in range(first, first + num)]
 
 
 def keyed_int(*keys: int) -> int:
-    """64 random bits in Python's integers."""
+    """64 random bits as a Python integer."""
     key = 0
     for value in keys:
         key = _mix_int(_mix_int(key) + (value + 1) * _GAMMA)
@@ -67,7 +69,7 @@ def keyed_int(*keys: int) -> int:
 
 
 def keyed_permutation(num: int, *keys: int) -> Tensor:
-    """A random order of 0 .. num - 1, [num] int64; numpy's own may change between its versions, this one does not."""
+    """A random permutation of 0 .. num - 1, [num] int64; unlike numpy's, it is the same in every version."""
     key = torch.zeros(1, dtype=torch.int64)
     for value in keys:
         key = _absorb(key, torch.tensor([_signed(value)]))
@@ -75,7 +77,7 @@ def keyed_permutation(num: int, *keys: int) -> Tensor:
 
 
 def _absorb(key: Tensor, value: Tensor) -> Tensor:
-    """Mix one more key in; int64 products wrap around, as the algorithm wants."""
+    """Mix in one more key; int64 products wrap around, as the algorithm requires."""
     x = _mix(key) + (value + 1) * _GAMMA
     return _mix(x)
 
@@ -94,5 +96,5 @@ def _mix_int(x: int) -> int:
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """The logical shift; torch's >> on int64 copies the sign."""
+    """Logical shift to the right; torch's >> on int64 is arithmetic."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

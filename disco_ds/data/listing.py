@@ -1,4 +1,4 @@
-"""What a setting like data.shards may say, and the names and places of the shards it means. Reads no shard.
+"""What a setting such as data.shards may name, and the names and places of the shards it means. Opens no shard.
 
 folder, bundled:<set>          every .tar in it
 /data/{00000..00099}.tar       local shards one by one; several braces and lists {a,b} work too
@@ -9,6 +9,7 @@ table.csv                      rows of image path and caption
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from disco_ds.config.data import RemoteSettings
 NAME = "manifest.json"
 PIPE = "pipe:"
 _BUNDLED = "bundled:"
+# In a URL or command a name ends at white space, /, quotes and the delimiters of a query.
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 _BRACES = re.compile(r"[^\s/?&='\"|]*\{.*\}[^\s?#&'\"|]*")
 _TAR = re.compile(r"[^\s/?&='\"|]+\.tar\b")
@@ -28,14 +30,16 @@ _TAR = re.compile(r"[^\s/?&='\"|]+\.tar\b")
 
 @dataclass(frozen=True)
 class Listing:
-    """Shards that a text names one by one."""
+    """The shards that a setting means, before their samples are counted."""
 
     folder: Path
-    """Of local shards."""
+    """Where local shards are."""
     names: tuple[str, ...]
     """In the manifest, sorted: paths below the folder, or what differs between URLs. Never a query or a password."""
     urls: tuple[str, ...] = ()
     """Of remote shards."""
+    whole: bool = False
+    """Whether these are all shards of the folder."""
 
 
 def is_table(text: str) -> bool:
@@ -44,10 +48,6 @@ def is_table(text: str) -> bool:
 
 def is_remote(text: str) -> bool:
     return text.startswith(("http://", "https://", PIPE))
-
-
-def is_folder(text: str) -> bool:
-    return not (is_remote(text) or is_table(text) or text.endswith(".tar") or "{" in text)
 
 
 def refuse_remote(text: str, remote: RemoteSettings) -> None:
@@ -62,18 +62,43 @@ def refuse_remote(text: str, remote: RemoteSettings) -> None:
         )
 
 
+def find_shards(text: str, remote: RemoteSettings) -> Listing:
+    """The shards that a text means, whether it names a folder or the shards themselves.
+
+    Raises:  ValueError if there are none, they have no manifest, or they are remote and not allowed.
+    """
+    refuse_remote(text, remote)
+    if is_table(text):
+        raise ValueError("a csv file needs no manifest: its rows are counted when a run starts")
+    if is_remote(text) or text.endswith(".tar") or "{" in text:
+        return list_shards(text)
+    return list_folder(resolve_shards(text))
+
+
+def list_folder(folder: Path) -> Listing:
+    """Every .tar of a folder. Raises: ValueError if there are none."""
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {folder}")
+    names = sorted(entry.name for entry in os.scandir(folder) if entry.name.endswith(".tar"))
+    if not names:
+        raise ValueError(f"{folder} holds no .tar file, expected a folder of webdataset shards")
+    return Listing(folder, tuple(names), whole=True)
+
+
 def list_shards(text: str) -> Listing:
     """The shards of a text with braces, or of one that names a single .tar.
 
     Raises:  ValueError for braces that do not match and shards that would share a name.
     """
     if is_remote(text):
+        # Braces in the path take precedence over those in the query, which may hold a signature.
         head = text if text.startswith(PIPE) else text.partition("?")[0]
         match = _BRACES.search(head) or _BRACES.search(text) or _TAR.search(head)
         if match is None:
             raise ValueError("a URL or command names its shards by braces, {0000..0099}.tar, or one that ends in .tar")
         start, stop = match.span()
     else:
+        # The last folder before the first brace is the folder of the shards; all after it are names.
         start, stop = text.rfind("/", 0, text.find("{") if "{" in text else None) + 1, len(text)
     try:
         names = sorted(braceexpand(text[start:stop], escape=False))

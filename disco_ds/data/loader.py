@@ -1,8 +1,7 @@
-"""The micro-batches of one rank, step by step, and where they stand.
+"""The micro-batches of one rank, step by step, and the position in the data order.
 
-The trainer's view of the data: it asks for a step, reads the rank's micro-batches and gets no exception, because an
-exception on one rank would leave the others in a collective. It knows (rank, size) as integers and communicates with
-nobody.
+This is the trainer's view of the data. Reading a step raises nothing, because an exception on one rank would leave the
+others waiting in a collective: errors are returned with the step. (rank, size) are integers; nothing is communicated.
 """
 
 from __future__ import annotations
@@ -18,14 +17,13 @@ from typing import Any
 import torch
 
 from disco_ds.config.data import DataSettings
+from disco_ds.data.base import SampleForm, Source
 from disco_ds.data.feed import Delivery, Feed, Producer, Upload
-from disco_ds.data.manifest import Manifest
-from disco_ds.data.order import Share, choose_slots, divide
+from disco_ds.data.order import Share, choose_slots
 from disco_ds.data.shared_batches import SharedBatches, batch_bytes
-from disco_ds.data.source import SampleForm, fingerprint, mix, open_sources
+from disco_ds.data.source import fingerprint, mix, open_sources
 from disco_ds.data.staging import Staging, count_buffers, count_on_device, count_workers
 from disco_ds.data.step_data import MicroBatch, MicroBatches, StepData
-from disco_ds.data.table import Table
 from disco_ds.data.tar import DataError
 from disco_ds.data.worker import InProcess, Job, Worker
 
@@ -33,15 +31,15 @@ from disco_ds.data.worker import InProcess, Job, Worker
 class Loader:
     """A rank's micro-batches in the data order; see order.py for which samples they hold.
 
-    Args:    sources: what load_sources found; state: None, or merge_states of every rank's state_dict, at any number of
-             ranks.
-    Raises:  ValueError when ranks, slots or state do not fit, or the data differ from the state's.
+    Args:    sources: as load_sources returns them; state: None, or merge_states of the state_dicts of all
+             ranks, of which there may have been any number.
+    Raises:  ValueError if ranks, slots or state do not fit, or the data differ from the state's.
     """
 
     def __init__(
         self,
         settings: DataSettings,
-        sources: Sequence[Manifest | Table],
+        sources: Sequence[Source],
         form: SampleForm,
         share: Share,
         seed: int,
@@ -49,16 +47,18 @@ class Loader:
         staging: Staging | None = None,
     ) -> None:
         staging = staging or Staging()
-        sizes = [data.sizes for data in sources] or [divide(settings.num_samples)]
-        self.num_samples = sum(map(sum, sizes))
-        self.num_slots = choose_slots(sum(map(len, sizes)), self.num_samples, settings.slots, share.size)
+        sizes = [size for source in sources for size in source.sizes]
+        self.num_samples = sum(sizes)
+        self.num_slots = choose_slots(len(sizes), self.num_samples, settings.slots, share.size)
+        # Global position p belongs to slot p % S and to rank p % N; N divides S, so a rank owns these slots.
         slots = tuple(range(share.rank, self.num_slots, share.size))
         num_workers = min(count_workers(settings, staging.cores), len(slots))
         order = mix(settings, sources, self.num_slots, seed)
+        # What the order depends on; a state is accepted only if all of it is equal.
         self._origin: dict[str, Any] = {
             "slots": self.num_slots,
-            "sources": len(sizes),
-            "fingerprint": fingerprint(settings, sources) if sources else f"synthetic-{settings.num_samples}",
+            "sources": len(sources),
+            "fingerprint": fingerprint(settings, sources),
             "global_batch": share.global_batch,
         }
         state = self._check(state)
@@ -67,7 +67,7 @@ class Loader:
         self._steps: int = state["steps"]
         streams = [stream for slot in slots for stream in order.streams(slot)]
         self._cursor: dict[int, tuple[int, int]] = {stream: tuple(state["cursor"][stream]) for stream in streams}
-        # The count so far goes on at one rank, so that the sum over ranks does.
+        # One rank continues the count of all ranks, so that the sum over ranks stays right.
         self.broken: int = state["broken"] if share.rank == 0 else 0
         self.worker_pids: list[int] = []
         self._error: str | None = None
@@ -75,19 +75,20 @@ class Loader:
         self._device = torch.device(staging.device)
         self._current: MicroBatches | None = None
         self._held: list[int] = []
-        """The current step's buffers."""
+        """The buffers of the current step."""
         self._uploads: dict[int, Upload] = {}
-        """Copies under way for the second pass, by micro-batch."""
+        """Copies started for the second pass, by micro-batch."""
         self._num_again = 0
-        """Micro-batches that were decoded again."""
+        """Number of micro-batches that were decoded again."""
         self._resources = ExitStack()
+        # The buffers are allocated before the workers, which inherit them.
         most = int(staging.most_bytes // batch_bytes(share.micro_batch, form.image.size, form.context_length))
         num = count_buffers(settings.prefetch, self._num_parts, staging.pixels, num_workers, most)
         self._batches = SharedBatches(num, share.micro_batch, form.image.size, form.context_length)
         self._resources.callback(self._batches.close)
         per_worker = -(-len(slots) // max(1, num_workers))
         job = Job(
-            source=open_sources(settings, sources, form, seed, per_worker),
+            samples=open_sources(settings, sources, form, seed, per_worker),
             order=order,
             max_broken=settings.max_broken,
             slots=slots,
@@ -103,10 +104,10 @@ class Loader:
         self._resources.callback(self._feed.close)
 
     def read_step(self) -> StepData:
-        """The next step's micro-batches, read as they are asked for and valid until the next call.
+        """The next step's micro-batches, read as they are requested and valid until the next call.
 
-        Neither this nor reading them raises, but for one that is decoded again; after an error they are placeholders,
-        at every step.
+        Neither this nor reading them raises, except for one that is decoded again. After an error, this and all further
+        steps consist of placeholders.
         """
         self._finish_step()
         data = StepData(error=self._error)
@@ -116,7 +117,7 @@ class Loader:
         return data
 
     def _read(self, data: StepData) -> MicroBatch:
-        """A step's next micro-batch; after an error a placeholder."""
+        """The next micro-batch of a step; after an error a placeholder."""
         if self._error is None:
             try:
                 return self._accept(self._take(data), data)
@@ -126,7 +127,7 @@ class Loader:
         return self._placeholder
 
     def _take(self, data: StepData) -> Delivery:
-        """What comes next; the time it takes is noted. Raises: what a worker does."""
+        """The next delivery; the time it takes is added to the step's. Raises: as the producers do."""
         start = time.perf_counter()
         try:
             return self._feed.take()
@@ -138,11 +139,13 @@ class Loader:
         for part in delivery.parts:
             data.cursor.update(part.cursor)
             data.broken += part.broken
+        # The position moves by whole steps: a state saved within a step would be between two global batches.
         if len(data.index) == self._num_parts:
             self._steps += 1
             self._cursor.update(data.cursor)
             self.broken += len(data.broken)
         self._held.append(delivery.number)
+        # On the host, buffers are kept for the second pass, which begins by copying micro-batch 0 again.
         if self._pixels == "host":
             self._upload_ahead(0 if len(self._held) == self._num_parts else None)
         else:
@@ -151,7 +154,7 @@ class Loader:
         return self._feed.arrive(delivery.upload)
 
     def _upload_again(self, k: int) -> MicroBatch:
-        """Micro-batch k from its buffer."""
+        """Micro-batch k once more, from its buffer on the host."""
         if self._error is not None:
             return self._placeholder
         upload = self._uploads.pop(k, None) or self._feed.upload(self._held[k])
@@ -159,16 +162,16 @@ class Loader:
         return self._feed.arrive(upload)
 
     def _upload_ahead(self, k: int | None) -> None:
-        """Start what comes next: micro-batch k once more, unless that is the last, which GradAccum keeps, or None."""
+        """Start copying micro-batch k again; or the next step's if k is None or the last one, which GradAccum keeps."""
         if k is not None and k < self._num_parts - 1:
             self._uploads = {k: self._feed.upload(self._held[k])}
         else:
             self._feed.look_ahead()
 
     def _decode_again(self, data: StepData, k: int) -> MicroBatch:
-        """The micro-batch decoded once more. Raises: DataError, since the step must not go on without it."""
+        """Micro-batch k, decoded once more. Raises: DataError, since the step must not go on without it."""
         if k != self._num_again:
-            raise RuntimeError(f"micro-batch {k} is asked for again, {self._num_again} is due")
+            raise RuntimeError(f"micro-batch {k} is requested again, {self._num_again} is due")
         try:
             delivery = self._take(data)
         except Exception as error:
@@ -179,7 +182,7 @@ class Loader:
         return self._feed.arrive(delivery.upload)
 
     def _finish_step(self) -> None:
-        """Read what the last step has left unread, and give back what it held."""
+        """Read what the last step has left unread, and release its buffers."""
         if self._current is not None:
             for k in range(self._current.num_read, self._num_parts):
                 _ = self._current[k]
@@ -187,6 +190,7 @@ class Loader:
         if self._pixels == "host":
             for number in self._held:
                 self._feed.release(number)
+        # The workers decode all but the last micro-batch twice, whether or not the second pass took place.
         if self._pixels == "compressed" and self._held and self._error is None:
             try:
                 for k in range(self._num_again, self._num_parts - 1):
@@ -196,31 +200,31 @@ class Loader:
         self._held, self._uploads, self._num_again = [], {}, 0
 
     def _describe(self, error: Exception, step: int) -> str:
-        """Within the `except` that has caught it."""
+        """The message for an error, called inside the `except` block that has caught it."""
         known = isinstance(error, (DataError, OSError))
         text = str(error) if known else traceback.format_exc()
         return f"data of rank {self._rank}, step {step}: {text}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this rank stands after the last step read without an error; merge_states joins those of all ranks."""
+        """This rank's position after the last step read without an error; merge_states joins those of all ranks."""
         return {**self._origin, "steps": self._steps, "broken": self.broken, "cursor": dict(self._cursor)}
 
     def close(self) -> None:
-        """End the workers, close the files."""
+        """End the workers and close all files."""
         self._error = self._error or "the loader is closed"
         self._resources.close()
 
     def _check(self, state: dict[str, Any] | None) -> dict[str, Any]:
-        """The state to begin from, once it is known to be of this order."""
+        """The state to begin from. Raises: ValueError if it belongs to another order."""
         num_streams = self.num_slots * self._origin["sources"]
         if state is None:
             return {**self._origin, "steps": 0, "broken": 0, "cursor": dict.fromkeys(range(num_streams), (0, 0))}
-        state = {"sources": 1, **state}  # checkpoints of before there could be several
+        state = {"sources": 1, **state}  # older checkpoints have one source and do not say so
         for key, expected in self._origin.items():
             if state[key] != expected:
                 raise ValueError(
-                    f"the checkpoint's data have {key} {state[key]}, this run has {expected}; the order of the samples "
-                    "would be another one: restore the setting or the shards, or start a new run"
+                    f"the checkpoint's data have {key} {state[key]}, this run has {expected}; the samples would "
+                    "come in another order: restore the setting or the shards, or start a new run"
                 )
         if len(state["cursor"]) != num_streams:
             raise ValueError(
@@ -229,7 +233,7 @@ class Loader:
         return state
 
     def _start(self, job: Job, num_workers: int, timeout_s: float, preload: str) -> list[Producer]:
-        """What fills the buffers."""
+        """Start the workers; with none, samples are decoded in this process."""
         producers: list[Producer] = []
         for number in range(num_workers):
             worker = Worker(replace(job, worker=number, num_workers=num_workers), timeout_s, preload)
@@ -237,7 +241,7 @@ class Loader:
             self.worker_pids.append(worker.pid)
             producers.append(worker)
         if not producers:
-            self._resources.callback(job.source.close)
+            self._resources.callback(job.samples.close)
             producers.append(InProcess(job))
         return producers
 
@@ -247,9 +251,9 @@ class Loader:
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One state of the data from every rank's state_dict; a Loader at any number of ranks resumes from it.
+    """Join the state_dict of every rank's Loader into one state, from which any number of ranks can resume.
 
-    Raises:  ValueError when the states are not of one step of one run.
+    Raises:  ValueError if the states are not of the same step of the same run.
     """
     first = states[0]
     shared = [key for key in first if key not in ("cursor", "broken")]

@@ -1,6 +1,6 @@
-"""The manifest of shards: which there are and how many samples each has, counted once by `disco-ds index`.
+"""The manifest of tar shards: their names and sample counts, as `disco-ds index` has counted them.
 
-Sample ids and the data order follow from it, so every rank must find the same shards. Nothing is counted here.
+Sample ids and the data order follow from it, so every rank must find the same shards. Counting is in counting.py.
 """
 
 from __future__ import annotations
@@ -8,22 +8,28 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from disco_ds.data.listing import NAME, Listing
+from disco_ds.config.data import DataSettings, RemoteSettings
+from disco_ds.data.base import Source
+from disco_ds.data.listing import NAME, Listing, find_shards, list_folder
+from disco_ds.data.remote import ShardCache
+from disco_ds.data.tar import TarReader
 
 VERSION = 1
 _NAMED = 5
-"""Shards that a message names before it only counts."""
+"""How many shards a message names; further ones are counted."""
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Shard:
     name: str
     samples: int
@@ -33,31 +39,50 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class Manifest(Source):
+    """Tar shards with known sample counts, local or remote."""
+
     folder: Path
     shards: tuple[Shard, ...]
     urls: tuple[str, ...] = ()
-    """Of remote shards; others lie in the folder."""
+    """Of remote shards; others are in the folder."""
+    remote: RemoteSettings = field(default=RemoteSettings(), compare=False, repr=False)
+    """How remote shards are fetched."""
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
         return [shard.samples for shard in self.shards]
 
-    @property
-    def num_samples(self) -> int:
-        return sum(self.sizes)
-
-    @property
+    @cached_property
     def fingerprint(self) -> str:
-        """Of what the data order depends on: names and sample counts, not the folder."""
+        """Digest of names and sample counts; the folder may move."""
         text = json.dumps([(shard.name, shard.samples) for shard in self.shards])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    def open(self, num_slots: int = 1, window: int = 1) -> TarReader:
+        names = [shard.name for shard in self.shards]
+        # A window spans this many shards on average, and one more where it begins inside a shard.
+        at_hand = num_slots * (math.ceil(window * len(names) / self.num_samples) + 1)
+        if not self.urls:
+            return TarReader(self.folder, names, at_hand)
+        cache = ShardCache(self.urls, names, [shard.bytes for shard in self.shards], self.remote)
+        return TarReader(cache.folder, names, at_hand, cache.open)
+
+    @staticmethod
+    def takes(shards: str) -> bool:
+        return True
+
+    @classmethod
+    def load(cls, shards: str, manifest: Path | None, settings: DataSettings) -> Manifest:
+        """The shards that a text means, as counted in their manifest. Raises: as find_shards and load_manifest."""
+        return load_manifest(find_shards(shards, settings.remote), manifest, settings.remote)
+
 
 def write_manifest(manifest: Manifest, path: Path | None = None) -> Path:
-    """Write a manifest, into its folder unless a path is given, by a rename, and return its path."""
+    """Write a manifest, by default into its folder, by a rename, and return its path."""
     path = path or manifest.folder / NAME
     shards = [asdict(shard) for shard in manifest.shards]
+    # A rename is atomic: readers find the old manifest or the new one, never a part.
     partial_path = path.with_suffix(f".{os.getpid()}.partial")
     partial_path.write_text(json.dumps({"version": VERSION, "shards": shards}, indent=1) + "\n", encoding="utf-8")
     partial_path.replace(path)
@@ -65,7 +90,7 @@ def write_manifest(manifest: Manifest, path: Path | None = None) -> Path:
 
 
 def read_manifest(path: Path) -> dict[str, Shard]:
-    """The shards of a manifest file by name. Raises: ValueError when it is none of this version."""
+    """The shards in a manifest file, by name. Raises: ValueError if it is not a manifest of this version."""
     try:
         tree: Any = json.loads(path.read_text(encoding="utf-8"))
         version = tree["version"]
@@ -82,59 +107,52 @@ def read_manifest(path: Path) -> dict[str, Shard]:
     raise ValueError(f"{path} has version {version!r}, this program reads {VERSION}: disco-ds index")
 
 
-def load_manifest(folder: Path, path: Path | None = None) -> Manifest:
-    """Read the manifest of a whole folder and hold it against the shards that lie there.
+def load_manifest(where: Path | Listing, path: Path | None = None, remote: RemoteSettings | None = None) -> Manifest:
+    """Read the manifest of a folder's shards, or the part of it that a listing names, and compare it with the shards.
 
-    Args:    path: of the manifest; None: manifest.json in the folder.
-    Raises:  ValueError saying what differs and the remedy. A shard that has changed is only a warning: a truncated one
+    Args:    path: of the manifest; None: manifest.json in the folder; remote: how remote shards will be fetched.
+    Raises:  ValueError stating what differs and the remedy. A shard that has changed is only a warning: a truncated one
              costs the samples it lost.
     """
-    present = set(find_tars(folder))
-    again = f"disco-ds index {folder}" + (f" --to {path}" if path else "")
-    remedy = f"restore the shards, or count again: {again}"
-    path = path or folder / NAME
-    if not path.is_file():
-        raise ValueError(f"{folder} has {len(present)} shards and no {path.name}; count them: {again}")
-    shards = read_manifest(path)
-    if gone := shards.keys() - present:
-        raise ValueError(f"{path} lists shards that are not there: {some(gone)}; {remedy}")
-    if new := present - shards.keys():
-        raise ValueError(f"{folder} has shards that {path.name} does not list: {some(new)}; {remedy}")
-    return _check(Manifest(folder, tuple(shards.values())))
-
-
-def load_listed(listing: Listing, path: Path | None) -> Manifest:
-    """The part of a manifest that a listing names.
-
-    Args:    path: of the manifest; None: manifest.json in the folder of local shards.
-    Raises:  ValueError when the manifest or a local shard is missing; as load_manifest.
-    """
+    listing = where if isinstance(where, Listing) else list_folder(where)
+    folder, names = listing.folder, set(listing.names)
     again = "disco-ds index 'SHARDS' --to FILE, and name FILE as manifest"
+    if listing.whole:
+        again = f"disco-ds index {folder}" + (f" --to {path}" if path else "")
     if path is None and listing.urls:
         raise ValueError(f"remote shards need a manifest; count them: {again}")
-    path = path or listing.folder / NAME
+    path = path or folder / NAME
     if not path.is_file():
         raise ValueError(f"there is no {path}; count the shards: {again}")
     known = read_manifest(path)
-    if uncounted := set(listing.names) - known.keys():
+    # A folder must match its manifest exactly; a listing may name a part of what the manifest counts.
+    if listing.whole and (gone := known.keys() - names):
+        raise ValueError(f"{path} lists shards that are not there: {some(gone)}; restore them, or count again: {again}")
+    if uncounted := names - known.keys():
         raise ValueError(f"{path} does not list {some(uncounted)}; count the shards: {again}")
-    if not listing.urls and (gone := {name for name in listing.names if not (listing.folder / name).is_file()}):
-        raise ValueError(f"{listing.folder} has no {some(gone)}")
-    return _check(Manifest(listing.folder, tuple(known[name] for name in listing.names), listing.urls))
+    if not (listing.whole or listing.urls) and (gone := {name for name in names if not (folder / name).is_file()}):
+        raise ValueError(f"{folder} has no {some(gone)}")
+    manifest = Manifest(folder, tuple(known[name] for name in listing.names), listing.urls, remote or RemoteSettings())
+    refuse_empty(manifest)
+    if changed := find_changed(manifest):
+        logger.warning(
+            "%s: %d of %d shards have another size or time than when they were counted: %s; disco-ds index --check "
+            "shows whether the counts still hold",
+            folder,
+            len(changed),
+            len(names),
+            some({manifest.shards[i].name for i in changed}),
+        )
+    return manifest
 
 
-def find_tars(folder: Path) -> list[str]:
-    """Names of a folder's shards. Raises: ValueError when there are none."""
-    if not folder.is_dir():
-        raise ValueError(f"there is no folder {folder}")
-    names = sorted(entry.name for entry in os.scandir(folder) if entry.name.endswith(".tar"))
-    if not names:
-        raise ValueError(f"{folder} holds no .tar file, expected a folder of webdataset shards")
-    return names
+def find_changed(manifest: Manifest) -> list[int]:
+    """Numbers of the local shards that have changed since they were counted."""
+    return [] if manifest.urls else [i for i, s in enumerate(manifest.shards) if has_changed(manifest.folder, s)]
 
 
 def has_changed(folder: Path, shard: Shard) -> bool:
-    """Whether a local shard has another size or, where that is known, another time than when it was counted."""
+    """Whether the size of a local shard or, where it is known, its time differs from when it was counted."""
     status = os.stat(folder / shard.name)
     return status.st_size != shard.bytes or (shard.mtime != 0 and int(status.st_mtime) != shard.mtime)
 
@@ -152,18 +170,3 @@ def some(names: Collection[str]) -> str:
     ordered = sorted(names)
     rest = len(ordered) - _NAMED
     return ", ".join(ordered[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def _check(manifest: Manifest) -> Manifest:
-    refuse_empty(manifest)
-    changed = [] if manifest.urls else [s.name for s in manifest.shards if has_changed(manifest.folder, s)]
-    if changed:
-        logger.warning(
-            "%s: %d of %d shards have another size or time than when they were counted: %s; disco-ds index --check "
-            "tells whether the counts still hold",
-            manifest.folder,
-            len(changed),
-            len(manifest.shards),
-            some(changed),
-        )
-    return manifest

@@ -1,13 +1,13 @@
-"""Several sources in one data order: which of them a sample comes from, and where it lies there.
+"""Several sources in one data order: which of them a sample comes from, and its place in that source.
 
-A source keeps the slots and the order it would have alone (order.py), or its samples are drawn with replacement. A
-slot's part of a source is a stream: number source * S + slot, with a cursor (epoch, offset) of its own. Sample number k
-of slot s comes from the source in whose share of [0, 1) the number
+A source keeps the slots and the order that it would have alone (order.py), or its samples are drawn with replacement.
+The part of a source that belongs to a slot is a stream, number source * S + slot, with a cursor (epoch, offset) of its
+own. Sample number k of slot s comes from the source whose share of [0, 1) contains the number
 
     frac(phase(seed, s) + k * golden ratio)
 
-falls: a function of seed and position alone, each source as likely as its weight says, and, since multiples of the
-golden ratio spread more evenly than random numbers do, no slot runs far ahead of the others in a source.
+This is a function of seed and position alone and gives each source its weight. Since multiples of the golden ratio are
+spread more evenly than random numbers, no slot runs far ahead of the others in a source.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _SEED, _PHASE, _RUN, _DRAW = 3, 4, 5, 6
 
 
 class Draws:
-    """Where the samples of every slot lie, drawn with replacement.
+    """The places of the samples of every slot, drawn with replacement.
 
-    A draw is an epoch of its own, so that crop and caption differ from those of the sample's other draws: epoch e has
-    one sample, of slot e % S. A slot draws from a run of consecutive entries, as many as are shuffled together without
-    replacement, and takes another run after as many draws: it reads few shards at a time, every sample is as likely as
-    any other at every draw, and draws of different runs are independent.
+    Each draw is an epoch of its own, so that crop and caption differ between draws of the same sample: epoch e has one
+    sample, of slot e % S. A slot draws from a run of consecutive entries, as many as are shuffled together without
+    replacement, and takes another run after as many draws. So it reads few shards at a time, every sample is equally
+    likely at every draw, and draws of different runs are independent.
 
     Args:    sizes: samples per shard; num_slots S; seed; window: length of a run.
     """
@@ -43,17 +43,18 @@ class Draws:
         self._run = min(window, int(self._ends[-1]))
 
     def length(self, slot: int, epoch: int) -> int:
-        """Entries that the draw is one of."""
+        """Number of entries that are drawn from."""
         return self._run
 
     def settle(self, slot: int, epoch: int, offset: int) -> tuple[int, int]:
-        """The slot's next draw, this one if nothing has been read of it."""
+        """The slot's next draw, which is this one while its sample is unread."""
         epoch += offset
         return epoch + (slot - epoch) % self._num_slots, 0
 
     def locate(self, slot: int, epoch: int, offset: int) -> tuple[int, int]:
         """(shard, entry) of a draw."""
         num_samples = int(self._ends[-1])
+        # Draws of a slot have the epochs slot, slot + S, slot + 2 S, ...: this is draw number epoch // S.
         start = keyed_int(self._seed, _RUN, slot, epoch // self._num_slots // self._run) % num_samples
         place = (start + keyed_int(self._seed, _DRAW, epoch) % self._run) % num_samples
         shard = int(np.searchsorted(self._ends, place, side="right"))
@@ -61,7 +62,7 @@ class Draws:
 
 
 class Mixture:
-    """The orders of one or more sources as one; their shards are numbered through, and so are the ids.
+    """The orders of one or more sources as one, with consecutive numbers for their shards and sample ids.
 
     Args:    sizes: samples per shard, by source; weights: share of each source, up to a factor; replacement: whether it
              is drawn with replacement; num_slots S; seed; window: entries of a slot that are shuffled together.
@@ -78,11 +79,12 @@ class Mixture:
     ) -> None:
         self._orders: list[DataOrder | Draws] = []
         for number, (part, again) in enumerate(zip(sizes, replacement, strict=True)):
-            # Sources of equal sizes must not go in step; the first is ordered as it would be alone.
+            # Sources of equal sizes must not be shuffled alike; the first is ordered as it would be alone.
             own = keyed_int(seed, _SEED, number) if number else seed
             self._orders.append((Draws if again else DataOrder)(part, num_slots, own, window))
         self._num_slots = num_slots
         self._seed = seed
+        # Shares as 64-bit integers, so that no rounding of a processor can move a sample to another source.
         self._ends = [int(end / math.fsum(weights) * 2**64) for end in accumulate(weights)][:-1]
         self._first_shard = [0, *accumulate(map(len, sizes))]
         self._first_index = [0, *accumulate(size for part in sizes for size in part)]
@@ -97,12 +99,12 @@ class Mixture:
         return bisect_right(self._ends, point) * self._num_slots + slot
 
     def length(self, stream: int, epoch: int) -> int:
-        """Samples of a stream in an epoch, or among which it draws."""
+        """Number of samples of a stream in an epoch, or of those that it draws from."""
         source, slot = divmod(stream, self._num_slots)
         return self._orders[source].length(slot, epoch)
 
     def settle(self, stream: int, epoch: int, offset: int) -> tuple[int, int]:
-        """A place of the stream itself or, past the end of an epoch, its next one."""
+        """A place of the stream; past the end of an epoch, the beginning of the next one."""
         source, slot = divmod(stream, self._num_slots)
         return self._orders[source].settle(slot, epoch, offset)
 

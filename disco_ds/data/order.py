@@ -1,6 +1,6 @@
 """The order of the training samples: a pure function of (seed, shard sizes, slots, window).
 
-Ranks, workers and micro-batches do not enter. It reads no file and decodes nothing.
+It does not depend on ranks, workers or micro-batches. Nothing is read or decoded here.
 
 - An epoch permutes the shards and lays their entries end to end: a sequence of n samples.
 - S logical slots cut that sequence: slot s owns [k n / S, (k + 1) n / S) with k = (s + epoch) % S. So every sample
@@ -32,7 +32,7 @@ _EPOCHS_KEPT = 4
 
 
 class DataOrder:
-    """Where the samples of every slot lie.
+    """The places of the samples of every slot.
 
     Args:    sizes: samples per shard; num_slots S; seed; window: entries shuffled together.
     """
@@ -48,12 +48,12 @@ class DataOrder:
         self._windows: dict[int, tuple[tuple[int, int], np.ndarray]] = {}
 
     def length(self, slot: int, epoch: int) -> int:
-        """Samples of a slot in an epoch."""
+        """Number of samples of a slot in an epoch."""
         start, stop = self._interval(slot, epoch)
         return stop - start
 
     def settle(self, slot: int, epoch: int, offset: int) -> tuple[int, int]:
-        """The place itself or, past the end of the slot's epoch, the beginning of its next one that has samples."""
+        """The place itself or, past the end of the slot's epoch, the beginning of its next epoch that has samples."""
         while offset >= self.length(slot, epoch):
             epoch, offset = epoch + 1, 0
         return epoch, offset
@@ -62,10 +62,12 @@ class DataOrder:
         """(shard, entry) of a slot's sample number `offset` in an epoch."""
         start, stop = self._interval(slot, epoch)
         if not 0 <= offset < stop - start:
-            raise IndexError(f"slot {slot} has {stop - start} samples in epoch {epoch}, asked for number {offset}")
+            raise IndexError(f"slot {slot} has {stop - start} samples in epoch {epoch}, got offset {offset}")
         number = offset // self.window
         base = start + number * self.window
+        # The last window of an interval is shorter.
         place = base + int(self._shuffle(slot, epoch, number, min(self.window, stop - base))[offset % self.window])
+        # From the place in the epoch's sequence to the shard that covers it.
         shards, ends = self._epoch(epoch)
         at = int(np.searchsorted(ends, place, side="right"))
         shard = int(shards[at])
@@ -82,6 +84,7 @@ class DataOrder:
     def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The epoch's order of the shards, and where each ends in the epoch's sequence."""
         if epoch not in self._epochs:
+            # Slots are in different epochs only near an epoch's end, so that a few permutations suffice.
             shards = keyed_permutation(len(self.sizes), self.seed, _SHARDS, epoch).numpy()
             self._epochs[epoch] = (shards, np.cumsum(self.sizes[shards]))
             if len(self._epochs) > _EPOCHS_KEPT:
@@ -89,7 +92,7 @@ class DataOrder:
         return self._epochs[epoch]
 
     def _shuffle(self, slot: int, epoch: int, number: int, size: int) -> np.ndarray:
-        # One window per slot is kept: a slot reads its windows in order.
+        # Only the current window of each slot is kept, since a slot reads its windows in order.
         kept = self._windows.get(slot)
         if kept is None or kept[0] != (epoch, number):
             order = keyed_permutation(size, self.seed, _WINDOW, epoch, slot, number).numpy()
@@ -98,18 +101,18 @@ class DataOrder:
 
 
 def divide(num_samples: int) -> list[int]:
-    """Sizes of pretended shards for samples that lie in none, enough for the largest default number of slots."""
+    """Sizes of nominal shards for samples that are not in shards: enough for the largest default number of slots."""
     num_shards = min(SLOTS[0], num_samples)
     return [(i + 1) * num_samples // num_shards - i * num_samples // num_shards for i in range(num_shards)]
 
 
 @dataclass(frozen=True)
 class Share:
-    """A rank's part of every global batch. Raises: ValueError unless it is a number of whole micro-batches."""
+    """A rank's share of every global batch. Raises: ValueError unless it consists of whole micro-batches."""
 
     rank: int
     size: int
-    """Ranks."""
+    """Number of ranks."""
     global_batch: int
     micro_batch: int
 
@@ -126,9 +129,9 @@ class Share:
 
 
 def choose_slots(num_shards: int, num_samples: int, requested: int | None, ranks: int) -> int:
-    """The number of slots of a data set; it never depends on the ranks, which only have to divide it.
+    """The number of slots of a data set. It does not depend on the number of ranks, which only has to divide it.
 
-    Args:    requested: data.slots; None: the largest of SLOTS that the number of shards reaches.
+    Args:    requested: data.slots; None: the largest of SLOTS that does not exceed the number of shards.
     Raises:  ValueError naming the numbers of slots that work.
     """
     slots = requested if requested is not None else next(slots for slots in SLOTS if slots <= num_shards)

@@ -1,12 +1,14 @@
-"""Shards that are fetched: from http(s) URLs, and what shell commands write (`pipe:COMMAND`).
+"""Fetches remote shards: from http(s) URLs, or the output of shell commands (`pipe:COMMAND`).
 
-The data order reads the samples of a shard out of order, so a shard is fetched whole into a folder of this host,
-completed by a rename, and read there by all workers and ranks. A process holds what it reads by a lock (flock), which
-ends with the process; only what nobody holds is evicted, the longest unused first. The folder is one that no other
-user can write to, below the one that the settings name; files in either that this cache has not named are left alone.
+The samples of a shard are read out of order, so a shard is fetched whole into a folder of this host, completed by a
+rename, and read there by all workers and ranks. A process locks the files it reads (flock), and the kernel releases its
+locks when it ends. Only files that nobody has locked are evicted, the least recently used first. The folder is a
+sub-folder of the one in the settings, writable by this user alone; files that the cache has not named are left alone.
 
-Not webdataset's gopen and cache: they ignore some failures of their commands, know no HTTP status, name files by the
-last part of the path alone and evict what others read.
+Why not webdataset's gopen and cache: they ignore some failures of their commands, do not look at the HTTP status, name
+files by the last part of the path alone and evict files that others are reading. Why not fsspec: with what torch
+installs of it, it reads neither http (aiohttp is missing) nor s3 (s3fs), and its file cache has no size limit and no
+locks between processes. Its clients for object stores would be an addition to this file, which `pipe:` covers.
 """
 
 from __future__ import annotations
@@ -36,24 +38,24 @@ from disco_ds.config.data import RemoteSettings
 from disco_ds.data.listing import PIPE
 from disco_ds.data.tar import CacheFullError, DataError
 
-_PASSING = {408, 425, 429, 500, 502, 503, 504}
-"""HTTP statuses that may be gone at the next try."""
+_TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
+"""HTTP statuses after which another attempt may succeed."""
 _OWN_NAME = re.compile(r"[0-9a-f]{64}\.(shard|partial)")
-"""Of a shard, and of one that is being fetched."""
+"""Names of cached shards, and of those being fetched."""
 _BLOCK = 2**20
 _POLL_S = 0.05
 
 
 class _FetchError(Exception):
-    def __init__(self, reason: str, passing: bool = True) -> None:
+    def __init__(self, reason: str, transient: bool = True) -> None:
         super().__init__(reason)
-        self.passing = passing
+        self.transient = transient
 
 
 class ShardCache:
-    """Remote shards of a manifest as local files; it pickles.
+    """Remote shards of a manifest as local files; it can be pickled.
 
-    Args:    urls, names, sizes (in bytes, as counted) of the shards; settings: where, how much, how often to try.
+    Args:    urls, names, sizes (in bytes, as counted) of the shards; settings: where, how much, how many attempts.
     """
 
     def __init__(
@@ -66,10 +68,11 @@ class ShardCache:
         self.folder = settings.cache.expanduser() / f"disco_ds-{os.geteuid()}"
 
     def open(self, shard: int) -> BinaryIO:
-        """A shard's file, fetched if it is not there, held until it is closed.
+        """The file of a shard, fetched if it is missing; it is not evicted until it is closed.
 
-        Raises:  DataError naming the URL and the status, or what is in the way; CacheFullError; OSError of the folder.
+        Raises:  DataError naming the URL and the status, or the file in the way; CacheFullError; OSError of the folder.
         """
+        # The size is part of the name: a shard that was indexed again is another file. The URL may hold secrets.
         key = hashlib.sha256(f"{self._sizes[shard]} {self._urls[shard]}".encode()).hexdigest()
         path = self.folder / f"{key}.shard"
         _make_private(self.folder)
@@ -80,7 +83,7 @@ class ShardCache:
                 self._fetch(shard, path)
                 continue
             fcntl.flock(file, fcntl.LOCK_SH)
-            if os.fstat(file.fileno()).st_size != self._sizes[shard]:  # cut short by somebody: replace it
+            if os.fstat(file.fileno()).st_size != self._sizes[shard]:  # truncated by somebody: replace it
                 file.close()
                 self._fetch(shard, path)
             elif _is_at(file, path):
@@ -90,14 +93,16 @@ class ShardCache:
                 file.close()
 
     def _fetch(self, shard: int, path: Path) -> None:
-        """Bring a shard to `path`; or nothing, if another process has just done so."""
+        """Fetch a shard to `path`, unless another process has just done so."""
         name = path.with_suffix(".partial")
+        # The process that locks the .partial fetches; the others wait until it is renamed or removed.
         with _open(name, os.O_RDWR | os.O_CREAT) as file:
-            # Not by waiting for the lock: once renamed, the same file is held by all who read it, perhaps for hours.
+            # Waiting for the lock itself could take hours: once renamed, the file is locked by all its readers.
             while not _try_lock(file):
                 if not _is_at(file, name):
                     return
                 time.sleep(_POLL_S)
+            # Between opening and locking, its former owner may have finished.
             if not _is_at(file, name):
                 return
             try:
@@ -111,8 +116,9 @@ class ShardCache:
                 raise
 
     def _make_room(self, file: BinaryIO, need: int) -> None:
-        """Evict until so many bytes more fit, and take them by giving the file this size."""
+        """Evict shards until `need` more bytes fit, and reserve them by giving the file this size."""
         limit = int(self._settings.cache_gb * 1e9)
+        # One process at a time, or two would count the same free space as theirs.
         with _open(self.folder / ".lock", os.O_RDWR | os.O_CREAT) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             known = []
@@ -121,6 +127,7 @@ class ShardCache:
                     if _OWN_NAME.fullmatch(entry.name):
                         found = entry.stat(follow_symlinks=False)
                         known.append((found.st_mtime_ns, found.st_size, Path(entry.path)))
+            # Shards being fetched count with their full size, which they reserve below.
             used = sum(size for _, size, _ in known)
             for _, size, path in sorted(known):
                 if used + need <= limit:
@@ -129,21 +136,21 @@ class ShardCache:
                     used -= size
             if used + need > limit:
                 raise CacheFullError(
-                    f"a shard of {need:,} bytes finds no room in {self.folder}: {used:,} bytes are being read, "
+                    f"there is no room for a shard of {need:,} bytes in {self.folder}: {used:,} bytes are being read, "
                     f"data.remote.cache_gb is {self._settings.cache_gb:g}; raise it, or set fewer data.slots"
                 )
             file.truncate(need)
 
 
 def fetch(url: str, name: str, file: BinaryIO, settings: RemoteSettings, size: int | None = None) -> None:
-    """Write a remote shard into an open file, in several tries if need be.
+    """Write a remote shard into an open file, in several attempts if necessary.
 
-    Args:    name: for messages; size: what it must have, in bytes.
+    Args:    name: for messages; size: expected size in bytes; None: any.
     Raises:  DataError naming the URL, without what may be secret in it, and the last failure.
     """
     for number in range(settings.tries):
         if number:
-            # Many processes fail at once: let them come back one after the other. Not from the trainer's generator.
+            # Random pauses, since many processes fail at once. They must not use the trainer's random generator.
             time.sleep(2 ** (number - 1) * random.SystemRandom().uniform(0.5, 1.5))
         try:
             with closing(_read_url(url, settings.timeout_s)) as blocks:
@@ -151,21 +158,21 @@ def fetch(url: str, name: str, file: BinaryIO, settings: RemoteSettings, size: i
             return
         except _FetchError as error:
             last = error
-            if not error.passing:
+            if not error.transient:
                 break
     raise DataError(f"shard {name} cannot be fetched from {describe(url)}: {last}; tries: {number + 1}")
 
 
 @contextmanager
 def fetch_temporary(url: str, name: str, settings: RemoteSettings) -> Iterator[BinaryIO]:
-    """A remote shard in a file without a name, which is gone at the end. Raises: as fetch."""
+    """A remote shard in an unnamed temporary file. Raises: as fetch."""
     with tempfile.TemporaryFile(buffering=0) as file:
         fetch(url, name, file, settings)
         yield file
 
 
 def describe(url: str) -> str:
-    """A URL without user, password and query; a command, which may hold secrets anywhere, is not told at all."""
+    """A URL without user, password and query, for messages. A command is not shown: it may hold secrets anywhere."""
     if url.startswith(PIPE):
         return "its pipe:"
     parts = urllib.parse.urlsplit(url)
@@ -189,7 +196,7 @@ def _write(blocks: Iterable[bytes], file: BinaryIO, size: int | None) -> None:
 
 
 def _read_url(url: str, timeout_s: float) -> Generator[bytes, None, None]:
-    """Its bytes, block by block. Raises: _FetchError."""
+    """The content of a URL or the output of a command, block by block. Raises: _FetchError."""
     if url.startswith(PIPE):
         with subprocess.Popen(url.removeprefix(PIPE), shell=True, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
@@ -199,6 +206,7 @@ def _read_url(url: str, timeout_s: float) -> Generator[bytes, None, None]:
         return
     parts = urllib.parse.urlsplit(url)
     request = urllib.request.Request(urllib.parse.urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])))
+    # urllib does not use credentials in a URL. They must not follow a redirect to another host.
     if parts.username:
         pair = urllib.parse.unquote(f"{parts.username}:{parts.password or ''}")
         request.add_unredirected_header("Authorization", f"Basic {base64.b64encode(pair.encode()).decode()}")
@@ -211,18 +219,19 @@ def _read_url(url: str, timeout_s: float) -> Generator[bytes, None, None]:
     except urllib.error.HTTPError as error:
         error.close()
         reason = http.client.responses.get(error.code, "")
-        raise _FetchError(f"HTTP status {error.code} {reason}".strip(), error.code in _PASSING) from None
+        raise _FetchError(f"HTTP status {error.code} {reason}".strip(), error.code in _TRANSIENT) from None
     except http.client.HTTPException as error:
-        # Its text may hold the URL.
+        # The text of the error may contain the URL.
         raise _FetchError(type(error).__name__) from None
     except OSError as error:
         raise _FetchError(str(getattr(error, "reason", error))) from None
+    # read() returns an early end of the connection as the end of the content.
     if length is not None and done < int(length):
         raise _FetchError(f"the connection ended after {done:,} of {int(length):,} bytes")
 
 
 def _make_private(folder: Path) -> None:
-    """Make a folder, with all above it, to which no other user can write. Raises: DataError if another is there."""
+    """Make a folder, and those above it, that only this user can write to. Raises: DataError if another is there."""
     for path in (*reversed(folder.parents), folder):
         path.mkdir(0o700, exist_ok=True)
     found = os.lstat(folder)
@@ -241,9 +250,9 @@ def _make_private(folder: Path) -> None:
 
 
 def _open(path: Path, flags: int) -> BinaryIO:
-    """Open a file of the cache, without following a link. Raises: DataError for what this user has not written."""
+    """Open a file of the cache without following links. Raises: DataError for one that this user has not written."""
     try:
-        # Without O_NONBLOCK the open of a named pipe would wait for its writer.
+        # Without O_NONBLOCK, opening a named pipe would wait for its writer.
         number = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     except OSError as error:
         if error.errno != errno.ELOOP:
@@ -265,7 +274,7 @@ def _is_at(file: BinaryIO, path: Path) -> bool:
 
 
 def _evict(path: Path) -> bool:
-    """Remove a file that nobody holds."""
+    """Remove a file unless a process has locked it; return whether it was removed."""
     with suppress(OSError, DataError), _open(path, os.O_RDONLY) as file:
         if _try_lock(file):
             path.unlink()
@@ -274,7 +283,7 @@ def _evict(path: Path) -> bool:
 
 
 def _try_lock(file: BinaryIO) -> bool:
-    """Lock a file that nobody holds."""
+    """Lock a file unless another process has locked it; return whether it is locked now."""
     with suppress(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True

@@ -1,4 +1,4 @@
-"""Every sample of a data set once, in the order of its ids: for evaluation. No augmentation, no shuffling."""
+"""Reads every sample of a data set once, in the order of its id, for evaluation: no augmentation, no shuffling."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from itertools import islice
 
 from torch import Tensor
 
 from disco_ds.config.data import DataSettings
+from disco_ds.data.base import Source
 from disco_ds.data.decode import ImageSpec, decode_image, fill_template, find_image, list_fields, resize_for_evaluation
-from disco_ds.data.folder import ImageFolder
 from disco_ds.data.manifest import Manifest
-from disco_ds.data.tar import BrokenSample, TarReader
+from disco_ds.data.tar import BrokenSample
 
 THREADS = 4
 """PIL releases the interpreter's lock while it decodes and resizes."""
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_all(
-    source: Manifest | ImageFolder,
+    source: Source,
     settings: DataSettings,
     image: ImageSpec,
     rank: int,
@@ -34,8 +35,8 @@ def read_all(
 ) -> Iterator[tuple[Tensor, str, int]]:
     """(image [3, H, W] uint8, label, id) of the samples with id % size == rank, in order.
 
-    Args:    label_template: filled like a caption, e.g. {json[label]}; on_broken: called with `shard/key: reason` of
-             every sample that cannot be read, which is left out.
+    Args:    label_template: filled like a caption, e.g. {json[label]}; on_broken: called with `shard/key: reason` for
+             each sample that cannot be read, which is skipped.
     Raises:  OSError naming a shard that cannot be read.
     """
 
@@ -44,8 +45,7 @@ def read_all(
         picture = decode_image(find_image(members, settings.image_key), settings.max_pixels)
         return resize_for_evaluation(picture, image), label
 
-    opened = source if isinstance(source, ImageFolder) else _open_shards(source)
-    with closing(opened) as reader, ThreadPoolExecutor(THREADS) as pool:
+    with closing(source.open(num_slots=1, window=1)) as reader, ThreadPoolExecutor(THREADS) as pool:
         waiting: deque[tuple[int, int, int, Future[tuple[Tensor, str]]]] = deque()
 
         def finish() -> Iterator[tuple[Tensor, str, int]]:
@@ -55,9 +55,8 @@ def read_all(
             except BrokenSample as error:
                 on_broken(f"{reader.name(shard, entry)}: {error}")
 
-        for shard, entry, index in _places(source):
-            if index % size != rank:
-                continue
+        # Reading is sequential in this thread, decoding parallel; a short queue keeps the order and bounds memory.
+        for shard, entry, index in islice(_places(source), rank, None, size):
             try:
                 members = reader.read(shard, entry)
             except BrokenSample as error:
@@ -71,13 +70,13 @@ def read_all(
 
 
 def read_labels(manifest: Manifest, label_template: str) -> list[str | None]:
-    """The label of every sample by id, without reading its image; None where there is none.
+    """The label of every sample in the order of its id, without reading images; None for a sample without label.
 
     Raises:  OSError naming a shard that cannot be read.
     """
     wanted = list_fields(label_template)
     labels: list[str | None] = []
-    with closing(_open_shards(manifest)) as reader:
+    with closing(manifest.open()) as reader:
         for shard, entry, _ in _places(manifest):
             try:
                 labels.append(fill_template(label_template, reader.read(shard, entry, wanted)))
@@ -86,11 +85,7 @@ def read_labels(manifest: Manifest, label_template: str) -> list[str | None]:
     return labels
 
 
-def _open_shards(manifest: Manifest) -> TarReader:
-    return TarReader(manifest.folder, [shard.name for shard in manifest.shards], num_indices=2)
-
-
-def _places(source: Manifest | ImageFolder) -> Iterator[tuple[int, int, int]]:
+def _places(source: Source) -> Iterator[tuple[int, int, int]]:
     """(shard, entry, id) of every sample."""
     index = 0
     for shard, samples in enumerate(source.sizes):

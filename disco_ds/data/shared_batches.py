@@ -1,7 +1,7 @@
-"""Buffers for micro-batches, in memory that a rank's trainer and its data workers share.
+"""Buffers for micro-batches, in memory shared by a rank's trainer and its data workers.
 
-Every worker writes its samples straight to their rows, so nobody joins or copies parts. The memory is a memfd: unlike
-/dev/shm it has no limit of its own, and the kernel frees it with the last process that maps it.
+Every worker writes its samples directly to their rows, so no parts have to be joined or copied. The memory is a memfd:
+unlike /dev/shm it has no size limit of its own, and the kernel frees it when the last process that maps it ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class SharedBatches:
-    """`num` buffers of one MicroBatch each, zero at first; pickling it to a process that starts shares them."""
+    """`num` buffers of one MicroBatch each, initially zero; pickled to a process being started, they are shared."""
 
     def __init__(self, num: int, micro_batch: int, image_size: tuple[int, int], context_length: int) -> None:
         self._shapes = _shapes(num, micro_batch, image_size, context_length)
@@ -38,6 +38,7 @@ class SharedBatches:
         return len(self._buffers)
 
     def __getstate__(self) -> tuple[dict[str, tuple[int, ...]], Any]:
+        # DupFd hands the descriptor to the process being started.
         return self._shapes, DupFd(self._fd)
 
     def __setstate__(self, state: tuple[dict[str, tuple[int, ...]], Any]) -> None:
@@ -46,16 +47,16 @@ class SharedBatches:
         self._map()
 
     def pin(self) -> None:
-        """Let the CUDA device copy from here without the host's help; where that fails, copies are slower."""
+        """Page-lock the memory, so that copies to the CUDA device are asynchronous; without that they are slower."""
         error = int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.nbytes, 0))  # type: ignore[attr-defined]
         self._pinned = error == 0
         if not self._pinned:
-            with suppress(RuntimeError):  # CUDA remembers the error and would blame the next kernel for it
+            with suppress(RuntimeError):  # clears the error, which CUDA would otherwise report for the next kernel
                 torch.zeros(1, device="cuda")
             logger.warning("the data's buffers could not be pinned (CUDA error %d): copies to the device wait", error)
 
     def close(self) -> None:
-        """Give the memory back as soon as no tensor of it is left."""
+        """Unpin the memory; it is freed with the last tensor that uses it."""
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())  # type: ignore[attr-defined]
             self._pinned = False
@@ -75,7 +76,7 @@ class SharedBatches:
 
 
 def batch_bytes(micro_batch: int, image_size: tuple[int, int], context_length: int) -> int:
-    """Of one buffer."""
+    """Size of one buffer in bytes."""
     return sum(_sizes(_shapes(1, micro_batch, image_size, context_length)))
 
 

@@ -1,4 +1,4 @@
-"""Where a rank's micro-batches wait on their way from the workers to the step, and how many may."""
+"""Where and how many of a rank's micro-batches wait on their way from the workers to the step."""
 
 from __future__ import annotations
 
@@ -9,33 +9,34 @@ import torch
 from disco_ds.config.data import DataSettings, Pixels
 
 LEAST_AHEAD = 4
-"""Micro-batches that are prepared ahead however few a step has."""
+"""Number of micro-batches prepared ahead even if a step has fewer."""
 
 
 @dataclass(frozen=True)
 class Staging:
-    """What a rank may take of its host for its data, and where they go."""
+    """What a rank's data may use of its host, and where they are delivered."""
 
     pixels: Pixels = "device"
-    """Where images wait between GradAccum's passes: on the device, in the buffers on the host, or compressed in the
-    workers, which decode them twice."""
+    """Where images wait between GradAccum's passes: on the device, in the host's buffers, or compressed in the workers,
+    which then decode them twice."""
     device: torch.device | str = "cpu"
-    """Where micro-batches are given out."""
+    """Where micro-batches are delivered."""
     cores: int = 2
-    """They decide how many workers there are by default."""
+    """CPU cores of this rank, which determine the default number of workers."""
     most_bytes: float = 2**40
-    """Limit of the buffers ahead, unless the settings say how many they are."""
+    """Limit on the size of the buffers ahead, unless data.prefetch sets their number."""
 
 
 def count_workers(settings: DataSettings, cores: int) -> int:
-    """Decoding processes of a rank that has so many cores: one core is left to the trainer."""
+    """Number of decoding processes of a rank; by default one core is left to the trainer."""
     return max(cores - 1, 1) if settings.workers is None else settings.workers
 
 
 def count_buffers(prefetch: int | None, num_micro_batches: int, pixels: Pixels, num_workers: int, most: int) -> int:
-    """How many micro-batches a rank holds on the host: the one in use or the step's, and what is prepared ahead.
+    """Number of micro-batches that a rank holds on the host: the one in use or all of the step, and those ahead.
 
-    Args:    prefetch: None: a whole step ahead, since GradAccum's second pass reads none, but no more than `most`.
+    Args:    prefetch: number of those ahead; None: a whole step, since GradAccum's second pass reads none, but no more
+             than `most`.
     """
     held = num_micro_batches if pixels == "host" else 1
     ahead = max(1, min(max(num_micro_batches, LEAST_AHEAD), most)) if prefetch is None else prefetch
@@ -43,5 +44,5 @@ def count_buffers(prefetch: int | None, num_micro_batches: int, pixels: Pixels, 
 
 
 def count_on_device(num_micro_batches: int, pixels: Pixels) -> int:
-    """How many micro-batches of images a device holds: the one in use or the step's, and the one under way."""
+    """Number of micro-batches that a device holds: the one in use or all of the step, and the one being copied."""
     return 1 + (num_micro_batches if pixels == "device" else 1)

@@ -1,4 +1,4 @@
-"""What a rank trains on in one step: its micro-batches, read while the step goes on."""
+"""What a rank trains on in one step: its micro-batches, which are read while the step runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class MicroBatch:
     """[m] int64."""
 
     def copy_(self, source: MicroBatch) -> None:
-        """Copy from one of the same shape, without waiting where the hardware can."""
+        """Copy from a micro-batch of the same shape, asynchronously where the hardware can."""
         for name, value in vars(self).items():
             value.copy_(getattr(source, name), non_blocking=True)
 
@@ -30,10 +30,10 @@ class MicroBatch:
 
 
 class MicroBatches(Sequence[MicroBatch]):
-    """A step's micro-batches: each is read when it is first asked for, in order, and may then be asked for again.
+    """A step's micro-batches. Each is read when it is first requested, in order, and may then be requested again.
 
-    Args:    read: gives the next one; again: gives micro-batch k once more; None: they are kept.
-    Raises:  RuntimeError when one is asked for before those that precede it.
+    Args:    read: returns the next one; again: returns micro-batch k once more; None: they are kept.
+    Raises:  RuntimeError if one is requested before those that precede it.
     """
 
     def __init__(self, num: int, read: Callable[[], MicroBatch], again: Callable[[int], MicroBatch] | None) -> None:
@@ -50,7 +50,7 @@ class MicroBatches(Sequence[MicroBatch]):
         if k < self.num_read:
             return self._again(k) if self._again else self._kept[k]
         if k > self.num_read:
-            raise RuntimeError(f"micro-batch {k} is asked for, {self.num_read} is due: they are read in order")
+            raise RuntimeError(f"micro-batch {k} is requested, {self.num_read} is due: they are read in order")
         batch = self._read()
         self.num_read += 1
         if self._again is None:
@@ -60,16 +60,16 @@ class MicroBatches(Sequence[MicroBatch]):
 
 @dataclass
 class StepData:
-    """A rank's part of one step; its figures are complete when the micro-batches have been read."""
+    """A rank's share of one step; the fields are complete once all micro-batches have been read."""
 
     micro_batches: Sequence[MicroBatch] = ()
     error: str | None = None
-    """Not None: the micro-batches are placeholders from that one on, for the collectives only."""
+    """What failed; from there on the micro-batches are placeholders, so that all collectives still take place."""
     wait_s: float = 0.0
-    """Time the trainer waited for data."""
+    """Time that the trainer waited for data."""
     broken: list[str] = field(default_factory=list)
-    """`shard/key: reason` of the samples skipped on the way to this step."""
+    """`shard/key: reason` for each sample that was skipped on the way to this step."""
     index: list[Tensor] = field(default_factory=list)
     """[m] int64 sample ids of each micro-batch, on the CPU."""
     cursor: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """(epoch, offset) that follows, of the streams that moved."""
+    """The next (epoch, offset) of every stream that was read from."""

@@ -1,8 +1,8 @@
 """A csv file of image paths and captions: a row is a sample, its number the sample's id.
 
-As open_clip's --train-data takes it: column names in the first line, separated by tabs or commas. data.image_key names
-the column of paths (relative to the csv's folder), the templates of data.captions name the others. Of the rows only
-their places are kept in memory; for the data order they are divided into pretended shards.
+The format is that of open_clip's --train-data: column names in the first line, separated by tabs or commas.
+data.image_key names the column of paths (relative to the csv's folder), the templates of data.captions name the others.
+Only the offsets of the rows are kept in memory; for the data order the rows are divided into nominal shards.
 """
 
 from __future__ import annotations
@@ -12,39 +12,78 @@ import hashlib
 import io
 import os
 from array import array
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
+from disco_ds.config.data import DataSettings
+from disco_ds.data.base import Source
 from disco_ds.data.decode import list_fields
+from disco_ds.data.listing import is_table
 from disco_ds.data.order import divide
 from disco_ds.data.tar import BrokenSample
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
+class Table(Source):
     path: Path
     separator: str
     columns: tuple[str, ...]
     image: str
     """The column of image paths."""
     starts: np.ndarray
-    """Where each row begins and the last one ends, in bytes, [n + 1] int64."""
+    """Byte offsets at which the rows begin and the last one ends, [n + 1] int64."""
     fingerprint: str
-    """Of the whole file: its rows are the samples."""
+    """Digest of the whole file, since its rows are the samples."""
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
-        """Rows of the pretended shards."""
+        """Number of rows in each nominal shard."""
         return divide(len(self.starts) - 1)
+
+    def open(self, num_slots: int, window: int) -> TableReader:
+        return TableReader(self)
+
+    @staticmethod
+    def takes(shards: str) -> bool:
+        return is_table(shards)
+
+    @classmethod
+    def load(cls, shards: str, manifest: Path | None, settings: DataSettings) -> Table:
+        """Find the rows of a csv file; it needs no manifest.
+
+        Raises:  ValueError for a file that is missing, empty or malformed, and for columns that it does not have.
+        """
+        path, separator = Path(shards).expanduser(), settings.csv_separator
+        try:
+            with open(path, "rb") as file:
+                first = file.readline()
+                heading = first.decode("utf-8-sig")  # Excel writes a byte order mark
+                separator = separator or ("\t" if "\t" in heading else ",")
+                columns = tuple(next(csv.reader([heading], delimiter=separator), ()))
+                starts, fingerprint = _find_rows(file, separator, first)
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            raise ValueError(f"{path} cannot be read as a csv file: {error}") from None
+        image = next((key for key in settings.image_key.split(";") if key in columns), None)
+        missing = sorted({field for template in settings.captions for field in list_fields(template)} - set(columns))
+        if image is None or missing:
+            what = f"captions name {', '.join(missing)}" if missing else f"image_key is {settings.image_key}"
+            raise ValueError(
+                f"{path} has the columns {', '.join(columns)}, {what}: set, for instance, image_key=filepath "
+                "captions={'{title}': 1} (and csv_separator=';')"
+            )
+        if len(starts) < 2:
+            raise ValueError(f"{path} has no row below its column names")
+        return cls(path, separator, columns, image, starts, fingerprint)
 
 
 class TableReader:
-    """Samples of a table by (pretended shard, entry)."""
+    """Samples of a table by (nominal shard, entry)."""
 
     def __init__(self, table: Table) -> None:
         self._table = table
@@ -52,9 +91,9 @@ class TableReader:
         self._file: BinaryIO | None = None
 
     def read(self, shard: int, entry: int) -> dict[str, bytes]:
-        """The row's values by column, the image's bytes in place of its path.
+        """The row's values by column, with the image's bytes in place of its path.
 
-        Raises:  BrokenSample when the row is short or its image cannot be read; OSError for the csv file itself.
+        Raises:  BrokenSample if the row is short or its image cannot be read; OSError for the csv file itself.
         """
         table, row = self._table, self._first[shard] + entry
         if self._file is None:
@@ -82,37 +121,8 @@ class TableReader:
             self._file.close()
 
 
-def read_table(path: Path, image_key: str, captions: Collection[str], separator: str | None = None) -> Table:
-    """Find the rows of a csv file.
-
-    Args:    image_key, captions: data.image_key and the templates of data.captions; separator: None: a tab if the first
-             line has one, else a comma.
-    Raises:  ValueError for a file that is missing, empty or malformed, and for columns that it does not have.
-    """
-    try:
-        with open(path, "rb") as file:
-            first = file.readline()
-            heading = first.decode("utf-8-sig")
-            separator = separator or ("\t" if "\t" in heading else ",")
-            columns = tuple(next(csv.reader([heading], delimiter=separator), ()))
-            starts, fingerprint = _find_rows(file, separator, first)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path} cannot be read as a csv file: {error}") from None
-    image = next((key for key in image_key.split(";") if key in columns), None)
-    missing = sorted({field for template in captions for field in list_fields(template)} - set(columns))
-    if image is None or missing:
-        what = f"captions name {', '.join(missing)}" if missing else f"image_key is {image_key}"
-        raise ValueError(
-            f"{path} has the columns {', '.join(columns)}, {what}: say, for instance, image_key=filepath "
-            "captions={'{title}': 1} (and csv_separator=';')"
-        )
-    if len(starts) < 2:
-        raise ValueError(f"{path} has no row below its column names")
-    return Table(path, separator, columns, image, starts, fingerprint)
-
-
 def _find_rows(file: BinaryIO, separator: str, heading: bytes) -> tuple[np.ndarray, str]:
-    """Where the rows begin, and the file's fingerprint; a quoted value may span lines, and empty lines do not count."""
+    """Offsets of the rows, and the file's fingerprint. A quoted value may span lines; empty lines are no rows."""
     position, digest = file.tell(), hashlib.sha256(heading)
 
     def lines() -> Iterator[str]:
@@ -120,7 +130,7 @@ def _find_rows(file: BinaryIO, separator: str, heading: bytes) -> tuple[np.ndarr
         for line in file:
             position += len(line)
             digest.update(line)
-            # Only the structure matters here, and latin-1 reads any byte.
+            # Only the structure matters here, and latin-1 decodes any byte.
             yield line.decode("latin-1")
 
     starts, start = array("q"), position

@@ -1,20 +1,22 @@
-"""Random access to the samples of a tar shard: one scan of its headers, then one read per sample.
+"""Random access to the samples of a tar shard: one scan of its headers, then one read per sample member.
 
-Samples are grouped as webdataset groups them: consecutive members of one key, the path up to the first dot of the
-basename; a repeated extension begins a new sample. A sample's entry is its place in the tar. Plain, uncompressed tar
-only. Nothing is decoded here.
+Members are grouped into samples as webdataset does: consecutive members with the same key, which is the path up to the
+first dot of the basename; a repeated extension begins a new sample. A sample's entry is its position in the tar. Tars
+must be uncompressed. Nothing is decoded here.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import sys
 import tarfile
 import warnings
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,32 +27,31 @@ _META = re.compile(r"__[^/]*__($|/)")
 _FILES_KEPT = 64
 
 
-class BrokenSample(Exception):  # noqa: N818 - it is an event that costs one sample, not an error of the run
-    """A sample that cannot be used, with the reason; the order goes on with the next one."""
+class BrokenSample(Exception):  # noqa: N818 - an event that costs one sample, not an error of the run
+    """A sample that cannot be used, with the reason; it is skipped."""
 
 
 class DataError(Exception):
-    """The data cannot go on: too many broken samples, a shard that cannot be fetched, or a worker that failed, died or
-    fell silent."""
+    """No further data can be read: too many samples are broken, a shard cannot be fetched, or a worker has failed, died
+    or stopped responding."""
 
 
 class CacheFullError(DataError):
-    """No room for one more shard: all that is kept is being read."""
+    """There is no space for another shard: all cached ones are in use."""
 
 
 class TarIndex:
-    """Where the members of every complete sample of a tar lie; compact, a worker holds hundreds of them.
+    """Offsets of the members of every complete sample of a tar, stored compactly: a worker holds hundreds of indices.
 
-    `truncated` costs the last sample: one counts as complete when another one or the tar's end follows it.
+    A sample is complete if another one or the tar's end mark follows it, so a truncated tar loses its last sample.
     """
 
     def __init__(self, file: BinaryIO) -> None:
         self.truncated: str | None = None
-        """What is wrong with the tar's end, or None."""
-        self._names: list[str] = []
+        """What is wrong with the end of the tar, or None."""
         self._headers = array("q")
         self._starts = array("q", [0])
-        self._extensions = array("l")
+        self._extensions: list[str] = []
         self._offsets = array("q")
         self._sizes = array("q")
         self._scan(file)
@@ -65,27 +66,24 @@ class TarIndex:
     def members(self, entry: int) -> list[tuple[str, int, int]]:
         """(extension in lower case, offset, size in bytes) of the sample's members."""
         numbers = range(self._starts[entry], self._starts[entry + 1])
-        return [(self._names[self._extensions[i]], self._offsets[i], self._sizes[i]) for i in numbers]
+        return [(self._extensions[i], self._offsets[i], self._sizes[i]) for i in numbers]
 
     def _scan(self, file: BinaryIO) -> None:
-        codes: dict[str, int] = {}
         key, seen = None, set[str]()
         try:
             for member in _walk(file):
                 prefix, extension = base_plus_ext(member.name)
                 if prefix is None or _META.match(member.name):
                     continue
-                extension = extension.lower()
+                extension = sys.intern(extension.lower())  # one object for all members with this extension
+                # The sample before ends here, and is known to be complete.
                 if prefix != key or extension in seen:
                     if key is not None:
                         self._starts.append(len(self._offsets))
                     self._headers.append(member.offset)
                     key, seen = prefix, set()
                 seen.add(extension)
-                if extension not in codes:
-                    codes[extension] = len(self._names)
-                    self._names.append(extension)
-                self._extensions.append(codes[extension])
+                self._extensions.append(extension)
                 self._offsets.append(member.offset_data)
                 self._sizes.append(member.size)
             if key is not None:
@@ -95,14 +93,14 @@ class TarIndex:
 
 
 def _walk(file: BinaryIO, at: int = 0) -> Iterator[tarfile.TarInfo]:
-    """The regular members from offset `at` on. Raises: tarfile.ReadError where the tar is cut or damaged."""
+    """The regular members from offset `at` on. Raises: tarfile.ReadError where the tar is truncated or damaged."""
     file.seek(at)
     with tarfile.open(fileobj=file, mode="r:", errorlevel=0) as tar:
         while (member := tar.next()) is not None:
-            tar.members.clear()  # type: ignore[attr-defined]  # tarfile would keep them all
+            tar.members.clear()  # type: ignore[attr-defined]  # tarfile would keep all of them
             if member.isfile():
                 yield member
-        # tarfile takes a damaged header, or none, for the end.
+        # tarfile treats a damaged or missing header as the end of the tar.
         file.seek(tar.offset)
         mark = file.read(tarfile.BLOCKSIZE)
         if len(mark) < tarfile.BLOCKSIZE or any(mark):
@@ -110,10 +108,10 @@ def _walk(file: BinaryIO, at: int = 0) -> Iterator[tarfile.TarInfo]:
 
 
 class TarReader:
-    """Samples of a folder's shards by (shard, entry); not for several threads at once.
+    """Samples of a folder's shards by (shard, entry); not thread-safe.
 
-    Args:    names: the shards in the manifest's order; num_indices: shard indices kept, the least recently used goes;
-             fetch: opens a shard, by its number, that is not in the folder, and stays in use until it is closed.
+    Args:    names: the shards in the manifest's order; num_indices: number of shard indices to keep, of which the least
+             recently used is dropped; fetch: opens a remote shard by its number, None: shards are in the folder.
     """
 
     def __init__(
@@ -121,10 +119,10 @@ class TarReader:
     ) -> None:
         self._folder = folder
         self._names = names
-        self._num_indices = num_indices
         self._fetch = fetch
+        # Remote shards stay open as long as their index is kept: an open one is locked against eviction.
         self._num_files = _FILES_KEPT if fetch is None else num_indices
-        self._indices: OrderedDict[int, TarIndex] = OrderedDict()
+        self._index = lru_cache(num_indices)(lambda shard: TarIndex(self._file(shard)))
         self._files: OrderedDict[int, BinaryIO] = OrderedDict()
 
     def read(self, shard: int, entry: int, wanted: Collection[str] | None = None) -> dict[str, bytes]:
@@ -145,14 +143,14 @@ class TarReader:
                         raise BrokenSample(f"its {extension} member has {len(sample[extension])} of {size} bytes")
             return sample
         except OSError as error:
-            # A failing read does not say of which file.
+            # The error of a read does not name the file.
             raise OSError(error.errno, error.strerror, str(self._folder / self._names[shard])) from None
 
     def name(self, shard: int, entry: int) -> str:
-        """`shard/key` for messages."""
+        """`shard/key`, for messages."""
         index = self._index(shard)
         if entry < len(index):
-            with suppress(tarfile.ReadError, StopIteration):  # the shard has shrunk since
+            with suppress(tarfile.ReadError, StopIteration):  # the shard has been truncated since
                 member = next(_walk(self._file(shard), index.header(entry)))
                 return f"{self._names[shard]}/{base_plus_ext(member.name)[0]}"
         return f"{self._names[shard]}/entry {entry}"
@@ -161,15 +159,7 @@ class TarReader:
         for file in self._files.values():
             file.close()
         self._files.clear()
-        self._indices.clear()
-
-    def _index(self, shard: int) -> TarIndex:
-        if shard not in self._indices:
-            self._indices[shard] = TarIndex(self._file(shard))
-            if len(self._indices) > self._num_indices:
-                self._indices.popitem(last=False)
-        self._indices.move_to_end(shard)
-        return self._indices[shard]
+        self._index.cache_clear()
 
     def _file(self, shard: int) -> BinaryIO:
         if shard not in self._files:
@@ -186,7 +176,7 @@ class TarReader:
             except CacheFullError:
                 if not self._files:
                     raise
-                # What was read longest ago may not be needed any more. A warning is given once.
+                # Closing the shard that was read longest ago allows the cache to evict it.
                 warnings.warn("data.remote.cache_gb is small: some shards may be fetched again and again", stacklevel=2)
                 self._files.popitem(last=False)[1].close()
         # Unbuffered: a buffer would read 8 KiB for a header of 512 bytes.

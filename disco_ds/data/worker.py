@@ -1,12 +1,12 @@
 """The work of one decoding process, and the processes themselves.
 
-A worker owns some of its rank's slots and writes, for every micro-batch of the rank, the rows that fall to them into
-the buffer that all workers share. Together they fill it, whatever their number. With 0 workers the same generator runs
-in the trainer's process.
+A worker owns some of its rank's slots. Of every micro-batch of the rank it writes the rows that belong to these slots
+into a buffer shared by all workers, which together fill it, whatever their number. With 0 workers the same generator
+runs in the trainer's process.
 
 Why not torch's DataLoader: it installs a SIGCHLD handler that raises wherever the trainer's main thread happens to be
-when a worker dies, so also between two collectives. Here a dead, silent or failing worker is something that
-`Worker.receive` raises.
+when a worker dies, even between two collectives. Here, only `Worker.receive` raises for a dead, silent or failing
+worker.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import get_context
 
+from disco_ds.data.base import Decode, Samples
 from disco_ds.data.mixture import Mixture
 from disco_ds.data.shared_batches import SharedBatches
-from disco_ds.data.source import Decode, Source
 from disco_ds.data.step_data import MicroBatch
 from disco_ds.data.tar import BrokenSample, DataError
 
 SPARE_BROKEN = 16
-"""Broken samples that a worker tolerates beyond its fraction: the first one read must not stop a run."""
+"""Broken samples that a worker tolerates beyond data.max_broken, lest the first sample stop a run."""
 NUM_NAMED = 5
-"""Broken samples that a message names."""
+"""How many broken samples a message names."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one worker tells of the rows it has written into a buffer."""
+    """A worker's report on the rows that it has written into one buffer."""
 
     cursor: dict[int, tuple[int, int]]
-    """(epoch, offset) that follows, of the streams that moved."""
+    """The next (epoch, offset) of every stream that was read from."""
     broken: list[str]
-    """Samples skipped on the way, `shard/key: reason`."""
+    """`shard/key: reason` for each sample that was skipped."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A sample, and its place in the micro-batch."""
+    """A sample and its place in the micro-batch."""
 
     place: int
     text: Tensor
@@ -71,25 +71,25 @@ class Row:
 
 @dataclass(frozen=True)
 class Job:
-    """One worker's share of a rank's stream; it pickles.
+    """One worker's share of a rank's stream; it is pickled to the worker.
 
     The rank's sample number q (from the run's start) belongs to slots[q % len(slots)], as its number q // len(slots).
     """
 
-    source: Source
+    samples: Samples
     order: Mixture
     max_broken: float
     slots: tuple[int, ...]
     """The rank's slots, in order."""
     cursor: dict[int, tuple[int, int]]
-    """(epoch, offset) of each of their streams."""
+    """The (epoch, offset) at which each of their streams begins."""
     first: int
-    """The rank's first sample number."""
+    """Number of the rank's first sample."""
     micro_batch: int
     num_micro_batches: int
-    """Of a step."""
+    """Micro-batches per rank and step."""
     decode_twice: bool
-    """After a step's micro-batches make all but the last once more, from the compressed images."""
+    """After the micro-batches of a step, decode all but the last again from the compressed images."""
     batches: SharedBatches
     """The buffers to write into."""
     worker: int = 0
@@ -101,7 +101,7 @@ class _Reader:
     """Reads the next good sample of a stream, and counts the broken ones."""
 
     def __init__(self, job: Job) -> None:
-        self._source = job.source
+        self._samples = job.samples
         self._order = job.order
         self._max_broken = job.max_broken
         self._read = 0
@@ -113,7 +113,7 @@ class _Reader:
     ) -> tuple[Tensor, Decode, Tensor, int, int, int]:
         """(image, what decodes it, text, id, epoch, offset) of the stream's next good sample from (epoch, offset) on.
 
-        Raises:  DataError when too many were broken, or all that the stream has in two epochs.
+        Raises:  DataError if too many samples are broken, or all that the stream has in two epochs.
         """
         skipped = 0
         while True:
@@ -122,14 +122,14 @@ class _Reader:
             index = self._order.index(shard, entry)
             self._read += 1
             try:
-                decode, text = self._source.read(shard, entry, epoch, index)
+                decode, text = self._samples.read(shard, entry, epoch, index)
                 return decode(), decode, text, index, epoch, offset
             except BrokenSample as error:
-                broken.append(f"{self._source.name(shard, entry)}: {error}")
+                broken.append(f"{self._samples.name(shard, entry)}: {error}")
             skipped += 1
             offset += 1
             self._count(broken[-1])
-            # Also with data.max_broken=1 a stream that finds nothing ends; each epoch gives it other samples.
+            # A stream without a readable sample ends even with data.max_broken=1. Its samples differ between epochs.
             if skipped >= SPARE_BROKEN + 2 * self._order.length(stream, epoch):
                 raise DataError(
                     f"stream {stream} found no readable sample in {skipped}; the last: {'; '.join(self._last)}"
@@ -147,9 +147,9 @@ class _Reader:
 
 
 def produce_parts(job: Job, next_buffer: Callable[[], int]) -> Iterator[Part]:
-    """Write one worker's rows of all micro-batches of its rank, step by step, without end.
+    """Write one worker's rows of all micro-batches of its rank, step by step, endlessly.
 
-    Args:    next_buffer: which of job.batches the next micro-batch goes to; it may wait for one.
+    Args:    next_buffer: returns the number of the buffer for the next micro-batch; it may wait for one.
     Raises:  DataError, OSError naming a shard that cannot be read.
     """
     reader, cursor = _Reader(job), dict(job.cursor)
@@ -162,6 +162,7 @@ def produce_parts(job: Job, next_buffer: Callable[[], int]) -> Iterator[Part]:
             if job.decode_twice:
                 first_pass.append(rows)
             start += job.micro_batch
+        # The second pass of GradAccum; it keeps the graph of the last micro-batch, which it does not request again.
         for rows in first_pass[:-1]:
             batch = job.batches[next_buffer()]
             for row in rows:
@@ -178,6 +179,7 @@ def _produce(
     broken: list[str] = []
     for q in range(start, start + job.micro_batch):
         number, i = divmod(q, len(job.slots))
+        # Slots are dealt to the workers in turn; the samples of other workers' slots are not even located.
         if i % job.num_workers == job.worker:
             stream = job.order.stream(job.slots[i], number)
             image, decode, text, index, epoch, offset = reader.next(stream, *cursor[stream], broken)
@@ -191,7 +193,7 @@ def _produce(
 
 
 class InProcess:
-    """The producer that runs when it is asked to, in the process that asks."""
+    """The producer that runs in the trainer's process, when something is to be received."""
 
     def __init__(self, job: Job) -> None:
         self._buffers: deque[int] = deque()
@@ -208,10 +210,10 @@ class InProcess:
 
 
 class Worker:
-    """A decoding process that fills the buffers granted to it, and ends when the trainer is gone.
+    """A decoding process that fills the buffers granted to it, and ends with the trainer.
 
-    Started by a fork server: a fork of the trainer would copy the locks of its threads, and spawning imports torch and
-    the tokenizer's package (5 s of a core) for every worker instead of once per rank.
+    It is started by a fork server: forking the trainer would copy the locks of its threads, and spawning would import
+    torch and the tokenizer's package (5 s of a core) in every worker instead of once per rank.
     """
 
     def __init__(self, job: Job, timeout_s: float, preload: str) -> None:
@@ -224,7 +226,7 @@ class Worker:
         with _hold_signals(), _hide_main():
             self._process.start()
         theirs.close()
-        # At exit multiprocessing asks daemons to terminate, a signal the workers hold back: end them before that.
+        # At exit multiprocessing sends SIGTERM to daemons, which workers block: end them before that.
         self.close = Finalize(self, _end, (self._process, self._connection), exitpriority=10)
 
     @property
@@ -232,17 +234,14 @@ class Worker:
         return self._process.pid
 
     def grant(self, number: int) -> None:
-        with suppress(OSError):  # that it died is told by receive, after what it had sent
+        with suppress(OSError):  # it has died, which receive reports after what it had sent
             self._connection.send(number)
 
     def is_ready(self) -> bool:
         return self._connection.poll()
 
     def receive(self) -> Part:
-        """What it wrote into the next buffer.
-
-        Raises:  DataError when the worker failed, died, or was silent for timeout_s.
-        """
+        """Its report on the next buffer. Raises: DataError if it failed, died, or was silent for timeout_s."""
         try:
             if not self._connection.poll(self._timeout_s):
                 raise DataError(
@@ -269,8 +268,8 @@ def _end(process: mp.process.BaseProcess, connection: Connection) -> None:
 
 @contextmanager
 def _hold_signals() -> Iterator[None]:
-    """Start a process with these signals blocked: they go to process groups, and the trainer ends its workers."""
-    # Starting the tracker later on would unblock them.
+    """Start a process with those signals blocked that reach whole process groups: the trainer ends its workers."""
+    # If the tracker were started later, that would unblock them.
     resource_tracker.ensure_running()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
     try:
@@ -281,7 +280,7 @@ def _hold_signals() -> Iterator[None]:
 
 @contextmanager
 def _hide_main() -> Iterator[None]:
-    """Start a process that does not import the trainer's main module again: it would bring DeepSpeed into each."""
+    """Start a process that does not import the trainer's main module, which would import DeepSpeed in every worker."""
     main = sys.modules["__main__"]
     names = [name for name in ("__spec__", "__file__") if hasattr(main, name)]
     hidden = {name: getattr(main, name) for name in names}
@@ -298,15 +297,15 @@ def _hide_main() -> Iterator[None]:
 def _main(job: Job, connection: Connection) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
     threading.Thread(target=_follow_parent, daemon=True).start()
-    torch.set_num_threads(1)
-    # PIL reports oddities of images it reads anyway.
+    torch.set_num_threads(1)  # parallelism comes from the number of workers
+    # PIL warns of oddities in images that it reads nevertheless.
     warnings.filterwarnings("ignore", module=r"PIL\.")
     with suppress(EOFError, ConnectionError):
         _serve(job, connection)
 
 
 def _serve(job: Job, connection: Connection) -> None:
-    """Fill the buffers granted, and tell of each; after an error send its text and end."""
+    """Fill the buffers granted and report on each; after an error, send its text and end."""
     try:
         for part in produce_parts(job, connection.recv):
             connection.send(part)
@@ -317,8 +316,9 @@ def _serve(job: Job, connection: Connection) -> None:
 
 
 def _follow_parent() -> None:
-    """End with the trainer, also when it is killed and this process hangs in a read."""
+    """End with the trainer, even if it is killed while this process hangs in a read."""
     parent = mp.parent_process()
     assert parent is not None
     parent.join()
+    # Not sys.exit, which would only end this thread.
     os._exit(1)

@@ -11,10 +11,19 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from disco_ds.config import Config, DataSettings, render_ds_config
 from disco_ds.config.ds_config import find_problems, precision, stage
-from disco_ds.data import BrokenSample, ImageSpec, Listing, Manifest, Table, choose_slots, index_shards, load_sources
+from disco_ds.data import (
+    BrokenSample,
+    ImageSpec,
+    Listing,
+    Manifest,
+    SampleForm,
+    Source,
+    choose_slots,
+    index_shards,
+    load_sources,
+)
 from disco_ds.data.counting import compare
-from disco_ds.data.manifest import has_changed
-from disco_ds.data.source import SampleForm, ShardSource
+from disco_ds.data.manifest import find_changed
 from disco_ds.distributed import comm
 from disco_ds.doctor import Line
 from disco_ds.losses import build_loss
@@ -108,7 +117,7 @@ def check_batch(config: Config, ranks: int) -> Iterator[Line]:
         yield Line("warn", "batch", found, "raise micro_batch; model.activation_checkpointing makes room")
 
 
-def check_sources(config: Config, sources: Sequence[Manifest | Table]) -> Iterator[Line]:
+def check_sources(config: Config, sources: Sequence[Source]) -> Iterator[Line]:
     """Check the counts and a few samples of each source, as this host has them."""
     for part, source in zip(config.data.parts, sources, strict=True):
         if isinstance(source, Manifest):
@@ -120,10 +129,9 @@ def check_data(config: Config, ranks: int) -> Iterator[Line]:
     """Check the sources, their number of samples and the slots. Raises: ValueError, see load_sources, choose_slots."""
     data, sources = config.data, load_sources(config.data)
     yield from check_sources(config, sources)
-    sizes = [size for source in sources for size in source.sizes] or [data.num_samples]
+    sizes = [size for source in sources for size in source.sizes]
     workers = data.workers or 1
-    # As the loader will choose them; synthetic data have no shards to share out.
-    slots = choose_slots(len(sizes), sum(sizes), data.slots, ranks) if sources else ranks * workers
+    slots = choose_slots(len(sizes), sum(sizes), data.slots, ranks)
     few = slots < ranks * workers
     found = f"{slots} for {ranks} ranks x {workers} workers" if data.workers else f"{slots} for {ranks} ranks"
     yield Line("warn" if few else "ok", "slots", found, f"data.workers={slots // ranks}; more have nothing to do")
@@ -135,8 +143,7 @@ def check_data(config: Config, ranks: int) -> Iterator[Line]:
 def _count(source: Manifest, config: Config) -> Line:
     """Count the first, the middle and the last shard again, and some that have changed, against the manifest."""
     last = len(source.shards) - 1
-    # Changed by size or time of the file; a URL has neither.
-    changed = [] if source.urls else [i for i, shard in enumerate(source.shards) if has_changed(source.folder, shard)]
+    changed = find_changed(source)
     chosen = sorted({0, last // 2, last, *changed[:3]})
     shards, urls = [source.shards[i] for i in chosen], tuple(source.urls[i] for i in chosen if source.urls)
     listing = Listing(source.folder, tuple(shard.name for shard in shards), urls)
@@ -147,12 +154,15 @@ def _count(source: Manifest, config: Config) -> Line:
     return Line("fail" if wrong else "warn" if changed else "ok", "manifest", found, remedy)
 
 
-def _read(source: Manifest | Table, data: DataSettings) -> Line:
+def _read(source: Source, data: DataSettings) -> Line:
     """Read a few samples, but for the tokens: a tokenizer takes any text."""
-    reader = ShardSource(data, source, SampleForm(ImageSpec((32, 32)), lambda texts: torch.zeros(1, 1), 1, 1), 0, 1)
+    form = SampleForm(ImageSpec((32, 32)), lambda texts: torch.zeros(1, 1), 1, vocab_size=3)
+    reader = source.open_samples(data, form, 0, 1)
     sizes, last, broken = source.sizes, len(source.sizes) - 1, []
     # Spread evenly over three shards.
-    chosen = {(shard, i * sizes[shard] // _SAMPLES) for shard in (0, last // 2, last) for i in range(_SAMPLES)}
+    chosen = {
+        (shard, i * sizes[shard] // _SAMPLES) for shard in (0, last // 2, last) if sizes[shard] for i in range(_SAMPLES)
+    }
     for shard, entry in sorted(chosen):
         try:
             decode, _ = reader.read(shard, entry, 0, entry)

@@ -1,4 +1,4 @@
-"""Evaluation over all ranks: every rank takes its part of a set and all make the same number of forwards.
+"""Evaluation over all ranks: each rank takes its share of a set, and all make the same number of forward passes.
 
 sets        what to evaluate on            zero_shot   accuracy on a set with labels
 encode      features of images and texts   retrieval   recall on a set with captions
@@ -25,10 +25,10 @@ Result = Accuracy | Recall
 def evaluate_sets(
     model: nn.Module, sets: Sequence[ImageSet], spec: ImageSpec, tokenize: Tokenize, chunk: int
 ) -> list[Result]:
-    """What the model makes of every set, in eval mode; its mode is put back, and no random number is drawn.
+    """Evaluate the model on every set, in eval mode; its mode is restored, and no random number is drawn.
 
     Collective: every rank must call.
-    Args:   model: an engine, or a module, whose forward is model.forward; chunk: images or texts per rank and forward.
+    Args:   model: an engine or a module; chunk: number of images or texts per rank and forward pass.
     Raises: AgreedError for images that cannot be read.
     """
     training = model.training
@@ -44,7 +44,7 @@ def record(results: Sequence[Result]) -> dict[str, float]:
 
 
 def describe(results: Sequence[Result]) -> str:
-    """A table for each kind of result, a line per set."""
+    """A table for each kind of result, with a line for each set."""
     lines = []
     for _, group in groupby(results, key=type):
         rows = [result.row for result in group]

@@ -1,6 +1,6 @@
-"""Features of a set's images and texts, every rank encoding its part.
+"""Features of a set's images and texts, of which every rank encodes its share.
 
-All ranks make the same number of forwards: one that a rank makes alone hangs at ZeRO 3.
+All ranks make the same number of forward passes: a pass that one rank makes alone would hang at ZeRO 3.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Tokenize = Callable[[list[str]], Tensor]
 def encode_images(
     model: nn.Module, images: ImageSet, spec: ImageSpec, chunk: int
 ) -> Iterator[tuple[Tensor, list[tuple[Tensor, str, int]]]]:
-    """(unit features [k, D] fp32, (image, text, id) of each) of this rank's readable images, at most `chunk` a time.
+    """(unit features [k, D] fp32, (image, text, id) of each) of this rank's readable images, at most `chunk` at a time.
 
-    Collective: read it to its end on every rank. Where a rank has no image left, k is 0.
+    Collective: every rank must iterate to the end. k is 0 where a rank has no images left.
 
     Raises: AgreedError, at the end, for shards that cannot be read.
     """
@@ -38,7 +38,9 @@ def encode_images(
         try:
             batch = list(islice(samples, chunk))
         except OSError as error:
+            # Raised after the last forward pass: the other ranks are waiting in this one's collectives.
             problem = error
+        # A rank without images still runs the model, on a black one.
         pixels = [picture for picture, _, _ in batch] or [torch.zeros(3, *spec.size, dtype=torch.uint8)]
         features = model(image=torch.stack(pixels).to(device))[0]
         yield features[: len(batch)], batch
@@ -66,10 +68,11 @@ def encode_classes(
 
     Source: CLIP (Radford et al. 2021), section 3.1.4.
     """
+    # Consecutive classes per rank, so that gathering the ranks' means restores the order.
     share = math.ceil(len(classes) / comm.size())
     mine = classes[comm.rank() * share : (comm.rank() + 1) * share]
     fields = ["{c}" if "{c}" in template else "{}" for template in templates]
-    prompts = [t.replace(field, words) for words in mine for t, field in zip(templates, fields, strict=True)]
+    prompts = [t.replace(field, name) for name in mine for t, field in zip(templates, fields, strict=True)]
     features = encode_texts(model, prompts, tokenize, chunk)
     means = F.normalize(features.view(-1, len(templates), features.shape[-1]).mean(dim=1), dim=-1)
     return comm.gather(F.pad(means, (0, 0, 0, share - len(mine))))[: len(classes)]

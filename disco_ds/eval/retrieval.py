@@ -1,6 +1,7 @@
-"""Retrieval: which place an image takes among all images for each of its captions, and the other way round.
+"""Retrieval: the rank of each caption's image among all images, and of each image's best caption among all captions.
 
-Every rank ranks its own images and texts against everybody's, in blocks: memory is that of the features.
+Every process compares its own images and texts with those of all processes, in blocks, so that memory is dominated by
+the features.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from disco_ds.eval.encode import Tokenize, encode_images, encode_texts
 from disco_ds.eval.sets import ImageSet
 
 _ROWS, _COLUMNS = 1024, 8192
-"""Of a block of similarities."""
+"""Size of a block of similarities."""
 
 
 @dataclass(frozen=True)
 class Recall:
-    """Of one captioned set."""
+    """The recall on one captioned set."""
 
     name: str
     values: dict[str, float]
-    """i2t_ and t2i_ r1, r5, r10 (fractions of the images or texts whose match is among the first) and median rank."""
+    """For i2t and t2i: r1, r5 and r10 (fraction of queries whose match is among the first k) and the median rank."""
     num_images: int
     num_texts: int
     num_broken: int
@@ -41,12 +42,13 @@ class Recall:
 
 @torch.no_grad()
 def retrieve(model: nn.Module, captioned: ImageSet, spec: ImageSpec, tokenize: Tokenize, chunk: int) -> Recall:
-    """Recall on a set, both ways. Collective. Raises: AgreedError for images that cannot be read."""
+    """Recall on a set in both directions. Collective. Raises: AgreedError for images that cannot be read."""
     parts, texts, owners = [], [], list[int]()
     for features, samples in encode_images(model, captioned, spec, chunk):
         parts.append(features)
         for _, caption, _ in samples:
             lines = [line.strip() for line in caption.splitlines() if line.strip()]
+            # Captions belong to the number of their image among this rank's readable ones.
             owners += [owners[-1] + 1 if owners else 0] * len(lines)
             texts += lines
     image, text = torch.cat(parts), encode_texts(model, texts, tokenize, chunk)
@@ -63,11 +65,12 @@ def retrieve(model: nn.Module, captioned: ImageSet, spec: ImageSpec, tokenize: T
 
 
 def find_ranks(query: Tensor, query_id: Tensor, key: Tensor, key_id: Tensor) -> Tensor:
-    """The place, from 1, of each query's best match: the keys of its id.
+    """The rank, from 1, of each query's best match among the keys; its matches are the keys with its id.
 
-    Keys that are as near come in their order, so that features that are all alike are worth no more than chance.
+    Keys of equal similarity are ranked in their order, so that a model whose features are all equal scores no better
+    than chance.
 
-    Args:    query [q, D], key [k, D] unit rows; query_id [q], key_id [k] int64, each query's among the keys.
+    Args:    query [q, D], key [k, D] unit rows; query_id [q], key_id [k] int64; each query id is among the key ids.
     Returns: [q] int64.
     """
     ranks = []
@@ -75,7 +78,7 @@ def find_ranks(query: Tensor, query_id: Tensor, key: Tensor, key_id: Tensor) -> 
         best = q.new_full((len(q),), -torch.inf)
         place = torch.zeros_like(ids)
         better = torch.ones_like(ids)
-        # The same blocks twice: a score computed in another way could differ in its last bit.
+        # Both passes compute the same blocks: a score computed in another way could differ in its last bit.
         for start in range(0, len(key), _COLUMNS):
             match = ids[:, None] == key_id[start : start + _COLUMNS]
             if match.any():
@@ -87,20 +90,21 @@ def find_ranks(query: Tensor, query_id: Tensor, key: Tensor, key_id: Tensor) -> 
             worse, equal = scores < best[:, None], scores == best[:, None]
             if equal.any():
                 worse |= equal & (torch.arange(start, start + scores.shape[1], device=q.device) >= place[:, None])
-            # What is not known to be worse is better: the features may be nan.
+            # Counting the complement of `worse` ranks a model whose features are nan last.
             better += (~worse).sum(dim=1)
         ranks.append(better)
     return torch.cat(ranks)
 
 
 def summarise(way: str, ranks: Tensor) -> dict[str, float]:
-    """R@1, 5, 10 and the median of ranks [n]."""
+    """R@1, R@5, R@10 and the median of ranks [n]."""
     shares = {f"{way}_r{k}": (ranks <= k).double().mean().item() for k in (1, 5, 10)}
     return shares | {f"{way}_median": float(np.median(ranks.cpu()))}
 
 
 def gather_rows(x: Tensor) -> Tensor:
-    """Rows of every rank, of which there may be different numbers, in rank order. Collective."""
+    """The rows of all ranks in rank order; their numbers may differ. Collective."""
+    # Collectives need equal shapes: pad to the longest, and cut the padding off after gathering.
     counts = comm.gather_objects(len(x))
     padded = F.pad(x, (0, 0) * (x.dim() - 1) + (0, max(counts) - len(x)))
     parts = comm.gather(padded).split(max(counts))

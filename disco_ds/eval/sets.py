@@ -1,11 +1,11 @@
-"""What a model is evaluated on: images with labels or captions, in a layout told by what lies in the folder.
+"""What a model is evaluated on: images with labels or captions, in a layout that is recognised from the folder.
 
     shards          .tar files with their manifest.json (disco-ds index)
     image folder    a sub-folder per class: ImageNet val, -Sketch and -R (named by wnid), -v2 (named 0 to 999)
     clip_benchmark  test/nshards.txt, test/0.tar ...; classnames.txt and zeroshot_classification_templates.txt, with
                     labels in .cls, or dataset_type.txt saying `retrieval`, with captions in .txt, one per line
 
-Everything is looked at when a run starts, so that no mistake shows after the last step only.
+Everything is checked when a run starts, so that no mistake is found only after the last step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from disco_ds.data import (
     load_manifest,
     read_labels,
     resolve_shards,
-    scan_folder,
     sort_labels,
 )
 
@@ -34,29 +33,25 @@ _IMAGENET = "imagenet"
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Images with a text each: labels, to tell them apart by, or captions, one per line, to find them by."""
+    """Images with a text each: a label, for classification, or captions, one per line, for retrieval."""
 
     name: str
     source: Manifest | ImageFolder
     data: DataSettings
-    """Which member is the image, and how large one may be."""
+    """Settings of reading: the members that may hold the image, and its maximum size."""
     text: str
-    """Template of a sample's label or captions."""
+    """Template of a sample's label or captions, filled with its members."""
     classes: dict[str, str] = field(default_factory=dict)
-    """Label -> its words; none in a set with captions."""
+    """Label -> class name; empty for a set with captions."""
     templates: tuple[str, ...] = PLAIN
-    """Prompts, with {c} or {} for the words."""
+    """Prompts, with {c} or {} in place of the class name."""
 
 
 def load_sets(settings: EvalSettings, data: DataSettings) -> list[ImageSet]:
     """The sets that the settings name, with their labels.
 
-    Raises: ValueError for a set that is missing, empty or of another kind, and for labels without words.
+    Raises: ValueError for a set that is missing, empty or of another kind, and for labels without a class name.
     """
-    for key, names in (("classes", settings.classes), ("templates", settings.templates)):
-        if unknown := sorted(set(names) - set(settings.labelled)):
-            known = ", ".join(settings.labelled) or "none"
-            raise ValueError(f"eval.{key}: there is no labelled set {', '.join(unknown)}; eval.labelled has {known}")
     labelled = [_load_labelled(name, shards, settings, data) for name, shards in settings.labelled.items()]
     return [*labelled, *(_load_captioned(name, shards, settings, data) for name, shards in settings.retrieval.items())]
 
@@ -69,6 +64,7 @@ def _load_labelled(name: str, shards: str, settings: EvalSettings, data: DataSet
     if isinstance(source, ImageFolder):
         classes = read_classes(file, source.classes) if file else _imagenet_classes(where, source.classes)
         return replace(images, classes=classes, templates=read_templates(wanted))
+    # Which labels there are is known only from the samples: shards do not list their classes.
     labels = {label for label in read_labels(source, images.text) if label is not None}
     if not labels:
         raise ValueError(f"{where}: no sample of {shards} has a label {images.text}")
@@ -96,7 +92,7 @@ def _is_benchmark(folder: Path) -> bool:
 
 
 def _open(name: str, where: str, folder: Path, kind: str, data: DataSettings, text: str) -> ImageSet:
-    """The images of a folder in any of the layouts, and how to read them; `text`: the template in plain shards."""
+    """The images of a folder in any of the layouts, and how to read them; `text` is the template for plain shards."""
     if not folder.is_dir():
         raise ValueError(f"{where}: there is no folder {folder}")
     if _is_benchmark(folder):
@@ -108,15 +104,16 @@ def _open(name: str, where: str, folder: Path, kind: str, data: DataSettings, te
         number = _read(folder / "test" / "nshards.txt").strip()
         if number != str(len(manifest.shards)):
             raise ValueError(f"{where}: nshards.txt says {number}, {folder / 'test'} has {len(manifest.shards)} .tar")
+        # The members of clip_benchmark's own export, whatever the training data are called.
         data = data.model_copy(update={"image_key": "webp;png;jpg;jpeg"})
         return ImageSet(name, manifest, data, "{txt}" if kind == "retrieval" else "{cls}")
     if any(folder.glob("*.tar")):
         return ImageSet(name, load_manifest(folder), data, text)
-    return ImageSet(name, scan_folder(folder), data.model_copy(update={"image_key": "image"}), "{cls}")
+    return ImageSet(name, ImageFolder(folder), data.model_copy(update={"image_key": "image"}), "{cls}")
 
 
 def read_templates(wanted: str) -> tuple[str, ...]:
-    """Prompts of a file, one per line, or open_clip's 80 for `imagenet`. Raises: ValueError."""
+    """The prompts in a file, one per line, or open_clip's 80 prompts for `imagenet`. Raises: ValueError."""
     if wanted == _IMAGENET:
         from open_clip import OPENAI_IMAGENET_TEMPLATES
 
@@ -129,12 +126,12 @@ def read_templates(wanted: str) -> tuple[str, ...]:
 
 
 def read_classes(path: Path, labels: Collection[str]) -> dict[str, str]:
-    """Words by label, of a file: JSON (list, or mapping from label) or lines (words, or label and words).
+    """Class names by label, from a file: JSON (list, or mapping from label) or lines (name, or label and name).
 
-    Words without labels go to the labels in order; if those are numbers, the first words to label 0, and so on, also
-    where no sample has that label. Keras' {"0": [wnid, words]} is known too.
+    Names without labels belong to the labels in sorted order. If the labels are numbers, the first name belongs to
+    label 0, and so on, even if no sample has that label. Keras' format {"0": [wnid, name]} is understood as well.
 
-    Raises: ValueError for a label without words.
+    Raises: ValueError for a label without a name.
     """
     given: Any = [line.strip() for line in _read(path).splitlines() if line.strip()]
     if path.suffix == ".json":
@@ -146,33 +143,34 @@ def read_classes(path: Path, labels: Collection[str]) -> dict[str, str]:
         given = dict(line.split(None, 1) for line in given)
     if isinstance(given, dict):
         pairs = [value if isinstance(value, list) else (key, value) for key, value in given.items()]
-        words = {str(key): str(value) for key, value in pairs if key in labels}
+        names = {str(key): str(value) for key, value in pairs if key in labels}
     else:
         numbered = all(label.isdecimal() for label in labels)
-        words = dict(zip(map(str, range(len(given))) if numbered else sort_labels(labels), given, strict=False))
-    missing = sort_labels(set(labels) - set(words))
-    if missing or (len(words) != len(given) and isinstance(given, list)):
+        names = dict(zip(map(str, range(len(given))) if numbered else sort_labels(labels), given, strict=False))
+    missing = sort_labels(set(labels) - set(names))
+    if missing or (len(names) != len(given) and isinstance(given, list)):
         example = f", such as {missing[0]!r}" if missing else ""
         raise ValueError(
             f"{path} names {len(given)} classes, the images have {len(labels)} labels, {len(missing)} of them without "
-            f"words{example}; give a line or a JSON entry for each"
+            f"a name{example}; give a line or a JSON entry for each"
         )
-    return words
+    return names
 
 
-def _imagenet_classes(where: str, labels: tuple[str, ...]) -> dict[str, str]:
-    """open_clip's names of ImageNet's classes, for all or some wnids, or for the numbers 0 to 999."""
+def _imagenet_classes(where: str, labels: list[str]) -> dict[str, str]:
+    """open_clip's names of ImageNet's classes, for some or all wnids, or for the numbers 0 to 999."""
     from open_clip import IMAGENET_CLASSNAMES
     from timm.data import ImageNetInfo
 
+    # timm lists the wnids in the order of the class numbers, as open_clip lists the names.
     wnids = ImageNetInfo().label_names()
     numbers = [str(number) for number in range(len(wnids))]
     if set(labels) <= set(wnids) or set(labels) == set(numbers):
         keys = numbers if "0" in labels else wnids
-        return {key: words for key, words in zip(keys, IMAGENET_CLASSNAMES, strict=True) if key in set(labels)}
+        return {key: name for key, name in zip(keys, IMAGENET_CLASSNAMES, strict=True) if key in set(labels)}
     raise ValueError(
         f"{where}: the sub-folders ({labels[0]} ... {labels[-1]}) are neither wnids of ImageNet-1k nor 0 to 999, so "
-        f"their classes are not known; name a file that does: {where.replace('labelled', 'classes')}=FILE"
+        f"their class names are not known; name a file that has them: {where.replace('labelled', 'classes')}=FILE"
     )
 
 

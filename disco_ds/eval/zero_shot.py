@@ -1,4 +1,4 @@
-"""Zero-shot classification: each image of a labelled set among the set's own classes, by the nearest text."""
+"""Zero-shot classification: each image of a labelled set is assigned to the class with the nearest text."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from disco_ds.eval.encode import Tokenize, encode_classes, encode_images
 from disco_ds.eval.sets import ImageSet
 
 NUM_EXAMPLES = 24
-"""At most so many, from places spread evenly over the set."""
+"""Maximum number of examples, taken at even distances from the set."""
 
 
 class Example(NamedTuple):
-    """An image of a set and what the model takes it for, to be looked at."""
+    """An image of a set with the model's predictions, to be looked at."""
 
     image: NDArray[np.uint8]
     """[H, W, 3]."""
     label: str
     best: list[str]
-    """The words of the three nearest classes, the nearest first."""
+    """Names of the three nearest classes, the nearest first."""
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Of one labelled set."""
+    """The accuracy on one labelled set."""
 
     name: str
     top1: float
     top5: float
     recall: float
-    """Mean over the classes of the top-1 accuracy on their images."""
+    """Top-1 accuracy of each class's images, averaged over the classes."""
     num_images: int
     num_classes: int
     num_broken: int
-    """Images that could not be read, which count nowhere else."""
+    """Images that could not be read; no other number includes them."""
     examples: list[Example] = field(default_factory=list, repr=False, compare=False)
-    """The same whatever the number of ranks."""
+    """Independent of the number of ranks."""
 
     @property
     def chance(self) -> float:
@@ -80,6 +80,7 @@ def classify(model: nn.Module, labelled: ImageSet, spec: ImageSpec, tokenize: To
         hits = torch.stack([torch.ones_like(target), right[:, 0].long(), right.any(dim=1).long()])
         counts.index_add_(1, target, hits)
         for (image, label, index), near in zip(samples, best.tolist(), strict=True):
+            # Chosen by id, so that the examples do not depend on the number of ranks.
             if index % every == 0:
                 shown[index] = Example(
                     image.permute(1, 2, 0).numpy(), labelled.classes[label], [classes[place] for place in near[:3]]
@@ -88,6 +89,7 @@ def classify(model: nn.Module, labelled: ImageSet, spec: ImageSpec, tokenize: To
     images, top1, top5 = counts.sum(dim=1).tolist()
     if not images:
         raise comm.AgreedError(f"eval.labelled.{labelled.name}: no image could be read")
+    # Classes without a readable image have no recall; they remain possible answers.
     seen = counts[0] > 0
     recall = (counts[1, seen] / counts[0, seen]).mean().item()
     broken = labelled.source.num_samples - int(images)

@@ -24,11 +24,10 @@ from disco_ds.config import Config, render_ds_config
 from disco_ds.data import (
     ImageSpec,
     Loader,
-    Manifest,
     SampleForm,
     Share,
+    Source,
     Staging,
-    Table,
     fingerprint,
     load_sources,
     merge_states,
@@ -139,8 +138,8 @@ def choose_loss(config: Config) -> Loss:
     return loss
 
 
-def open_sources(config: Config) -> tuple[list[Manifest | Table], list[ImageSet]]:
-    """What to train on (nothing for synthetic data) and what to evaluate on. Collective."""
+def open_sources(config: Config) -> tuple[list[Source], list[ImageSet]]:
+    """What to train on and what to evaluate on. Collective."""
     with comm.together("data"):
         return load_sources(config.data), load_sets(config.eval, config.data)
 
@@ -156,9 +155,10 @@ def build_towers(config: Config, loss: Loss) -> tuple[nn.Module, Any, ImageSpec]
     return model, tokenizer, ImageSpec(preprocessing.size, preprocessing.interpolation, preprocessing.resize_mode)
 
 
-def identify(config: Config, sources: list[Manifest | Table]) -> dict[str, Any]:
+def identify(config: Config, sources: list[Source]) -> dict[str, Any]:
     """What may not change when the run goes on: see checkpoint.identity."""
-    data = fingerprint(config.data, sources) if sources else "synthetic"
+    # Synthetic data are identified by data.num_samples, which is one of the settings compared.
+    data = "synthetic" if config.data.source == "synthetic" else fingerprint(config.data, sources)
     return checkpoint.identity(config, data, read_architecture(config.model))
 
 
@@ -195,7 +195,7 @@ def seed_generators(seed: int) -> None:
 
 def build_loader(
     config: Config,
-    sources: list[Manifest | Table],
+    sources: list[Source],
     model: nn.Module,
     image: ImageSpec,
     tokenizer: Any,

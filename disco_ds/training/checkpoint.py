@@ -38,8 +38,8 @@ from disco_ds.training.engine import Engine
 from disco_ds.training.retention import ENGINE, FORMAT, META, DamagedError, read_meta, seal, set_aside
 
 OWN = re.compile(r"rank_\d+\.pt")
-MAY_CHANGE = {"workers", "prefetch", "timeout_s", "max_broken", "shards", "manifest", "remote"}
-"""Data settings that change neither a sample nor its place; the shards are compared by their manifest instead."""
+MAY_CHANGE = {"workers", "prefetch", "timeout_s", "max_broken", "shards", "manifest", "remote", "options"}
+"""Data settings that change neither a sample nor its place; sources are compared by their fingerprints instead."""
 
 MODEL_MAY_CHANGE = {"name", "pretrained", "activation_checkpointing", "compile"}
 """The name is compared by what it stands for; the weights come from the checkpoint."""
@@ -61,7 +61,7 @@ def identity(config: Config, fingerprint: str, architecture: dict[str, Any]) -> 
 
     Args: fingerprint: of the shards; architecture: open_clip's config of the model, whatever file it came from.
     """
-    moved = {"sources": {"__all__": {"shards", "manifest"}}}
+    moved = {"sources": {"__all__": {"shards", "manifest", "source", "options"}}}
     data = config.data.model_dump(mode="json", exclude={**dict.fromkeys(MAY_CHANGE, True), **moved})
     return {
         "loss": config.loss.model_dump(mode="json"),

@@ -217,7 +217,7 @@ def test_micro_batches_are_the_same_in_both_passes(
             assert loader.state_dict() == reference.state_dict()
         assert loader.broken > 0
         if K > 3:
-            with pytest.raises(RuntimeError, match="micro-batch 3 is asked for, 0 is due"):
+            with pytest.raises(RuntimeError, match="micro-batch 3 is requested, 0 is due"):
                 _ = loader.read_step().micro_batches[3]
     finally:
         loader.close()

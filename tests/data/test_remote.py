@@ -255,7 +255,10 @@ def check_bounds(shards: Manifest, server: Server, tmp_path: Path) -> None:
     assert server.asked["/00001.tar"] in (1, 2)
     # All of it in use: an error that says what to do. A process that reads more than fits lets go of its own.
     files = [held, cache.open(6), cache.open(7)]
-    with pytest.raises(CacheFullError, match=r"finds no room in .*: [\d,]+ bytes are being read, data.remote.cache_gb"):
+    with pytest.raises(
+        CacheFullError,
+        match=r"there is no room for a shard of [\d,]+ bytes in .*: [\d,]+ bytes are being read, data.remote.cache_gb",
+    ):
         cache.open(1)
     for file in files:
         file.close()

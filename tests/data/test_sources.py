@@ -12,7 +12,7 @@ from PIL import Image
 
 from disco_ds.config import check_config
 from disco_ds.config.data import DataSettings
-from disco_ds.data import Manifest, Mixture, Table, load_sources, merge_states
+from disco_ds.data import Mixture, Source, load_sources, merge_states
 from disco_ds.training.checkpoint import identity, refuse_changes
 from helpers.minimal import MINIMAL
 from helpers.shards import colour, make_loader, read_global, read_step, settings, write_shards
@@ -21,7 +21,7 @@ A, B, C = [17, 30, 9, 25], [13, 20, 22], [10, 12]
 FIRST_B, FIRST_C, END = sum(A), sum(A + B), sum(A + B + C)
 WEIGHTS = (3, 2, 1)
 
-Sources = list[Manifest | Table]
+Sources = list[Source]
 
 
 def mixed(**changes: Any) -> DataSettings:
@@ -278,7 +278,7 @@ def test_csv_fingerprint_follows_its_rows(tmp_path: Path) -> None:
         ("filepath\ttitle\n", CSV, "no row below"),
         ("", CSV, "has the columns , captions name title"),
         ("filepath\ttitle\na\tb\n", {}, "captions name txt"),
-        ("filepath\ttitle\na\tb\n", {"captions": {"{title}": 1}}, "image_key is jpg;jpeg;png;webp: say, for instance"),
+        ("filepath\ttitle\na\tb\n", {"captions": {"{title}": 1}}, "image_key is jpg;jpeg;png;webp: set, for instance"),
         ("filepath;title\na;b\n", CSV, "has the columns filepath;title"),
         ('filepath\ttitle\na\t"' + "b" * 200_000, CSV, "field larger than field limit"),
     ],

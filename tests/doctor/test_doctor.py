@@ -220,7 +220,7 @@ def test_shards_that_are_whole_are_fine(tmp_path: Path) -> None:
     lines = look_at_data(data_of(tmp_path / "data", captions={"{txt}": 0.5, "{json[keywords]}": 0.5}))
     assert statuses(lines) == [("ok", "manifest"), ("ok", "samples"), ("ok", "slots")]
     assert lines[1].found == "82 read, 0 broken, 0 without caption"
-    assert statuses(look_at_data(settings())) == [("ok", "slots")]
+    assert statuses(look_at_data(settings())) == [("ok", "samples"), ("ok", "slots")]
 
 
 def test_shard_that_was_cut_off_fails_its_count_and_its_samples(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_manifest_that_is_stale_or_missing_fails(tmp_path: Path) -> None:
     (tmp_path / "data" / "manifest.json").unlink()
     (line,) = look_at_data(data_of(tmp_path / "data"))
     assert line.status == "fail"
-    assert "has 6 shards and no manifest.json; count them: disco-ds index" in line.found
+    assert f"there is no {tmp_path / 'data' / 'manifest.json'}; count the shards: disco-ds index" in line.found
 
 
 def test_broken_images_and_missing_captions_are_counted_apart(tmp_path: Path) -> None:

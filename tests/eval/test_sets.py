@@ -103,7 +103,7 @@ def test_class_file_gives_words_to_labels(tmp_path: Path, name: str, text: str, 
     [
         ("a.txt", "one\ntwo\n", "names 2 classes, the images have 3 labels"),
         ("a.txt", "one\ntwo\nthree\nfour\n", "names 4 classes"),
-        ("a.json", '{"n2": "two"}', "2 of them without words, such as 'n10'"),
+        ("a.json", '{"n2": "two"}', "2 of them without a name, such as 'n10'"),
         ("a.json", "{", "not valid JSON"),
     ],
 )

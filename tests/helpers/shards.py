@@ -22,10 +22,11 @@ from disco_ds.data import (
     Manifest,
     SampleForm,
     Share,
+    Source,
     Staging,
     StepData,
-    Table,
     index_shards,
+    load_sources,
     merge_states,
     write_manifest,
 )
@@ -103,14 +104,14 @@ def settings(folder: Path | str = "unused", **changes: Any) -> DataSettings:
 
 
 def make_loader(
-    sources: Manifest | list[Manifest | Table] | None,
+    sources: Source | list[Source] | None,
     data: DataSettings,
     rank: int = 0,
     size: int = 1,
     batch: int = 24,
     **changes: Any,
 ) -> Loader:
-    sources = [sources] if isinstance(sources, Manifest) else sources or []
+    sources = [sources] if isinstance(sources, Source) else sources or load_sources(data)
     options = {"micro_batch": batch // size // 2, "seed": 3, "tokenize": tokenize, "pixels": "device", **changes}
     return Loader(
         data,

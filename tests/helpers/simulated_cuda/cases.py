@@ -22,7 +22,7 @@ from torch.serialization import skip_data
 
 from disco_ds.config import DataSettings, EvalSettings, ModelSettings, render_ds_config
 from disco_ds.config.data import Pixels
-from disco_ds.data import ImageSpec, Loader, SampleForm, Share, Staging, StepData
+from disco_ds.data import ImageSpec, Loader, SampleForm, Share, Staging, StepData, load_sources
 from disco_ds.distributed import comm
 from disco_ds.distributed.interrupt import Interrupts
 from disco_ds.eval import evaluate_sets, load_sets, record
@@ -120,7 +120,7 @@ def open_loader(global_batch: int, pixels: Pixels) -> Loader:
     data = DataSettings(source="synthetic", workers=1)
     form = SampleForm(ImageSpec((IMAGE_SIZE, IMAGE_SIZE)), partial(torch.zeros, 1), CONTEXT, VOCABULARY)
     share = Share(comm.rank(), comm.size(), global_batch, MICRO_BATCH)
-    return Loader(data, [], form, share, 0, staging=Staging(pixels, "cuda"))
+    return Loader(data, load_sources(data), form, share, 0, staging=Staging(pixels, "cuda"))
 
 
 class Training:
