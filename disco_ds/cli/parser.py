@@ -6,6 +6,7 @@ Light: it imports neither torch nor the modules of the commands, which main.py i
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -43,6 +44,20 @@ def make_parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     for name, command in COMMANDS.items():
         command.add_arguments(commands.add_parser(name, help=command.summary, description=command.summary))
     return parser, dict(commands.choices)
+
+
+def _number(kind: type, low: float, high: float = math.inf) -> Callable[[str], float]:
+    """What argparse reads a number with that lies from low to high, both included; NaN lies nowhere."""
+
+    def read(text: str) -> float:
+        value: float = kind(text)
+        if not low <= value <= high or math.isinf(value):
+            limits = f"from {low:g} to {high:g}" if math.isfinite(high) else f"of at least {low:g}"
+            raise argparse.ArgumentTypeError(f"expected a number {limits}, got {text}")
+        return value
+
+    read.__name__ = kind.__name__  # argparse's name of it, for texts that are no numbers
+    return read
 
 
 def _add_recipe(parser: argparse.ArgumentParser, required: bool = True) -> None:
@@ -85,7 +100,7 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
     text = "the hosts, one `host slots=GPUs` a line; default: this host alone"
     parser.add_argument("--hostfile", type=Path, metavar="FILE", help=text)
     text = "restart a run that has failed from its last checkpoint, at most N times (default: %(default)s)"
-    parser.add_argument("--restarts", type=int, default=0, metavar="N", help=text)
+    parser.add_argument("--restarts", type=_number(int, 0), default=0, metavar="N", help=text)
     text = 'more arguments for the `deepspeed` command, such as "--num_gpus 4"'
     parser.add_argument("--deepspeed", default="", metavar="ARGS", help=text)
 
@@ -135,26 +150,26 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     text = "search the largest global batch that fits, and write its recipe into this folder"
     parser.add_argument("--fit", type=Path, metavar="FOLDER", help=text)
     text = "memory of a host; with --fit, pixels may then wait there"
-    parser.add_argument("--host-memory", type=float, metavar="GIB", help=text)
+    parser.add_argument("--host-memory", type=_number(float, 0), metavar="GIB", help=text)
     text = "number of samples in the data, which losses that keep state for each sample need"
-    parser.add_argument("--data-samples", type=int, metavar="N", help=text)
+    parser.add_argument("--data-samples", type=_number(int, 1), metavar="N", help=text)
     text = "draw the memory of each moment of the step as stacked bars"
     parser.add_argument("--picture", type=Path, metavar="FILE.png", help=text)
     text = "run the towers on the device of this machine, and compare the memory they take with the plan"
     parser.add_argument("--measure", action="store_true", help=text)
     assumed = parser.add_argument_group("what is assumed")
-    for option, default, metavar, text in (
-        ("--slack", Assumptions.slack, "FRACTION", "fraction of the memory that the allocator cannot use"),
-        ("--context", Assumptions.context_gib, "GIB", "memory that CUDA, NCCL and libraries take on each GPU"),
-        ("--image-kb", Assumptions.image_bytes / 1000, "KB", "size of a compressed image"),
-        ("--per-host", Assumptions.per_host, "N", "number of GPUs in a host"),
-        ("--flops", None, "TFLOPS", "rate of products on a GPU (default: as its maker promises)"),
-        ("--efficiency", Assumptions.efficiency, "FRACTION", "fraction of that rate that is reached"),
-        ("--link", None, "GB/S", "rate at which a GPU receives from others of its host (default: as promised)"),
-        ("--bandwidth", Assumptions.between_hosts, "GB/S", "rate at which a GPU receives from other hosts"),
+    fraction, rate = _number(float, 0, 1), _number(float, 1e-3)
+    for option, kind, default, metavar, text in (
+        ("--slack", fraction, Assumptions.slack, "FRACTION", "fraction of the memory that the allocator cannot use"),
+        ("--context", _number(float, 0), Assumptions.context_gib, "GIB", "memory that CUDA and NCCL take on each GPU"),
+        ("--image-kb", rate, Assumptions.image_bytes / 1000, "KB", "size of a compressed image"),
+        ("--per-host", _number(int, 1), Assumptions.per_host, "N", "number of GPUs in a host"),
+        ("--flops", rate, None, "TFLOPS", "rate of products on a GPU (default: as its maker promises)"),
+        ("--efficiency", fraction, Assumptions.efficiency, "FRACTION", "fraction of that rate that is reached"),
+        ("--link", rate, None, "GB/S", "rate at which a GPU receives from others of its host (default: as promised)"),
+        ("--bandwidth", rate, Assumptions.between_hosts, "GB/S", "rate at which a GPU receives from other hosts"),
     ):
         shown = "" if default is None else " (default: %(default)s)"
-        kind = int if isinstance(default, int) else float
         assumed.add_argument(option, type=kind, default=default, metavar=metavar, help=text + shown)
 
 
@@ -166,7 +181,7 @@ def _add_index(parser: argparse.ArgumentParser) -> None:
     text = "write nothing, and list what has changed since the manifest was written; exit code 1 if anything has"
     parser.add_argument("--check", action="store_true", help=text)
     text = "number of shards that are read at the same time (default: %(default)s)"
-    parser.add_argument("--workers", type=int, default=4, metavar="N", help=text)
+    parser.add_argument("--workers", type=_number(int, 1, 1024), default=4, metavar="N", help=text)
     parser.add_argument("--pipe", action="store_true", help="allow pipe:COMMAND, which runs in a shell")
 
 

@@ -198,3 +198,22 @@ def test_overrides_too_long_for_a_command_line_are_refused(tmp_path: Path) -> No
         pack([f"name={'x' * MAX_PACKED}"])
     word = pack(["--config=x", "name=" + "x" * (MAX_PACKED // 4 * 3 - 100)])
     assert len(arrived(["--module", "disco_ds.train", word], "sh", tmp_path)[0]) > MAX_PACKED - 200
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["launch", "--config", "quickstart", "--restarts", "-5"], "expected a number of at least 0, got -5"),
+        (["launch", "--config", "quickstart", "--restarts", "two"], "invalid int value: 'two'"),
+        (["index", "folder", "--workers", "0"], "expected a number from 1 to 1024, got 0"),
+        (["plan", "--config", "quickstart", "--slack", "2"], "expected a number from 0 to 1, got 2"),
+        (["plan", "--config", "quickstart", "--flops", "nan"], "expected a number of at least 0.001, got nan"),
+        (["plan", "--config", "quickstart", "--bandwidth", "inf"], "got inf"),
+        (["plan", "--config", "quickstart", "--host-memory", "-1"], "got -1"),
+    ],
+)
+def test_number_that_means_nothing_is_refused(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_args(argv)
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
