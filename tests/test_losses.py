@@ -14,7 +14,7 @@ from dist import run_ranks
 from fastclip_oracle import PRESETS
 from oracle import Answer, answer, errors, features, infonce, naive
 
-from disco_ds.distributed import comm
+from disco_ds.distributed import comm, ring
 from disco_ds.losses import Embeddings, build_loss, list_losses, register_loss
 from disco_ds.losses.base import Loss
 
@@ -93,7 +93,7 @@ def test_loss_and_gradients_equal_the_oracle_at_every_shape(size):
 
 
 def half_products() -> list[str]:
-    """16-bit factors, and 16-bit wires, against what the naive computation loses when its inputs are rounded."""
+    """16-bit factors, and a 16-bit comm_dtype, against what the naive computation loses when its inputs are rounded."""
     failures = []
     for kind, scale in [(kind, s) for kind in ("random", "repeated", "aligned") for s in SCALES]:
         image, text = features(50 * comm.size(), 96, torch.float32, kind)
@@ -102,7 +102,7 @@ def half_products() -> list[str]:
             rounded = naive(image.to(dtype).float(), text.to(dtype).float(), scale)
             limit = 2 * max(errors(rounded, true, scale).values()) + 1e-6
             for name, options in TILED:
-                for changes in ({"precision": half}, {"precision": half, "wire": half}):
+                for changes in ({"precision": half}, {"precision": half, "comm_dtype": half}):
                     wrong = errors(evaluate(name, options | changes, image, text, scale), true, scale)
                     if not max(wrong.values()) <= limit:
                         failures.append(f"{name} {changes} s {scale} {kind}: {wrong}, limit {limit}")
@@ -192,7 +192,7 @@ def primitives() -> None:
 
 
 def fail_on_rank_1() -> None:
-    with comm.together("checking"):
+    with comm.all_or_none("checking"):
         if comm.rank() == 1:
             raise ValueError("not here")
 
@@ -254,7 +254,7 @@ def under_plain_torch_distributed() -> tuple[list[str], float]:
     x = torch.zeros(2, 2)
     calls: dict[str, Callable[[], Any]] = {name: partial(value, name) for name in list_losses()}
     calls |= {"rank": comm.rank, "size": comm.size, "barrier": comm.barrier}
-    calls["ring"] = partial(comm.circulate, [x], lambda owner, block, spare: [], lambda mine, theirs: None)
+    calls["ring"] = partial(ring.circulate, [x], lambda owner, block, spare: [], lambda mine, theirs: None)
     calls |= {call.__name__: partial(call, x) for call in (comm.gather, comm.reduce_scatter, comm.all_reduce_max)}
     calls |= {call.__name__: partial(call, x) for call in (comm.reduce_scatter_in_place, comm.all_reduce_sum)}
     calls |= {call.__name__: partial(call, 1) for call in (comm.gather_objects, comm.broadcast)}

@@ -147,7 +147,7 @@ def test_what_helps_first(phase, changes, first, capfd):
 )
 def test_libraries_own_texts_are_understood(error):
     assert comm.is_out_of_memory(error)
-    assert not comm.may_be_of_another(error)
+    assert not comm.is_communication_error(error)
 
 
 def test_other_errors_pass():

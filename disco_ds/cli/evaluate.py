@@ -118,9 +118,9 @@ def main(argv: list[str] | None = None) -> int:
         share_host()
         try:
             check_agreement({**config.model_dump(mode="json"), "MODEL": args.model, "--weights": str(args.weights)})
-            with comm.together("data"):
+            with comm.all_or_none("data"):
                 sets = load_sets(config.eval, config.data)
-            with comm.together("model"):
+            with comm.all_or_none("model"):
                 model, tokenizer = load_model(args)
         except ValueError as error:
             return fail(error, first, code=2)
@@ -128,7 +128,7 @@ def main(argv: list[str] | None = None) -> int:
         spec = ImageSpec(look.size, look.interpolation, look.resize_mode)
         try:
             results = evaluate_sets(model, sets, spec, tokenizer, config.micro_batch)
-            with comm.together("results"):
+            with comm.all_or_none("results"):
                 if first:
                     print(describe(results), flush=True)
                 if first and args.json:

@@ -7,11 +7,12 @@ rendered ds_config.json states all that matter. Imports DeepSpeed only to ask fo
 from __future__ import annotations
 
 import copy
-import difflib
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from disco_ds.config.nearest import did_you_mean
 
 OWNED_BY_RECIPE = {
     "train_batch_size": "global_batch",
@@ -254,5 +255,4 @@ def section_keys() -> dict[str, set[str]]:
 
 
 def _hint(key: str, known: set[str]) -> str:
-    close = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(sorted(known))}"
+    return did_you_mean(key, known) or f"; known: {', '.join(sorted(known))}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,10 @@ from pydantic import BaseModel, ValidationError
 
 from disco_ds.config.data import SourceSettings
 from disco_ds.config.ds_config import read_ds_config
+from disco_ds.config.nearest import did_you_mean
 from disco_ds.config.recipe import PACKAGE, Config
 from disco_ds.config.recipe_yaml import assign, parse, split_overrides
+from disco_ds.config.renamed import refuse_renamed, translate_renamed
 
 
 def load_config(recipe: str | Path, overrides: list[str] | None = None) -> Config:
@@ -19,6 +20,8 @@ def load_config(recipe: str | Path, overrides: list[str] | None = None) -> Confi
 
     Args:    recipe: a name in disco_ds/recipes or a path; overrides: dotted keys, values in YAML.
     Raises:  ValueError naming the file, the key, what it got and the nearest valid name.
+
+    The config.yaml of a run that an older version has written may have keys that are called otherwise now.
     """
     path = find_recipe(recipe)
     try:
@@ -27,10 +30,13 @@ def load_config(recipe: str | Path, overrides: list[str] | None = None) -> Confi
         raise ValueError(f"{path} is not a text file in UTF-8: {error}") from None
     if not isinstance(tree, dict):
         raise ValueError(f"{path}: expected a mapping of settings, got {type(tree).__name__}")
+    if path.name == "config.yaml" and (path.parent / "ds_config.json").is_file():  # a run folder's, not a user's
+        tree = translate_renamed(tree)
     assigned = split_overrides(overrides or [])
     for keys, value in assigned:
         if keys == ["deepspeed"] or keys[0] != "deepspeed":
             assign(tree, keys, value)
+    refuse_renamed(tree, overrides or [], str(path))
     tree["deepspeed"] = read_ds_config(tree.get("deepspeed", "zero1"), folder=path.parent)
     for keys, value in assigned:
         if len(keys) > 1 and keys[0] == "deepspeed":
@@ -55,14 +61,16 @@ def find_recipe(recipe: str | Path) -> Path:
         return path
     known = sorted(item.stem for item in (PACKAGE / "recipes").glob("*.yaml"))
     if str(recipe) not in known:
-        raise ValueError(f"unknown recipe {str(recipe)!r}{_nearest(str(recipe), known)}; known: {', '.join(known)}")
+        raise ValueError(f"unknown recipe {str(recipe)!r}{did_you_mean(str(recipe), known)}; known: {', '.join(known)}")
     return PACKAGE / "recipes" / f"{recipe}.yaml"
 
 
 def _explain(item: Any, tree: dict[str, Any]) -> str:
     key = ".".join(str(part) for part in item["loc"]) or "recipe"
     if item["type"] == "extra_forbidden":
-        return f"unknown key {key}{_nearest(str(item['loc'][-1]), _fields(item['loc'][:-1]))}"
+        fields = _fields(item["loc"][:-1])
+        hint = did_you_mean(str(item["loc"][-1]), fields) or f"; valid: {', '.join(fields)}"
+        return f"unknown key {key}{hint}"
     if item["type"] == "missing":
         return f"{key} is missing"
     if item["type"] == "value_error":
@@ -78,8 +86,3 @@ def _fields(path: tuple[str | int, ...]) -> list[str]:
     for part in path:
         model = model.model_fields[part].annotation  # type: ignore[assignment,index]
     return list(model.model_fields)
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else f"; valid: {', '.join(known)}"

@@ -111,7 +111,7 @@ class Heartbeat:
         """Leave; after an error of communication first let the rank that caused it be named, which ends the process."""
         if not self._watches:
             return
-        if error is not None and comm.may_be_of_another(error):
+        if error is not None and comm.is_communication_error(error):
             self._error, self._hurry = error, True
             time.sleep(self._patience_s + 3 * self.interval_s)  # long enough for _beat to name another and end this
         place = f"rank {self._me} on {socket.gethostname()} (last {self._marks.host})"

@@ -80,8 +80,8 @@ class LossCost:
     flops: int
     precision: str
     """Of its products: fp32, tf32, fp16 or bf16."""
-    wire: int
-    """Bytes received."""
+    received_bytes: int
+    """By one rank, of features and their gradients."""
 
 
 class Loss(nn.Module):
@@ -156,18 +156,31 @@ def build_loss(name: str, **options: Any) -> Loss:
     ValueError: unknown loss 'disko'; did you mean disco? known: clip, ...
     """
     cls = _load_class(name) if ":" in name else _registered(name)
-    # A class without a constructor of its own has nn.Module's, which names no option and takes none.
-    own = {} if cls.__init__ is nn.Module.__init__ else dict(inspect.signature(cls.__init__).parameters)
-    own.pop("self", None)
-    known, kinds = list(own), {parameter.kind for parameter in own.values()}
+    known, open_ended = list_options(cls)
     unknown = sorted(set(options) - set(known))
-    if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
+    if unknown and not open_ended:
         raise ValueError(f"loss {name!r} has no option {', '.join(unknown)}; its options: {', '.join(known) or 'none'}")
-    open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = {key for key, p in own.items() if p.default is p.empty and p.kind not in open_ended}
-    if missing := sorted(needed - set(options)):
+    if missing := sorted(key for key, option in known.items() if option.default is option.empty and key not in options):
         raise ValueError(f"loss {name!r} needs the option {', '.join(missing)}: set loss.options.{missing[0]}")
     return cls(**options)
+
+
+def list_options(cls: type[Loss]) -> tuple[dict[str, inspect.Parameter], bool]:
+    """The options of a loss by name, and whether it takes others too.
+
+    They are the parameters of its constructor, and where that ends in `**options`, those of its base's constructor.
+    """
+    found: dict[str, inspect.Parameter] = {}
+    open_ended = False
+    for owner in cls.__mro__[: cls.__mro__.index(Loss)]:
+        if "__init__" in vars(owner):
+            _, *parameters = inspect.signature(vars(owner)["__init__"]).parameters.values()
+            named = (p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+            found |= {p.name: p for p in named if p.name not in found}
+            open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
+            if not open_ended:
+                break
+    return found, open_ended
 
 
 def _registered(name: str) -> type[Loss]:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypedDict
 
 import torch
 from torch import Tensor
 
-from disco_ds.distributed import comm
+from disco_ds.distributed import comm, ring
 from disco_ds.losses.base import Loss
 from disco_ds.losses.kernels import (
     Block,
@@ -28,31 +28,41 @@ from disco_ds.losses.kernels import (
     softmax_sums,
 )
 
-Wire = Literal["fp32", "fp16", "bf16"]
-WIRES: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+CommDtype = Literal["fp32", "fp16", "bf16"]
+COMM_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class TiledOptions(TypedDict, total=False):
+    """The options of every tiled loss, whose constructors pass them on to TiledLoss."""
+
+    comm_dtype: CommDtype | None
+    tile: Sequence[int] | None
+    precision: Precision
+    impl: Impl
+    group: Any
 
 
 class TiledLoss(Loss):
-    """What tiled losses have in common: how to compute, and what to send.
+    """The base of losses that compute similarities in tiles.
 
-    Args:   wire: dtype in which features of one side are sent to other ranks; None: as `precision` rounds them, which
-            loses nothing; tile, precision, impl: see kernels.Tiling.
-    Raises: ValueError for a value that is none of these.
+    Args:   comm_dtype: dtype in which features of one side are sent to other ranks; None: as `precision` rounds them,
+            which loses nothing; tile, precision, impl: see kernels.Tiling; group: of ranks, None for all.
+    Raises: ValueError for an unknown comm_dtype, tile, precision or impl.
     """
 
     def __init__(
         self,
-        wire: Wire | None = None,
+        comm_dtype: CommDtype | None = None,
         tile: Sequence[int] | None = None,
         precision: Precision = "auto",
         impl: Impl = "auto",
         group: Any = None,
     ):
         super().__init__()
-        if wire is not None and wire not in WIRES:
-            raise ValueError(f"wire must be one of {', '.join(WIRES)} or null, got {wire!r}")
+        if comm_dtype is not None and comm_dtype not in COMM_DTYPES:
+            raise ValueError(f"comm_dtype must be one of {', '.join(COMM_DTYPES)} or null, got {comm_dtype!r}")
         self.tiling = Tiling(tile, precision, impl)
-        self.wire, self.group = None if wire is None else WIRES[wire], group
+        self.comm_dtype, self.group = None if comm_dtype is None else COMM_DTYPES[comm_dtype], group
 
 
 class Blocks(Protocol):
@@ -71,14 +81,14 @@ class Blocks(Protocol):
 
 
 class Gathered:
-    """Columns of all ranks in one tensor: the fastest where B x D fits, twice if they have a gradient.
+    """Columns of all ranks in one tensor: the fastest way where B x D fits in memory, twice if they have a gradient.
 
-    Args: columns [b, D], held (Tiling.hold); wire: dtype they are gathered in, None for their own; keep: the sums hold
-          on to the exponentials, b x B in bf16, so that the gradient need not compute them again.
+    Args: columns [b, D], held (Tiling.hold); comm_dtype: dtype they are gathered in, None for their own; keep: `sums`
+          keeps the exponentials, b x B in bf16, so that `gradient` need not compute them again.
     """
 
-    def __init__(self, columns: Tensor, tiling: Tiling, wire: torch.dtype | None, group: Any, keep: bool = False):
-        self.tiling, self.group, self.wire, self.keep = tiling, group, wire, keep
+    def __init__(self, columns: Tensor, tiling: Tiling, comm_dtype: torch.dtype | None, group: Any, keep: bool = False):
+        self.tiling, self.group, self.comm_dtype, self.keep = tiling, group, comm_dtype, keep
         self.columns = self._gather(columns)
         self.first = comm.rank(group) * len(columns)
         self.mine = slice(self.first, self.first + len(columns))
@@ -86,7 +96,7 @@ class Gathered:
         self.kept: Tensor | None = None
 
     def _gather(self, side: Tensor) -> Tensor:
-        sent = as_sent(side, self.wire)
+        sent = as_sent(side, self.comm_dtype)
         return comm.gather(sent, group=self.group) if comm.size(self.group) > 1 else sent
 
     def _of_all(self, own: Tensor) -> Tensor:
@@ -165,12 +175,12 @@ class GatheredBoth(Gathered):
 class Ring:
     """Columns of one rank at a time: nothing of size B is held, whatever the global batch. All scales are equal.
 
-    Args: columns [b, D], held (Tiling.hold); wire: dtype they travel in, None for their own.
+    Args: columns [b, D], held (Tiling.hold); comm_dtype: dtype they travel in, None for their own.
     """
 
-    def __init__(self, columns: Tensor, tiling: Tiling, wire: torch.dtype | None, group: Any):
+    def __init__(self, columns: Tensor, tiling: Tiling, comm_dtype: torch.dtype | None, group: Any):
         self.tiling, self.group = tiling, group
-        self.own = as_sent(columns, wire)
+        self.own = as_sent(columns, comm_dtype)
 
     def sums(self, rows: Tensor, scales: Tensor, shift: Tensor | None, maxima: bool) -> Sums:
         nothing = {"size": (len(rows),), "fill_value": -math.inf, "dtype": torch.float64, "device": rows.device}
@@ -184,7 +194,7 @@ class Ring:
             torch.maximum(largest, part.rows_max, out=largest)
             return [part.columns, part.columns_max]
 
-        columns = comm.circulate([self.own], visit, _join_sums, self.group)
+        columns = ring.circulate([self.own], visit, _join_sums, self.group)
         return Sums(total, columns[0], largest, columns[1] if maxima else None)
 
     def gradient(
@@ -201,7 +211,7 @@ class Ring:
             softmax_gradient(at_hand, shifts[0], shift_of_columns, d_rows, d_columns)
             return [] if d_columns is None else [d_columns]
 
-        found = comm.circulate([self.own, shifts[1]], visit, add_parts, self.group)
+        found = ring.circulate([self.own, shifts[1]], visit, add_parts, self.group)
         return d_rows, found[0] if found else None
 
     def _block(self, rows: Tensor, columns: Tensor, scales: Tensor, owner: int, shift: Tensor | None) -> Block:
@@ -210,8 +220,8 @@ class Ring:
         return Block(rows, columns, scales[0], scales[0], first, shift, self.tiling)
 
 
-def as_sent(held: Tensor, wire: torch.dtype | None) -> Tensor:
-    return held if wire is None or held.dtype == torch.float64 else held.to(wire)
+def as_sent(held: Tensor, comm_dtype: torch.dtype | None) -> Tensor:
+    return held if comm_dtype is None or held.dtype == torch.float64 else held.to(comm_dtype)
 
 
 def chunks(*sides: Tensor) -> Iterator[tuple[Tensor, ...]]:

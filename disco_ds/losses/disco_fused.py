@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from torch import Tensor
+from typing_extensions import Unpack
 
 from disco_ds.losses.base import Embeddings, LossOutput, register_loss
-from disco_ds.losses.blocks import Gathered, TiledLoss, Wire
+from disco_ds.losses.blocks import Gathered, TiledLoss, TiledOptions
 from disco_ds.losses.infonce import infonce
-from disco_ds.losses.kernels import Impl, Precision
 
 
 @register_loss("disco_fused")
@@ -25,22 +22,14 @@ class DisCoFusedLoss(TiledLoss):
           TiledLoss.
     """
 
-    def __init__(
-        self,
-        store: bool = False,
-        wire: Wire | None = None,
-        tile: Sequence[int] | None = None,
-        precision: Precision = "auto",
-        impl: Impl = "auto",
-        group: Any = None,
-    ):
-        super().__init__(wire, tile, precision, impl, group)
+    def __init__(self, store: bool = False, **options: Unpack[TiledOptions]):
+        super().__init__(**options)
         self.store = store
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
         tiling = self.tiling.on(embeddings.image.device)
 
         def gather(columns: Tensor) -> Gathered:
-            return Gathered(columns, tiling, self.wire, self.group, self.store)
+            return Gathered(columns, tiling, self.comm_dtype, self.group, self.store)
 
         return infonce(embeddings, gather, self)

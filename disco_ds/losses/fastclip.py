@@ -10,11 +10,11 @@ vectors beside them. Source: FastCLIP (arXiv 2407.01445), docs/losses.md section
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from disco_ds.distributed import comm
 from disco_ds.losses.base import Embeddings, LossOutput, count_hits, global_metrics, register_loss
@@ -22,14 +22,13 @@ from disco_ds.losses.blocks import (
     Gathered,
     GatheredBoth,
     TiledLoss,
-    Wire,
+    TiledOptions,
     finish,
     holds,
     inner,
     largest_shift,
     positives,
 )
-from disco_ds.losses.kernels import Impl, Precision
 from disco_ds.losses.sample_state import Memory, SampleState, TauStep
 
 GammaSchedule = Literal["constant", "cosine", "fractional"]
@@ -38,24 +37,24 @@ GammaSchedule = Literal["constant", "cosine", "fractional"]
 class FastCLIPLoss(TiledLoss):
     """Half the mean over image anchors of tau_i (log(eps + u_i) + rho), plus the same of text anchors.
 
-    u is that after its update by this batch, and the gradient that of g / (eps + u) with u held. `fastclip_v0` has no
-    factor tau.
+    u is the estimate after its update by this batch, and the gradient is that of g / (eps + u) with u held constant.
+    `fastclip_v0` has no factor tau. rho is 0 but for the presets that have an option of that name.
 
-    Args:   gamma: weight of a batch in u: 1 in the first epoch, then "constant", gamma_min; "cosine", which falls to it
-            in gamma_epochs (None: half of the run's), by whole epochs; "fractional", the same sample by sample;
-            eps: see above; rho: of presets that learn temperatures, but v0; tau: where temperatures begin;
-            tau_lr, tau_min, tau_max: of presets with one per sample; memory: where the state lies, see SampleState;
-            gather_both: the paper's dataflow (its gradient reduction), which sends no sums of features; others: see
-            TiledLoss.
-    Raises: ValueError for values out of their range, and options that the preset has no use for.
+    Args:   gamma: weight of a batch in u, which is 1 in the first epoch: "constant" is gamma_min from then on; "cosine"
+            falls to gamma_min in gamma_epochs (None: half of the run's), by whole epochs; "fractional" is the same
+            sample by sample; eps: see above; tau: initial temperature, None: the preset's; memory: where the state
+            lies, see SampleState; gather_both: the paper's dataflow (its gradient reduction), which sends no sums of
+            features; options: see TiledLoss.
+    Raises: ValueError for values out of their range.
     """
 
     weighs_by_tau: ClassVar[bool] = True
-    tau_per_sample: ClassVar[bool] = False
     default_gamma: ClassVar[GammaSchedule] = "cosine"
-    default_rho: ClassVar[float] = 0.0
     default_tau: ClassVar[float] = 0.07
     learns_scale = False
+    rho: float = 0.0
+    tau_step: TauStep | None = None
+    """How the temperatures of single samples learn; None: there is one temperature for all."""
 
     def __init__(
         self,
@@ -63,24 +62,12 @@ class FastCLIPLoss(TiledLoss):
         gamma_min: float = 0.2,
         gamma_epochs: int | None = None,
         eps: float = 1e-14,
-        rho: float | None = None,
         tau: float | None = None,
-        tau_lr: float | None = None,
-        tau_min: float | None = None,
-        tau_max: float | None = None,
         memory: Memory = "device",
         gather_both: bool = False,
-        wire: Wire | None = None,
-        tile: Sequence[int] | None = None,
-        precision: Precision = "auto",
-        impl: Impl = "auto",
-        group: Any = None,
+        **options: Unpack[TiledOptions],
     ):
-        super().__init__(wire, tile, precision, impl, group)
-        unused = {"rho": rho} if not self.default_rho else {}
-        unused |= {} if self.tau_per_sample else {"tau_lr": tau_lr, "tau_min": tau_min, "tau_max": tau_max}
-        if given := [name for name, value in unused.items() if value is not None]:
-            raise ValueError(f"{type(self).__name__} has no use for {', '.join(given)}; leave it out")
+        super().__init__(**options)
         self.gamma_schedule = gamma or self.default_gamma
         if self.gamma_schedule not in get_args(GammaSchedule):
             raise ValueError(f"gamma must be one of {', '.join(get_args(GammaSchedule))}, got {gamma!r}")
@@ -90,14 +77,10 @@ class FastCLIPLoss(TiledLoss):
                 f"got gamma_min {gamma_min}, gamma_epochs {gamma_epochs}, eps {eps}"
             )
         self.gamma_min, self.gamma_epochs, self.eps = gamma_min, gamma_epochs, eps
-        self.rho = self.default_rho if rho is None else rho
-        start = self.default_tau if tau is None else tau
-        low, high = (default if x is None else x for x, default in ((tau_min, 0.01), (tau_max, 1.0)))
-        if start <= 0 or (self.tau_per_sample and not 0 < low <= start <= high):
-            raise ValueError(f"needed: 0 < tau_min <= tau <= tau_max, got {low}, {start}, {high}")
-        self.initial_scale = 1 / start
-        lr = 0.0133 if tau_lr is None else tau_lr
-        self.tau_step = TauStep(start, lr, low, high) if self.tau_per_sample else None
+        self.tau = self.default_tau if tau is None else tau
+        if self.tau <= 0:
+            raise ValueError(f"tau must be positive, got {self.tau}")
+        self.initial_scale = 1 / self.tau
         if memory not in get_args(Memory):
             raise ValueError(f"memory must be one of {', '.join(get_args(Memory))}, got {memory!r}")
         self.memory: Memory = memory
@@ -132,7 +115,7 @@ class FastCLIPLoss(TiledLoss):
         # As in infonce: the side that is sent is the one without a gradient, if there is one.
         swap = embeddings.text.requires_grad and not embeddings.image.requires_grad
         rows, columns = (embeddings.text, embeddings.image) if swap else (embeddings.image, embeddings.text)
-        if self.tau_per_sample:
+        if self.tau_step is not None:
             leaf = held["tau"].detach().requires_grad_()
             # The state's own step wants neither the mean over samples nor that over sides.
             leaf.register_hook(lambda gradient: state.stage("tau_gradient", 2 * b * gradient))
@@ -146,7 +129,7 @@ class FastCLIPLoss(TiledLoss):
         if swap:
             hits.reverse()
         metrics = global_metrics(loss, hits, b, self.group) | {"gamma": torch.tensor(gamma)}
-        if self.tau_per_sample:
+        if self.tau_step is not None:
             metrics["tau"] = comm.all_reduce_sum(held["tau"].mean(), self.group) / comm.size(self.group)
         return LossOutput(loss, metrics)
 
@@ -175,7 +158,7 @@ class _FastCLIP(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         dtypes, b, group, tiling = (rows.dtype, columns.dtype), len(rows), loss.group, loss.tiling.on(rows.device)
         rows, columns = tiling.hold(rows), tiling.hold(columns)
-        cross = loss.blocks(columns, tiling, loss.wire, group)
+        cross = loss.blocks(columns, tiling, loss.comm_dtype, group)
         cosines = positives(rows, cross.own, tiling)
         scales = tau.reciprocal().expand(2, b)
         shift = largest_shift(rows, columns, scales[0, :1], group) if len(tau) == 1 else None
@@ -243,19 +226,41 @@ class FastCLIPv1Loss(FastCLIPLoss):
 
 @register_loss("fastclip_v2")
 class FastCLIPv2Loss(FastCLIPLoss):
-    """The robust global contrastive loss (RGCL); a temperature per sample and side, learned by the loss itself."""
+    """The robust global contrastive loss (RGCL); a temperature per sample and side, learned by the loss itself.
 
-    tau_per_sample = True
-    default_rho = 7.0
+    Args:   rho: see FastCLIPLoss; tau_lr: learning rate of the temperatures; tau_min, tau_max: bounds of them; options:
+            see FastCLIPLoss.
+    Raises: ValueError for values out of their range.
+    """
+
     default_tau = 0.03
+
+    def __init__(
+        self,
+        rho: float = 7.0,
+        tau_lr: float = 0.0133,
+        tau_min: float = 0.01,
+        tau_max: float = 1.0,
+        **options: Any,
+    ):
+        super().__init__(**options)
+        if not 0 < tau_min <= self.tau <= tau_max:
+            raise ValueError(f"needed: 0 < tau_min <= tau <= tau_max, got {tau_min}, {self.tau}, {tau_max}")
+        self.rho, self.tau_step = rho, TauStep(self.tau, tau_lr, tau_min, tau_max)
 
 
 @register_loss("fastclip_v3")
 class FastCLIPv3Loss(FastCLIPLoss):
-    """The robust global contrastive loss with one temperature, learned, which is the model's (RGCL-g)."""
+    """The robust global contrastive loss with one temperature, learned, which is the model's (RGCL-g).
+
+    Args: rho, options: see FastCLIPLoss.
+    """
 
     learns_scale = True
-    default_rho = 6.5
+
+    def __init__(self, rho: float = 6.5, **options: Any):
+        super().__init__(**options)
+        self.rho = rho
 
 
 @register_loss("sogclr")

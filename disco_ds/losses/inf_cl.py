@@ -23,6 +23,6 @@ class InfCLLoss(TiledLoss):
         tiling = self.tiling.on(embeddings.image.device)
 
         def send_round(columns: Tensor) -> Ring:
-            return Ring(columns, tiling, self.wire, self.group)
+            return Ring(columns, tiling, self.comm_dtype, self.group)
 
         return infonce(embeddings, send_round, self)

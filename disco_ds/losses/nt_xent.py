@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from torch import Tensor
+from typing_extensions import Unpack
 
 from disco_ds.losses.base import Embeddings, LossOutput, register_loss
-from disco_ds.losses.blocks import Blocks, Gathered, Ring, TiledLoss, Wire
+from disco_ds.losses.blocks import Blocks, Gathered, Ring, TiledLoss, TiledOptions
 from disco_ds.losses.infonce import infonce
-from disco_ds.losses.kernels import Impl, Precision
 
 
 @register_loss("nt_xent")
@@ -27,22 +24,14 @@ class NTXentLoss(TiledLoss):
 
     initial_scale = 10.0
 
-    def __init__(
-        self,
-        ring: bool = False,
-        wire: Wire | None = None,
-        tile: Sequence[int] | None = None,
-        precision: Precision = "auto",
-        impl: Impl = "auto",
-        group: Any = None,
-    ):
-        super().__init__(wire, tile, precision, impl, group)
+    def __init__(self, ring: bool = False, **options: Unpack[TiledOptions]):
+        super().__init__(**options)
         self.ring = ring
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
         tiling = self.tiling.on(embeddings.image.device)
 
         def make_blocks(views: Tensor) -> Blocks:
-            return (Ring if self.ring else Gathered)(views, tiling, self.wire, self.group)
+            return (Ring if self.ring else Gathered)(views, tiling, self.comm_dtype, self.group)
 
         return infonce(embeddings, make_blocks, self, shared=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from disco_ds.distributed import comm
+from disco_ds.distributed import comm, ring
 from disco_ds.losses.base import Embeddings, LossOutput, count_hits, global_metrics, register_loss
 from disco_ds.losses.blocks import TiledLoss, as_sent, finish, inner, positives, zeros
 from disco_ds.losses.kernels import Block, sigmoid_block
@@ -47,7 +47,7 @@ class _SigLIP(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         dtypes, b, group, tiling = (rows.dtype, columns.dtype), len(rows), loss.group, loss.tiling.on(rows.device)
         needs_rows, needs_columns, needs_scale, *_ = (trains and needed for needed in ctx.needs_input_grad)
-        rows, sent = tiling.hold(rows), as_sent(tiling.hold(columns), loss.wire)
+        rows, sent = tiling.hold(rows), as_sent(tiling.hold(columns), loss.comm_dtype)
         z = scale.double() * positives(rows, sent, tiling) + bias.double()
         scales = scale.detach().expand(b)
         d_rows = zeros(rows) if needs_rows or needs_scale else None
@@ -74,7 +74,7 @@ class _SigLIP(torch.autograd.Function):
             if needs_columns:
                 mine[-1].add_(theirs[-1])
 
-        home = comm.circulate([sent], visit, join, group)
+        home = ring.circulate([sent], visit, join, group)
         d_columns = home[-1] if needs_columns else None
         pairs, factor = -(-z).sigmoid(), scale / b
         d_rows, d_columns = finish(d_rows, sent, pairs, factor, tiling), finish(d_columns, rows, pairs, factor, tiling)

@@ -55,7 +55,7 @@ class Metrics:
         self.file: io.FileIO | None = None
         self.broken = folder / f"broken-{comm.rank():05d}.txt"
         self.unwritten = b""
-        with comm.together(f"opening {self.path}"):
+        with comm.all_or_none(f"opening {self.path}"):
             if comm.rank() == 0:
                 last = _drop_after(self.path, first_step)
                 self.file = io.FileIO(self.path, "a")

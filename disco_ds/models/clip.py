@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from disco_ds.config import PACKAGE, ModelSettings
+from disco_ds.config.nearest import did_you_mean
 from disco_ds.models import convnet  # noqa: F401  (registers disco_convnet with timm)
 
 logger = logging.getLogger(__name__)
@@ -211,13 +212,9 @@ def register_config(name: str) -> str:
         return path.stem
     known = open_clip.list_models()
     if name not in known:
-        import difflib
-
-        close = difflib.get_close_matches(name, known, n=3)
-        ours = ", ".join(sorted(item.stem for item in bundled.glob("*.json")))
-        raise ValueError(
-            f"unknown model {name!r}; nearest: {', '.join(close) or 'none'}; ours: {ours}; or a .json file"
-        )
+        ours = sorted(item.stem for item in bundled.glob("*.json"))
+        hint = did_you_mean(name, [*known, *ours])
+        raise ValueError(f"unknown model {name!r}{hint}; one of open_clip's, of ours ({', '.join(ours)}), or a .json")
     return name
 
 

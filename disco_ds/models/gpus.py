@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass, replace
+
+from disco_ds.config.nearest import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,8 @@ def find_gpu(text: str, tflops: float | None = None, link: float | None = None) 
     try:
         gpu = known[text.lower()] if text.lower() in known else Gpu(f"{float(text):g} GiB", float(text))
     except ValueError:
-        close = difflib.get_close_matches(text.lower(), known, n=1, cutoff=0.4)
-        hint = f"did you mean {known[close[0]].name}? " if close else ""
-        raise ValueError(f"--gpu-memory {text}: {hint}a number of GiB, or one of {', '.join(GPUS)}") from None
+        hint = did_you_mean(text, GPUS)
+        raise ValueError(f"--gpu-memory {text}: a number of GiB, or one of {', '.join(GPUS)}{hint}") from None
     if not 0 < gpu.gib < float("inf"):
         raise ValueError(f"--gpu-memory {text}: the memory of a GPU is a positive number of GiB")
     if tflops is not None:

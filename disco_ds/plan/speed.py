@@ -58,7 +58,7 @@ def plan_speed(config: Config, ranks: int, towers: Towers, rates: Rates) -> Spee
     K, kind = config.num_micro_batches(ranks), precision(config.deepspeed)
     cost = loss_cost(config.loss.name, config.loss.options, config.global_batch // ranks, ranks, towers.width)
     flops = (K - 1) * towers.replay_flops + K * towers.flops
-    wire = cost.wire + (_engine_wire(config, ranks, K, towers) if ranks > 1 else 0)
+    wire = cost.received_bytes + (_engine_wire(config, ranks, K, towers) if ranks > 1 else 0)
     return Speed(
         towers_s=flops / rates.flops(kind),
         loss_s=cost.flops / rates.flops(cost.precision),

@@ -96,7 +96,7 @@ def build(config: Config, resume: str | None, stack: ExitStack, unattended: bool
     folder = open_folder(config, resume, stack) if resume else None
     saved = choose(folder, resume, config, identity, unattended) if folder and resume else None
     first_step = saved.step if saved else 0
-    with comm.together("data"):
+    with comm.all_or_none("data"):
         loader = build_loader(config, sources, model, image, tokenizer, saved, share)
     stack.callback(loader.close)
     loss.set_num_samples(loader.num_samples, config.num_steps * config.global_batch)
@@ -131,7 +131,7 @@ def choose_loss(config: Config) -> Loss:
 
     Raises: ValueError for one that does not exist, or does not fit the optimizer.
     """
-    with comm.together("loss"):  # a person's own may be missing on one host
+    with comm.all_or_none("loss"):  # a person's own may be missing on one host
         loss = build_loss(config.loss.name, **config.loss.options)
     loss.to(comm.local_device())
     if config.optim.tau_lr is not None and not loss.learns_scale:
@@ -141,13 +141,13 @@ def choose_loss(config: Config) -> Loss:
 
 def open_sources(config: Config) -> tuple[list[Manifest | Table], list[ImageSet]]:
     """What to train on (nothing for synthetic data) and what to evaluate on. Collective."""
-    with comm.together("data"):
+    with comm.all_or_none("data"):
         return load_sources(config.data), load_sets(config.eval, config.data)
 
 
 def build_towers(config: Config, loss: Loss) -> tuple[nn.Module, Any, ImageSpec]:
     """The model, equal on every rank, its tokenizer, and the images it takes. Collective."""
-    with comm.together("model"):
+    with comm.all_or_none("model"):
         seed_generators(config.seed)
         model = build_model(config.model, loss.initial_scale, loss.initial_bias, loss.learns_scale)
         check_compiled(config, model, comm.size())
@@ -218,7 +218,7 @@ def open_folder(config: Config, resume: str | None, stack: ExitStack) -> Path:
     """The run's folder, made or found and locked by rank 0, known to all and shared by all. Collective."""
     opened: RunFolder | None = None
     token: Path | None = None
-    with comm.together("run folder"):
+    with comm.all_or_none("run folder"):
         if comm.rank() == 0:
             runs, name = config.runs, config.name
             opened = find_run_folder(runs, name, resume) if resume else make_run_folder(runs, name)
@@ -261,7 +261,7 @@ def check_shared(token: Path) -> None:
 def write_settings(config: Config, folder: Path) -> dict[str, Any]:
     """config.yaml and ds_config.json: what this run really uses. Returns: the ds_config. Collective."""
     ds_config = render_ds_config(config, comm.size(), folder)
-    with comm.together(f"writing the settings into {folder}"):
+    with comm.all_or_none(f"writing the settings into {folder}"):
         if comm.rank() == 0:
             (folder / CONFIG).write_text(config.to_yaml(), encoding="utf-8")
             (folder / "ds_config.json").write_text(json.dumps(ds_config, indent=2) + "\n", encoding="utf-8")

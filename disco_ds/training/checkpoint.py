@@ -31,6 +31,7 @@ from deepspeed.accelerator import get_accelerator
 
 from disco_ds.config import Config
 from disco_ds.config.ds_config import precision, stage
+from disco_ds.config.renamed import translate_renamed
 from disco_ds.distributed import comm
 from disco_ds.metrics.run_folder import CHECKPOINTS
 from disco_ds.training.disk import write_tensors
@@ -106,24 +107,24 @@ def save(
     """
     final = folder / CHECKPOINTS / f"step-{meta['step']:08d}"
     partial = final.with_name(f".{final.name}.partial")
-    with comm.together(f"preparing {partial}"):
+    with comm.all_or_none(f"preparing {partial}"):
         if comm.rank() == 0:
             if partial.exists():
                 shutil.rmtree(partial)
             partial.mkdir(parents=True)
     engine.save_checkpoint(str(partial), tag=ENGINE, save_latest=False)
-    with comm.together(f"writing {partial}"):
+    with comm.all_or_none(f"writing {partial}"):
         engine.checkpoint_engine.raise_error()
         ours = {"rng": _rng_state(), "data": data_state, "loss": loss_state}
         write_tensors(ours, partial / f"rank_{comm.rank():05d}.pt")
     names = _list_files(partial)
     sums: dict[str, str] = {}
-    with comm.together(f"checking {partial}"):
+    with comm.all_or_none(f"checking {partial}"):
         for name in names[comm.rank() :: comm.size()]:
             _sync(partial / name)
             sums[name] = _checksum(partial / name)
     checked = {name: value for part in comm.gather_objects(sums) for name, value in part.items()}
-    with comm.together(f"completing {final}"):
+    with comm.all_or_none(f"completing {final}"):
         if comm.rank() == 0:
             _complete(partial, final, {"format": FORMAT, **meta}, checked)
     return final
@@ -195,7 +196,7 @@ def open_whole(path: Path, check: Callable[[dict[str, Any]], None]) -> Saved:
         if comm.rank() == 0:
             meta = read_meta(path)
     meta = comm.broadcast(meta)
-    with comm.together(f"checkpoint {path}"):
+    with comm.all_or_none(f"checkpoint {path}"):
         check(meta)
     saved, names = Saved(path, meta), sorted(meta["files"])
     with _damage_agreed(path):
@@ -210,7 +211,7 @@ def open_whole(path: Path, check: Callable[[dict[str, Any]], None]) -> Saved:
 def _damage_agreed(path: Path) -> Iterator[None]:
     """Find damage on some ranks, and raise it on all. Collective; the body must not communicate."""
     found = ""
-    with comm.together(f"checkpoint {path}"):
+    with comm.all_or_none(f"checkpoint {path}"):
         try:
             yield
         except DamagedError as error:
@@ -225,7 +226,7 @@ def restore(saved: Saved, engine: Engine) -> None:
 
     Raises: ValueError on every rank alike, with the engine untouched, if any rank cannot read its files.
     """
-    with comm.together(f"checkpoint {saved.path}"):
+    with comm.all_or_none(f"checkpoint {saved.path}"):
         # Unreadable on one rank only, a file would let the others train on, so each looks at its own first.
         for name in _own_names(engine, saved.path):
             saved.load(name)
@@ -235,6 +236,7 @@ def restore(saved: Saved, engine: Engine) -> None:
 
 def refuse_changes(saved: dict[str, Any], now: dict[str, Any]) -> None:
     """Raises: ValueError naming each setting that differs from the checkpoint's and must not."""
+    saved = translate_renamed(saved)
     changed = [line for key in now for line in _differences(key, saved.get(key), now[key])]
     if changed:
         raise ValueError("the checkpoint was made with other settings:\n  " + "\n  ".join(changed))
@@ -243,7 +245,7 @@ def refuse_changes(saved: dict[str, Any], now: dict[str, Any]) -> None:
 def _list_files(partial: Path) -> list[str]:
     """Relative names, as rank 0 sees them. Collective."""
     names: list[str] = []
-    with comm.together(f"listing {partial}"):
+    with comm.all_or_none(f"listing {partial}"):
         if comm.rank() == 0:
             names = sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file())
     return comm.broadcast(names)

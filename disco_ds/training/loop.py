@@ -207,7 +207,7 @@ def remove_old(run: Run, keep_last: int) -> int:
     Returns: how many. Collective.
     """
     removed = 0
-    with comm.together("removing old checkpoints"):
+    with comm.all_or_none("removing old checkpoints"):
         if comm.rank() == 0:
             busy = run.copies.busy if run.copies else ()
             removed = retention.remove_old(run.folder, keep_last, run.config.checkpoint.keep_every_steps, busy)

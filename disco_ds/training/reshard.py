@@ -60,7 +60,7 @@ def restore(saved: checkpoint.Saved, engine: Engine, order: list[str]) -> None:
     Args:   saved: verified; order: see optimizer_order; the model went through load_untrained.
     Raises: ValueError on every rank alike, for files that do not hold this model's parameters.
     """
-    with comm.together(f"checkpoint {saved.path}"):
+    with comm.all_or_none(f"checkpoint {saved.path}"):
         parts = _find_parts(saved, order)
         missing = set(order) - parts.keys()
         if missing:

@@ -27,7 +27,7 @@ def choose(folder: Path, resume: str, config: Config, identity: dict[str, Any], 
     Raises: ValueError on every rank alike, for other settings or for damage; it names the older checkpoint.
     """
     path = folder
-    with comm.together("run folder"):
+    with comm.all_or_none("run folder"):
         if comm.rank() == 0:
             path = split_resume(resume)[1] or retention.find_latest(folder)
     path, damaged = comm.broadcast(path), []
@@ -42,7 +42,7 @@ def choose(folder: Path, resume: str, config: Config, identity: dict[str, Any], 
         except DamagedError as error:
             damaged.append(str(error))
         older: Path | None = None
-        with comm.together("run folder"):
+        with comm.all_or_none("run folder"):
             if comm.rank() == 0:
                 older = retention.find_older(path)
         older = comm.broadcast(older)
@@ -61,7 +61,7 @@ def set_newer_aside(saved: Saved) -> None:
 
     Raises: ValueError on every rank alike if one cannot be renamed: the next --resume latest would take it.
     """
-    with comm.together(f"setting aside what is newer than {saved.path}"):
+    with comm.all_or_none(f"setting aside what is newer than {saved.path}"):
         if comm.rank() == 0:
             retention.set_newer_aside(saved.path)
 
@@ -91,7 +91,7 @@ def restore(saved: Saved, config: Config, model: nn.Module, ds_config: dict[str,
         before = "{ranks} ranks at ZeRO {stage}, {precision}".format_map(saved.meta["shape"])
         logger.warning("%s was written by %s: random draws, as of dropout, will be others", saved.path, before)
     order = reshard.optimizer_order(model, config.optim)
-    with comm.together(f"checkpoint {saved.path}"):
+    with comm.all_or_none(f"checkpoint {saved.path}"):
         reshard.load_untrained(saved, model, set(order))
     engine = build_engine(model, config.optim, ds_config)
     reshard.restore(saved, engine, order)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from disco_ds.losses.kernels.similarity import Block
-from disco_ds.losses.kernels.tiles import pairs_offset
 
 
 @dataclass
@@ -46,14 +45,14 @@ def sigmoid_block(
     loss, weight = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
     largest = [torch.full((k,), -math.inf, dtype=torch.float64, device=device) for k in (n, m) if maxima]
     for i, j in tiling.cut(n, m, device):
-        r, c, pairs = tiling.factor(block.rows[i]), tiling.factor(block.columns[j]), pairs_offset(i, j, block.first)
-        losses, weights, W, *tops = tiles.sigmoid_weights(r, c, scale, bias, pairs, tiling, scratch.tile(i, j), maxima)
+        tile = block.tile(i, j, scratch)
+        losses, weights, W, *tops = tiles.sigmoid_weights(tile, scale, bias, maxima)
         loss += losses
         weight += weights
         for total, part, new in zip(largest, (i, j), tops, strict=False):
             torch.maximum(total[part], new.double(), out=total[part])
         if into_rows is not None:
-            tiling.add_product(into_rows[i], W, c)
+            tiling.add_product(into_rows[i], W, tile.c)
         if into_columns is not None:
-            tiling.add_product(into_columns[j], W.T, r)
+            tiling.add_product(into_columns[j], W.T, tile.r)
     return SigmoidSums(loss, weight, *(largest or (None, None)))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from disco_ds.losses.kernels import torch_tiles
 from disco_ds.losses.kernels.availability import uses_triton
-from disco_ds.losses.kernels.tiles import Scratch, Tiling, full_dtype, pairs_offset
+from disco_ds.losses.kernels.tiles import Scratch, Tile, Tiling, full_dtype, pairs_offset
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,12 @@ class Block:
         dtype = self.dtype if tiles is torch_tiles else self.tiling.factor_dtype(self.rows)
         return Scratch(self.tiling, len(self.rows), len(self.columns), dtype, self.rows.device)
 
+    def tile(self, i: slice, j: slice, scratch: Scratch | None) -> Tile:
+        """The tile of rows i and columns j, with memory for it in `scratch`."""
+        r, c = self.tiling.factor(self.rows[i]), self.tiling.factor(self.columns[j])
+        out = None if scratch is None else scratch.tile(i, j)
+        return Tile(r, c, pairs_offset(i, j, self.first), self.tiling, out)
+
 
 @dataclass
 class Sums:
@@ -89,15 +95,14 @@ def softmax_sums(block: Block, maxima: bool = True, kept: Tensor | None = None) 
     # Triton needs memory for a tile only to keep it.
     scratch = block.scratch(tiles) if tiles is torch_tiles else None
     for i, j in tiling.cut(n, m, device, written=scratch is not None):
-        r, c, pairs = tiling.factor(block.rows[i]), tiling.factor(block.columns[j]), pairs_offset(i, j, block.first)
-        out = None if scratch is None else scratch.tile(i, j)
+        tile = block.tile(i, j, scratch)
         if shift is None:
-            of_rows, of_columns, *tops = tiles.log_sums(r, c, row_scale[i], column_scale[j], pairs, tiling, out, maxima)
+            of_rows, of_columns, *tops = tiles.log_sums(tile, row_scale[i], column_scale[j], maxima)
             torch.logaddexp(row_sum[i], of_rows.double(), out=row_sum[i])
             torch.logaddexp(column_sum[j], of_columns.double(), out=column_sum[j])
         else:
             keep = None if kept is None else kept[i, j]
-            of_rows, of_columns, *tops = tiles.exp_sums(r, c, row_scale[:1], shift, pairs, tiling, out, keep, maxima)
+            of_rows, of_columns, *tops = tiles.exp_sums(tile, row_scale[:1], shift, keep, maxima)
             row_sum[i] += of_rows
             column_sum[j] += of_columns
         for total, part, new in zip(largest, (i, j), tops, strict=False):
@@ -131,16 +136,15 @@ def softmax_gradient(
     lifted = [x - math.log(tiling.gain()) for x in (row_shift, column_shift)]
     a, beta = (x.to(dtype) if shift is None else (shift - x).exp_().to(dtype) for x in lifted)
     for i, j in tiling.cut(len(block.rows), len(block.columns), block.rows.device):
-        r, c, pairs = tiling.factor(block.rows[i]), tiling.factor(block.columns[j]), pairs_offset(i, j, block.first)
-        out = scratch.tile(i, j)
+        tile = block.tile(i, j, scratch)
         if shift is None:
             parts = None if moments is None else (moments[0][i], moments[1][j])
-            W = tiles.log_weights(r, c, row_scale[i], column_scale[j], a[i], beta[j], pairs, tiling, out, parts)
+            W = tiles.log_weights(tile, row_scale[i], column_scale[j], a[i], beta[j], parts)
         elif kept is not None:
-            W = tiles.kept_weights(kept[i, j], a[i], beta[j], tiling, out)
+            W = tiles.kept_weights(kept[i, j], a[i], beta[j], tiling, tile.out)
         else:
-            W = tiles.exp_weights(r, c, row_scale[:1], shift, a[i], beta[j], pairs, tiling, out)
+            W = tiles.exp_weights(tile, row_scale[:1], shift, a[i], beta[j])
         if into_rows is not None:
-            tiling.add_product(into_rows[i], W, c)
+            tiling.add_product(into_rows[i], W, tile.c)
         if into_columns is not None:
-            tiling.add_product(into_columns[j], W.T, r)
+            tiling.add_product(into_columns[j], W.T, tile.r)

@@ -130,8 +130,23 @@ class Tiling:
             matmul.fp32_precision = before
 
 
+@dataclass(frozen=True)
+class Tile:
+    """One tile of a block, as the functions of torch_tiles.py and triton_tiles.py take it."""
+
+    r: Tensor
+    """[n, D], a factor (Tiling.factor)."""
+    c: Tensor
+    """[m, D], a factor."""
+    pairs: int | None
+    """The diagonal of pairs, which is left out; None where the tile has none."""
+    tiling: Tiling
+    out: Tensor | None
+    """[n, m], memory for the tile: in full precision for torch, of factors for Triton, which needs none for sums."""
+
+
 class Scratch:
-    """One tile's worth of memory, used again for every tile of a block."""
+    """Memory for one tile, used again for every tile of a block."""
 
     def __init__(self, tiling: Tiling, n: int, m: int, dtype: torch.dtype, device: torch.device):
         rows, columns = tiling.size(device)
