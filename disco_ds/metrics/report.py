@@ -23,6 +23,7 @@ import numpy
 from numpy.typing import NDArray
 from PIL import Image
 
+from disco_ds.metrics.figures import FIGURES
 from disco_ds.metrics.records import METRICS_FILE
 from disco_ds.metrics.run_folder import FINISHED
 
@@ -45,7 +46,6 @@ STYLE: dict[str, Any] = {
     **{"legend.edgecolor": "none", "axes.formatter.limits": (-3, 5), "figure.constrained_layout.w_pad": 0.1},
     "text.parse_math": False,  # a label may hold dollar signs
 }
-PACE = {"scale": "logit scale", "lr": "learning rate", "grad_norm": "gradient norm", "samples_per_s": "samples / s"}
 
 logger = logging.getLogger(__name__)
 
@@ -185,9 +185,10 @@ def draw_curves(figure: Figure, history: History, title: str) -> None:
     finish_axes(loss, "loss", "Loss")
     draw_accuracy(accuracy, history)
     accuracy.yaxis.set_major_formatter(PercentFormatter(1))
-    for axes, (name, label) in zip(lower.subplots(1, len(PACE)), PACE.items(), strict=True):
-        draw_curve(axes, history, name, BLUE)
-        finish_axes(axes, label)
+    panels = [figure for figure in FIGURES if figure.curve]
+    for axes, each in zip(lower.subplots(1, len(panels)), panels, strict=True):
+        draw_curve(axes, history, each.name, BLUE)
+        finish_axes(axes, each.curve)
     if history.remarks:
         lower.supxlabel(history.remarks, x=0.01, ha="left", color=ORANGE, fontsize=9)
 

@@ -26,6 +26,7 @@ from disco_ds.distributed import comm
 from disco_ds.distributed.interrupt import Interrupts
 from disco_ds.eval import Accuracy, describe, evaluate_sets, record
 from disco_ds.losses import Embeddings
+from disco_ds.metrics.figures import LogPoint
 from disco_ds.metrics.report import REPORT, save_examples, told_only, write_report
 from disco_ds.metrics.run_folder import mark_finished
 from disco_ds.metrics.timers import Timer
@@ -145,12 +146,19 @@ def pass_over(error: FloatingPointError, in_a_row: int, at_most: int) -> None:
 
 
 def log(run: Run, done: int, lr: float, out: StepOutput, data: StepData) -> None:
-    """One record of what the step has given. Collective."""
-    norm = None if out.grad_norm is None else out.grad_norm.item()
-    values = {name: value.item() for name, value in out.metrics.items()}
-    values |= {"scale": out.scale.item(), "lr": lr, "grad_norm": norm}
-    skipped = run.loader.state_dict()["steps"] - done
-    run.metrics.log(done, values, torch.cat(data.index), run.loader.broken, skipped)
+    """Write the record of a step. Collective. What is in it is chosen in metrics/figures.py."""
+    now = LogPoint(
+        step=done,
+        metrics=out.metrics,
+        scale=out.scale,
+        lr=lr,
+        grad_norm=out.grad_norm,
+        index=torch.cat(data.index),
+        broken=run.loader.broken,
+        skipped=run.loader.state_dict()["steps"] - done,
+        model=run.engine.module,
+    )
+    run.metrics.log(now)
 
 
 def prepare(config: Config) -> Callable[[MicroBatch], tuple[Tensor, Tensor, Tensor]]:
