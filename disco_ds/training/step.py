@@ -1,8 +1,8 @@
-"""One optimizer step: features of every micro-batch, one loss on all of them, gradients back through the towers.
+"""One optimizer step: the features of every micro-batch, one loss on all of them, gradients back through the towers.
 
-Always cut at the embeddings, as DisCo-CLIP's Algorithm 1 does. With several micro-batches this is BASIC's GradAccum:
-forwards without graph first, one loss, then each micro-batch forward again under its own RNG state. The last forward
-keeps its graph, so one micro-batch costs one forward, by the same path.
+The graph is always cut at the embeddings, as in DisCo-CLIP's Algorithm 1. With several micro-batches this is BASIC's
+GradAccum: forwards without graphs, one loss, then each micro-batch's forward again under its own RNG state. The last
+micro-batch keeps the graph of its first forward, so that a single micro-batch costs one forward, on the same path.
 """
 
 # b samples of this rank = K micro-batches x m, D width
@@ -30,15 +30,15 @@ Prepare = Callable[[Any], tuple[Tensor, Tensor, Tensor]]
 @dataclass(frozen=True)
 class StepOutput:
     metrics: dict[str, Tensor]
-    """The loss's own, 0-d, the same on every rank."""
+    """LossOutput.metrics: 0-d each, the same on every rank."""
     scale: Tensor
     """[1], the scale the loss was computed with."""
     grad_norm: Tensor | None
-    """Of the whole gradient before clipping; None if a loss scaler skipped the step."""
+    """Norm of the whole gradient before clipping; None if a loss scaler skipped the step."""
 
 
 class Rng:
-    """State of the CPU's and the device's generator: what dropout, patch dropout and drop path draw from."""
+    """The states of the CPU's and the device's generators, from which dropout, patch dropout and drop path draw."""
 
     def __init__(self) -> None:
         self.cpu = torch.get_rng_state()
@@ -63,20 +63,21 @@ def train_step(
     """Apply the full-batch gradient of these micro-batches (of all ranks) once. Collective: every rank must call.
 
     Args:   micro_batches: K of equal size, the same K and size on every rank, K = gradient_accumulation_steps;
-            agree: called with this rank's embeddings and loss before anything is changed; raises on all ranks together
-            or on none; set_rates: called then with the scale [1] of this step, to set the update's learning rates, of
-            which the temperature's depends on it; timer: opened with its name around each phase.
-    Raises: what `agree` raises, or FloatingPointError (see backward_and_step), with model and optimizer untouched.
+            agree: called with this rank's embeddings and loss before anything is changed; raises on all ranks or on
+            none; set_rates: called with the scale [1] before the update, to set its learning rates, because that of
+            the temperature may depend on the scale; timer: a context manager that is opened around each phase.
+    Raises: what `agree` raises, or FloatingPointError (see backward_and_step), with model and optimizer unchanged.
     """
     forward = Forward(engine, prepare)
     last = len(micro_batches) - 1
     with timer("step/forward"):
         parts = [forward(batch, keep_graph=k == last) for k, batch in enumerate(micro_batches)]
+    # Repeating a forward rewinds the generators. The next step has to draw on from here, whatever K is.
     after = Rng()
     leaves = _cut(parts, trains=forward.trains)
     with timer("step/loss"):
         out = loss(leaves)
-        out.loss.backward()
+        out.loss.backward()  # ends at the leaves, with the full-batch gradient there
     agree(leaves, out.loss)
     set_rates(leaves.scale)
     with timer("step/backward and update"):
@@ -88,7 +89,7 @@ def train_step(
 
 @dataclass(frozen=True)
 class MicroFeatures:
-    """What one micro-batch's forward gave, and what it takes to repeat it."""
+    """The features of one micro-batch, and the RNG state that repeats its forward."""
 
     features: Features
     index: Tensor
@@ -96,7 +97,7 @@ class MicroFeatures:
 
 
 class Forward:
-    """The towers on one micro-batch, first and again."""
+    """Runs the towers on a micro-batch, and again for its gradient. Towers that are not trained run only once."""
 
     def __init__(self, engine: Engine, prepare: Prepare):
         self.engine, self.prepare = engine, prepare
@@ -106,13 +107,13 @@ class Forward:
         image, text, index = self.prepare(batch)
         with torch.no_grad():
             locked = self._towers(image, text, trained=False)
-        rng = Rng()  # after the locked tower, which draws once and is not run again
+        rng = Rng()  # after the locked tower, because `again` does not repeat its draws
         with torch.set_grad_enabled(keep_graph):
             features = self._towers(image, text, trained=True)
         return MicroFeatures(_merge(features, locked), index, rng)
 
     def again(self, batch: Any, first: MicroFeatures) -> MicroFeatures:
-        """The trained towers' features once more, equal to the first, with graph."""
+        """Compute the trained towers' features once more, with a graph; they equal the first ones."""
         image, text, index = self.prepare(batch)
         first.rng.restore()
         return MicroFeatures(self._towers(image, text, trained=True), index, first.rng)
@@ -130,6 +131,7 @@ def _merge(trained: Features, locked: Features) -> Features:
 
 def _cut(parts: Sequence[MicroFeatures], trains: dict[str, bool]) -> Embeddings:
     """All micro-batches' features as leaves: the loss's backward stops here and never sees loss scaling."""
+    # Scale and bias are the same in every micro-batch. Those of the last one have the graph that is kept.
     images, texts, scales, biases = zip(*(part.features for part in parts), strict=True)
     return Embeddings(
         torch.cat(images).detach().requires_grad_(trains["image"]),
@@ -143,12 +145,14 @@ def _cut(parts: Sequence[MicroFeatures], trains: dict[str, bool]) -> Embeddings:
 def _surrogates(
     forward: Forward, batches: Sequence[Any], parts: list[MicroFeatures], leaves: Embeddings
 ) -> Iterator[Tensor]:
-    """For each micro-batch the scalar whose gradient at the parameters is that micro-batch's part of the loss's.
+    """For each micro-batch, a scalar whose gradient at the parameters is this micro-batch's part of the loss gradient.
 
-    The last micro-batch goes first: its graph is the one still held. It alone carries the gradients of scale and bias;
-    the others have them times 0, because ZeRO 3 would take a stale gradient for a parameter outside the graph.
+    The scalar is the inner product of the features and the gradient that the loss has left at them. Scale and bias are
+    counted once, in the last micro-batch. The others have their terms times 0: ZeRO 3 would apply a stale gradient to
+    a parameter that is not in the graph.
     """
     m = len(parts[-1].index)
+    # The last micro-batch goes first, so that its backward frees its graph before the others make theirs.
     held = parts.pop()
     last = len(parts)
     for k in (last, *range(last)):
@@ -164,7 +168,7 @@ def _surrogates(
 
 
 def _inner(value: Tensor | None, leaf: Tensor | None, rows: slice, weight: float = 1.0) -> Tensor | None:
-    """weight x <value, gradient the loss left at leaf[rows]>; None for what is not trained."""
+    """weight x <value, leaf.grad[rows]>; None for what is not trained."""
     if value is None or leaf is None or not leaf.requires_grad:
         return None
     grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
