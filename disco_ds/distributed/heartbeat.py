@@ -110,7 +110,7 @@ class Heartbeat:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Stop; after a communication error only when there was time to name the rank that caused it, which ends this one."""
+        """Stop; after a communication error give time to name the rank that caused it, which ends this process."""
         if not self._watches:
             return
         if error is not None and comm.is_communication_error(error):

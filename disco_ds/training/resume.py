@@ -1,4 +1,4 @@
-"""Going on in a run folder: which checkpoint to take, which others stand back, and the engine as it was left."""
+"""Resuming in a run folder: which checkpoint is taken, which are set aside, and the engine restored from it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 
 
 def choose(folder: Path, resume: str, config: Config, identity: dict[str, Any], unattended: bool) -> Saved:
-    """The checkpoint to go on from, every file of it verified. Collective.
+    """The checkpoint to resume from, with every file of it verified. Collective.
 
-    Args:   folder: of the run; resume: what --resume says, the last complete checkpoint or one by its path; identity:
-            of this run; unattended: whether an older checkpoint is taken where one is damaged.
-    Raises: ValueError on every rank alike, for other settings or for damage; it names the older checkpoint.
+    Args:   folder: of the run; resume: the value of --resume, which means the last complete checkpoint or names one;
+            identity: of this run; unattended: take an older checkpoint where one is damaged.
+    Raises: ValueError on every rank alike, for changed settings, or for damage, naming the older checkpoint.
     """
     path = folder
     with comm.all_or_none("run folder"):
@@ -57,7 +57,7 @@ def choose(folder: Path, resume: str, config: Config, identity: dict[str, Any], 
 
 
 def set_newer_aside(saved: Saved) -> None:
-    """Make the checkpoint that a run goes on from its last one. Collective.
+    """Make the checkpoint that a run resumes from the last one of its folder. Collective.
 
     Raises: ValueError on every rank alike if one cannot be renamed: the next --resume latest would take it.
     """
@@ -67,7 +67,7 @@ def set_newer_aside(saved: Saved) -> None:
 
 
 def check_length(path: Path, meta: dict[str, Any], config: Config) -> None:
-    """Raises: ValueError for a run that ends before its checkpoint."""
+    """Refuse a run that ends before its checkpoint; warn where its length has changed. Raises: ValueError."""
     if meta["step"] > config.num_steps:
         raise ValueError(f"{path} is at step {meta['step']}, the run would end at {config.num_steps}")
     if meta["num_steps"] != config.num_steps and comm.rank() == 0:
@@ -79,7 +79,7 @@ def check_length(path: Path, meta: dict[str, Any], config: Config) -> None:
 
 
 def restore(saved: Saved, config: Config, model: nn.Module, ds_config: dict[str, Any]) -> Engine:
-    """The engine as the checkpoint left it, whatever shape has written that. Collective.
+    """The engine as the checkpoint left it, resharded if another shape has written it. Collective.
 
     Raises: ValueError on every rank alike for files that do not fit.
     """
