@@ -14,11 +14,11 @@ from disco_ds.losses.infonce import infonce
 class DisCoFusedLoss(TiledLoss):
     """InfoNCE over the global batch, equal to `clip` and `disco`.
 
-    Texts are gathered once; a rank computes the block of its images against them tile by tile, which gives both
-    directions: sums over its own rows, and sums over columns that one all_reduce of B numbers completes. The texts'
-    gradient goes home by reduce_scatter. Memory: 2 B D + a tile. Source: docs/losses.md section 1.
+    Texts are gathered once. The block of this rank's images against them, computed tile by tile, gives both directions:
+    sums over its rows, and sums over its columns, which one all_reduce of B numbers completes. A reduce_scatter returns
+    the texts' gradient. Memory: 2 B D + a tile. Source: docs/losses.md section 1.
 
-    Args: store: keep the block's exponentials (b x B in bf16) instead of computing them again in backward; others: see
+    Args: store: keep the block's exponentials (b x B in bf16) instead of computing them again in backward; options: see
           TiledLoss.
     """
 

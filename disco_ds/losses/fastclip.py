@@ -1,7 +1,7 @@
 """FastCLIP and the methods it compares with: each sample's denominator is an estimate that is kept between batches.
 
-Six presets of one loss: which objective, and which temperature. The similarities are those of `disco_fused`, with other
-vectors beside them. Source: FastCLIP (arXiv 2407.01445), docs/losses.md section 6.
+They are six presets of one loss, which differ in the objective and the temperature. The tiles are those of
+`disco_fused`, with other vectors of sums and weights. Source: FastCLIP (arXiv 2407.01445), docs/losses.md section 6.
 """
 
 # b local batch, B global = N b, D width, N ranks; h_ij = <I_i, T_j> - <I_i, T_i>; tau = 1 / scale
@@ -93,7 +93,7 @@ class FastCLIPLoss(TiledLoss):
         self.state = SampleState(num_samples, self.memory, self.tau_step, self.group)
 
     def current_gamma(self) -> float:
-        """Of the next batch; a function of the samples committed so far."""
+        """gamma of the next batch, from the number of samples committed so far."""
         state = self._state()
         epoch = state.samples / state.num_samples
         if self.gamma_schedule != "fractional":
@@ -112,12 +112,12 @@ class FastCLIPLoss(TiledLoss):
         if b * comm.size(self.group) < 2:
             raise ValueError("FastCLIP needs a global batch of at least 2, got 1: there are no other samples")
         held = state.fetch(embeddings.index)
-        # As in infonce: the side that is sent is the one without a gradient, if there is one.
+        # As in infonce: the columns are sent, so the side without a gradient takes their place.
         swap = embeddings.text.requires_grad and not embeddings.image.requires_grad
         rows, columns = (embeddings.text, embeddings.image) if swap else (embeddings.image, embeddings.text)
         if self.tau_step is not None:
             leaf = held["tau"].detach().requires_grad_()
-            # The state's own step wants neither the mean over samples nor that over sides.
+            # The step of the temperatures takes the gradient of the sample's own term: undo the mean over 2b terms.
             leaf.register_hook(lambda gradient: state.stage("tau_gradient", 2 * b * gradient))
             tau = (leaf.flip(1) if swap else leaf).T
         else:
@@ -137,7 +137,7 @@ class FastCLIPLoss(TiledLoss):
         self._state().commit()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """This rank's part."""
+        """The state of the samples that this rank owns."""
         return self._state().state_dict()
 
     def load_state_parts(self, parts: list[dict[str, Any]]) -> None:
@@ -172,7 +172,8 @@ class _FastCLIP(torch.autograd.Function):
         kept = math.log1p(-gamma) if gamma < 1 else -math.inf
         log_u = torch.where(log_u == -math.inf, log_g, torch.logaddexp(log_u + kept, log_g + math.log(gamma)))
         log_sum = torch.logaddexp(log_u, torch.full_like(log_u, math.log(loss.eps) if loss.eps else -math.inf))
-        # gamma x the weights are at most 1, as the tiles want it: u is at least gamma g.
+        # The weight of entry j, exp(logit_ij - shift_i), is its part of gamma g_i / (eps + u_i). That is at most 1, as
+        # the tiles need it, because u >= gamma g.
         shifts = x + count + log_sum - math.log(gamma)
         ctx.cross, ctx.shift, ctx.gamma, ctx.loss, ctx.tiling, ctx.dtypes = cross, shift, gamma, loss, tiling, dtypes
         ctx.save_for_backward(rows, cross.own, tau, cosines, others, shifts, log_sum)
@@ -190,7 +191,7 @@ class _FastCLIP(torch.autograd.Function):
         moments = torch.zeros_like(shifts) if needs_tau and len(tau) == 2 else None
         wanted = needs_rows or (needs_tau and moments is None), needs_columns
         d_rows, d_columns = ctx.cross.gradient(rows, scales, shifts, ctx.shift, *wanted, moments)
-        # Minus what the others weigh: the pair is in each of its h.
+        # The pair is part of every h_ij of its row, so it gets minus the weight of all others.
         weights = (others - shifts).exp()
         share = upstream.double() / (2 * b)
         factor = share / gamma if loss.weighs_by_tau else share / gamma / tau

@@ -1,4 +1,4 @@
-"""NT-Xent: two views of one image, told apart from both views of all others. Self-supervised training (SimCLR)."""
+"""NT-Xent: two views of an image against both views of all other images. Self-supervised training (SimCLR)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class NTXentLoss(TiledLoss):
     views, and either kind against itself. Source: SimCLR (arXiv 2002.05709) equation 1; DisCo-CLIP section 4.1;
     docs/losses.md section 7.
 
-    Args: ring: views travel a ring (as in `inf_cl`) instead of being gathered (as in `disco_fused`); others: see
-          TiledLoss.
+    Args: ring: views travel a ring (as in `inf_cl`) instead of being gathered (as in `disco_fused`); options:
+          see TiledLoss.
     """
 
     initial_scale = 10.0

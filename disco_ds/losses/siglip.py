@@ -1,4 +1,4 @@
-"""The sigmoid loss of SigLIP on the ring: every pair is judged alone, so no sums over rows or columns are needed."""
+"""The sigmoid loss of SigLIP on the ring: each entry of the matrix has its own term, so no row or column sums occur."""
 
 # b local batch, B global = N b, D width, N ranks; z_ij = s I_i.T_j + bias, y = +1 for pairs, else -1
 
@@ -20,8 +20,8 @@ from disco_ds.losses.kernels import Block, sigmoid_block
 class SigLIPLoss(TiledLoss):
     """-1/B sum_ij log sigmoid(y_ij z_ij) over the global batch; scale and bias are learned.
 
-    Texts go round once; value and gradient come from the same tile, so nothing is multiplied twice. Memory: four blocks
-    b x D + a tile. Source: docs/losses.md section 5; SigLIP (arXiv 2303.15343).
+    Texts travel the ring once: a tile gives value and gradient at the same time, so no product is computed twice.
+    Memory: four blocks b x D + a tile. Source: docs/losses.md section 5; SigLIP (arXiv 2303.15343).
 
     Options: see TiledLoss. Raises: ValueError for embeddings without a bias.
     """
@@ -33,7 +33,7 @@ class SigLIPLoss(TiledLoss):
         if embeddings.bias is None:
             raise ValueError("siglip needs a bias: Embeddings(..., bias=[1])")
         image, text = embeddings.image, embeddings.text
-        # The side that has no gradient travels, if there is one.
+        # The columns travel. With one tower locked they are its features, whose gradient nobody needs.
         swap = text.requires_grad and not image.requires_grad
         rows, columns = (text, image) if swap else (image, text)
         value, *hits = _SigLIP.apply(rows, columns, embeddings.scale, embeddings.bias, self, torch.is_grad_enabled())
@@ -51,7 +51,7 @@ class _SigLIP(torch.autograd.Function):
         z = scale.double() * positives(rows, sent, tiling) + bias.double()
         scales = scale.detach().expand(b)
         d_rows = zeros(rows) if needs_rows or needs_scale else None
-        # Pairs here, the others from the tiles.
+        # The pairs' terms are computed here, those of all other entries in the tiles.
         total, weight = F.softplus(-z, threshold=1e9).sum(), -(-z).sigmoid().sum()
         largest = torch.full_like(z, -torch.inf)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import random
 import shutil
 import socket
 from contextlib import ExitStack, suppress
@@ -16,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy
-import torch
+from deepspeed.runtime.utils import set_random_seed
 from torch import nn
 
 from disco_ds.config import Config, render_ds_config
@@ -149,7 +147,7 @@ def open_sources(config: Config) -> tuple[list[Manifest | Table], list[ImageSet]
 def build_towers(config: Config, loss: Loss) -> tuple[nn.Module, Any, ImageSpec]:
     """Build the model, equal on every rank, its tokenizer, and the description of its images. Collective."""
     with comm.all_or_none("model"):
-        seed_generators(config.seed)
+        set_random_seed(config.seed)
         model = build_model(config.model, loss.initial_scale, loss.initial_bias, loss.learns_scale)
         check_compiled(config, model, comm.size())
         tokenizer = build_tokenizer(config.model, model)
@@ -168,7 +166,7 @@ def start_engine(
 ) -> Engine:
     """Build the engine, new or restored with the loss from a checkpoint; newer ones are set aside. Collective."""
     # The weights, drawn before, must be equal on all ranks; dropout, drawn from here on, must differ.
-    seed_generators(config.seed + 1 + comm.rank())
+    set_random_seed(config.seed + 1 + comm.rank())
     if saved is None:
         return build_engine(model, config.optim, ds_config)
     engine = restore(saved, config, model, ds_config)
@@ -185,13 +183,6 @@ def start_copies(config: Config, folder: Path, stack: ExitStack) -> Copies | Non
     copies = Copies(config.checkpoint.copy_command, folder / "copies.log")
     stack.callback(copies.close)
     return copies
-
-
-def seed_generators(seed: int) -> None:
-    """Seed every generator that a model may draw from."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    numpy.random.seed(seed)
 
 
 def build_loader(

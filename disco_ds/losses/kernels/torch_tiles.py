@@ -16,11 +16,11 @@ from torch.nn import functional as F
 from disco_ds.losses.kernels.tiles import Tile, Tiling
 
 STRIP = 2**17
-"""Elements of a tile that all passes but the product see one after the other, on a CPU: they stay in its cache."""
+"""Elements of a tile that go through all elementwise passes at a time, so that they stay in a CPU's cache."""
 
 
 def strips(x: Tensor, multiple: int = 1) -> Iterator[slice]:
-    """Rows of a tile that are worked on at a time."""
+    """Cut the rows of a tile into strips of STRIP elements; on a GPU there is one strip."""
     height = len(x) if x.is_cuda else max(1, STRIP // x.shape[1] // multiple) * multiple
     return (slice(i, min(i + height, len(x))) for i in range(0, len(x), height))
 
@@ -59,7 +59,7 @@ def exp_sums(
 
 
 def _shift(shift: Tensor, x: Tensor) -> Callable[[Tensor], Tensor]:
-    """Subtraction in place, left out where it would subtract 0 and looking costs nothing."""
+    """A function that subtracts the shift in place. On a CPU, where reading it is free, a shift of 0 is left out."""
     if not x.is_cuda and not shift.item():
         return lambda e: e
     amount = shift.to(x.dtype)
@@ -95,7 +95,8 @@ def log_sums(
         row_sum[part] = x.logsumexp(1)
         if maxima:
             row_max[part] = x.amax(1)
-    for part in strips(cosine.T, multiple=64):  # else vector instructions would group the sums in another way
+    # Strips of 64 columns or a multiple: others would change how vector instructions group the sums, and so the bits.
+    for part in strips(cosine.T, multiple=64):
         y = cosine[:, part] * column_scale[part]
         column_sum[part] = y.logsumexp(0)
         if maxima:
@@ -122,7 +123,7 @@ def log_weights(
         x = (cosine * row_scale[part, None]).sub_(row_shift[part, None]).exp_()
         y = (cosine * column_scale).sub_(column_shift).exp_()
         if moments is not None:
-            cosine.clamp_(min=-1e30)  # of the pairs, whose weight is 0
+            cosine.clamp_(min=-1e30)  # the pairs' -inf, times their weight of 0, would not be a number
             moments[0][part].add_((x * cosine).sum(1))
             moments[1].add_((y * cosine).sum(0))
         torch.add(x, y, out=cosine)
@@ -136,7 +137,7 @@ def sigmoid_weights(
     and the largest z of each row and column."""
     z = cosines(tile).mul_(scale).add_(bias)
     largest = (z.amax(1), z.amax(0)) if maxima else (None, None)
-    # From 40 on it is z even in float64; exp(z) overflows fp32 at 89.
+    # From 40 on softplus(z) is z even in float64; exp(z) would overflow fp32 at 89.
     loss = F.softplus(z, threshold=40).sum(dtype=torch.float64)
     weight = z.sigmoid_().sum(dtype=torch.float64)
     return loss, weight, tile.tiling.round(z.mul_(tile.tiling.gain())), *largest
