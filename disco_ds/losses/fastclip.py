@@ -10,11 +10,10 @@ They are six presets of one loss, which differ in the objective and the temperat
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from disco_ds.distributed import comm
 from disco_ds.losses.base import Embeddings, LossOutput, count_hits, global_metrics, register_loss
@@ -30,6 +29,9 @@ from disco_ds.losses.blocks import (
     positives,
 )
 from disco_ds.losses.sample_state import Memory, SampleState, TauStep
+
+if TYPE_CHECKING:
+    from typing import Unpack
 
 GammaSchedule = Literal["constant", "cosine", "fractional"]
 

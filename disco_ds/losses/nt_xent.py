@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
-from typing_extensions import Unpack
 
 from disco_ds.losses.base import Embeddings, LossOutput, register_loss
 from disco_ds.losses.blocks import Blocks, Gathered, Ring, TiledLoss, TiledOptions
 from disco_ds.losses.infonce import infonce
+
+if TYPE_CHECKING:
+    from typing import Unpack
 
 
 @register_loss("nt_xent")
