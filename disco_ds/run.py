@@ -221,9 +221,9 @@ def evaluate_session(
         share_host()  # or each rank would start as many threads as the host has cores
         try:
             check_agreement({**config.model_dump(mode="json"), "MODEL": str(model), "--weights": str(weights)})
-            with comm.together("data"):
+            with comm.all_or_none("data"):
                 sets = load_sets(config.eval, config.data)
-            with comm.together("model"):
+            with comm.all_or_none("model"):
                 module, tokenizer = load_model(model, weights)
         except ValueError as error:
             return RefusedError(str(error)).with_traceback(error.__traceback__)
@@ -231,7 +231,7 @@ def evaluate_session(
         spec = ImageSpec(look.size, look.interpolation, look.resize_mode)
         try:
             results = evaluate_sets(module, sets, spec, tokenizer, config.micro_batch)
-            with comm.together("results"):
+            with comm.all_or_none("results"):
                 publish(results)
         except comm.AgreedError as error:
             return error

@@ -35,7 +35,12 @@ ONLY_IMPORTS = {
 }
 """Rooms that may import less than their layer allows."""
 
-MAX_LINES = 400
+MAX_LINES = 350
+MAX_FUNCTION_LINES = 60
+MAX_ARGUMENTS = 8
+"""Without self or cls; Triton's kernels are apart."""
+LONGER: set[str] = {"data.loader.Loader.__init__"}
+"""Functions that are longer than MAX_FUNCTION_LINES all the same."""
 
 
 def modules() -> dict[str, str]:
@@ -195,9 +200,41 @@ def test_no_module_is_called_utils() -> None:
     assert not [name for name in modules() if words & set(name.split("."))]
 
 
+def functions(name: str, source: str) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Dotted name and syntax of every function of a module."""
+    for node in ast.iter_child_nodes(ast.parse(source)):
+        yield from _functions(name, node)
+
+
+def _functions(prefix: str, node: ast.AST) -> Iterator[tuple[str, ast.FunctionDef]]:
+    name = f"{prefix}.{node.name}" if isinstance(node, ast.FunctionDef | ast.ClassDef) else prefix
+    if isinstance(node, ast.FunctionDef):
+        yield name, node
+    for child in ast.iter_child_nodes(node):
+        yield from _functions(name, child)
+
+
+def too_long(name: str, source: str) -> dict[str, int]:
+    """Lines of the functions that have more than they may."""
+    lengths = {found: node.end_lineno - node.lineno + 1 for found, node in functions(name, source) if node.end_lineno}
+    return {found: length for found, length in lengths.items() if length >= MAX_FUNCTION_LINES}
+
+
+def too_many_arguments(name: str, source: str) -> dict[str, int]:
+    """Arguments of the functions that take more than they may."""
+    counts = {}
+    for found, node in functions(name, source):
+        own = node.args
+        taken = [*own.posonlyargs, *own.args, *own.kwonlyargs, *filter(None, (own.vararg, own.kwarg))]
+        kernel = {"triton.jit", "_jit"} & {ast.unparse(decorator) for decorator in node.decorator_list}
+        if not kernel:
+            counts[found] = len(taken) - (taken[:1] != [] and taken[0].arg in ("self", "cls"))
+    return {found: count for found, count in counts.items() if count > MAX_ARGUMENTS}
+
+
 def test_no_file_is_too_long() -> None:
     lengths = {name: source.count("\n") for name, source in modules().items()}
-    assert not {name: length for name, length in lengths.items() if length > MAX_LINES}
+    assert not {name: length for name, length in lengths.items() if length >= MAX_LINES}
     assert len(lengths) > 20, "the walk must find the package"
 
 
@@ -212,3 +249,26 @@ def test_architecture_has_the_layers_of_the_code() -> None:
             below = int(layer) - 1
             expected = {-1: "nothing", 0: "layer 0"}.get(below, f"layers 0 to {below}")
         assert may == expected, room
+
+
+def test_no_function_is_too_long() -> None:
+    found = {key: length for name, source in modules().items() for key, length in too_long(name, source).items()}
+    assert found.keys() == LONGER, found
+
+
+def test_no_function_takes_too_many_arguments() -> None:
+    found: dict[str, int] = {}
+    for name, source in modules().items():
+        found |= too_many_arguments(name, source)
+    assert not found
+
+
+def test_function_beyond_a_limit_is_found() -> None:
+    body = "\n".join(["class A:", "    def f(self, a, b, c, *d, e, f, g, h):"] + ["        pass"] * 58)
+    assert not too_long("m", body)
+    assert not too_many_arguments("m", body)
+    assert too_long("m", body + "\n        pass") == {"m.A.f": 60}
+    assert too_many_arguments("m", body.replace("self", "self, z")) == {"m.A.f": 9}
+    kernel = "@triton.jit\ndef f(a, b, c, d, e, f, g, h, i): pass"
+    assert not too_many_arguments("m", kernel)
+    assert too_many_arguments("m", kernel.replace("@triton.jit", "@cache")) == {"m.f": 9}

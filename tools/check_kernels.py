@@ -116,15 +116,15 @@ def check_far(beyond: int, record: Record) -> None:
     with slices.case(record, case="far rows and columns"):
         far = torch.zeros(beyond // D + n, D, dtype=near.dtype, device=device())
         far[-n:] = last
-        sums = partial(tiles.exp_sums, scale=scale.float(), shift=shift, pairs=None, tiling=tiling, out=None)
-        note("rows", sums(far, near, keep=None, maxima=False)[0][-n:], true.sum(0))
-        note("columns", sums(near, far, keep=None, maxima=False)[1][-n:], true.sum(0))
+        sums = partial(tiles.exp_sums, scale=scale.float(), shift=shift, maxima=False)
+        note("rows", sums(tiles.Tile(far, near, None, tiling, None), keep=None)[0][-n:], true.sum(0))
+        note("columns", sums(tiles.Tile(near, far, None, tiling, None), keep=None)[1][-n:], true.sum(0))
         del far
     a, beta = (torch.rand(n, device=device()) for _ in "ab")
     weights = true * (a[:, None] + beta).double()
     with slices.case(record, case="far kept exponentials"):
         kept = torch.empty(n, 2 * beyond // n, dtype=torch.bfloat16, device=device())[:, :n]
-        sums(near, last, keep=kept, maxima=False)
+        sums(tiles.Tile(near, last, None, tiling, None), keep=kept)
         note("kept", kept, true, torch.bfloat16)
         out = poisoned(n, n, near.dtype, kept.device)
         note("kept weights", tiles.kept_weights(kept, a, beta, tiling, out), weights, torch.bfloat16)
@@ -133,8 +133,8 @@ def check_far(beyond: int, record: Record) -> None:
         across = 1 + (beyond >> 25)
         down = beyond // (across * n) // n + 2
         out = torch.empty(down * n, across * n, dtype=near.dtype, device=device())
-        sides = near.repeat(down, 1), last.repeat(across, 1)
-        W = tiles.exp_weights(*sides, scale.float(), shift, a.repeat(down), beta.repeat(across), None, tiling, out)
+        whole = tiles.Tile(near.repeat(down, 1), last.repeat(across, 1), None, tiling, out)
+        W = tiles.exp_weights(whole, scale.float(), shift, a.repeat(down), beta.repeat(across))
         note("weights", W[-n:, -n:], weights, near.dtype)
 
 

@@ -44,26 +44,21 @@ def calls(precision: str, n: int, wide: int, D: int) -> Iterator[Call]:
     r, c = (tiling.round(features(wide, D, d, seed, "contiguous")) for seed in (1, 2))
     R, C, many = r[:n], c[:n], torch.full((wide,), 14.3, device=d)
     scale, bias, shift = many[:1], torch.tensor([-10.0], device=d), torch.tensor([SHIFT], dtype=torch.float64, device=d)
-    yield Call("sums", "exp_sums", wide, lambda: tiles.exp_sums(r, c, scale, shift, 0, tiling, None, None, False))
-    yield Call(
-        "sums, maxima", "exp_sums", wide, lambda: tiles.exp_sums(r, c, scale, shift, 0, tiling, None, None, True)
-    )
+    whole = tiles.Tile(r, c, 0, tiling, None)
+    yield Call("sums", "exp_sums", wide, lambda: tiles.exp_sums(whole, scale, shift, None, False))
+    yield Call("sums, maxima", "exp_sums", wide, lambda: tiles.exp_sums(whole, scale, shift, None, True))
     kept = torch.empty(wide, wide, dtype=torch.bfloat16, device=d)
-    yield Call("sums, kept", "exp_sums", wide, lambda: tiles.exp_sums(r, c, scale, shift, 0, tiling, None, kept, False))
+    yield Call("sums, kept", "exp_sums", wide, lambda: tiles.exp_sums(whole, scale, shift, kept, False))
     a, out, total = torch.rand(n, device=d), torch.empty(n, n, dtype=r.dtype, device=d), torch.zeros(n, D, device=d)
-    yield Call("weights", "exp_weights", n, lambda: tiles.exp_weights(R, C, scale, shift, a, a, 0, tiling, out))
+    part = tiles.Tile(R, C, 0, tiling, out)
+    yield Call("weights", "exp_weights", n, lambda: tiles.exp_weights(part, scale, shift, a, a))
     yield Call("kept weights", None, n, lambda: tiles.kept_weights(kept[:n, :n], a, a, tiling, out))
-    yield Call("log sums", "log_sums", wide, lambda: tiles.log_sums(r, c, many, many, 0, tiling, None, False))
+    yield Call("log sums", "log_sums", wide, lambda: tiles.log_sums(whole, many, many, False))
     some, moments = many[:n], tuple(torch.zeros(n, dtype=torch.float64, device=d) for _ in "ab")
-    yield Call("log weights", "log_weights", n, lambda: tiles.log_weights(R, C, some, some, a, a, 0, tiling, out))
-    yield Call(
-        "log weights, moments", "log_weights", n,
-        lambda: tiles.log_weights(R, C, some, some, a, a, 0, tiling, out, moments),
-    )  # fmt: skip
-    yield Call("sigmoid", "sigmoid_weights", n, lambda: tiles.sigmoid_weights(R, C, scale, bias, 0, tiling, out, False))
-    yield Call(
-        "sigmoid, maxima", "sigmoid_weights", n, lambda: tiles.sigmoid_weights(R, C, scale, bias, 0, tiling, out, True)
-    )
+    yield Call("log weights", "log_weights", n, lambda: tiles.log_weights(part, some, some, a, a))
+    yield Call("log weights, moments", "log_weights", n, lambda: tiles.log_weights(part, some, some, a, a, moments))
+    yield Call("sigmoid", "sigmoid_weights", n, lambda: tiles.sigmoid_weights(part, scale, bias, False))
+    yield Call("sigmoid, maxima", "sigmoid_weights", n, lambda: tiles.sigmoid_weights(part, scale, bias, True))
     yield Call("torch: W columns", None, n, lambda: tiling.add_product(total, out, C))
     yield Call("torch: W^T rows", None, n, lambda: tiling.add_product(total, out.T, R))
 

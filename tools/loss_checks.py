@@ -18,7 +18,7 @@ from disco_ds.losses import Embeddings, build_loss
 LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
     "disco_fused": ("disco_fused", {}),
     "disco_fused, store": ("disco_fused", {"store": True}),
-    "disco_fused, wire bf16": ("disco_fused", {"wire": "bf16"}),
+    "disco_fused, comm_dtype bf16": ("disco_fused", {"comm_dtype": "bf16"}),
     "disco_fused, without accuracies": ("disco_fused", {"accuracy": False}),
     "inf_cl": ("inf_cl", {}),
     "siglip": ("siglip", {}),
@@ -61,7 +61,7 @@ def check(precision: str, batch: int, D: int, record: Record) -> None:
                 if "shift" in mine:
                     expected = kind != "outlier" and name not in OWN_TAU
                     record(case=where, what="one shift for all rows, or not", ok=bool(mine["shift"]) == expected)
-                loose = LIMITS["bf16"] if options.keys() & {"store", "wire"} else limit
+                loose = LIMITS["bf16"] if options.keys() & {"store", "comm_dtype"} else limit
                 for key, value in true.items():
                     found = [distance(key, x[key], value, s / batch) for x in (mine, theirs)]
                     # Rounding may cancel in a number of torch's by luck.

@@ -134,15 +134,12 @@ def flatten(prefix: str, tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 def loss_options() -> dict[str, str]:
     """Options with their defaults -> the losses that take them."""
     from disco_ds.losses import build_loss, list_losses
+    from disco_ds.losses.base import list_options
 
     found: dict[str, list[str]] = {}
     for name in list_losses():
-        options = inspect.signature(type(build_loss(name)).__init__).parameters.items()
-        shown = [
-            f"`{key}: {show(option.default)}`"
-            for key, option in options
-            if key not in ("self", "args", "kwargs", "group")
-        ]
+        options, _ = list_options(type(build_loss(name)))
+        shown = [f"`{key}: {show(option.default)}`" for key, option in options.items() if key != "group"]
         found.setdefault(", ".join(shown) or "none", []).append(f"`{name}`")
     return {options: ", ".join(names) for options, names in found.items()}
 

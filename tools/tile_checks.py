@@ -91,19 +91,18 @@ def on_tile(tiles: ModuleType, r: Tensor, c: Tensor, pairs: int | None, tiling: 
     shift = torch.tensor([SHIFT], dtype=torch.float64, device=device)
     a, beta = (torch.linspace(0.1, 1, k, dtype=dtype, device=device).mul_(tiling.gain() * 1e-6) for k in (n, m))
     kept = poisoned(n, m + 8, torch.bfloat16, device)[:, :m]
-    found = dict(zip(SUMS, tiles.exp_sums(r, c, scale, shift, pairs, tiling, out, kept, True), strict=True))
+    tile = torch_tiles.Tile(r, c, pairs, tiling, out)
+    found = dict(zip(SUMS, tiles.exp_sums(tile, scale, shift, kept, True), strict=True))
     found |= {"kept": kept.to(dtype)} | sums_on_tile(tiles, r, c, pairs, tiling)
-    found["weights"] = tiles.exp_weights(r, c, scale, shift, a, beta, pairs, tiling, out).clone()
+    found["weights"] = tiles.exp_weights(tile, scale, shift, a, beta).clone()
     exact = torch.linspace(0.5, 2, n * m, dtype=dtype, device=device).view(n, m).bfloat16()
     found["kept weights"] = tiles.kept_weights(exact, a, beta, tiling, out).clone()
     row_scale, column_scale = many_scales(n, m, dtype, device)
     lifted = [900 - math.log(tiling.gain()) * torch.ones(k, dtype=dtype, device=device) for k in (n, m)]
     moments = tuple(torch.zeros(k, dtype=torch.float64, device=device) for k in (n, m))
-    found["log weights"] = tiles.log_weights(
-        r, c, row_scale, column_scale, *lifted, pairs, tiling, out, moments
-    ).clone()
+    found["log weights"] = tiles.log_weights(tile, row_scale, column_scale, *lifted, moments).clone()
     found |= {"moments of rows": moments[0], "moments of columns": moments[1]}
-    loss, weight, W, row_max, column_max = tiles.sigmoid_weights(r, c, scale, bias, pairs, tiling, out, True)
+    loss, weight, W, row_max, column_max = tiles.sigmoid_weights(tile, scale, bias, True)
     found |= {"sigmoid loss": loss, "sigmoid sum": weight, "sigmoid weights": W}
     return found | {"sigmoid maxima of rows": row_max, "sigmoid maxima of columns": column_max}
 
@@ -113,9 +112,10 @@ def sums_on_tile(tiles: ModuleType, r: Tensor, c: Tensor, pairs: int | None, til
     dtype, (n, m), device = torch.promote_types(r.dtype, torch.float32), (len(r), len(c)), r.device
     out = poisoned(n, m, dtype, device) if tiles is torch_tiles else None
     scale, shift = (torch.tensor([x], dtype=torch.float64, device=device) for x in (14.3, SHIFT))
-    sums = tiles.exp_sums(r, c, scale.to(dtype), shift, pairs, tiling, out, None, False)
+    tile = torch_tiles.Tile(r, c, pairs, tiling, out)
+    sums = tiles.exp_sums(tile, scale.to(dtype), shift, None, False)
     found = {"sums of rows alone": sums[0], "sums of columns alone": sums[1]}
-    logs = tiles.log_sums(r, c, *many_scales(n, m, dtype, device), pairs, tiling, out, True)
+    logs = tiles.log_sums(tile, *many_scales(n, m, dtype, device), True)
     return found | {f"log {name}": value for name, value in zip(SUMS, logs, strict=True)}
 
 

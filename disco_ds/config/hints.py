@@ -11,14 +11,18 @@ MAX_SHOWN = 200
 """Characters of a person's value that a message repeats."""
 
 
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`; did you mean NAME?` for the known name nearest to `name` in any case; empty where none is near."""
+    names = {each.lower(): each for each in sorted(known)}
+    close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
+    return f"; did you mean {names[close[0]]}?" if close else ""
+
+
 def suggest(name: str, known: Iterable[str]) -> str:
-    """How a message on an unknown name ends: with the nearest valid one, else with all if they are few."""
+    """How a message on an unknown name ends: with the nearest valid one, else with all of them if they are few."""
     names = list(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    if close:
-        return f"; did you mean {close[0]}?"
     listed = ", ".join(names)
-    return f"; valid: {listed}" if len(listed) <= MAX_LISTED else ""
+    return did_you_mean(name, names) or (f"; valid: {listed}" if len(listed) <= MAX_LISTED else "")
 
 
 def shorten(value: object) -> str:

@@ -14,6 +14,7 @@ from disco_ds.config.ds_config import read_ds_config
 from disco_ds.config.hints import shorten, suggest
 from disco_ds.config.recipe import PACKAGE, Config
 from disco_ds.config.recipe_yaml import assign, find_line, parse, split_overrides
+from disco_ds.config.renamed import refuse_renamed, translate_renamed
 from disco_ds.config.text_file import read_text
 
 MAX_PROBLEMS = 3
@@ -25,16 +26,21 @@ def load_config(recipe: str | Path, overrides: list[str] | None = None) -> Confi
 
     Args:    recipe: a name in disco_ds/recipes or a path; overrides: dotted keys, values in YAML.
     Raises:  ValueError naming the file, the key, what it got and the nearest valid name.
+
+    The config.yaml of a run that an older version has written may have keys that are called otherwise now.
     """
     path = find_recipe(recipe)
     text = read_text(path, "recipe")
     tree = parse(text, str(path))
     if not isinstance(tree, dict):
         raise ValueError(f"{path}: expected a mapping of settings, got {type(tree).__name__}")
+    if path.name == "config.yaml" and (path.parent / "ds_config.json").is_file():  # a run folder's, not a user's
+        tree = translate_renamed(tree)
     assigned = split_overrides(overrides or [])
     for keys, value in assigned:
         if keys == ["deepspeed"] or keys[0] != "deepspeed":
             assign(tree, keys, value)
+    refuse_renamed(tree, overrides or [], str(path))
     tree["deepspeed"] = read_ds_config(tree.get("deepspeed", "zero1"), folder=path.parent)
     for keys, value in assigned:
         if len(keys) > 1 and keys[0] == "deepspeed":

@@ -144,7 +144,7 @@ class CheckpointSettings(Settings):
     copy_command: str | None = None
     """Run after each save, in the background and without a shell, one at a time, with {path} and {name} of the
     checkpoint: `aws s3 cp --recursive {path} s3://bucket/run/{name}`. While it runs, a newer checkpoint waits for it,
-    and takes the place of one that waits; its failure is told and stops nothing."""
+    and takes the place of one that waits; a failure is logged and does not stop the run."""
     copy_timeout_s: float = Field(600.0, ge=0, le=MAX_SECONDS)
     """How long the end of the run waits for copies."""
 
@@ -212,7 +212,7 @@ class Config(Settings):
     """Name of the run, and of its folder in `runs`: letters, digits and . + = @ - _ or spaces."""
     runs: Path = Path("runs")
     """Folder of all run folders; on several hosts on a file system that all share."""
-    seed: int = Field(0, ge=0, lt=2**32)
+    seed: int = Field(0, ge=0, lt=2**31)
     """Seed of the data order, the weights and all random draws."""
     ranks: int | None = Field(None, gt=0)
     """World size this recipe is for; another one is refused. None: any."""
@@ -231,10 +231,10 @@ class Config(Settings):
     """A collective that waits longer, or a phase of a step that takes longer, ends the run, naming the rank or the GPU
     that has not come as far as the others."""
     lost_after_s: float = Field(120.0, ge=1, le=MAX_SECONDS)
-    """A rank that gives no sign of life for so long (it was killed or stopped, its host is gone) ends the run."""
+    """A rank that sends no heartbeat for so long (it was killed or stopped, or its host is gone) ends the run."""
     skip_nonfinite: int = Field(0, ge=0)
-    """Batches in a row whose loss or gradient is not finite that are passed over, with nothing changed; the next one
-    stops the run. 0: the first does. A step that fp16's loss scaler skips is none of them."""
+    """Batches in a row whose loss or gradient is not finite that are skipped, with nothing changed; the next one stops
+    the run. 0: the first one stops it. A step that fp16's loss scaler skips does not count."""
     model: ModelSettings = ModelSettings()
     loss: LossSettings = LossSettings()
     data: DataSettings

@@ -1,1 +1,1 @@
-"""Ranks together: collectives, agreement, heartbeat, signals. The only user of deepspeed.comm and torch.distributed."""
+"""Ranks working together: collectives, agreement, heartbeat, signals. Only its comm.py uses torch.distributed."""

@@ -1,7 +1,7 @@
-"""Refuses ranks that were given different settings, and names the keys, values, hosts and ranks.
+"""Refuses to run if ranks were given different settings, and names the keys, values, hosts and ranks.
 
-On several hosts a remote shell expands what a launcher hands on, and a recipe may be another file on another host: a
-rank that trains by other settings than the rest makes a wrong model, or hangs all of them.
+On several hosts a remote shell expands the arguments of a launcher, and the recipe may be a different file on each. A
+rank with other settings would train a wrong model or hang all the others.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 from disco_ds.distributed import comm
 
 SHOWN = 5
-"""Settings, and values of one, that a message names."""
+"""Most settings, and most values of one setting, that a message names."""
 Report = tuple[str, dict[str, str]]
-"""A rank's host, and its settings: dotted key -> value in JSON."""
+"""A rank's host, and its settings as dotted key -> value in JSON."""
 
 
 def check_agreement(settings: dict[str, Any]) -> None:
-    """Compare the digest of this rank's settings with that of the others. Collective.
+    """Check that all ranks have the same settings. Collective.
 
     Args:   settings: a tree, as JSON would hold it.
     Raises: ValueError on every rank alike, naming the keys that differ, their values, and the hosts and ranks.
@@ -45,7 +45,7 @@ def _describe(reports: list[Report]) -> str:
     return (
         "the ranks were given different settings:\n  "
         + "\n  ".join(_first(lines, "more settings"))
-        + "\nthe remote shell expands what `deepspeed --hostfile` hands on: start with `disco-ds launch`, or write "
+        + "\nthe remote shell expands the arguments of `deepspeed --hostfile`: start with `disco-ds launch`, or write "
         "them into the recipe, the same file on every host"
     )
 

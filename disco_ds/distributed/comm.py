@@ -1,8 +1,8 @@
-"""Collectives: the only user of deepspeed.comm.
+"""Collectives: the only user of deepspeed.comm and torch.distributed.
 
-The autograd-aware ones (`gather`) sum over ranks in backward, so that a loss whose mean over ranks is the global mean
-returns N times the true feature gradient, which the engine's mean over ranks turns into the true parameter gradient.
-At one rank, or without a process group at all, every function takes the same path and means the same.
+Those with a gradient (`gather`, `reduce_scatter`) sum over ranks in backward, so that a loss whose mean over ranks is
+the global mean gives N times the true gradient at the features, which the engine's mean over ranks turns into the true
+gradient at the parameters. Every function also works on one rank, and without a process group.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from disco_ds.distributed import flight_recorder
+from disco_ds.distributed.device_memory import is_out_of_memory
 
 Group = Any
 """A process group of deepspeed.comm; None is the whole world."""
@@ -33,11 +34,12 @@ _next_port: int | None = None
 
 
 def received_bytes() -> float:
-    """What this rank has received through this file's tensor collectives so far, as a ring does them."""
+    """Bytes that this rank has received so far in this file's tensor collectives, counted as ring algorithms send."""
     return _received
 
 
 def _count(x: Tensor, times: float) -> None:
+    """Add to received_bytes: `times` the size of x."""
     global _received
     _received += times * x.nbytes
 
@@ -78,9 +80,9 @@ def init(timeout_s: float) -> None:
 
 @contextmanager
 def session(timeout_s: float) -> Iterator[None]:
-    """The process group for a `with` block, which all ranks leave together: one that just exits makes others abort.
+    """The process group for a `with` block, which all ranks leave together: a rank that just exits makes others abort.
 
-    A rank that raises leaves at once, so that the launcher sees it end, and ends the others.
+    A rank that raises leaves without waiting, so that the launcher notices its exit and ends the others.
 
     Raises: ValueError where the process has joined a group already.
     """
@@ -154,7 +156,7 @@ def barrier() -> None:
 
 
 def open_store(timeout_s: float) -> Any:
-    """A client of its own to the rendezvous' store (torch's TCPStore), for a thread beside the collectives."""
+    """A new client of the rendezvous store (torch's TCPStore), which a thread can use beside the collectives."""
     from torch.distributed import TCPStore
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -164,16 +166,8 @@ def open_store(timeout_s: float) -> Any:
 # Errors
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the accelerator had no memory left for torch, cuBLAS, cuDNN or NCCL."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    texts = ("cuda out of memory", "cuda error: out of memory", "_status_alloc_failed", "failure 2 'out of memory'")
-    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in texts)
-
-
-def may_be_of_another(error: BaseException) -> bool:
-    """Whether it may be a failed collective's, and its cause another rank; gloo's errors have no type of their own."""
+def is_communication_error(error: BaseException) -> bool:
+    """Return True for the error of a collective, whose cause may be another rank. gloo's errors have no own type."""
     if is_out_of_memory(error):
         return False
     if isinstance(error, torch.distributed.DistError):
@@ -185,18 +179,18 @@ def may_be_of_another(error: BaseException) -> bool:
 
 
 def gather(x: Tensor, reduction: Reduction = "reduce_scatter", group: Group = None) -> Tensor:
-    """Rows of every rank, in rank order; its backward sums what all ranks say of this rank's rows.
+    """Rows of every rank, in rank order; its backward sums the gradients that all ranks have at this rank's rows.
 
     Collective, in forward and in backward: every rank must call.
-    Args:    x [b, ...], the same shape on every rank; reduction: how backward sums: reduce_scatter receives B rows,
-             all_reduce (DisCo-CLIP, Algorithm 1) the gradient of all rows, of which it keeps b.
+    Args:    x [b, ...], the same shape on every rank; reduction: the collective of the backward: reduce_scatter, or as
+             in DisCo-CLIP's Algorithm 1 an all_reduce of all rows' gradients, of which b are kept.
     Returns: [N b, ...].
     """
     return _Gather.apply(x, reduction, group)
 
 
 def reduce_scatter(x: Tensor, group: Group = None) -> Tensor:
-    """Sum over ranks, of which each keeps its part; its backward gathers.
+    """Sum over ranks, of which each rank keeps its own rows; its backward gathers.
 
     Collective, in forward and in backward.
     Args:    x [N b, ...].
@@ -206,10 +200,10 @@ def reduce_scatter(x: Tensor, group: Group = None) -> Tensor:
 
 
 def reduce_scatter_in_place(x: Tensor, group: Group = None) -> Tensor:
-    """reduce_scatter without gradient and without a copy: what x holds afterwards is undefined. Collective.
+    """reduce_scatter without gradient and without a copy: the content of x afterwards is undefined. Collective.
 
     Args:    x [N b, ...], contiguous.
-    Returns: [b, ...]; a part of x itself at one rank.
+    Returns: [b, ...]; x itself at one rank.
     """
     if size(group) == 1:
         return x
@@ -229,54 +223,8 @@ def all_reduce_max(x: Tensor, group: Group = None) -> Tensor:
     return _all_reduce(x.detach(), group, dist.ReduceOp.MAX)
 
 
-# A ring: blocks travel from rank to rank, each to the next
-
-Visit = Callable[[int, list[Tensor], list[Tensor] | None], list[Tensor]]
-
-
-def circulate(block: Sequence[Tensor], visit: Visit, join: Callable[[list[Tensor], list[Tensor]], None],
-              group: Group = None) -> list[Tensor]:  # fmt: skip
-    """Every rank's block passes by, one's own first; what the ranks add to it follows one hop behind and comes home.
-
-    One exchange a hop, which runs while `visit` does. Holds two blocks besides one's own, and three sets of parts.
-    Collective: every rank must call.
-
-    Args:    block: tensors of the same shapes on every rank, which nobody may change meanwhile;
-             visit(owner, block, spare): what this rank adds to that rank's block, tensors of the same shapes each time,
-             or nothing; spare: a set of them that is used up and may be overwritten, if there is one;
-             join(mine, theirs): adds the second set to the first, in place.
-    Returns: what all ranks have added to this rank's own block.
-    """
-    N, n = size(group), rank(group)
-    at_hand = [x.contiguous() for x in block]
-    room = [[torch.empty_like(x) for x in at_hand] for _ in range(min(N - 1, 2))]
-    parts: list[Tensor] = []
-    free: list[list[Tensor]] = []
-    for hop in range(N):
-        following = room[hop % 2] if hop < N - 1 else []
-        arriving = _like(parts, free)
-        requests = _exchange([*(at_hand if following else []), *parts], [*following, *arriving], group)
-        mine = visit((n - hop) % N, at_hand, free.pop() if free else None)
-        for request in requests:
-            request.wait()
-        if arriving:  # what the ranks before this one have added to the block at hand
-            join(mine, arriving)
-            free += [arriving, parts]
-        parts, at_hand = mine, following
-    if N == 1 or not parts:
-        return parts
-    home = _like(parts, free)
-    for request in _exchange(parts, home, group):
-        request.wait()
-    return home
-
-
-def _like(parts: list[Tensor], free: list[list[Tensor]]) -> list[Tensor]:
-    return free.pop() if parts and free else [torch.empty_like(x) for x in parts]
-
-
-def _exchange(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: Group) -> list[Any]:
-    """Start sending to the next rank and receiving from the one before, all at once."""
+def ring_exchange(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: Group) -> list[Any]:
+    """Start sending to the next rank and receiving from the one before, all at once. Returns: requests to wait for."""
     if not outgoing and not incoming:
         return []
     N, n = size(group), rank(group)
@@ -314,7 +262,7 @@ class _ReduceScatter(torch.autograd.Function):
         return _all_gather(grad, ctx.group), None
 
 
-# None of these writes to its input: autograd may hand the same grad_output to somebody else.
+# None of these writes to its input: autograd may pass the same grad_output to another node.
 
 
 def _all_gather(x: Tensor, group: Group) -> Tensor:
@@ -333,7 +281,7 @@ def _reduce_scatter(x: Tensor, group: Group) -> Tensor:
         raise ValueError(f"reduce_scatter of {x.shape[0]} rows over {size(group)} ranks: not a multiple")
     out = x.new_empty(x.shape[0] // size(group), *x.shape[1:])
     _count(x, 1 - 1 / size(group))
-    # A copy: gloo reduces in place.
+    # On a copy, because gloo reduces in place.
     dist.reduce_scatter_tensor(out, x.clone(memory_format=torch.contiguous_format), group=group)
     return out
 
@@ -367,21 +315,23 @@ def broadcast(item: Any) -> Any:
 
 
 class AgreedError(ValueError):
-    """A mistake or a failure that every rank raises alike, so that all can end in order."""
+    """A failure that every rank raises alike, so that all can end in order."""
 
 
 @contextmanager
-def together(what: str) -> Iterator[None]:
-    """Do what may fail on some ranks only, and fail on all of them or none. Collective; the body must not communicate.
+def all_or_none(what: str) -> Iterator[None]:
+    """Run a block that may fail on some ranks so that it fails on all ranks or on none; it must not communicate.
 
+    Collective: every rank must enter.
     Raises: AgreedError on every rank, naming the ranks and hosts that failed and why.
     """
     problem: str | None = None
     try:
         yield
     except Exception as error:
-        told = isinstance(error, ValueError | OSError)
-        problem = str(error) if told else f"{type(error).__name__}: {error}"
+        # A ValueError or OSError is written for the user; any other needs its type to be understood.
+        explains_itself = isinstance(error, ValueError | OSError)
+        problem = str(error) if explains_itself else f"{type(error).__name__}: {error}"
     reports = gather_objects((problem, socket.gethostname()))
     failed = [number for number, (text, _) in enumerate(reports) if text is not None]
     if failed:

@@ -1,7 +1,7 @@
-"""What a rank leaves in the run folder before the heartbeat ends it: where its threads are, and NCCL's flight record.
+"""Diagnostics that a rank writes before the heartbeat ends it: the stacks of its threads, and NCCL's flight record.
 
-Nothing here may keep the process from ending: files are written in a thread that is not waited for longer than
-LIMIT_S, and a timer in C ends the process where a call into CUDA blocks all of Python.
+Nothing here may keep the process from ending: the files are written in a thread that is waited for no longer than
+LIMIT_S, and a timer in C ends the process if a call into CUDA blocks all of Python.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from pathlib import Path
 from disco_ds.distributed import flight_recorder
 
 FOLDER = "diagnostics"
-"""In the run folder."""
+"""Name of the folder in the run folder."""
 STACKS = "stacks_rank_{}.txt"
 TRACE = "nccl_trace_rank_"
-"""Followed by the rank, as torch's own dumps and torchfrtrace have it."""
+"""Prefix of a file name that ends with the rank, as in torch's own dumps, for torchfrtrace."""
 LIMIT_S = 20.0
 STDERR = 2
 
 
 def collect_in(run_folder: Path) -> Path:
-    """Send NCCL's own dumps, which torch writes at a timeout, to the run folder. Returns: the folder for `leave`."""
+    """Make torch write its dumps of NCCL at a timeout into the run folder. Returns: the folder for `leave`."""
     folder = run_folder / FOLDER
     if flight_recorder.is_there():
         with suppress(OSError):
@@ -34,7 +34,7 @@ def collect_in(run_folder: Path) -> Path:
 
 
 def leave(folder: Path | None, rank: int) -> None:
-    """Write them, within LIMIT_S. Without a folder the stacks go to stderr."""
+    """Write the diagnostics within LIMIT_S. Without a folder the stacks go to stderr."""
     end_process_after(LIMIT_S + 5)
     writer = threading.Thread(target=_write, args=(folder, rank), daemon=True)
     writer.start()
@@ -42,10 +42,10 @@ def leave(folder: Path | None, rank: int) -> None:
 
 
 def end_process_after(seconds: float) -> None:
-    """End it with exit code 1, and all stacks on stderr, unless this is called again. Works while Python is blocked.
+    """End this process with exit code 1 and all stacks on stderr, unless called again before. Works in C.
 
-    torch.cuda.Event.query and the dump of NCCL's flight record hold Python's global lock, so that one that blocks in
-    the driver stops every thread.
+    torch.cuda.Event.query and the dump of NCCL's flight record hold Python's global lock, so a call that blocks in the
+    driver stops every Python thread.
     """
     faulthandler.dump_traceback_later(seconds, exit=True, file=STDERR)
 
@@ -60,7 +60,7 @@ def _write(folder: Path | None, rank: int) -> None:
         return
     with suppress(OSError):
         folder.mkdir(exist_ok=True)
-        # By way of a local file: faulthandler holds the global lock while it writes, and the run's disk may hang.
+        # Through a local file: faulthandler holds the global lock while it writes, and the run folder's disk may hang.
         with tempfile.TemporaryFile() as local:
             faulthandler.dump_traceback(file=local)
             local.seek(0)

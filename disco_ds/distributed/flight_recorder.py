@@ -1,7 +1,7 @@
-"""NCCL's flight recorder, which torch keeps: the last collectives of every group, and which of them have ended.
+"""torch's flight recorder of NCCL: the last collectives of every group, and which of them have ended.
 
-`torchfrtrace` reads the records of all ranks and names the collectives in which they differ. Under other backends
-nothing here does anything.
+`torchfrtrace` reads the records of all ranks and names the collectives in which they differ. With other backends the
+functions here do nothing.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pathlib import Path
 from deepspeed.accelerator import get_accelerator
 
 SIZE = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-"""New name and old one, of the number of collectives that are kept."""
+"""New and old variable for the number of collectives that are kept."""
 FILE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-"""Prefix of the file that torch writes; the rank follows."""
+"""New and old variable for the prefix of the file that torch writes; the rank follows."""
 
 
 def is_there() -> bool:
@@ -22,9 +22,9 @@ def is_there() -> bool:
 
 
 def switch_on() -> None:
-    """Record, and write at a timeout, as newer versions of torch do by default; what a user has set stays.
+    """Record, and write at a timeout, as newer versions of torch do by default; a user's own settings stay.
 
-    To be called before there is a process group.
+    Has to be called before there is a process group.
     """
     if is_there():
         _set(SIZE, "2000")
@@ -32,12 +32,12 @@ def switch_on() -> None:
 
 
 def send_to(prefix: Path) -> None:
-    """Name the file that torch writes at a timeout, unless the user has. torch asks for it when it writes the first."""
+    """Name the file that torch writes at a timeout, unless the user has. torch reads the name at its first write."""
     _set(FILE, str(prefix.absolute()))
 
 
 def read() -> bytes | None:
-    """This rank's record, pickled, as torchfrtrace has it. May block, with Python's global lock in hand."""
+    """This rank's record, pickled as torchfrtrace reads it. May block while it holds Python's global lock."""
     if not is_there():
         return None
     from torch._C._distributed_c10d import _dump_nccl_trace

@@ -1,8 +1,8 @@
-"""Which rank is lost: every rank tells a store that it lives and where it stands, and reads what the others tell.
+"""Heartbeats of all ranks through a store, so that a lost or hanging rank is named and the others end.
 
 A collective that waits for a lost rank names nobody. So each rank has two threads beside the training. One writes this
-rank's beat into the launcher's rendezvous store and reads everyone's; the other only looks at the clock and never
-touches the store, which blocks for ever when its host is stopped. How far a rank has come is in marks.py.
+rank's heartbeat, with the place it has reached (marks.py), into the launcher's rendezvous store, and reads those of all
+ranks. The other only watches the clock: the store blocks forever when the host that keeps it is stopped.
 """
 
 from __future__ import annotations
@@ -27,37 +27,38 @@ from disco_ds.distributed import comm, diagnostics
 from disco_ds.distributed.marks import Event, Marks, Place
 
 INTERVAL_S = 2.0
-"""Between two beats; less where a lost rank is to be found sooner."""
+"""Time between two heartbeats; less where lost_after_s is short."""
 HURRY_S = 10.0
-"""A rank silent for so long is lost once a collective has failed or a signal has come: the launcher sends SIGTERM a
-second after it has lost a rank, and kills the others half a minute later."""
+"""After a collective has failed or a signal was received, a rank is lost once it is silent for so long: the launcher
+sends SIGTERM a second after it has lost a rank, and kills the others half a minute later."""
 GONE = ""
-"""The verdict of a rank that has left in order."""
+"""The verdict of a rank that has ended without an error."""
 RUNS = b" null]"
-"""How the beat of a rank without a verdict ends: thousands of them are not parsed every two seconds."""
+"""The end of the heartbeat of a rank that runs, by which it is recognised without parsing thousands of them."""
 
 
 class Heartbeat:
-    """Watches the other ranks while it is entered, and ends this process when one is lost, or when nobody comes on.
+    """Watches the other ranks while it is entered, and ends this process when a rank is lost or none makes progress.
 
-    A rank that fails says so as it leaves, so that the others need not wait for its silence. Three limits hold:
+    A rank that fails writes its error into its last heartbeat, so that the others need not wait for its silence. There
+    are three limits:
 
-    - lost_after_s, always: a rank that gives no sign of life for so long is lost.
-    - 0.9 timeout_s, always: where this rank and its device have passed no mark for so long, the ranks whose host or
-      device has not come as far are named. This rank waits for them in a collective, which would end by the backend's
-      own timeout, timeout_s; that this is a little later lets the heartbeat speak first.
-    - timeout_s, at marks that are `timed`: where nobody is behind, all ends with the place of every rank. Building, the
-      first step (which compiles), evaluation and saving are not timed: in these each rank may have hours of work of
-      its own. Who waits there for another in a collective is still ended by the backend.
+    - lost_after_s, always: a rank whose heartbeat stays the same for so long is lost.
+    - 0.9 timeout_s, always: if neither this rank nor its device has passed a mark for so long, the ranks that are
+      behind, by their host or their device, are named. This rank waits for them in a collective, which the backend
+      would end after timeout_s without a name.
+    - timeout_s, after marks that are `timed`: if no rank is behind, all end and name the place of every rank. Building,
+      the first step (which compiles), evaluation and saving are not timed, because a rank may rightly work for hours
+      there. A collective in which a rank waits meanwhile still ends by the backend's timeout.
 
-    Args: make_event: of the accelerator, see marks.py; None: its own, if there is an accelerator.
+    Args: make_event: makes an event of the accelerator, see marks.py; None: the accelerator's own, if there is one.
     """
 
     def __init__(self, lost_after_s: float, timeout_s: float, make_event: Callable[[], Event] | None = None):
         self.lost_after_s, self.timeout_s = lost_after_s, timeout_s
         self.interval_s = min(INTERVAL_S, lost_after_s / 10)
         self.folder: Path | None = None
-        """For what a rank leaves before it is ended, see diagnostics.py."""
+        """Folder of the diagnostics that a rank writes before it is ended."""
         if make_event is None and comm.local_device().type != "cpu":
             make_event = get_accelerator().Event
         self._make_event = make_event
@@ -65,17 +66,17 @@ class Heartbeat:
         self._answered = time.monotonic()
         self._count = 0
         self._verdict: str | None = None
-        """Why this rank leaves, for the others to read; None while it goes on."""
+        """Why this rank ends, for the others to read; None while it runs."""
         self._error: BaseException | None = None
         self._hurry = self._stop = False
         self._wake, self._written = threading.Event(), threading.Event()
 
     def mark(self, step: int, doing: str, timed: bool = False) -> None:
-        """Where the training is: steps done, and what comes. All ranks pass the same marks.
+        """Mark the place that the training has reached: steps done, and what comes next. All ranks pass the same marks.
 
-        Args: timed: no rank takes timeout_s from here to the next mark.
+        Args: timed: timeout_s is a limit from here to the next mark.
         """
-        self._timed = False  # while the clock is still the last mark's
+        self._timed = False  # first, because the clock still counts from the mark before
         self._marks.set(step, doing)
         self._timed = timed
 
@@ -85,7 +86,7 @@ class Heartbeat:
         return self._marks.host
 
     def __enter__(self) -> Heartbeat:
-        """Start. Collective."""
+        """Start both threads. Collective."""
         self._watches = comm.size() > 1
         if not self._watches:
             return self
@@ -98,7 +99,8 @@ class Heartbeat:
         comm.barrier()  # reading a beat that was never written would block
         self._beats: list[bytes] = self._store.multi_get(self._keys)
         self._fresh_window()
-        # A signal's own handler waits for the main thread, which may wait for a lost rank.
+        # A Python signal handler runs in the main thread, which may be blocked in a collective. The wakeup descriptor
+        # is written at once, and the clock's thread reads it.
         self._signals, self._signalled = socket.socketpair()
         self._signalled.setblocking(False)
         self._wakeup_before = signal.set_wakeup_fd(self._signalled.fileno(), warn_on_full_buffer=False)
@@ -108,12 +110,12 @@ class Heartbeat:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Leave; after an error of communication first let the rank that caused it be named, which ends the process."""
+        """Stop; after a communication error give time to name the rank that caused it, which ends this process."""
         if not self._watches:
             return
-        if error is not None and comm.may_be_of_another(error):
+        if error is not None and comm.is_communication_error(error):
             self._error, self._hurry = error, True
-            time.sleep(self._patience_s + 3 * self.interval_s)  # long enough for _beat to name another and end this
+            time.sleep(self._patience_s + 3 * self.interval_s)  # for _beat to name the rank and end this one
         place = f"rank {self._me} on {socket.gethostname()} (last {self._marks.host})"
         self._verdict = GONE if error is None else f"{place} failed: {type(error).__name__}: {error}"
         self._wake.set()
@@ -133,7 +135,7 @@ class Heartbeat:
 
     @property
     def _patience_s(self) -> float:
-        """How long a beat may stay the same: up to two intervals pass until it is seen, one until it is looked at."""
+        """How long a heartbeat may stay the same. A change is noticed up to three intervals after it was due."""
         usual = self.lost_after_s - 3 * self.interval_s
         return min(usual, HURRY_S) if self._hurry else usual
 
@@ -149,10 +151,10 @@ class Heartbeat:
                 self._write()
                 beats = self._store.multi_get(self._keys)
             except RuntimeError:
-                time.sleep(self.interval_s)  # the clock's thread says when that is final
+                time.sleep(self.interval_s)  # the clock's thread decides when the store is lost
                 continue
             now = time.monotonic()
-            if now - last > 3 * self.interval_s:  # this process was stopped, or the store was: what is old may be ours
+            if now - last > 3 * self.interval_s:  # this process or the store was stopped: all heartbeats look old
                 self._fresh_window()
             last = self._answered = now
             for rank, beat in enumerate(beats):
@@ -160,8 +162,8 @@ class Heartbeat:
                     self._beats[rank], self._since[rank] = beat, now
             if leaves:
                 self._written.set()
-            elif told := self._find_lost(now):
-                self._end(told)
+            elif reason := self._find_lost(now):
+                self._end(reason)
 
     def _look_at_clock(self) -> None:
         """The thread that never waits for the store."""
@@ -173,7 +175,7 @@ class Heartbeat:
                 self._signals.recv(64)
                 self._hurry = True
             now = time.monotonic()
-            if now - last > 3 * self.interval_s:  # stopped, and going on
+            if now - last > 3 * self.interval_s:  # this process was stopped for a while
                 self._answered = now
             last = now
             if now - self._answered > self._patience_s:
@@ -182,11 +184,11 @@ class Heartbeat:
                     holder = f"torchrun's agent, {holder}"
                 self._end(
                     f"no answer from the rendezvous store for {now - self._answered:.0f} s; it is held by {holder}",
-                    tell=False,
+                    publish=False,
                 )
 
     def _find_lost(self, now: float) -> str | None:
-        """Who is lost, in words; what another rank has found out comes first."""
+        """Say which rank is lost, if one is. The verdict of another rank comes first."""
         others = []
         for rank, beat in enumerate(self._beats):
             if rank != self._me and beat.endswith(RUNS):
@@ -195,31 +197,32 @@ class Heartbeat:
                 return verdict
         silent = min(others, key=lambda rank: self._since[rank], default=self._me)
         if others and now - self._since[silent] > self._patience_s:
-            return f"{self._name(silent)} has given no sign of life for {now - self._since[silent]:.0f} s"
-        host, device = self._marks.host, self._marks.device  # before the time, which a mark sets first
+            return f"{self._name(silent)} has sent no heartbeat for {now - self._since[silent]:.0f} s"
+        # A mark sets the time before the place, so reading the place first never pairs a new place with an old time.
+        host, device = self._marks.host, self._marks.device
         waited_s = self._marks.still_s(now)
-        if waited_s > 0.9 * self.timeout_s and (told := self._find_behind(host, device, waited_s)):
-            return told
+        if waited_s > 0.9 * self.timeout_s and (reason := self._find_behind(host, device, waited_s)):
+            return reason
         if self._timed and self._marks.still_s(now) > self.timeout_s:
-            return f"nobody has come on for {waited_s:.0f} s: {self._describe_places()}"
+            return f"no rank has made progress for {waited_s:.0f} s: {self._describe_places()}"
         return None
 
     def _find_behind(self, mine: Place, my_device: Place, waited_s: float) -> str | None:
-        """The ranks that have not come as far as this one, in words: by their hosts, else by their devices."""
+        """Say which ranks are behind this one, if any: by their hosts, else by their devices."""
         running = [rank for rank, beat in enumerate(self._beats) if beat.endswith(RUNS)]
         places = {rank: _places(self._beats[rank]) for rank in running if rank != self._me}
         behind = [self._name(rank) for rank, (host, _) in places.items() if host.number < mine.number]
         if behind:
-            return f"all wait for {waited_s:.0f} s, for {'; '.join(behind)}"
+            return f"the others have waited {waited_s:.0f} s for {'; '.join(behind)}"
         behind = [
-            f"the GPU of rank {rank} on {self._hosts[rank]} has not got beyond {device}"
+            f"the GPU of rank {rank} on {self._hosts[rank]} has not passed {device}"
             for rank, (_, device) in places.items()
             if device.number < my_device.number
         ]
         return f"{'; '.join(behind)}, for {waited_s:.0f} s" if behind else None
 
     def _describe_places(self) -> str:
-        """Where every rank is, alike ones together."""
+        """The place of every rank; ranks at the same place are named together."""
         ranks: dict[str, list[int]] = {}
         for rank, beat in enumerate(self._beats):
             host, device = _places(beat)
@@ -227,16 +230,17 @@ class Heartbeat:
             ranks.setdefault(text, []).append(rank)
         return "; ".join(f"{join_ranks(numbers)} {text}" for text, numbers in ranks.items())
 
-    def _end(self, told: str, tell: bool = True) -> None:
-        if tell:
-            self._verdict = told
+    def _end(self, reason: str, publish: bool = True) -> None:
+        """End this process. Args: publish: write the reason into the store, for the other ranks."""
+        if publish:
+            self._verdict = reason
             with suppress(RuntimeError):
                 self._write()
         if self._error is not None:
             traceback.print_exception(self._error)
-        print(f"error on {socket.gethostname()}: rank {self._me} stops: {told}", file=sys.stderr, flush=True)
+        print(f"error on {socket.gethostname()}: rank {self._me} stops: {reason}", file=sys.stderr, flush=True)
         diagnostics.leave(self.folder, self._me)
-        if tell and self._me == 0:
+        if publish and self._me == 0:
             time.sleep(2 * self.interval_s)  # the others read it, in a store that may live in this process
         os._exit(1)
 
@@ -255,18 +259,18 @@ class Heartbeat:
 
 
 def _places(beat: bytes) -> tuple[Place, Place]:
-    """Of host and device."""
+    """The places of host and device that a heartbeat has."""
     _, *places, _ = json.loads(beat)
     return Place(*places[:3]), Place(*places[3:])
 
 
 def join_ranks(ranks: Iterable[int]) -> str:
-    """In words: "ranks 0-6, 9"."""
+    """Name ranks briefly: "rank 3", "ranks 0-6, 9"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    words = ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
-    return f"rank {words}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"ranks {words}"
+    names = ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
+    return f"rank {names}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"ranks {names}"

@@ -1,4 +1,4 @@
-"""What a rank may take of its host, which it shares with other ranks: cores and memory."""
+"""A rank's share of the cores and the memory of its host, which it has in common with other ranks."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ import torch
 from disco_ds.distributed import comm
 
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-"""Where a container's limit of memory stands: cgroups version 2 and 1."""
+"""Files with a container's memory limit, of cgroups version 2 and 1."""
 
 
 @dataclass(frozen=True)
 class HostShare:
     cores: int
     memory_bytes: int
-    """Of what was free when the run began."""
+    """A share of the memory that was free when the run began."""
 
 
 def share_host() -> HostShare:
-    """This rank's share; torch computes with as many threads as it has cores. Collective.
+    """This rank's share of its host. Sets torch's threads to the rank's share of the cores. Collective.
 
-    Torch's default is one thread per core in every rank, and `deepspeed` leaves it there; torchrun sets
-    OMP_NUM_THREADS=1. OMP_NUM_THREADS stays what it is where it is set, and ranks that are bound to cores of their own,
-    as by --bind_cores_to_rank or srun --cpus-per-task, keep all of those.
+    By default torch uses a thread per core in every rank, which `deepspeed` does not change; torchrun sets
+    OMP_NUM_THREADS=1. Where OMP_NUM_THREADS is set, it stays, and ranks that are bound to cores of their own, as by
+    --bind_cores_to_rank or srun --cpus-per-task, keep all of those.
     """
     mine = socket.gethostname(), sorted(os.sched_getaffinity(0))
     ranks = comm.gather_objects(mine)
@@ -41,7 +41,7 @@ def share_host() -> HostShare:
 
 
 def free_memory_bytes() -> int:
-    """Of this host, or of the container if that has less."""
+    """Free memory of this host, or of the container if that has less."""
     limits = [psutil.virtual_memory().available]
     for path in _LIMITS:
         with suppress(OSError, ValueError):  # not there, or "max"

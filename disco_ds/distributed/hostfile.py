@@ -1,4 +1,4 @@
-"""Hostfiles as `deepspeed` reads them, and starts of it that would not reach every host."""
+"""Reads hostfiles as `deepspeed` does, and refuses launches of it that would not reach every host."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ LINE = re.compile(
 
 
 def count_ranks(ranks: int | None, hostfile: Path | None) -> int:
-    """World size a dry run is for. Raises: ValueError for a hostfile that is missing, malformed or of no use here."""
+    """World size of a run that is only planned. Raises: ValueError, see read_hostfile."""
     if hostfile is None:
         return 1 if ranks is None else ranks
     return sum(read_hostfile(hostfile).values())
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """Host -> slots. Raises: ValueError where deepspeed could not launch on them."""
+    """Slots by host. Raises: ValueError for a missing or malformed hostfile, or one that deepspeed cannot use."""
     if not path.is_file():
         raise ValueError(f"no hostfile {path}; deepspeed would run on this host alone")
     try:
@@ -47,15 +47,15 @@ def read_hostfile(path: Path) -> dict[str, int]:
 
 
 def refuse_launch() -> None:
-    """Raises: ValueError where DeepSpeed's launcher has only warned, and started this rank where nobody wanted it."""
+    """Refuse a launch about which DeepSpeed's launcher has only warned. Raises: ValueError."""
     from deepspeed.launcher.runner import DLTS_HOSTFILE
     from deepspeed.launcher.runner import parse_args as parse_front_end
 
     with suppress(psutil.Error):
         for process in psutil.Process().parents():
-            words = process.cmdline()
-            if len(words) > 1 and Path(words[1]).name == "deepspeed":
-                hostfile = parse_front_end(words[2:]).hostfile
+            command = process.cmdline()
+            if len(command) > 1 and Path(command[1]).name == "deepspeed":
+                hostfile = parse_front_end(command[2:]).hostfile
                 if hostfile != DLTS_HOSTFILE and not Path(hostfile).is_file():
                     raise ValueError(f"no hostfile {hostfile}: deepspeed has started this host alone")
     # On several hosts, PYTHONPATH begins with the folder that deepspeed was started in.

@@ -1,7 +1,7 @@
-"""What asks a run to save or to stop between two steps: SIGTERM or SIGUSR1 to any rank, and the clock.
+"""Requests to save or to stop a run between two steps: SIGTERM or SIGUSR1 to any rank, and the clock.
 
-A signal only sets a flag. The flags ride in the all_reduce that every step has (train.py), so that all ranks act after
-the same step.
+A signal only sets a flag. The flags are part of the all_reduce of every step (agree in training/loop.py), so that all
+ranks act after the same step.
 """
 
 from __future__ import annotations
@@ -14,32 +14,33 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Interrupts:
-    """This rank's wishes, and what all ranks have agreed on.
+    """This rank's requests, and those that all ranks have agreed on.
 
-    Args: save_every_s: by this rank's clock; 0: never.
+    Args: save_every_s: time between two requests to save, by this rank's clock; 0: none.
     """
 
     def __init__(self, save_every_s: float = 0.0):
         self.save_every_s = save_every_s
         self.since = time.monotonic()
         self.asked: str | None = None
-        """The signal that has come."""
+        """The signal that was received."""
         self.save = self.stop = False
         """Agreed by all ranks for the step at hand."""
         for number in SIGNALS:
             signal.signal(number, self._ask)
 
     @property
-    def wishes(self) -> tuple[float, float]:
+    def requests(self) -> tuple[float, float]:
         """(save, stop), 0 or 1 each, to take the maximum of over ranks."""
         late = 0 < self.save_every_s <= time.monotonic() - self.since
         return float(late), float(self.asked is not None)
 
     def agree(self, save: bool, stop: bool) -> None:
+        """Take the maximum of all ranks' requests; a run that stops saves first."""
         self.save, self.stop = save or stop, stop
 
     def saved(self) -> None:
-        """A save has begun: the clock's next one is as far away again, whatever comes of this one."""
+        """Start the clock of the next save, as this one begins, whether it succeeds or not."""
         self.since = time.monotonic()
 
     def _ask(self, number: int, frame: Any) -> None:

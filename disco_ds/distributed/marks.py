@@ -1,8 +1,8 @@
-"""How far a rank's training has come: the last mark that its host has passed, and the last that its device has.
+"""The progress of a rank's training: the last mark that its host has passed, and the last that its device has passed.
 
-Collectives of an accelerator are asynchronous. Where the device of one rank hangs, its host goes on to the next read of
-the device, as the hosts of all others do, and only the devices tell the ranks apart: an event on the stream follows
-each mark. A mark costs two assignments and that event.
+Collectives of an accelerator are asynchronous. If the device of one rank hangs, its host continues to the next read of
+the device, as the hosts of all other ranks do, so that only the devices show which rank hangs. Therefore an event on
+the stream follows each mark. A mark costs two assignments and that event.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 NUM_EVENTS = 16
-"""Kept and used in turn. The host reads the device in every step, so that it is never as many marks ahead."""
+"""Events that are used in turn. The host waits for the device in every step, so it is never as many marks ahead."""
 
 
 class Event(Protocol):
-    """As torch.cuda.Event."""
+    """The part of torch.cuda.Event that is used here."""
 
     def record(self) -> None:
-        """Onto the current stream."""
+        """Record the event on the current stream."""
 
     def query(self) -> bool:
-        """Whether the device has come to where it was recorded last; raises RuntimeError where the device is broken."""
+        """Return True if the device has reached the last record; raise RuntimeError if the device is broken."""
 
 
 class Place(NamedTuple):
-    """A mark."""
+    """A place in the training, as a mark names it."""
 
     number: int
-    """Counted from 1, and the same on all ranks; 0: before the first."""
+    """Counts marks from 1, the same on all ranks; 0: before the first mark."""
     step: int
     doing: str
 
@@ -44,9 +44,9 @@ class _Slot:
 
 
 class Marks:
-    """The marks of this rank. One thread sets them, another looks at the device.
+    """The marks of this rank. The training sets them, and the heartbeat's thread looks at the device.
 
-    Args: make_event: of an accelerator; None: there is none, and the host does the work itself.
+    Args: make_event: makes an event of the accelerator; None: there is none, and the host does the work itself.
     """
 
     def __init__(self, make_event: Callable[[], Event] | None = None):
@@ -55,17 +55,17 @@ class Marks:
         self._moved = time.monotonic()
 
     def set(self, step: int, doing: str) -> None:
-        """The host has come here."""
+        """The host has reached this place."""
         place = Place(self.host.number + 1, step, doing)
         if self._slots:
             slot = self._slots[place.number % NUM_EVENTS]
             slot.event.record()
-            slot.place = place  # afterwards: until then the event is of a later mark than it is taken for
+            slot.place = place  # last, because an old place with a new event only understates the progress
         self._moved = time.monotonic()
         self.host = place
 
     def look(self) -> None:
-        """See how far the device has come. Waits for nothing; a device that is broken stays where it was last seen."""
+        """Look how far the device has come, without waiting. A broken device stays where it was last seen."""
         if not self._slots:
             self.device = self.host
             return
@@ -75,16 +75,16 @@ class Marks:
                 continue
             try:
                 passed = slot.event.query()
-            except RuntimeError:  # the training's thread raises it too, at its next use of the device
+            except RuntimeError:  # the training raises it too, at its next use of the device
                 return
             if passed:
                 self.device = place
                 self._moved = time.monotonic()
 
     def forgive(self) -> None:
-        """Count anew: this process was stopped for a while."""
+        """Restart the clock, after this process was stopped for a while."""
         self._moved = time.monotonic()
 
     def still_s(self, now: float) -> float:
-        """Seconds since host or device have passed a mark."""
+        """Seconds since the host or the device has passed a mark."""
         return now - self._moved

@@ -1,4 +1,4 @@
-"""srun as a launcher: its tasks are the ranks."""
+"""srun as a launcher, whose tasks are the ranks."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import re
 
 
 def adopt_slurm() -> None:
-    """Set the variables of a launcher from those of srun, which knows no RANK; what is set already stays.
+    """Set RANK and the other variables of a launcher from those of srun; variables that are set already stay.
 
-    The lead host is the first of the step, where rank 0 is; the port is the job's own, below those that systems lend.
+    The lead host is the first of the job step, where rank 0 is. The port is derived from the job, so that two jobs on a
+    host differ, and is below the ephemeral ports.
     """
     known = os.environ
-    # Slurm sets SLURM_PROCID in a batch script too, which is no task of a step.
+    # Slurm sets SLURM_PROCID in a batch script too, which is not a task of a job step.
     if "RANK" in known or "SLURM_STEP_ID" not in known or "SLURM_PROCID" not in known:
         return
     nodes = known.get("SLURM_STEP_NODELIST") or known.get("SLURM_NODELIST") or ""

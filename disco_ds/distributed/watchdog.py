@@ -1,4 +1,4 @@
-"""Ends this process when the one that started it is gone: no rank trains on as an orphan. Linux only."""
+"""Ends this process when its launcher has ended, so that no rank trains on as an orphan. Linux only."""
 
 from __future__ import annotations
 
@@ -8,26 +8,31 @@ import select
 import signal
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 PR_SET_PDEATHSIG = 1
 FRONT_ENDS = {"deepspeed", "deepspeed.launcher.runner"}
-"""The script, and the module it runs, which tools/demo.py starts."""
+"""Names of DeepSpeed's front end: the script, and the module that it runs."""
 
 
 def die_with_launcher() -> None:
-    """SIGKILL this rank when its launcher dies: the process that started it, and DeepSpeed's front end above that.
+    """SIGKILL this rank when its launcher dies: its parent process, or DeepSpeed's front end above that.
 
-    The kernel sees to the parent; a thread waits for the grandparent, if that is `deepspeed` itself.
+    The kernel watches the parent; a thread waits for the grandparent, if that is `deepspeed` itself.
     """
-    if sys.platform != "linux" or "RANK" not in os.environ:  # the latter: started alone, by a shell that may end
+    if sys.platform != "linux" or "RANK" not in os.environ:  # without RANK a shell started it, which may end
         return
     parent = os.getppid()
     die_with_parent()
-    front_end = _parent_of(parent)
-    starts_ranks = "deepspeed.launcher.launch" in _command_of(parent)
-    if starts_ranks and FRONT_ENDS & {Path(word).name for word in _command_of(front_end)}:
-        threading.Thread(target=_wait_for_end, args=(front_end,), name="launcher-watch", daemon=True).start()
+    with suppress(psutil.Error):
+        launcher = psutil.Process(parent)
+        front_end = launcher.parent()
+        starts_ranks = "deepspeed.launcher.launch" in launcher.cmdline()
+        if starts_ranks and front_end and FRONT_ENDS & {Path(argument).name for argument in front_end.cmdline()}:
+            threading.Thread(target=_wait_for_end, args=(front_end.pid,), name="launcher-watch", daemon=True).start()
 
 
 def die_with_parent() -> None:
@@ -48,17 +53,3 @@ def _wait_for_end(pid: int) -> None:
     else:
         select.select([handle], [], [])
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _parent_of(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, ValueError, IndexError):
-        return 0
-
-
-def _command_of(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return []

@@ -44,7 +44,7 @@ def encode_images(
         pixels = [picture for picture, _, _ in batch] or [torch.zeros(3, *spec.size, dtype=torch.uint8)]
         features = model(image=torch.stack(pixels).to(device))[0]
         yield features[: len(batch)], batch
-    with comm.together(f"evaluation on {images.name}"):
+    with comm.all_or_none(f"evaluation on {images.name}"):
         if problem is not None:
             raise problem
 

@@ -1,15 +1,15 @@
-"""What every loss takes, returns and promises, and how it is found: by a registered name, or `package.module:Class`.
+"""The contract of every loss: what it takes, returns and guarantees, and how a recipe names it.
 
-The contract (a test runs it for every registered loss): `out.loss` is this rank's share, its mean over ranks is the
-global mean loss; after backward the features carry N times the single-process full-batch gradient and the scale a
+The guarantee, which a test checks for every registered loss: `out.loss` is this rank's share, whose mean over ranks is
+the global mean loss. After backward, the features carry N times the single-process full-batch gradient, and the scale a
 gradient whose mean over ranks is the true one. An engine that averages over ranks thus applies the true gradient.
 
 A loss class derives from Loss and
 - has a `forward(embeddings) -> LossOutput` that every rank calls once a step, with `loss` among its metrics. It may
-  communicate (distributed/comm.py: `gather` has the gradient that the contract asks for); its constructor may not;
+  communicate (`gather` in distributed/comm.py has the gradient that the contract needs); its constructor may not;
 - takes its options, `loss.options` of a recipe, as keyword arguments of its constructor;
-- overrides `load_state_parts`, where it has a state_dict that checkpoints have to bring back, and `cost`, where
-  `disco-ds plan` is to know what it takes. Parameters of its own would not be trained.
+- overrides `load_state_parts` if it has state to be restored from checkpoints, and `cost` if `disco-ds plan` is to
+  know its memory and time. Parameters of its own would not be trained.
 docs/own_loss.md has an example.
 """
 
@@ -30,16 +30,16 @@ from disco_ds.distributed import comm
 
 @dataclass(frozen=True)
 class Embeddings:
-    """The features of this rank, all its micro-batches together; b is the same on every rank."""
+    """The features of this rank, of all its micro-batches; b is the same on every rank."""
 
     image: Tensor
     """[b, D], unit rows."""
     text: Tensor
-    """[b, D], unit rows; row i is the pair of image row i."""
+    """[b, D], unit rows; row i belongs to image row i."""
     scale: Tensor
     """[1], exp(logit_scale) = 1 / temperature."""
     bias: Tensor | None = None
-    """[1], of the sigmoid loss."""
+    """[1], the logit bias of the sigmoid loss."""
     index: Tensor | None = None
     """[b] int64 sample ids, for losses that keep state per sample."""
 
@@ -70,50 +70,50 @@ class LossOutput:
 
 @dataclass(frozen=True)
 class LossCost:
-    """What a loss takes on one rank and in one step, for a plan."""
+    """What a loss costs one rank in one step, for `disco-ds plan`."""
 
     peak: int
-    """Bytes while it runs, beside the features; the features' gradients are in it."""
+    """Bytes at its highest, beside the features; the features' gradients are included."""
     state: int
-    """Bytes it keeps between steps, wherever they lie."""
+    """Bytes that it keeps between steps, on the device or the host."""
     state_on_host: bool
     flops: int
     precision: str
-    """Of its products: fp32, tf32, fp16 or bf16."""
-    wire: int
-    """Bytes received."""
+    """Precision of its products: fp32, tf32, fp16 or bf16."""
+    received_bytes: int
+    """Bytes of features and their gradients that one rank receives."""
 
 
 class Loss(nn.Module):
     """A contrastive loss. Subclasses implement forward(embeddings) -> LossOutput; see the top of this file."""
 
     accuracy: bool = True
-    """Whether the next forward finds accuracies too; a trainer switches it off for steps that it does not log."""
+    """Compute accuracies in the next forward; the trainer switches this off for steps that it does not log."""
     learns_scale: ClassVar[bool] = True
     """Whether the model's logit scale is trained by this loss."""
     initial_scale: float = 1 / 0.07
-    """Where the logit scale starts."""
+    """Initial value of the logit scale."""
     initial_bias: ClassVar[float | None] = None
-    """Where the logit bias starts; None: the model gets none."""
+    """Initial value of the logit bias; None: the model gets none."""
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
         raise NotImplementedError
 
     def set_num_samples(self, num_samples: int, run_samples: int) -> None:
-        """Told once, before the first forward: sample ids are below num_samples, and the run sees run_samples."""
+        """Called once before the first forward: ids are below num_samples, and the run sees run_samples in all."""
 
     def commit(self) -> None:
-        """Take over what the last forward and backward have staged, now that their step is done."""
+        """Apply the state that the last forward and backward have staged. Called once their step is done."""
 
     def cost(self, b: int, N: int, D: int, num_samples: int) -> LossCost | None:
-        """What it takes on one of N GPUs, for b rows of width D each, in data of num_samples; None: nobody knows.
+        """The cost on one of N GPUs with b rows of width D each, and num_samples in the data; None: unknown.
 
-        The losses of this package leave it to plan/losses.py, which is measured.
+        The costs of this package's own losses are in plan/losses.py.
         """
         return None
 
     def load_state_parts(self, parts: list[dict[str, Any]]) -> None:
-        """Restore from every rank's state_dict(), at any number of ranks. A loss that keeps state overrides this.
+        """Restore from the state_dict() of every rank, at any number of ranks. A loss that keeps state overrides this.
 
         Raises: ValueError for state that this loss does not keep.
         """
@@ -144,10 +144,10 @@ def list_losses() -> list[str]:
 
 
 def build_loss(name: str, **options: Any) -> Loss:
-    """The loss of this name: a registered one, or `package.module:Class` for a person's own. Not collective.
+    """Build the loss of this name: a registered one, or `package.module:Class` for a user's own. Not collective.
 
-    Raises: ValueError for an unknown name or option, naming the known ones; for a module that cannot be imported, or
-            a class that is not there or not a Loss.
+    Raises: ValueError for an unknown name or option, naming the known ones; for a module that cannot be imported; for a
+            class that does not exist or is not a Loss.
 
     >>> build_loss("disco_fused", tile=[1024, 1024]).initial_scale  # doctest: +ELLIPSIS
     14.28...
@@ -156,22 +156,36 @@ def build_loss(name: str, **options: Any) -> Loss:
     ValueError: unknown loss 'disko'; did you mean disco? known: clip, ...
     """
     cls = _load_class(name) if ":" in name else _registered(name)
-    # A class without a constructor of its own has nn.Module's, which names no option and takes none.
-    own = {} if cls.__init__ is nn.Module.__init__ else dict(inspect.signature(cls.__init__).parameters)
-    own.pop("self", None)
-    known, kinds = list(own), {parameter.kind for parameter in own.values()}
+    known, open_ended = list_options(cls)
     unknown = sorted(set(options) - set(known))
-    if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
+    if unknown and not open_ended:
         raise ValueError(f"loss {name!r} has no option {', '.join(unknown)}; its options: {', '.join(known) or 'none'}")
-    open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = {key for key, p in own.items() if p.default is p.empty and p.kind not in open_ended}
-    if missing := sorted(needed - set(options)):
+    if missing := sorted(key for key, option in known.items() if option.default is option.empty and key not in options):
         raise ValueError(f"loss {name!r} needs the option {', '.join(missing)}: set loss.options.{missing[0]}")
     return cls(**options)
 
 
+def list_options(cls: type[Loss]) -> tuple[dict[str, inspect.Parameter], bool]:
+    """The options of a loss by name, and whether it takes others too.
+
+    They are the parameters of its constructor, and where that ends in `**options`, those of its base's constructor.
+    """
+    found: dict[str, inspect.Parameter] = {}
+    open_ended = False
+    for owner in cls.__mro__[: cls.__mro__.index(Loss)]:
+        if "__init__" in vars(owner):
+            _, *parameters = inspect.signature(vars(owner)["__init__"]).parameters.values()
+            named = (p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+            found |= {p.name: p for p in named if p.name not in found}
+            open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
+            if not open_ended:
+                break
+    return found, open_ended
+
+
 def _registered(name: str) -> type[Loss]:
     if name not in _REGISTRY:
+        # Not config's did_you_mean: losses must work without the settings.
         close = difflib.get_close_matches(name, list_losses(), n=1)
         hint = f"did you mean {close[0]}? " if close else ""
         raise ValueError(f"unknown loss {name!r}; {hint}known: {', '.join(list_losses())}")
@@ -191,7 +205,7 @@ def _load_class(name: str) -> type[Loss]:
         remedy = "install it, or put the folder it is in on PYTHONPATH, on every host"
         raise ValueError(f"loss {name!r}: there is no module {error.name}; {remedy}") from None
     except Exception as error:
-        # Whatever the module does as it is imported.
+        # A user's module may raise anything while it is imported.
         problem = f"{type(error).__name__}: {error}"
         raise ValueError(f"loss {name!r}: module {module_name} cannot be imported: {problem}") from error
     found = getattr(module, class_name, None)
@@ -214,13 +228,15 @@ def _is_loss(value: Any) -> bool:
 
 
 def count_hits(largest: Tensor | None, pairs: Tensor) -> Tensor:
-    """In how many rows the pair is above all others, 0-d; [0] where their maxima were not asked for."""
+    """Number of rows whose pair is above all others, 0-d; an empty tensor where the maxima were not computed."""
     return pairs.new_empty(0, dtype=torch.int64) if largest is None else (largest < pairs).sum()
 
 
 def global_metrics(loss: Tensor, hits: Sequence[Tensor], num_rows: int, group: Any) -> dict[str, Tensor]:
-    """Means over all ranks of the loss and of the hits (i2t, t2i; or of no elements) in `num_rows` rows of each rank.
-    Collective, one all_reduce."""
+    """Means over all ranks of the loss, and of the accuracies where they were computed. Collective, one all_reduce.
+
+    Args: hits: count_hits of i2t and t2i on this rank, in `num_rows` rows each.
+    """
     part = torch.stack([loss.detach().float(), *(x.float() / num_rows for x in hits if x.numel())])
     mean = comm.all_reduce_sum(part, group) / comm.size(group)
     return dict(zip(("loss", "i2t_accuracy", "t2i_accuracy"), mean.unbind(), strict=False))

@@ -1,7 +1,7 @@
-"""Where the columns of the similarity matrix come from: gathered once, or passing by on a ring.
+"""Two ways to compare a rank's rows with the columns of all ranks: columns gathered once, or sent around a ring.
 
-A rank has its own rows against the columns of all ranks. Either way gives the sums over its rows and over its own
-columns, and the gradients of both; the losses differ in what they do with them. Only losses import this file.
+Both give the sums over this rank's rows and over its columns, and the gradients of both sides. The losses differ in
+what they do with these. Only losses, and the plan of their cost, import this file.
 """
 
 # b local batch, B global = N b, D width, N ranks, n this rank; scales, shifts, moments [2, b]: of rows, of columns
@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypedDict
 
 import torch
 from torch import Tensor
 
-from disco_ds.distributed import comm
+from disco_ds.distributed import comm, ring
 from disco_ds.losses.base import Loss
 from disco_ds.losses.kernels import (
     Block,
@@ -28,57 +28,73 @@ from disco_ds.losses.kernels import (
     softmax_sums,
 )
 
-Wire = Literal["fp32", "fp16", "bf16"]
-WIRES: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+CommDtype = Literal["fp32", "fp16", "bf16"]
+COMM_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class TiledOptions(TypedDict, total=False):
+    """The options of every tiled loss, whose constructors pass them on to TiledLoss."""
+
+    comm_dtype: CommDtype | None
+    tile: Sequence[int] | None
+    precision: Precision
+    impl: Impl
+    group: Any
 
 
 class TiledLoss(Loss):
-    """What tiled losses have in common: how to compute, and what to send.
+    """The base of losses that compute similarities in tiles.
 
-    Args:   wire: dtype in which features of one side are sent to other ranks; None: as `precision` rounds them, which
-            loses nothing; tile, precision, impl: see kernels.Tiling.
-    Raises: ValueError for a value that is none of these.
+    Args:   comm_dtype: dtype in which features of one side are sent to other ranks; None: as `precision` rounds them,
+            which loses nothing; tile, precision, impl: see kernels.Tiling; group: of ranks, None for all.
+    Raises: ValueError for an unknown comm_dtype, tile, precision or impl.
     """
 
     def __init__(
         self,
-        wire: Wire | None = None,
+        comm_dtype: CommDtype | None = None,
         tile: Sequence[int] | None = None,
         precision: Precision = "auto",
         impl: Impl = "auto",
         group: Any = None,
     ):
         super().__init__()
-        if wire is not None and wire not in WIRES:
-            raise ValueError(f"wire must be one of {', '.join(WIRES)} or null, got {wire!r}")
+        if comm_dtype is not None and comm_dtype not in COMM_DTYPES:
+            raise ValueError(f"comm_dtype must be one of {', '.join(COMM_DTYPES)} or null, got {comm_dtype!r}")
         self.tiling = Tiling(tile, precision, impl)
-        self.wire, self.group = None if wire is None else WIRES[wire], group
+        self.comm_dtype, self.group = None if comm_dtype is None else COMM_DTYPES[comm_dtype], group
 
 
 class Blocks(Protocol):
-    """Collective: every rank must call, in the same order."""
+    """The columns of all ranks, seen from one rank. Its methods are collective: every rank must call, in one order."""
 
     own: Tensor
-    """This rank's columns as all ranks see them, [b, D]."""
+    """This rank's columns as all ranks see them, rounded to the dtype in which they are sent, [b, D]."""
 
     def sums(self, rows: Tensor, scales: Tensor, shift: Tensor | None, maxima: bool) -> Sums:
-        """Over all columns for own rows, and over all rows for own columns, without pairs. All [b]."""
+        """Sums over all columns for this rank's rows, and over all rows for its columns, without the pairs. All [b].
+
+        Args: scales [2, b]: of rows, of columns; shift, maxima: see kernels.Block and kernels.softmax_sums.
+        """
 
     def gradient(
         self, rows: Tensor, scales: Tensor, shifts: Tensor, shift: Tensor | None, of_rows: bool, of_columns: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """softmax_gradient of own rows over all columns, and of own columns over all ranks' rows. Each [b, D]."""
+        """softmax_gradient of this rank's rows over all columns, and of its columns over all ranks' rows, [b, D] each.
+
+        Args: scales, shifts [2, b]: of rows, of columns; of_rows, of_columns: which of the two to compute.
+        """
 
 
 class Gathered:
-    """Columns of all ranks in one tensor: the fastest where B x D fits, twice if they have a gradient.
+    """Columns of all ranks in one tensor: the fastest way where B x D fits in memory, twice if they have a gradient.
 
-    Args: columns [b, D], held (Tiling.hold); wire: dtype they are gathered in, None for their own; keep: the sums hold
-          on to the exponentials, b x B in bf16, so that the gradient need not compute them again.
+    Args: columns [b, D], held (Tiling.hold); comm_dtype: dtype they are gathered in, None for their own; keep: `sums`
+          keeps the exponentials, b x B in bf16, so that `gradient` need not compute them again.
     """
 
-    def __init__(self, columns: Tensor, tiling: Tiling, wire: torch.dtype | None, group: Any, keep: bool = False):
-        self.tiling, self.group, self.wire, self.keep = tiling, group, wire, keep
+    def __init__(self, columns: Tensor, tiling: Tiling, comm_dtype: torch.dtype | None, group: Any, keep: bool = False):
+        self.tiling, self.group, self.comm_dtype, self.keep = tiling, group, comm_dtype, keep
         self.columns = self._gather(columns)
         self.first = comm.rank(group) * len(columns)
         self.mine = slice(self.first, self.first + len(columns))
@@ -86,11 +102,11 @@ class Gathered:
         self.kept: Tensor | None = None
 
     def _gather(self, side: Tensor) -> Tensor:
-        sent = as_sent(side, self.wire)
+        sent = as_sent(side, self.comm_dtype)
         return comm.gather(sent, group=self.group) if comm.size(self.group) > 1 else sent
 
     def _of_all(self, own: Tensor) -> Tensor:
-        """A number of each column, gathered only where the ranks' differ from each other's."""
+        """One number per column, from all ranks; without communication where it is one number for all."""
         if own.stride(0) == 0:  # one number, expanded
             return own[:1].expand(len(self.columns))
         return comm.gather(own, group=self.group)
@@ -105,9 +121,10 @@ class Gathered:
         part = softmax_sums(self._block(rows, scales, shift), maxima, self.kept)
         if comm.size(self.group) == 1:
             return part
-        # Against one shift the sums add up as they are; without one, against the largest of any rank.
+        # A rank has the columns' sums over its own rows only. They are logarithms: to add them over ranks, take exp
+        # against a base, which is the common shift, or else the largest of any rank.
         base = comm.all_reduce_max(part.columns, self.group) if shift is None else shift.expand_as(part.columns)
-        base = base.clamp(min=-1e300)  # nothing at all, -inf, less itself would not be a number
+        base = base.clamp(min=-1e300)  # a sum of nothing is -inf, and -inf - -inf is not a number
         total = comm.all_reduce_sum((part.columns - base).exp_().to(full_dtype(rows)), self.group)
         columns = total.double().log_().add_(base)[self.mine]
         if part.columns_max is None:
@@ -124,7 +141,7 @@ class Gathered:
         of_columns: bool,
         moments: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """moments, float64: softmax_gradient's, of own rows and of own columns, are written to it."""
+        """As in Blocks. Args: moments [2, b] float64: receives softmax_gradient's, of this rank's rows and columns."""
         d_rows = zeros(rows) if of_rows else None
         d_columns = zeros(self.columns) if of_columns else None
         parts = None if moments is None else (moments[0], moments.new_zeros(len(self.columns)))
@@ -136,8 +153,10 @@ class Gathered:
 
 
 class GatheredBoth(Gathered):
-    """Gathers the rows too, for the gradient, of which each rank then computes all of its own: no sums of features are
-    sent, at the cost of one more product."""
+    """Gathers the rows too, so that each rank computes the whole gradient of its own columns.
+
+    No gradients of features are sent, at the cost of one more product.
+    """
 
     def gradient(
         self,
@@ -150,6 +169,7 @@ class GatheredBoth(Gathered):
         moments: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         found: list[Tensor | None] = []
+        # First this rank's rows against all columns, then its columns against all rows.
         for side, (anchors, wanted) in enumerate(((rows, of_rows), (self.own, of_columns))):
             into = zeros(anchors) if wanted else None
             if wanted or moments is not None:
@@ -163,14 +183,14 @@ class GatheredBoth(Gathered):
 
 
 class Ring:
-    """Columns of one rank at a time: nothing of size B is held, whatever the global batch. All scales are equal.
+    """The columns of one rank at a time: nothing of size B is held, whatever the global batch. All scales are equal.
 
-    Args: columns [b, D], held (Tiling.hold); wire: dtype they travel in, None for their own.
+    Args: columns [b, D], held (Tiling.hold); comm_dtype: dtype they are sent in, None for their own.
     """
 
-    def __init__(self, columns: Tensor, tiling: Tiling, wire: torch.dtype | None, group: Any):
+    def __init__(self, columns: Tensor, tiling: Tiling, comm_dtype: torch.dtype | None, group: Any):
         self.tiling, self.group = tiling, group
-        self.own = as_sent(columns, wire)
+        self.own = as_sent(columns, comm_dtype)
 
     def sums(self, rows: Tensor, scales: Tensor, shift: Tensor | None, maxima: bool) -> Sums:
         nothing = {"size": (len(rows),), "fill_value": -math.inf, "dtype": torch.float64, "device": rows.device}
@@ -178,13 +198,14 @@ class Ring:
 
         def visit(owner: int, block: list[Tensor], spare: list[Tensor] | None) -> list[Tensor]:
             part = softmax_sums(self._block(rows, block[0], scales, owner, shift), maxima)
+            # Sums of this rank's rows stay here; those of the owner's columns travel on with them.
             torch.logaddexp(total, part.rows, out=total)
             if largest is None or part.rows_max is None or part.columns_max is None:
                 return [part.columns]
             torch.maximum(largest, part.rows_max, out=largest)
             return [part.columns, part.columns_max]
 
-        columns = comm.circulate([self.own], visit, _join_sums, self.group)
+        columns = ring.circulate([self.own], visit, _join_sums, self.group)
         return Sums(total, columns[0], largest, columns[1] if maxima else None)
 
     def gradient(
@@ -201,22 +222,25 @@ class Ring:
             softmax_gradient(at_hand, shifts[0], shift_of_columns, d_rows, d_columns)
             return [] if d_columns is None else [d_columns]
 
-        found = comm.circulate([self.own, shifts[1]], visit, add_parts, self.group)
+        found = ring.circulate([self.own, shifts[1]], visit, add_parts, self.group)
         return d_rows, found[0] if found else None
 
     def _block(self, rows: Tensor, columns: Tensor, scales: Tensor, owner: int, shift: Tensor | None) -> Block:
-        """Pairs stand in one's own block only."""
+        """The block of this rank's rows and the columns of rank `owner`. Only this rank's own block has pairs."""
         first = 0 if owner == comm.rank(self.group) else None
         return Block(rows, columns, scales[0], scales[0], first, shift, self.tiling)
 
 
-def as_sent(held: Tensor, wire: torch.dtype | None) -> Tensor:
-    return held if wire is None or held.dtype == torch.float64 else held.to(wire)
+def as_sent(held: Tensor, comm_dtype: torch.dtype | None) -> Tensor:
+    """Features as they are sent; float64 ones, which are for tests of exactness, are never rounded."""
+    return held if comm_dtype is None or held.dtype == torch.float64 else held.to(comm_dtype)
 
 
 def chunks(*sides: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Rows that are worked on at a time where a temporary copy is made of them: 64 MiB in fp32 on a GPU, where each
-    call costs; few enough to stay in its cache on a CPU."""
+    """Cut into the rows that are worked on at a time where a temporary copy of them is made.
+
+    On a GPU, where each call has a cost, that is 64 MiB in fp32; on a CPU it is few enough for the cache.
+    """
     size = chunk_rows(sides[0].shape[-1], sides[0].device)
     return zip(*(side.split(size) for side in sides), strict=True)
 
@@ -226,9 +250,9 @@ def chunk_rows(D: int, device: torch.device) -> int:
 
 
 def positives(rows: Tensor, columns: Tensor, tiling: Tiling) -> Tensor:
-    """Cosine of every pair, [b] float64, a few rows at a time: a copy of the features would not be small.
+    """Cosine of every pair, [b] float64, in chunks, because a float copy of the features would not be small.
 
-    Of the factors that the tiles multiply, so that a pair and a copy of it elsewhere have one similarity.
+    It is computed from the factors that the tiles multiply, so that a duplicate of a sample has the same similarity.
     """
     full = full_dtype(rows)
     pairs = (
@@ -242,11 +266,12 @@ def _join(parts: list[Tensor]) -> Tensor:
 
 
 def largest_shift(rows: Tensor, columns: Tensor, scale: Tensor, group: Any) -> Tensor:
-    """The smallest number c >= 0, the same on every rank, for which no sum of exp(x - c) leaves fp32, [1] float64.
+    """The smallest c >= 0 for which no sum of exp(x - c) overflows fp32, the same on every rank, [1] float64.
 
-    Whether it is too large for some row, whose sums would vanish, is seen from the sums: see `holds`. Collective, one
-    all_reduce; the host does not wait for it.
+    It may be so large that the sums of some row underflow; `holds` finds that from the sums. Collective, one
+    all_reduce, for which the host does not wait.
     """
+    # Cauchy-Schwarz bounds the exponents: x <= |row| |column| s, and a sum has at most B terms; exp(88) is within fp32.
     dtype = full_dtype(rows)
     norms = [
         torch.linalg.vector_norm(x, dim=1, dtype=dtype).amax() for side in (rows, columns) for (x,) in chunks(side)
@@ -257,15 +282,21 @@ def largest_shift(rows: Tensor, columns: Tensor, scale: Tensor, group: Any) -> T
 
 
 def holds(shift: Tensor, *sums: Tensor, group: Any) -> bool:
-    """Whether no log of a sum, of any rank, is so far below the shift that fp32 loses it, or its reciprocal times
-    Tiling.gain: exp(-58). Collective, one all_reduce and a wait for it."""
+    """Return True if the shift suits the sums of every rank: no sum underflows fp32. Collective, one all_reduce.
+
+    The limit is exp(-58) below the shift, where the reciprocal of a sum, times Tiling.gain, is still within fp32. The
+    host waits for the answer.
+    """
     lowest = torch.stack([x.min() for x in sums]).min()
-    # Also False for what is not a number: the comparison says no, and so it does on every rank.
+    # A NaN compares False, on every rank alike.
     return bool(-comm.all_reduce_max(-lowest, group) >= shift[0] - 58)
 
 
 def finish(gradient: Tensor | None, others: Tensor, weight: Tensor, factor: Tensor, tiling: Tiling) -> Tensor | None:
-    """factor x (gradient / Tiling.gain + weight_i others_i), the pairs' part joined, in place. [b, D]"""
+    """Add the pairs' part to the gradient from the tiles, in place: factor x (gradient / gain + weight_i others_i).
+
+    Args: gradient, others [b, D]; weight [b]; factor 0-d or [1]; gain is Tiling.gain.
+    """
     if gradient is None:
         return None
     lifted = (weight * tiling.gain()).to(gradient.dtype)[:, None]

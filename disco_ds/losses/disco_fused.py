@@ -2,45 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from disco_ds.losses.base import Embeddings, LossOutput, register_loss
-from disco_ds.losses.blocks import Gathered, TiledLoss, Wire
+from disco_ds.losses.blocks import Gathered, TiledLoss, TiledOptions
 from disco_ds.losses.infonce import infonce
-from disco_ds.losses.kernels import Impl, Precision
+
+if TYPE_CHECKING:
+    from typing import Unpack
 
 
 @register_loss("disco_fused")
 class DisCoFusedLoss(TiledLoss):
     """InfoNCE over the global batch, equal to `clip` and `disco`.
 
-    Texts are gathered once; a rank computes the block of its images against them tile by tile, which gives both
-    directions: sums over its own rows, and sums over columns that one all_reduce of B numbers completes. The texts'
-    gradient goes home by reduce_scatter. Memory: 2 B D + a tile. Source: docs/losses.md section 1.
+    Texts are gathered once. The block of this rank's images against them, computed tile by tile, gives both directions:
+    sums over its rows, and sums over its columns, which one all_reduce of B numbers completes. A reduce_scatter returns
+    the texts' gradient. Memory: 2 B D + a tile. Source: docs/losses.md section 1.
 
-    Args: store: keep the block's exponentials (b x B in bf16) instead of computing them again in backward; others: see
+    Args: store: keep the block's exponentials (b x B in bf16) instead of computing them again in backward; options: see
           TiledLoss.
     """
 
-    def __init__(
-        self,
-        store: bool = False,
-        wire: Wire | None = None,
-        tile: Sequence[int] | None = None,
-        precision: Precision = "auto",
-        impl: Impl = "auto",
-        group: Any = None,
-    ):
-        super().__init__(wire, tile, precision, impl, group)
+    def __init__(self, store: bool = False, **options: Unpack[TiledOptions]):
+        super().__init__(**options)
         self.store = store
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
         tiling = self.tiling.on(embeddings.image.device)
 
         def gather(columns: Tensor) -> Gathered:
-            return Gathered(columns, tiling, self.wire, self.group, self.store)
+            return Gathered(columns, tiling, self.comm_dtype, self.group, self.store)
 
         return infonce(embeddings, gather, self)

@@ -1,7 +1,7 @@
 """FastCLIP and the methods it compares with: each sample's denominator is an estimate that is kept between batches.
 
-Six presets of one loss: which objective, and which temperature. The similarities are those of `disco_fused`, with other
-vectors beside them. Source: FastCLIP (arXiv 2407.01445), docs/losses.md section 6.
+They are six presets of one loss, which differ in the objective and the temperature. The tiles are those of
+`disco_fused`, with other vectors of sums and weights. Source: FastCLIP (arXiv 2407.01445), docs/losses.md section 6.
 """
 
 # b local batch, B global = N b, D width, N ranks; h_ij = <I_i, T_j> - <I_i, T_i>; tau = 1 / scale
@@ -10,8 +10,7 @@ vectors beside them. Source: FastCLIP (arXiv 2407.01445), docs/losses.md section
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -22,15 +21,17 @@ from disco_ds.losses.blocks import (
     Gathered,
     GatheredBoth,
     TiledLoss,
-    Wire,
+    TiledOptions,
     finish,
     holds,
     inner,
     largest_shift,
     positives,
 )
-from disco_ds.losses.kernels import Impl, Precision
 from disco_ds.losses.sample_state import Memory, SampleState, TauStep
+
+if TYPE_CHECKING:
+    from typing import Unpack
 
 GammaSchedule = Literal["constant", "cosine", "fractional"]
 
@@ -38,24 +39,24 @@ GammaSchedule = Literal["constant", "cosine", "fractional"]
 class FastCLIPLoss(TiledLoss):
     """Half the mean over image anchors of tau_i (log(eps + u_i) + rho), plus the same of text anchors.
 
-    u is that after its update by this batch, and the gradient that of g / (eps + u) with u held. `fastclip_v0` has no
-    factor tau.
+    u is the estimate after its update by this batch, and the gradient is that of g / (eps + u) with u held constant.
+    `fastclip_v0` has no factor tau. rho is 0 but for the presets that have an option of that name.
 
-    Args:   gamma: weight of a batch in u: 1 in the first epoch, then "constant", gamma_min; "cosine", which falls to it
-            in gamma_epochs (None: half of the run's), by whole epochs; "fractional", the same sample by sample;
-            eps: see above; rho: of presets that learn temperatures, but v0; tau: where temperatures begin;
-            tau_lr, tau_min, tau_max: of presets with one per sample; memory: where the state lies, see SampleState;
-            gather_both: the paper's dataflow (its gradient reduction), which sends no sums of features; others: see
-            TiledLoss.
-    Raises: ValueError for values out of their range, and options that the preset has no use for.
+    Args:   gamma: weight of a batch in u, which is 1 in the first epoch: "constant" is gamma_min from then on; "cosine"
+            falls to gamma_min in gamma_epochs (None: half of the run's), by whole epochs; "fractional" is the same
+            sample by sample; eps: see above; tau: initial temperature, None: the preset's; memory: where the state
+            lies, see SampleState; gather_both: the paper's dataflow (its gradient reduction), which sends no sums of
+            features; options: see TiledLoss.
+    Raises: ValueError for values out of their range.
     """
 
     weighs_by_tau: ClassVar[bool] = True
-    tau_per_sample: ClassVar[bool] = False
     default_gamma: ClassVar[GammaSchedule] = "cosine"
-    default_rho: ClassVar[float] = 0.0
     default_tau: ClassVar[float] = 0.07
     learns_scale = False
+    rho: float = 0.0
+    tau_step: TauStep | None = None
+    """How the temperatures of single samples learn; None: there is one temperature for all."""
 
     def __init__(
         self,
@@ -63,24 +64,12 @@ class FastCLIPLoss(TiledLoss):
         gamma_min: float = 0.2,
         gamma_epochs: int | None = None,
         eps: float = 1e-14,
-        rho: float | None = None,
         tau: float | None = None,
-        tau_lr: float | None = None,
-        tau_min: float | None = None,
-        tau_max: float | None = None,
         memory: Memory = "device",
         gather_both: bool = False,
-        wire: Wire | None = None,
-        tile: Sequence[int] | None = None,
-        precision: Precision = "auto",
-        impl: Impl = "auto",
-        group: Any = None,
+        **options: Unpack[TiledOptions],
     ):
-        super().__init__(wire, tile, precision, impl, group)
-        unused = {"rho": rho} if not self.default_rho else {}
-        unused |= {} if self.tau_per_sample else {"tau_lr": tau_lr, "tau_min": tau_min, "tau_max": tau_max}
-        if given := [name for name, value in unused.items() if value is not None]:
-            raise ValueError(f"{type(self).__name__} has no use for {', '.join(given)}; leave it out")
+        super().__init__(**options)
         self.gamma_schedule = gamma or self.default_gamma
         if self.gamma_schedule not in get_args(GammaSchedule):
             raise ValueError(f"gamma must be one of {', '.join(get_args(GammaSchedule))}, got {gamma!r}")
@@ -90,14 +79,10 @@ class FastCLIPLoss(TiledLoss):
                 f"got gamma_min {gamma_min}, gamma_epochs {gamma_epochs}, eps {eps}"
             )
         self.gamma_min, self.gamma_epochs, self.eps = gamma_min, gamma_epochs, eps
-        self.rho = self.default_rho if rho is None else rho
-        start = self.default_tau if tau is None else tau
-        low, high = (default if x is None else x for x, default in ((tau_min, 0.01), (tau_max, 1.0)))
-        if start <= 0 or (self.tau_per_sample and not 0 < low <= start <= high):
-            raise ValueError(f"needed: 0 < tau_min <= tau <= tau_max, got {low}, {start}, {high}")
-        self.initial_scale = 1 / start
-        lr = 0.0133 if tau_lr is None else tau_lr
-        self.tau_step = TauStep(start, lr, low, high) if self.tau_per_sample else None
+        self.tau = self.default_tau if tau is None else tau
+        if self.tau <= 0:
+            raise ValueError(f"tau must be positive, got {self.tau}")
+        self.initial_scale = 1 / self.tau
         if memory not in get_args(Memory):
             raise ValueError(f"memory must be one of {', '.join(get_args(Memory))}, got {memory!r}")
         self.memory: Memory = memory
@@ -110,7 +95,7 @@ class FastCLIPLoss(TiledLoss):
         self.state = SampleState(num_samples, self.memory, self.tau_step, self.group)
 
     def current_gamma(self) -> float:
-        """Of the next batch; a function of the samples committed so far."""
+        """gamma of the next batch, from the number of samples committed so far."""
         state = self._state()
         epoch = state.samples / state.num_samples
         if self.gamma_schedule != "fractional":
@@ -129,12 +114,12 @@ class FastCLIPLoss(TiledLoss):
         if b * comm.size(self.group) < 2:
             raise ValueError("FastCLIP needs a global batch of at least 2, got 1: there are no other samples")
         held = state.fetch(embeddings.index)
-        # As in infonce: the side that is sent is the one without a gradient, if there is one.
+        # As in infonce: the columns are sent, so the side without a gradient takes their place.
         swap = embeddings.text.requires_grad and not embeddings.image.requires_grad
         rows, columns = (embeddings.text, embeddings.image) if swap else (embeddings.image, embeddings.text)
-        if self.tau_per_sample:
+        if self.tau_step is not None:
             leaf = held["tau"].detach().requires_grad_()
-            # The state's own step wants neither the mean over samples nor that over sides.
+            # The step of the temperatures takes the gradient of the sample's own term: undo the mean over 2b terms.
             leaf.register_hook(lambda gradient: state.stage("tau_gradient", 2 * b * gradient))
             tau = (leaf.flip(1) if swap else leaf).T
         else:
@@ -146,7 +131,7 @@ class FastCLIPLoss(TiledLoss):
         if swap:
             hits.reverse()
         metrics = global_metrics(loss, hits, b, self.group) | {"gamma": torch.tensor(gamma)}
-        if self.tau_per_sample:
+        if self.tau_step is not None:
             metrics["tau"] = comm.all_reduce_sum(held["tau"].mean(), self.group) / comm.size(self.group)
         return LossOutput(loss, metrics)
 
@@ -154,7 +139,7 @@ class FastCLIPLoss(TiledLoss):
         self._state().commit()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """This rank's part."""
+        """The state of the samples that this rank owns."""
         return self._state().state_dict()
 
     def load_state_parts(self, parts: list[dict[str, Any]]) -> None:
@@ -175,7 +160,7 @@ class _FastCLIP(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         dtypes, b, group, tiling = (rows.dtype, columns.dtype), len(rows), loss.group, loss.tiling.on(rows.device)
         rows, columns = tiling.hold(rows), tiling.hold(columns)
-        cross = loss.blocks(columns, tiling, loss.wire, group)
+        cross = loss.blocks(columns, tiling, loss.comm_dtype, group)
         cosines = positives(rows, cross.own, tiling)
         scales = tau.reciprocal().expand(2, b)
         shift = largest_shift(rows, columns, scales[0, :1], group) if len(tau) == 1 else None
@@ -189,7 +174,8 @@ class _FastCLIP(torch.autograd.Function):
         kept = math.log1p(-gamma) if gamma < 1 else -math.inf
         log_u = torch.where(log_u == -math.inf, log_g, torch.logaddexp(log_u + kept, log_g + math.log(gamma)))
         log_sum = torch.logaddexp(log_u, torch.full_like(log_u, math.log(loss.eps) if loss.eps else -math.inf))
-        # gamma x the weights are at most 1, as the tiles want it: u is at least gamma g.
+        # The weight of entry j, exp(logit_ij - shift_i), is its part of gamma g_i / (eps + u_i). That is at most 1, as
+        # the tiles need it, because u >= gamma g.
         shifts = x + count + log_sum - math.log(gamma)
         ctx.cross, ctx.shift, ctx.gamma, ctx.loss, ctx.tiling, ctx.dtypes = cross, shift, gamma, loss, tiling, dtypes
         ctx.save_for_backward(rows, cross.own, tau, cosines, others, shifts, log_sum)
@@ -207,7 +193,7 @@ class _FastCLIP(torch.autograd.Function):
         moments = torch.zeros_like(shifts) if needs_tau and len(tau) == 2 else None
         wanted = needs_rows or (needs_tau and moments is None), needs_columns
         d_rows, d_columns = ctx.cross.gradient(rows, scales, shifts, ctx.shift, *wanted, moments)
-        # Minus what the others weigh: the pair is in each of its h.
+        # The pair is part of every h_ij of its row, so it gets minus the weight of all others.
         weights = (others - shifts).exp()
         share = upstream.double() / (2 * b)
         factor = share / gamma if loss.weighs_by_tau else share / gamma / tau
@@ -243,19 +229,41 @@ class FastCLIPv1Loss(FastCLIPLoss):
 
 @register_loss("fastclip_v2")
 class FastCLIPv2Loss(FastCLIPLoss):
-    """The robust global contrastive loss (RGCL); a temperature per sample and side, learned by the loss itself."""
+    """The robust global contrastive loss (RGCL); a temperature per sample and side, learned by the loss itself.
 
-    tau_per_sample = True
-    default_rho = 7.0
+    Args:   rho: see FastCLIPLoss; tau_lr: learning rate of the temperatures; tau_min, tau_max: bounds of them; options:
+            see FastCLIPLoss.
+    Raises: ValueError for values out of their range.
+    """
+
     default_tau = 0.03
+
+    def __init__(
+        self,
+        rho: float = 7.0,
+        tau_lr: float = 0.0133,
+        tau_min: float = 0.01,
+        tau_max: float = 1.0,
+        **options: Any,
+    ):
+        super().__init__(**options)
+        if not 0 < tau_min <= self.tau <= tau_max:
+            raise ValueError(f"needed: 0 < tau_min <= tau <= tau_max, got {tau_min}, {self.tau}, {tau_max}")
+        self.rho, self.tau_step = rho, TauStep(self.tau, tau_lr, tau_min, tau_max)
 
 
 @register_loss("fastclip_v3")
 class FastCLIPv3Loss(FastCLIPLoss):
-    """The robust global contrastive loss with one temperature, learned, which is the model's (RGCL-g)."""
+    """The robust global contrastive loss with one temperature, learned, which is the model's (RGCL-g).
+
+    Args: rho, options: see FastCLIPLoss.
+    """
 
     learns_scale = True
-    default_rho = 6.5
+
+    def __init__(self, rho: float = 6.5, **options: Any):
+        super().__init__(**options)
+        self.rho = rho
 
 
 @register_loss("sogclr")

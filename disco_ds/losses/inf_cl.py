@@ -1,4 +1,4 @@
-"""Inf-CL: tiles, and texts that travel a ring of ranks: memory grows with the batch of one rank only."""
+"""Inf-CL: similarities in tiles, texts on a ring of ranks, so memory grows with the batch of one rank only."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from disco_ds.losses.infonce import infonce
 class InfCLLoss(TiledLoss):
     """InfoNCE over the global batch, equal to `clip` and `disco`; nothing of size B D or larger is ever made.
 
-    In forward the blocks of texts go round once, in backward once more with their gradients; the next block moves while
-    this one multiplies. Memory: four blocks b x D + a tile. Options: see TiledLoss.
+    In forward the blocks of texts travel the ring once, in backward once more with their gradients. The next block is
+    received while the current one is multiplied. Memory: four blocks b x D + a tile. Options: see TiledLoss.
 
     Source: docs/losses.md section 1; Inf-CL (arXiv 2410.17243).
     """
@@ -23,6 +23,6 @@ class InfCLLoss(TiledLoss):
         tiling = self.tiling.on(embeddings.image.device)
 
         def send_round(columns: Tensor) -> Ring:
-            return Ring(columns, tiling, self.wire, self.group)
+            return Ring(columns, tiling, self.comm_dtype, self.group)
 
         return infonce(embeddings, send_round, self)

@@ -20,14 +20,14 @@ MakeBlocks = Callable[[Tensor], Blocks]
 
 
 def infonce(embeddings: Embeddings, make_blocks: MakeBlocks, loss: TiledLoss, shared: bool = False) -> LossOutput:
-    """The contract of base.py without a matrix of similarities. Collective in forward and backward.
+    """InfoNCE by the contract of base.py, without the matrix of similarities. Collective in forward and backward.
 
-    Args:   make_blocks: from this rank's columns, held by loss.tiling; shared: images and texts are two views of one
-            thing and stand in each other's denominators (NT-Xent): an image is told from all texts and from all other
-            images. The upstream gradient of the share must be the same on every rank, as that of a mean over ranks is.
+    Args:   make_blocks: makes Blocks of this rank's columns; shared: images and texts are two views of one thing, and
+            the denominator of an image has all texts and all other images (NT-Xent). The upstream gradient of the share
+            must then be the same on every rank, as that of a mean over ranks is.
     Source: docs/losses.md sections 1 and 2.
     """
-    # Only what the other side needs is sent: with one tower locked, its features are, and have no gradient to return.
+    # The columns are sent to other ranks. With one tower locked these are its features, whose gradient nobody needs.
     swap = embeddings.text.requires_grad and not embeddings.image.requires_grad
     rows, columns = (embeddings.text, embeddings.image) if swap else (embeddings.image, embeddings.text)
     plan = Plan(make_blocks, loss.tiling.on(rows.device), loss.group, shared, loss.accuracy)
@@ -37,7 +37,7 @@ def infonce(embeddings: Embeddings, make_blocks: MakeBlocks, loss: TiledLoss, sh
 
 @dataclass(frozen=True)
 class Plan:
-    """What is not differentiated."""
+    """The arguments of _InfoNCE that are not differentiated."""
 
     make_blocks: MakeBlocks
     tiling: Tiling
@@ -52,7 +52,7 @@ class _InfoNCE(torch.autograd.Function):
         ctx.dtypes, b = (rows.dtype, columns.dtype), len(rows)
         rows, columns = (plan.tiling.hold(x) for x in (rows, columns))
         cross = plan.make_blocks(columns)
-        # Views are told from those beside them too, not only from the others' views.
+        # With shared denominators, rows are also compared with rows, and columns with columns.
         same: tuple[Blocks, ...] = (plan.make_blocks(rows), cross) if plan.shared else ()
         x = scale.double() * positives(rows, cross.own, plan.tiling)
         scales = scale.detach().double().expand(2, b)
@@ -61,7 +61,7 @@ class _InfoNCE(torch.autograd.Function):
         if not holds(shift, torch.logaddexp(sums.rows, x), torch.logaddexp(sums.columns, x), group=plan.group):
             shift = None
             sums = _sums(cross, same, rows, columns, scales, shift, plan.accuracy)
-        # log1p(sum of the others / the pair), which does not cancel where the pair is nearly all there is.
+        # -log(pair / (pair + others)) = log1p(others / pair), which does not cancel where the others are small.
         zero = torch.zeros_like(x)
         per_pair = torch.logaddexp(zero, sums.rows - x) + torch.logaddexp(zero, sums.columns - x)
         ctx.cross, ctx.same, ctx.shift, ctx.tiling = cross, same, shift, plan.tiling
@@ -77,14 +77,14 @@ class _InfoNCE(torch.autograd.Function):
         others = torch.stack([row_others, column_others])
         lse = torch.logaddexp(others, x)
         scales = scale.double().expand(2, len(x))
-        # The gradient at the scale is <rows, their gradient> / s: it comes with either side's.
+        # The gradient at the scale is <rows, their gradient> / s, so either side's gradient gives it.
         shared = bool(ctx.same)
         wanted = needs_rows or needs_scale, needs_columns or (needs_scale and shared)
         d_rows, d_columns = ctx.cross.gradient(rows, scales, lse, ctx.shift, *wanted)
-        if shared:  # the same block is a view's as an anchor and as an other: its rows have all of the gradient
+        if shared:  # one block has each view as an anchor and as another's negative, so its rows have both gradients
             for block, views, own, total in zip(ctx.same, (rows, columns), lse, (d_rows, d_columns), strict=True):
                 total += block.gradient(views, scales, own.expand(2, -1), ctx.shift, True, False)[0]
-        # A pair's weight is P + Q - 2, which is minus what the others have of its row and of its column.
+        # A pair has the weight P + Q - 2 = -(1 - P) - (1 - Q): minus the shares of the others in its row and column.
         pairs = -(others - lse).exp().sum(0)
         factor = upstream * scale / (2 * len(x))
         d_rows = finish(d_rows, columns, pairs, factor, ctx.tiling)
@@ -105,7 +105,7 @@ def _sums(
     cross: Blocks, same: tuple[Blocks, ...], rows: Tensor, columns: Tensor, scales: Tensor, shift: Tensor | None,
     maxima: bool,
 ) -> Sums:  # fmt: skip
-    """Of a pair's others; where it is told from views beside itself too, of all of them."""
+    """Sums over everything that a pair is compared with, `same` included."""
     sums = cross.sums(rows, scales, shift, maxima)
     if not same:
         return sums

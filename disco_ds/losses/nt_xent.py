@@ -1,16 +1,17 @@
-"""NT-Xent: two views of one image, told apart from both views of all others. Self-supervised training (SimCLR)."""
+"""NT-Xent: two views of an image against both views of all other images. Self-supervised training (SimCLR)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from disco_ds.losses.base import Embeddings, LossOutput, register_loss
-from disco_ds.losses.blocks import Blocks, Gathered, Ring, TiledLoss, Wire
+from disco_ds.losses.blocks import Blocks, Gathered, Ring, TiledLoss, TiledOptions
 from disco_ds.losses.infonce import infonce
-from disco_ds.losses.kernels import Impl, Precision
+
+if TYPE_CHECKING:
+    from typing import Unpack
 
 
 @register_loss("nt_xent")
@@ -21,28 +22,20 @@ class NTXentLoss(TiledLoss):
     views, and either kind against itself. Source: SimCLR (arXiv 2002.05709) equation 1; DisCo-CLIP section 4.1;
     docs/losses.md section 7.
 
-    Args: ring: views travel a ring (as in `inf_cl`) instead of being gathered (as in `disco_fused`); others: see
-          TiledLoss.
+    Args: ring: views travel a ring (as in `inf_cl`) instead of being gathered (as in `disco_fused`); options:
+          see TiledLoss.
     """
 
     initial_scale = 10.0
 
-    def __init__(
-        self,
-        ring: bool = False,
-        wire: Wire | None = None,
-        tile: Sequence[int] | None = None,
-        precision: Precision = "auto",
-        impl: Impl = "auto",
-        group: Any = None,
-    ):
-        super().__init__(wire, tile, precision, impl, group)
+    def __init__(self, ring: bool = False, **options: Unpack[TiledOptions]):
+        super().__init__(**options)
         self.ring = ring
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
         tiling = self.tiling.on(embeddings.image.device)
 
         def make_blocks(views: Tensor) -> Blocks:
-            return (Ring if self.ring else Gathered)(views, tiling, self.wire, self.group)
+            return (Ring if self.ring else Gathered)(views, tiling, self.comm_dtype, self.group)
 
         return infonce(embeddings, make_blocks, self, shared=True)

@@ -1,7 +1,7 @@
-"""What a loss remembers of every sample of the data: the estimates u of FastCLIP, and temperatures of its own.
+"""State that a loss keeps for every sample of the data: FastCLIP's estimates u, and temperatures per sample.
 
 Each rank owns the samples with id % N == rank. A forward fetches values from their owners and stages new ones; `commit`
-takes them over. 16 bytes a sample, 68 with temperatures, divided by the ranks. Only losses import this file.
+applies them. A sample takes 16 bytes, 68 with temperatures, divided by the ranks. Only losses import this file.
 """
 
 # b local batch, B global = N b, N ranks; side 0 has images as anchors, side 1 texts
@@ -30,19 +30,19 @@ class TauStep:
     low: float
     high: float
     clamp: float = 5.0
-    """Of the gradient, in absolute value."""
+    """Largest absolute value of the gradient."""
 
 
 class SampleState:
-    """log u, and with `step` a temperature, of both sides of each sample.
+    """log u, and with `step` a temperature, for both sides of each sample.
 
-    Args: num_samples: ids are below it; memory: where the values lie; step: None without temperatures.
+    Args: num_samples: ids are below it; memory: where the values are kept; step: None: there are no temperatures.
     """
 
     def __init__(self, num_samples: int, memory: Memory, step: TauStep | None, group: Any):
         self.num_samples, self.step, self.group = num_samples, step, group
         self.samples = 0
-        """Committed so far."""
+        """Samples committed so far."""
         device = comm.local_device() if memory == "device" else torch.device("cpu")
         num_own = len(range(comm.rank(group), num_samples, comm.size(group)))
         shape = {"size": (num_own, 2), "dtype": torch.float64, "device": device}
@@ -56,9 +56,9 @@ class SampleState:
         self._staged: dict[str, Tensor] = {}
 
     def fetch(self, index: Tensor) -> dict[str, Tensor]:
-        """log_u and tau of these samples, [b, 2] float64 each, and what is staged forgotten. Collective.
+        """log_u and tau of these samples, [b, 2] float64 each; forgets what is staged. Collective.
 
-        Raises: AgreedError for an id that is not of the data.
+        Raises: AgreedError for an id outside of the data.
         """
         self._staged = {}
         self._ids = comm.gather(index.detach(), group=self.group)
@@ -66,25 +66,25 @@ class SampleState:
         if bool(wrong.any()):
             ids, ranks = self._ids[wrong], wrong.nonzero()[:, 0] // len(index)
             raise comm.AgreedError(
-                f"sample id {ids[0].item()} of rank {ranks[0].item()} is not in [0, {self.num_samples}), the data the "
-                f"loss was told of ({len(ids)} such ids); ids and num_samples must be of one data set"
+                f"sample id {ids[0].item()} of rank {ranks[0].item()} is not in [0, {self.num_samples}), the data of "
+                f"set_num_samples ({len(ids)} such ids); ids and num_samples must be of one data set"
             )
         mine, slots = self._own()
         names = [name for name in ("log_u", "tau") if name in self.values]
         held = torch.cat([self.values[name][slots] for name in names], 1)
-        # Each is written by its owner and zero elsewhere.
+        # Each row is its owner's value, and zero on the other ranks, so that the sum over ranks is the value.
         out = torch.zeros(len(self._ids), held.shape[1], dtype=torch.float64, device=index.device)
         out[mine] = held.to(index.device)
         own = comm.reduce_scatter_in_place(out, self.group)
         return dict(zip(names, own.split(2, 1), strict=True))
 
     def stage(self, name: Literal["log_u", "tau_gradient"], value: Tensor) -> None:
-        """Note what the fetched samples shall become, [b, 2] float64. Collective."""
+        """Stage a new value, or a gradient, of the fetched samples, [b, 2] float64. Collective."""
         self._staged[name] = comm.gather(value.detach(), group=self.group)
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Take over what is staged. A sample that is in the batch several times gets the mean."""
+        """Apply what is staged. A sample that is in the batch several times gets the mean."""
         assert self._ids is not None, "nothing is staged"
         mine, slots = self._own()
         unique, inverse, counts = torch.unique(slots, return_inverse=True, return_counts=True)
@@ -92,6 +92,7 @@ class SampleState:
         staged = {name: value[mine].to(slots.device) for name, value in self._staged.items()}
         empty = self.values["log_u"].new_zeros(len(unique), 2)
         log_u = staged["log_u"]
+        # The mean of u is taken through its logarithms, against the largest of each sample.
         top = (empty - math.inf).scatter_reduce_(0, where, log_u, "amax")
         total = empty.clone().scatter_add_(0, where, (log_u - top[inverse]).exp())
         self.values["log_u"][unique] = top + (total / counts).log()
@@ -114,7 +115,7 @@ class SampleState:
             self.values[name][slots] = value
 
     def _own(self) -> tuple[Tensor, Tensor]:
-        """Which of the gathered ids this rank owns [B], and where they lie here."""
+        """Which of the gathered ids this rank owns, [B] bool, and their indices into its values."""
         assert self._ids is not None
         N = comm.size(self.group)
         mine = self._ids % N == comm.rank(self.group)

@@ -1,4 +1,4 @@
-"""The sigmoid loss of SigLIP on the ring: every pair is judged alone, so no sums over rows or columns are needed."""
+"""The sigmoid loss of SigLIP on the ring: each entry of the matrix has its own term, so no row or column sums occur."""
 
 # b local batch, B global = N b, D width, N ranks; z_ij = s I_i.T_j + bias, y = +1 for pairs, else -1
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from disco_ds.distributed import comm
+from disco_ds.distributed import comm, ring
 from disco_ds.losses.base import Embeddings, LossOutput, count_hits, global_metrics, register_loss
 from disco_ds.losses.blocks import TiledLoss, as_sent, finish, inner, positives, zeros
 from disco_ds.losses.kernels import Block, sigmoid_block
@@ -20,8 +20,8 @@ from disco_ds.losses.kernels import Block, sigmoid_block
 class SigLIPLoss(TiledLoss):
     """-1/B sum_ij log sigmoid(y_ij z_ij) over the global batch; scale and bias are learned.
 
-    Texts go round once; value and gradient come from the same tile, so nothing is multiplied twice. Memory: four blocks
-    b x D + a tile. Source: docs/losses.md section 5; SigLIP (arXiv 2303.15343).
+    Texts travel the ring once: a tile gives value and gradient at the same time, so no product is computed twice.
+    Memory: four blocks b x D + a tile. Source: docs/losses.md section 5; SigLIP (arXiv 2303.15343).
 
     Options: see TiledLoss. Raises: ValueError for embeddings without a bias.
     """
@@ -33,7 +33,7 @@ class SigLIPLoss(TiledLoss):
         if embeddings.bias is None:
             raise ValueError("siglip needs a bias: Embeddings(..., bias=[1])")
         image, text = embeddings.image, embeddings.text
-        # The side that has no gradient travels, if there is one.
+        # The columns travel. With one tower locked they are its features, whose gradient nobody needs.
         swap = text.requires_grad and not image.requires_grad
         rows, columns = (text, image) if swap else (image, text)
         value, *hits = _SigLIP.apply(rows, columns, embeddings.scale, embeddings.bias, self, torch.is_grad_enabled())
@@ -47,11 +47,11 @@ class _SigLIP(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         dtypes, b, group, tiling = (rows.dtype, columns.dtype), len(rows), loss.group, loss.tiling.on(rows.device)
         needs_rows, needs_columns, needs_scale, *_ = (trains and needed for needed in ctx.needs_input_grad)
-        rows, sent = tiling.hold(rows), as_sent(tiling.hold(columns), loss.wire)
+        rows, sent = tiling.hold(rows), as_sent(tiling.hold(columns), loss.comm_dtype)
         z = scale.double() * positives(rows, sent, tiling) + bias.double()
         scales = scale.detach().expand(b)
         d_rows = zeros(rows) if needs_rows or needs_scale else None
-        # Pairs here, the others from the tiles.
+        # The pairs' terms are computed here, those of all other entries in the tiles.
         total, weight = F.softplus(-z, threshold=1e9).sum(), -(-z).sigmoid().sum()
         largest = torch.full_like(z, -torch.inf)
 
@@ -74,7 +74,7 @@ class _SigLIP(torch.autograd.Function):
             if needs_columns:
                 mine[-1].add_(theirs[-1])
 
-        home = comm.circulate([sent], visit, join, group)
+        home = ring.circulate([sent], visit, join, group)
         d_columns = home[-1] if needs_columns else None
         pairs, factor = -(-z).sigmoid(), scale / b
         d_rows, d_columns = finish(d_rows, sent, pairs, factor, tiling), finish(d_columns, rows, pairs, factor, tiling)

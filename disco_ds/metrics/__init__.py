@@ -1,1 +1,1 @@
-"""What a run says of itself, in its folder: records, times of the phases, the report."""
+"""Records of a run in its folder: figures, times of the phases, the report."""

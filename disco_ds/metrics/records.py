@@ -1,6 +1,6 @@
-"""What a run says of itself: progress lines, metrics.jsonl, TensorBoard points on a samples axis.
+"""The records of a run: progress lines, metrics.jsonl, and TensorBoard points on an axis of samples.
 
-Rank 0 writes; the reductions are collective. Numbers of the loss arrive already global.
+What a record holds is in figures.py. Its reductions over ranks are collective; rank 0 writes.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from disco_ds.distributed import comm
+from disco_ds.metrics.figures import FIGURES, Interval, LogPoint, compute_figures
 from disco_ds.metrics.timers import Phases
 
 METRICS_FILE = "metrics.jsonl"
@@ -28,14 +26,13 @@ WriteEvents = Callable[[list[tuple[str, float, int]]], None]
 
 
 class Metrics:
-    """Times and counts between two log points, and the record written at each.
+    """Keeps the times between two log points, and writes a record at each. Collective: every rank must make one.
 
-    Args: folder: of the run; write_events: TensorBoard and what else the ds_config's monitors name, or None;
-          first_step: steps already done by the run this one resumes; peak_samples_per_s: what MFU is a part of, None:
-          not known. Collective: every rank must call.
+    Records that came after the checkpoint of first_step are dropped. On a full disk TensorBoard loses points, while
+    records wait in memory until there is room; the run goes on.
 
-    Records that came after the checkpoint of first_step are dropped. A disk that is full costs points of TensorBoard,
-    not records and not the run: they wait until there is room.
+    Args: folder: of the run; write_events: writes TensorBoard points and those of the ds_config's other monitors, or
+          None; first_step: steps done by the run that this one resumes; peak_samples_per_s: see Interval.
     """
 
     def __init__(
@@ -55,7 +52,7 @@ class Metrics:
         self.file: io.FileIO | None = None
         self.broken = folder / f"broken-{comm.rank():05d}.txt"
         self.unwritten = b""
-        with comm.together(f"opening {self.path}"):
+        with comm.all_or_none(f"opening {self.path}"):
             if comm.rank() == 0:
                 last = _drop_after(self.path, first_step)
                 self.file = io.FileIO(self.path, "a")
@@ -66,56 +63,41 @@ class Metrics:
         self.wait_s = self.step_wait_s = 0.0
 
     def add_wait(self, seconds: float) -> None:
-        """Time this rank waited for data in the step at hand."""
+        """Count time that this rank has waited for data in the current step."""
         self.wait_s += seconds
         self.step_wait_s = seconds
 
     def name_broken(self, step: int, names: list[str]) -> None:
-        """Add samples that this rank has skipped to its list in the run folder."""
+        """Add the names of broken samples, which this rank has skipped, to its list in the run folder."""
         if names:
             with suppress(OSError), self.broken.open("a", encoding="utf-8") as file:  # counted all the same
                 file.writelines(f"step {step}: {name}\n" for name in names)
 
     def skip(self, seconds: float) -> None:
-        """Time that is not to count as training's, such as an evaluation's."""
+        """Leave time that is not training, such as an evaluation's, out of the pace."""
         self.since += seconds
 
-    def log(self, step: int, values: dict[str, float], index: Tensor, broken: int, skipped: int = 0) -> None:
-        """Write one record. Collective.
-
-        Args: step: optimizer steps done; values: loss, scale, lr, grad_norm, ..., equal on every rank; index: this
-              rank's sample ids of the step, which become one digest of the global batch, free of order and ranks;
-              broken: samples this rank has skipped so far; skipped: batches passed over so far, on every rank.
-        """
-        now = time.monotonic()
-        elapsed, steps = now - self.since, step - self.last_step
+    def log(self, now: LogPoint) -> None:
+        """Write one record, whose figures are those of figures.py and the times of the phases. Collective."""
+        clock, since_step = time.monotonic(), now.step - self.last_step
         self.phases.note_peak()
-        counts = comm.all_reduce_sum(torch.stack([digest(index.cpu()), torch.tensor(broken)]).to(comm.local_device()))
-        worst = comm.all_reduce_max(
-            torch.tensor([self.wait_s / elapsed, self.phases.peak_bytes], dtype=torch.float64).to(comm.local_device())
+        since = Interval(
+            samples=since_step * self.global_batch,
+            seconds=clock - self.since,
+            wait_s=self.wait_s,
+            peak_bytes=self.phases.peak_bytes,
+            peak_samples_per_s=self.peak_samples_per_s,
         )
-        wait, peak = worst.tolist()
-        record = {
-            "step": step,
-            "samples": step * self.global_batch,
-            "ids": f"{counts[0].item() & (2**64 - 1):016x}",
-            **values,
-            "samples_per_s": (pace := steps * self.global_batch / elapsed),
-            **({"mfu": pace / self.peak_samples_per_s} if self.peak_samples_per_s else {}),
-            "data_wait": wait,
-            "peak_memory_bytes": int(peak),
-            "broken_samples": int(counts[1]),
-            "skipped_batches": skipped,
-            **self.phases.read(self.step_wait_s),
-        }
-        self.since, self.last_step, self.wait_s = now, step, 0.0
+        record = {"step": now.step, "samples": now.step * self.global_batch, **compute_figures(now, since)}
+        record |= self.phases.read(self.step_wait_s)
+        self.since, self.last_step, self.wait_s = clock, now.step, 0.0
         if self.file is not None:
             self._append(record)
             with suppress(OSError):  # a log on a full disk
                 print(self._describe(record), flush=True)
 
     def note(self, step: int, values: dict[str, float]) -> None:
-        """Points of their own, such as an evaluation's; rank 0 writes them."""
+        """Write values that come at other times than the figures, such as an evaluation's. Rank 0 writes."""
         if self.file is not None and values:
             self._append({"step": step, "samples": step * self.global_batch, **values})
 
@@ -139,22 +121,12 @@ class Metrics:
             logger.warning("%s: %s; the records wait in memory", self.path, error.strerror)
 
     def _describe(self, record: dict[str, Any]) -> str:
+        """The progress line of a record."""
         done = record["step"]
-        pace = (time.monotonic() - self.start) / max(done - self.first_step, 1)
-        left = timedelta(seconds=round(pace * (self.num_steps - done)))
-        norm = record["grad_norm"]
-        line = (
-            f"step {done:,}/{self.num_steps:,}  loss {record['loss']:.4f}  "
-            f"acc {record.get('i2t_accuracy', float('nan')):.1%} / {record.get('t2i_accuracy', float('nan')):.1%}  "
-            f"scale {record['scale']:.2f}  lr {record['lr']:.2e}  norm {'skipped' if norm is None else f'{norm:.3f}'}  "
-            f"{record['samples_per_s']:,.0f} samples/s  wait {record['data_wait']:.0%}  "
-            f"{record['peak_memory_bytes'] / 2**30:.1f} GiB  {left} left"
-        )
-        if record["broken_samples"]:
-            line += f"  {record['broken_samples']} broken samples skipped"
-        if record["skipped_batches"]:
-            line += f"  {record['skipped_batches']} batches passed over"
-        return line
+        step_s = (time.monotonic() - self.start) / max(done - self.first_step, 1)
+        left = timedelta(seconds=round(step_s * (self.num_steps - done)))
+        shown = (figure.show(record[figure.name]) for figure in FIGURES if figure.show and figure.name in record)
+        return "  ".join([f"step {done:,}/{self.num_steps:,} ({left} left)", *filter(None, shown)])
 
     def _events(self, record: dict[str, Any]) -> None:
         if self.write_events is None:
@@ -173,8 +145,10 @@ class Metrics:
 
 
 def rewind_tensorboard(monitor: Any, samples: int) -> None:
-    """Let what is written from here on take the place of the points at `samples` and later, which a run that was
-    interrupted has left. monitor: DeepSpeed's, of the engine."""
+    """Drop the points at `samples` and later, which an interrupted run has left, so that new ones take their place.
+
+    Args: monitor: the DeepSpeed engine's.
+    """
     if monitor.tb_monitor is None or monitor.tb_monitor.summary_writer is None:
         return
     from torch.utils.tensorboard import SummaryWriter
@@ -184,20 +158,11 @@ def rewind_tensorboard(monitor: Any, samples: int) -> None:
     monitor.tb_monitor.summary_writer = SummaryWriter(writer.log_dir, purge_step=samples)
 
 
-def digest(index: Tensor) -> Tensor:
-    """0-d int64: sum of a 64-bit mix of each id; the same for the same ids, however they are split or ordered."""
-    mixed = index.long() + 1
-    for _ in range(2):  # after one round sums of few ids still collide
-        mixed = mixed * 0x1E3779B97F4A7C15
-        mixed = (mixed ^ ((mixed >> 29) & (2**35 - 1))) * 0x3F58476D1CE4E5B9
-        mixed = mixed ^ ((mixed >> 32) & (2**32 - 1))
-    return mixed.sum()
-
-
 def _drop_after(path: Path, step: int) -> list[dict[str, Any]]:
-    """Remove what a resumed run is about to do again, and a line that a crash has cut.
+    """Remove the records of steps that a resumed run repeats, and a last line that a crash has cut off.
 
-    Evaluations come after the checkpoint of their step, so that step's are removed too. Returns: what stays of `step`.
+    An evaluation comes after the checkpoint of its step, so the one at `step` is repeated too.
+    Returns: the records of `step` that stay.
     """
     if not path.exists():
         return []
@@ -216,7 +181,7 @@ def _drop_after(path: Path, step: int) -> list[dict[str, Any]]:
 
 
 def _parse(line: str) -> dict[str, Any]:
-    """The record; of an infinite step for a line that a crash has left unreadable."""
+    """The record of a line; for one that a crash has left unreadable, a record of an infinite step."""
     try:
         record = json.loads(line if line.endswith("\n") else "")
         float(record["step"])

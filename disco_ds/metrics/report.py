@@ -23,6 +23,7 @@ import numpy
 from numpy.typing import NDArray
 from PIL import Image
 
+from disco_ds.metrics.figures import FIGURES
 from disco_ds.metrics.records import METRICS_FILE
 from disco_ds.metrics.run_folder import FINISHED
 
@@ -34,25 +35,24 @@ if TYPE_CHECKING:
 REPORT = "report.png"
 EXAMPLES = "examples.npz"
 MAX_POINTS = 2000
-"""Of a curve: in a longer file, this many stretches of lines are averaged."""
+"""Points of a curve: in a longer file, the lines are averaged in this many stretches."""
 
 _COLUMNS, _LETTERS = 4, 32
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#AA4499", "#595959"
-"""Told apart by the colour-blind too; right and wrong have a mark and a line style besides."""
+"""A palette for the colour-blind too; right and wrong also differ by a mark and a line style."""
 STYLE: dict[str, Any] = {
     **{"font.size": 9, "axes.titlelocation": "left", "axes.titleweight": "bold", "axes.titlesize": 10},
     **{"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3},
     **{"legend.edgecolor": "none", "axes.formatter.limits": (-3, 5), "figure.constrained_layout.w_pad": 0.1},
     "text.parse_math": False,  # a label may hold dollar signs
 }
-PACE = {"scale": "logit scale", "lr": "learning rate", "grad_norm": "gradient norm", "samples_per_s": "samples / s"}
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class History:
-    """What metrics.jsonl tells."""
+    """The content of a metrics.jsonl."""
 
     curves: dict[str, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
     """Name -> (samples, value), NaN where a value is not finite."""
@@ -67,9 +67,9 @@ class History:
 
     @property
     def remarks(self) -> str:
-        """What is not drawn; empty when all is."""
-        told = [f"lines of {METRICS_FILE} that cannot be read: {self.bad_lines:,}"] if self.bad_lines else []
-        return "; ".join(told + ([f"values that are not finite: {self.bad_values:,}"] if self.bad_values else []))
+        """A note on what is left out of the curves; empty when nothing is."""
+        lines = [f"lines of {METRICS_FILE} that cannot be read: {self.bad_lines:,}"] if self.bad_lines else []
+        return "; ".join(lines + ([f"values that are not finite: {self.bad_values:,}"] if self.bad_values else []))
 
 
 def read_history(path: Path) -> History:
@@ -105,8 +105,8 @@ def _read_line(line: str, history: History, points: dict[str, list[float]]) -> N
 
 
 @contextmanager
-def told_only(what: str) -> Iterator[None]:
-    """Whatever goes wrong with a picture is told: it is no reason to lose a run, or one rank of it."""
+def log_errors(what: str) -> Iterator[None]:
+    """Log any error of the block, which draws a picture: that is no reason to lose a run."""
     try:
         yield
     except Exception as error:
@@ -170,7 +170,7 @@ def draw_report(history: History, title: str, examples: dict[str, Any]) -> dict[
 
 
 def draw_curves(figure: Figure, history: History, title: str) -> None:
-    """Loss and accuracy, below them what tells of the pace."""
+    """Draw loss and accuracy, and below them the figures that have a curve of their own."""
     from matplotlib.ticker import PercentFormatter
 
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, weight="bold")
@@ -185,15 +185,16 @@ def draw_curves(figure: Figure, history: History, title: str) -> None:
     finish_axes(loss, "loss", "Loss")
     draw_accuracy(accuracy, history)
     accuracy.yaxis.set_major_formatter(PercentFormatter(1))
-    for axes, (name, label) in zip(lower.subplots(1, len(PACE)), PACE.items(), strict=True):
-        draw_curve(axes, history, name, BLUE)
-        finish_axes(axes, label)
+    panels = [figure for figure in FIGURES if figure.curve]
+    for axes, each in zip(lower.subplots(1, len(panels)), panels, strict=True):
+        draw_curve(axes, history, each.name, BLUE)
+        finish_axes(axes, each.curve)
     if history.remarks:
         lower.supxlabel(history.remarks, x=0.01, ha="left", color=ORANGE, fontsize=9)
 
 
 def draw_accuracy(axes: Axes, history: History) -> None:
-    """Accuracy in the batch, and of every evaluated set against its chance."""
+    """Draw the accuracy in the batch, and of every evaluated set against chance."""
     for name, label, colour in (("i2t", "image to text", BLUE), ("t2i", "text to image", GREEN)):
         draw_curve(axes, history, f"{name}_accuracy", colour, f"in the batch, {label}")
     sets = [name.removesuffix("_top1") for name in history.curves if name.endswith("_top1")]
@@ -209,7 +210,7 @@ def draw_accuracy(axes: Axes, history: History) -> None:
 
 
 def draw_curve(axes: Axes, history: History, name: str, colour: str, label: str | None = None) -> None:
-    """A curve as it is, thin, and its running mean, thick."""
+    """Draw a curve as a thin line, and its running mean as a thick one."""
     samples, values = numpy.array(history.curves.get(name, []), dtype=numpy.float64).reshape(-1, 2).T
     known, width = numpy.isfinite(values), len(values) // 25
     if not known.any():
@@ -232,31 +233,31 @@ def finish_axes(axes: Axes, label: str, title: str = "") -> None:
     if not axes.lines:
         axes.text(0.5, 0.5, "nothing recorded", transform=axes.transAxes, ha="center", color=GREY)
     elif title:
-        # A place of its own for each: "best" takes ten seconds to find on a long curve.
+        # A fixed place, because matplotlib takes ten seconds to find the "best" one on a long curve.
         axes.legend(loc="lower left" if label == "loss" else "upper left")
 
 
 def draw_examples(figure: Figure, examples: dict[str, Any], rows: int) -> None:
-    """Images, beside each its label in bold and below that the nearest labels, the right one marked."""
+    """Draw images, each beside its label in bold and the nearest labels below that, the right one marked."""
     from matplotlib.patches import Rectangle
 
     labels, best = examples["label"].tolist(), examples["best"].tolist()
-    first, found = (sum(label in told[:n] for label, told in zip(labels, best, strict=True)) for n in (1, len(best[0])))
+    first, found = (sum(label in top[:n] for label, top in zip(labels, best, strict=True)) for n in (1, len(best[0])))
     title = f"{len(labels)} images of {examples['name']} and the labels nearest to each: {first} right at once"
     title += f" (solid frame), {found} among the first {len(best[0])}"
     figure.suptitle(title, x=0.01, ha="left", fontsize=10, weight="bold")
-    # Texts stay out of the layout: columns are of one width, whatever is in them.
+    # Texts stay out of the layout, so that all columns have one width.
     text: dict[str, Any] = {"va": "center", "in_layout": False}
     grid = figure.subplots(rows, _COLUMNS, squeeze=False).flatten().tolist()
     for axes in grid:
         axes.axis("off")
-    for axes, image, label, told in zip(grid, examples["image"], labels, best, strict=False):
-        colour, line = (BLUE, "-") if label == told[0] else (ORANGE, "--")
+    for axes, image, label, top in zip(grid, examples["image"], labels, best, strict=False):
+        colour, line = (BLUE, "-") if label == top[0] else (ORANGE, "--")
         axes.imshow(image, extent=(0, 1, 0, 1), interpolation="nearest")
         axes.add_patch(Rectangle((0, 0), 1, 1, fill=False, clip_on=False, edgecolor=colour, linestyle=line, lw=2))
         axes.set(xlim=(0, 3.7), ylim=(0, 1))
         axes.text(1.1, 0.9, _shorten(label), weight="bold", **text)
-        for place, guess in enumerate(told):
+        for place, guess in enumerate(top):
             mark, colour = ("✓", BLUE) if guess == label else ("✗", ORANGE)
             axes.text(1.1, 0.64 - 0.25 * place, f"{mark} {_shorten(guess)}", color=colour, **text)
 

@@ -1,6 +1,6 @@
-"""The folder of a run, runs/<name>: found or made, and locked, so that no two runs write to one.
+"""The folder of a run, runs/<name>, which is found or made, and locked so that no two runs write to it.
 
-Used by rank 0 only; what it decides is broadcast by build.py.
+Used by rank 0 only; training/build.py broadcasts the result.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from disco_ds.config.recipe_yaml import parse
 
 CHECKPOINTS = "checkpoints"
 STEP = re.compile(r"step-\d{8,}")
-"""Name of a complete checkpoint in there."""
+"""Name of a complete checkpoint."""
 CONFIG = "config.yaml"
 FINISHED = "finished.json"
-"""Written when a run has done all its steps: success is this file, not the launcher's exit code."""
+"""Written when a run has done all its steps. This file means success, not the launcher's exit code."""
 LAUNCHED = "launch.json"
 """Which launch has used it last, and the exit code its ranks have agreed on."""
 
 
 class RunFolder:
-    """A locked run folder. Close it to let another run in."""
+    """A run folder, locked until it is closed."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -42,7 +42,7 @@ class RunFolder:
 
 
 def make_run_folder(runs: Path, name: str) -> RunFolder:
-    """A new folder: runs/name, or name-2, name-3, ... A folder that exists is never written to."""
+    """Make a new folder: runs/name, or name-2, name-3, ... An existing folder is never written to."""
     if not re.fullmatch(r"[\w.+=@ -]+", name):
         raise ValueError(f"name {name!r} is not a plain folder name")
     runs.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def make_run_folder(runs: Path, name: str) -> RunFolder:
 
 
 def find_run_folder(runs: Path, name: str, resume: str) -> RunFolder:
-    """The folder to go on in.
+    """Find the folder to resume in.
 
     Args:   resume: "latest" for the newest of runs/name, name-2, ...; else the path of a run folder, or of one of its
             checkpoints.
@@ -99,7 +99,7 @@ def _may_be_called(path: Path, name: str) -> bool:
 
 
 def make_token(path: Path) -> Path:
-    """An empty file for every rank to look for: its name is new, so no network file system knows it from before."""
+    """Make an empty file for every rank to look for. Its name is new, so that no network file system has it cached."""
     token = path / f".shared-{secrets.token_hex(8)}"
     token.touch()
     return token

@@ -1,7 +1,7 @@
-"""Where a step's time, memory and bytes go, on the steps that are logged; the others cost nothing.
+"""Time, memory and received bytes of a step's phases, measured on the steps that are logged and on no others.
 
-The columns of DisCo-CLIP's Table 4, and what tells a slow rank. On a GPU the times are the device's own: events,
-read at the log point, where the host waits for the device anyway. On the CPU they are the clock's.
+These are the columns of DisCo-CLIP's Table 4, and the figures that show a slow rank. On a GPU the times come from
+events, which are read when the step is logged, where the host waits for the device anyway; on the CPU from the clock.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from torch.profiler import record_function
 from disco_ds.distributed import comm
 
 PHASES = {"step/forward": "forward", "step/loss": "loss", "step/backward and update": "update"}
-"""step.py's name for a phase -> ours. `loss` has its collectives, `update` the forwards that GradAccum repeats."""
+"""Name of a phase in step.py -> in records. `loss` includes its collectives, `update` the repeated forwards."""
 Timer = Callable[[str], AbstractContextManager[Any]]
 
 
 class Phases:
-    """One rank's measure of the sampled steps."""
+    """Measures the phases of sampled steps on one rank."""
 
     def __init__(self) -> None:
         self.peak_bytes = 0
-        """Of the accelerator's memory so far, or of this process on the CPU."""
+        """Highest memory of the accelerator so far, or of this process on the CPU."""
         self._spans: list[tuple[str, Any, Any, float, int]] = []
 
     def timer(self, sampled: bool) -> Timer:
-        """What train_step opens around each of its phases; for a step that is not sampled it takes no measure."""
+        """The context manager for the phases of the next step; it measures nothing if the step is not sampled."""
         self._spans.clear()
         return self._measure if sampled else record_function
 
     def note_peak(self) -> int:
-        """Highest memory since the last reset, in bytes; the peak so far is kept."""
+        """Highest memory since the last reset, in bytes; peak_bytes keeps the highest of all."""
         peak = _peak_resident() if _on_cpu() else get_accelerator().max_memory_allocated()
         self.peak_bytes = max(self.peak_bytes, peak)
         return peak
@@ -53,12 +53,12 @@ class Phases:
         self._spans.append((PHASES[name], start, _now(), comm.received_bytes() - received, self.note_peak()))
 
     def read(self, wait_s: float) -> dict[str, float]:
-        """What the step at hand has cost; nothing, if it was not sampled. Collective.
+        """The measurements of this step; empty if it was not sampled. Collective.
 
-        Args:    wait_s: time this rank waited for the step's data, a part of the phases'.
-        Returns: time/...: seconds, the mean over ranks, so that the phases add up to the step; memory/...: of the rank
-                 that has most; comm/received_bytes: by the loss's collectives, not by the engine's; ranks/slowest:
-                 which rank came last to the first collective, ranks/slowest_s, ranks/median_s: after how long.
+        Args:    wait_s: time that this rank waited for the step's data, which is part of the phases' times.
+        Returns: time/...: seconds, the mean over ranks, so that the phases add up to the step; memory/...: the maximum
+                 over ranks; comm/received_bytes: of the loss's collectives, not the engine's; ranks/slowest: the rank
+                 that came last to the first collective; ranks/slowest_s, ranks/median_s: the time until then.
         """
         if not self._spans:
             return {}
@@ -72,7 +72,7 @@ class Phases:
             mine["memory/reserved_bytes"] = get_accelerator().max_memory_reserved()
         row = torch.tensor([list(mine.values())], dtype=torch.float64, device=comm.local_device())
         ranks = comm.gather(row).cpu()
-        # Of the forward, in which data are waited for: at ZeRO 3 it has collectives, so that the others wait in it too.
+        # A rank waits for its data in the forward. At ZeRO 3 that has collectives, so the other ranks wait in it too.
         arrivals = ranks[:, list(mine).index("time/forward_s")]
         means, most, last = ranks.mean(0).tolist(), ranks.amax(0).tolist(), int(arrivals.argmax())
         values = {name: (means if name.startswith("time/") else most)[k] for k, name in enumerate(mine)}

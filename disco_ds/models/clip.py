@@ -1,7 +1,7 @@
-"""The open_clip model a run trains, made fit for DeepSpeed: [1]-shaped scale, one forward, locked towers, groups.
+"""Builds the open_clip model that a run trains, fit for DeepSpeed: a scale of shape [1], one forward, locked towers.
 
-Not here: the loss (losses/), the optimizer and precision (engine.py). The module stays open_clip's own, so its
-state_dict has open_clip's keys.
+The module stays open_clip's own, so its state_dict has open_clip's keys. The loss is in losses/, the optimizer and
+precision in training/engine.py.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from disco_ds.config import PACKAGE, ModelSettings
+from disco_ds.config.hints import did_you_mean
 from disco_ds.models import convnet  # noqa: F401  (registers disco_convnet with timm)
 
 logger = logging.getLogger(__name__)
 
 Features = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]
-"""(image [b, D], text [b, D], scale [1], bias [1]); unit rows in fp32; None: not asked for, or not there."""
+"""(image [b, D], text [b, D], scale [1], bias [1]), unit rows in fp32; None: not given, or no bias."""
 
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """What the model's images look like, from open_clip's preprocess_cfg."""
+    """Size and normalisation of the model's images, from open_clip's preprocess_cfg."""
 
     size: tuple[int, int]
     mean: tuple[float, ...]
@@ -47,16 +48,16 @@ def build_model(
     initial_bias: float | None = None,
     learns_scale: bool = True,
 ) -> nn.Module:
-    """The open_clip model of `settings`, in fp32 on the CPU, whose forward is this file's `forward`.
+    """Build the open_clip model of `settings`, in fp32 on the CPU, with this file's `forward`.
 
-    Args:   initial_scale: exp of the initial logit_scale; initial_bias: None for no bias; both as the loss wants them.
-    Raises: ValueError for an unknown model, weights that are missing or do not fit, or what the model cannot do.
+    Args:   initial_scale: exp of the initial logit_scale; initial_bias: None for no bias; both come from the loss.
+    Raises: ValueError for an unknown model, weights that are missing or do not fit, or settings it does not support.
     """
     name = register_config(settings.name)
     if settings.pretrained is not None and not settings.pretrained.is_file():
         raise ValueError(f"model.pretrained: no file {settings.pretrained}; only local weights are loaded")
     try:
-        logging.disable(logging.WARNING)  # open_clip warns of random weights, which is what a training run wants
+        logging.disable(logging.WARNING)  # open_clip warns of random weights, with which training begins
         model = open_clip.create_model(
             name,
             pretrained=str(settings.pretrained) if settings.pretrained is not None else None,
@@ -67,7 +68,7 @@ def build_model(
             init_logit_bias=initial_bias,
         )
     except Exception as error:
-        # A config or a weight file that is wrong fails wherever torch, timm or pickle notices.
+        # A wrong config or weight file may fail anywhere in torch, timm or pickle.
         raise ValueError(
             f"model {settings.name}: open_clip could not build it: {type(error).__name__}: {error}"
         ) from error
@@ -110,7 +111,7 @@ def forward(model: Any, image: Tensor | None = None, text: Tensor | None = None)
 
 
 def _normalise(model: Any, image: Tensor) -> Tensor:
-    """(pixels - mean) / std in one pass over the images, in the precision that the tower's first layer computes in."""
+    """(pixels - mean) / std in one pass over the images, in the precision of the tower's first layer."""
     device = image.device
     factor, offset = pixel_affine(
         model.image_mean, model.image_std, 255.0 if image.dtype == torch.uint8 else 1.0, device
@@ -119,7 +120,7 @@ def _normalise(model: Any, image: Tensor) -> Tensor:
     dtype = torch.get_autocast_dtype(device.type) if autocast else model.logit_scale.dtype
     # Convolutions run faster on channels_last.
     out = torch.empty(image.shape, dtype=dtype, device=device, memory_format=torch.channels_last)
-    return torch.addcmul(offset, image, factor, out=out)  # computed in fp32, whatever goes in and comes out
+    return torch.addcmul(offset, image, factor, out=out)  # computed in fp32, whatever the dtypes of input and output
 
 
 @lru_cache
@@ -141,7 +142,7 @@ def unit_rows(x: Tensor) -> Tensor:
 
 
 def trained_sides(model: Any) -> dict[str, bool]:
-    """Whether the features that forward gives for its arguments `image` and `text` have a gradient."""
+    """By argument of `forward`, "image" and "text": True if its features have a gradient."""
     image = any(parameter.requires_grad for parameter in model.visual.parameters())
     # open_clip's CLIP keeps its text tower's parameters beside its own.
     text = any(
@@ -162,7 +163,7 @@ def read_preprocessing(model: nn.Module) -> Preprocessing:
 
 
 def read_architecture(settings: ModelSettings) -> dict[str, Any]:
-    """open_clip's config of the model: what its name stands for."""
+    """open_clip's config of the model, which its name stands for."""
     return open_clip.get_model_config(register_config(settings.name))
 
 
@@ -211,13 +212,9 @@ def register_config(name: str) -> str:
         return path.stem
     known = open_clip.list_models()
     if name not in known:
-        import difflib
-
-        close = difflib.get_close_matches(name, known, n=3)
-        ours = ", ".join(sorted(item.stem for item in bundled.glob("*.json")))
-        raise ValueError(
-            f"unknown model {name!r}; nearest: {', '.join(close) or 'none'}; ours: {ours}; or a .json file"
-        )
+        ours = sorted(item.stem for item in bundled.glob("*.json"))
+        hint = did_you_mean(name, [*known, *ours])
+        raise ValueError(f"unknown model {name!r}{hint}; one of open_clip's, of ours ({', '.join(ours)}), or a .json")
     return name
 
 

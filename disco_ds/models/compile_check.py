@@ -1,9 +1,9 @@
-"""Which modules of a model draw random numbers in training, and the settings under which they may be compiled.
+"""Finds the modules of a model that draw random numbers in training, and refuses to compile them where it is unsafe.
 
 GradAccum runs a micro-batch's forward twice, without gradients and with them, and restores the generators in between.
 torch.compile makes a graph of each, and random numbers of two graphs need not be equal: their order is the compiler's
-(pytorch issue 192635), and on CUDA so are their offsets, up to wrong masks (issue 198333, which has the same for
-activation checkpointing). On a CPU they have been equal; that proves nothing for a GPU.
+(pytorch issue 192635), and on CUDA so are their offsets, up to wrong masks (issue 198333, also for activation
+checkpointing). That they have been equal on a CPU proves nothing for a GPU.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def check_compiled(config: Config, model: Any, ranks: int) -> None:
         return
     try:
         names = find_draws(model)
-    except Exception as error:  # a module that does more than look at shapes
-        found = f"of which it cannot be told whether it draws random numbers ({type(error).__name__}: {error})"
+    except Exception as error:  # a module may need real data, not only shapes
+        found = f"which may draw random numbers: tracing it failed ({type(error).__name__}: {error})"
     else:
         if not names:
             return
@@ -46,7 +46,7 @@ def check_compiled(config: Config, model: Any, ranks: int) -> None:
 
 
 def find_draws(model: Any) -> list[str]:
-    """Names of the innermost modules that draw random numbers in training, in the towers that are trained."""
+    """Names of the innermost modules of the trained towers that draw random numbers in training."""
     modes = {module: module.training for module in model.modules()}
     model.train()
     try:
@@ -61,7 +61,7 @@ def find_draws(model: Any) -> list[str]:
 
 
 class Draws(TorchDispatchMode):
-    """Notes the module in which an operation that draws from a generator is called."""
+    """Collects the modules that call an operation which draws from a generator."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """A small convolutional image tower for 32-pixel images, registered with timm as `disco_convnet`.
 
-Importing this file is what makes it known to timm, and so to open_clip: an export that uses it loads once disco_ds is
-imported. No batch statistics: its gradient does not depend on how a batch is cut.
+Importing this file registers it with timm, and so with open_clip; an export that uses it needs that import. It has no
+batch statistics, so its gradient does not depend on how a batch is cut.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class ConvNet(nn.Module):
         super().__init__()
         blocks: list[nn.Module] = []
         for stage, (before, after) in enumerate(pairwise((3, *WIDTHS))):
-            # A stride costs less than pooling where the image is large, and learns as well here.
+            # On the full image a stride costs less than pooling; it learns as well here.
             blocks.append(nn.Conv2d(3, after, 5, 2, 2) if stage == 0 else nn.Conv2d(before, after, 3, padding=1))
-            # A group per channel takes a vendor's contrast and colours out: better than groups of 4 or 8 channels.
+            # One group per channel removes a vendor's contrast and colours; groups of 4 or 8 channels are worse.
             blocks.append(nn.GroupNorm(after, after))
             if 0 < stage < len(WIDTHS) - 1:
                 blocks.append(nn.MaxPool2d(2))
@@ -52,7 +52,7 @@ class ConvNet(nn.Module):
 
 @register_model
 def disco_convnet(pretrained: bool = False, num_classes: int = 128, **keywords: Any) -> ConvNet:
-    """timm's constructor. It has no pretrained weights, one way of pooling, and nothing to drop."""
+    """The constructor for timm. There are no pretrained weights, one kind of pooling, and no dropout."""
     refused = [name for name in keywords if name.startswith("drop") or name == "patch_drop_rate"]
     if pretrained or refused:
         raise ValueError(f"disco_convnet has no pretrained weights and no {', '.join(refused) or 'dropout'}")

@@ -1,4 +1,4 @@
-"""What a sample costs in floating-point operations, and what a device does at best: the two sides of MFU."""
+"""The two sides of MFU: floating-point operations per sample, and the peak rate of the devices."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 def peak_samples_per_s(model: Any, peak_flops: float | None) -> float | None:
-    """Samples per second of all ranks if their devices did the model's operations at their peak and nothing else.
+    """Samples per second of all ranks if their devices did nothing but the model's operations, at their peak rate.
 
-    Args:    model: open_clip's, before an engine has it; peak_flops: of one device, None: as gpus.py has it.
-    Returns: None where the device is not known, or the operations cannot be counted.
+    Args:    model: open_clip's, before an engine has it; peak_flops: of one device, None: from gpus.py.
+    Returns: None if the device is not known, or the operations cannot be counted.
     """
     accelerator = get_accelerator()
     if peak_flops is None and accelerator.device_name() == "cuda":
@@ -31,16 +31,16 @@ def peak_samples_per_s(model: Any, peak_flops: float | None) -> float | None:
         return None
     try:
         return comm.size() * peak_flops / count_flops(model)
-    except Exception as error:  # a module that does more than look at shapes
+    except Exception as error:  # a module may need real data, not only shapes
         if comm.rank() == 0:
             logger.warning("no MFU: the model's operations could not be counted: %s: %s", type(error).__name__, error)
         return None
 
 
 def count_flops(model: Any) -> int:
-    """Floating-point operations of one sample's forward and backward, each once: what is recomputed does not count.
+    """Floating-point operations of one sample's forward and backward, without those that are recomputed.
 
-    Of matrix products and convolutions, on tensors without data; the model stays as it is.
+    Counts matrix products and convolutions, on tensors without data; the model is not changed.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -54,7 +54,7 @@ def count_flops(model: Any) -> int:
 
 
 def forward_on_meta(model: Any, side: str) -> None:
-    """One sample's forward through one side, "image" or "text", on tensors without data; nothing is compiled."""
+    """Run one sample through one side, "image" or "text", on tensors without data; nothing is compiled."""
     tensors = {name: each.detach().to("meta") for name, each in chain(model.named_parameters(), model.named_buffers())}
     image = torch.empty(1, 3, *read_preprocessing(model).size, device="meta")
     text = torch.zeros(1, read_text_size(model)[0], dtype=torch.long, device="meta")

@@ -1,10 +1,11 @@
-"""GPUs by name: memory as torch reports it, and what their makers promise."""
+"""GPUs by name: memory as torch reports it, and the rates of the data sheets."""
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass, replace
+
+from disco_ds.config.hints import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -12,13 +13,13 @@ class Gpu:
     name: str
     gib: float
     device: str = ""
-    """What torch calls it, as a pattern, after NVIDIA and GeForce."""
+    """Pattern of the name in torch, after NVIDIA and GeForce."""
     half: float = 0.0
-    """TFLOP/s of dense products in bf16 or fp16, with fp32 sums; 0: not known."""
+    """TFLOP/s of dense products in bf16 or fp16 with fp32 sums; 0: unknown."""
     tf32: float = 0.0
     fp32: float = 0.0
     link: float = 0.0
-    """GB/s that it receives from the others of its host."""
+    """GB/s that it receives from the other GPUs of its host."""
 
 
 GPUS = {
@@ -39,18 +40,18 @@ GPUS = {
         Gpu("RTX-3090", 23.5, "RTX 3090", 71, 35.6, 35.6, 32),
     )
 }
-"""Rates as in the makers' data sheets (dense, without sparsity); a link of 32 is PCIe 4, one of 64 PCIe 5, since NVLink
-bridges join a few cards only."""
+"""Rates of the makers' data sheets, without sparsity. A link of 32 is PCIe 4 and one of 64 is PCIe 5, because NVLink
+bridges join only a few cards."""
 
 
 def recognise(device: str) -> Gpu | None:
-    """The GPU that torch calls by this name; None if it is not known, or a part or variant of one that is."""
+    """The GPU of this name in torch; None if it is unknown, or only a part or variant of a known one."""
     found = (gpu for gpu in GPUS.values() if re.fullmatch(rf"(NVIDIA )?(GeForce )?({gpu.device})", device))
     return next(found, None)
 
 
 def find_gpu(text: str, tflops: float | None = None, link: float | None = None) -> Gpu:
-    """A GPU of GPUS, or one of so many GiB; tflops (of all its products) and link replace what it has.
+    """A GPU of GPUS by name, or one of so many GiB; tflops (of all products) and link replace its own rates.
 
     Raises: ValueError for another name, or a memory that is not positive.
     """
@@ -58,9 +59,8 @@ def find_gpu(text: str, tflops: float | None = None, link: float | None = None) 
     try:
         gpu = known[text.lower()] if text.lower() in known else Gpu(f"{float(text):g} GiB", float(text))
     except ValueError:
-        close = difflib.get_close_matches(text.lower(), known, n=1, cutoff=0.4)
-        hint = f"did you mean {known[close[0]].name}? " if close else ""
-        raise ValueError(f"--gpu-memory {text}: {hint}a number of GiB, or one of {', '.join(GPUS)}") from None
+        hint = did_you_mean(text, GPUS)
+        raise ValueError(f"--gpu-memory {text}: a number of GiB, or one of {', '.join(GPUS)}{hint}") from None
     if not 0 < gpu.gib < float("inf"):
         raise ValueError(f"--gpu-memory {text}: the memory of a GPU is a positive number of GiB")
     if tflops is not None:

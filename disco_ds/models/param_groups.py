@@ -1,6 +1,6 @@
-"""Which parameters the optimizer treats alike: a tower's learning rate and weight decay, and those of its layers.
+"""Groups of parameters with their learning rate and weight decay, by tower and by layer.
 
-The only place that says what is decayed. The optimizer itself is in engine.py.
+Which parameters are decayed is decided only here. The optimizer itself is built in training/engine.py.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ LAYERS = {
     r"|transformer\.embeddings)\b",
     "blocks": [(PATH + r"layer(\d)\.(\d+)\.", None), (PATH + r"(?:resblocks|layers?|blocks?|h)\.(\d+)\.", None)],
 }
-"""Of open_clip's own towers and of Hugging Face's, as timm's group_matcher; timm's models bring their own."""
+"""A group_matcher, as timm calls it, for open_clip's own towers and Hugging Face's; timm's models have their own."""
 
 
 def parameter_groups(model: nn.Module, settings: OptimSettings) -> list[dict[str, Any]]:
-    """Trained parameters as optimizer groups: matrices (decayed), vectors and the scale (not decayed).
+    """The trained parameters as optimizer groups: matrices (decayed), vectors and the scale (not decayed).
 
-    Each has a `name`, its `weight_decay`, and `lr_factor`, by which the learning rate is multiplied. Where a tower has
-    settings of its own there is a group for each tower, and with `layer_decay` for each layer (stem, blocks, the rest).
-    DeepSpeed drops empty groups and renumbers, so none is empty, and a group is found by its name.
+    Each group has a `name`, its `weight_decay`, and `lr_factor`, which multiplies the learning rate. If a tower has
+    settings of its own there is a group for each tower, and with `layer_decay` one for each layer (stem, blocks, the
+    rest). No group is empty, because DeepSpeed would drop it and renumber the others; a group is found by its name.
 
-    Raises: ValueError for `layer_decay` on a tower whose layers are not known.
+    Raises: ValueError for `layer_decay` on a tower whose layers are unknown.
     """
     towers = {"image": settings.image, "text": settings.text}
     layers = {side: number_layers(model, side) for side, tower in towers.items() if tower.layer_decay < 1}
@@ -48,24 +48,24 @@ def parameter_groups(model: nn.Module, settings: OptimSettings) -> list[dict[str
             if side in layers:
                 depth = layers[side][name]
                 factor *= tower.layer_decay ** (max(layers[side].values()) - depth)
-        words = [side if split else "", kind, str(depth) if side in layers else ""]
+        labels = [side if split else "", kind, str(depth) if side in layers else ""]
         group = groups.setdefault(
-            (KINDS.index(kind), words[0], depth),
-            {"name": " ".join(filter(None, words)), "params": [], "weight_decay": decay, "lr_factor": factor},
+            (KINDS.index(kind), labels[0], depth),
+            {"name": " ".join(filter(None, labels)), "params": [], "weight_decay": decay, "lr_factor": factor},
         )
         group["params"].append(parameter)
     return [groups[key] for key in sorted(groups)]
 
 
 def _is_visual(name: str) -> bool:
-    """open_clip's CLIP keeps its text tower's parameters beside its own."""
+    """Return True for a parameter of the image tower. In open_clip's CLIP those of the text tower have no prefix."""
     return name.startswith("visual.")
 
 
 def number_layers(model: Any, side: str) -> dict[str, int]:
-    """Parameter of this tower -> its layer: 0 the stem, then the blocks, last what follows them.
+    """The layer of each parameter of this tower: 0 is the stem, then come the blocks, then all that follows them.
 
-    Raises: ValueError where no blocks are found.
+    Raises: ValueError if no blocks are found.
     """
     matcher: Any = LAYERS
     tower, prefix = (model.visual, "visual.") if side == "image" else (model, "")
@@ -75,9 +75,7 @@ def number_layers(model: Any, side: str) -> dict[str, int]:
     found = {prefix + name: layer for name, layer in group_parameters(tower, matcher, reverse=True).items()}
     last = max(found.values())
     if last < 2:
-        raise ValueError(
-            f"optim.{side}.layer_decay: the layers of this model's {side} tower are not known; leave it out"
-        )
-    # What follows a trunk is not in it.
+        raise ValueError(f"optim.{side}.layer_decay: the layers of this model's {side} tower are unknown; leave it out")
+    # Parameters that follow a trunk are not part of it, so they get the last layer.
     own = (name for name, _ in model.named_parameters() if _is_visual(name) == (side == "image"))
     return {name: found.get(name, last) for name in own if name not in SCALES}

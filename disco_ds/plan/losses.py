@@ -37,17 +37,17 @@ def loss_cost(name: str, options: dict[str, object], b: int, N: int, D: int, num
     units, of_features, of_gradients = _work(loss, N)
     device, sent = torch.device("cuda"), 4
     if isinstance(loss, TiledLoss):
-        sent = loss.wire.itemsize if loss.wire else _held_itemsize(loss, device) or 4
+        sent = loss.comm_dtype.itemsize if loss.comm_dtype else _held_itemsize(loss, device) or 4
     per_sample = 0
     if isinstance(loss, FastCLIPLoss):
-        per_sample = 68 if loss.tau_per_sample else 16
+        per_sample = 68 if loss.tau_step else 16
     return LossCost(
         peak=loss_peak(loss, b, N, D, device),
         state=per_sample * -(-num_samples // N),
         state_on_host=isinstance(loss, FastCLIPLoss) and loss.memory == "host",
         flops=units * 2 * b * B * D,
         precision=loss.tiling.on(device).precision if isinstance(loss, TiledLoss) else "fp32",
-        wire=B * D * (of_features * sent + of_gradients * 4) if N > 1 else 0,
+        received_bytes=B * D * (of_features * sent + of_gradients * 4) if N > 1 else 0,
     )
 
 
@@ -91,9 +91,9 @@ def _tiled_peak(loss: TiledLoss, b: int, N: int, D: int, device: torch.device) -
     own, columns = 4 * b * D, 4 * num_columns * D
     rounded = _held_itemsize(loss, device)
     held = b * D * (rounded or 0)
-    sent_itemsize = loss.wire.itemsize if loss.wire else rounded or 4
+    sent_itemsize = loss.comm_dtype.itemsize if loss.comm_dtype else rounded or 4
     sent = num_columns * D * sent_itemsize
-    copied = bool(rounded or loss.wire)  # features are copied to the dtype in which they are sent
+    copied = bool(rounded or loss.comm_dtype)  # features are copied to the dtype that is sent
     if ring:
         # The gradient of the rows, gradients of columns on the ring, blocks of features, and a copy of one's own.
         gathered, reduced = sent * (min(N - 1, 2) + copied), 0
@@ -126,8 +126,8 @@ def _tile(loss: TiledLoss, n: int, m: int, D: int, device: torch.device) -> int:
     on_gpu = device.type == "cuda"
     factor = 2 if on_gpu and tiling.precision in ("fp16", "bf16") else 4
     if on_gpu and tiling.impl != "torch":
-        tile = factor  # Triton writes the weights once, in the dtype in which they are multiplied
-    else:  # torch holds them in fp32 with a copy, and more copies where each row has its own scale
-        tile = 4 * (4 if isinstance(loss, FastCLIPLoss) and loss.tau_per_sample else 2) + factor * (factor == 2)
-    sent_otherwise = factor * columns * D if loss.wire and loss.wire.itemsize != factor else 0
+        tile = factor  # Triton writes weights once, as they are multiplied
+    else:  # torch has them in fp32, with a copy, and several where each row has its own scale
+        tile = 4 * (4 if isinstance(loss, FastCLIPLoss) and loss.tau_step else 2) + factor * (factor == 2)
+    sent_otherwise = factor * columns * D if loss.comm_dtype and loss.comm_dtype.itemsize != factor else 0
     return tile * rows * columns + sent_otherwise

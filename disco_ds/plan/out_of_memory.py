@@ -14,6 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from disco_ds.config import Config
 from disco_ds.config.ds_config import stage
 from disco_ds.distributed import comm
+from disco_ds.distributed.device_memory import is_out_of_memory
 from disco_ds.losses import build_loss
 
 GIB = 2**30
@@ -46,7 +47,7 @@ def explained(config: Config, phase: Callable[[], str], report: Callable[[str], 
     try:
         yield
     except RuntimeError as error:
-        if not comm.is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         where = phase()
         text = f"out of memory in {where}: {_first_line(error)}"

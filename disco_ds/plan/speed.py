@@ -57,7 +57,7 @@ def plan_speed(config: Config, ranks: int, towers: Towers, rates: Rates) -> Spee
     cost = loss_cost(config.loss.name, config.loss.options, config.global_batch // ranks, ranks, towers.width)
     # All micro-batches but the last are forwarded once more, without a graph.
     flops = (K - 1) * towers.replay_flops + K * towers.flops
-    received = cost.wire + (_count_engine(config, ranks, K, towers) if ranks > 1 else 0)
+    received = cost.received_bytes + (_count_engine(config, ranks, K, towers) if ranks > 1 else 0)
     return Speed(
         towers_s=flops / rates.flops(kind),
         loss_s=cost.flops / rates.flops(cost.precision),

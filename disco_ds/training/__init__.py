@@ -1,1 +1,1 @@
-"""A run: what it is built of, the loop, the step, DeepSpeed's engine, checkpoints and going on from them."""
+"""Training: a run and what it is built of, the loop, the step, the DeepSpeed engine, checkpoints and resuming."""

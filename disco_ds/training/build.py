@@ -1,6 +1,6 @@
-"""Everything a run is made of, built from its settings in an order that finds mistakes before work is done.
+"""Builds what a run is made of from its settings, in an order that finds mistakes before work is done.
 
-Not the run itself: that is loop.py.
+The run itself is loop.py's.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import random
 import shutil
 import socket
 from contextlib import ExitStack, suppress
@@ -16,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy
-import torch
+from deepspeed.runtime.utils import set_random_seed
 from torch import nn
 
 from disco_ds.config import Config, render_ds_config
@@ -56,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Run:
-    """Everything a run is made of, once it is built."""
+    """What a run is made of, once it is built."""
 
     config: Config
     folder: Path
@@ -68,41 +66,42 @@ class Run:
     image: ImageSpec
     tokenizer: Any
     sets: list[ImageSet]
-    """To evaluate on."""
+    """The sets to evaluate on."""
     identity: dict[str, Any]
     first_step: int
     heart: Heartbeat
     copies: Copies | None
     failed_saves: int = 0
-    """In a row."""
+    """Saves that have failed in a row."""
 
 
 def build(config: Config, resume: str | None, stack: ExitStack, unattended: bool = False) -> Run:
-    """Everything, in an order that finds mistakes before work is done. Collective.
+    """Build a run: data, model, the checkpoint to resume from, loader, folder, engine, in this order. Collective.
 
-    Args:   resume: "latest", a run folder to go on in, or one of its checkpoints; None for a new one; stack: closes
-            what is opened; unattended: an older checkpoint is taken where the newest is damaged.
+    Args:   resume: "latest", a run folder to resume in, or one of its checkpoints; None for a new run; stack: closes
+            what is opened here; unattended: take an older checkpoint where the newest is damaged.
     Raises: ValueError on every rank alike.
     """
     heart = stack.enter_context(Heartbeat(config.lost_after_s, config.timeout_s))
     share = share_host()
-    render_ds_config(config, comm.size())  # for its mistakes; the run's own needs the run folder
+    render_ds_config(config, comm.size())  # only to refuse mistakes early; the run's own names the run folder
     loss = choose_loss(config)
     sources, sets = open_sources(config)
     model, tokenizer, image = build_towers(config, loss)
     identity = identify(config, sources)
-    # A checkpoint is chosen before the loader, which goes on from its cursor; a new folder is made when all else fits.
+    # The checkpoint is chosen before the loader, which starts at its cursor. A new folder is made only when the
+    # settings have turned out to fit together.
     folder = open_folder(config, resume, stack) if resume else None
     saved = choose(folder, resume, config, identity, unattended) if folder and resume else None
     first_step = saved.step if saved else 0
-    with comm.together("data"):
+    with comm.all_or_none("data"):
         loader = build_loader(config, sources, model, image, tokenizer, saved, share)
     stack.callback(loader.close)
     loss.set_num_samples(loader.num_samples, config.num_steps * config.global_batch)
     folder = folder or open_folder(config, None, stack)
     heart.folder = collect_in(folder)
     ds_config = write_settings(config, folder)
-    best_pace = peak_samples_per_s(model, config.log.peak_flops)  # before ZeRO takes the parameters apart
+    best_pace = peak_samples_per_s(model, config.log.peak_flops)  # before ZeRO partitions the parameters
     engine = start_engine(config, model, loss, ds_config, saved)
     write_events = engine.monitor.write_events
     metrics = Metrics(folder, write_events, config.global_batch, config.num_steps, first_step, best_pace)
@@ -126,28 +125,28 @@ def build(config: Config, resume: str | None, stack: ExitStack, unattended: bool
 
 
 def choose_loss(config: Config) -> Loss:
-    """The loss on this rank's device. Collective.
+    """Build the loss on this rank's device. Collective.
 
     Raises: ValueError for one that does not exist, or does not fit the optimizer.
     """
-    with comm.together("loss"):  # a person's own may be missing on one host
+    with comm.all_or_none("loss"):  # a user's own may be missing on one host
         loss = build_loss(config.loss.name, **config.loss.options)
     loss.to(comm.local_device())
     if config.optim.tau_lr is not None and not loss.learns_scale:
-        raise ValueError(f"optim.tau_lr is of a learned logit scale, and loss {config.loss.name} learns none")
+        raise ValueError(f"optim.tau_lr is for a learned logit scale, and loss {config.loss.name} learns none")
     return loss
 
 
 def open_sources(config: Config) -> tuple[list[Source], list[ImageSet]]:
     """What to train on and what to evaluate on. Collective."""
-    with comm.together("data"):
+    with comm.all_or_none("data"):
         return load_sources(config.data), load_sets(config.eval, config.data)
 
 
 def build_towers(config: Config, loss: Loss) -> tuple[nn.Module, Any, ImageSpec]:
-    """The model, equal on every rank, its tokenizer, and the images it takes. Collective."""
-    with comm.together("model"):
-        seed_generators(config.seed)
+    """Build the model, equal on every rank, its tokenizer, and the description of its images. Collective."""
+    with comm.all_or_none("model"):
+        set_random_seed(config.seed)
         model = build_model(config.model, loss.initial_scale, loss.initial_bias, loss.learns_scale)
         check_compiled(config, model, comm.size())
         tokenizer = build_tokenizer(config.model, model)
@@ -156,7 +155,7 @@ def build_towers(config: Config, loss: Loss) -> tuple[nn.Module, Any, ImageSpec]
 
 
 def identify(config: Config, sources: list[Source]) -> dict[str, Any]:
-    """What may not change when the run goes on: see checkpoint.identity."""
+    """The settings that must not change when the run is resumed: see checkpoint.identity."""
     # Synthetic data are identified by data.num_samples, which is one of the settings compared.
     data = "synthetic" if config.data.source == "synthetic" else fingerprint(config.data, sources)
     return checkpoint.identity(config, data, read_architecture(config.model))
@@ -165,9 +164,9 @@ def identify(config: Config, sources: list[Source]) -> dict[str, Any]:
 def start_engine(
     config: Config, model: nn.Module, loss: Loss, ds_config: dict[str, Any], saved: Saved | None
 ) -> Engine:
-    """The engine, new or as the checkpoint left it, and the loss with it; newer checkpoints stand back. Collective."""
-    # Dropout must differ between ranks; the weights, which are drawn by now, must not.
-    seed_generators(config.seed + 1 + comm.rank())
+    """Build the engine, new or restored with the loss from a checkpoint; newer ones are set aside. Collective."""
+    # The weights, drawn before, must be equal on all ranks; dropout, drawn from here on, must differ.
+    set_random_seed(config.seed + 1 + comm.rank())
     if saved is None:
         return build_engine(model, config.optim, ds_config)
     engine = restore(saved, config, model, ds_config)
@@ -178,19 +177,12 @@ def start_engine(
 
 
 def start_copies(config: Config, folder: Path, stack: ExitStack) -> Copies | None:
-    """What runs the user's command on every checkpoint; on rank 0, if there is one."""
+    """Start the copying of checkpoints by the user's command; on rank 0, and if there is a command."""
     if not config.checkpoint.copy_command or comm.rank() != 0:
         return None
     copies = Copies(config.checkpoint.copy_command, folder / "copies.log")
     stack.callback(copies.close)
     return copies
-
-
-def seed_generators(seed: int) -> None:
-    """Every generator a model may draw from."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
 
 
 def build_loader(
@@ -215,10 +207,10 @@ def build_loader(
 
 
 def open_folder(config: Config, resume: str | None, stack: ExitStack) -> Path:
-    """The run's folder, made or found and locked by rank 0, known to all and shared by all. Collective."""
+    """The run's folder, which rank 0 makes or finds and locks, and every rank must see. Collective."""
     opened: RunFolder | None = None
     token: Path | None = None
-    with comm.together("run folder"):
+    with comm.all_or_none("run folder"):
         if comm.rank() == 0:
             runs, name = config.runs, config.name
             opened = find_run_folder(runs, name, resume) if resume else make_run_folder(runs, name)
@@ -237,9 +229,9 @@ def open_folder(config: Config, resume: str | None, stack: ExitStack) -> Path:
 
 
 def check_shared(token: Path) -> None:
-    """Every rank must see rank 0's file and may write beside it; rank 0 removes it. Collective.
+    """Check that every rank sees rank 0's file and may write beside it; rank 0 then removes it. Collective.
 
-    Raises: ValueError on every rank alike, naming the hosts and ranks that do not.
+    Raises: ValueError on every rank alike, naming the hosts and ranks that cannot.
     """
     sees = os.path.exists(token) and os.access(token.parent, os.W_OK)
     reports = comm.gather_objects((socket.gethostname(), sees))
@@ -259,9 +251,9 @@ def check_shared(token: Path) -> None:
 
 
 def write_settings(config: Config, folder: Path) -> dict[str, Any]:
-    """config.yaml and ds_config.json: what this run really uses. Returns: the ds_config. Collective."""
+    """Write config.yaml and ds_config.json, the settings that this run really uses. Returns: the latter. Collective."""
     ds_config = render_ds_config(config, comm.size(), folder)
-    with comm.together(f"writing the settings into {folder}"):
+    with comm.all_or_none(f"writing the settings into {folder}"):
         if comm.rank() == 0:
             (folder / CONFIG).write_text(config.to_yaml(), encoding="utf-8")
             (folder / "ds_config.json").write_text(json.dumps(ds_config, indent=2) + "\n", encoding="utf-8")

@@ -1,12 +1,12 @@
 """Checkpoints: DeepSpeed's files plus what DeepSpeed does not keep (data cursor, RNG and loss state of every rank).
 
 A checkpoint is written under a temporary name and completed by one rename, so a folder called step-NNNNNNNN is whole.
-Nothing of a file is parsed before its SHA-256 is known to be what was written: that takes the place of zip's CRC, which
-torch does not look at in a mapped file. A run's folder of checkpoints is retention.py's.
+No file is parsed before its SHA-256 has been compared, which takes the place of zip's CRC: torch does not check that in
+a mapped file. The folder of a run's checkpoints is retention.py's.
 checkpoints/step-00000100/
     checkpoint.json   step, settings, size and SHA-256 of all files; written last
     engine/           DeepSpeed's: pickles of its own classes, so as trusted as code
-    rank_00000.pt     ours, one per rank: tensors and plain values
+    rank_00000.pt     ours, one per rank: tensors and plain values only
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from deepspeed.accelerator import get_accelerator
 
 from disco_ds.config import Config
 from disco_ds.config.ds_config import precision, stage
+from disco_ds.config.renamed import translate_renamed
 from disco_ds.distributed import comm
 from disco_ds.metrics.run_folder import CHECKPOINTS
 from disco_ds.training.disk import write_tensors
@@ -45,21 +46,21 @@ MODEL_MAY_CHANGE = {"name", "pretrained", "activation_checkpointing", "compile"}
 """The name is compared by what it stands for; the weights come from the checkpoint."""
 
 TRAVEL = ("overlap_comm", "reduce_bucket_size")
-"""Settings of ZeRO that say how gradients are reduced, not which rank holds what."""
+"""ZeRO settings of the way gradients travel, which do not change what each rank holds."""
 
 FORMER_DEFAULTS = {"loss.name": "disco"}
-"""Former defaults of settings: an older run that does not name the setting has this value."""
+"""Former defaults of settings, which an older run has if its recipe left the setting out."""
 
 _REBUILD = numpy.empty(0).__reduce__()[0]
 _NUMPY: list[Any] = [numpy.ndarray, numpy.dtype, type(numpy.dtype("uint32"))]
 _NUMPY += [(_REBUILD, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]
-"""Classes that an array of integers is unpickled from, in our own files of format 4."""
+"""Classes that arrays of integers are unpickled from, in the ranks' files of format 4."""
 
 
 def identity(config: Config, fingerprint: str, architecture: dict[str, Any]) -> dict[str, Any]:
-    """What must stay the same over a resume, by the names a user knows.
+    """The settings that must stay the same when a run is resumed, by the names that a user knows.
 
-    Args: fingerprint: of the shards; architecture: open_clip's config of the model, whatever file it came from.
+    Args: fingerprint: of the shards; architecture: open_clip's config of the model, from whatever file.
     """
     moved = {"sources": {"__all__": {"shards", "manifest", "source", "options"}}}
     data = config.data.model_dump(mode="json", exclude={**dict.fromkeys(MAY_CHANGE, True), **moved})
@@ -76,7 +77,7 @@ def identity(config: Config, fingerprint: str, architecture: dict[str, Any]) -> 
 
 
 def shape(config: Config, ranks: int) -> dict[str, Any]:
-    """What says who holds what. It may change over a resume, by way of reshape.py."""
+    """The settings that decide which rank holds what. They may change when a run is resumed, see reshard.py."""
     return {
         "ranks": ranks,
         "stage": stage(config.deepspeed),
@@ -106,24 +107,24 @@ def save(
     """
     final = folder / CHECKPOINTS / f"step-{meta['step']:08d}"
     partial = final.with_name(f".{final.name}.partial")
-    with comm.together(f"preparing {partial}"):
+    with comm.all_or_none(f"preparing {partial}"):
         if comm.rank() == 0:
             if partial.exists():
                 shutil.rmtree(partial)
             partial.mkdir(parents=True)
     engine.save_checkpoint(str(partial), tag=ENGINE, save_latest=False)
-    with comm.together(f"writing {partial}"):
+    with comm.all_or_none(f"writing {partial}"):
         engine.checkpoint_engine.raise_error()
         ours = {"rng": _rng_state(), "data": data_state, "loss": loss_state}
         write_tensors(ours, partial / f"rank_{comm.rank():05d}.pt")
     names = _list_files(partial)
     sums: dict[str, str] = {}
-    with comm.together(f"checking {partial}"):
+    with comm.all_or_none(f"checking {partial}"):
         for name in names[comm.rank() :: comm.size()]:
             _sync(partial / name)
             sums[name] = _checksum(partial / name)
     checked = {name: value for part in comm.gather_objects(sums) for name, value in part.items()}
-    with comm.together(f"completing {final}"):
+    with comm.all_or_none(f"completing {final}"):
         if comm.rank() == 0:
             _complete(partial, final, {"format": FORMAT, **meta}, checked)
     return final
@@ -131,12 +132,12 @@ def save(
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint of which nothing is parsed that is not what was written."""
+    """A checkpoint on the disk, whose files are verified before they are parsed."""
 
     path: Path
     meta: dict[str, Any]
     verified: set[str] = field(default_factory=set)
-    """Files known to be what was written."""
+    """Names of files whose checksum has been compared."""
 
     @property
     def step(self) -> int:
@@ -144,14 +145,11 @@ class Saved:
 
     @cached_property
     def ranks(self) -> list[dict[str, Any]]:
-        """rng, data and loss state of every rank. Raises: DamagedError."""
+        """The rng, data and loss states of every rank. Raises: DamagedError."""
         return [self.load(name) for name in sorted(filter(OWN.fullmatch, self.meta["files"]))]
 
     def verify(self, names: Iterable[str]) -> None:
-        """Read these files once, unless they are verified already.
-
-        Raises: DamagedError for one that is not what was written.
-        """
+        """Compare the checksums of these files, of each file once. Raises: DamagedError for one that has changed."""
         for name in names:
             if name in self.verified:
                 continue
@@ -164,7 +162,7 @@ class Saved:
             self.verified.add(name)
 
     def load(self, name: str) -> Any:
-        """Verify a file, then load what torch.save has written, mapped. Raises: DamagedError."""
+        """Verify a file of torch.save, and load it mapped. Raises: DamagedError."""
         self.verify([name])
         own = OWN.fullmatch(name) is not None
         allowed = _NUMPY if own and self.meta["format"] == 4 else []
@@ -180,22 +178,22 @@ class Saved:
 
 
 def read(path: Path) -> Saved:
-    """A checkpoint, for one process: each file is verified when it is loaded. Raises: see read_meta."""
+    """A checkpoint for use by one process; each file is verified when it is loaded. Raises: see read_meta."""
     return Saved(path, read_meta(path))
 
 
 def open_whole(path: Path, check: Callable[[dict[str, Any]], None]) -> Saved:
-    """A checkpoint whose files are all what was written, each verified by one of the ranks. Collective.
+    """A checkpoint with all its files verified, each by one of the ranks. Collective.
 
-    Args:   check: called with checkpoint.json, before the other files are read; what it raises is a mistake.
-    Raises: DamagedError, or the mistake as a ValueError, on every rank alike.
+    Args:   check: called with the content of checkpoint.json before the other files are read; it may raise ValueError.
+    Raises: DamagedError, or the error of `check` as a ValueError, on every rank alike.
     """
     meta: dict[str, Any] = {}
     with _damage_agreed(path):
         if comm.rank() == 0:
             meta = read_meta(path)
     meta = comm.broadcast(meta)
-    with comm.together(f"checkpoint {path}"):
+    with comm.all_or_none(f"checkpoint {path}"):
         check(meta)
     saved, names = Saved(path, meta), sorted(meta["files"])
     with _damage_agreed(path):
@@ -208,9 +206,9 @@ def open_whole(path: Path, check: Callable[[dict[str, Any]], None]) -> Saved:
 
 @contextmanager
 def _damage_agreed(path: Path) -> Iterator[None]:
-    """Find damage on some ranks, and raise it on all. Collective; the body must not communicate."""
+    """Raise damage that some ranks find in the block on all ranks. Collective; the block must not communicate."""
     found = ""
-    with comm.together(f"checkpoint {path}"):
+    with comm.all_or_none(f"checkpoint {path}"):
         try:
             yield
         except DamagedError as error:
@@ -221,12 +219,12 @@ def _damage_agreed(path: Path) -> Iterator[None]:
 
 
 def restore(saved: Saved, engine: Engine) -> None:
-    """Put a verified checkpoint of the same shape into the engine and this rank's RNG. Collective.
+    """Load a verified checkpoint of the same shape into the engine and this rank's generators. Collective.
 
-    Raises: ValueError on every rank alike, with the engine untouched, if any rank cannot read its files.
+    Raises: ValueError on every rank alike, with the engine unchanged, if any rank cannot read its files.
     """
-    with comm.together(f"checkpoint {saved.path}"):
-        # Unreadable on one rank only, a file would let the others train on, so each looks at its own first.
+    with comm.all_or_none(f"checkpoint {saved.path}"):
+        # DeepSpeed raises on the rank that cannot read a file, while the others wait, so each tries its own first.
         for name in _own_names(engine, saved.path):
             saved.load(name)
     engine.load_checkpoint(str(saved.path), tag=ENGINE)
@@ -235,15 +233,16 @@ def restore(saved: Saved, engine: Engine) -> None:
 
 def refuse_changes(saved: dict[str, Any], now: dict[str, Any]) -> None:
     """Raises: ValueError naming each setting that differs from the checkpoint's and must not."""
+    saved = translate_renamed(saved)
     changed = [line for key in now for line in _differences(key, saved.get(key), now[key])]
     if changed:
         raise ValueError("the checkpoint was made with other settings:\n  " + "\n  ".join(changed))
 
 
 def _list_files(partial: Path) -> list[str]:
-    """Relative names, as rank 0 sees them. Collective."""
+    """Relative names of the files that rank 0 sees. Collective."""
     names: list[str] = []
-    with comm.together(f"listing {partial}"):
+    with comm.all_or_none(f"listing {partial}"):
         if comm.rank() == 0:
             names = sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file())
     return comm.broadcast(names)
@@ -262,14 +261,14 @@ def _complete(partial: Path, final: Path, meta: dict[str, Any], sums: dict[str, 
     meta["seal"] = seal(meta)
     (partial / META).write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
     _sync(partial / META)
-    if os.path.lexists(final):  # an earlier save of this step, or incomplete: a crash here loses neither
+    if os.path.lexists(final):  # an earlier save of this step: it is kept, so that a crash here loses neither
         set_aside(final)
     partial.rename(final)
     _sync(final.parent)
 
 
 def _sync(path: Path) -> None:
-    """Make sure it is on the disk before a rename says so."""
+    """Flush a file or folder to the disk, so that no crash leaves a renamed folder with lost contents."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

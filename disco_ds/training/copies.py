@@ -1,4 +1,4 @@
-"""Checkpoints copied elsewhere by a command of the user's, in the background. Used by rank 0 only."""
+"""Checkpoints copied elsewhere by the user's command, in the background. Used by rank 0 only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import shlex
 import signal
 import subprocess
-import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,73 +15,71 @@ logger = logging.getLogger(__name__)
 
 
 class Copies:
-    """Runs the command for one checkpoint at a time; the newest of those that wait is next.
+    """Runs the command for one checkpoint at a time; of those that wait, only the newest is kept.
 
-    Args: command: with {path} and {name}, split as a shell would but run without one; log: takes what it prints.
+    Args: command: with {path} and {name}, split as a shell would split it, but run without a shell; log: a file that
+          receives what the command prints.
     """
 
     def __init__(self, command: str, log: Path):
-        self.words, self.log = shlex.split(command), log
-        self._process: subprocess.Popen[bytes] | None = None
-        self._now: Path | None = None
+        self.command, self.log = shlex.split(command), log
+        self._running: tuple[Path, subprocess.Popen[bytes]] | None = None
         self._next: Path | None = None
-        self._changed = threading.Condition()
-        threading.Thread(target=self._work, name="copies", daemon=True).start()
 
     def start(self, path: Path) -> None:
-        """Copy this checkpoint, when it is its turn."""
-        with self._changed:
-            if self._next is not None:
-                logger.warning("%s is not copied: the copy before it takes longer than a save", self._next)
-            self._next = path
-            self._changed.notify_all()
+        """Copy this checkpoint as soon as no other copy runs."""
+        if len(self.busy) == 2:
+            logger.warning("%s is not copied: the copy before it takes longer than a save", self._next)
+        self._next = path
+        self.poll()
+
+    def poll(self) -> None:
+        """If no copy runs any more, start the one that waits. The training loop calls this in every step."""
+        if self._running is not None:
+            path, process = self._running
+            code = process.poll()
+            if code is None:
+                return
+            if code:
+                problem = f"exit code {code} of {shlex.join(self._fill(path))}"
+                logger.warning("%s was not copied: %s; see %s", path, problem, self.log)
+            self._running = None
+        if self._next is not None:
+            path, self._next = self._next, None
+            try:
+                with self.log.open("ab") as log:
+                    # In a session of its own, because signals that end the run go to process groups.
+                    process = subprocess.Popen(
+                        self._fill(path), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                    )
+                self._running = path, process
+            except OSError as error:
+                logger.warning("%s was not copied: %s", path, error)
+
+    def _fill(self, path: Path) -> list[str]:
+        return [part.replace("{path}", str(path)).replace("{name}", path.name) for part in self.command]
 
     @property
     def busy(self) -> list[Path]:
-        """Checkpoints that must stay where they are."""
-        with self._changed:
-            return [path for path in (self._now, self._next) if path is not None]
+        """Checkpoints that must stay where they are: the one that is copied, and the one that waits."""
+        self.poll()
+        return [path for path in (self._running and self._running[0], self._next) if path is not None]
 
     def wait(self, seconds: float) -> bool:
-        """Whether copies are still to be made after so long."""
-        with self._changed:
-            return not self._changed.wait_for(lambda: not (self._now or self._next), seconds)
+        """Wait for all copies. Returns: whether some are still to be made after so long."""
+        end = time.monotonic() + seconds
+        while self.busy and self._running and (left := end - time.monotonic()) > 0:
+            with suppress(subprocess.TimeoutExpired):
+                self._running[1].wait(left)
+        return bool(self.busy)
 
     def close(self) -> None:
-        """End what is under way."""
+        """Kill the copy that runs, and forget the one that waits."""
         for path in self.busy:
             logger.warning("%s was not copied in time", path)
-        with self._changed:
-            self._next = None
-            if self._process is not None:
-                with suppress(ProcessLookupError):
-                    os.killpg(self._process.pid, signal.SIGKILL)
-
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                while self._next is None:
-                    self._changed.wait()
-                self._now, self._next = self._next, None
-            problem = self._copy(self._now)
-            if problem:
-                logger.warning("%s was not copied: %s; see %s", self._now, problem, self.log)
-            with self._changed:
-                self._now = self._process = None
-                self._changed.notify_all()
-
-    def _copy(self, path: Path) -> str | None:
-        """What went wrong, or None."""
-        words = [word.replace("{path}", str(path)).replace("{name}", path.name) for word in self.words]
-        try:
-            with self.log.open("ab") as log:
-                # A session of its own: signals that end the run go to process groups.
-                process = subprocess.Popen(
-                    words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-                )
-                with self._changed:
-                    self._process = process
-                code = process.wait()
-        except OSError as error:
-            return str(error)
-        return f"exit code {code} of {shlex.join(words)}" if code else None
+        if self._running is not None:
+            process = self._running[1]
+            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait(5)
+        self._running = self._next = None

@@ -1,4 +1,4 @@
-"""Writing the files of a checkpoint: a full disk is called by its name, and no rank raises while others wait for it."""
+"""Writing the files of a checkpoint: errors name the full disk, and no rank raises while the others wait for it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ PROBE_BYTES = 2**20
 
 
 def write_tensors(value: Any, path: Path) -> None:
-    """torch.save. Raises: OSError naming the folder, where the disk is full or whatever else stood in the way."""
+    """Save with torch.save. Raises: OSError naming the folder and the cause, such as a full disk."""
     _attempt(partial(torch.save, value, path), path)
 
 
 class Writer(TorchCheckpointEngine):
-    """What writes DeepSpeed's files; the first error waits in `error` until all ranks can hear of it.
+    """Writes DeepSpeed's files, and keeps the first error until `raise_error`.
 
-    Raised at once it would leave the other ranks in one of DeepSpeed's barriers.
+    Raised at once, it would leave the other ranks waiting in one of DeepSpeed's barriers.
     """
 
     error: OSError | None = None
@@ -32,21 +32,21 @@ class Writer(TorchCheckpointEngine):
         self.attempt(partial(super().save, state_dict, path), Path(path))
 
     def attempt(self, write: Callable[[], None], path: Path) -> None:
-        if self.error is None:  # what follows would be thrown away
+        if self.error is None:  # else the checkpoint is lost already
             try:
                 _attempt(write, path)
             except OSError as error:
                 self.error = error
 
     def raise_error(self) -> None:
-        """Raises: the OSError of this rank's part, once."""
+        """Raise the error of this rank's files, if there was one, and forget it. Raises: OSError."""
         error, self.error = self.error, None
         if error is not None:
             raise error
 
 
 def install_writer(engine: Any) -> None:
-    """Let this writer write what engine.save_checkpoint writes."""
+    """Make engine.save_checkpoint write by a Writer."""
     writer = Writer(engine._config)
     copy_scripts = engine._copy_recovery_script
     engine.checkpoint_engine = writer
@@ -58,13 +58,13 @@ def install_writer(engine: Any) -> None:
 def _attempt(write: Callable[[], None], path: Path) -> None:
     try:
         write()
-    except (OSError, RuntimeError) as error:  # torch: "inline_container ... unexpected pos", without a word of why
+    except (OSError, RuntimeError) as error:  # torch's is "inline_container ... unexpected pos", without the reason
         why = _probe(path.parent) or f"{type(error).__name__}: {error}"
         raise OSError(f"{path.name} could not be written: {why}") from error
 
 
 def _probe(folder: Path) -> str | None:
-    """What the system says to a little file in this folder; None if it can be written, quotas and all."""
+    """Try to write a small file into this folder, which meets quotas too. Returns: the system's error, or None."""
     path = folder / f".probe-{os.getpid()}"
     try:
         with path.open("wb") as file:

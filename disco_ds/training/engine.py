@@ -1,7 +1,7 @@
 """The DeepSpeed engine of a run: optimizer, schedule, precision, and what ZeRO hides (norm, logit-scale clamp).
 
-The only caller of deepspeed.initialize. Optimizers are the client's (torch, timm), so nothing is compiled, and the
-learning rate is set by hand before every step, so the schedule is a pure function of the step.
+The only caller of deepspeed.initialize. The optimizers are torch's and timm's, so DeepSpeed compiles nothing. The
+learning rate is set before every update, so the schedule is a pure function of the step.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def build_engine(model: nn.Module, settings: OptimSettings, ds_config: dict[str,
     ds_config = _widen_bucket(model, ds_config)
     optimizer = build_optimizer(parameter_groups(model, settings), settings)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config, dist_init_required=False)
-    # Of the engine's own points only: they would repeat ours, at every step. write_events goes on working.
+    # Switches off the engine's own points, which would repeat ours at every step; write_events still works.
     engine.monitor.enabled = False
     install_writer(engine)
     if engine.fp16_enabled():
-        # On overflow at the lowest scale it would raise in the middle of the step; backward_and_step raises after it.
+        # Else an overflow at the lowest scale would raise in the middle of the step; backward_and_step raises after it.
         engine.optimizer.loss_scaler.raise_error_at_min_scale = False
     if engine.zero_optimization_stage() == 3:
         _clear_padding(engine)
@@ -51,9 +51,9 @@ def build_engine(model: nn.Module, settings: OptimSettings, ds_config: dict[str,
 
 
 def _widen_bucket(model: nn.Module, ds_config: dict[str, Any]) -> dict[str, Any]:
-    """Make the bucket of gradients hold the largest parameter where ZeRO 2 reduces beside the backward.
+    """Make the gradient bucket hold the largest parameter where ZeRO 2 reduces gradients during the backward.
 
-    DeepSpeed 0.19 reduces a larger one in place, and ZeRO 2 frees it while the reduction's stream still uses it.
+    DeepSpeed 0.19 reduces a larger gradient in place, and ZeRO 2 frees it while the reduction's stream still uses it.
     """
     zero = DeepSpeedZeroConfig(**ds_config["zero_optimization"])
     largest = max(p.numel() for p in model.parameters() if p.requires_grad)
@@ -71,9 +71,9 @@ def _widen_bucket(model: nn.Module, ds_config: dict[str, Any]) -> dict[str, Any]
 
 @torch.no_grad()
 def _clear_padding(engine: Engine) -> None:
-    """Zero what ZeRO 3 pads a parameter with to divide it by the ranks.
+    """Zero the padding with which ZeRO 3 makes a parameter divisible by the number of ranks.
 
-    It is whatever the memory held; no step reads it, but checkpoints would differ from run to run.
+    The padding is uninitialised memory: no step reads it, but checkpoints would differ from run to run.
     """
     for parameter in engine.module.parameters():
         if parameter.requires_grad:
@@ -85,13 +85,13 @@ def _clear_padding(engine: Engine) -> None:
 
 
 def build_optimizer(groups: list[dict[str, Any]], settings: OptimSettings) -> torch.optim.Optimizer:
-    """A client optimizer, fused where torch has it, on the CPU too; its lr is a placeholder until set_lr."""
+    """The optimizer of `settings`, fused where torch can, on the CPU too. Its lr is a placeholder until set_rates."""
     if settings.name == "adamw":
         return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
     if settings.name == "lion":
         return Lion(groups, lr=1.0, betas=settings.betas)
     if settings.name == "lamb":
-        # Clipping is the engine's.
+        # The engine clips the gradient, so LAMB does not.
         return Lamb(groups, lr=1.0, betas=settings.betas, eps=settings.eps, max_grad_norm=None)
     return torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum, fused=True)
 
@@ -110,32 +110,35 @@ def learning_rate(step: int, num_steps: int, peak: float, settings: OptimSetting
     return peak
 
 
+def set_rates(engine: Engine, lr: float, settings: OptimSettings, scale: Tensor) -> None:
+    """Set the learning rates of the next update, that of the logit scale by optim.tau_lr if it is given.
+
+    Args: scale [1]: exp(logit_scale), from which on tau_lr may be divided by 3 (optim.tau_slow).
+    """
+    set_lr(engine, lr, temperature_lr(scale, settings))
+
+
 def set_lr(engine: Engine, lr: float, tau_lr: float | None = None) -> None:
-    """tau_lr: of the logit scale, if it has one of its own."""
+    """Set the learning rate of each group to `lr` x its factor, that of the logit scale to `tau_lr` if given."""
     for group in engine.optimizer.param_groups:
         group["lr"] = tau_lr if tau_lr is not None and group["name"] == "scale" else lr * group["lr_factor"]
 
 
-def set_rates(engine: Engine, lr: float, settings: OptimSettings, scale: Tensor) -> None:
-    """Learning rates of the next update: `lr`, and the logit scale's own, if it has one, while exp of it is `scale`."""
-    set_lr(engine, lr, temperature_lr(scale, settings))
-
-
 def temperature_lr(scale: Tensor, settings: OptimSettings) -> float | None:
-    """Of the logit scale while exp of it is `scale`, [1]; None for that of everything else."""
+    """Learning rate of the logit scale while exp(logit_scale) is `scale`, [1]; None: that of everything else."""
     if settings.tau_lr is None:
         return None
     return settings.tau_lr / 3 if settings.tau_slow * scale.item() >= 1 else settings.tau_lr
 
 
 def backward_and_step(engine: Engine, surrogates: Any) -> Tensor | None:
-    """engine.backward and engine.step for each micro-batch's surrogate loss: the way that is exact at ZeRO 0-3.
+    """Call engine.backward and engine.step for each micro-batch's surrogate loss, which is exact at ZeRO 0 to 3.
 
-    Args:    surrogates: iterable of 0-d tensors, one per micro-batch, each built when asked for; their number is the
-             engine's gradient_accumulation_steps.
+    Args:    surrogates: iterable of 0-d tensors, one per micro-batch, each built when it is its turn; their number is
+             the engine's gradient_accumulation_steps.
     Returns: the global gradient norm before clipping, 0-d, or None where a loss scaler skipped the step.
     Raises:  FloatingPointError on every rank alike for a gradient that is not finite, unless a loss scaler has skipped
-             it and can still go lower. Weights, optimizer, scaler and counts are then as if the step had not been.
+             it and can still lower its scale. Weights, optimizer, scaler and counters are then as before the step.
     """
     norm, finite = None, True
     before = engine.global_steps, engine.global_samples, engine.skipped_steps
@@ -144,12 +147,12 @@ def backward_and_step(engine: Engine, surrogates: Any) -> Tensor | None:
     for surrogate in surrogates:
         engine.backward(surrogate, scale_wrt_gas=False)
         if engine.is_gradient_accumulation_boundary() and engine.zero_optimization_stage() == 0:
-            # At ZeRO 0 DeepSpeed neither reports the norm nor refuses a NaN. The gradients are reduced by now.
+            # At ZeRO 0 DeepSpeed neither reports the norm nor refuses a NaN. The gradients are already reduced here.
             gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
             norm = torch.nn.utils.get_total_norm(gradients)
             finite = bool(torch.isfinite(norm))
             if not finite:
-                engine.zero_grad()  # to None: the optimizer passes over each parameter
+                engine.zero_grad()  # sets gradients to None, so that the optimizer skips every parameter
         engine.step()
     if finite and engine.was_step_applied():
         value = engine.get_global_grad_norm() if norm is None else norm
@@ -164,9 +167,9 @@ def backward_and_step(engine: Engine, surrogates: Any) -> Tensor | None:
 
 @torch.no_grad()
 def clamp_scale(engine: Engine, max_scale: float) -> None:
-    """Hold logit_scale at or below ln(max_scale), in the master copy too: the next step would bring the old value back.
+    """Clamp logit_scale to ln(max_scale), in the master copy too, from which the next step would restore the old value.
 
-    No communication and no device synchronisation: whoever owns the master copy clamps it.
+    Each rank clamps what it owns, without communication or synchronisation with the device.
     """
     parameter = engine.module.logit_scale
     if not parameter.requires_grad:

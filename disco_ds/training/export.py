@@ -1,7 +1,7 @@
-"""Trained weights as open_clip loads them, in a new folder: open_clip's (and Hugging Face's) layout, a .pt, or both.
+"""Exports trained weights for open_clip into a new folder: in open_clip's (and Hugging Face's) layout, as .pt, or both.
 
-A tower that timm knows only once a module of disco_ds is imported stays such a tower: the README.md written beside the
-weights says so, with the line.
+timm knows an image tower of disco_ds only after its module is imported. The README.md written beside the weights says
+so, with the line that imports it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ tokenizer = open_clip.get_tokenizer("{name}")
 ```
 """,
 }
-"""Parts of README.md, a model card by its head."""
+"""How to load each layout, for README.md, whose head makes it a model card."""
 
 
 def export_run(run: str | Path, to: str | Path, layout: Layout = "both", dtype: str = "fp32") -> Path:
@@ -97,8 +97,8 @@ def export_run(run: str | Path, to: str | Path, layout: Layout = "both", dtype: 
         if layout != "open_clip":
             _write_file(partial, weights, model, tensors)
         count = sum(tensor.numel() for tensor in tensors.values())
-        words = {"folder": to.name, "name": weights.name, "origin": weights.origin.name, "count": count, "dtype": dtype}
-        (partial / "README.md").write_text(_describe(layout, weights.architecture, words), encoding="utf-8")
+        facts = {"folder": to.name, "name": weights.name, "origin": weights.origin.name, "count": count, "dtype": dtype}
+        (partial / "README.md").write_text(_describe(layout, weights.architecture, facts), encoding="utf-8")
         partial.rename(to)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -141,12 +141,12 @@ def _write_file(folder: Path, weights: Weights, model: nn.Module, tensors: dict[
     (folder / f"{weights.name}.json").write_text(json.dumps(weights.architecture, indent=2) + "\n", encoding="utf-8")
 
 
-def _describe(layout: Layout, architecture: dict[str, Any], words: dict[str, Any]) -> str:
-    """README.md, with what to import before timm can build an image tower that is neither open_clip's nor its own."""
+def _describe(layout: Layout, architecture: dict[str, Any], facts: dict[str, Any]) -> str:
+    """The text of README.md, with the import without which timm cannot build an image tower of disco_ds."""
     name = str(architecture["vision_cfg"].get("timm_model_name", "")).split(".")[0]
     module = timm.model_entrypoint(name).__module__ if timm.is_model(name) else "timm"
     uses = "".join(text for kind, text in USES.items() if layout in (kind, "both"))
     if module.split(".")[0] == "timm":
-        return (HEAD + uses).format(**words, first="", benchmark="clip_benchmark")
+        return (HEAD + uses).format(**facts, first="", benchmark="clip_benchmark")
     benchmark = f'python -c "import {module}; from clip_benchmark.cli import main; main()"'
-    return (HEAD + NOTE + uses).format(**words, module=module, first=f"import {module}\n", benchmark=benchmark)
+    return (HEAD + NOTE + uses).format(**facts, module=module, first=f"import {module}\n", benchmark=benchmark)

@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 
 class Rng:
-    """State of the CPU's and the device's generator: what dropout, patch dropout and drop path draw from."""
+    """The states of the CPU's and the device's generators, from which dropout, patch dropout and drop path draw."""
 
     def __init__(self) -> None:
         self.cpu = torch.get_rng_state()
@@ -42,7 +42,7 @@ class Rng:
 
 @dataclass(frozen=True)
 class MicroFeatures:
-    """What one micro-batch's forward gave, and what it takes to repeat it."""
+    """The features of one micro-batch, and the RNG state that repeats its forward."""
 
     features: Any
     """Features; a side is None where it is locked and was asked for again."""
@@ -88,11 +88,12 @@ def accumulate(
     last = len(micro_batches) - 1
     with timer("step/forward"):
         parts = [towers(batch, keep_graph=k == last) for k, batch in enumerate(micro_batches)]
+    # Repeating a forward rewinds the generators. The next step has to draw on from here, whatever K is.
     after = Rng()
     leaves = _cut(parts)
     with timer("step/loss"):
         out = loss(leaves)
-        out.loss.backward()
+        out.loss.backward()  # ends at the leaves, with the full-batch gradient there
     agree(leaves, out.loss)
     with timer("step/backward and update"):
         result = backward(_surrogates(towers, micro_batches, parts, leaves))
@@ -119,11 +120,13 @@ def _cut(parts: Sequence[MicroFeatures]) -> Embeddings:
 def _surrogates(
     towers: Towers, batches: Sequence[Any], parts: list[MicroFeatures], leaves: Embeddings
 ) -> Iterator[Tensor]:
-    """For each micro-batch the scalar whose gradient at the parameters is that micro-batch's part of the loss's.
+    """For each micro-batch, a scalar whose gradient at the parameters is this micro-batch's part of the loss gradient.
 
-    The last micro-batch goes first: its graph is the one still held. It alone carries the gradients of scale and bias;
-    the others have them times 0, because ZeRO 3 would take a stale gradient for a parameter outside the graph.
+    The scalar is the inner product of the features and the gradient that the loss has left at them. Scale and bias are
+    counted once, in the last micro-batch. The others have their terms times 0: ZeRO 3 would apply a stale gradient to
+    a parameter that is not in the graph.
     """
+    # The last micro-batch goes first, so that its backward frees its graph before the others make theirs.
     held = parts.pop()
     last = len(parts)
     m = len(leaves.image) // (last + 1)
@@ -140,7 +143,7 @@ def _surrogates(
 
 
 def _inner(value: Tensor | None, leaf: Tensor | None, rows: slice, weight: float = 1.0) -> Tensor | None:
-    """weight x <value, gradient the loss left at leaf[rows]>; None for what is not trained."""
+    """weight x <value, leaf.grad[rows]>; None for what is not trained."""
     if value is None or leaf is None or not leaf.requires_grad:
         return None
     grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

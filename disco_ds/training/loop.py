@@ -1,6 +1,6 @@
-"""Train a recipe: `deepspeed --module disco_ds.train --config NAME [key=value ...]`, or under torchrun, or alone.
+"""The training loop: steps, records, checkpoints and evaluations, how the ranks agree to stop, and the end of a run.
 
-The loop, how ranks agree to stop, and the end. What a run is made of is in build.py, the step in step.py.
+What a run is made of is built in build.py. One step is in step.py. Only the command line calls this file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from disco_ds.distributed import comm
 from disco_ds.distributed.interrupt import Interrupts
 from disco_ds.eval import Accuracy, describe, evaluate_sets, record
 from disco_ds.losses import Embeddings
-from disco_ds.metrics.report import REPORT, save_examples, told_only, write_report
+from disco_ds.metrics.figures import LogPoint
+from disco_ds.metrics.report import REPORT, log_errors, save_examples, write_report
 from disco_ds.metrics.run_folder import mark_finished
 from disco_ds.metrics.timers import Timer
 from disco_ds.training import checkpoint, retention
@@ -43,16 +44,16 @@ class StopError(RuntimeError):
 
 
 class AskedToStopError(RuntimeError):
-    """A signal has come, and all ranks have saved."""
+    """A signal has asked the run to stop, and all ranks have saved."""
 
 
 def train(run: Run) -> None:
-    """The loop. Collective."""
+    """Train from the run's first step to its last. Collective."""
     config, engine, num_steps = run.config, run.engine, run.config.num_steps
     engine.train()
-    done, in_a_row = run.first_step, 0
+    done, skipped_in_a_row = run.first_step, 0
     if done and is_due(done, config.eval.every_steps, num_steps):
-        evaluate(run, done)  # it came after the checkpoint
+        evaluate(run, done)  # an evaluation comes after the checkpoint of its step, so this run may not have it yet
     while done < num_steps:
         data = run.loader.read_step()
         lr = learning_rate(done, num_steps, config.peak_lr, config.optim)
@@ -69,18 +70,20 @@ def train(run: Run) -> None:
                 set_rates=partial(set_rates, engine, lr, config.optim),
                 timer=mark_phases(run, done, run.metrics.phases.timer(sampled=logged)),
             )
-        except FloatingPointError as error:  # on every rank alike
-            in_a_row += 1
-            pass_over(error, in_a_row, config.skip_nonfinite)
+        except FloatingPointError as error:  # on every rank alike, with nothing changed
+            skipped_in_a_row += 1
+            skip_batch(error, skipped_in_a_row, config.skip_nonfinite)
             continue
         finally:
             run.metrics.add_wait(data.wait_s)
             run.metrics.name_broken(done, data.broken)
-        if out.grad_norm is not None:  # else a loss scaler has skipped the step
+        if out.grad_norm is not None:  # else fp16's loss scaler has skipped the update, and the loss's state stays too
             run.loss.commit()
-        done, in_a_row = done + 1, 0
+        done, skipped_in_a_row = done + 1, 0
         if logged:
             log(run, done, lr, out, data)
+        if run.copies:
+            run.copies.poll()
         every = config.checkpoint.every_steps
         if done == num_steps or run.interrupts.save or (every and done % every == 0):
             save(run, done, last=done == num_steps or run.interrupts.stop)
@@ -91,9 +94,10 @@ def train(run: Run) -> None:
 
 
 def mark_phases(run: Run, step: int, timer: Timer) -> Timer:
-    """The timer, which now tells the heartbeat too which phase of the step begins. The first step compiles."""
+    """Extend the timer of the step's phases: the heartbeat learns of each phase as it begins."""
 
     def begin(name: str) -> AbstractContextManager[Any]:
+        # The first step compiles, and takes as long as that takes.
         run.heart.mark(step, name.removeprefix("step/"), timed=step > run.first_step)
         return timer(name)
 
@@ -101,24 +105,25 @@ def mark_phases(run: Run, step: int, timer: Timer) -> Timer:
 
 
 def is_due(done: int, every_steps: int, num_steps: int) -> bool:
-    """Whether an evaluation comes after this step; the last one is finish's."""
+    """Return True if an evaluation comes after this step. The one after the last step is done by `finish`."""
     return bool(every_steps) and done % every_steps == 0 and done < num_steps
 
 
 def agree(step: int, data: StepData, interrupts: Interrupts, embeddings: Embeddings, loss: Tensor) -> None:
     """Go on together or stop together, before anything is changed. Collective, one all_reduce.
 
-    What `interrupts` wish for is agreed on too, and done after the step.
+    The ranks also agree on requests to save or to stop, which are served after the step.
 
-    Raises: StopError for a data error, or ranks that are not at one step; FloatingPointError for a loss that is not
-            finite. Both name step and ranks.
+    Raises: StopError for a data error, or ranks that are at different steps; FloatingPointError for a loss that is not
+            finite. Both name the step and the ranks.
     """
-    flags = torch.tensor([0.0, float(data.error is not None), *interrupts.wishes, step, -step], dtype=torch.float64)
-    # So few bytes CUDA takes over at once; made on the device, they would be waited for.
+    flags = torch.tensor([0.0, float(data.error is not None), *interrupts.requests, step, -step], dtype=torch.float64)
+    # CUDA copies so few bytes without waiting; flags that were made on the device would have to be waited for.
     flags = flags.to(loss.device, non_blocking=True)
     flags[0] = ~torch.isfinite(loss.detach())
     not_finite, has_error, save, stop, last, first = comm.all_reduce_max(flags).tolist()
-    if last != -first:  # a rank has left out collectives, and others' have taken their place
+    # The maxima of step and -step give the last and the first step that any rank is at.
+    if last != -first:  # a rank has left out a collective, so the others' were matched with its later ones
         places = comm.gather_objects(f"rank {comm.rank()} on {socket.gethostname()}: step {step}")
         raise StopError(f"the ranks are not at one step, so what they trained is not one model: {'; '.join(places)}")
     interrupts.agree(bool(save), bool(stop))
@@ -127,34 +132,43 @@ def agree(step: int, data: StepData, interrupts: Interrupts, embeddings: Embeddi
     finite = all(bool(torch.isfinite(side).all()) for side in (embeddings.image, embeddings.text))
     reports = comm.gather_objects((data.error, loss.item(), finite))
     if has_error:
-        told = {rank: error for rank, (error, *_) in enumerate(reports) if error is not None}
-        raise StopError(f"step {step}: data failed on rank {', '.join(map(str, told))}: {next(iter(told.values()))}")
-    # One rank's NaN in the features is in every rank's loss.
+        errors = {rank: error for rank, (error, *_) in enumerate(reports) if error is not None}
+        first_error = next(iter(errors.values()))
+        raise StopError(f"step {step}: data failed on rank {', '.join(map(str, errors))}: {first_error}")
+    # A NaN in one rank's features makes every rank's loss NaN, so the features say more than the losses.
     culprits = [str(rank) for rank, (*_, fine) in enumerate(reports) if not fine]
     ranks = [str(rank) for rank, (_, value, _) in enumerate(reports) if not math.isfinite(value)]
     where = f"features of rank {', '.join(culprits)}" if culprits else f"loss of rank {', '.join(ranks)}"
     raise FloatingPointError(f"step {step}: the loss is not finite, from the {where}; nothing was updated")
 
 
-def pass_over(error: FloatingPointError, in_a_row: int, at_most: int) -> None:
-    """Tell of a batch that had no effect; the step is done with the next one. Raises: error, where that is too many."""
+def skip_batch(error: FloatingPointError, in_a_row: int, at_most: int) -> None:
+    """Log that a batch is skipped; the step is done with the next one. Raises: `error`, after too many in a row."""
     if in_a_row > at_most:
         raise error
     if comm.rank() == 0:
-        logger.warning("%s; going on with the next batch (%d in a row, at most %d)", error, in_a_row, at_most)
+        logger.warning("%s; the batch is skipped (%d in a row, at most %d)", error, in_a_row, at_most)
 
 
 def log(run: Run, done: int, lr: float, out: StepOutput, data: StepData) -> None:
-    """One record of what the step has given. Collective."""
-    norm = None if out.grad_norm is None else out.grad_norm.item()
-    values = {name: value.item() for name, value in out.metrics.items()}
-    values |= {"scale": out.scale.item(), "lr": lr, "grad_norm": norm}
-    skipped = run.loader.state_dict()["steps"] - done
-    run.metrics.log(done, values, torch.cat(data.index), run.loader.broken, skipped)
+    """Write the record of a step. Collective. What is in it is chosen in metrics/figures.py."""
+    now = LogPoint(
+        step=done,
+        metrics=out.metrics,
+        scale=out.scale,
+        lr=lr,
+        grad_norm=out.grad_norm,
+        index=torch.cat(data.index),
+        broken=run.loader.broken,
+        skipped=run.loader.state_dict()["steps"] - done,
+        model=run.engine.module,
+    )
+    run.metrics.log(now)
 
 
 def prepare(config: Config) -> Callable[[MicroBatch], tuple[Tensor, Tensor, Tensor]]:
-    """What step.py calls once per pass: augmented by (seed, epoch, id), so equal each time."""
+    """The function that turns a micro-batch into step.py's inputs; equal at each pass, for the augmentation is keyed by
+    (seed, epoch, id)."""
 
     def augmented(batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
         view = partial(augment, batch.image, batch.epoch, batch.index, config.seed, config.data.augment)
@@ -166,9 +180,9 @@ def prepare(config: Config) -> Callable[[MicroBatch], tuple[Tensor, Tensor, Tens
 def save(run: Run, step: int, last: bool) -> None:
     """Write a checkpoint, then remove old ones. Collective.
 
-    A save that fails is told, and tried again when the next one is due: a full disk is no reason to stop at once.
+    After a failed save, as on a full disk, the run goes on and tries again when the next save is due.
 
-    Raises: comm.AgreedError for the last save of the run, or too many failed in a row.
+    Raises: comm.AgreedError if the last save of the run fails, or too many in a row.
     """
     run.heart.mark(step, "saving")
     run.interrupts.saved()
@@ -190,7 +204,7 @@ def save(run: Run, step: int, last: bool) -> None:
 
 
 def write_checkpoint(run: Run, step: int) -> Path:
-    """Write it; where that fails, make room by what it would have made superfluous, and try again. Collective."""
+    """Write a checkpoint. Where that fails, remove the oldest one, which it replaces, and try again. Collective."""
     meta = {"step": step, "num_steps": run.config.num_steps, "identity": run.identity}
     meta["shape"] = checkpoint.shape(run.config, comm.size())
     while True:
@@ -202,12 +216,12 @@ def write_checkpoint(run: Run, step: int) -> Path:
 
 
 def remove_old(run: Run, keep_last: int) -> int:
-    """Remove all but the last checkpoints, and what a failed save has left; what cannot be removed is a warning.
+    """Remove all but the last checkpoints, and the remains of failed saves. Failures are logged. Collective.
 
-    Returns: how many. Collective.
+    Returns: how many checkpoints were removed.
     """
     removed = 0
-    with comm.together("removing old checkpoints"):
+    with comm.all_or_none("removing old checkpoints"):
         if comm.rank() == 0:
             busy = run.copies.busy if run.copies else ()
             removed = retention.remove_old(run.folder, keep_last, run.config.checkpoint.keep_every_steps, busy)
@@ -215,25 +229,25 @@ def remove_old(run: Run, keep_last: int) -> int:
 
 
 def wait_for_copies(run: Run) -> None:
-    """Until the user's command has copied the last checkpoint, within its time. Collective."""
+    """Wait until the user's command has copied the last checkpoint, but no longer than its timeout. Collective."""
     run.heart.mark(run.heart.place.step, "waiting for copies")
     settings = run.config.checkpoint
     end = time.monotonic() + settings.copy_timeout_s
     while settings.copy_command:
         left = end - time.monotonic()
         waits = bool(run.copies and left > 0 and run.copies.wait(min(left, COPY_POLL_S)))
-        if not comm.broadcast(waits):  # the others wait here a little at a time, however long it takes
+        if not comm.broadcast(waits):  # in short turns, because a broadcast that waits for too long would time out
             return
 
 
 def finish(run: Run) -> None:
-    """Evaluate, and say what came of it. Collective."""
+    """Evaluate, mark the run as finished, draw its report and print where its results are. Collective."""
     config = run.config
     values = evaluate(run, config.num_steps)
     run.heart.mark(config.num_steps, "ending")
     if comm.rank() == 0:
         mark_finished(run.folder, {"steps": config.num_steps, **values})
-        with told_only("report.png was not drawn"):
+        with log_errors("report.png was not drawn"):
             monitor = run.engine.monitor.tb_monitor
             write_report(run.folder, monitor.summary_writer if monitor else None)
         tensorboard = Path(sys.executable).with_name("tensorboard")
@@ -244,7 +258,7 @@ def finish(run: Run) -> None:
 
 
 def evaluate(run: Run, step: int) -> dict[str, float]:
-    """Evaluate on all sets and note the figures, which are returned. Collective; the run goes on as if it had not."""
+    """Evaluate on all sets, and record and return the results. Collective. The training is not affected."""
     run.heart.mark(step, "evaluating")
     start = time.monotonic()
     results = evaluate_sets(run.engine, run.sets, run.image, run.tokenizer, run.config.micro_batch)
@@ -253,7 +267,7 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
     run.metrics.skip(time.monotonic() - start)
     if comm.rank() == 0 and results:
         print(describe(results), flush=True)
-        with told_only("the images for report.png were not kept"):
+        with log_errors("the images for report.png were not kept"):
             shown = [result for result in results if isinstance(result, Accuracy)]
             if shown:
                 save_examples(run.folder, shown[0].name, shown[0].examples)

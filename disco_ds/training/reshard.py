@@ -1,8 +1,10 @@
-"""Going on from a checkpoint that another number of ranks, ZeRO stage or precision has written.
+"""Resharding: resume from a checkpoint of another number of ranks, ZeRO stage or precision.
 
-DeepSpeed loads its files only into the shape that wrote them. Here each trained parameter is put together by name from
-what the writing ranks held of it, the fp32 value and the optimizer's states, and every rank of the new shape takes what
-it owns. Files are mapped: one parameter at a time is in memory.
+DeepSpeed loads its files only into the shape that wrote them. Here the fp32 value and the optimizer states of each
+trained parameter are joined, by the parameter's name, from the pieces that the writing ranks held, and every rank of
+the new shape takes the piece that it owns. The files are mapped, so one parameter at a time is in memory.
+
+The names of the pieces and where they lie in DeepSpeed's files are those of DeepSpeed 0.19.
 """
 
 from __future__ import annotations
@@ -23,12 +25,13 @@ from disco_ds.training.engine import Engine
 from disco_ds.training.weights import WHOLE, read_tensors
 
 States = dict[str, Any]
-"""Of a parameter, or of flat memory that holds many: `fp32`, and what the optimizer keeps (exp_avg, step)."""
+"""The values of a parameter, or of flat memory that holds many: `fp32`, and the optimizer's (exp_avg, step, ...)."""
 Put = Callable[[nn.Parameter, States], None]
+"""Writes a whole parameter's flat states into the engine, as far as this rank owns them."""
 
 
 def optimizer_order(model: nn.Module, settings: OptimSettings) -> list[str]:
-    """Names of the trained parameters as the optimizer numbers them. Before an engine has partitioned the model."""
+    """Names of the trained parameters in the optimizer's order. To be called before an engine partitions the model."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     return [names[parameter] for group in parameter_groups(model, settings) for parameter in group["params"]]
 
@@ -41,7 +44,7 @@ def load_untrained(saved: checkpoint.Saved, model: nn.Module, trained: set[str])
     wanted = {name: value for name, value in model.state_dict().items() if name not in trained}
     if not wanted:
         return
-    if saved.meta["shape"]["stage"] < 3:  # every rank held them whole
+    if saved.meta["shape"]["stage"] < 3:  # below ZeRO 3 every rank held them whole
         held: Any = saved.load(WHOLE)["module"].items()
     else:
         held = read_tensors(saved)
@@ -53,19 +56,19 @@ def load_untrained(saved: checkpoint.Saved, model: nn.Module, trained: set[str])
 
 
 def restore(saved: checkpoint.Saved, engine: Engine, order: list[str]) -> None:
-    """Put a checkpoint of any shape into the engine. Collective.
+    """Load a checkpoint of any shape into the engine, whose model went through load_untrained. Collective.
 
-    Generators are not restored: random draws (dropout) go on from others than they would have.
+    The random generators are not restored, so dropout draws other numbers than it would have.
 
-    Args:   saved: verified; order: see optimizer_order; the model went through load_untrained.
+    Args:   saved: a verified checkpoint; order: see optimizer_order.
     Raises: ValueError on every rank alike, for files that do not hold this model's parameters.
     """
-    with comm.together(f"checkpoint {saved.path}"):
+    with comm.all_or_none(f"checkpoint {saved.path}"):
         parts = _find_parts(saved, order)
         missing = set(order) - parts.keys()
         if missing:
             raise ValueError(f"no state of {', '.join(sorted(missing)[:5])}")
-        # NVMe: nothing of the optimizer's is in memory to be set.
+        # With the optimizer on NVMe none of its states is in memory, where they could be set.
         if engine.zero_optimization_stage() == 3 and engine.optimizer.swap_optimizer:
             raise ValueError("with the optimizer on NVMe a run goes on at its own shape only")
     parameters = dict(engine.module.named_parameters())
@@ -75,13 +78,13 @@ def restore(saved: checkpoint.Saved, engine: Engine, order: list[str]) -> None:
             put(parameters[name], _join(fragments))
         _restore_scaler(saved, engine)
     if engine.zero_optimization_stage() in (1, 2):
-        engine.optimizer.update_lp_params()
+        engine.optimizer.update_lp_params()  # the model's weights, from the fp32 masters that were just set
     engine.global_steps = saved.step
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """A stretch of a parameter, in the flat states of the rank that had it."""
+    """A contiguous piece of a parameter, within the flat states of the rank that held it."""
 
     states: States
     start: int
@@ -89,7 +92,7 @@ class Fragment:
 
 
 def _find_parts(saved: checkpoint.Saved, order: list[str]) -> dict[str, list[Fragment]]:
-    """By name what the writing ranks held, in order. Raises: ValueError where DeepSpeed's files are not as expected."""
+    """The pieces of each parameter in order. Raises: ValueError for files in which DeepSpeed's names are missing."""
     shape = saved.meta["shape"]
     try:
         if shape["stage"] == 0:
@@ -111,7 +114,7 @@ def _parts_of_whole(saved: checkpoint.Saved, order: list[str]) -> dict[str, list
 
 
 def _parts_of_partitions(saved: checkpoint.Saved, ranks: int) -> dict[str, list[Fragment]]:
-    """ZeRO 1 and 2: a rank has a stretch of each group of parameters, laid end to end."""
+    """ZeRO 1 and 2: the parameters of a group are laid end to end, and each rank holds a contiguous part of that."""
     parts: dict[str, list[Fragment]] = {}
     for rank in range(ranks):
         file = _optimizer_file(saved, rank)
@@ -124,7 +127,7 @@ def _parts_of_partitions(saved: checkpoint.Saved, ranks: int) -> dict[str, list[
 
 
 def _parts_of_shards(saved: checkpoint.Saved, ranks: int) -> dict[str, list[Fragment]]:
-    """ZeRO 3: a rank has an equal share of every parameter, the last ones padded."""
+    """ZeRO 3: each rank holds an equal share of every parameter; the last ranks' shares are padded."""
     shapes = _load_named(saved, "zero_pp_rank_0_mp_rank_00_model_states.pt")["param_shapes"]
     parts: dict[str, list[Fragment]] = {}
     for rank in range(ranks):
@@ -133,7 +136,7 @@ def _parts_of_shards(saved: checkpoint.Saved, ranks: int) -> dict[str, list[Frag
             states = {"fp32": file["fp32_flat_groups"][group], **file["optimizer_state_dict"]["state"][group]}
             start = 0
             for name, shape in names.items():
-                share = math.ceil(shape.numel() / ranks)
+                share = math.ceil(shape.numel() / ranks)  # with the padding
                 used = max(0, min(share, shape.numel() - rank * share))
                 parts.setdefault(name, []).append(Fragment(states, start, used))
                 start += share
@@ -145,12 +148,12 @@ def _optimizer_file(saved: checkpoint.Saved, rank: int) -> dict[str, Any]:
 
 
 def _load_named(saved: checkpoint.Saved, end: str) -> dict[str, Any]:
-    """Its name begins with the precision at some stages."""
+    """Load the file whose name ends so; at some ZeRO stages the precision stands before that."""
     return saved.load(next(name for name in saved.meta["files"] if name.endswith(end)))
 
 
 def _join(fragments: list[Fragment]) -> States:
-    """A parameter's states, flat."""
+    """The flat states of a whole parameter; a state that is one number, such as `step`, stays as it is."""
     joined: States = {}
     for key, value in fragments[0].states.items():
         if _is_flat(value):
@@ -162,8 +165,11 @@ def _join(fragments: list[Fragment]) -> States:
 
 
 def _is_flat(value: Any) -> bool:
-    """Has a number for each of the parameter's, unlike a count of steps."""
+    """Return True for a state with one number per element of the parameter, unlike a count of steps."""
     return isinstance(value, Tensor) and value.dim() > 0
+
+
+# How each ZeRO stage of the engine holds a parameter, and thus what of it this rank takes.
 
 
 def _into_whole(engine: Engine) -> Put:
@@ -180,7 +186,9 @@ def _into_partitions(engine: Engine) -> Put:
     def put(parameter: nn.Parameter, states: States) -> None:
         flat, start, place, numel = zero.single_partition_of_fp32_groups[groups[parameter]], 0, 0, 0
         mapping = getattr(parameter, "_hp_mapping", None)
-        if mapping is not None:  # else another rank's; the flat memory, be it all padding, has its states all the same
+        # A parameter without a mapping is another rank's. Copying none of it still creates the states of this rank's
+        # flat memory, which DeepSpeed expects even where that is nothing but padding.
+        if mapping is not None:
             start, place = mapping.lp_fragment_address.start, mapping.hp_fragment_address.start
             numel = mapping.hp_fragment_address.numel
         _fill(zero.optimizer, flat, states, start, place, numel)
@@ -197,14 +205,17 @@ def _into_shards(engine: Engine) -> Put:
         used = min(share, parameter.ds_numel - start)
         _fill(zero.optimizer, zero.fp32_partitioned_groups_flat[group], states, start, place, used)
         parameter.ds_tensor.data.view(-1)[:used].copy_(states["fp32"][start : start + used])
-        if parameter.numel():  # small parameters stay gathered
+        if parameter.numel():  # small parameters stay gathered, so the whole value is set too
             parameter.data.view(-1).copy_(states["fp32"])
 
     return put
 
 
 def _fill(optimizer: torch.optim.Optimizer, held: Tensor, states: States, start: int, place: int, numel: int) -> None:
-    """Copy a parameter from `start` on to `place` in memory that the optimizer steps, and in what it keeps for that."""
+    """Copy `numel` elements of a parameter, from `start`, to `place` in the memory that the optimizer steps and states.
+
+    Args: held: the tensor that the optimizer has for a parameter: the whole parameter, or flat memory of many.
+    """
     kept = optimizer.state[held]
     for key, value in states.items():
         if not _is_flat(value):
@@ -217,6 +228,6 @@ def _fill(optimizer: torch.optim.Optimizer, held: Tensor, states: States, start:
 
 
 def _restore_scaler(saved: checkpoint.Saved, engine: Engine) -> None:
-    """The loss scale goes on where both sides have one."""
+    """Continue with the saved loss scale if both shapes have one."""
     if saved.meta["shape"]["precision"] == "fp16" and engine.fp16_enabled():
         engine.optimizer.loss_scaler = _optimizer_file(saved, 0)["loss_scaler"]

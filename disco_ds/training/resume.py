@@ -1,4 +1,4 @@
-"""Going on in a run folder: which checkpoint to take, which others stand back, and the engine as it was left."""
+"""Resuming in a run folder: which checkpoint is taken, which are set aside, and the engine restored from it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ logger = logging.getLogger(__name__)
 
 
 def choose(folder: Path, resume: str, config: Config, identity: dict[str, Any], unattended: bool) -> Saved:
-    """The checkpoint to go on from, every file of it verified. Collective.
+    """The checkpoint to resume from, with every file of it verified. Collective.
 
-    Args:   folder: of the run; resume: what --resume says, the last complete checkpoint or one by its path; identity:
-            of this run; unattended: whether an older checkpoint is taken where one is damaged.
-    Raises: ValueError on every rank alike, for other settings or for damage; it names the older checkpoint.
+    Args:   folder: of the run; resume: the value of --resume, which means the last complete checkpoint or names one;
+            identity: of this run; unattended: take an older checkpoint where one is damaged.
+    Raises: ValueError on every rank alike, for changed settings, or for damage, naming the older checkpoint.
     """
     path = folder
-    with comm.together("run folder"):
+    with comm.all_or_none("run folder"):
         if comm.rank() == 0:
             path = split_resume(resume)[1] or retention.find_latest(folder)
     path, damaged = comm.broadcast(path), []
@@ -42,7 +42,7 @@ def choose(folder: Path, resume: str, config: Config, identity: dict[str, Any], 
         except DamagedError as error:
             damaged.append(str(error))
         older: Path | None = None
-        with comm.together("run folder"):
+        with comm.all_or_none("run folder"):
             if comm.rank() == 0:
                 older = retention.find_older(path)
         older = comm.broadcast(older)
@@ -57,17 +57,17 @@ def choose(folder: Path, resume: str, config: Config, identity: dict[str, Any], 
 
 
 def set_newer_aside(saved: Saved) -> None:
-    """Make the checkpoint that a run goes on from its last one. Collective.
+    """Make the checkpoint that a run resumes from the last one of its folder. Collective.
 
     Raises: ValueError on every rank alike if one cannot be renamed: the next --resume latest would take it.
     """
-    with comm.together(f"setting aside what is newer than {saved.path}"):
+    with comm.all_or_none(f"setting aside what is newer than {saved.path}"):
         if comm.rank() == 0:
             retention.set_newer_aside(saved.path)
 
 
 def check_length(path: Path, meta: dict[str, Any], config: Config) -> None:
-    """Raises: ValueError for a run that ends before its checkpoint."""
+    """Refuse a run that ends before its checkpoint; warn where its length has changed. Raises: ValueError."""
     if meta["step"] > config.num_steps:
         raise ValueError(f"{path} is at step {meta['step']}, the run would end at {config.num_steps}")
     if meta["num_steps"] != config.num_steps and comm.rank() == 0:
@@ -79,7 +79,7 @@ def check_length(path: Path, meta: dict[str, Any], config: Config) -> None:
 
 
 def restore(saved: Saved, config: Config, model: nn.Module, ds_config: dict[str, Any]) -> Engine:
-    """The engine as the checkpoint left it, whatever shape has written that. Collective.
+    """The engine as the checkpoint left it, resharded if another shape has written it. Collective.
 
     Raises: ValueError on every rank alike for files that do not fit.
     """
@@ -91,7 +91,7 @@ def restore(saved: Saved, config: Config, model: nn.Module, ds_config: dict[str,
         before = "{ranks} ranks at ZeRO {stage}, {precision}".format_map(saved.meta["shape"])
         logger.warning("%s was written by %s: random draws, as of dropout, will be others", saved.path, before)
     order = reshard.optimizer_order(model, config.optim)
-    with comm.together(f"checkpoint {saved.path}"):
+    with comm.all_or_none(f"checkpoint {saved.path}"):
         reshard.load_untrained(saved, model, set(order))
     engine = build_engine(model, config.optim, ds_config)
     reshard.restore(saved, engine, order)

@@ -1,10 +1,10 @@
-"""The checkpoints of a run as folders: which are complete, which is older, which are removed, which are set aside.
+"""The folders of a run's checkpoints: which are complete, which is older, which are removed or set aside.
 
-What is in them is checkpoint.py's. This file imports no torch, because launch.py uses it too.
-checkpoints/step-00000100/            complete: completed by one rename, with checkpoint.json in it
+Their contents are checkpoint.py's. This file imports no torch, so that `disco-ds launch` can use it.
+checkpoints/step-00000100/            complete: given this name when all its files were written
 checkpoints/.step-00000200.partial/   being written, or left behind by a crash
-checkpoints/.step-00000050.removed/   being removed, or what could not be removed of it
-checkpoints/set-aside-step-00000300/  newer than the one a run went on from: never resumed, counted or removed
+checkpoints/.step-00000050.removed/   being removed, or files of it that could not be removed
+checkpoints/set-aside-step-00000300/  newer than the one a run was resumed from: never resumed, counted or removed
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ logger = logging.getLogger(__name__)
 
 
 class DamagedError(ValueError):
-    """A checkpoint that is not what was written. An older one may be whole."""
+    """A checkpoint whose files are missing or changed. An older one may be whole."""
 
 
 def seal(meta: dict[str, Any]) -> str:
-    """SHA-256 of checkpoint.json's content but for the seal itself."""
+    """SHA-256 of the content of checkpoint.json, without the seal itself."""
     content = {key: value for key, value in json.loads(json.dumps(meta)).items() if key != "seal"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """checkpoint.json, after a look at the names and sizes of the files it lists.
+    """The content of checkpoint.json, after the names and sizes of the files it lists are checked.
 
-    Raises: DamagedError for a folder that is not ours, or not whole; ValueError for one of another format.
+    Raises: DamagedError for a folder that is no checkpoint of disco_ds, or incomplete; ValueError for another format.
     """
     try:
         meta = json.loads((path / META).read_text(encoding="utf-8"))
@@ -65,7 +65,7 @@ def read_meta(path: Path) -> dict[str, Any]:
             raise DamagedError(f"{path} is incomplete: {name} is missing ({error.strerror})") from None
         if found != size:
             raise DamagedError(f"{path} is damaged: {name} has {found} bytes, expected {size}")
-    # DeepSpeed's readers take every file whose name fits.
+    # DeepSpeed reads every file whose name fits, so one that was added would be taken for a rank's.
     foreign = {f"{ENGINE}/{file.name}" for file in (path / ENGINE).glob("*.pt")} - sizes.keys()
     if foreign:
         raise DamagedError(f"{path} is damaged: {', '.join(sorted(foreign))} was not written with it")
@@ -73,12 +73,12 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 
 def step_of(path: Path) -> int:
-    """Of a folder called step-N."""
+    """The step N of a folder called step-N."""
     return int(path.name.removeprefix("step-"))
 
 
 def list_complete(folder: Path) -> list[Path]:
-    """A run's complete checkpoints by step; a copy called step-00000100-best is not ours to use or remove."""
+    """A run's complete checkpoints by step. A user's copy, such as step-00000100-best, is not among them."""
     named = [path for path in (folder / CHECKPOINTS).glob("step-*") if STEP.fullmatch(path.name)]
     return sorted((path for path in named if (path / META).is_file()), key=step_of)
 
@@ -110,7 +110,7 @@ def set_newer_aside(path: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Give it a name that is never resumed, counted or removed. Returns: that name. Rank 0 only."""
+    """Rename a checkpoint so that it is never resumed, counted or removed. Returns: the new path. Rank 0 only."""
     first = path.with_name(f"set-aside-{path.name}")
     names = itertools.chain([first], (first.with_name(f"{first.name}-{number}") for number in itertools.count(2)))
     aside = path.rename(next(name for name in names if not os.path.lexists(name)))
@@ -119,12 +119,12 @@ def set_aside(path: Path) -> Path:
 
 
 def remove_old(folder: Path, keep_last: int, keep_every_steps: int = 0, busy: Collection[Path] = ()) -> int:
-    """Remove what is older than the last `keep_last` whole checkpoints, and what was left unfinished. Rank 0 only.
+    """Remove checkpoints older than the last `keep_last` whole ones, and those that were left unfinished. Rank 0 only.
 
-    Those of every so many steps (0: none) and those in `busy` stay. A damaged checkpoint is not counted, so that the
-    last whole one always stays. What cannot be removed is one warning.
+    Checkpoints of steps that keep_every_steps divides (0: none) and those in `busy` stay. A damaged checkpoint is not
+    counted, so that the last whole one always stays. What cannot be removed is logged once.
 
-    Returns: how many are gone.
+    Returns: how many were removed.
     """
     kept = removed = 0
     try:
@@ -149,12 +149,12 @@ def _is_whole(path: Path) -> bool:
 
 
 def _remove(path: Path) -> bool:
-    """Returns: whether it is no checkpoint any more, be it that some of its files are left."""
+    """Remove a checkpoint. Returns: True if it is none any more, even if some of its files could not be removed."""
     if path.is_symlink():
         _warn_once(f"{path} is a symbolic link, so it is not removed; remove it by hand")
         return False
     try:
-        # By its new name it is no checkpoint, whenever a crash comes.
+        # Renamed first, so that a crash leaves no checkpoint with files missing.
         gone = path.rename(path.with_name(f".{path.name}.removed"))
     except OSError as error:
         _warn_once(f"{path} is not removed: {error.strerror}; remove it by hand")
@@ -164,7 +164,7 @@ def _remove(path: Path) -> bool:
 
 
 def _clear(path: Path) -> None:
-    """Remove all of a folder that can be removed: a file that another host still has open cannot, on NFS."""
+    """Remove a folder as far as possible; on NFS a file that another host has open stays."""
     shutil.rmtree(path, ignore_errors=True)
     if os.path.lexists(path):
         _warn_once(f"{path} is not wholly removed; what is left is tried again after the next save")

@@ -24,11 +24,11 @@ Prepare = Callable[[Any], tuple[Tensor, Tensor, Tensor]]
 @dataclass(frozen=True)
 class StepOutput:
     metrics: dict[str, Tensor]
-    """The loss's own, 0-d, the same on every rank."""
+    """LossOutput.metrics: 0-d each, the same on every rank."""
     scale: Tensor
     """[1], the scale the loss was computed with."""
     grad_norm: Tensor | None
-    """Of the whole gradient before clipping; None if a loss scaler skipped the step."""
+    """Norm of the whole gradient before clipping; None if a loss scaler skipped the step."""
 
 
 def train_step(
@@ -44,10 +44,10 @@ def train_step(
     """Apply the full-batch gradient of these micro-batches (of all ranks) once. Collective: every rank must call.
 
     Args:   micro_batches: K of equal size, the same K and size on every rank, K = gradient_accumulation_steps;
-            agree: called with this rank's embeddings and loss before anything is changed; raises on all ranks together
-            or on none; set_rates: called then with the scale [1] of this step, to set the update's learning rates, of
-            which the temperature's depends on it; timer: opened with its name around each phase.
-    Raises: what `agree` raises, or FloatingPointError (see backward_and_step), with model and optimizer untouched.
+            agree: called with this rank's embeddings and loss before anything is changed; raises on all ranks or on
+            none; set_rates: called with the scale [1] before the update, to set its learning rates, because that of
+            the temperature may depend on the scale; timer: a context manager that is opened around each phase.
+    Raises: what `agree` raises, or FloatingPointError (see backward_and_step), with model and optimizer unchanged.
     """
 
     def agree_and_set_rates(embeddings: Embeddings, value: Tensor) -> None:
@@ -61,7 +61,7 @@ def train_step(
 
 
 class Forward:
-    """The towers on one micro-batch, first and again."""
+    """Runs the towers on a micro-batch, and again for its gradient. Towers that are not trained run only once."""
 
     def __init__(self, engine: Engine, prepare: Prepare):
         self.engine, self.prepare = engine, prepare
@@ -71,13 +71,13 @@ class Forward:
         image, text, index = self.prepare(batch)
         with torch.no_grad():
             locked = self._towers(image, text, trained=False)
-        rng = Rng()  # after the locked tower, which draws once and is not run again
+        rng = Rng()  # after the locked tower, because `again` does not repeat its draws
         with torch.set_grad_enabled(keep_graph):
             features = self._towers(image, text, trained=True)
         return MicroFeatures(_merge(features, locked), index, rng)
 
     def again(self, batch: Any, first: MicroFeatures) -> MicroFeatures:
-        """The trained towers' features once more, equal to the first, with graph."""
+        """Compute the trained towers' features once more, with a graph; they equal the first ones."""
         image, text, index = self.prepare(batch)
         first.rng.restore()
         return MicroFeatures(self._towers(image, text, trained=True), index, first.rng)

@@ -1,6 +1,6 @@
-"""Trained weights, read from a run, a checkpoint of any ZeRO stage or an export, and the open_clip module made of them.
+"""Reads trained weights from a run, a checkpoint of any ZeRO stage or an export, and builds the open_clip module.
 
-Not here: going on with training (checkpoint.py restores an engine), writing an export (export.py).
+Resuming a training is checkpoint.py's, writing an export is export.py's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from disco_ds.training.retention import ENGINE, META, DamagedError, find_latest,
 CONFIG = "open_clip_config.json"
 TENSORS = "open_clip_model.safetensors"
 WHOLE = f"{ENGINE}/mp_rank_00_model_states.pt"
-"""Of a checkpoint below ZeRO 3: every parameter and buffer, as every rank had it."""
+"""The file of a checkpoint below ZeRO 3 that has every parameter and buffer, which every rank held whole."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Weights:
     origin: Path
     """The checkpoint folder, exported folder or file that was read."""
     name: str
-    """What the run called its model, without folder and .json."""
+    """The model's name in the run, without folder and .json."""
     settings: ModelSettings
-    """Of this architecture and its tokenizer, without what concerns training alone."""
+    """Settings of this architecture and its tokenizer; those of training have their defaults."""
     architecture: dict[str, Any]
     """open_clip's config of the model as it was at training, with init_logit_bias exactly where there is a bias."""
     preprocess: dict[str, Any]
@@ -53,7 +53,7 @@ class Weights:
 
 
 def read_weights(path: Path) -> Weights:
-    """The weights of a run folder (its last complete checkpoint), a checkpoint folder, or an export.
+    """Read the weights of a run folder (its last complete checkpoint), a checkpoint folder, or an export.
 
     Memory: 4 bytes per parameter; the files are mapped while they are read.
 
@@ -113,7 +113,7 @@ def read_tensors(saved: Saved) -> Iterator[tuple[str, Tensor]]:
         for name, value in state.items():
             yield name, value.contiguous()
     except Exception as error:
-        # A file of another make fails wherever torch, pickle or DeepSpeed notices.
+        # An unknown file may fail anywhere in torch, pickle or DeepSpeed.
         raise ValueError(f"the weights of {path} cannot be read: {type(error).__name__}: {error}") from error
 
 
@@ -171,12 +171,12 @@ def _assemble(
 
 
 def _register(name: str, architecture: dict[str, Any]) -> str:
-    """A name that open_clip builds this architecture by: the run's own if it still stands for the same."""
+    """A name under which open_clip builds this architecture: the run's own name, if that still means the same."""
     try:
         if read_architecture(ModelSettings(name=name)) == architecture:
             return name
     except ValueError:
-        pass  # a config file that has gone, or is on another machine
+        pass  # the name of a config file that was removed, or is on another machine
     text = json.dumps(architecture)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{Path(name).stem}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"

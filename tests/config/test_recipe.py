@@ -229,6 +229,27 @@ def test_unknown_key_names_the_nearest(override: str, words: str, recipe: Path) 
         load_config(recipe, [override])
 
 
+@pytest.mark.parametrize("override", ["loss.options.wire=bf16", "loss={name: inf_cl, options: {wire: bf16}}"])
+def test_renamed_key_is_refused_naming_the_new_one(override: str, recipe: Path, tmp_path: Path) -> None:
+    path = tmp_path / "old.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL | {"loss": {"name": "inf_cl", "options": {"wire": "bf16"}}}))
+    for arguments, origin in (([recipe, [override]], f"override {override!r}"), ([path], str(path))):
+        with pytest.raises(ValueError) as caught:
+            load_config(*arguments)
+        assert str(caught.value) == f"{origin}: loss.options.wire is now called loss.options.comm_dtype"
+    own = load_config(recipe, ["loss.name=package.module:Own", "loss.options.wire=bf16"])
+    assert own.loss.options == {"wire": "bf16"}, "an option of a user's own loss is called as the user likes"
+
+
+def test_renamed_key_in_a_run_folders_settings_is_translated(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL | {"loss": {"name": "inf_cl", "options": {"wire": "bf16", "tile": [8, 8]}}}))
+    with pytest.raises(ValueError, match="now called"):
+        load_config(path)
+    (tmp_path / "ds_config.json").write_text("{}")
+    assert load_config(path).loss.options == {"tile": [8, 8], "comm_dtype": "bf16"}
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

@@ -163,7 +163,7 @@ def check_frozen(group: Ranks) -> None:
 
 def check_hung(group: Ranks) -> None:
     """The rank that hangs leaves where it does."""
-    group.check_named(FAULTY, "last step 10, reading", "all wait for ")
+    group.check_named(FAULTY, "last step 10, reading", "the others have waited ")
     assert f"for rank {FAULTY} on " in group.said(FAULTY)
     assert "misbehave" in group.stacks(FAULTY)
     assert "misbehave" not in group.stacks(0)
@@ -171,14 +171,14 @@ def check_hung(group: Ranks) -> None:
 
 def check_all_hung(group: Ranks) -> None:
     for number in range(SIZE):
-        assert "nobody has come on for 3 s: ranks 0-2 at step 10, reading data" in group.said(number)
+        assert "no rank has made progress for 3 s: ranks 0-2 at step 10, reading data" in group.said(number)
         assert "misbehave" in group.stacks(number)
 
 
 def check_gpu(group: Ranks) -> None:
     """All hosts are at one mark: the device tells them apart."""
     for number in range(SIZE):
-        named = f"the GPU of rank {FAULTY} on {socket.gethostname()} has not got beyond step 10, reading data, for 3 s"
+        named = f"the GPU of rank {FAULTY} on {socket.gethostname()} has not passed step 10, reading data, for 3 s"
         assert named in group.said(number)
         assert "sleep_for_ever" in group.stacks(number)
 
@@ -192,7 +192,7 @@ def check_blocked(group: Ranks) -> None:
         assert "in query" in group.log(number)
 
 
-SILENT = "has given no sign of life for"
+SILENT = "has sent no heartbeat for"
 STORE = "no answer from the rendezvous store for"
 CASES: dict[str, tuple[Callable[[Ranks], Any], Callable[[Ranks], None]]] = {
     "fine": (Ranks.wait_ready, check_fine),

@@ -222,8 +222,12 @@ def test_wrong_ids_and_foreign_state_are_refused_on_every_rank():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("sogclr", {"rho": 1.0}, "SogCLRLoss has no use for rho"),
-        ("fastclip_v3", {"tau_lr": 1e-3, "tau_max": 1.0}, "no use for tau_lr, tau_max"),
+        ("sogclr", {"rho": 1.0}, "loss 'sogclr' has no option rho; its options: gamma, .*tau, .*comm_dtype"),
+        (
+            "fastclip_v3",
+            {"tau_lr": 1e-3, "tau_max": 1.0},
+            "'fastclip_v3' has no option tau_lr, tau_max; its options: rho, gamma, ",
+        ),
         ("fastclip_v1", {"gamma": "linear"}, "gamma must be one of constant, cosine, fractional"),
         ("fastclip_v1", {"gamma_min": 0.0}, "0 < gamma_min <= 1"),
         ("sogclr", {"memory": "disk"}, "memory must be one of device, host"),

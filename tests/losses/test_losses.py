@@ -65,7 +65,7 @@ def test_loss_and_gradients_equal_the_oracle_at_every_shape(size):
 
 
 def half_products() -> list[str]:
-    """16-bit factors, and 16-bit wires, against what the naive computation loses when its inputs are rounded."""
+    """16-bit factors, and a 16-bit comm_dtype, against what the naive computation loses when its inputs are rounded."""
     failures = []
     for kind, scale in [(kind, s) for kind in ("random", "repeated", "aligned") for s in SCALES]:
         image, text = features(50 * comm.size(), 96, torch.float32, kind)
@@ -74,7 +74,7 @@ def half_products() -> list[str]:
             rounded = naive(image.to(dtype).float(), text.to(dtype).float(), scale)
             limit = 2 * max(errors(rounded, true, scale).values()) + 1e-6
             for name, options in TILED:
-                for changes in ({"precision": half}, {"precision": half, "wire": half}):
+                for changes in ({"precision": half}, {"precision": half, "comm_dtype": half}):
                     wrong = errors(evaluate(name, options | changes, image, text, scale), true, scale)
                     if not max(wrong.values()) <= limit:
                         failures.append(f"{name} {changes} s {scale} {kind}: {wrong}, limit {limit}")
@@ -164,7 +164,7 @@ def primitives() -> None:
 
 
 def fail_on_rank_1() -> None:
-    with comm.together("checking"):
+    with comm.all_or_none("checking"):
         if comm.rank() == 1:
             raise ValueError("not here")
 

@@ -84,7 +84,7 @@ def exchanges() -> list[tuple[str, int, int]]:
     image, text = (x.requires_grad_() for x in features(8, 16, torch.float32))
     for name in ("inf_cl", "siglip"):
         bias = torch.tensor([-10.0], requires_grad=True)
-        with mock.patch.object(comm, "_exchange", wraps=comm._exchange) as exchange:
+        with mock.patch.object(comm, "ring_exchange", wraps=comm.ring_exchange) as exchange:
             out = build_loss(name)(Embeddings(image, text, torch.tensor([14.3]), bias))
             forward = exchange.call_count
             out.loss.backward()

@@ -142,7 +142,7 @@ def test_mistake_is_named(name, options, words, package):
 
 
 def test_plan_asks_the_class_what_it_costs(package):
-    assert loss_cost(NAME, {}, 8, 2, 4).wire == 16 * 16 * 4
+    assert loss_cost(NAME, {}, 8, 2, 4).received_bytes == 16 * 16 * 4
     with pytest.raises(ValueError, match=r"plan does not know what loss our_package\.others:Unplanned costs.* cost\("):
         loss_cost("our_package.others:Unplanned", {}, 8, 2, 4)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +14,27 @@ import pytest
 import torch
 
 from disco_ds.distributed import comm
-from disco_ds.metrics.records import METRICS_FILE, Metrics, digest, rewind_tensorboard
+from disco_ds.losses import Embeddings
+from disco_ds.metrics import figures
+from disco_ds.metrics.figures import LogPoint, digest
+from disco_ds.metrics.records import METRICS_FILE, Metrics, rewind_tensorboard
+from disco_ds.metrics.report import write_report
 from helpers.dist import run_ranks
 
 VALUES = {"loss": 2.5, "i2t_accuracy": 0.25, "t2i_accuracy": 0.5, "scale": 14.0, "lr": 1e-3, "grad_norm": 0.125}
 MASK = 2**64 - 1
+
+
+def point(step: int, index: torch.Tensor, broken: int = 0, **changes: Any) -> LogPoint:
+    """A logged step with VALUES."""
+    losses = {name: torch.tensor(value) for name, value in VALUES.items() if name == "loss" or "accuracy" in name}
+    norm = torch.tensor(VALUES["grad_norm"])
+    return LogPoint(
+        **{
+            **{"step": step, "metrics": losses, "scale": torch.tensor([VALUES["scale"]]), "lr": VALUES["lr"]},
+            **{"grad_norm": norm, "index": index, "broken": broken, **changes},
+        }
+    )
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
@@ -55,8 +72,8 @@ def test_digest_with_repeated_ids_differs() -> None:
 def test_log_writes_a_record_on_the_samples_axis(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     events: list[tuple[str, float, int]] = []
     metrics = Metrics(tmp_path, events.extend, global_batch=32, num_steps=40)
-    metrics.log(10, VALUES, torch.arange(32), broken=3)
-    metrics.log(20, VALUES | {"grad_norm": None}, torch.arange(32, 64), broken=0)  # type: ignore[arg-type]
+    metrics.log(point(10, torch.arange(32), broken=3))
+    metrics.log(point(20, torch.arange(32, 64), grad_norm=None))
     metrics.note(20, {"eval/validation_top1": 0.75})
     metrics.close()
     metrics.close()
@@ -79,7 +96,7 @@ def test_log_writes_a_record_on_the_samples_axis(tmp_path: Path, capsys: pytest.
 
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
-    assert "step 10/40  loss 2.5000  acc 25.0% / 50.0%  scale 14.00  lr 1.00e-03  norm 0.125" in lines[0]
+    assert " left)  loss 2.5000  i2t 25.0%  t2i 50.0%  scale 14.00  lr 1.00e-03  norm 0.125" in lines[0]
     assert lines[0].endswith("3 broken samples skipped")
     assert "norm skipped" in lines[1]
     assert "broken" not in lines[1]
@@ -93,7 +110,7 @@ def test_log_rates_count_from_the_last_log(tmp_path: Path, monkeypatch: pytest.M
         clock[0] += seconds
         metrics.add_wait(wait / 2)
         metrics.add_wait(wait / 2)
-        metrics.log(step, VALUES, torch.arange(32), broken=0)
+        metrics.log(point(step, torch.arange(32)))
     metrics.close()
     first, second = read(tmp_path)
     assert first["samples_per_s"] == pytest.approx(4 * 32 / 2)
@@ -107,7 +124,7 @@ def test_metrics_of_a_resumed_run_drop_what_will_be_done_again(tmp_path: Path) -
     kept = [f'{{"step": {step}, "loss": {step}.5, "time/loss_s": 1.0}}\n' for step in (10, 20)]
     write(tmp_path, [*kept, '{"step": 21}\n', '{"step": 30}\n', '{"step": 4'])
     metrics = Metrics(tmp_path, None, global_batch=8, num_steps=40, first_step=20)
-    metrics.log(25, VALUES, torch.arange(8), broken=0)
+    metrics.log(point(25, torch.arange(8)))
     metrics.close()
     text = (tmp_path / METRICS_FILE).read_text()
     assert text.startswith("".join(kept))
@@ -145,7 +162,7 @@ def test_points_of_a_resumed_run_replace_those_it_does_again(tmp_path: Path) -> 
 
         metrics = Metrics(tmp_path, write, global_batch=8, num_steps=40, first_step=first_step)
         for step in steps:
-            metrics.log(step, VALUES, torch.arange(8), broken=0)
+            metrics.log(point(step, torch.arange(8)))
             metrics.note(step, {"eval/top1": step / 100})
         metrics.close()
         board.summary_writer.close()
@@ -160,12 +177,12 @@ def test_records_wait_for_room_on_the_disk(tmp_path: Path, caplog: pytest.LogCap
     """/dev/full takes nothing; the file that comes after it gets all."""
     metrics = Metrics(tmp_path, None, global_batch=8, num_steps=40)
     whole, metrics.file = metrics.file, io.FileIO("/dev/full", "w")
-    metrics.log(10, VALUES, torch.arange(8), broken=0)
+    metrics.log(point(10, torch.arange(8)))
     metrics.note(10, {"eval/top1": 0.5})
     assert "No space left on device; the records wait in memory" in caplog.text
     metrics.file.close()
     metrics.file = whole
-    metrics.log(20, VALUES, torch.arange(8), broken=0)
+    metrics.log(point(20, torch.arange(8)))
     metrics.close()
     assert [record["step"] for record in read(tmp_path)] == [10, 10, 20]
 
@@ -175,7 +192,7 @@ def log_on_ranks(folder: str) -> dict[str, Any] | None:
     metrics = Metrics(Path(folder), None, global_batch=8, num_steps=1)
     metrics.since -= 100.0
     metrics.add_wait(50.0 * rank)
-    metrics.log(1, VALUES, torch.arange(8)[rank::2], broken=rank + 1)
+    metrics.log(point(1, torch.arange(8)[rank::2], broken=rank + 1))
     metrics.close()
     return read(Path(folder))[0] if rank == 0 else None
 
@@ -186,3 +203,34 @@ def test_log_of_two_ranks_is_of_the_whole_batch(tmp_path: Path) -> None:
     assert record["ids"] == f"{digest(torch.arange(8)).item() & MASK:016x}"
     assert record["broken_samples"] == 3
     assert math.isclose(record["data_wait"], 0.5, rel_tol=0.1), "the slowest rank's"
+
+
+def test_a_figure_is_one_entry_as_the_manual_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "logging.md").read_text(encoding="utf-8")
+    entry, loss = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (shown,) = re.findall(r"`(Figure\(\"pair_cosine\".*\))`", text)
+    added = [eval(each, {"Figure": figures.Figure}) for each in (entry, shown)]
+    for module in ("figures", "records", "report"):
+        monkeypatch.setattr(f"disco_ds.metrics.{module}.FIGURES", (*figures.FIGURES, *added))
+    namespace: dict[str, Any] = {}
+    exec(loss, namespace)
+    image, other = torch.eye(8)[:4], torch.eye(8)[4:]
+    embeddings = Embeddings(image, torch.cat([image[:2], other[2:]]), torch.tensor([14.0]))
+    out = namespace["ClipLossWithCosine"]()(embeddings)
+
+    events: list[tuple[str, float, int]] = []
+    metrics = Metrics(tmp_path, events.extend, global_batch=4, num_steps=10)
+    metrics.log(point(1, torch.arange(4), metrics=out.metrics))
+    metrics.close()
+    (record,) = read(tmp_path)
+    assert record["pair_cosine"] == pytest.approx(0.5)
+    assert record["temperature"] == pytest.approx(1 / 14)
+    assert ("train/temperature", pytest.approx(1 / 14), 4) in events
+    assert "temperature 0.0714" in (line := capsys.readouterr().out)
+    assert "cosine 0.500" in line
+    labels: list[str] = []
+    monkeypatch.setattr("disco_ds.metrics.report.finish_axes", lambda axes, label, title="": labels.append(label))
+    write_report(tmp_path)
+    assert labels[-1] == "temperature"

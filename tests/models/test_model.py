@@ -388,7 +388,7 @@ def test_model_without_batch_norm_is_not_warned_of(tiny: str, caplog: pytest.Log
 
 
 def test_unknown_model_lists_the_nearest_and_ours() -> None:
-    with pytest.raises(ValueError, match=r"unknown model 'ViT-B/32'; nearest: ViT-B-32.*ours: quickstart"):
+    with pytest.raises(ValueError, match=r"unknown model 'ViT-B/32'; did you mean ViT-B-32\?; .* ours \(quickstart"):
         build("ViT-B/32")
 
 

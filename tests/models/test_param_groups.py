@@ -109,6 +109,6 @@ def test_layers_of_models_as_they_are(name: str, side: str, stem: str, block: st
 def test_tower_without_known_layers_is_refused() -> None:
     model = build_model(ModelSettings(name="quickstart"))
     with pytest.raises(
-        ValueError, match=r"optim.image.layer_decay: the layers of this model's image tower are not known"
+        ValueError, match=r"optim.image.layer_decay: the layers of this model's image tower are unknown"
     ):
         parameter_groups(model, settings(image={"layer_decay": 0.9}))

@@ -16,6 +16,7 @@ import torch
 
 from disco_ds.cli.main import main
 from disco_ds.distributed import comm
+from disco_ds.distributed.device_memory import is_out_of_memory
 from disco_ds.plan.out_of_memory import OutOfMemory, explained
 from helpers.dist import free_port, start_server
 from helpers.minimal import settings
@@ -148,8 +149,8 @@ def test_what_helps_first(phase, changes, first):
     ],
 )
 def test_libraries_own_texts_are_understood(error):
-    assert comm.is_out_of_memory(error)
-    assert not comm.may_be_of_another(error)
+    assert is_out_of_memory(error)
+    assert not comm.is_communication_error(error)
 
 
 def test_other_errors_pass():

@@ -277,7 +277,7 @@ def test_plan_says_what_does_not_fit_and_draws_it(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--gpu-memory", "A100-40"], "did you mean A100-40G? a number of GiB, or one of A100-40G,"),
+        (["--gpu-memory", "A100-40"], "RTX-3090; did you mean A100-40G?"),
         (["--gpu-memory", "-1"], "positive number of GiB"),
         (["micro_batch=48"], "not a multiple of ranks x micro_batch"),
         pytest.param(

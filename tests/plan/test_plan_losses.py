@@ -21,7 +21,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("disco", {}),
     *((name, TILE) for name in list_losses() if name not in ("clip", "disco")),
     ("disco_fused", {**TILE, "store": True}),
-    ("inf_cl", {**TILE, "wire": "bf16"}),
+    ("inf_cl", {**TILE, "comm_dtype": "bf16"}),
     ("nt_xent", {**TILE, "ring": True}),
     ("fastclip_v1", {**TILE, "gather_both": True}),
 ]

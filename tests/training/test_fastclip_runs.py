@@ -1,4 +1,4 @@
-"""FastCLIP through an engine: gradients in micro-batches, batches that are passed over, and runs that go on."""
+"""FastCLIP through an engine: gradients in micro-batches, batches that are skipped, and runs that go on."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_engine_gets_the_gradient_of_one_process_at_every_stage(size, precision,
 
 
 def whole_and_cut(path: Path, name: str, deepspeed: str, settings: list[str]) -> None:
-    """Batches passed over leave no trace, and a run that goes on in mid-epoch is the uninterrupted one, to the bit."""
+    """Skipped batches leave no trace, and a run that goes on in mid-epoch is the uninterrupted one, to the bit."""
     shared = [f"loss.name={name}", f"deepspeed={deepspeed}", "deepspeed.torch_autocast.enabled=false", *settings]
     folders = {}
     for kind, parts in (("whole", [(6, None)]), ("cut", [(3, None), (6, "latest")])):

@@ -14,6 +14,7 @@ import pytest
 from disco_ds.config import load_config
 from disco_ds.training.build import build
 from disco_ds.training.loop import train
+from helpers.checkpoints import describe
 from helpers.dist import run_ranks
 
 FIXTURE = Path(__file__).parent / "fixtures" / "run_2026_11.tar.xz"
@@ -31,9 +32,23 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "runs" / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_run_of_november_2026_goes_on(tmp_path: Path) -> None:
+def set_comm_dtype_as_it_was_called(run: Path) -> None:
+    """Give the run an option by its former name; with one rank nothing is sent, so its numbers are the same."""
+    checkpoint = run / "checkpoints" / "step-00000003"
+    meta = json.loads((checkpoint / "checkpoint.json").read_text())
+    meta["identity"]["loss"]["options"] = {"wire": "fp32"}
+    describe(checkpoint, meta)
+    config = (run / "config.yaml").read_text()
+    assert "  options: {}\n" in config
+    (run / "config.yaml").write_text(config.replace("  options: {}\n", "  options: {wire: fp32}\n", 1))
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+def test_run_of_november_2026_goes_on(renamed: bool, tmp_path: Path) -> None:
     with tarfile.open(FIXTURE) as tar:
         tar.extractall(tmp_path, filter="data")
+    if renamed:
+        set_comm_dtype_as_it_was_called(tmp_path / "runs" / "run")
     before = read_records(tmp_path)
     assert [record["step"] for record in before] == [1, 2, 3, 4, 5, 6]
     run_ranks(go_on, 1, tmp_path)

@@ -1,4 +1,4 @@
-"""Whether Triton's kernels run here: found out once by running one, because a GPU alone does not say so."""
+"""Decides whether Triton's kernels run here, by running two of them once: having a GPU is not enough."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def uses_triton(tiling: Tiling, x: Tensor) -> bool:
-    """Whether tiles of rows like x are done by Triton.
+    """Return True if Triton computes the tiles of rows like x.
 
     Raises: ValueError where `impl` asks for Triton and it cannot run.
     """
@@ -32,9 +32,9 @@ def uses_triton(tiling: Tiling, x: Tensor) -> bool:
 
 @cache
 def find_problem(device: torch.device, precision: Precision) -> str | None:
-    """Why the kernels do not run on this GPU at this precision, or None; logged as a warning at the first look.
+    """The reason why the kernels do not run on this GPU at this precision, or None. It is logged once.
 
-    Triton compiles its launcher with a C compiler of the system's, and a GPU may be too small or too new for a kernel.
+    Triton compiles its launcher with the system's C compiler, and a GPU may be too small or too new for a kernel.
     """
     if find_spec("triton") is None:
         problem = "the triton package is not installed"
@@ -44,7 +44,7 @@ def find_problem(device: torch.device, precision: Precision) -> str | None:
         try:
             triton_tiles.try_out(device, precision)
             return None
-        # Whatever it is: without Triton the losses are slower, not wrong.
+        # Any error may come from the compiler or the driver. Without Triton the losses are slower, not wrong.
         except Exception as error:
             problem = f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else error}"
     logger.warning("Triton's kernels do not run on %s (%s); the losses take torch's, which are slower", device, problem)

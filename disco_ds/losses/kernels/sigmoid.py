@@ -1,6 +1,6 @@
 """The sigmoid loss over a block of similarities that is never held whole: value and gradient in one pass.
 
-Nothing has to be known of the whole row before a weight is, so no second product is needed. Pairs are left out.
+A weight depends on its own entry only, not on the sum of its row, so no second product is needed. Pairs are left out.
 """
 
 # n rows, m columns, D width; z_ij = scale <row i, column j> + bias
@@ -14,30 +14,31 @@ import torch
 from torch import Tensor
 
 from disco_ds.losses.kernels.similarity import Block
-from disco_ds.losses.kernels.tiles import pairs_offset
 
 
 @dataclass
 class SigmoidSums:
-    """Of a block without its pairs, float64."""
+    """The sums of a block without its pairs, float64."""
 
     loss: Tensor
     """0-d, the sum of softplus(z)."""
     weight: Tensor
     """0-d, the sum of sigmoid(z): the gradient at the bias."""
     rows_max: Tensor | None
-    """[n], the row's largest z, -inf of nothing; None where it was not asked for."""
+    """[n], the row's largest z, -inf for a row of nothing; None if maxima were not computed."""
     columns_max: Tensor | None
-    """[m]."""
+    """[m], the column's largest z."""
 
 
 def sigmoid_block(
     block: Block, bias: Tensor, into_rows: Tensor | None, into_columns: Tensor | None, maxima: bool = True
 ) -> SigmoidSums:
-    """Sums of a block; adds gain x W columns to into_rows and gain x W^T rows to into_columns, W = sigmoid(z).
+    """Sums of a block; adds gain x W columns to into_rows and gain x W^T rows to into_columns, with W = sigmoid(z).
 
-    Args:   block: all its scales are equal; bias [1]; into_rows [n, D], into_columns [m, D]: fp32, or None; gain is
-            Tiling.gain, for the caller to divide by; maxima: find the largest z too.
+    The caller divides by the gain, Tiling.gain.
+
+    Args:   block: with equal scales; bias [1]; into_rows [n, D], into_columns [m, D]: fp32, or None; maxima: compute
+            the largest z too.
     Source: docs/losses.md section 5 (SigLIP, arXiv 2303.15343).
     """
     n, m, tiling, tiles, device = len(block.rows), len(block.columns), block.tiling, block.tiles, block.rows.device
@@ -46,14 +47,14 @@ def sigmoid_block(
     loss, weight = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
     largest = [torch.full((k,), -math.inf, dtype=torch.float64, device=device) for k in (n, m) if maxima]
     for i, j in tiling.cut(n, m, device):
-        r, c, pairs = tiling.factor(block.rows[i]), tiling.factor(block.columns[j]), pairs_offset(i, j, block.first)
-        losses, weights, W, *tops = tiles.sigmoid_weights(r, c, scale, bias, pairs, tiling, scratch.tile(i, j), maxima)
+        tile = block.tile(i, j, scratch)
+        losses, weights, W, *tops = tiles.sigmoid_weights(tile, scale, bias, maxima)
         loss += losses
         weight += weights
         for total, part, new in zip(largest, (i, j), tops, strict=False):
             torch.maximum(total[part], new.double(), out=total[part])
         if into_rows is not None:
-            tiling.add_product(into_rows[i], W, c)
+            tiling.add_product(into_rows[i], W, tile.c)
         if into_columns is not None:
-            tiling.add_product(into_columns[j], W.T, r)
+            tiling.add_product(into_columns[j], W.T, tile.r)
     return SigmoidSums(loss, weight, *(largest or (None, None)))

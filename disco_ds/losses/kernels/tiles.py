@@ -1,4 +1,4 @@
-"""How a block of similarities is cut into tiles, and products of tiles in the precision asked for."""
+"""How a block of similarities is cut into tiles, and products of tiles at the chosen precision."""
 
 # n rows, m columns, D width; a tile is a part of the n x m block
 
@@ -20,12 +20,12 @@ _FULL = (torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Tiling:
-    """How to compute; results depend on it through rounding only.
+    """How similarities are computed; results depend on it through rounding only.
 
-    Args:   tile: rows and columns of a tile; None: on a CPU 2048 x 2048; on a GPU 16384 x 16384 where nothing of the
-            tile is written, which is enough work to outlast the host's launches, else what takes 128 MiB;
+    Args:   tile: rows and columns of a tile; None: 2048 x 2048 on a CPU; on a GPU 16384 x 16384 where no tile is
+            written, which is enough work to hide the launches, else as much as takes 128 MiB;
             precision: of the factors of every product; sums are fp32. "auto" is fp32 on a CPU and fp16 on a GPU: tf32
-            has no more mantissa bits, and unit rows stay within fp16's range. float64 features are computed in float64;
+            has no more mantissa bits, and unit rows are within fp16's range. float64 features are computed in float64;
             impl: "torch" runs everywhere, "triton" on a GPU; "auto" is Triton where it runs.
     Raises: ValueError for a value that is not one of these.
     """
@@ -43,13 +43,13 @@ class Tiling:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
 
     def on(self, device: torch.device) -> Tiling:
-        """The same with the precision that "auto" means on this device. The functions of this package take no other."""
+        """The same with the precision that "auto" means on this device, as the functions of this package need it."""
         if self.precision != "auto":
             return self
         return replace(self, precision="fp16" if device.type == "cuda" else "fp32")
 
     def size(self, device: torch.device, written: bool = True) -> tuple[int, int]:
-        """Rows and columns of a tile; `written`: whether all of it is held in memory."""
+        """Rows and columns of a tile. Args: written: the tile is held in memory."""
         if self.tile is not None:
             rows, columns = self.tile
             return rows, columns
@@ -67,48 +67,46 @@ class Tiling:
                 yield slice(i, min(i + rows, n)), slice(j, min(j + columns, m))
 
     def gain(self) -> float:
-        """Weights of the gradient (at most 2) are computed times this power of two, lest small ones be denormal.
+        """Power of two by which the weights of the gradient (at most 2) are multiplied, so that none is denormal.
 
-        On a CPU a product of denormal numbers takes 200 times as long (AVX-512, MKL), and fp16 has no range to spare.
+        On a CPU, products of denormal numbers take 200 times as long (AVX-512, MKL), and fp16 would underflow.
         """
         assert self.precision != "auto", "Tiling.on(device) decides the precision"
         return 2.0**14 if self.precision == "fp16" else 2.0**40
 
     def hold(self, x: Tensor) -> Tensor:
-        """Rows as they are kept and sent: rounded once to `precision`, contiguous, without gradient, never wider than
-        they came."""
+        """Rows as they are kept and sent: rounded once to `precision`, contiguous, without gradient, never widened."""
         x = x.detach()
         if x.dtype == torch.float64:
             return x.contiguous()
         if self.precision == "tf32" and x.dtype == torch.float32:
-            # To 11 bits (Veltkamp): the tensor cores cut off the rest, and all errors would go one way.
+            # Round to 11 bits (Veltkamp's splitting): the tensor cores truncate, which would bias every product.
             split = x * (2**13 + 1)
             return (split - (split - x)).contiguous()
         half = _HALF.get(self.precision)
         return (x if half is None else x.to(half)).contiguous()
 
     def factor(self, held: Tensor) -> Tensor:
-        """A tile of held rows as a factor of a product: on a GPU mostly itself; on a CPU fp32, where a 16-bit product
-        would also round its sums."""
+        """A tile of held rows as a factor of a product: fp32 on a CPU, where 16-bit products would round their sums."""
         return held.to(self.factor_dtype(held))
 
     def factor_dtype(self, x: Tensor) -> torch.dtype:
-        """What rows like x are multiplied in."""
+        """The dtype in which rows like x are multiplied."""
         if x.dtype == torch.float64:
             return torch.float64
         return _HALF.get(self.precision, torch.float32) if x.is_cuda else torch.float32
 
     def round(self, x: Tensor) -> Tensor:
-        """A full-precision tile, such as weights, as a factor of a product."""
+        """A tile in full precision, such as one of weights, rounded as a factor of a product."""
         return self.factor(self.hold(x))
 
     def product(self, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-        """out = a @ b of factors; out is fp32 (float64 of float64)."""
+        """out = a @ b of two factors; out is fp32, or float64 for float64 factors."""
         with self._tf32(a):
             return torch.mm(a, b, out=out) if a.dtype in _FULL else torch.mm(a, b, out_dtype=out.dtype, out=out)
 
     def add_product(self, total: Tensor, a: Tensor, b: Tensor) -> None:
-        """total += a @ b of factors; total is fp32 (float64 of float64)."""
+        """total += a @ b of two factors; total is fp32, or float64 for float64 factors."""
         with self._tf32(a):
             if a.dtype in _FULL:
                 total.addmm_(a, b)
@@ -120,7 +118,7 @@ class Tiling:
         if not x.is_cuda or x.dtype != torch.float32:
             yield
             return
-        # Not allow_tf32: reading that raises where a user has set this.
+        # Not allow_tf32, which raises when it is read after a user has set fp32_precision.
         matmul = torch.backends.cuda.matmul
         before = matmul.fp32_precision
         matmul.fp32_precision = "tf32" if self.precision == "tf32" else "ieee"
@@ -130,8 +128,23 @@ class Tiling:
             matmul.fp32_precision = before
 
 
+@dataclass(frozen=True)
+class Tile:
+    """One tile of a block, as the functions of torch_tiles.py and triton_tiles.py take it."""
+
+    r: Tensor
+    """[n, D], a factor (Tiling.factor)."""
+    c: Tensor
+    """[m, D], a factor."""
+    pairs: int | None
+    """The diagonal of pairs, which is left out; None where the tile has none."""
+    tiling: Tiling
+    out: Tensor | None
+    """[n, m], memory for the tile: in full precision for torch, of factors for Triton, which needs none for sums."""
+
+
 class Scratch:
-    """One tile's worth of memory, used again for every tile of a block."""
+    """Memory for one tile, used again for every tile of a block."""
 
     def __init__(self, tiling: Tiling, n: int, m: int, dtype: torch.dtype, device: torch.device):
         rows, columns = tiling.size(device)
@@ -143,12 +156,12 @@ class Scratch:
 
 
 def full_dtype(x: Tensor) -> torch.dtype:
-    """What sums of products of rows like x are collected in."""
+    """The dtype in which sums of products of rows like x are accumulated."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def pairs_offset(rows: slice, columns: slice, first: int | None) -> int | None:
-    """Which diagonal of a tile holds the pairs, where row i's is column i + first; None if none does."""
+    """The diagonal of a tile that holds the pairs, where row i's pair is column i + first; None if none does."""
     if first is None:
         return None
     offset = rows.start + first - columns.start

@@ -1,12 +1,12 @@
-"""The Triton kernels: a product whose epilogue does the rest, and which block sizes it may take.
+"""The Triton kernels: a product with an epilogue for each operation on a tile, and their block sizes.
 
-Sums write nothing as large as the tile; weights write it once, as the factor of the library products that follow
-(docs/losses.md section 3). Exponents are in powers of two, which is what the hardware has. No atomics: the same block
-sizes give the same bits. Only triton_tiles.py imports this file.
+Kernels for sums write nothing as large as the tile. Kernels for weights write it once, as a factor of the library
+products that follow (docs/losses.md section 3). Exponentials are powers of two, for which the hardware has an
+instruction. There are no atomics, so equal block sizes give equal bits. Only triton_tiles.py imports this file.
 """
 
 # n rows, m columns, D width of a tile; a block is what one program computes of it
-# Triton takes annotations of a kernel's arguments for instructions.
+# Triton interprets annotations of a kernel's arguments, so there are none.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import triton.language as tl
 
 INTERPRETED = triton.knobs.runtime.interpret
 LARGE = 1 << 20
-"""Elements of a tile from which block sizes are worth timing."""
+"""Elements of a tile from which on block sizes are timed."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -30,8 +30,8 @@ def _config(rows: int, columns: int, stages: int, warps: int, width_bytes: int =
     return triton.Config(sizes, num_stages=stages, num_warps=warps)
 
 
-# The first is taken where nothing is timed. It takes 96 KB of shared memory, which every GPU since the A100 has; two of
-# its programs fit on a multiprocessor of a server's GPU, and one's epilogue runs beside the other's product.
+# The first is used where nothing is timed. It takes 96 KB of shared memory, which every GPU since the A100 has. Two of
+# its programs fit on a multiprocessor of a server's GPU, where the epilogue of one overlaps the product of the other.
 TENSOR_CORES = [
     _config(128, 128, 3, 4),
     _config(128, 128, 3, 8),
@@ -40,20 +40,20 @@ TENSOR_CORES = [
     _config(256, 128, 3, 8),
     _config(64, 128, 4, 4),
 ]
-# Products of fp32 without tensor cores hold every operand in registers. Triton before 3.8 multiplies no less than 16
-# numbers of a row at a time.
+# fp32 products without tensor cores hold every operand in registers, which limits the blocks. Triton before 3.8
+# multiplies no less than 16 numbers of a row at a time.
 PLAIN_CORES = [_config(64, 64, 2, 4, 64), _config(64, 128, 2, 8, 64), _config(128, 128, 2, 8, 64)]
 SMALL = _config(32, 64, 1, 1, 64, 2)
-"""For the interpreter, which takes as long for a large block of a small tile as for a full one."""
+"""For the interpreter, which takes as long for a large block with a small tile as for a full one."""
 CONFIGS = [*TENSOR_CORES, *PLAIN_CORES, *([SMALL] if INTERPRETED else [])]
 SPILLS = {"SIGMOID": 64 * 32, "TWO_WEIGHTS": 64 * 32}
-"""Elements of a block per warp at most, for epilogues with twice the live values: kernels with a flag of that name."""
+"""Most elements of a block per warp for kernels with a flag of this name, which have twice the live values."""
 
 _forced: triton.Config | None = None
 
 
 def force(config: triton.Config | None) -> None:
-    """Take this configuration for every tile from now on, whether it is fast or not; None: choose again. For tests."""
+    """Use this configuration for every tile from now on, fast or not; None: choose again. For tests."""
     global _forced
     _forced = config
     for kernel in KERNELS:
@@ -61,7 +61,7 @@ def force(config: triton.Config | None) -> None:
 
 
 def worth_timing(configs: Sequence[triton.Config], args: dict[str, Any], **options: Any) -> list[triton.Config]:
-    """Of the configurations those that may be the fastest for these arguments; the first one alone for small tiles."""
+    """The configurations that may be the fastest for these arguments; only the first one for small tiles."""
     if _forced is not None:
         return [_forced]
     if INTERPRETED:
@@ -75,22 +75,22 @@ def worth_timing(configs: Sequence[triton.Config], args: dict[str, Any], **optio
 
 
 def _seconds(call: Callable[[], None], quantiles: Sequence[float]) -> list[float]:
-    """Time of a configuration, infinite for one that this version of Triton or this GPU cannot do."""
+    """Time of a configuration; infinite for one that fails with this version of Triton or on this GPU."""
     try:
         return triton.testing.do_bench(call, quantiles=list(quantiles))
-    except (triton.TritonError, RuntimeError):  # the compiler's passes fail with the latter
+    except (triton.TritonError, RuntimeError):  # passes of the compiler raise RuntimeError
         return [float("inf")] * len(quantiles)
 
 
 def _tuned(*flags: str) -> Callable[[Any], Any]:
-    """What is timed once is good for tiles of the same size class, precision and flags."""
+    """Choose a kernel's configuration by timing, once for each size class, precision and setting of its flags."""
     key = ["tuned", "PRECISION", *flags]
     return triton.autotune(
         CONFIGS, key=key, prune_configs_by={"early_config_prune": worth_timing}, do_bench=_seconds
     )  # fmt: skip
 
 
-# Their divisibility makes no address quicker, so it is no reason to compile again.
+# Knowing what divides these makes no address cheaper, so it is no reason to compile a kernel again.
 _jit = triton.jit(do_not_specialize=["n", "pairs", "tuned"])
 
 
@@ -104,7 +104,8 @@ def _cosines(
 
     Returns: that [BLOCK_M, BLOCK_N], its rows' and columns' numbers in the tile, and its own number in both directions.
     """
-    # Programs that run at the same time share rows and columns in the L2 cache: GROUP blocks high, then along.
+    # Programs that run at the same time should share rows and columns in the L2 cache, so they are numbered down a
+    # column of GROUP blocks, then along.
     num_n = tl.cdiv(m, BLOCK_N)
     program = tl.program_id(0)
     top = program // (GROUP * num_n) * GROUP
@@ -116,7 +117,8 @@ def _cosines(
     rows = i * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = j * BLOCK_N + tl.arange(0, BLOCK_N)
     width = tl.arange(0, BLOCK_D)
-    # Past an edge the last row is read again, which needs no mask. 64 bits: rows x D passes 2^31.
+    # Beyond the tile's edge the last row is read again, which needs no mask. Addresses take 64 bits, because rows x D
+    # exceeds 2^31.
     r_at = r + tl.minimum(rows, n - 1).to(tl.int64)[:, None] * r_row + width.to(tl.int64)[None, :] * r_width
     c_at = c + tl.minimum(columns, m - 1).to(tl.int64)[None, :] * c_row + width.to(tl.int64)[:, None] * c_width
     x = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -131,7 +133,7 @@ def _cosines(
         r_at += BLOCK_D * tl.cast(r_width, tl.int64)
         c_at += BLOCK_D * tl.cast(c_width, tl.int64)
 
-    # Most blocks have no pair and no edge.
+    # Only blocks on the diagonal of the pairs or at an edge need the mask, which most are not.
     left = j * BLOCK_N - pairs
     on_diagonal = (i * BLOCK_M < left + BLOCK_N) & (left < (i + 1) * BLOCK_M)
     if on_diagonal | ((i + 1) * BLOCK_M > n) | ((j + 1) * BLOCK_N > m):
@@ -142,7 +144,7 @@ def _cosines(
 
 @triton.jit
 def _store_parts(x_row, x_column, by_row, by_column, rows, columns, i, j, n, m):
-    """A block's number for each of its rows and columns; by_row [column blocks, n], by_column [row blocks, m]."""
+    """Store a number for each row and column of a block; by_row [column blocks, n], by_column [row blocks, m]."""
     tl.store(by_row + tl.cast(j, tl.int64) * n + rows, x_row, mask=rows < n)
     tl.store(by_column + tl.cast(i, tl.int64) * m + columns, x_column, mask=columns < m)
 
@@ -150,7 +152,7 @@ def _store_parts(x_row, x_column, by_row, by_column, rows, columns, i, j, n, m):
 @triton.jit
 def _store_tile(out, out_row, x, rows, columns, n, m, PRECISION: tl.constexpr):
     if PRECISION == "tf32":
-        # To 11 bits, as Tiling.hold does; not a number stays what it is.
+        # Round to 11 bits as Tiling.hold does, but leave NaN as it is.
         bits = x.to(tl.int32, bitcast=True) + 0x1000 & -0x2000
         x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
     at = out + rows.to(tl.int64)[:, None] * out_row + columns[None, :]
@@ -210,7 +212,7 @@ def log_sums_kernel(
     row_top, column_top = tl.max(x, 1), tl.max(x, 0)
     if MAXIMA:
         _store_parts(row_top * of_rows, column_top * of_columns, row_max, column_max, rows, columns, i, j, n, m)
-    # Against the largest of the block; 0 where there is nothing, which would be -inf - -inf.
+    # Subtract the largest of the block; 0 where a row or column has nothing, because -inf - -inf is not a number.
     row_top = tl.where(row_top == float("-inf"), 0.0, row_top)
     column_top = tl.where(column_top == float("-inf"), 0.0, column_top)
     in_rows = tl.sum(tl.exp2((x - row_top[:, None]) * (of_rows * LOG2_E)[:, None]), 1)
@@ -238,7 +240,7 @@ def log_weights_kernel(
     lowered = tl.load(column_shift + columns, mask=columns < m, other=0.0)
     of_columns = tl.exp2((x * s[None, :] - lowered[None, :]) * LOG2_E)
     if MOMENTS:
-        x = tl.maximum(x, -1e30)  # of the pairs, whose weight is 0
+        x = tl.maximum(x, -1e30)  # the pairs' -inf, times their weight of 0, would not be a number
         in_rows, in_columns = tl.sum(of_rows * x, 1), tl.sum(of_columns * x, 0)
         _store_parts(in_rows, in_columns, row_moment, column_moment, rows, columns, i, j, n, m)
     _store_tile(out, m, of_rows + of_columns, rows, columns, n, m, PRECISION)
@@ -288,7 +290,7 @@ def sigmoid_weights_kernel(
 def kept_weights_kernel(
     kept, kept_row, a, beta, out, n, m, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """out = kept_ij (a_i + beta_j); limited by memory, so nothing is tuned."""
+    """out = kept_ij (a_i + beta_j). Memory limits it, so no block sizes are tuned."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (rows[:, None] < n) & (columns[None, :] < m)

@@ -1,7 +1,7 @@
-"""What is done to one tile, in Triton. torch_tiles.py has the same functions, with the same arguments, in torch.
+"""The operations on one tile in Triton. torch_tiles.py documents the same functions, with the same arguments, in torch.
 
-Which block sizes a kernel takes is timed once in a process for each kind of large tile, so two processes may differ by
-rounding; under torch.use_deterministic_algorithms nothing is timed and the choice is fixed.
+The block sizes of a kernel are chosen by timing, once in a process for each kind of large tile, so two processes may
+differ by rounding. Under torch.use_deterministic_algorithms nothing is timed and the choice is fixed.
 
 Verified under Triton's interpreter against torch_tiles.py and float64 (tests/losses/kernels/test_tiles.py), and
 compiled for GPUs from the A100 on (tests/losses/kernels/test_triton_compiled.py). Never run on a GPU so far:
@@ -19,21 +19,20 @@ import triton
 from torch import Tensor
 
 from disco_ds.losses.kernels import triton_kernels as kernels
-from disco_ds.losses.kernels.tiles import Precision, Tiling
+from disco_ds.losses.kernels.tiles import Precision, Tile, Tiling
 
 KEPT_BLOCK = {"BLOCK_M": 16, "BLOCK_N": 256}
 
 
 def exp_sums(
-    r: Tensor, c: Tensor, scale: Tensor, shift: Tensor, pairs: int | None, tiling: Tiling, out: Tensor | None,
-    keep: Tensor | None, maxima: bool,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """As in torch_tiles, but nothing is written to `out`."""
-    row_sum, column_sum = _parts(r, c)
-    row_max, column_max = _parts(r, c) if maxima else (row_sum, column_sum)
+    tile: Tile, scale: Tensor, shift: Tensor, keep: Tensor | None, maxima: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """As in torch_tiles, but nothing is written to tile.out."""
+    row_sum, column_sum = _parts(tile)
+    row_max, column_max = _parts(tile) if maxima else (row_sum, column_sum)
     kept = row_sum if keep is None else keep
     rows, columns = _launch(
-        kernels.exp_sums_kernel, r, c, pairs, tiling,
+        kernels.exp_sums_kernel, tile,
         scale, shift.float(), kept, kept.stride(0), row_sum, column_sum, row_max, column_max,
         KEEP=keep is not None, MAXIMA=maxima,
     )  # fmt: skip
@@ -41,12 +40,10 @@ def exp_sums(
     return *sums, *_largest(row_max, column_max, rows, columns, maxima)
 
 
-def exp_weights(
-    r: Tensor, c: Tensor, scale: Tensor, shift: Tensor, a: Tensor, beta: Tensor, pairs: int | None, tiling: Tiling,
-    out: Tensor,
-) -> Tensor:  # fmt: skip
-    _launch(kernels.exp_weights_kernel, r, c, pairs, tiling, scale, shift.float(), out, a, beta)
-    return out
+def exp_weights(tile: Tile, scale: Tensor, shift: Tensor, a: Tensor, beta: Tensor) -> Tensor:
+    assert tile.out is not None
+    _launch(kernels.exp_weights_kernel, tile, scale, shift.float(), tile.out, a, beta)
+    return tile.out
 
 
 def kept_weights(e: Tensor, a: Tensor, beta: Tensor, tiling: Tiling, out: Tensor) -> Tensor:
@@ -60,14 +57,13 @@ def kept_weights(e: Tensor, a: Tensor, beta: Tensor, tiling: Tiling, out: Tensor
 
 
 def log_sums(
-    r: Tensor, c: Tensor, row_scale: Tensor, column_scale: Tensor, pairs: int | None, tiling: Tiling,
-    out: Tensor | None, maxima: bool,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """As in torch_tiles, but nothing is written to `out`."""
-    row_sum, column_sum = _parts(r, c)
-    row_max, column_max = _parts(r, c) if maxima else (row_sum, column_sum)
+    tile: Tile, row_scale: Tensor, column_scale: Tensor, maxima: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """As in torch_tiles, but nothing is written to tile.out."""
+    row_sum, column_sum = _parts(tile)
+    row_max, column_max = _parts(tile) if maxima else (row_sum, column_sum)
     rows, columns = _launch(
-        kernels.log_sums_kernel, r, c, pairs, tiling,
+        kernels.log_sums_kernel, tile,
         row_scale.contiguous(), column_scale.contiguous(), row_sum, column_sum, row_max, column_max,
         MAXIMA=maxima,
     )  # fmt: skip
@@ -76,12 +72,18 @@ def log_sums(
 
 
 def log_weights(
-    r: Tensor, c: Tensor, row_scale: Tensor, column_scale: Tensor, row_shift: Tensor, column_shift: Tensor,
-    pairs: int | None, tiling: Tiling, out: Tensor, moments: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:  # fmt: skip
-    row_moment, column_moment = (out, out) if moments is None else _parts(r, c)
+    tile: Tile,
+    row_scale: Tensor,
+    column_scale: Tensor,
+    row_shift: Tensor,
+    column_shift: Tensor,
+    moments: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    out = tile.out
+    assert out is not None
+    row_moment, column_moment = (out, out) if moments is None else _parts(tile)
     rows, columns = _launch(
-        kernels.log_weights_kernel, r, c, pairs, tiling,
+        kernels.log_weights_kernel, tile,
         row_scale.contiguous(), column_scale.contiguous(), row_shift, column_shift, out, row_moment, column_moment,
         TWO_WEIGHTS=True, MOMENTS=moments is not None,
     )  # fmt: skip
@@ -92,13 +94,15 @@ def log_weights(
 
 
 def sigmoid_weights(
-    r: Tensor, c: Tensor, scale: Tensor, bias: Tensor, pairs: int | None, tiling: Tiling, out: Tensor, maxima: bool
+    tile: Tile, scale: Tensor, bias: Tensor, maxima: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    row_max, column_max = _parts(r, c)
-    loss, weight = r.new_empty(2, len(row_max) * len(column_max), dtype=torch.float32)
+    out = tile.out
+    assert out is not None
+    row_max, column_max = _parts(tile)
+    loss, weight = out.new_empty(2, len(row_max) * len(column_max), dtype=torch.float32)
     rows, columns = _launch(
-        kernels.sigmoid_weights_kernel, r, c, pairs, tiling,
-        scale, bias, tiling.gain(), out, loss, weight, row_max, column_max, SIGMOID=True, MAXIMA=maxima,
+        kernels.sigmoid_weights_kernel, tile,
+        scale, bias, tile.tiling.gain(), out, loss, weight, row_max, column_max, SIGMOID=True, MAXIMA=maxima,
     )  # fmt: skip
     sums = (part[: rows * columns].sum(dtype=torch.float64) for part in (loss, weight))
     return *sums, out, *_largest(row_max, column_max, rows, columns, maxima)
@@ -108,28 +112,28 @@ def try_out(device: torch.device, precision: Precision) -> None:
     """Run two kernels on a small tile. Raises: whatever Triton, its C compiler or the driver raises."""
     tiling, shift = Tiling(None, precision), torch.zeros(1, dtype=torch.float64, device=device)
     x, scale = tiling.round(torch.zeros(128, 128, device=device)), torch.ones(128, device=device)
-    exp_sums(x, x, scale[:1], shift, 0, tiling, None, None, True)
-    exp_weights(x, x, scale[:1], shift, scale, scale, 0, tiling, torch.empty_like(x))
+    tile = Tile(x, x, 0, tiling, torch.empty_like(x))
+    exp_sums(tile, scale[:1], shift, None, True)
+    exp_weights(tile, scale[:1], shift, scale, scale)
     torch.cuda.synchronize(device)  # a launch that fails says so only here
 
 
-def _launch(
-    kernel: Any, r: Tensor, c: Tensor, pairs: int | None, tiling: Tiling, *rest: Any, **options: Any
-) -> tuple[int, int]:
-    """One program for every block of the tile. Returns how many that were: blocks of rows, blocks of columns."""
+def _launch(kernel: Any, tile: Tile, *rest: Any, **options: Any) -> tuple[int, int]:
+    """Run one program for every block of the tile. Returns: the number of blocks of rows, and of columns."""
+    r, c = tile.r, tile.c
     n, m, D = len(r), len(c), r.shape[1]
-    beyond = m
+    no_pairs = m  # a diagonal that lies outside the tile
     with torch.cuda.device_of(r):
         kernel[lambda sizes: (triton.cdiv(n, sizes["BLOCK_M"]) * triton.cdiv(m, sizes["BLOCK_N"]),)](
-            r, c, n, m, D, beyond if pairs is None else pairs, *r.stride(), *c.stride(), _size_class(n, m, D), *rest,
-            PRECISION=_precision(tiling), enable_fp_fusion=True, **options,
+            r, c, n, m, D, no_pairs if tile.pairs is None else tile.pairs, *r.stride(), *c.stride(),
+            _size_class(n, m, D), *rest, PRECISION=_precision(tile.tiling), enable_fp_fusion=True, **options,
         )  # fmt: skip
     sizes = kernel.best_config.kwargs
     return triton.cdiv(n, sizes["BLOCK_M"]), triton.cdiv(m, sizes["BLOCK_N"])
 
 
 def _size_class(n: int, m: int, D: int) -> int:
-    """Tiles of one class take the same configuration; 0: the first one, without timing."""
+    """A number that is equal for tiles that share a configuration; 0: the first configuration, without timing."""
     if n * m < kernels.LARGE or torch.are_deterministic_algorithms_enabled():
         return 0
     return (triton.next_power_of_2(D) << 12) + (n.bit_length() << 6) + m.bit_length()
@@ -139,8 +143,9 @@ def _precision(tiling: Tiling) -> str:
     return "tf32" if tiling.precision == "tf32" else "ieee"
 
 
-def _parts(r: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for a number of each row from every block of columns, and the reverse, whatever blocks are chosen."""
+def _parts(tile: Tile) -> tuple[Tensor, Tensor]:
+    """Memory for one number of each row from every block of columns, and the reverse, whatever blocks are chosen."""
+    r, c = tile.r, tile.c
     lowest, narrowest = (min(config.kwargs[name] for config in kernels.CONFIGS) for name in ("BLOCK_M", "BLOCK_N"))
     n, m = len(r), len(c)
     return (

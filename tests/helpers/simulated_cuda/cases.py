@@ -93,11 +93,11 @@ def check_gradient(x: Tensor, name: str = "") -> None:
 
 LOSS_OPTIONS: dict[str, list[dict[str, Any]]] = {
     "disco": [{"reduction": "all_reduce"}],
-    "disco_fused": [{"store": True}, {"impl": "torch"}, {"wire": "bf16"}, {"one_shift": False}]
+    "disco_fused": [{"store": True}, {"impl": "torch"}, {"comm_dtype": "bf16"}, {"one_shift": False}]
     + [{"precision": precision, "impl": impl} for precision in ("fp32", "tf32", "bf16") for impl in ("torch", "auto")],
-    "inf_cl": [{"precision": "bf16"}, {"wire": "bf16"}, {"impl": "torch"}, {"one_shift": False}],
+    "inf_cl": [{"precision": "bf16"}, {"comm_dtype": "bf16"}, {"impl": "torch"}, {"one_shift": False}],
     "nt_xent": [{"ring": True}],
-    "siglip": [{"precision": "bf16"}, {"wire": "bf16"}, {"impl": "torch"}],
+    "siglip": [{"precision": "bf16"}, {"comm_dtype": "bf16"}, {"impl": "torch"}],
     "fastclip_v2": [{"memory": "host"}],
     "fastclip_v3": [{"memory": "host"}, {"gather_both": True}, {"one_shift": False}],
 }

@@ -18,6 +18,7 @@ from disco_ds.distributed import comm
 from disco_ds.losses import Embeddings, build_loss
 from disco_ds.losses.kernels import Block, Tiling, find_problem, sigmoid_block, softmax_gradient, softmax_sums
 from disco_ds.losses.kernels.availability import uses_triton
+from disco_ds.losses.kernels.tiles import Tile
 from helpers.dist import run_ranks
 from helpers.oracle import features
 from helpers.tool import load_tool
@@ -107,7 +108,7 @@ def far_rows() -> list[str]:
     found = []
     for a, b, which in ((r, r.clone(), 0), (r.clone(), r, 1)):
         shift = torch.zeros(1, dtype=torch.float64)
-        sums = triton_tiles.exp_sums(a, b, scale, shift, None, tiling, None, None, False)[which]
+        sums = triton_tiles.exp_sums(Tile(a, b, None, tiling, None), scale, shift, None, False)[which]
         wrong = tool.error(sums, (a.double() @ b.double().T * 14.3).exp().sum(1 - which))
         if not wrong <= 1e-5:
             found.append(f"far rows as {('rows', 'columns')[which]}: {wrong}")
