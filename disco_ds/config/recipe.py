@@ -70,7 +70,7 @@ class LossSettings(Settings):
 
 
 class TowerOptimSettings(Settings):
-    """What one tower has of its own in the optimizer."""
+    """Optimizer settings of one tower."""
 
     lr_factor: float = Field(1.0, gt=0)
     """Multiplier on the learning rate of this tower."""
@@ -159,7 +159,7 @@ class CheckpointSettings(Settings):
 
 
 class LogSettings(Settings):
-    """What a run records of itself."""
+    """What a run records, and how often."""
 
     every_steps: int = Field(10, gt=0)
     """Steps between two progress lines, metrics.jsonl records and TensorBoard points; only these steps are timed."""

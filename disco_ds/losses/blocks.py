@@ -141,7 +141,7 @@ class Gathered:
         of_columns: bool,
         moments: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """As in Blocks. Args: moments [2, b] float64: receives softmax_gradient's, of this rank's rows and columns."""
+        """See Blocks. Args: moments [2, b] float64: receives softmax_gradient's, of this rank's rows and columns."""
         d_rows = zeros(rows) if of_rows else None
         d_columns = zeros(self.columns) if of_columns else None
         parts = None if moments is None else (moments[0], moments.new_zeros(len(self.columns)))

@@ -115,7 +115,7 @@ class SampleState:
             self.values[name][slots] = value
 
     def _own(self) -> tuple[Tensor, Tensor]:
-        """Which of the gathered ids this rank owns, [B] bool, and their indices into its values."""
+        """Masks the gathered ids that this rank owns, [B] bool, and gives their indices into its values."""
         assert self._ids is not None
         N = comm.size(self.group)
         mine = self._ids % N == comm.rank(self.group)

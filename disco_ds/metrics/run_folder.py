@@ -25,7 +25,7 @@ CONFIG = "config.yaml"
 FINISHED = "finished.json"
 """Written when a run has done all its steps. This file means success, not the launcher's exit code."""
 LAUNCHED = "launch.json"
-"""Which launch has used it last, and the exit code its ranks have agreed on."""
+"""Names the launch that has used the folder last, and the exit code that its ranks have agreed on."""
 
 
 class RunFolder:

@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Run:
-    """What a run is made of, once it is built."""
+    """The parts of a run, once it is built."""
 
     config: Config
     folder: Path
@@ -139,7 +139,7 @@ def choose_loss(config: Config) -> Loss:
 
 
 def open_sources(config: Config) -> tuple[list[Manifest | Table], list[ImageSet]]:
-    """What to train on (nothing for synthetic data) and what to evaluate on. Collective."""
+    """Open the sources to train on (none for synthetic data) and the sets to evaluate on. Collective."""
     with comm.all_or_none("data"):
         return load_sources(config.data), load_sets(config.eval, config.data)
 
