@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from deepspeed import comm as dist
@@ -24,6 +24,7 @@ from disco_ds.distributed import flight_recorder
 Group = Any
 """A process group of deepspeed.comm; None is the whole world."""
 Reduction = Literal["reduce_scatter", "all_reduce"]
+Result = TypeVar("Result")
 
 
 _received = 0.0
@@ -320,6 +321,18 @@ def all_or_none(what: str) -> Iterator[None]:
         if len(hosts) < len({host for _, host in reports}):
             where += f" on {', '.join(hosts)}"
         raise AgreedError(f"{what}{where}: {reports[failed[0]][0]}")
+
+
+def from_rank_0(what: str, work: Callable[[], Result]) -> Result:
+    """Call `work` on rank 0 only, and return its picklable result on every rank. Collective.
+
+    Raises: AgreedError on every rank if it fails; `what` says in the message what was done.
+    """
+    result: Any = None
+    with all_or_none(what):
+        if rank() == 0:
+            result = work()
+    return broadcast(result)
 
 
 def _free_port() -> int:

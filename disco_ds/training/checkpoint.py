@@ -241,11 +241,10 @@ def refuse_changes(saved: dict[str, Any], now: dict[str, Any]) -> None:
 
 def _list_files(partial: Path) -> list[str]:
     """Relative names of the files that rank 0 sees. Collective."""
-    names: list[str] = []
-    with comm.all_or_none(f"listing {partial}"):
-        if comm.rank() == 0:
-            names = sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file())
-    return comm.broadcast(names)
+    return comm.from_rank_0(
+        f"listing {partial}",
+        lambda: sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file()),
+    )
 
 
 def _checksum(path: Path) -> str:
