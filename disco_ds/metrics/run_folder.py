@@ -117,6 +117,7 @@ def mark_launch(path: Path, word: str | None, code: int | None = None) -> None:
 
 
 def _take_lock(path: Path) -> IO[str]:
+    # Opened to append: the name of a run that holds the lock must stay readable for the message below.
     handle = open(path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115  (held as long as the run)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -84,7 +84,7 @@ def build(config: Config, resume: str | None, stack: ExitStack, unattended: bool
     Raises: ValueError on every rank alike.
     """
     heart = stack.enter_context(Heartbeat(config.lost_after_s, config.timeout_s))
-    share = share_host()
+    share = share_host()  # early, because it sets the number of torch's threads
     render_ds_config(config, comm.size())  # only to refuse mistakes early; the run's own names the run folder
     loss = choose_loss(config)
     sources, sets = open_sources(config)

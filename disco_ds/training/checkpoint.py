@@ -112,11 +112,13 @@ def save(
             if partial.exists():
                 shutil.rmtree(partial)
             partial.mkdir(parents=True)
+    # DeepSpeed's writer keeps its first error for raise_error, because the ranks meet in barriers in here.
     engine.save_checkpoint(str(partial), tag=ENGINE, save_latest=False)
     with comm.all_or_none(f"writing {partial}"):
         engine.checkpoint_engine.raise_error()
         ours = {"rng": _rng_state(), "data": data_state, "loss": loss_state}
         write_tensors(ours, partial / f"rank_{comm.rank():05d}.pt")
+    # Reading all files again takes as long as writing them, so each rank reads a part.
     names = _list_files(partial)
     sums: dict[str, str] = {}
     with comm.all_or_none(f"checking {partial}"):
