@@ -8,10 +8,11 @@ Each loss at each shape is a slice in a process of its own (see slices.py), and 
 tables have all that are in the file. What matters most comes first: our losses, our steps, the others', and last what
 takes minutes.
 
-Of a loss, time is the median of forward and backward by CUDA events, without the wire where one GPU stands for a rank
-of several. Memory is the peak beyond the features and their gradients. An error is the largest row error of the feature
-gradients against float64, over the largest true row or s/B if that is more, for the worst of random, typical and
-aligned pairs. The rate is units x 2 b B D FLOP over the time, as a share of torch's own fp16 product of 8192 x 8192
+Of a loss, time is the median of forward and backward by CUDA events, without communication where one GPU stands for a
+rank of several. Memory is the peak beyond the features and their gradients. An error is the largest row error of the
+feature gradients against float64, over the largest true row or s/B if that is more, for the worst of random, typical
+and aligned pairs.
+The rate is units x 2 b B D FLOP over the time, as a share of torch's own fp16 product of 8192 x 8192
 matrices, which is measured in the same process.
 """
 

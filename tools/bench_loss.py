@@ -1,7 +1,7 @@
-"""Time, memory, wire bytes and error of every registered loss, beside open_clip's and the published kernels.
+"""Time, memory, received bytes and error of every registered loss, beside open_clip's and the published kernels.
 
     python tools/bench_loss.py --ranks 2 --batch 8192                 two CPU ranks, or that many GPUs
-    python tools/bench_loss.py --as-rank-of 64 --batch 196608      the share of one rank of 64, without the wire
+    python tools/bench_loss.py --as-rank-of 64 --batch 196608      the share of one rank of 64, without communication
 
 Runs of all losses alternate; times are medians. Memory is the peak beyond the features and their gradients. Errors are
 the largest row error of the feature gradients over the largest true row, that of float64 (InfoNCE: `clip`'s) at a
@@ -104,7 +104,7 @@ def pretend(N: int) -> None:
     dist.batch_isend_irecv = stay
 
 
-class Wire(TorchDispatchMode):
+class Received(TorchDispatchMode):
     """Bytes this rank receives, counted from the collectives as a ring does them."""
 
     def __init__(self) -> None:
@@ -229,7 +229,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     rows: dict[str, dict[str, float]] = {}
     for label, method in list(methods.items()):
         try:
-            with Wire() as wire:
+            with Received() as received:
                 run_once(method, leaves)
             for leaf in leaves:
                 leaf.grad = None
@@ -237,10 +237,10 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
                 run_once(method, leaves)
         except torch.OutOfMemoryError:
             methods.pop(label)
-            rows[label] = {"memory_bytes": float("inf"), "ms": float("nan"), "wire_bytes": float("nan")}
+            rows[label] = {"memory_bytes": float("inf"), "ms": float("nan"), "received_bytes": float("nan")}
             continue
         gradients = sum(_nbytes(leaf) for leaf in leaves[:2])
-        rows[label] = {"memory_bytes": peak.bytes - gradients, "wire_bytes": wire.bytes}
+        rows[label] = {"memory_bytes": peak.bytes - gradients, "received_bytes": received.bytes}
     times: dict[str, list[float]] = {label: [] for label in methods}
     for _ in range(args.repeats):
         for label, method in methods.items():
@@ -257,10 +257,10 @@ def print_table(rows: dict[str, dict[str, float]], args: argparse.Namespace) -> 
     N = args.as_rank_of or args.ranks
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(f"B {args.batch:,}, D {args.width}, N {N}, s {args.scale:.1f}, {device}, torch {torch.__version__}")
-    print(f"{'loss':22} {'ms':>10} {'memory MiB':>11} {'wire MiB':>9} {'error':>9}")
+    print(f"{'loss':22} {'ms':>10} {'memory MiB':>11} {'received MiB':>13} {'error':>9}")
     for label, row in sorted(rows.items(), key=lambda item: item[1]["ms"]):
-        memory, wire = row["memory_bytes"] / 2**20, row["wire_bytes"] / 2**20
-        print(f"{label:22} {row['ms']:10.1f} {memory:11.1f} {wire:9.1f} {row['error']:9.1e}")
+        memory, received = row["memory_bytes"] / 2**20, row["received_bytes"] / 2**20
+        print(f"{label:22} {row['ms']:10.1f} {memory:11.1f} {received:13.1f} {row['error']:9.1e}")
 
 
 def write_out(rows: dict[str, dict[str, float]], args: argparse.Namespace) -> None:

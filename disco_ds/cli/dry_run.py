@@ -1,4 +1,4 @@
-"""`disco-ds train --dry-run`: the settings that a run would have. Light: no open_clip is imported."""
+"""`disco-ds train --dry-run`: the settings that a run would have, or what its start would refuse. Looks at no data."""
 
 from __future__ import annotations
 
@@ -11,11 +11,18 @@ from disco_ds.distributed.hostfile import count_ranks
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 0: printed; 2: a mistake in the settings."""
+    """Exit code 0: printed; 2: a mistake in the settings, or in what they name."""
     try:
-        print(describe_run(load_config(args.config, args.overrides), count_ranks(args.ranks, args.hostfile)))
+        config = load_config(args.config, args.overrides)
+        given = args.ranks is not None or args.hostfile
+        text = describe_run(config, count_ranks(args.ranks, args.hostfile) if given else config.ranks or 1)
+        # After the settings, whose mistakes are found at once: the model libraries take seconds to import.
+        from disco_ds.training.build import check_without_data
+
+        check_without_data(config)
     except ValueError as error:
         return fail(error, code=2)
+    print(f"{text}\nData and hosts were not looked at: disco-ds doctor does that.")
     return 0
 
 

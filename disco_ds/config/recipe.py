@@ -72,7 +72,7 @@ class LossSettings(Settings):
 
 
 class TowerOptimSettings(Settings):
-    """What one tower has of its own in the optimizer."""
+    """Optimizer settings of one tower."""
 
     lr_factor: float = Field(1.0, gt=0)
     """Multiplier on the learning rate of this tower."""
@@ -164,7 +164,7 @@ class CheckpointSettings(Settings):
 
 
 class LogSettings(Settings):
-    """What a run records of itself."""
+    """What a run records, and how often."""
 
     every_steps: int = Field(10, gt=0)
     """Steps between two progress lines, metrics.jsonl records and TensorBoard points; only these steps are timed."""

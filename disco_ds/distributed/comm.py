@@ -1,8 +1,8 @@
 """Collectives: the only user of deepspeed.comm and torch.distributed.
 
-Those with a gradient (`gather`, `reduce_scatter`) sum over ranks in backward, so that a loss whose mean over ranks is
-the global mean gives N times the true gradient at the features, which the engine's mean over ranks turns into the true
-gradient at the parameters. Every function also works on one rank, and without a process group.
+`gather`, which has a gradient, sums over ranks in backward, so that a loss whose mean over ranks is the global mean
+gives N times the true gradient at the features, which the engine's mean over ranks turns into the true gradient at the
+parameters. Every function also works on one rank, and without a process group.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from deepspeed import comm as dist
@@ -26,6 +26,7 @@ from disco_ds.distributed.device_memory import is_out_of_memory
 Group = Any
 """A process group of deepspeed.comm; None is the whole world."""
 Reduction = Literal["reduce_scatter", "all_reduce"]
+Result = TypeVar("Result")
 
 
 _received = 0.0
@@ -189,20 +190,10 @@ def gather(x: Tensor, reduction: Reduction = "reduce_scatter", group: Group = No
     return _Gather.apply(x, reduction, group)
 
 
-def reduce_scatter(x: Tensor, group: Group = None) -> Tensor:
-    """Sum over ranks, of which each rank keeps its own rows; its backward gathers.
-
-    Collective, in forward and in backward.
-    Args:    x [N b, ...].
-    Returns: [b, ...].
-    """
-    return _ReduceScatter.apply(x, group)
-
-
 def reduce_scatter_in_place(x: Tensor, group: Group = None) -> Tensor:
-    """reduce_scatter without gradient and without a copy: the content of x afterwards is undefined. Collective.
+    """Sum over ranks, of which each rank keeps its own rows, without gradient. Collective.
 
-    Args:    x [N b, ...], contiguous.
+    Args:    x [N b, ...], contiguous; its content is undefined afterwards, because nothing is copied.
     Returns: [b, ...]; x itself at one rank.
     """
     if size(group) == 1:
@@ -251,17 +242,6 @@ class _Gather(torch.autograd.Function):
         return total.chunk(size(ctx.group))[rank(ctx.group)], None, None
 
 
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _reduce_scatter(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_gather(grad, ctx.group), None
-
-
 # None of these writes to its input: autograd may pass the same grad_output to another node.
 
 
@@ -277,8 +257,6 @@ def _all_gather(x: Tensor, group: Group) -> Tensor:
 def _reduce_scatter(x: Tensor, group: Group) -> Tensor:
     if not _joined():
         return x.clone()
-    if x.shape[0] % size(group):
-        raise ValueError(f"reduce_scatter of {x.shape[0]} rows over {size(group)} ranks: not a multiple")
     out = x.new_empty(x.shape[0] // size(group), *x.shape[1:])
     _count(x, 1 - 1 / size(group))
     # On a copy, because gloo reduces in place.
@@ -340,6 +318,18 @@ def all_or_none(what: str) -> Iterator[None]:
         if len(hosts) < len({host for _, host in reports}):
             where += f" on {', '.join(hosts)}"
         raise AgreedError(f"{what}{where}: {reports[failed[0]][0]}")
+
+
+def from_rank_0(what: str, work: Callable[[], Result]) -> Result:
+    """Call `work` on rank 0 only, and return its picklable result on every rank. Collective.
+
+    Raises: AgreedError on every rank if it fails; `what` says in the message what was done.
+    """
+    result: Any = None
+    with all_or_none(what):
+        if rank() == 0:
+            result = work()
+    return broadcast(result)
 
 
 def _free_port() -> int:

@@ -145,7 +145,9 @@ class Heartbeat:
         while not self._stop:
             self._wake.wait(self.interval_s)
             self._wake.clear()
-            leaves = self._verdict is not None
+            leaves = (
+                self._verdict is not None
+            )  # read first: the heartbeat that is written next then carries the verdict
             self._marks.look()
             try:
                 self._write()
@@ -169,6 +171,7 @@ class Heartbeat:
         """The thread that never waits for the store."""
         last = time.monotonic()
         while not self._stop:
+            # Set anew in every turn, so that it fires only if a call into the driver blocks all of Python for so long.
             if self._make_event:
                 diagnostics.end_process_after(self.timeout_s)
             if select.select([self._signals], [], [], self.interval_s / 2)[0]:

@@ -36,7 +36,7 @@ class Interrupts:
         return float(late), float(self.asked is not None)
 
     def agree(self, save: bool, stop: bool) -> None:
-        """Take the maximum of all ranks' requests; a run that stops saves first."""
+        """Set what all ranks have agreed on; a run that stops saves first."""
         self.save, self.stop = save or stop, stop
 
     def saved(self) -> None:

@@ -70,7 +70,7 @@ class LossOutput:
 
 @dataclass(frozen=True)
 class LossCost:
-    """What a loss costs one rank in one step, for `disco-ds plan`."""
+    """The cost of a loss on one rank in one step, for `disco-ds plan`."""
 
     peak: int
     """Bytes at its highest, beside the features; the features' gradients are included."""
@@ -90,7 +90,7 @@ class Loss(nn.Module):
     accuracy: bool = True
     """Compute accuracies in the next forward; the trainer switches this off for steps that it does not log."""
     learns_scale: ClassVar[bool] = True
-    """Whether the model's logit scale is trained by this loss."""
+    """True if this loss trains the model's logit scale."""
     initial_scale: float = 1 / 0.07
     """Initial value of the logit scale."""
     initial_bias: ClassVar[float | None] = None

@@ -96,7 +96,7 @@ class Gathered:
     def __init__(self, columns: Tensor, tiling: Tiling, comm_dtype: torch.dtype | None, group: Any, keep: bool = False):
         self.tiling, self.group, self.comm_dtype, self.keep = tiling, group, comm_dtype, keep
         self.columns = self._gather(columns)
-        self.first = comm.rank(group) * len(columns)
+        self.first = comm.rank(group) * len(columns)  # column of this rank's first pair
         self.mine = slice(self.first, self.first + len(columns))
         self.own = self.columns[self.mine]
         self.kept: Tensor | None = None
@@ -141,8 +141,9 @@ class Gathered:
         of_columns: bool,
         moments: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """As in Blocks. Args: moments [2, b] float64: receives softmax_gradient's, of this rank's rows and columns."""
+        """See Blocks. Args: moments [2, b] float64: receives softmax_gradient's, of this rank's rows and columns."""
         d_rows = zeros(rows) if of_rows else None
+        # Every rank computes what its rows add to all columns; a reduce_scatter then sums and divides that.
         d_columns = zeros(self.columns) if of_columns else None
         parts = None if moments is None else (moments[0], moments.new_zeros(len(self.columns)))
         block, kept = self._block(rows, scales, shift), None if shift is None else self.kept
@@ -218,6 +219,7 @@ class Ring:
             d_columns = None
             if of_columns:
                 d_columns = zeros(columns) if spare is None else spare[0].zero_()
+            # The owner's shifts come with its columns: a weight needs the sum of its whole column.
             at_hand = self._block(rows, columns, scales, owner, shift)
             softmax_gradient(at_hand, shifts[0], shift_of_columns, d_rows, d_columns)
             return [] if d_columns is None else [d_columns]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
-
-from torch import Tensor
 
 from disco_ds.losses.base import Embeddings, LossOutput, register_loss
 from disco_ds.losses.blocks import Gathered, TiledLoss, TiledOptions
@@ -31,9 +30,4 @@ class DisCoFusedLoss(TiledLoss):
         self.store = store
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
-        tiling = self.tiling.on(embeddings.image.device)
-
-        def gather(columns: Tensor) -> Gathered:
-            return Gathered(columns, tiling, self.comm_dtype, self.group, self.store)
-
-        return infonce(embeddings, gather, self)
+        return infonce(embeddings, partial(Gathered, keep=self.store), self)

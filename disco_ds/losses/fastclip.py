@@ -113,7 +113,7 @@ class FastCLIPLoss(TiledLoss):
         b = len(embeddings.image)
         if b * comm.size(self.group) < 2:
             raise ValueError("FastCLIP needs a global batch of at least 2, got 1: there are no other samples")
-        held = state.fetch(embeddings.index)
+        held = state.fetch(embeddings.index)  # [b, 2] each, of image and of text anchors
         # As in infonce: the columns are sent, so the side without a gradient takes their place.
         swap = embeddings.text.requires_grad and not embeddings.image.requires_grad
         rows, columns = (embeddings.text, embeddings.image) if swap else (embeddings.image, embeddings.text)
@@ -170,9 +170,11 @@ class _FastCLIP(torch.autograd.Function):
             sums = cross.sums(rows, scales, shift, loss.accuracy)
         others, x = torch.stack([sums.rows, sums.columns]), scales * cosines
         count = math.log(b * comm.size(group) - 1)
+        # u = (1 - gamma) u + gamma g in logarithms, and u = g for a sample that is seen for the first time.
         log_g = others - x - count
         kept = math.log1p(-gamma) if gamma < 1 else -math.inf
         log_u = torch.where(log_u == -math.inf, log_g, torch.logaddexp(log_u + kept, log_g + math.log(gamma)))
+        # log(eps + u), whose part in the gradient is a constant.
         log_sum = torch.logaddexp(log_u, torch.full_like(log_u, math.log(loss.eps) if loss.eps else -math.inf))
         # The weight of entry j, exp(logit_ij - shift_i), is its part of gamma g_i / (eps + u_i). That is at most 1, as
         # the tiles need it, because u >= gamma g.
@@ -195,6 +197,7 @@ class _FastCLIP(torch.autograd.Function):
         d_rows, d_columns = ctx.cross.gradient(rows, scales, shifts, ctx.shift, *wanted, moments)
         # The pair is part of every h_ij of its row, so it gets minus the weight of all others.
         weights = (others - shifts).exp()
+        # The tiles' weights carry gamma, so the factor divides by it.
         share = upstream.double() / (2 * b)
         factor = share / gamma if loss.weighs_by_tau else share / gamma / tau
         d_rows = finish(d_rows, columns, -weights.sum(0), factor, tiling)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from disco_ds.losses.base import Embeddings, LossOutput, register_loss
 from disco_ds.losses.blocks import Ring, TiledLoss
 from disco_ds.losses.infonce import infonce
@@ -20,9 +18,4 @@ class InfCLLoss(TiledLoss):
     """
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
-        tiling = self.tiling.on(embeddings.image.device)
-
-        def send_round(columns: Tensor) -> Ring:
-            return Ring(columns, tiling, self.comm_dtype, self.group)
-
-        return infonce(embeddings, send_round, self)
+        return infonce(embeddings, Ring, self)

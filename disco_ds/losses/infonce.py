@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,56 +14,52 @@ from disco_ds.losses.base import Embeddings, LossOutput, count_hits, global_metr
 from disco_ds.losses.blocks import Blocks, TiledLoss, finish, holds, inner, largest_shift, positives
 from disco_ds.losses.kernels import Sums, Tiling
 
-MakeBlocks = Callable[[Tensor], Blocks]
-"""From this rank's columns [b, D]."""
+MakeBlocks = Callable[[Tensor, Tiling, torch.dtype | None, Any], Blocks]
+"""Makes Blocks of this rank's columns [b, D], tiling, comm dtype and group: Gathered or Ring."""
 
 
 def infonce(embeddings: Embeddings, make_blocks: MakeBlocks, loss: TiledLoss, shared: bool = False) -> LossOutput:
     """InfoNCE by the contract of base.py, without the matrix of similarities. Collective in forward and backward.
 
-    Args:   make_blocks: makes Blocks of this rank's columns; shared: images and texts are two views of one thing, and
-            the denominator of an image has all texts and all other images (NT-Xent). The upstream gradient of the share
-            must then be the same on every rank, as that of a mean over ranks is.
+    Args:   make_blocks: how this rank's rows meet the columns of all ranks; shared: images and texts are two views of
+            one thing, and the denominator of an image has all texts and all other images (NT-Xent). The upstream
+            gradient of the share must then be the same on every rank, as that of a mean over ranks is.
     Source: docs/losses.md sections 1 and 2.
     """
     # The columns are sent to other ranks. With one tower locked these are its features, whose gradient nobody needs.
     swap = embeddings.text.requires_grad and not embeddings.image.requires_grad
     rows, columns = (embeddings.text, embeddings.image) if swap else (embeddings.image, embeddings.text)
-    plan = Plan(make_blocks, loss.tiling.on(rows.device), loss.group, shared, loss.accuracy)
-    value, *hits = _InfoNCE.apply(rows, columns, embeddings.scale, plan)
+    value, *hits = _InfoNCE.apply(rows, columns, embeddings.scale, make_blocks, loss, shared)
     return LossOutput(value, global_metrics(value, hits[::-1] if swap else hits, len(rows), loss.group))
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The arguments of _InfoNCE that are not differentiated."""
-
-    make_blocks: MakeBlocks
-    tiling: Tiling
-    group: Any
-    shared: bool
-    accuracy: bool
 
 
 class _InfoNCE(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, columns: Tensor, scale: Tensor, plan: Plan) -> tuple[Tensor, ...]:
-        ctx.dtypes, b = (rows.dtype, columns.dtype), len(rows)
-        rows, columns = (plan.tiling.hold(x) for x in (rows, columns))
-        cross = plan.make_blocks(columns)
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        columns: Tensor,
+        scale: Tensor,
+        make_blocks: MakeBlocks,
+        loss: TiledLoss,
+        shared: bool,
+    ) -> tuple[Tensor, ...]:
+        ctx.dtypes, b, group, tiling = (rows.dtype, columns.dtype), len(rows), loss.group, loss.tiling.on(rows.device)
+        rows, columns = tiling.hold(rows), tiling.hold(columns)
+        cross = make_blocks(columns, tiling, loss.comm_dtype, group)
         # With shared denominators, rows are also compared with rows, and columns with columns.
-        same: tuple[Blocks, ...] = (plan.make_blocks(rows), cross) if plan.shared else ()
-        x = scale.double() * positives(rows, cross.own, plan.tiling)
+        same = (make_blocks(rows, tiling, loss.comm_dtype, group), cross) if shared else ()
+        x = scale.double() * positives(rows, cross.own, tiling)
         scales = scale.detach().double().expand(2, b)
-        shift: Tensor | None = largest_shift(rows, columns, scale, plan.group)
-        sums = _sums(cross, same, rows, columns, scales, shift, plan.accuracy)
-        if not holds(shift, torch.logaddexp(sums.rows, x), torch.logaddexp(sums.columns, x), group=plan.group):
+        shift: Tensor | None = largest_shift(rows, columns, scale, group)
+        sums = _sums(cross, same, rows, columns, scales, shift, loss.accuracy)
+        if not holds(shift, torch.logaddexp(sums.rows, x), torch.logaddexp(sums.columns, x), group=group):
             shift = None
-            sums = _sums(cross, same, rows, columns, scales, shift, plan.accuracy)
+            sums = _sums(cross, same, rows, columns, scales, shift, loss.accuracy)
         # -log(pair / (pair + others)) = log1p(others / pair), which does not cancel where the others are small.
         zero = torch.zeros_like(x)
         per_pair = torch.logaddexp(zero, sums.rows - x) + torch.logaddexp(zero, sums.columns - x)
-        ctx.cross, ctx.same, ctx.shift, ctx.tiling = cross, same, shift, plan.tiling
+        ctx.cross, ctx.same, ctx.shift, ctx.tiling = cross, same, shift, tiling
         ctx.save_for_backward(rows, cross.own, scale, x, sums.rows, sums.columns)
         hits = count_hits(sums.rows_max, x), count_hits(sums.columns_max, x)
         ctx.mark_non_differentiable(*hits)
@@ -73,7 +68,7 @@ class _InfoNCE(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         rows, columns, scale, x, row_others, column_others = ctx.saved_tensors
-        needs_rows, needs_columns, needs_scale, _ = ctx.needs_input_grad
+        needs_rows, needs_columns, needs_scale, *_ = ctx.needs_input_grad
         others = torch.stack([row_others, column_others])
         lse = torch.logaddexp(others, x)
         scales = scale.double().expand(2, len(x))
@@ -97,7 +92,7 @@ class _InfoNCE(torch.autograd.Function):
             d_rows.to(ctx.dtypes[0]) if d_rows is not None and needs_rows else None,
             d_columns.to(ctx.dtypes[1]) if d_columns is not None and needs_columns else None,
             d_scale,
-            None,
+            *[None] * 3,
         )
 
 

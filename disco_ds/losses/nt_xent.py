@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from disco_ds.losses.base import Embeddings, LossOutput, register_loss
-from disco_ds.losses.blocks import Blocks, Gathered, Ring, TiledLoss, TiledOptions
+from disco_ds.losses.blocks import Gathered, Ring, TiledLoss, TiledOptions
 from disco_ds.losses.infonce import infonce
 
 if TYPE_CHECKING:
@@ -33,9 +31,4 @@ class NTXentLoss(TiledLoss):
         self.ring = ring
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
-        tiling = self.tiling.on(embeddings.image.device)
-
-        def make_blocks(views: Tensor) -> Blocks:
-            return (Ring if self.ring else Gathered)(views, tiling, self.comm_dtype, self.group)
-
-        return infonce(embeddings, make_blocks, self, shared=True)
+        return infonce(embeddings, Ring if self.ring else Gathered, self, shared=True)

@@ -105,6 +105,7 @@ class SampleState:
     def _step(self, slots: Tensor, gradient: Tensor, step: TauStep) -> None:
         """One step of Adam on the temperatures of these samples, with that sample's own bias correction."""
         gradient = gradient.clamp(-step.clamp, step.clamp)
+        # A sample is stepped only when it is in a batch, so each has its own moments and its own count of steps.
         first = self.values["exp_avg"][slots].lerp(gradient, 1 - BETAS[0])
         second = BETAS[1] * self.values["exp_avg_sq"][slots] + (1 - BETAS[1]) * gradient.square()
         steps = self.values["steps"][slots] + 1
@@ -115,7 +116,7 @@ class SampleState:
             self.values[name][slots] = value
 
     def _own(self) -> tuple[Tensor, Tensor]:
-        """Which of the gathered ids this rank owns, [B] bool, and their indices into its values."""
+        """Masks the gathered ids that this rank owns, [B] bool, and gives their indices into its values."""
         assert self._ids is not None
         N = comm.size(self.group)
         mine = self._ids % N == comm.rank(self.group)
@@ -138,6 +139,7 @@ class SampleState:
                     f"{self.num_samples:,} now; resume with the data the run began with"
                 )
         N, n = comm.size(self.group), comm.rank(self.group)
+        # Rank n of len(parts) owned the ids n, n + len(parts), ...; this rank now owns those with id % N == n.
         for number, part in enumerate(parts):
             ids = torch.arange(number, self.num_samples, len(parts))
             mine = ids % N == n

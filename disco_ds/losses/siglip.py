@@ -56,6 +56,7 @@ class _SigLIP(torch.autograd.Function):
         largest = torch.full_like(z, -torch.inf)
 
         def visit(owner: int, block: list[Tensor], spare: list[Tensor] | None) -> list[Tensor]:
+            # Value, gradient and maxima of this rank's rows stay here; the columns' travel on with their block.
             d_others = None
             if needs_columns:
                 d_others = zeros(block[0]) if spare is None else spare[-1].zero_()
@@ -79,6 +80,7 @@ class _SigLIP(torch.autograd.Function):
         pairs, factor = -(-z).sigmoid(), scale / b
         d_rows, d_columns = finish(d_rows, sent, pairs, factor, tiling), finish(d_columns, rows, pairs, factor, tiling)
         d_scale = None if d_rows is None else (inner(rows, d_rows) / scale).to(scale.dtype)
+        # The gradients are complete here; backward only multiplies them by the upstream gradient.
         ctx.gradients = (
             d_rows.to(dtypes[0]) if d_rows is not None and needs_rows else None,
             None if d_columns is None else d_columns.to(dtypes[1]),

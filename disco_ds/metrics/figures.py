@@ -37,18 +37,18 @@ class LogPoint:
     skipped: int = 0
     """Batches that every rank has skipped so far."""
     model: nn.Module | None = None
-    """As the engine holds it: at ZeRO 3 its parameters are empty outside of a forward."""
+    """The model as the engine holds it; at ZeRO 3 its parameters are empty outside of a forward."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """What has passed on this rank since the record before."""
+    """Measurements of this rank since the record before."""
 
     samples: int
-    """Of all ranks."""
+    """Samples of all ranks."""
     seconds: float
     wait_s: float
-    """Waited for data."""
+    """Seconds of waiting for data."""
     peak_bytes: int
     """Highest memory so far."""
     peak_samples_per_s: float | None
@@ -122,7 +122,7 @@ FIGURES = (
         show=lambda value: f"{value} batches skipped" if value else "",
     ),
 )
-"""In the order of a record, where the loss's own metrics follow the ids."""
+"""The figures in the order of a record, except that all metrics of the loss follow the ids."""
 
 
 def compute_figures(now: LogPoint, since: Interval) -> dict[str, Any]:

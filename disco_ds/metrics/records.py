@@ -115,7 +115,7 @@ class Metrics:
     def _flush(self) -> None:
         assert self.file is not None
         try:
-            while self.unwritten:
+            while self.unwritten:  # a nearly full disk may take a part of a line
                 self.unwritten = self.unwritten[self.file.write(self.unwritten) :]
         except OSError as error:
             logger.warning("%s: %s; the records wait in memory", self.path, error.strerror)

@@ -1,6 +1,6 @@
 """report.png of a run folder: loss, accuracy and pace against samples, and evaluated images with their best labels.
 
-Drawn by rank 0 from metrics.jsonl and examples.npz alone, so that a run that was killed, or is going on, has one too.
+Drawn by rank 0 from metrics.jsonl and examples.npz alone, so that a run that was killed, or still runs, has one too.
 matplotlib is imported where a picture is drawn: training starts without it.
 """
 

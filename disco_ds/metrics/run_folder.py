@@ -25,7 +25,7 @@ CONFIG = "config.yaml"
 FINISHED = "finished.json"
 """Written when a run has done all its steps. This file means success, not the launcher's exit code."""
 LAUNCHED = "launch.json"
-"""Which launch has used it last, and the exit code its ranks have agreed on."""
+"""Names the launch that has used the folder last, and the exit code that its ranks have agreed on."""
 
 
 class RunFolder:
@@ -117,6 +117,7 @@ def mark_launch(path: Path, word: str | None, code: int | None = None) -> None:
 
 
 def _take_lock(path: Path) -> IO[str]:
+    # Opened to append: the name of a run that holds the lock must stay readable for the message below.
     handle = open(path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115  (held as long as the run)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -70,6 +70,7 @@ class Phases:
         if not _on_cpu():
             mine |= {f"memory/{name}_bytes": peak for name, peak in zip(names, peaks, strict=True)}
             mine["memory/reserved_bytes"] = get_accelerator().max_memory_reserved()
+        # One gather of a row of numbers gives means, maxima and the slowest rank.
         row = torch.tensor([list(mine.values())], dtype=torch.float64, device=comm.local_device())
         ranks = comm.gather(row).cpu()
         # A rank waits for its data in the forward. At ZeRO 3 that has collectives, so the other ranks wait in it too.

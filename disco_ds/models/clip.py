@@ -54,8 +54,7 @@ def build_model(
     Raises: ValueError for an unknown model, weights that are missing or do not fit, or settings it does not support.
     """
     name = register_config(settings.name)
-    if settings.pretrained is not None and not settings.pretrained.is_file():
-        raise ValueError(f"model.pretrained: no file {settings.pretrained}; only local weights are loaded")
+    check_pretrained(settings)
     try:
         logging.disable(logging.WARNING)  # open_clip warns of random weights, with which training begins
         model = open_clip.create_model(
@@ -92,6 +91,12 @@ def build_model(
         _text_tower(model).transformer.compile()
     _warn_of_batch_norm(model)
     return model
+
+
+def check_pretrained(settings: ModelSettings) -> None:
+    """Raises: ValueError for weights that are not there."""
+    if settings.pretrained is not None and not settings.pretrained.is_file():
+        raise ValueError(f"model.pretrained: no file {settings.pretrained}; only local weights are loaded")
 
 
 def forward(model: Any, image: Tensor | None = None, text: Tensor | None = None) -> Features:

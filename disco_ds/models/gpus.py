@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from disco_ds.config.hints import did_you_mean
-
 
 @dataclass(frozen=True)
 class Gpu:
@@ -59,6 +57,9 @@ def find_gpu(text: str, tflops: float | None = None, link: float | None = None) 
     try:
         gpu = known[text.lower()] if text.lower() in known else Gpu(f"{float(text):g} GiB", float(text))
     except ValueError:
+        # Here, since the parsers import this file for the names, and import no settings for a --help.
+        from disco_ds.config.hints import did_you_mean
+
         hint = did_you_mean(text, GPUS)
         raise ValueError(f"--gpu-memory {text}: a number of GiB, or one of {', '.join(GPUS)}{hint}") from None
     if not 0 < gpu.gib < float("inf"):

@@ -30,6 +30,7 @@ from disco_ds.data import (
     load_sources,
     merge_states,
 )
+from disco_ds.data.listing import refuse_remote
 from disco_ds.distributed import comm
 from disco_ds.distributed.diagnostics import collect_in
 from disco_ds.distributed.heartbeat import Heartbeat
@@ -40,7 +41,14 @@ from disco_ds.losses import build_loss
 from disco_ds.losses.base import Loss
 from disco_ds.metrics.records import Metrics, rewind_tensorboard
 from disco_ds.metrics.run_folder import CONFIG, FINISHED, RunFolder, find_run_folder, make_run_folder, make_token
-from disco_ds.models.clip import build_model, build_tokenizer, read_architecture, read_preprocessing, read_text_size
+from disco_ds.models.clip import (
+    build_model,
+    build_tokenizer,
+    check_pretrained,
+    read_architecture,
+    read_preprocessing,
+    read_text_size,
+)
 from disco_ds.models.compile_check import check_compiled
 from disco_ds.models.flops import peak_samples_per_s
 from disco_ds.training import checkpoint
@@ -54,7 +62,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Run:
-    """What a run is made of, once it is built."""
+    """The parts of a run, once it is built."""
 
     config: Config
     folder: Path
@@ -83,7 +91,7 @@ def build(config: Config, resume: str | None, stack: ExitStack, unattended: bool
     Raises: ValueError on every rank alike.
     """
     heart = stack.enter_context(Heartbeat(config.lost_after_s, config.timeout_s))
-    share = share_host()
+    share = share_host()  # early, because it sets the number of torch's threads
     render_ds_config(config, comm.size())  # only to refuse mistakes early; the run's own names the run folder
     loss = choose_loss(config)
     sources, sets = open_sources(config)
@@ -124,17 +132,33 @@ def build(config: Config, resume: str | None, stack: ExitStack, unattended: bool
     )
 
 
-def choose_loss(config: Config) -> Loss:
-    """Build the loss on this rank's device. Collective.
+def check_without_data(config: Config) -> None:
+    """Refuse what a start would refuse before it looks at data: loss, options, model, shards that are not allowed.
 
-    Raises: ValueError for one that does not exist, or does not fit the optimizer.
+    Raises: ValueError, as the start would.
     """
-    with comm.all_or_none("loss"):  # a user's own may be missing on one host
-        loss = build_loss(config.loss.name, **config.loss.options)
-    loss.to(comm.local_device())
+    make_loss(config)
+    read_architecture(config.model)
+    check_pretrained(config.model)
+    sets = [*config.eval.labelled.values(), *config.eval.retrieval.values()]
+    for text in (*(part.shards for part in config.data.parts), *sets):
+        if text is not None:
+            refuse_remote(text, config.data.remote)
+
+
+def make_loss(config: Config) -> Loss:
+    """The loss on the CPU. Raises: ValueError for one that does not exist, or does not fit the optimizer."""
+    loss = build_loss(config.loss.name, **config.loss.options)
     if config.optim.tau_lr is not None and not loss.learns_scale:
         raise ValueError(f"optim.tau_lr is for a learned logit scale, and loss {config.loss.name} learns none")
     return loss
+
+
+def choose_loss(config: Config) -> Loss:
+    """Build the loss on this rank's device. Collective. Raises: ValueError on every rank alike, see make_loss."""
+    with comm.all_or_none("loss"):  # a user's own may be missing on one host
+        loss = make_loss(config)
+    return loss.to(comm.local_device())
 
 
 def open_sources(config: Config) -> tuple[list[Source], list[ImageSet]]:

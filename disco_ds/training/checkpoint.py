@@ -112,11 +112,13 @@ def save(
             if partial.exists():
                 shutil.rmtree(partial)
             partial.mkdir(parents=True)
+    # DeepSpeed's writer keeps its first error for raise_error, because the ranks meet in barriers in here.
     engine.save_checkpoint(str(partial), tag=ENGINE, save_latest=False)
     with comm.all_or_none(f"writing {partial}"):
         engine.checkpoint_engine.raise_error()
         ours = {"rng": _rng_state(), "data": data_state, "loss": loss_state}
         write_tensors(ours, partial / f"rank_{comm.rank():05d}.pt")
+    # Reading all files again takes as long as writing them, so each rank reads a part.
     names = _list_files(partial)
     sums: dict[str, str] = {}
     with comm.all_or_none(f"checking {partial}"):
@@ -241,11 +243,10 @@ def refuse_changes(saved: dict[str, Any], now: dict[str, Any]) -> None:
 
 def _list_files(partial: Path) -> list[str]:
     """Relative names of the files that rank 0 sees. Collective."""
-    names: list[str] = []
-    with comm.all_or_none(f"listing {partial}"):
-        if comm.rank() == 0:
-            names = sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file())
-    return comm.broadcast(names)
+    return comm.from_rank_0(
+        f"listing {partial}",
+        lambda: sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file()),
+    )
 
 
 def _checksum(path: Path) -> str:

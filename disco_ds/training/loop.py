@@ -220,12 +220,12 @@ def remove_old(run: Run, keep_last: int) -> int:
 
     Returns: how many checkpoints were removed.
     """
-    removed = 0
-    with comm.all_or_none("removing old checkpoints"):
-        if comm.rank() == 0:
-            busy = run.copies.busy if run.copies else ()
-            removed = retention.remove_old(run.folder, keep_last, run.config.checkpoint.keep_every_steps, busy)
-    return comm.broadcast(removed)
+
+    def remove() -> int:
+        busy = run.copies.busy if run.copies else ()
+        return retention.remove_old(run.folder, keep_last, run.config.checkpoint.keep_every_steps, busy)
+
+    return comm.from_rank_0("removing old checkpoints", remove)
 
 
 def wait_for_copies(run: Run) -> None:

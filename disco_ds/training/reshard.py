@@ -70,7 +70,7 @@ def restore(saved: checkpoint.Saved, engine: Engine, order: list[str]) -> None:
             raise ValueError(f"no state of {', '.join(sorted(missing)[:5])}")
         # With the optimizer on NVMe none of its states is in memory, where they could be set.
         if engine.zero_optimization_stage() == 3 and engine.optimizer.swap_optimizer:
-            raise ValueError("with the optimizer on NVMe a run goes on at its own shape only")
+            raise ValueError("with the optimizer on NVMe a run can be resumed at its own shape only")
     parameters = dict(engine.module.named_parameters())
     put = (_into_whole, _into_partitions, _into_partitions, _into_shards)[engine.zero_optimization_stage()](engine)
     with torch.no_grad():

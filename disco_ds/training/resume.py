@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,8 @@ def choose(folder: Path, resume: str, config: Config, identity: dict[str, Any], 
             identity: of this run; unattended: take an older checkpoint where one is damaged.
     Raises: ValueError on every rank alike, for changed settings, or for damage, naming the older checkpoint.
     """
-    path = folder
-    with comm.all_or_none("run folder"):
-        if comm.rank() == 0:
-            path = split_resume(resume)[1] or retention.find_latest(folder)
-    path, damaged = comm.broadcast(path), []
+    damaged: list[str] = []
+    path = comm.from_rank_0("run folder", lambda: split_resume(resume)[1] or retention.find_latest(folder))
 
     def check(meta: dict[str, Any]) -> None:
         checkpoint.refuse_changes(meta["identity"], identity)
@@ -41,11 +39,7 @@ def choose(folder: Path, resume: str, config: Config, identity: dict[str, Any], 
             return checkpoint.open_whole(path, check)
         except DamagedError as error:
             damaged.append(str(error))
-        older: Path | None = None
-        with comm.all_or_none("run folder"):
-            if comm.rank() == 0:
-                older = retention.find_older(path)
-        older = comm.broadcast(older)
+        older = comm.from_rank_0("run folder", partial(retention.find_older, path))
         if older is None:
             what = "; ".join(damaged)
             raise ValueError(f"{what}; {folder} has no older complete checkpoint: start the run anew without --resume")
@@ -61,9 +55,7 @@ def set_newer_aside(saved: Saved) -> None:
 
     Raises: ValueError on every rank alike if one cannot be renamed: the next --resume latest would take it.
     """
-    with comm.all_or_none(f"setting aside what is newer than {saved.path}"):
-        if comm.rank() == 0:
-            retention.set_newer_aside(saved.path)
+    comm.from_rank_0(f"setting aside what is newer than {saved.path}", lambda: retention.set_newer_aside(saved.path))
 
 
 def check_length(path: Path, meta: dict[str, Any], config: Config) -> None:

@@ -128,7 +128,7 @@ def remove_old(folder: Path, keep_last: int, keep_every_steps: int = 0, busy: Co
     """
     kept = removed = 0
     try:
-        for path in reversed(list_complete(folder)):
+        for path in reversed(list_complete(folder)):  # the newest first
             if kept < keep_last:
                 kept += _is_whole(path)
             elif path not in busy and not (keep_every_steps and step_of(path) % keep_every_steps == 0):

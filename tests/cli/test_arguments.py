@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,16 +46,44 @@ def test_dry_run_mistakes_exit_with_2_and_one_line(tmp_path: Path) -> None:
     assert done.stdout == ""
 
 
-def test_dry_run_imports_no_model_library(tmp_path: Path) -> None:
+def test_dry_run_finds_mistakes_in_settings_before_it_imports_the_model_libraries(tmp_path: Path) -> None:
     script = (
-        "import sys; from disco_ds.cli.main import main; from disco_ds.config import load_config"
-        "; load_config('quickstart')"
-        "; early = {'torch', 'deepspeed'} & set(sys.modules); code = main()"
-        "; print('\\nseen', code, early, {'open_clip', 'torchvision', 'timm', 'webdataset'} & set(sys.modules))"
+        "import sys; from disco_ds.cli.main import main; code = main()"
+        "; print('seen', code, {'open_clip', 'torchvision', 'timm', 'webdataset'} & set(sys.modules))"
     )
-    command = [sys.executable, "-c", script, "train", "--config", "quickstart", "--dry-run"]
+    command = [sys.executable, "-c", script, "train", "--config", "quickstart", "--dry-run", "micro_batch=7"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.splitlines()[-1] == "seen 0 set() set()"
+    assert done.stdout.splitlines()[-1] == "seen 2 set()"
+    assert "nearest: " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("loss.name=disco_fusd", "unknown loss 'disco_fusd'; did you mean disco_fused?"),
+        ("loss.options={tyle: 64}", "has no option tyle"),
+        ("loss={name: fastclip_v1, options: {eps: -1}}", "eps >= 0"),
+        ("loss.name=nowhere.losses:Mine", "there is no module nowhere"),
+        ("model.name=ViT-B-23", "unknown model 'ViT-B-23'; did you mean ViT-B-32?"),
+        ("model.pretrained=none.pt", "model.pretrained: no file none.pt"),
+        ("data.shards=https://example.org/{0..9}.tar", "set data.remote.http=true"),
+        ("eval.labelled={far: 'pipe:cat x.tar'}", "set data.remote.pipe=true"),
+        ("data.shards=s3://bucket/{0..9}.tar", "s3://"),
+    ],
+)
+def test_dry_run_refuses_what_a_start_would(override: str, words: str, tmp_path: Path, capfd: Any) -> None:
+    assert main(["train", "--config", "quickstart", "--dry-run", override]) == 2
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert words in said.err
+    assert said.err.count("\n") < 3
+
+
+def test_dry_run_is_for_the_ranks_of_the_recipe_and_needs_no_data(tmp_path: Path, capfd: Any) -> None:
+    assert (
+        main(["train", "--config", "quickstart", "--dry-run", "ranks=4", "micro_batch=8", "data.shards=/not/here"]) == 0
+    )
+    assert "= 4 ranks x" in capfd.readouterr().out
 
 
 def test_help_imports_no_library(tmp_path: Path) -> None:
@@ -205,7 +234,7 @@ def test_overrides_too_long_for_a_command_line_are_refused(tmp_path: Path) -> No
     [
         (["launch", "--config", "quickstart", "--restarts", "-5"], "expected a number of at least 0, got -5"),
         (["launch", "--config", "quickstart", "--restarts", "two"], "invalid int value: 'two'"),
-        (["index", "folder", "--workers", "0"], "expected a number from 1 to 1024, got 0"),
+        (["index", "folder", "--workers", "-1"], "expected a number from 0 to 1024, got -1"),
         (["plan", "--config", "quickstart", "--slack", "2"], "expected a number from 0 to 1, got 2"),
         (["plan", "--config", "quickstart", "--flops", "nan"], "expected a number of at least 0.001, got nan"),
         (["plan", "--config", "quickstart", "--bandwidth", "inf"], "got inf"),

@@ -27,6 +27,7 @@ OTHERS = """
 import torch
 from disco_ds.losses import Loss
 from disco_ds.losses.clip import ClipLoss
+from disco_ds.losses.disco_fused import DisCoFusedLoss
 
 class Unplanned(ClipLoss):
     pass
@@ -44,6 +45,15 @@ class Needy(ClipLoss):
 class Bare(Loss):
     def forward(self, embeddings):
         raise NotImplementedError
+
+class Wider(DisCoFusedLoss):
+    def __init__(self, margin=0.0, **options):
+        super().__init__(**options)
+
+class Open(Bare):
+    def __init__(self, **options):
+        super().__init__()
+        self.options = options
 """
 
 
@@ -132,6 +142,11 @@ def test_example_keeps_the_contract_on_two_ranks(package):
         (".others:Loss", {}, r"not of the form package\.module:Class"),
         (NAME, {"smooth": 1}, r"has no option smooth; its options: smoothing$"),
         ("our_package.others:Bare", {"tile": 1}, r"has no option tile; its options: none$"),
+        (
+            "our_package.others:Wider",
+            {"wire": 1},
+            r"has no option wire; its options: margin, store, comm_dtype, tile, ",
+        ),
         ("our_package.others:Needy", {}, r"needs the option weight: set loss\.options\.weight"),
     ],
 )
@@ -139,6 +154,12 @@ def test_mistake_is_named(name, options, words, package):
     with pytest.raises(ValueError, match=words) as caught:
         build_loss(name, **options)
     assert name in str(caught.value)
+
+
+def test_options_that_a_constructor_passes_on_are_those_of_its_base(package):
+    loss = build_loss("our_package.others:Wider", margin=0.5, tile=[8, 16], store=True)
+    assert (loss.tiling.tile, loss.store) == ([8, 16], True)
+    assert build_loss("our_package.others:Open", anything=1).options == {"anything": 1}
 
 
 def test_plan_asks_the_class_what_it_costs(package):

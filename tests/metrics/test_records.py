@@ -20,6 +20,7 @@ from disco_ds.metrics.figures import LogPoint, digest
 from disco_ds.metrics.records import METRICS_FILE, Metrics, rewind_tensorboard
 from disco_ds.metrics.report import write_report
 from helpers.dist import run_ranks
+from helpers.paths import ROOT
 
 VALUES = {"loss": 2.5, "i2t_accuracy": 0.25, "t2i_accuracy": 0.5, "scale": 14.0, "lr": 1e-3, "grad_norm": 0.125}
 MASK = 2**64 - 1
@@ -208,7 +209,7 @@ def test_log_of_two_ranks_is_of_the_whole_batch(tmp_path: Path) -> None:
 def test_a_figure_is_one_entry_as_the_manual_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = (Path(__file__).parents[1] / "docs" / "logging.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "logging.md").read_text(encoding="utf-8")
     entry, loss = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (shown,) = re.findall(r"`(Figure\(\"pair_cosine\".*\))`", text)
     added = [eval(each, {"Figure": figures.Figure}) for each in (entry, shown)]

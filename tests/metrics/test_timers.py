@@ -46,13 +46,13 @@ def measure() -> list[dict[str, float]]:
 
 def received() -> dict[str, tuple[float, float]]:
     """Loss -> bytes by comm's count, and by the operations that torch is seen to do."""
-    wire = load_tool("bench_loss").Wire
+    counter = load_tool("bench_loss").Received
     found = {}
     for name in ("clip", "disco", "disco_fused", "inf_cl"):
         torch.manual_seed(comm.rank())
         rows = [F.normalize(torch.randn(8, 16), dim=-1).requires_grad_() for _ in range(2)]
         loss, before = build_loss(name), comm.received_bytes()
-        with wire() as seen:
+        with counter() as seen:
             loss(Embeddings(*rows, torch.full((1,), 14.0))).loss.backward()
         found[name] = (comm.received_bytes() - before, seen.bytes)
     return found

@@ -88,6 +88,7 @@ def softmax_sums(block: Block, maxima: bool = True, kept: Tensor | None = None) 
     """
     n, m, device, shift, tiling = len(block.rows), len(block.columns), block.rows.device, block.shift, block.tiling
     tiles = block.tiles
+    # Without a shift the running sums are logarithms, which logaddexp joins tile by tile.
     nothing = -math.inf if shift is None else 0.0
     row_sum, column_sum = (torch.full((k,), nothing, dtype=torch.float64, device=device) for k in (n, m))
     largest = [torch.full((k,), -math.inf, dtype=torch.float64, device=device) for k in (n, m) if maxima]
@@ -145,6 +146,7 @@ def softmax_gradient(
             W = tiles.kept_weights(kept[i, j], a[i], beta[j], tiling, tile.out)
         else:
             W = tiles.exp_weights(tile, row_scale[:1], shift, a[i], beta[j])
+        # Two products of the library; the weights exist for one tile at a time.
         if into_rows is not None:
             tiling.add_product(into_rows[i], W, tile.c)
         if into_columns is not None:

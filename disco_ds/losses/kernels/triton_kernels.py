@@ -44,7 +44,7 @@ TENSOR_CORES = [
 # multiplies no less than 16 numbers of a row at a time.
 PLAIN_CORES = [_config(64, 64, 2, 4, 64), _config(64, 128, 2, 8, 64), _config(128, 128, 2, 8, 64)]
 SMALL = _config(32, 64, 1, 1, 64, 2)
-"""For the interpreter, which takes as long for a large block with a small tile as for a full one."""
+"""A configuration for the interpreter, which takes as long for a large block with a small tile as for a full one."""
 CONFIGS = [*TENSOR_CORES, *PLAIN_CORES, *([SMALL] if INTERPRETED else [])]
 SPILLS = {"SIGMOID": 64 * 32, "TWO_WEIGHTS": 64 * 32}
 """Most elements of a block per warp for kernels with a flag of this name, which have twice the live values."""
