@@ -231,6 +231,7 @@ class Worker:
 
     @property
     def pid(self) -> int:
+        assert self._process.pid is not None  # it has been started
         return self._process.pid
 
     def grant(self, number: int) -> None:

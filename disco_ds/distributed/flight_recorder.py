@@ -40,7 +40,7 @@ def read() -> bytes | None:
     """This rank's record, pickled as torchfrtrace reads it. May block while it holds Python's global lock."""
     if not is_there():
         return None
-    from torch._C._distributed_c10d import _dump_nccl_trace
+    from torch._C._distributed_c10d import _dump_nccl_trace  # type: ignore[attr-defined]  # in builds with NCCL
 
     return bytes(_dump_nccl_trace())
 

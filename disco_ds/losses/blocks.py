@@ -194,7 +194,12 @@ class Ring:
         self.own = as_sent(columns, comm_dtype)
 
     def sums(self, rows: Tensor, scales: Tensor, shift: Tensor | None, maxima: bool) -> Sums:
-        nothing = {"size": (len(rows),), "fill_value": -math.inf, "dtype": torch.float64, "device": rows.device}
+        nothing: dict[str, Any] = {
+            "size": (len(rows),),
+            "fill_value": -math.inf,
+            "dtype": torch.float64,
+            "device": rows.device,
+        }
         total, largest = torch.full(**nothing), torch.full(**nothing) if maxima else None
 
         def visit(owner: int, block: list[Tensor], spare: list[Tensor] | None) -> list[Tensor]:

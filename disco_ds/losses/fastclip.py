@@ -138,7 +138,7 @@ class FastCLIPLoss(TiledLoss):
     def commit(self) -> None:
         self._state().commit()
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The state of the samples that this rank owns."""
         return self._state().state_dict()
 
@@ -205,7 +205,9 @@ class _FastCLIP(torch.autograd.Function):
         d_tau = None
         if needs_tau:
             direct = share * (log_sum + loss.rho) if loss.weighs_by_tau else torch.zeros_like(log_sum)
-            if moments is None:  # <rows, their gradient> is the sum of all weights times h
+            if moments is None:
+                assert d_rows is not None  # computed for tau too
+                # <rows, their gradient> is the sum of all weights times h
                 d_tau = direct.sum() - inner(rows, d_rows) / tau
             else:
                 d_tau = direct - share / gamma * scales * (moments / tiling.gain() - cosines * weights)

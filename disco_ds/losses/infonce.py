@@ -51,9 +51,10 @@ class _InfoNCE(torch.autograd.Function):
         same = (make_blocks(rows, tiling, loss.comm_dtype, group), cross) if shared else ()
         x = scale.double() * positives(rows, cross.own, tiling)
         scales = scale.detach().double().expand(2, b)
-        shift: Tensor | None = largest_shift(rows, columns, scale, group)
+        largest = largest_shift(rows, columns, scale, group)
+        shift: Tensor | None = largest
         sums = _sums(cross, same, rows, columns, scales, shift, loss.accuracy)
-        if not holds(shift, torch.logaddexp(sums.rows, x), torch.logaddexp(sums.columns, x), group=group):
+        if not holds(largest, torch.logaddexp(sums.rows, x), torch.logaddexp(sums.columns, x), group=group):
             shift = None
             sums = _sums(cross, same, rows, columns, scales, shift, loss.accuracy)
         # -log(pair / (pair + others)) = log1p(others / pair), which does not cancel where the others are small.
@@ -86,6 +87,8 @@ class _InfoNCE(torch.autograd.Function):
         d_columns = finish(d_columns, rows, pairs, factor, ctx.tiling)
         d_scale = None
         if needs_scale:
+            assert d_rows is not None  # for the scale it is computed too
+            assert d_columns is not None or not shared
             both = (inner(rows, d_rows) + inner(columns, d_columns)) / 2 if shared else inner(rows, d_rows)
             d_scale = (both / scale).to(scale.dtype)
         return (

@@ -45,12 +45,12 @@ class SampleState:
         """Samples committed so far."""
         device = comm.local_device() if memory == "device" else torch.device("cpu")
         num_own = len(range(comm.rank(group), num_samples, comm.size(group)))
-        shape = {"size": (num_own, 2), "dtype": torch.float64, "device": device}
-        self.values = {"log_u": torch.full(fill_value=-math.inf, **shape)}  # type: ignore[call-overload]
+        shape: dict[str, Any] = {"size": (num_own, 2), "dtype": torch.float64, "device": device}
+        self.values = {"log_u": torch.full(fill_value=-math.inf, **shape)}
         """By name [own samples, 2] float64; log u of a sample that was never seen is -inf."""
         if step is not None:
-            self.values["tau"] = torch.full(fill_value=step.start, **shape)  # type: ignore[call-overload]
-            self.values |= {name: torch.zeros(**shape) for name in ("exp_avg", "exp_avg_sq")}  # type: ignore[arg-type]
+            self.values["tau"] = torch.full(fill_value=step.start, **shape)
+            self.values |= {name: torch.zeros(**shape) for name in ("exp_avg", "exp_avg_sq")}
             self.values["steps"] = torch.zeros(num_own, dtype=torch.int32, device=device)
         self._ids: Tensor | None = None
         self._staged: dict[str, Tensor] = {}

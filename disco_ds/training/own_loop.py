@@ -26,7 +26,7 @@ REPEAT_TOLERANCE = 0.05
 
 
 def contrastive_step(
-    model: nn.Module,
+    model: Any,
     loss: Loss,
     batch: Any,
     forward: Forward,

@@ -199,7 +199,7 @@ def _into_partitions(engine: Engine) -> Put:
 def _into_shards(engine: Engine) -> Put:
     zero = engine.optimizer
 
-    def put(parameter: nn.Parameter, states: States) -> None:
+    def put(parameter: Any, states: States) -> None:  # a Parameter, to which ZeRO 3 has added fields
         group, place, share = zero.grad_position[zero.get_param_id(parameter)]
         start = min(comm.rank() * share, parameter.ds_numel)
         used = min(share, parameter.ds_numel - start)

@@ -82,7 +82,7 @@ class Forward:
         first.rng.restore()
         return MicroFeatures(self._towers(image, text, trained=True), index, first.rng)
 
-    def _towers(self, image: Tensor, text: Tensor, trained: bool) -> Features:
+    def _towers(self, image: Tensor, text: Tensor, trained: bool) -> Any:
         chosen = {"image": image, "text": text}
         chosen = {name: value for name, value in chosen.items() if self.trains[name] == trained}
         return self.engine(**chosen) if chosen else (None, None, None, None)
