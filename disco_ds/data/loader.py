@@ -18,13 +18,13 @@ import torch
 
 from disco_ds.config.data import DataSettings
 from disco_ds.data.base import SampleForm, Source
+from disco_ds.data.broken import DataError
 from disco_ds.data.feed import Delivery, Feed, Producer, Upload
 from disco_ds.data.order import Share, choose_slots
 from disco_ds.data.shared_batches import SharedBatches, batch_bytes
 from disco_ds.data.source import fingerprint, mix, open_sources
 from disco_ds.data.staging import Staging, count_buffers, count_on_device, count_workers
 from disco_ds.data.step_data import MicroBatch, MicroBatches, StepData
-from disco_ds.data.tar import DataError
 from disco_ds.data.worker import InProcess, Job, Worker
 
 

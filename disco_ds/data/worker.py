@@ -31,10 +31,10 @@ from torch import Tensor
 from torch.multiprocessing import get_context
 
 from disco_ds.data.base import Decode, Samples
+from disco_ds.data.broken import BrokenSample, DataError, breaks_sample, name_broken
 from disco_ds.data.mixture import Mixture
 from disco_ds.data.shared_batches import SharedBatches
 from disco_ds.data.step_data import MicroBatch
-from disco_ds.data.tar import BrokenSample, DataError
 
 SPARE_BROKEN = 16
 """Broken samples that a worker tolerates beyond data.max_broken, lest the first sample stop a run."""
@@ -107,6 +107,8 @@ class _Reader:
         self._read = 0
         self._broken = 0
         self._last: list[str] = []
+        self._cause: BaseException | None = None
+        """What the last broken sample made our code, or the user's, raise."""
 
     def next(
         self, stream: int, epoch: int, offset: int, broken: list[str]
@@ -122,10 +124,12 @@ class _Reader:
             index = self._order.index(shard, entry)
             self._read += 1
             try:
-                decode, text = self._samples.read(shard, entry, epoch, index)
-                return decode(), decode, text, index, epoch, offset
+                with breaks_sample(OSError):
+                    decode, text = self._samples.read(shard, entry, epoch, index)
+                    return decode(), decode, text, index, epoch, offset
             except BrokenSample as error:
-                broken.append(f"{self._samples.name(shard, entry)}: {error}")
+                broken.append(name_broken(self._samples.name, shard, entry, error))
+                self._cause = error.__cause__
             skipped += 1
             offset += 1
             self._count(broken[-1])
@@ -143,6 +147,7 @@ class _Reader:
                 f"{self._broken} of {self._read} samples are broken, more than {SPARE_BROKEN} and data.max_broken="
                 f"{self._max_broken:g} of them; the last: {'; '.join(self._last)}. Check data.image_key and "
                 "data.captions against the members seen, repair the shards, or raise data.max_broken"
+                + "".join(["\n", *traceback.format_exception(self._cause)] if self._cause else "")
             )
 
 

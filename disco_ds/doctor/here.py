@@ -22,6 +22,7 @@ from disco_ds.data import (
     index_shards,
     load_sources,
 )
+from disco_ds.data.broken import breaks_sample, name_broken
 from disco_ds.data.counting import compare
 from disco_ds.data.manifest import find_changed
 from disco_ds.distributed import comm
@@ -165,10 +166,11 @@ def _read(source: Source, data: DataSettings) -> Line:
     }
     for shard, entry in sorted(chosen):
         try:
-            decode, _ = reader.read(shard, entry, 0, entry)
-            decode()
+            with breaks_sample(OSError):
+                decode, _ = reader.read(shard, entry, 0, entry)
+                decode()
         except BrokenSample as error:
-            broken.append(f"{reader.name(shard, entry)}: {error}")
+            broken.append(name_broken(reader.name, shard, entry, error))
     reader.close()
     captions = sum(": caption " in text for text in broken)
     found = f"{len(chosen)} read, {len(broken) - captions} broken, {captions} without caption"

@@ -171,9 +171,7 @@ def test_vanished_shard_is_named(manifest: Manifest, tmp_path: Path) -> None:
 
 
 def fail(texts: list[str]) -> torch.Tensor:
-    if texts == ["5"]:
-        raise RuntimeError("the tokenizer is upset")
-    return tokenize(texts)
+    raise RuntimeError("the tokenizer is upset")
 
 
 def stall(texts: list[str]) -> torch.Tensor:
@@ -182,12 +180,13 @@ def stall(texts: list[str]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_exception_in_a_worker_becomes_an_error_with_its_traceback(manifest: Manifest, workers: int) -> None:
+def test_code_that_fails_for_all_samples_is_an_error_with_its_traceback(manifest: Manifest, workers: int) -> None:
     loader = make_loader(manifest, settings(workers=workers), tokenize=fail)
     errors = [read_step(loader).error for _ in range(8)]
     loader.close()
     assert errors[-1] is not None
-    assert "RuntimeError: the tokenizer is upset" in errors[-1]
+    assert "17 of 17 samples are broken" in errors[-1]
+    assert "RuntimeError: the tokenizer is upset (test_data_errors.py:" in errors[-1]
     assert "Traceback" in errors[-1]
 
 
