@@ -116,6 +116,10 @@ class Source:
         """
         raise NotImplementedError(f"{type(self).__name__} has no open")
 
+    def label(self, shard: int, entry: int) -> str:
+        """How messages refer to a sample when nothing can be read."""
+        return f"shard {shard}, entry {entry}"
+
     def open_samples(self, settings: DataSettings, form: SampleForm, seed: int, num_slots: int) -> Samples:
         """Its samples in the model's form; a source that generates images and tokens itself overrides this."""
         return DecodedSamples(self, settings, form, seed, num_slots)

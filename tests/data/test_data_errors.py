@@ -174,6 +174,12 @@ def fail(texts: list[str]) -> torch.Tensor:
     raise RuntimeError("the tokenizer is upset")
 
 
+def die(texts: list[str]) -> torch.Tensor:
+    if texts == ["5"]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return tokenize(texts)
+
+
 def stall(texts: list[str]) -> torch.Tensor:
     time.sleep(60)
     return tokenize(texts)
@@ -202,11 +208,21 @@ def test_silent_worker_is_an_error_after_the_timeout(manifest: Manifest) -> None
     loader = make_loader(manifest, settings(workers=1, timeout_s=1.0), tokenize=stall)
     data = read_step(loader)
     assert data.error is not None
-    assert "silent for data.timeout_s=1 s" in data.error
+    assert "silent for data.timeout_s=1 s, reading 0000" in data.error
+    assert ".tar, entry " in data.error
     assert data.wait_s >= 1
     start = time.perf_counter()
     loader.close()
     assert time.perf_counter() - start < 2
+
+
+def test_worker_that_dies_of_a_sample_names_it(manifest: Manifest) -> None:
+    loader = make_loader(manifest, settings(workers=1), tokenize=die)
+    errors = [read_step(loader).error for _ in range(8)]
+    loader.close()
+    assert errors[-1] is not None
+    assert "died, exit code -9" in errors[-1]
+    assert ", reading 00000.tar, entry 5; killed by" in errors[-1]
 
 
 def test_killed_worker_is_an_error_and_raises_nowhere(manifest: Manifest) -> None:
