@@ -9,10 +9,10 @@ from tqdm import tqdm
 
 from disco_ds.cli.messages import fail
 from disco_ds.config.data import RemoteSettings
+from disco_ds.data.broken import DataError
 from disco_ds.data.counting import compare, index_shards
 from disco_ds.data.listing import NAME, find_shards
 from disco_ds.data.manifest import read_manifest, write_manifest
-from disco_ds.data.tar import DataError
 
 
 def run(args: argparse.Namespace) -> int:

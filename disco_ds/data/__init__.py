@@ -11,12 +11,14 @@
     feed        from there to the device       staging     how many micro-batches wait, and where
     loader      a rank's stream of them        step_data   the micro-batches of a step
     augment     images, on the device          sequential  every sample once, for evaluation
+    broken      samples that are skipped
 
 Of the package it imports only the settings. It takes (rank, size) as integers and never communicates.
 """
 
 from disco_ds.data.augment import augment
 from disco_ds.data.base import Reader, SampleForm, Source
+from disco_ds.data.broken import BrokenSample, DataError
 from disco_ds.data.counting import index_shards
 from disco_ds.data.decode import ImageSpec
 from disco_ds.data.folder import ImageFolder, sort_labels
@@ -31,7 +33,6 @@ from disco_ds.data.source import fingerprint, load_sources
 from disco_ds.data.staging import Staging
 from disco_ds.data.step_data import MicroBatch, StepData
 from disco_ds.data.table import Table
-from disco_ds.data.tar import BrokenSample, DataError
 
 __all__ = [
     "BrokenSample",

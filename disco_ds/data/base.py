@@ -21,6 +21,7 @@ from typing import Protocol
 from torch import Tensor
 
 from disco_ds.config.data import DataSettings
+from disco_ds.data.broken import DataError, breaks_sample
 from disco_ds.data.decode import (
     NUM_CROP_NUMBERS,
     Captions,
@@ -30,6 +31,7 @@ from disco_ds.data.decode import (
     find_image,
     resize_for_evaluation,
     resize_random_crop,
+    shorten_caption,
 )
 from disco_ds.data.keyed import CAPTION_COLUMN, CROP_COLUMN, keyed_row
 
@@ -58,7 +60,8 @@ class Reader(Protocol):
     def read(self, shard: int, entry: int) -> dict[str, bytes]:
         """The members of a sample; data.image_key and data.captions refer to them by name.
 
-        Raises:  BrokenSample to have the sample skipped; OSError if the shard itself cannot be read.
+        Raises:  BrokenSample to have the sample skipped, with the reason, as any other exception has it; OSError if the
+                 shard itself cannot be read.
         """
 
     def name(self, shard: int, entry: int) -> str:
@@ -113,6 +116,10 @@ class Source:
         """
         raise NotImplementedError(f"{type(self).__name__} has no open")
 
+    def label(self, shard: int, entry: int) -> str:
+        """How messages refer to a sample when nothing can be read."""
+        return f"shard {shard}, entry {entry}"
+
     def open_samples(self, settings: DataSettings, form: SampleForm, seed: int, num_slots: int) -> Samples:
         """Its samples in the model's form; a source that generates images and tokens itself overrides this."""
         return DecodedSamples(self, settings, form, seed, num_slots)
@@ -134,14 +141,16 @@ class DecodedSamples:
         return self._source.open(self._num_slots, self._settings.window)
 
     def read(self, shard: int, entry: int, epoch: int, index: int) -> tuple[Decode, Tensor]:
-        members = self._reader.read(shard, entry)
+        with breaks_sample(OSError):
+            members = self._reader.read(shard, entry)
         # The crop's numbers come first in the row, the caption's last.
         numbers = keyed_row(self._seed, epoch, index, CAPTION_COLUMN + 1, CROP_COLUMN)
-        caption = self._captions.pick(members, numbers[CAPTION_COLUMN])
-        data = find_image(members, self._settings.image_key)
-        text = self._form.tokenize([caption])
+        with breaks_sample():
+            caption = self._captions.pick(members, numbers[CAPTION_COLUMN])
+            data = find_image(members, self._settings.image_key)
+            text = self._form.tokenize([shorten_caption(caption)])
         if text.shape != (1, self._form.context_length):
-            raise ValueError(
+            raise DataError(
                 f"the tokenizer returned {tuple(text.shape)} for one caption, the model takes "
                 f"{(1, self._form.context_length)}: build both from one model config"
             )
@@ -150,10 +159,11 @@ class DecodedSamples:
 
     def _decode(self, data: bytes, uniform: Sequence[float]) -> Tensor:
         settings = self._settings
-        if settings.crop_scale is None:
-            return resize_for_evaluation(decode_image(data, settings.max_pixels), self._form.image)
-        pixels = decode_pixels(data, settings.max_pixels)
-        return resize_random_crop(pixels, self._form.image, settings.crop_scale, settings.crop_ratio, uniform)
+        with breaks_sample():
+            if settings.crop_scale is None:
+                return resize_for_evaluation(decode_image(data, settings.max_pixels), self._form.image)
+            pixels = decode_pixels(data, settings.max_pixels)
+            return resize_random_crop(pixels, self._form.image, settings.crop_scale, settings.crop_ratio, uniform)
 
     def name(self, shard: int, entry: int) -> str:
         return self._reader.name(shard, entry)

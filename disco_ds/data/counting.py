@@ -15,7 +15,7 @@ from disco_ds.config.data import RemoteSettings
 from disco_ds.data.listing import Listing, list_folder
 from disco_ds.data.manifest import Manifest, Shard, has_changed, refuse_empty
 from disco_ds.data.remote import fetch_temporary
-from disco_ds.data.tar import TarIndex
+from disco_ds.data.tar import TarIndex, find_leftover
 
 logger = logging.getLogger(__name__)
 
@@ -26,12 +26,15 @@ def index_shards(
     progress: Callable[[int], object] | None = None,
     known: Iterable[Shard] = (),
     remote: RemoteSettings | None = None,
+    warn: Callable[[str], object] = logger.warning,
 ) -> Manifest:
     """Count the samples of every .tar of a folder, or of the shards listed.
 
     Args:    workers: processes that count; progress: called with the number of shards done; known: shards of an earlier
-             manifest, of which local ones with the same size and time are not counted again; remote: how to fetch.
-    Returns: the manifest, sorted by name. A truncated shard counts up to its last complete sample, with a warning.
+             manifest, of which local ones with the same size and time are not counted again; remote: how to fetch;
+             warn: called with what is wrong with a shard that counts nevertheless.
+    Returns: the manifest, sorted by name. A truncated shard counts up to its last complete sample, and one with data
+             after its end mark up to there.
     Raises:  ValueError if there is no shard, or one without samples; OSError, DataError for one that cannot be read.
     """
     listing = where if isinstance(where, Listing) else list_folder(where)
@@ -41,10 +44,10 @@ def index_shards(
     count = partial(_count, listing.folder, remote or RemoteSettings())
     context = multiprocessing.get_context("spawn")  # not fork: the caller may have threads
     with ProcessPoolExecutor(workers, mp_context=context) if workers else nullcontext() as pool:
-        for shard, truncated in pool.map(count, tasks, chunksize=4) if pool else map(count, tasks):
+        for shard, wrong in pool.map(count, tasks, chunksize=4) if pool else map(count, tasks):
             shards[shard.name] = shard
-            if truncated:
-                logger.warning("%s is truncated: %s; counted %d samples", shard.name, truncated, shard.samples)
+            if wrong:
+                warn(f"{shard.name} {wrong}; counted {shard.samples} samples")
             if progress is not None:
                 progress(len(shards))
     manifest = Manifest(listing.folder, tuple(shards[name] for name in listing.names), listing.urls)
@@ -79,9 +82,17 @@ def _unchanged(listing: Listing, known: Iterable[Shard]) -> dict[str, Shard]:
 
 
 def _count(folder: Path, remote: RemoteSettings, task: tuple[str, str | None]) -> tuple[Shard, str | None]:
-    """Count one shard, given by its name and, if it is remote, its URL; and what is wrong with its end, if anything."""
+    """Count one shard, given by its name and, if it is remote, its URL; and say what is wrong with it, if anything."""
     name, url = task
     # Unbuffered: from header to header the scan skips far more than a buffer would hold.
     with fetch_temporary(url, name, remote) if url else open(folder / name, "rb", buffering=0) as file:
         index, status = TarIndex(file), os.fstat(file.fileno())
-        return Shard(name, len(index), status.st_size, 0 if url else int(status.st_mtime)), index.truncated
+        shard = Shard(name, len(index), status.st_size, 0 if url else int(status.st_mtime))
+        if index.truncated is not None:
+            return shard, f"is truncated: {index.truncated}"
+        if (leftover := find_leftover(file, index)) is not None:
+            return shard, (
+                f"has an end mark at byte {index.end:,} and data after it, from byte {leftover:,} of "
+                f"{status.st_size:,} on, which are not read: a header was lost, or tars were joined; write it anew"
+            )
+        return shard, None

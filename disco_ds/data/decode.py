@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import string
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -20,21 +21,30 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from PIL import Image
+from PIL.TiffImagePlugin import TiffImageFile
 from torch import Tensor
 from torch.nn import functional as F
 from torchvision.io import ImageReadMode, decode_jpeg
 
-from disco_ds.data.tar import BrokenSample
+from disco_ds.data.broken import BrokenSample
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 """Formats that PIL may open; the others start programs (EPS) or do not hold photographs."""
 _JPEG = b"\xff\xd8"
 # decode_image applies the limit of the settings; PIL's is fixed, and it warns of images that it then decodes anyway.
 Image.MAX_IMAGE_PIXELS = None
+_TILE = (322, 323)
+"""TIFF tags of the width and height of a tile."""
 _TRIES = 10
 NUM_CROP_NUMBERS = 2 * _TRIES + 2
 _LONGEST = 64
 """Aspect ratio up to which the pixels in evaluation are identical to open_clip's."""
+_MAX_DEPTH = 200
+"""Levels of nested JSON. Python's own limit depends on its version and on how deep the caller is in its stack."""
+_MAX_FIELD = 10_000
+"""Width and precision of a field, which a template may take from the sample."""
+_MAX_CAPTION, _MAX_WORD = 2**14, 2**11
+"""Bytes of a caption and of a word that the tokenizer gets."""
 
 
 @dataclass(frozen=True)
@@ -68,19 +78,26 @@ def decode_image(data: bytes, max_pixels: int) -> Image.Image:
 
     Raises:  BrokenSample, before anything is decoded when the image has more than max_pixels.
     """
+    stream = BytesIO(data)
     try:
-        image: Image.Image = Image.open(BytesIO(data), formats=_FORMATS)
+        image: Image.Image = Image.open(stream, formats=_FORMATS)
+        # A TIFF's tile is decoded whole, and can be far larger than the image.
+        tile = [image.tag_v2.get(tag, 1) for tag in _TILE] if isinstance(image, TiffImageFile) else [1]
         width, height = image.size
-        if width * height <= max_pixels:
+        if 0 < width * height <= max_pixels and math.prod(tile) <= max_pixels:
             image.load()
             if image.mode == "P" and "transparency" in image.info:
                 # PIL warns about alpha values of a palette unless they go through RGBA.
                 image = image.convert("RGBA")
             return image if image.mode == "RGB" else image.convert("RGB")
+    except MemoryError:  # depends on the machine, not on the sample alone
+        raise
     except Exception as error:
         # PIL's decoders raise exceptions of many types: OSError, SyntaxError, struct.error, IndexError, ...
-        raise BrokenSample(f"image: {type(error).__name__}: {error}") from None
-    raise BrokenSample(f"image: {width} x {height} pixels, data.max_pixels is {max_pixels}")
+        reason = str(error).replace(f" {stream!r}", "")  # its address differs from run to run
+        raise BrokenSample(f"image: {type(error).__name__}: {reason}") from None
+    tiles = f" in tiles of {tile[0]} x {tile[1]}" if math.prod(tile) > 1 else ""
+    raise BrokenSample(f"image: {width} x {height} pixels{tiles}, data.max_pixels is {max_pixels}")
 
 
 def decode_pixels(data: bytes, max_pixels: int) -> Tensor:
@@ -213,14 +230,45 @@ class _Fields(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         data: bytes = super().__getitem__(name)
-        return json.loads(data) if name.rpartition(".")[2] == "json" else data.decode("utf-8")
+        return _parse_json(data) if name.rpartition(".")[2] == "json" else data.decode("utf-8")
 
 
 class _Formatter(string.Formatter):
     def format_field(self, value: Any, format_spec: str) -> str:
         if value is None:
             raise LookupError("a field is null")
+        if any(int(number) > _MAX_FIELD for number in re.findall(r"\d+", format_spec)):
+            raise ValueError(f"a width or precision above {_MAX_FIELD}")
         return format(", ".join(map(str, value)) if isinstance(value, list) else value, format_spec)
 
 
 _FORMATTER = _Formatter()
+
+
+def _parse_json(data: bytes) -> Any:
+    """As json.loads. Raises: ValueError for what is no JSON or nested too deeply."""
+    text = data.decode(json.detect_encoding(data), "surrogatepass")
+    if text.count("[") + text.count("{") > _MAX_DEPTH:
+        depth = 0
+        # Brackets within strings do not nest.
+        for bracket in re.findall(r"[][{}]", re.sub(r'"(?:[^"\\]|\\.)*"', "", text, flags=re.DOTALL)):
+            depth += 1 if bracket in "[{" else -1
+            if depth > _MAX_DEPTH:
+                raise ValueError(f"JSON nested in more than {_MAX_DEPTH} levels")
+    return json.loads(text)
+
+
+def shorten_caption(text: str) -> str:
+    """The part of a caption that a tokenizer can use up, so that its time is bounded.
+
+    CLIP's byte pair encoding takes quadratic time for a word: 10 s for 16,000 letters. A caption of at most 2,048 bytes
+    is left as it is. Of a longer one, its first 16,384 bytes are kept and of each run without a space its first 2,048.
+    A token of CLIP's vocabulary stands for some 5 bytes on average, so the context, 77 tokens, is full long before.
+    Text without spaces, as in Chinese or Thai, is cut like a word, after 682 characters.
+    """
+    data = text.encode("utf-8", "surrogatepass")
+    if len(data) <= _MAX_WORD:
+        return text
+    # Only these spaces: tokenizers' cleaning removes others, such as control characters, and would join the words.
+    data = re.sub(rb"([^ \t\r\n]{%d})[^ \t\r\n]+" % _MAX_WORD, rb"\1", data[:_MAX_CAPTION])
+    return data.decode("utf-8", "ignore")  # what a cut has left of a character is dropped

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from disco_ds.data.base import Source
-from disco_ds.data.tar import BrokenSample
+from disco_ds.data.broken import BrokenSample, read_regular
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
@@ -51,7 +51,7 @@ class ImageFolder(Source):
     def read(self, shard: int, entry: int) -> dict[str, bytes]:
         """The members of a sample. Raises: BrokenSample for a file that cannot be read."""
         try:
-            image = (self.folder / self.name(shard, entry)).read_bytes()
+            image = read_regular(self.folder / self.name(shard, entry))
         except OSError as error:
             raise BrokenSample(f"cannot be read: {error.strerror}") from None
         return {"image": image, "cls": self.classes[shard].encode()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
@@ -18,13 +18,13 @@ import torch
 
 from disco_ds.config.data import DataSettings
 from disco_ds.data.base import SampleForm, Source
+from disco_ds.data.broken import DataError
 from disco_ds.data.feed import Delivery, Feed, Producer, Upload
 from disco_ds.data.order import Share, choose_slots
 from disco_ds.data.shared_batches import SharedBatches, batch_bytes
-from disco_ds.data.source import fingerprint, mix, open_sources
+from disco_ds.data.source import fingerprint, label, mix, open_sources
 from disco_ds.data.staging import Staging, count_buffers, count_on_device, count_workers
 from disco_ds.data.step_data import MicroBatch, MicroBatches, StepData
-from disco_ds.data.tar import DataError
 from disco_ds.data.worker import InProcess, Job, Worker
 
 
@@ -99,7 +99,7 @@ class Loader:
             decode_twice=staging.pixels == "compressed",
             batches=self._batches,
         )
-        producers = self._start(job, num_workers, settings.timeout_s, form.tokenize.__module__)
+        producers = self._start(job, num_workers, settings.timeout_s, form.tokenize.__module__, partial(label, sources))
         self._feed = Feed(self._batches, producers, self._device, count_on_device(self._num_parts, staging.pixels))
         self._resources.callback(self._feed.close)
 
@@ -232,11 +232,13 @@ class Loader:
             )
         return state
 
-    def _start(self, job: Job, num_workers: int, timeout_s: float, preload: str) -> list[Producer]:
+    def _start(
+        self, job: Job, num_workers: int, timeout_s: float, preload: str, label: Callable[[int, int], str]
+    ) -> list[Producer]:
         """Start the workers; with none, samples are decoded in this process."""
         producers: list[Producer] = []
         for number in range(num_workers):
-            worker = Worker(replace(job, worker=number, num_workers=num_workers), timeout_s, preload)
+            worker = Worker(replace(job, worker=number, num_workers=num_workers), timeout_s, preload, label)
             self._resources.callback(worker.close)
             self.worker_pids.append(worker.pid)
             producers.append(worker)

@@ -68,6 +68,9 @@ class Manifest(Source):
         cache = ShardCache(self.urls, names, [shard.bytes for shard in self.shards], self.remote)
         return TarReader(cache.folder, names, at_hand, cache.open)
 
+    def label(self, shard: int, entry: int) -> str:
+        return f"{self.shards[shard].name}, entry {entry}"
+
     @staticmethod
     def takes(shards: str) -> bool:
         return True

@@ -35,8 +35,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from disco_ds.config.data import RemoteSettings
+from disco_ds.data.broken import CacheFullError, DataError
 from disco_ds.data.listing import PIPE
-from disco_ds.data.tar import CacheFullError, DataError
 
 _TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
 """HTTP statuses after which another attempt may succeed."""

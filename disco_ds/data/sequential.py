@@ -13,9 +13,9 @@ from torch import Tensor
 
 from disco_ds.config.data import DataSettings
 from disco_ds.data.base import Source
+from disco_ds.data.broken import BrokenSample, breaks_sample, name_broken
 from disco_ds.data.decode import ImageSpec, decode_image, fill_template, find_image, list_fields, resize_for_evaluation
 from disco_ds.data.manifest import Manifest
-from disco_ds.data.tar import BrokenSample
 
 THREADS = 4
 """PIL releases the interpreter's lock while it decodes and resizes."""
@@ -41,9 +41,10 @@ def read_all(
     """
 
     def decode(members: dict[str, bytes]) -> tuple[Tensor, str]:
-        label = fill_template(label_template, members)
-        picture = decode_image(find_image(members, settings.image_key), settings.max_pixels)
-        return resize_for_evaluation(picture, image), label
+        with breaks_sample():
+            label = fill_template(label_template, members)
+            picture = decode_image(find_image(members, settings.image_key), settings.max_pixels)
+            return resize_for_evaluation(picture, image), label
 
     with closing(source.open(num_slots=1, window=1)) as reader, ThreadPoolExecutor(THREADS) as pool:
         waiting: deque[tuple[int, int, int, Future[tuple[Tensor, str]]]] = deque()
@@ -53,14 +54,15 @@ def read_all(
             try:
                 yield *future.result(), index
             except BrokenSample as error:
-                on_broken(f"{reader.name(shard, entry)}: {error}")
+                on_broken(name_broken(reader.name, shard, entry, error))
 
         # Reading is sequential in this thread, decoding parallel; a short queue keeps the order and bounds memory.
         for shard, entry, index in islice(_places(source), rank, None, size):
             try:
-                members = reader.read(shard, entry)
+                with breaks_sample(OSError):
+                    members = reader.read(shard, entry)
             except BrokenSample as error:
-                on_broken(f"{reader.name(shard, entry)}: {error}")
+                on_broken(name_broken(reader.name, shard, entry, error))
                 continue
             waiting.append((shard, entry, index, pool.submit(decode, members)))
             if len(waiting) > _AHEAD:
@@ -79,7 +81,8 @@ def read_labels(manifest: Manifest, label_template: str) -> list[str | None]:
     with closing(manifest.open()) as reader:
         for shard, entry, _ in _places(manifest):
             try:
-                labels.append(fill_template(label_template, reader.read(shard, entry, wanted)))
+                with breaks_sample(OSError):
+                    labels.append(fill_template(label_template, reader.read(shard, entry, wanted)))
             except BrokenSample:
                 labels.append(None)
     return labels

@@ -109,6 +109,15 @@ def open_sources(
     return opened[0] if len(opened) == 1 else MixedSamples(sources, opened)
 
 
+def label(sources: Sequence[Source], shard: int, entry: int) -> str:
+    """How messages refer to a sample, whose shard is numbered across all sources, without reading it."""
+    for source in sources:
+        if shard < len(source.sizes):
+            return source.label(shard, entry)
+        shard -= len(source.sizes)
+    raise IndexError(f"there is no shard {shard} beyond the last source")
+
+
 class MixedSamples:
     """The samples of several sources, whose shards are numbered consecutively."""
 

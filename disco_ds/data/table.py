@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
+import logging
 import os
 from array import array
 from collections.abc import Iterator
@@ -23,10 +24,12 @@ import numpy as np
 
 from disco_ds.config.data import DataSettings
 from disco_ds.data.base import Source
+from disco_ds.data.broken import BrokenSample, read_regular
 from disco_ds.data.decode import list_fields
 from disco_ds.data.listing import is_table
 from disco_ds.data.order import divide
-from disco_ds.data.tar import BrokenSample
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +104,7 @@ class TableReader:
         start, stop = int(table.starts[row]), int(table.starts[row + 1])
         try:
             text = os.pread(self._file.fileno(), stop - start, start).decode()
-            values = next(csv.reader(io.StringIO(text, newline=""), delimiter=table.separator), [])
+            values = next(csv.reader(io.StringIO(text, newline="\n"), delimiter=table.separator), [])
             sample = {column: value.encode() for column, value in zip(table.columns, values, strict=False)}
         except (UnicodeDecodeError, csv.Error) as error:
             raise BrokenSample(f"the row cannot be read: {error}") from None
@@ -109,8 +112,8 @@ class TableReader:
             raise BrokenSample(f"the row has no {table.image}: {len(values)} of {len(table.columns)} values")
         path = table.path.parent / sample[table.image].decode()
         try:
-            return {**sample, table.image: path.read_bytes()}
-        except (OSError, ValueError) as error:
+            return {**sample, table.image: read_regular(path)}
+        except (OSError, ValueError, BrokenSample) as error:
             raise BrokenSample(f"image {path} cannot be read: {error}") from None
 
     def name(self, shard: int, entry: int) -> str:
@@ -124,6 +127,7 @@ class TableReader:
 def _find_rows(file: BinaryIO, separator: str, heading: bytes) -> tuple[np.ndarray, str]:
     """Offsets of the rows, and the file's fingerprint. A quoted value may span lines; empty lines are no rows."""
     position, digest = file.tell(), hashlib.sha256(heading)
+    current: list[str] = []
 
     def lines() -> Iterator[str]:
         nonlocal position
@@ -131,12 +135,32 @@ def _find_rows(file: BinaryIO, separator: str, heading: bytes) -> tuple[np.ndarr
             position += len(line)
             digest.update(line)
             # Only the structure matters here, and latin-1 decodes any byte.
-            yield line.decode("latin-1")
+            current.append(line.decode("latin-1"))
+            yield current[-1]
 
-    starts, start = array("q"), position
-    for row in csv.reader(lines(), delimiter=separator):
+    starts, start, joined = array("q"), position, list[str]()
+    rows = csv.reader(lines(), delimiter=separator)
+    while True:
+        try:
+            row = next(rows, None)
+            if row is None:
+                break
+            if len(current) > 1:
+                # A quote that is not closed joins the lines up to the next quote, which strict parsing refuses there.
+                next(csv.reader(current, delimiter=separator, strict=True))
+        except csv.Error:  # where `row` could not be read, it will be a broken sample
+            row = current
+            joined += [f"{rows.line_num - len(current) + 2} to {rows.line_num + 1}"] if len(current) > 1 else []
         if row:
             starts.append(start)
         start = position
+        current.clear()
     starts.append(position)
+    if joined:
+        logger.warning(
+            "%s: a quote that is not closed makes one row of lines %s%s; their samples are lost: close or remove it",
+            getattr(file, "name", "the csv file"),
+            joined[0],
+            f", and {len(joined) - 1} more times" if len(joined) > 1 else "",
+        )
     return np.array(starts, dtype=np.int64), digest.hexdigest()[:16]

@@ -20,24 +20,17 @@ from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
-from webdataset.tariterators import base_plus_ext
+from disco_ds.data.broken import MAX_BYTES, BrokenSample, CacheFullError
 
 _META = re.compile(r"__[^/]*__($|/)")
 """Members that webdataset skips."""
 _FILES_KEPT = 64
-
-
-class BrokenSample(Exception):  # noqa: N818 - an event that costs one sample, not an error of the run
-    """A sample that cannot be used, with the reason; it is skipped."""
-
-
-class DataError(Exception):
-    """No further data can be read: too many samples are broken, a shard cannot be fetched, or a worker has failed, died
-    or stopped responding."""
-
-
-class CacheFullError(DataError):
-    """There is no space for another shard: all cached ones are in use."""
+_MAX_HEADER = 2**16
+"""Bytes of a header that holds a long name or pax records. A path of the file system has at most 4096."""
+_MAX_READS = 64
+"""Reads that belong to one member: its header, and those of its long name, pax records and map of a sparse file."""
+_REFUSED = -1
+"""Size of a member that is not read: too large, below 0, or of a sparse file, whose bytes are not those stored."""
 
 
 class TarIndex:
@@ -49,6 +42,8 @@ class TarIndex:
     def __init__(self, file: BinaryIO) -> None:
         self.truncated: str | None = None
         """What is wrong with the end of the tar, or None."""
+        self.end = 0
+        """Offset of the end mark, if the tar is not truncated."""
         self._headers = array("q")
         self._starts = array("q", [0])
         self._extensions: list[str] = []
@@ -70,10 +65,11 @@ class TarIndex:
 
     def _scan(self, file: BinaryIO) -> None:
         key, seen = None, set[str]()
+        walk = _Walk(file)
         try:
-            for member in _walk(file):
-                prefix, extension = base_plus_ext(member.name)
-                if prefix is None or _META.match(member.name):
+            for member in walk:
+                prefix, extension = split_name(member.name)
+                if prefix is None or extension is None or _META.match(member.name):
                     continue
                 extension = sys.intern(extension.lower())  # one object for all members with this extension
                 # The sample before ends here, and is known to be complete.
@@ -85,26 +81,109 @@ class TarIndex:
                 seen.add(extension)
                 self._extensions.append(extension)
                 self._offsets.append(member.offset_data)
-                self._sizes.append(member.size)
+                self._sizes.append(member.size if _is_plain(member) else _REFUSED)
             if key is not None:
                 self._starts.append(len(self._offsets))
+            self.end = walk.end
         except tarfile.ReadError as error:
             self.truncated = str(error)
 
 
-def _walk(file: BinaryIO, at: int = 0) -> Iterator[tarfile.TarInfo]:
+def split_name(path: str) -> tuple[str, str] | tuple[None, None]:
+    """The key and the extension of a member's name: webdataset's base_plus_ext, `^((?:.*/|)[^.]+)[.]([^/]*)$`.
+
+    That expression takes quadratic time for a name of many slashes; this takes linear time.
+    """
+    # Its dot does not match a newline, so that the folder ends before the first one.
+    newline = path.find("\n")
+    start = path.rfind("/", 0, newline if newline >= 0 else None) + 1
+    if path.startswith(".", start):
+        # There is no key between the folder and the dot, so the folder's last part becomes the key.
+        start = path.rfind("/", 0, max(0, start - 1)) + 1
+    dot = path.find(".", start)
+    if dot <= start or dot < path.rfind("/"):
+        return None, None
+    return path[:dot], path[dot + 1 :]
+
+
+def find_leftover(file: BinaryIO, index: TarIndex) -> int | None:
+    """Offset of the first byte after the end mark that is not 0, which tar pads with; None if there is none."""
+    if index.truncated is not None:
+        return None
+    offset = file.seek(index.end)
+    while block := file.read(2**20):
+        if any(block):
+            return offset + len(block) - len(block.lstrip(b"\0"))
+        offset += len(block)
+    return None
+
+
+def _is_plain(member: tarfile.TarInfo) -> bool:
+    return not member.issparse() and 0 <= member.size <= MAX_BYTES
+
+
+class _Headers:
+    """The part of a tar that tarfile may read: headers of a sound size, forwards, and not endlessly many.
+
+    Sizes in a damaged header are any number. tarfile would allocate them, seek there, and go in circles if they are
+    negative.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._end = os.fstat(file.fileno()).st_size
+        self.reads = 0
+        """Since the last member."""
+
+    def read(self, size: int) -> bytes:
+        self.reads += 1
+        if not 0 <= size <= _MAX_HEADER or self.reads > _MAX_READS:
+            raise tarfile.ReadError(f"header number {self.reads} of a member, at byte {self.tell()}, has {size} bytes")
+        return self._file.read(size)
+
+    def seek(self, offset: int) -> int:
+        if not 0 <= offset < self._end:
+            raise tarfile.ReadError("unexpected end of data")
+        return self._file.seek(offset)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+
+class _Walk:
     """The regular members from offset `at` on. Raises: tarfile.ReadError where the tar is truncated or damaged."""
-    file.seek(at)
-    with tarfile.open(fileobj=file, mode="r:", errorlevel=0) as tar:
-        while (member := tar.next()) is not None:
-            tar.members.clear()  # type: ignore[attr-defined]  # tarfile would keep all of them
-            if member.isfile():
-                yield member
-        # tarfile treats a damaged or missing header as the end of the tar.
-        file.seek(tar.offset)
-        mark = file.read(tarfile.BLOCKSIZE)
-        if len(mark) < tarfile.BLOCKSIZE or any(mark):
-            raise tarfile.ReadError(f"no end mark at byte {tar.offset}")
+
+    def __init__(self, file: BinaryIO, at: int = 0) -> None:
+        self._file = file
+        self._at = at
+        self.end = 0
+        """Offset of the end mark, known at the end."""
+
+    def __iter__(self) -> Iterator[tarfile.TarInfo]:
+        try:
+            yield from self._members()
+        except (OSError, MemoryError, tarfile.ReadError):
+            raise
+        except Exception as error:  # tarfile's for damaged headers: ValueError, OverflowError, UnicodeError, ...
+            raise tarfile.ReadError(f"{type(error).__name__}: {error}") from None
+
+    def _members(self) -> Iterator[tarfile.TarInfo]:
+        self._file.seek(self._at)
+        headers = _Headers(self._file)
+        with tarfile.open(fileobj=headers, mode="r:", errorlevel=0) as tar:  # type: ignore[call-overload]
+            while (member := tar.next()) is not None:
+                headers.reads = 0
+                tar.members.clear()  # tarfile would keep all of them
+                if member.isfile():
+                    yield member
+                if tar.offset <= member.offset:
+                    raise tarfile.ReadError(f"the member at byte {member.offset} has {member.size} bytes")
+            # tarfile treats a damaged or missing header as the end of the tar.
+            self._file.seek(tar.offset)
+            mark = self._file.read(tarfile.BLOCKSIZE)
+            if len(mark) < tarfile.BLOCKSIZE or any(mark):
+                raise tarfile.ReadError(f"no end mark at byte {tar.offset}")
+            self.end = tar.offset
 
 
 class TarReader:
@@ -138,6 +217,8 @@ class TarReader:
             sample = {}
             for extension, offset, size in index.members(entry):
                 if wanted is None or extension in wanted:
+                    if size == _REFUSED:
+                        raise BrokenSample(f"its {extension} member is sparse, or its size not in 0 .. {MAX_BYTES:,}")
                     sample[extension] = os.pread(file.fileno(), size, offset)
                     if len(sample[extension]) < size:
                         raise BrokenSample(f"its {extension} member has {len(sample[extension])} of {size} bytes")
@@ -151,8 +232,8 @@ class TarReader:
         index = self._index(shard)
         if entry < len(index):
             with suppress(tarfile.ReadError, StopIteration):  # the shard has been truncated since
-                member = next(_walk(self._file(shard), index.header(entry)))
-                return f"{self._names[shard]}/{base_plus_ext(member.name)[0]}"
+                member = next(iter(_Walk(self._file(shard), index.header(entry))))
+                return f"{self._names[shard]}/{split_name(member.name)[0]}"
         return f"{self._names[shard]}/entry {entry}"
 
     def close(self) -> None:

@@ -21,20 +21,21 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing import get_context
 
 from disco_ds.data.base import Decode, Samples
+from disco_ds.data.broken import BrokenSample, DataError, breaks_sample, name_broken, printable
 from disco_ds.data.mixture import Mixture
 from disco_ds.data.shared_batches import SharedBatches
 from disco_ds.data.step_data import MicroBatch
-from disco_ds.data.tar import BrokenSample, DataError
 
 SPARE_BROKEN = 16
 """Broken samples that a worker tolerates beyond data.max_broken, lest the first sample stop a run."""
@@ -95,6 +96,8 @@ class Job:
     worker: int = 0
     """It owns slots[worker::num_workers]."""
     num_workers: int = 1
+    at: Any = None
+    """Two integers that the trainer's process reads too: the shard and entry of the sample at hand, or -1."""
 
 
 class _Reader:
@@ -104,9 +107,12 @@ class _Reader:
         self._samples = job.samples
         self._order = job.order
         self._max_broken = job.max_broken
+        self._at = job.at if job.at is not None else [0, 0]
         self._read = 0
         self._broken = 0
         self._last: list[str] = []
+        self._cause: BaseException | None = None
+        """What the last broken sample made our code, or the user's, raise."""
 
     def next(
         self, stream: int, epoch: int, offset: int, broken: list[str]
@@ -121,11 +127,14 @@ class _Reader:
             shard, entry = self._order.locate(stream, epoch, offset)
             index = self._order.index(shard, entry)
             self._read += 1
+            self._at[:] = shard, entry
             try:
-                decode, text = self._samples.read(shard, entry, epoch, index)
-                return decode(), decode, text, index, epoch, offset
+                with breaks_sample(OSError):
+                    decode, text = self._samples.read(shard, entry, epoch, index)
+                    return decode(), decode, text, index, epoch, offset
             except BrokenSample as error:
-                broken.append(f"{self._samples.name(shard, entry)}: {error}")
+                broken.append(name_broken(self._samples.name, shard, entry, error))
+                self._cause = error.__cause__
             skipped += 1
             offset += 1
             self._count(broken[-1])
@@ -143,6 +152,7 @@ class _Reader:
                 f"{self._broken} of {self._read} samples are broken, more than {SPARE_BROKEN} and data.max_broken="
                 f"{self._max_broken:g} of them; the last: {'; '.join(self._last)}. Check data.image_key and "
                 "data.captions against the members seen, repair the shards, or raise data.max_broken"
+                + "".join(["\n", *traceback.format_exception(self._cause)] if self._cause else "")
             )
 
 
@@ -158,6 +168,8 @@ def produce_parts(job: Job, next_buffer: Callable[[], int]) -> Iterator[Part]:
         first_pass = []
         for _ in range(job.num_micro_batches):
             rows, part = _produce(job, reader, cursor, start, job.batches[next_buffer()])
+            if job.at is not None:
+                job.at[:] = -1, -1
             yield part
             if job.decode_twice:
                 first_pass.append(rows)
@@ -216,12 +228,16 @@ class Worker:
     torch and the tokenizer's package (5 s of a core) in every worker instead of once per rank.
     """
 
-    def __init__(self, job: Job, timeout_s: float, preload: str) -> None:
+    def __init__(self, job: Job, timeout_s: float, preload: str, label: Callable[[int, int], str]) -> None:
+        """Args: label: names a sample by (shard, entry) without reading it."""
         self._name = f"data worker {job.worker} of {job.num_workers}"
+        self._label = label
         self._timeout_s = timeout_s
         context = get_context("forkserver")
         context.set_forkserver_preload([__name__, preload])
         self._connection, theirs = context.Pipe()
+        self._at = context.RawArray("q", [-1, -1])
+        job = replace(job, at=self._at)
         self._process = context.Process(target=_main, args=(job, theirs), daemon=True)
         with _hold_signals(), _hide_main():
             self._process.start()
@@ -246,19 +262,24 @@ class Worker:
         try:
             if not self._connection.poll(self._timeout_s):
                 raise DataError(
-                    f"{self._name} (pid {self.pid}) was silent for data.timeout_s={self._timeout_s:g} s: "
-                    "look for a stalled file system, or raise it"
+                    f"{self._name} (pid {self.pid}) was silent for data.timeout_s={self._timeout_s:g} s"
+                    f"{self._where()}: look for a stalled file system, or raise it"
                 )
             answer = self._connection.recv()
         except (EOFError, OSError) as error:
             self._process.join(1)
             raise DataError(
-                f"{self._name} (pid {self.pid}) died, exit code {self._process.exitcode} ({type(error).__name__}); "
-                "killed by 9 or 7: out of memory"
+                f"{self._name} (pid {self.pid}) died, exit code {self._process.exitcode} ({type(error).__name__})"
+                f"{self._where()}; killed by 9 or 7: out of memory"
             ) from None
         if isinstance(answer, str):
             raise DataError(f"{self._name}: {answer}")
         return answer
+
+    def _where(self) -> str:
+        """The sample that it was reading, if any."""
+        shard, entry = self._at
+        return f", reading {printable(self._label(shard, entry))}" if shard >= 0 else ""
 
 
 def _end(process: mp.process.BaseProcess, connection: Connection) -> None:

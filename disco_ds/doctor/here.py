@@ -22,6 +22,7 @@ from disco_ds.data import (
     index_shards,
     load_sources,
 )
+from disco_ds.data.broken import breaks_sample, name_broken
 from disco_ds.data.counting import compare
 from disco_ds.data.manifest import find_changed
 from disco_ds.distributed import comm
@@ -147,11 +148,12 @@ def _count(source: Manifest, config: Config) -> Line:
     chosen = sorted({0, last // 2, last, *changed[:3]})
     shards, urls = [source.shards[i] for i in chosen], tuple(source.urls[i] for i in chosen if source.urls)
     listing = Listing(source.folder, tuple(shard.name for shard in shards), urls)
-    wrong = compare(shards, index_shards(listing, remote=config.data.remote).shards)
+    odd: list[str] = []
+    wrong = compare(shards, index_shards(listing, remote=config.data.remote, warn=odd.append).shards)
     found = f"{last + 1:,} shards, {source.num_samples:,} samples; {len(chosen)} shards counted again, "
-    found += "; ".join([f"{len(changed)} changed since they were indexed", *wrong])
+    found += "; ".join([f"{len(changed)} changed since they were indexed", *wrong, *odd])
     remedy = "disco-ds index SHARDS --check lists all; restore the shards, or index again"
-    return Line("fail" if wrong else "warn" if changed else "ok", "manifest", found, remedy)
+    return Line("fail" if wrong else "warn" if changed or odd else "ok", "manifest", found, remedy)
 
 
 def _read(source: Source, data: DataSettings) -> Line:
@@ -165,10 +167,11 @@ def _read(source: Source, data: DataSettings) -> Line:
     }
     for shard, entry in sorted(chosen):
         try:
-            decode, _ = reader.read(shard, entry, 0, entry)
-            decode()
+            with breaks_sample(OSError):
+                decode, _ = reader.read(shard, entry, 0, entry)
+                decode()
         except BrokenSample as error:
-            broken.append(f"{reader.name(shard, entry)}: {error}")
+            broken.append(name_broken(reader.name, shard, entry, error))
     reader.close()
     captions = sum(": caption " in text for text in broken)
     found = f"{len(chosen)} read, {len(broken) - captions} broken, {captions} without caption"

@@ -171,8 +171,12 @@ def test_vanished_shard_is_named(manifest: Manifest, tmp_path: Path) -> None:
 
 
 def fail(texts: list[str]) -> torch.Tensor:
+    raise RuntimeError("the tokenizer is upset")
+
+
+def die(texts: list[str]) -> torch.Tensor:
     if texts == ["5"]:
-        raise RuntimeError("the tokenizer is upset")
+        os.kill(os.getpid(), signal.SIGKILL)
     return tokenize(texts)
 
 
@@ -182,12 +186,13 @@ def stall(texts: list[str]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_exception_in_a_worker_becomes_an_error_with_its_traceback(manifest: Manifest, workers: int) -> None:
+def test_code_that_fails_for_all_samples_is_an_error_with_its_traceback(manifest: Manifest, workers: int) -> None:
     loader = make_loader(manifest, settings(workers=workers), tokenize=fail)
     errors = [read_step(loader).error for _ in range(8)]
     loader.close()
     assert errors[-1] is not None
-    assert "RuntimeError: the tokenizer is upset" in errors[-1]
+    assert "17 of 17 samples are broken" in errors[-1]
+    assert "RuntimeError: the tokenizer is upset (test_data_errors.py:" in errors[-1]
     assert "Traceback" in errors[-1]
 
 
@@ -203,11 +208,21 @@ def test_silent_worker_is_an_error_after_the_timeout(manifest: Manifest) -> None
     loader = make_loader(manifest, settings(workers=1, timeout_s=1.0), tokenize=stall)
     data = read_step(loader)
     assert data.error is not None
-    assert "silent for data.timeout_s=1 s" in data.error
+    assert "silent for data.timeout_s=1 s, reading 0000" in data.error
+    assert ".tar, entry " in data.error
     assert data.wait_s >= 1
     start = time.perf_counter()
     loader.close()
     assert time.perf_counter() - start < 2
+
+
+def test_worker_that_dies_of_a_sample_names_it(manifest: Manifest) -> None:
+    loader = make_loader(manifest, settings(workers=1), tokenize=die)
+    errors = [read_step(loader).error for _ in range(8)]
+    loader.close()
+    assert errors[-1] is not None
+    assert "died, exit code -9" in errors[-1]
+    assert ", reading 00000.tar, entry 5; killed by" in errors[-1]
 
 
 def test_killed_worker_is_an_error_and_raises_nowhere(manifest: Manifest) -> None:

@@ -10,6 +10,7 @@ import pytest
 from disco_ds.cli.main import main
 from disco_ds.data import Manifest, load_manifest, load_sources
 from disco_ds.data.listing import NAME
+from disco_ds.data.tar import TarIndex
 from helpers.shards import SIZES, settings, write_shards, write_tar
 from helpers.web import serve
 
@@ -121,3 +122,29 @@ def test_index_of_a_server_and_a_command(tmp_path: Path, capsys: pytest.CaptureF
 def test_index_refuses(text: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*text.split()) == 2
     assert words in capsys.readouterr().err
+
+
+def test_data_after_the_end_mark_are_reported(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    one, two, three = (folder / f"{i:05d}.tar" for i in range(3))
+    data = bytearray(two.read_bytes())
+    sample = data.index(b"0002.")  # the header of the third of five
+    data[sample : sample + 512] = bytes(512)
+    two.write_bytes(data)
+    size = os.path.getsize(three)
+    three.write_bytes(three.read_bytes() + one.read_bytes())
+    with open(one, "ab") as file:
+        file.write(bytes(5000))  # padding, of any length
+    assert run(folder) == 0
+    assert load_manifest(folder).sizes == [3, 2, 2]
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first.startswith(
+        f"00001.tar has an end mark at byte {sample:,} and data after it, from byte {sample + 512:,}"
+    )
+    assert first.endswith("counted 2 samples")
+    end = find_end(three)
+    assert f"00002.tar has an end mark at byte {end:,} and data after it, from byte {size:,}" in second
+
+
+def find_end(path: Path) -> int:
+    with open(path, "rb", buffering=0) as file:
+        return TarIndex(file).end

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from disco_ds.cli.main import main
 from disco_ds.config import Config
 from disco_ds.config.ds_config import find_ds_configs, read_ds_config
+from disco_ds.data import index_shards, write_manifest
 from disco_ds.distributed import comm
 from disco_ds.doctor import Line, examine
 from disco_ds.doctor.here import check_batch, check_data, check_ds_config, check_kernels
@@ -231,6 +232,15 @@ def test_shard_that_was_cut_off_fails_its_count_and_its_samples(tmp_path: Path) 
     assert "00002.tar has 3 samples, was counted with 20" in the(lines, "manifest").found
     assert the(lines, "samples").status == "fail"
     assert "the tar has 3 complete samples: " in the(lines, "samples").found
+
+
+def test_tars_joined_to_one_are_a_warning(tmp_path: Path) -> None:
+    path = write_shards(tmp_path / "data", [20] * 3).folder / "00001.tar"
+    path.write_bytes(2 * path.read_bytes())
+    write_manifest(index_shards(path.parent))
+    line = the(look_at_data(data_of(path.parent)), "manifest")
+    assert line.status == "warn"
+    assert "00001.tar has an end mark at byte" in line.found
 
 
 def test_manifest_that_is_stale_or_missing_fails(tmp_path: Path) -> None:

@@ -1,0 +1,297 @@
+"""Samples that are made to end a run: each costs itself, is named and counted, and the others are read as ever."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+import struct
+import tarfile
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from webdataset.tariterators import base_plus_ext
+
+from disco_ds.data import BrokenSample, ImageFolder, Manifest, index_shards, load_sources
+from disco_ds.data.decode import decode_image, fill_template, shorten_caption
+from disco_ds.data.tar import TarReader, split_name
+from helpers.shards import encode, make_loader, make_sample, read_step, settings, tokenize, write_shards
+
+Members = list[tuple[tarfile.TarInfo, bytes]]
+
+
+def tiff_of_one_tile(side: int) -> bytes:
+    """A TIFF of 10 x 10 pixels, compressed, in one tile of side x side pixels."""
+    data = bytes(64)
+    tags = [(256, 10), (257, 10), (258, 8), (259, 8), (262, 1), (277, 1), (322, side), (323, side), (324, 8), (325, 64)]
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+    directory = struct.pack("<H", len(tags)) + entries + struct.pack("<I", 0)
+    return b"II*\0" + struct.pack("<I", 8 + len(data)) + data + directory
+
+
+BAD = {
+    "nested JSON": {"json": b'{"label": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"},
+    "JSON beyond what a stack takes": {"json": b'{"label": ' + b'{"a": ' * 400 + b"1" + b"}" * 401},
+    "a tokenizer that raises": {"json": b'{"label": "upset"}'},
+    "a tokenizer that cannot read": {"json": b'{"label": "unreadable"}'},
+    "a lone surrogate": {"json": b'{"label": "\\ud800"}'},
+    "a huge number": {"json": b'{"label": ' + b"9" * 5000 + b"}"},
+    "a huge tile": {"png": tiff_of_one_tile(46_000)},
+    "an image without height": {"png": encode(Image.new("RGB", (10, 10)), "GIF").replace(b"\n\0\n\0", b"\n\0\0\0")},
+    "an image of a line": {"png": encode(Image.new("L", (90_000_000, 1)), "PNG")},
+}
+
+
+def upset(texts: list[str]) -> torch.Tensor:
+    if texts == ["upset"]:
+        raise RuntimeError("the tokenizer is upset")
+    if texts == ["unreadable"]:
+        raise OSError("this is not an error of the shard")
+    return tokenize(texts)
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_sample_costs_itself_alone(tmp_path: Path, what: str) -> None:
+    (line,) = check_costs(
+        write_shards(tmp_path, [12], lambda i, sample: {**sample, **BAD[what]} if i == 4 else sample), {4}
+    )
+    assert line.startswith("00000.tar/0004: ")
+
+
+def test_samples_cost_themselves_alone_in_a_worker(tmp_path: Path) -> None:
+    bad = list(BAD.values())
+    manifest = write_shards(tmp_path, [30], lambda i, sample: {**sample, **(bad[i] if i < len(bad) else {})})
+    check_costs(manifest, set(range(len(bad))), workers=1, max_broken=1.0)
+
+
+def check_costs(manifest: Manifest, lost: set[int], **changes: Any) -> set[str]:
+    """Read one epoch, and return how the broken samples are named."""
+    captions = {"{json[label]}": 1.0}
+    loader = make_loader(manifest, settings(captions=captions, **changes), batch=manifest.num_samples, tokenize=upset)
+    data = read_step(loader)
+    loader.close()
+    assert data.error is None
+    read = {i for batch in data.micro_batches for i in batch.index.tolist()}
+    assert read == set(range(manifest.num_samples)) - lost
+    assert loader.broken == len(data.broken) >= len(lost)
+    assert len(set(data.broken)) == len(lost)
+    assert all(len(line) < 800 for line in data.broken)
+    return set(data.broken)
+
+
+def header(name: str, size: int, data: bytes = b"", pax: dict[str, str] | None = None) -> bytes:
+    """A header that says it has `size` bytes, in base 256 unless octal digits hold it."""
+    info = tarfile.TarInfo(name)
+    info.pax_headers = pax or {}
+    form = tarfile.PAX_FORMAT if pax else tarfile.GNU_FORMAT
+    block = bytearray(info.tobuf(form))
+    field = tarfile.itn(size, 12, tarfile.GNU_FORMAT)
+    block[-512 + 124 : -512 + 136] = field
+    block[-512 + 148 : -512 + 156] = b"        "
+    block[-512 + 148 : -512 + 156] = b"%06o\0 " % sum(block[-512:])
+    return bytes(block) + data + bytes(-len(data) % 512)
+
+
+def sparse(size: int) -> bytes:
+    """A member of 1,024 bytes that stands for a sparse file of `size`."""
+    data = b"1\n%d\n512\n" % (size - 512)
+    pax = {
+        "GNU.sparse.major": "1",
+        "GNU.sparse.minor": "0",
+        "GNU.sparse.name": "bad.png",
+        "GNU.sparse.realsize": str(size),
+    }
+    return header("bad.png", 1024, data + bytes(1024 - len(data)), pax)
+
+
+END = bytes(1024)
+GOOD = header("a.png", 3, b"png") + header("a.txt", 1, b"a") + header("b.png", 3, b"png")
+"""Two samples, of which the second is known to be complete once another one begins."""
+AFTER = header("z.png", 3, b"png")
+
+
+@pytest.mark.parametrize(
+    ("blocks", "counted", "broken"),
+    [
+        (sparse(2**45) + AFTER, 4, {2}),
+        (header("bad.png", 2**45), 2, set()),
+        (header("bad.png", 2**63 - 1), 2, set()),
+        (header("bad.png", 2**63), 2, set()),
+        (header("bad.png", -1) + AFTER, 4, {2}),
+        (header("bad.png", -512) + AFTER, 2, set()),
+        (header("bad.png", -(2**40)) + AFTER, 2, set()),
+        (header("bad.png", 0, pax={"size": "-1024"}) + AFTER, 2, set()),
+        (header("bad.png", 0, pax={"size": str(2**70)}) + AFTER, 2, set()),
+        (header("bad.png", 0, pax={"GNU.sparse.map": "x"}) + AFTER, 1, set()),
+    ],
+)
+def test_header_of_any_size_ends_the_shard_or_costs_its_sample(
+    tmp_path: Path, blocks: bytes, counted: int, broken: set[int]
+) -> None:
+    (tmp_path / "0.tar").write_bytes(GOOD + blocks + END)
+    start = time.monotonic()
+    assert index_shards(tmp_path).sizes == [counted]
+    with closing(TarReader(tmp_path, ["0.tar"], 1)) as reader:
+        assert reader.read(0, 0) == {"png": b"png", "txt": b"a"}
+        for entry in range(1, counted):
+            if entry in broken:
+                with pytest.raises(BrokenSample, match="its png member is sparse"):
+                    reader.read(0, entry)
+            else:
+                assert reader.read(0, entry) == {"png": b"png"}
+    assert time.monotonic() - start < 2
+
+
+@pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.XGLTYPE])
+@pytest.mark.parametrize("size", [2**45, -512, -1, 2**30, 2**63])
+def test_header_of_a_name_has_any_size(tmp_path: Path, kind: bytes, size: int) -> None:
+    block = bytearray(header("bad", size)[:512])
+    block[156:157] = kind
+    block[148:156] = b"        "
+    block[148:156] = b"%06o\0 " % sum(block)
+    (tmp_path / "0.tar").write_bytes(GOOD + bytes(block) + AFTER + END)
+    (counted,) = index_shards(tmp_path).sizes
+    assert counted == 1 or size == -1  # which tarfile rounds up to 0 blocks, so that it goes on
+    # However many come one after another.
+    block[124:136] = tarfile.itn(0, 12, tarfile.GNU_FORMAT)
+    block[148:156] = b"        "
+    block[148:156] = b"%06o\0 " % sum(block)
+    (tmp_path / "0.tar").write_bytes(GOOD + bytes(block) * 3000 + AFTER + END)
+    assert index_shards(tmp_path).sizes[0] in (1, 3)
+
+
+@pytest.mark.parametrize("name", ["caf\udce9", "new\nline\x1b[31m", "tab\there", "\udcff\udcfe", "a" * 300])
+def test_names_are_told_on_one_line_of_utf8(tmp_path: Path, name: str) -> None:
+    members = [(f"{name}{i}.{kind}", data) for i in range(4) for kind, data in make_sample(i).items()]
+    members = [(key, b"" if key == f"{name}1.png" else data) for key, data in members]
+    with tarfile.open(tmp_path / "0.tar", "w", format=tarfile.GNU_FORMAT, errors="surrogateescape") as tar:
+        for key, data in members:
+            info = tarfile.TarInfo(key)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    loader = make_loader(index_shards(tmp_path), settings(), batch=4)
+    data = read_step(loader)
+    loader.close()
+    assert data.error is None
+    (line,) = set(data.broken)
+    assert line.isprintable()
+    assert line.encode().decode() == line
+    assert "image: UnidentifiedImageError" in line
+
+
+def test_name_of_slashes_takes_no_time(tmp_path: Path) -> None:
+    start = time.monotonic()
+    for name in ("/" * 40_000 + "a.png", "a" + "/." * 20_000, "." + "/" * 40_000, "/" * 40_000 + "\n.png"):
+        (tmp_path / "0.tar").write_bytes(header(name, 3, b"png") + AFTER + END)
+        index_shards(tmp_path)
+    assert time.monotonic() - start < 2
+
+
+def test_names_are_split_as_webdataset_splits_them() -> None:
+    for length in range(8):
+        for letters in itertools.product("a./\n", repeat=length):
+            name = "".join(letters)
+            assert split_name(name) == base_plus_ext(name), repr(name)
+
+
+@pytest.mark.parametrize("kind", ["device", "pipe", "link", "folder", "endless", "huge"])
+def test_row_or_file_that_is_no_regular_file(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "images" / "cat"
+    folder.mkdir(parents=True)
+    for i in range(4):
+        (folder / f"{i}.png").write_bytes(make_sample(i)["png"])
+    bad = folder / "1.png"
+    bad.unlink()
+    ways: dict[str, Callable[[], object]] = {
+        "device": lambda: bad.symlink_to("/dev/zero"),
+        "pipe": lambda: os.mkfifo(bad),
+        "link": lambda: bad.symlink_to(bad),
+        "folder": bad.mkdir,
+        "endless": lambda: bad.symlink_to("/proc/kcore"),
+        "huge": lambda: (bad.touch(), os.truncate(bad, 2**40)),
+    }
+    ways[kind]()
+    path = tmp_path / "images" / "pairs.csv"
+    path.write_text("filepath,title\n" + "".join(f"cat/{i}.png,{i}\n" for i in range(4)))
+    data = settings(path, image_key="filepath", captions={"{title}": 1.0}, slots=1)
+    start = time.monotonic()
+    loader = make_loader(None, data, batch=4)
+    step = read_step(loader)
+    loader.close()
+    assert step.error is None
+    assert step.broken
+    assert all(line.startswith("pairs.csv/row 1: image ") for line in step.broken)
+    source = ImageFolder(tmp_path / "images")
+    with pytest.raises(BrokenSample):
+        source.read(0, 1)
+    assert time.monotonic() - start < 5
+
+
+def test_caption_is_shortened_where_a_tokenizer_would_take_long() -> None:
+    for text in ("a b", "x" * 2048, "\u732b" * 682, "word " * 3000, "\n".join(["line of words"] * 900), "\ud800 b"):
+        assert shorten_caption(text) == text
+    assert shorten_caption("a " + "x" * 16_000 + " b") == "a " + "x" * 2048 + " b"
+    assert shorten_caption("\u732b" * 1000) == "\u732b" * 682
+    assert shorten_caption("a\x1cb" * 6000) == ("a\x1cb" * 6000)[:2048]
+    assert len(shorten_caption("word " * 10_000)) == 2**14
+
+
+def test_widths_from_a_sample_are_bounded() -> None:
+    members = {"txt": b"a", "json": json.dumps({"width": 10**12}).encode()}
+    with pytest.raises(BrokenSample, match="a width or precision above 10000"):
+        fill_template("{txt:>{json[width]}}", members)
+    assert fill_template("{txt:.1}", members) == "a"
+
+
+def test_images_are_bounded_by_their_pixels_in_every_format() -> None:
+    webp = encode(Image.new("RGB", (400, 200)), "WEBP")
+    assert decode_image(webp, 80_000).size == (400, 200)
+    with pytest.raises(BrokenSample, match="400 x 200 pixels"):
+        decode_image(webp, 79_999)
+    with pytest.raises(BrokenSample, match="in tiles of 46000 x 46000"):
+        decode_image(tiff_of_one_tile(46_000), 1_000_000)
+
+
+def test_json_in_levels_is_read_as_ever() -> None:
+    deep = b'{"a": "' + b"[" * 500 + b'\\"{", "b": [' + b"[],".join([b""] * 400) + b"[]]" + b"}"
+    assert fill_template("{json[a]}", {"json": deep}) == "[" * 500 + '"{'
+    for encoding in ("utf-16", "utf-32", "utf-8-sig"):
+        assert fill_template("{json[a]}", {"json": '{"a": "b"}'.encode(encoding)}) == "b"
+
+
+@pytest.mark.parametrize(
+    ("row", "rows", "lost", "words"),
+    [
+        ("1.png," + "x" * 200_000 + "\n", 4, {1}, None),
+        ("1.png,a\rb\n", 4, {1}, None),
+        ('1.png,"a\n', 2, set(), "makes one row of lines 3 to 5"),
+        ('1.png,"a\n2.png,"b"\n', 4, set(), "makes one row of lines 3 to 4"),
+        ('1.png,"a,\n2.png and ""b"""\n', 4, set(), None),
+    ],
+)
+def test_csv_row_that_cannot_be_read_costs_itself_and_open_quotes_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, row: str, rows: int, lost: set[int], words: str | None
+) -> None:
+    for i in range(4):
+        (tmp_path / f"{i}.png").write_bytes(make_sample(i)["png"])
+    path = tmp_path / "pairs.csv"
+    path.write_bytes(f"filepath,title\n0.png,0\n{row}2.png,2\n3.png,3\n".encode())
+    data = settings(path, image_key="filepath", captions={"{title}": 1.0}, slots=1)
+    (source,) = load_sources(data)
+    assert source.num_samples == rows
+    if words:
+        assert f"pairs.csv: a quote that is not closed {words}" in caplog.text
+    else:
+        assert not caplog.text
+    loader = make_loader(source, data, batch=rows)
+    step = read_step(loader)
+    loader.close()
+    assert step.error is None
+    assert {line.partition(":")[0] for line in step.broken} == {f"pairs.csv/row {i}" for i in lost}
