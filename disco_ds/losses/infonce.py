@@ -88,8 +88,10 @@ class _InfoNCE(torch.autograd.Function):
         d_scale = None
         if needs_scale:
             assert d_rows is not None  # for the scale it is computed too
-            assert d_columns is not None or not shared
-            both = (inner(rows, d_rows) + inner(columns, d_columns)) / 2 if shared else inner(rows, d_rows)
+            both = inner(rows, d_rows)
+            if shared:
+                assert d_columns is not None
+                both = (both + inner(columns, d_columns)) / 2
             d_scale = (both / scale).to(scale.dtype)
         return (
             d_rows.to(ctx.dtypes[0]) if d_rows is not None and needs_rows else None,

@@ -49,9 +49,8 @@ def test_open_clip_loop_learns() -> None:
     assert last < first
 
 
-@pytest.mark.parametrize(
-    "arguments", [("--stage=2",), pytest.param(("--stage=3", "--full"), marks=pytest.mark.slow)], ids=" ".join
-)
+@pytest.mark.slow  # half a minute each, of which transformers' import is most
+@pytest.mark.parametrize("arguments", [("--stage=2",), ("--stage=3", "--full")], ids=" ".join)
 def test_bi_encoder_learns(arguments: tuple[str, ...]) -> None:
     said = launch("deepspeed_bi_encoder.py", 2, "--steps", "6", "--batch", "16", *arguments)
     first, last = map(float, re.findall(r"loss ([\d.]+) -> ([\d.]+)", said)[0])
