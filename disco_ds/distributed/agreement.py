@@ -20,19 +20,25 @@ Report = tuple[str, dict[str, str]]
 """A rank's host, and its settings as dotted key -> value in JSON."""
 
 
-def check_agreement(settings: dict[str, Any]) -> None:
+REMEDY = (
+    "the remote shell expands the arguments of `deepspeed --hostfile`: start with `disco-ds launch`, or write "
+    "them into the recipe, the same file on every host"
+)
+
+
+def check_agreement(settings: dict[str, Any], remedy: str = REMEDY) -> None:
     """Check that all ranks have the same settings. Collective.
 
-    Args:   settings: a tree, as JSON would hold it.
+    Args:   settings: a tree, as JSON would hold it; remedy: what the message ends with.
     Raises: ValueError on every rank alike, naming the keys that differ, their values, and the hosts and ranks.
     """
     mine = dict(_flatten(settings))
     digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
     if len(set(comm.gather_objects(digest))) > 1:
-        raise ValueError(_describe(comm.gather_objects((socket.gethostname(), mine))))
+        raise ValueError(_describe(comm.gather_objects((socket.gethostname(), mine)), remedy))
 
 
-def _describe(reports: list[Report]) -> str:
+def _describe(reports: list[Report], remedy: str = REMEDY) -> str:
     keys = sorted({key for _, settings in reports for key in settings})
     lines = []
     for key in keys:
@@ -42,12 +48,8 @@ def _describe(reports: list[Report]) -> str:
         if len(places) > 1:
             found = [f"{value} on {_name(hosts)}" for value, hosts in places.items()]
             lines.append(f"{key}: {'; '.join(_first(found, 'more values'))}")
-    return (
-        "the ranks were given different settings:\n  "
-        + "\n  ".join(_first(lines, "more settings"))
-        + "\nthe remote shell expands the arguments of `deepspeed --hostfile`: start with `disco-ds launch`, or write "
-        "them into the recipe, the same file on every host"
-    )
+    shown = "\n  ".join(_first(lines, "more settings"))
+    return f"the ranks were given different settings:\n  {shown}\n{remedy}"
 
 
 def _name(hosts: dict[str, list[str]]) -> str:

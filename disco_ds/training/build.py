@@ -32,6 +32,7 @@ from disco_ds.data import (
 )
 from disco_ds.data.listing import refuse_remote
 from disco_ds.distributed import comm
+from disco_ds.distributed.agreement import check_agreement
 from disco_ds.distributed.diagnostics import collect_in
 from disco_ds.distributed.heartbeat import Heartbeat
 from disco_ds.distributed.host_share import HostShare, share_host
@@ -58,6 +59,7 @@ from disco_ds.training.engine import Engine, build_engine
 from disco_ds.training.resume import choose, restore, set_newer_aside
 
 logger = logging.getLogger(__name__)
+SAME_FILES = "their files differ: every host needs the same shards, manifest, csv and model config"
 
 
 @dataclass
@@ -179,10 +181,16 @@ def build_towers(config: Config, loss: Loss) -> tuple[nn.Module, Any, ImageSpec]
 
 
 def identify(config: Config, sources: list[Source]) -> dict[str, Any]:
-    """The settings that must not change when the run is resumed: see checkpoint.identity."""
+    """The settings that must not change when the run is resumed, see checkpoint.identity. Collective.
+
+    Raises: ValueError on every rank alike where hosts have other shards or another model config under the same path.
+    """
     # Synthetic data are identified by data.num_samples, which is one of the settings compared.
     data = "synthetic" if config.data.source == "synthetic" else fingerprint(config.data, sources)
-    return checkpoint.identity(config, data, read_architecture(config.model))
+    found = checkpoint.identity(config, data, read_architecture(config.model))
+    # Paths agree by now, but a path may name another file on each host.
+    check_agreement({key: found[key] for key in ("data.shards", "model.config")}, SAME_FILES)
+    return found
 
 
 def start_engine(

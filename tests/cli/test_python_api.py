@@ -47,6 +47,7 @@ for name in ("run_training", "evaluate_run", "plan_run"):
 """
 
 
+@pytest.mark.slow  # the page runs the same functions
 def test_examples_of_the_docstrings_hold(tmp_path: Path) -> None:
     done = python(EXAMPLES, tmp_path)
     assert done.stdout.splitlines() == ["run_training 0 4", "evaluate_run 0 2", "plan_run 0 3"], (

@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from disco_ds.cli.main import main
+from disco_ds.config import load_config
 from disco_ds.distributed import comm
 from disco_ds.distributed.agreement import _describe, check_agreement
 from helpers.dist import run_ranks
+from helpers.shards import write_shards
+from helpers.tiny_run import recipe, refused
 
 
 def differing() -> list[str]:
@@ -73,3 +76,18 @@ def test_trainer_stops_before_any_work_where_a_rank_has_other_settings(
     assert run_ranks(start_trainer, 2, recipe, "--resume={rank}", joined=False) == [2, 2]
     assert '--resume: "0" on ' in capfd.readouterr().out
     assert [path.name for path in recipe.parent.iterdir()] == [recipe.name], "no run folder"
+
+
+def build_in_own_folder(folder: Path) -> str:
+    os.chdir(folder / f"host{comm.rank()}")
+    return refused(load_config(recipe(folder, data={"shards": "data", "workers": 0, "slots": 2, "image_key": "jpg"})))
+
+
+def test_hosts_whose_shards_differ_are_refused(tmp_path: Path) -> None:
+    """The order of samples is made of their sizes: with others, each rank would train in an order of its own."""
+    for number, sizes in enumerate(([8, 8, 8], [8, 8, 9])):
+        write_shards(tmp_path / f"host{number}" / "data", sizes)
+    said, _ = run_ranks(build_in_own_folder, 2, tmp_path)
+    assert "data.shards: " in said
+    assert f"on {socket.gethostname()} (rank 1)" in said
+    assert said.endswith("every host needs the same shards, manifest, csv and model config")

@@ -58,6 +58,7 @@ def test_bi_encoder_learns(arguments: tuple[str, ...]) -> None:
     assert last < first
 
 
+@pytest.mark.slow
 def test_fsdp_learns_alike_in_any_micro_batches() -> None:
     said = [launch("fsdp_clip.py", 2, "--steps", "4", "--batch", "16", "--micro-batches", k) for k in ("1", "8")]
     ends = [re.findall(r"loss ([\d.]+) -> ([\d.]+)", text)[0] for text in said]
