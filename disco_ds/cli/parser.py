@@ -47,7 +47,7 @@ def make_parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
 
 
 def _number(kind: type, low: float, high: float = math.inf) -> Callable[[str], float]:
-    """What argparse reads a number with that lies from low to high, both included; NaN lies nowhere."""
+    """Return a reader for argparse that takes numbers from low to high, both included, and refuses NaN."""
 
     def read(text: str) -> float:
         value: float = kind(text)

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 from disco_ds.config.templates import check_template
 
 MAX_SECONDS = 1e7
-"""Of any timeout: four months; more overflows the clocks of some libraries."""
+"""The longest timeout that a setting may have, four months: longer ones overflow the clocks of some libraries."""
 
 Pixels = Literal["device", "host", "compressed"]
 """Where a step's images wait between GradAccum's two passes."""

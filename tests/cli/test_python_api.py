@@ -149,9 +149,8 @@ with open(f"rank-{os.environ['RANK']}.json", "w") as file:
 """
 
 
-@pytest.mark.parametrize(
-    "launcher", ["torchrun --nproc_per_node", pytest.param("deepspeed --num_accelerators", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun --nproc_per_node", "deepspeed --num_accelerators"])
 def test_users_own_script_under_a_launcher(launcher: str, tmp_path: Path) -> None:
     """Four functions one after the other, each with a process group of its own of the launcher's ranks."""
     (tmp_path / "script.py").write_text(RANKS)

@@ -14,6 +14,7 @@ SIZES = ["--batch=32", "--error-batch=32", "--micro-batch=4", "--length=6", "--h
 OURS = ["disco_fused", "disco_fused, micro-batch / 2"]
 
 
+@pytest.mark.slow
 def test_contenders_have_the_true_gradient_and_figures():
     others = ("sentence-transformers", "GradCache")
     names = [*OURS, *(name for name in others if not compare_grad_cache.missing([name]))]
