@@ -155,7 +155,7 @@ def read_ds_config(entry: str | dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Of equal keys the JSON reader would keep the last."""
+    """Refuse a key that is given twice, of which the JSON reader would keep the last."""
     tree = dict(pairs)
     if len(tree) < len(pairs):
         twice = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))

@@ -48,7 +48,7 @@ def load_config(recipe: str | Path, overrides: list[str] | None = None) -> Confi
     given = [keys for keys, _ in assigned]
 
     def locate(path: list[str]) -> str:
-        """Where the file says it, unless an override does, which its own key names."""
+        """Name the line of the file that sets a key; empty for a key of an override, which the key itself names."""
         if any(keys[: len(path)] == path[: len(keys)] for keys in given):
             return ""
         line = find_line(text, path)

@@ -51,6 +51,7 @@ def contrastive_step(
     Returns: the loss's output; `metrics["loss"]` is the mean over the global batch.
     Raises:  ValueError on every rank alike for batches that do not fit together; for K other than the engine's
              gradient_accumulation_steps, a step inside a step, or a forward that is another the second time;
+             on the rank alone whose own batch does not divide into K, for which the others wait until their timeout;
              FloatingPointError from DeepSpeed engines, see backward_and_step.
     """
     first_time = not getattr(model, "_contrastive_steps", 0)
@@ -78,7 +79,8 @@ def contrastive_step(
         done = accumulate(towers, checked, list(zip(parts, indices, strict=True)), backend.run, agree)
     finally:
         model._in_contrastive_step = False
-    loss.commit()
+    if done.result:  # else a loss scaler has skipped the update, and the state of the loss stays too
+        loss.commit()
     return done.out
 
 
@@ -176,8 +178,9 @@ class _Engine:
     def synchronised(self, last: bool) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def run(self, surrogates: Iterator[Tensor]) -> None:
-        backward_and_step(self.engine, surrogates)
+    def run(self, surrogates: Iterator[Tensor]) -> bool:
+        """Return True if the update was applied."""
+        return backward_and_step(self.engine, surrogates) is not None
 
 
 class _Plain:
@@ -198,7 +201,9 @@ class _Plain:
         with nullcontext() if last or not hasattr(self.model, "no_sync") else self.model.no_sync():  # DDP
             yield
 
-    def run(self, surrogates: Iterator[Tensor]) -> None:
+    def run(self, surrogates: Iterator[Tensor]) -> bool:
+        """Return True: the update is the loop's own."""
         for k in range(self.K):
             with self.synchronised(last=k == self.K - 1):
                 self.backward(next(surrogates))
+        return True
