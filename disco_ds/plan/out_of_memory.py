@@ -63,25 +63,35 @@ def _report(config: Config, phase: str, text: str, error: RuntimeError, report: 
 def _once_per_host(explain: Callable[[], list[str]]) -> list[str]:
     """Call `explain` on one of this host's ranks, and wait until those of other hosts that began have done so too.
 
-    No rank may leave before: the heartbeat ends all ranks as soon as one reports that it has failed. Not collective.
+    No rank may leave before: the heartbeat ends all ranks as soon as one reports that it has failed. For the same
+    reason those that explain leave last. Not collective.
     Returns: the explanation; empty on the other ranks.
     """
     if comm.size() == 1:
         return explain()
-    explanation: list[str] = []
     # Not a collective, which would hang: only ranks without memory come here.
-    store, key = comm.open_store(WAIT_S), "disco_ds/out_of_memory"
+    store = comm.open_store(WAIT_S)
+
+    def count(name: str, more: int = 0) -> int:
+        return store.add(f"disco_ds/out_of_memory/{name}", more)
+
+    def wait_while(holds: Callable[[], bool]) -> None:
+        end = time.monotonic() + WAIT_S
+        while holds() and time.monotonic() < end:
+            time.sleep(0.1)
+
     # The first rank of a host to add its name explains for the others.
-    if store.add(f"{key}/{socket.gethostname()}", 1) == 1:
-        store.add(f"{key}/begun", 1)  # before the explanation, which takes seconds: other hosts wait for it
-        try:
-            explanation = explain()
-        finally:
-            store.add(f"{key}/done", 1)
-    end = time.monotonic() + WAIT_S
-    while store.add(f"{key}/done", 0) < store.add(f"{key}/begun", 0) and time.monotonic() < end:
-        time.sleep(0.1)
-    return explanation
+    if count(socket.gethostname(), 1) > 1:
+        count("waiting", 1)
+        wait_while(lambda: count("done") < count("begun"))
+        count("left", 1)
+        return []
+    count("begun", 1)  # before the explanation, which takes seconds: other hosts wait for it
+    try:
+        return explain()
+    finally:
+        count("done", 1)
+        wait_while(lambda: count("done") < count("begun") or count("left") < count("waiting"))
 
 
 def _explain(config: Config, phase: str, error: RuntimeError) -> Iterator[str]:
