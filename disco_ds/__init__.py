@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from disco_ds.distributed.comm import AgreedError
     from disco_ds.losses import Embeddings, LossOutput, build_loss, list_losses
     from disco_ds.losses.drop_in import ClipLoss, SigLipLoss
+    from disco_ds.models.two_towers import TwoTowers
     from disco_ds.plan.assumptions import Assumptions
     from disco_ds.plan.out_of_memory import OutOfMemory
     from disco_ds.plan.overview import Plan, plan_run
@@ -33,6 +34,7 @@ OFFERED = {
     "RefusedError": "disco_ds.run",
     "SigLipLoss": "disco_ds.losses.drop_in",
     "StopError": "disco_ds.training.loop",
+    "TwoTowers": "disco_ds.models.two_towers",
     "build_loss": "disco_ds.losses",
     "contrastive_step": "disco_ds.training.own_loop",
     "evaluate_run": "disco_ds.run",
@@ -56,6 +58,7 @@ __all__ = [
     "RefusedError",
     "SigLipLoss",
     "StopError",
+    "TwoTowers",
     "build_loss",
     "contrastive_step",
     "evaluate_run",

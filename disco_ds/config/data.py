@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+from disco_ds.config.own_code import PATTERN
 from disco_ds.config.templates import check_template
 
 MAX_SECONDS = 1e7
@@ -89,7 +90,7 @@ Captions = Annotated[dict[str, float], AfterValidator(_check_captions)]
 
 
 def _check_source(source: str) -> str:
-    if source not in ("shards", "synthetic") and not re.fullmatch(r"[\w.]+:\w+", source):
+    if source not in ("shards", "synthetic") and not re.fullmatch(PATTERN, source):
         raise ValueError(f"data.source is {source!r}; expected shards, synthetic, or your own as package.module:Class")
     return source
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import yaml
 from pydantic import Field, model_validator
 
 from disco_ds.config.data import MAX_SECONDS, AugmentSettings, DataSettings, Pixels, Settings
 from disco_ds.config.ds_config import complete_ds_config, stage
+from disco_ds.config.optim import OptimSettings, TowerOptimSettings
+from disco_ds.config.own_code import PATTERN
 from disco_ds.config.recipe_yaml import Dumper
 from disco_ds.config.templates import check_template
 
@@ -25,14 +27,15 @@ BASE_BATCH = 32_768
 """The batch that `optim.base_lr` is stated for (DisCo-CLIP, section 5.1)."""
 
 
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-
-
 class ModelSettings(Settings):
     """The open_clip model that is trained."""
 
     name: str = "ViT-B-32"
     """An open_clip model name, a path of a model config (.json), or the name of one in disco_ds/assets/models."""
+    factory: str | None = Field(None, pattern=rf"^{PATTERN}$")
+    """`package.module:function` that returns a disco_ds.TwoTowers, in place of open_clip's model: docs/own_model.md."""
+    options: dict[str, Any] = Field({})
+    """Keyword arguments of model.factory."""
     pretrained: Path | None = None
     """Local weights (.pt, .bin, .safetensors) that open_clip can load."""
     lock_image: bool = False
@@ -52,6 +55,20 @@ class ModelSettings(Settings):
     max_scale: float = Field(100.0, gt=0, le=1e6)
     """Upper bound of the logit scale exp(t), held after every step."""
 
+    @property
+    def label(self) -> str:
+        """What messages call the model."""
+        return self.factory or self.name
+
+    @model_validator(mode="after")
+    def _own(self) -> ModelSettings:
+        fields = ("name", "pretrained", "patch_dropout", "token_embedding_std") if self.factory else ("options",)
+        for name in fields:
+            if getattr(self, name) != ModelSettings.model_fields[name].default:
+                why = "the function builds the model itself" if self.factory else "there is no model.factory"
+                raise ValueError(f"leave out model.{name}: {why}")
+        return self
+
     @model_validator(mode="after")
     def _one_tower_trains(self) -> ModelSettings:
         if self.two_views and (self.lock_image or self.lock_text):
@@ -69,62 +86,6 @@ class LossSettings(Settings):
     `package.module:Class`, found on PYTHONPATH."""
     options: dict[str, Any] = Field({})
     """Keyword arguments of that loss."""
-
-
-class TowerOptimSettings(Settings):
-    """Optimizer settings of one tower."""
-
-    lr_factor: float = Field(1.0, gt=0)
-    """Multiplier on the learning rate of this tower."""
-    weight_decay: float | None = Field(None, ge=0)
-    """Weight decay of this tower; None: optim.weight_decay."""
-    layer_decay: float = Field(1.0, gt=0, le=1)
-    """Factor of the learning rate from each layer to the one before it; 1: all alike."""
-
-
-class OptimSettings(Settings):
-    """The optimizer and its schedule."""
-
-    name: Literal["adamw", "lamb", "lion", "sgd"] = "adamw"
-    """The optimizer; lamb at ZeRO 0 only."""
-    lr: float | None = Field(None, gt=0, lt=1e38)
-    """Peak learning rate, as it is; None: base_lr x global_batch / 32,768."""
-    base_lr: float = Field(5e-4, gt=0, lt=1e38)
-    """Peak learning rate at a global batch of 32,768 (DisCo-CLIP's linear rule)."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.98)
-    """Betas of AdamW, LAMB and Lion."""
-    eps: float = Field(1e-6, gt=0)
-    """Epsilon of AdamW and LAMB."""
-    momentum: float = Field(0.9, ge=0, lt=1)
-    """Momentum of SGD."""
-    weight_decay: float = Field(0.2, ge=0)
-    """Weight decay, on matrices only: never on biases, norms, the logit scale or the logit bias."""
-    clip_norm: float = Field(0.0, ge=0)
-    """Gradient clipping by global norm; 0: off."""
-    schedule: Literal["cosine", "constant", "cooldown"] = "cosine"
-    """After the warm-up: cosine to lr_min, constant, or constant with a linear descent at the end."""
-    warmup_steps: int = Field(2000, ge=0)
-    """Steps in which the learning rate rises linearly to its peak."""
-    cooldown_steps: int = Field(0, ge=0)
-    """Length of the descent of schedule=cooldown."""
-    lr_min: float = Field(0.0, ge=0)
-    """Learning rate at the end of schedule=cosine or cooldown."""
-    tau_lr: float | None = Field(None, gt=0)
-    """Learning rate of the logit scale (and bias), without warm-up or schedule; None: that of everything else."""
-    tau_slow: float = Field(0.0, ge=0)
-    """While the temperature is at most this, a third of tau_lr (FastCLIP: 0.03)."""
-    image: TowerOptimSettings = TowerOptimSettings()
-    text: TowerOptimSettings = TowerOptimSettings()
-
-    @model_validator(mode="after")
-    def _schedule(self) -> OptimSettings:
-        if self.tau_slow and self.tau_lr is None:
-            raise ValueError(f"optim.tau_slow ({self.tau_slow:g}) divides optim.tau_lr, which is not given")
-        if (self.schedule == "cooldown") != (self.cooldown_steps > 0):
-            raise ValueError(
-                f"optim.cooldown_steps ({self.cooldown_steps}) goes with optim.schedule=cooldown ({self.schedule})"
-            )
-        return self
 
 
 class CheckpointSettings(Settings):

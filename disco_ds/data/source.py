@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
-from pkgutil import resolve_name
 from typing import Any
 
 from torch import Tensor
 
 from disco_ds.config.data import DataSettings, SourceSettings
+from disco_ds.config.own_code import find_own
 from disco_ds.data.base import Decode, SampleForm, Samples, Source
 from disco_ds.data.listing import refuse_remote
 from disco_ds.data.manifest import Manifest
@@ -54,20 +53,9 @@ def _load(part: SourceSettings, settings: DataSettings) -> Source:
 
 def _construct(name: str, options: dict[str, Any]) -> Source:
     """A source of the user's own, `package.module:Class`. Raises: ValueError for whatever is wrong with it."""
-    try:
-        cls = resolve_name(name)
-    except Exception as error:  # a missing module or class, or anything that the module raises when it is imported
-        raise ValueError(
-            f"{name} cannot be imported: {type(error).__name__}: {error}; its package must be installed, or its folder "
-            "be on PYTHONPATH, on every host"
-        ) from error
+    cls = find_own(name, options)
     if not (isinstance(cls, type) and issubclass(cls, Source)):
         raise ValueError(f"{name} is not a Source: derive the class from disco_ds.data.Source")
-    signature = inspect.signature(cls)
-    try:
-        signature.bind(**options)
-    except TypeError as error:
-        raise ValueError(f"{name}: {error}; its options: {', '.join(signature.parameters) or 'none'}") from None
     try:
         source = cls(**options)
         if source.num_samples < 1 or not isinstance(source.fingerprint, str):

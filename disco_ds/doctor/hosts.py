@@ -56,7 +56,7 @@ def check_hosts(config: Config, slots: dict[str, int]) -> Iterator[Line]:
     yield Line("ok", "runs folder", f"{folder}, {(mine['disk'] or 0) / 1e9:,.0f} GB free")
     yield Line("ok", "GPUs", f"{mine['devices']} on this host")
     # Images that a rank holds on its host: those of the step, if they wait there, and those read ahead.
-    side = read_architecture(config.model)["vision_cfg"].get("image_size") or 224
+    side = read_architecture(config.model).get("vision_cfg", {}).get("image_size") or 224  # unknown of a model.factory
     area = side**2 if isinstance(side, int) else side[0] * side[1]
     waiting = config.global_batch // max(sum(slots.values()), 1) if config.pixels == "host" else config.micro_batch
     need = (waiting + (config.data.prefetch or LEAST_AHEAD) * config.micro_batch) * 3 * area

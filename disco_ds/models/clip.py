@@ -1,7 +1,7 @@
-"""Builds the open_clip model that a run trains, fit for DeepSpeed: a scale of shape [1], one forward, locked towers.
+"""Builds the model that a run trains, fit for DeepSpeed: a scale of shape [1], one forward, locked towers.
 
-The module stays open_clip's own, so its state_dict has open_clip's keys. The loss is in losses/, the optimizer and
-precision in training/engine.py.
+It is one of open_clip's, or of the user's own (two_towers.py). The module stays theirs, with its keys in
+state_dict. The loss is in losses/, the optimizer and precision in training/engine.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from torch.nn import functional as F
 
 from disco_ds.config import PACKAGE, ModelSettings
 from disco_ds.config.hints import did_you_mean
+from disco_ds.config.own_code import find_own
 from disco_ds.models import convnet  # noqa: F401  (registers disco_convnet with timm)
+from disco_ds.models.two_towers import TwoTowers, build_two_towers
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +50,35 @@ def build_model(
     initial_bias: float | None = None,
     learns_scale: bool = True,
 ) -> nn.Module:
-    """Build the open_clip model of `settings`, in fp32 on the CPU, with this file's `forward`.
+    """Build the model of `settings`, in fp32 on the CPU, with this file's `forward`.
 
     Args:   initial_scale: exp of the initial logit_scale; initial_bias: None for no bias; both come from the loss.
     Raises: ValueError for an unknown model, weights that are missing or do not fit, or settings it does not support.
     """
+    if settings.factory:
+        model: Any = build_two_towers(settings, initial_scale, initial_bias)
+    else:
+        model = _create(settings, initial_scale, initial_bias)
+    _lock(model, settings, learns_scale)
+    if settings.token_embedding_std is not None and settings.pretrained is None:
+        nn.init.normal_(_text_tower(model).token_embedding.weight, std=settings.token_embedding_std)
+    if settings.activation_checkpointing:
+        model.set_grad_checkpointing(True)
+    preprocessing = read_preprocessing(model)
+    model.two_views = settings.two_views
+    model.image_mean, model.image_std = preprocessing.mean, preprocessing.std
+    # ZeRO 3 gathers a module's own parameters around its forward: a wrapper around open_clip's module would find
+    # logit_scale, text_projection and positional_embedding empty.
+    model.forward = types.MethodType(forward, model)
+    if settings.compile:
+        model.visual.compile()
+        (model.text if settings.factory else _text_tower(model).transformer).compile()
+    _warn_of_batch_norm(model)
+    return model
+
+
+def _create(settings: ModelSettings, initial_scale: float, initial_bias: float | None) -> nn.Module:
+    """open_clip's model, as open_clip builds it. Raises: ValueError."""
     name = register_config(settings.name)
     check_pretrained(settings)
     try:
@@ -75,21 +101,6 @@ def build_model(
         logging.disable(logging.NOTSET)
     if not isinstance(model, open_clip.CLIP | open_clip.CustomTextCLIP):
         raise ValueError(f"model {settings.name} is a {type(model).__name__}; disco_ds trains two-tower CLIP models")
-    _lock(model, settings, learns_scale)
-    if settings.token_embedding_std is not None and settings.pretrained is None:
-        nn.init.normal_(_text_tower(model).token_embedding.weight, std=settings.token_embedding_std)
-    if settings.activation_checkpointing:
-        model.set_grad_checkpointing(True)
-    preprocessing = read_preprocessing(model)
-    model.two_views = settings.two_views
-    model.image_mean, model.image_std = preprocessing.mean, preprocessing.std
-    # ZeRO 3 gathers a module's own parameters around its forward: a wrapper around open_clip's module would find
-    # logit_scale, text_projection and positional_embedding empty.
-    model.forward = types.MethodType(forward, model)
-    if settings.compile:
-        model.visual.compile()
-        _text_tower(model).transformer.compile()
-    _warn_of_batch_norm(model)
     return model
 
 
@@ -168,22 +179,29 @@ def read_preprocessing(model: nn.Module) -> Preprocessing:
 
 
 def read_architecture(settings: ModelSettings) -> dict[str, Any]:
-    """open_clip's config of the model, which its name stands for."""
+    """open_clip's config of the model, which its name stands for; of the user's own, the function and its options."""
+    if settings.factory:
+        find_own(settings.factory, settings.options)
+        return {"factory": settings.factory, "options": settings.options}
     return open_clip.get_model_config(register_config(settings.name))
 
 
 def read_text_size(model: Any) -> tuple[int, int]:
     """(context length, vocabulary size)."""
+    if isinstance(model, TwoTowers):
+        return model.context_length, model.vocab_size
     text = _text_tower(model)
     vocab_size = text.vocab_size if hasattr(text, "vocab_size") else text.config.vocab_size  # the latter: Hugging Face
     return text.context_length, vocab_size
 
 
 def build_tokenizer(settings: ModelSettings, model: nn.Module) -> Any:
-    """open_clip's tokenizer of this model: list of strings -> [n, L] int64.
+    """The tokenizer of this model: list of strings -> [n, L] int64.
 
     Raises: ValueError if it cannot be loaded, or has tokens the model has no embedding for.
     """
+    if isinstance(model, TwoTowers):
+        return model.tokenizer
     try:
         tokenizer = open_clip.get_tokenizer(register_config(settings.name))
     except OSError as error:

@@ -38,7 +38,7 @@ def check_compiled(config: Config, model: Any, ranks: int) -> None:
         found = f"which draws random numbers in {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
     why = f"{count} micro-batches" if count > 1 else "activation checkpointing"
     raise ValueError(
-        f"model.compile with {why} is refused for model {config.model.name}, {found}: its forward is repeated, and a "
+        f"model.compile with {why} is refused for model {config.model.label}, {found}: its forward is repeated, and a "
         "compiled one need not draw the same again; set model.compile=false, or take the randomness out "
         "(model.patch_dropout=0, and no dropout or drop path in the model's config), or give each rank its part of "
         "the global batch as one micro-batch, without model.activation_checkpointing"

@@ -73,7 +73,7 @@ def measure(config: Config) -> str:
         if not m:
             raise ValueError(f"a micro-batch of {step} does not fit {torch.cuda.get_device_name()}")
     traced, found = trace(config, m, device.type != "cpu"), measure_towers(config, m, device)
-    lines = [f"{config.model.name} on {device}, {m} samples, {choice}; GiB:", f"{'':10}{'traced':>9}{'measured':>10}"]
+    lines = [f"{config.model.label} on {device}, {m} samples, {choice}; GiB:", f"{'':10}{'traced':>9}{'measured':>10}"]
     for name in PASSES:
         a, b = getattr(traced, name), getattr(found, name)
         lines.append(f"{name:10}{a / GIB:9.3f}{b / GIB:10.3f}  {a / b - 1:+.1%}")

@@ -175,7 +175,7 @@ def trace(config: Config, m: int, like_gpu: bool = True) -> Towers:
     except Exception as error:
         # Of any type: shapes that depend on values, operators that know no shapes.
         raise ValueError(
-            f"model {config.model.name} cannot be traced: {type(error).__name__}: {str(error).splitlines()[0]}"
+            f"model {config.model.label} cannot be traced: {type(error).__name__}: {str(error).splitlines()[0]}"
         ) from error
 
 

@@ -42,8 +42,8 @@ OWN = re.compile(r"rank_\d+\.pt")
 MAY_CHANGE = {"workers", "prefetch", "timeout_s", "max_broken", "shards", "manifest", "remote", "options"}
 """Data settings that change neither a sample nor its place; sources are compared by their fingerprints instead."""
 
-MODEL_MAY_CHANGE = {"name", "pretrained", "activation_checkpointing", "compile"}
-"""The name is compared by what it stands for; the weights come from the checkpoint."""
+MODEL_MAY_CHANGE = {"name", "factory", "options", "pretrained", "activation_checkpointing", "compile"}
+"""Name and factory are compared by what they stand for; the weights come from the checkpoint."""
 
 TRAVEL = ("overlap_comm", "reduce_bucket_size")
 """ZeRO settings of the way gradients travel, which do not change what each rank holds."""

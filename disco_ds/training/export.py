@@ -52,6 +52,14 @@ tokenizer = open_clip.get_tokenizer("local-dir:{folder}")
     --task zeroshot_classification --dataset wds/NAME --dataset_root SET
 ```
 """,
+    "own": """
+The model is built by `{factory}`, which must be importable where it is loaded:
+```python
+from disco_ds.training.weights import build_from, read_weights
+
+model = build_from(read_weights("{folder}/weights.pt"))  # model.tokenizer, model.visual.preprocess_cfg
+```
+""",
     "pt": """
 ```python
 {first}import open_clip
@@ -86,6 +94,8 @@ def export_run(run: str | Path, to: str | Path, layout: Layout = "both", dtype: 
     if to.exists():
         raise ValueError(f"{to} exists already; choose a new folder, an export never overwrites")
     weights = read_weights(source)
+    if "factory" in weights.architecture and layout != "pt":
+        raise ValueError(f"open_clip cannot build {weights.architecture['factory']}: choose layout pt (--format pt)")
     model = build_from(weights)
     tensors = _convert(model, dtype)
     partial = to.with_name(f".{to.name}.partial")
@@ -138,11 +148,16 @@ def _write_file(folder: Path, weights: Weights, model: nn.Module, tensors: dict[
     about = {"name": weights.name, "model_cfg": weights.architecture}
     preprocess_cfg = open_clip.get_model_preprocess_cfg(model)
     torch.save({"state_dict": tensors, **about, "preprocess_cfg": preprocess_cfg}, folder / FILE)
-    (folder / f"{weights.name}.json").write_text(json.dumps(weights.architecture, indent=2) + "\n", encoding="utf-8")
+    if "factory" not in weights.architecture:  # else there is nothing that open_clip could build
+        (folder / f"{weights.name}.json").write_text(
+            json.dumps(weights.architecture, indent=2) + "\n", encoding="utf-8"
+        )
 
 
 def _describe(layout: Layout, architecture: dict[str, Any], facts: dict[str, Any]) -> str:
     """The text of README.md, with the import without which timm cannot build an image tower of disco_ds."""
+    if "factory" in architecture:
+        return (HEAD + USES["own"]).format(**facts, factory=architecture["factory"])
     name = str(architecture["vision_cfg"].get("timm_model_name", "")).split(".")[0]
     module = timm.model_entrypoint(name).__module__ if timm.is_model(name) else "timm"
     uses = "".join(text for kind, text in USES.items() if layout in (kind, "both"))

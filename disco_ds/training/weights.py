@@ -1,4 +1,4 @@
-"""Reads trained weights from a run, a checkpoint of any ZeRO stage or an export, and builds the open_clip module.
+"""Reads trained weights from a run, a checkpoint of any ZeRO stage or an export, and builds the module around them.
 
 Resuming a training is checkpoint.py's, writing an export is export.py's.
 """
@@ -45,21 +45,21 @@ class Weights:
     settings: ModelSettings
     """Settings of this architecture and its tokenizer; those of training have their defaults."""
     architecture: dict[str, Any]
-    """open_clip's config of the model as it was at training, with init_logit_bias exactly where there is a bias."""
+    """read_architecture of the model as it was at training, with init_logit_bias exactly where there is a bias."""
     preprocess: dict[str, Any]
     """Entries of open_clip's preprocess_cfg that need not be its defaults."""
     tensors: dict[str, Tensor]
     """By open_clip's names, on the CPU, fp32 (integer buffers as they are); logit_scale and logit_bias are [1]."""
 
 
-def read_weights(path: Path) -> Weights:
+def read_weights(path: str | Path) -> Weights:
     """Read the weights of a run folder (its last complete checkpoint), a checkpoint folder, or an export.
 
     Memory: 4 bytes per parameter; the files are mapped while they are read.
 
     Raises: ValueError for anything else, and for what is incomplete or damaged.
     """
-    path = path.resolve()
+    path = Path(path).resolve()
     if path.is_file():
         return _read_file(path)
     if (path / CONFIG).is_file():
@@ -128,7 +128,7 @@ def _read_checkpoint(path: Path) -> Weights:
         older = find_older(path)
         remedy = f"the one before it is {older}" if older else "the run has no older complete checkpoint"
         raise ValueError(f"{error}; {remedy}") from None
-    return _assemble(path, load_config(recipe).model.name, saved.meta["identity"]["model.config"], {}, tensors)
+    return _assemble(path, load_config(recipe).model.label, saved.meta["identity"]["model.config"], {}, tensors)
 
 
 def _read_folder(path: Path) -> Weights:
@@ -166,8 +166,13 @@ def _assemble(
     architecture = {key: value for key, value in architecture.items() if key != "init_logit_bias"}
     if "logit_bias" in tensors:
         architecture["init_logit_bias"] = 0.0
-    settings = ModelSettings(name=_register(name, architecture))
-    return Weights(origin, Path(name).name.removesuffix(".json"), settings, architecture, preprocess, tensors)
+    if "factory" in architecture:
+        settings = ModelSettings(factory=architecture["factory"], options=architecture["options"])
+    else:
+        settings = ModelSettings(name=_register(name, architecture))
+    return Weights(
+        origin, Path(name).name.rpartition(":")[2].removesuffix(".json"), settings, architecture, preprocess, tensors
+    )
 
 
 def _register(name: str, architecture: dict[str, Any]) -> str:
