@@ -168,6 +168,8 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         ("--efficiency", fraction, Assumptions.efficiency, "FRACTION", "fraction of that rate that is reached"),
         ("--link", rate, None, "GB/S", "rate at which a GPU receives from others of its host (default: as promised)"),
         ("--bandwidth", rate, Assumptions.between_hosts, "GB/S", "rate at which a GPU receives from other hosts"),
+        ("--save-rate", rate, Assumptions.save_rate, "GB/S", "rate at which all ranks together write a checkpoint"),
+        ("--failure-hours", rate, None, "HOURS", "time between failures of the job: plan the interval between saves"),
     ):
         shown = "" if default is None else " (default: %(default)s)"
         assumed.add_argument(option, type=kind, default=default, metavar=metavar, help=text + shown)

@@ -40,13 +40,15 @@ def plan(args: argparse.Namespace) -> int:
         per_host=args.per_host,
         efficiency=args.efficiency,
         between_hosts=args.bandwidth,
+        save_rate=args.save_rate,
+        failure_hours=args.failure_hours,
     )
     gpu = find_gpu(args.gpu_memory, args.flops, args.link)
     made = plan_run(config, ranks, gpu, assumed, largest=bool(args.fit), host_gib=args.host_memory)
     name = made.config.name
     summary = "\n".join([f"{name}: {made.config.describe(ranks)}", "", table(made.now.memory), verdict(made)])
     pixels = describe_pixels(made.config.global_batch // ranks, made.towers, assumed.image_bytes)
-    print("\n".join([summary, "", describe_host(made), pixels, "", *describe_scaling(made)]))
+    print("\n".join([summary, "", describe_host(made), pixels, "", *describe_scaling(made), *describe_interval(made)]))
     if args.fit:
         print(f"\n{write_recipe(made.config, args.fit, summary)}")
     if args.picture:
@@ -81,7 +83,7 @@ def describe_host(made: Plan) -> str:
 
 def describe_scaling(made: Plan) -> list[str]:
     """A line for every number of GPUs, and what their times assume."""
-    lines = ["  GPUs  micro-batches     GiB   s/step  samples/s  towers s   loss s   comm s   comm GB"]
+    lines = ["  GPUs  micro-batches     GiB   s/step  samples/s  towers s   loss s   comm s  exposed s   comm GB"]
     lines += [_describe_estimate(estimate, made.config.global_batch) for estimate in made.scaling]
     speed, timeout_s, assumed = made.now.speed, made.config.timeout_s, made.assumed
     # Half of it, since a step may take longer than planned.
@@ -91,14 +93,29 @@ def describe_scaling(made: Plan) -> list[str]:
     if speed:
         how = f"{assumed.efficiency:g} of the GPU's FLOP/s, {assumed.between_hosts:g} GB/s between hosts of "
         how += f"{assumed.per_host} GPUs"
-    return [*lines, f"Assumed: {how}; nothing overlaps, no waiting for data, no stragglers."]
+    return [*lines, f"Assumed: {how}; no waiting for data, no stragglers, no latencies."]
+
+
+def describe_interval(made: Plan) -> list[str]:
+    """How often to save, where a time between failures is given."""
+    interval, speed, assumed = made.interval, made.now.speed, made.assumed
+    if interval is None:
+        return []
+    minutes = interval.every_s / 60
+    steps = f", or every_steps={max(round(interval.every_s / speed.step_s), 1):,}" if speed else ""
+    return [
+        f"save every {minutes:.1f} min (checkpoint.every_minutes={minutes:.0f}{steps}): a checkpoint of "
+        f"{interval.num_bytes / 1e9:.1f} GB takes {interval.stall_s:.1f} s",
+        f"saves and repeated steps then cost {interval.lost:.1%} of the time, without restarts. Assumed: a failure "
+        f"every {assumed.failure_hours:g} h, {assumed.save_rate:g} GB/s for all ranks together.",
+    ]
 
 
 def _describe_estimate(estimate: Estimate, global_batch: int) -> str:
     line = f"{estimate.ranks:6}{estimate.num_micro_batches:15}{estimate.memory.total / GIB:8.1f}"
     if speed := estimate.speed:
         line += f"{speed.step_s:9.2f}{global_batch / speed.step_s:11,.0f}{speed.towers_s:10.2f}{speed.loss_s:9.2f}"
-        line += f"{speed.comm_s:9.2f}{speed.comm_bytes / 1e9:10.1f}"
+        line += f"{speed.comm_s:9.2f}{speed.exposed_s:11.2f}{speed.comm_bytes / 1e9:10.1f}"
     return line
 
 

@@ -82,6 +82,8 @@ class LossCost:
     """Precision of its products: fp32, tf32, fp16 or bf16."""
     received_bytes: int
     """Bytes of features and their gradients that one rank receives."""
+    while_computing: bool = False
+    """True if they are received while the loss computes, as around a ring."""
 
 
 class Loss(nn.Module):

@@ -23,3 +23,7 @@ class Assumptions:
     """Fraction of the promised FLOP/s that is reached; DisCo-CLIP's Table 4 comes to this with ViT-B/32 on A100s."""
     between_hosts: float = 25.0
     """GB/s that a GPU receives from other hosts: 200 Gbit/s for each GPU."""
+    save_rate: float = 1.0
+    """GB/s at which all ranks together write a checkpoint."""
+    failure_hours: float | None = None
+    """Mean time between two failures of the whole job; None: no save interval is planned."""

@@ -48,6 +48,7 @@ def loss_cost(name: str, options: dict[str, object], b: int, N: int, D: int, num
         flops=units * 2 * b * B * D,
         precision=loss.tiling.on(device).precision if isinstance(loss, TiledLoss) else "fp32",
         received_bytes=B * D * (of_features * sent + of_gradients * 4) if N > 1 else 0,
+        while_computing=_is_ring(loss),
     )
 
 
@@ -70,6 +71,10 @@ def _work(loss: Loss, N: int) -> tuple[int, int, int]:
     raise ValueError(f"plan does not know the work of loss {type(loss).__name__}; see disco_ds/plan/losses.py")
 
 
+def _is_ring(loss: Loss) -> bool:
+    return isinstance(loss, InfCLLoss | SigLIPLoss) or getattr(loss, "ring", False)
+
+
 def loss_peak(loss: Loss, b: int, N: int, D: int, device: torch.device) -> int:
     """Bytes at the loss's peak, beside the features. Args: device: where it would run, which decides the tiles."""
     B = N * b
@@ -85,7 +90,7 @@ def loss_peak(loss: Loss, b: int, N: int, D: int, device: torch.device) -> int:
 
 
 def _tiled_peak(loss: TiledLoss, b: int, N: int, D: int, device: torch.device) -> int:
-    ring = isinstance(loss, InfCLLoss | SigLIPLoss) or getattr(loss, "ring", False)
+    ring = _is_ring(loss)
     gather_both = getattr(loss, "blocks", None) is GatheredBoth
     num_columns = b if ring else N * b
     own, columns = 4 * b * D, 4 * num_columns * D

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from disco_ds.config import Config, render_ds_config
+from disco_ds.config import Config, OptimSettings, render_ds_config
 from disco_ds.config.ds_config import precision, stage
 from disco_ds.data.staging import LEAST_AHEAD, count_buffers, count_on_device
 from disco_ds.plan.assumptions import Assumptions
@@ -93,7 +93,7 @@ def _states(
     e, K = DTYPES[precision(ds_config)].itemsize, config.num_micro_batches(N)
     P, F = towers.trained, towers.frozen
     share = -(-P // N)  # elements of the trained parameters whose states this rank keeps
-    numbers = {"adamw": 2, "lamb": 2, "lion": 1, "sgd": int(config.optim.momentum > 0)}[config.optim.name]
+    numbers = count_moments(config.optim)
     offloads = [_offloads(part) for part in (zero.offload_optimizer, zero.offload_param)]
     # In fp32: the optimizer's numbers of each element, and at ZeRO 1 to 3 a master copy of the parameters.
     states = 4 * share * (1 + numbers) if level else 4 * P * numbers
@@ -135,6 +135,11 @@ def _states(
         "update": common | {"communication": always + update, "gradients": left},
     }
     return moments, host
+
+
+def count_moments(optim: OptimSettings) -> int:
+    """Numbers that the optimizer keeps for each trained element."""
+    return {"adamw": 2, "lamb": 2, "lion": 1, "sgd": int(optim.momentum > 0)}[optim.name]
 
 
 def _offloads(settings: Any) -> bool:

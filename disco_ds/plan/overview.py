@@ -8,6 +8,7 @@ from disco_ds.config import Config
 from disco_ds.models.gpus import Gpu, find_gpu
 from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.fit import fit
+from disco_ds.plan.interval import SaveInterval, plan_interval
 from disco_ds.plan.memory import GIB, Memory, plan_memory
 from disco_ds.plan.speed import Rates, Speed, plan_speed
 from disco_ds.plan.towers import Towers, trace
@@ -42,6 +43,13 @@ class Plan:
     def fits(self) -> bool:
         """Whether the peak is within the memory of the GPU."""
         return self.now.memory.total <= self.gpu.gib * GIB
+
+    @property
+    def interval(self) -> SaveInterval | None:
+        """How often to save; None unless a time between failures is assumed."""
+        if self.assumed.failure_hours is None:
+            return None
+        return plan_interval(self.config, self.towers, 1e9 * self.assumed.save_rate, 3600 * self.assumed.failure_hours)
 
     @property
     def ranks_per_host(self) -> int:

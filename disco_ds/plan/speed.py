@@ -1,13 +1,15 @@
-"""The time of a step from its FLOPs and the bytes it receives, at given rates; nothing is taken to overlap.
+"""The time of a step from its FLOPs and the bytes it receives, at given rates.
 
-Not counted: waiting for data, stragglers, latencies, the optimizer's own work.
+Two things are received beside computation, and cost what goes beyond it: the blocks of a ring beside the loss, and at
+ZeRO 1 and 2 with overlap_comm the gradients beside the one backward of a step. Not counted: waiting for data,
+stragglers, latencies, the optimizer's own work.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from disco_ds.config import Config
+from disco_ds.config import Config, render_ds_config
 from disco_ds.config.ds_config import precision, stage
 from disco_ds.models.gpus import Gpu
 from disco_ds.plan.assumptions import Assumptions
@@ -42,11 +44,12 @@ class Speed:
     comm_s: float
     comm_bytes: int
     """Bytes that a rank receives in a step."""
+    exposed_s: float
+    """The part of comm_s that no computation hides."""
 
     @property
     def step_s(self) -> float:
-        """The sum, for nothing is taken to overlap."""
-        return self.towers_s + self.loss_s + self.comm_s
+        return self.towers_s + self.loss_s + self.exposed_s
 
 
 def plan_speed(config: Config, ranks: int, towers: Towers, rates: Rates) -> Speed | None:
@@ -57,17 +60,25 @@ def plan_speed(config: Config, ranks: int, towers: Towers, rates: Rates) -> Spee
     cost = loss_cost(config.loss.name, config.loss.options, config.global_batch // ranks, ranks, towers.width)
     # All micro-batches but the last are forwarded once more, without a graph.
     flops = (K - 1) * towers.replay_flops + K * towers.flops
-    received = cost.received_bytes + (_count_engine(config, ranks, K, towers) if ranks > 1 else 0)
+    loss_s, link = cost.flops / rates.flops(cost.precision), rates.link(ranks)
+    received = _count_engine(config, ranks, K, towers) if ranks > 1 else 0
+    of_loss_s, of_engine_s = cost.received_bytes / link, received / link
+    # Only gradients travel beside the backward; at ZeRO 1 and 2 the updated parameters are gathered after it.
+    zero = render_ds_config(config, ranks)["zero_optimization"]
+    backward_s = (towers.flops - towers.replay_flops) / rates.flops(kind)
+    beside_s = backward_s if K == 1 and stage(config.deepspeed) in (1, 2) and zero["overlap_comm"] else 0.0
+    hidden_s = min(beside_s, 2 / 3 * of_engine_s) + (min(loss_s, of_loss_s) if cost.while_computing else 0.0)
     return Speed(
         towers_s=flops / rates.flops(kind),
-        loss_s=cost.flops / rates.flops(cost.precision),
-        comm_s=received / rates.link(ranks),
-        comm_bytes=received,
+        loss_s=loss_s,
+        comm_s=of_loss_s + of_engine_s,
+        comm_bytes=cost.received_bytes + received,
+        exposed_s=of_loss_s + of_engine_s - hidden_s,
     )
 
 
 def _count_engine(config: Config, ranks: int, K: int, towers: Towers) -> int:
-    """Bytes of gradients and parameters that a rank receives in a step."""
+    """Bytes of gradients and parameters that a rank receives in a step; at ZeRO 1 and 2 a third are parameters."""
     level = stage(config.deepspeed)
     parameters = towers.trained * DTYPES[precision(config.deepspeed)].itemsize
     part = (ranks - 1) / ranks

@@ -1,0 +1,52 @@
+"""How often to save: between saves that stall the run and failures that make it repeat steps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from disco_ds.config import Config
+from disco_ds.config.ds_config import precision, stage
+from disco_ds.plan.memory import count_moments
+from disco_ds.plan.towers import DTYPES, Towers
+
+
+@dataclass(frozen=True)
+class SaveInterval:
+    """When to save, for a given time between failures."""
+
+    num_bytes: int
+    """Size of a checkpoint, without a loss's state per sample."""
+    stall_s: float
+    """How long a save stops the training."""
+    every_s: float
+    """Time between two saves."""
+    lost: float
+    """Fraction of the time that goes to saves and to steps that are repeated; restarts come on top."""
+
+
+def plan_interval(config: Config, towers: Towers, save_rate: float, failure_s: float) -> SaveInterval:
+    """The interval by Daly's estimate, a refinement of Young's sqrt(2 stall x time between failures).
+
+    Args:    save_rate: bytes/s at which all ranks together write a checkpoint; failure_s: mean time between failures of
+             the whole job, not of one host.
+    Source:  Young, "A first order approximation to the optimum checkpoint interval" (1974); Daly, "A higher order
+             estimate of the optimum checkpoint interval for restart dumps" (2006), equation 37.
+    """
+    num_bytes = count_checkpoint(config, towers)
+    stall_s = num_bytes / save_rate
+    ratio = stall_s / (2 * failure_s)
+    every_s = failure_s
+    if ratio < 1:
+        every_s = math.sqrt(2 * stall_s * failure_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - stall_s
+    return SaveInterval(num_bytes, stall_s, every_s, stall_s / every_s + every_s / (2 * failure_s))
+
+
+def count_checkpoint(config: Config, towers: Towers) -> int:
+    """Bytes of a checkpoint: every parameter as the engine has it, the optimizer's moments, and fp32 copies if any."""
+    itemsize = DTYPES[precision(config.deepspeed)].itemsize
+    copies = stage(config.deepspeed) > 0
+    states = 4 * towers.trained * (count_moments(config.optim) + copies)
+    # At ZeRO 3 the partitions of the trained parameters are their fp32 copies alone.
+    parameters = towers.frozen if stage(config.deepspeed) == 3 else towers.trained + towers.frozen
+    return states + itemsize * parameters
