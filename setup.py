@@ -21,7 +21,7 @@ setup(
     package_dir={"disco_ds.ds_configs": "ds_configs"},
     package_data={
         "disco_ds": ["py.typed", "recipes/*.yaml", "assets/models/*.json", "assets/emoji/*.md", "assets/emoji/*/*"],
-        "disco_ds.doctor": ["*.json"],
+        "disco_ds.checks": ["*.json"],
         "disco_ds.ds_configs": ["*.json"],
     },
     install_requires=[

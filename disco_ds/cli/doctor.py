@@ -6,11 +6,11 @@ import argparse
 import os
 from collections.abc import Iterator
 
+from disco_ds.checks import Line, examine
+from disco_ds.checks.versions import check_versions
 from disco_ds.config import load_config
 from disco_ds.distributed.hostfile import read_hostfile
 from disco_ds.distributed.watchdog import die_with_launcher
-from disco_ds.doctor import Line, examine
-from disco_ds.doctor.versions import check_versions
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,8 +39,8 @@ def look(args: argparse.Namespace, first: bool, size: int) -> Iterator[Line]:
     if first:
         # Not at the top: where these imports fail, the lines about the packages must be printed still.
         try:
-            from disco_ds.doctor.here import check_batch, check_data, check_ds_config, check_kernels
-            from disco_ds.doctor.hosts import check_hosts
+            from disco_ds.checks.here import check_batch, check_data, check_ds_config, check_kernels
+            from disco_ds.checks.hosts import check_hosts
         except (ImportError, RuntimeError):  # of a broken installation, which a line above explains
             return
         yield from examine("ds_config", lambda: check_ds_config(config), Exception)
@@ -49,6 +49,6 @@ def look(args: argparse.Namespace, first: bool, size: int) -> Iterator[Line]:
         yield from examine("data", lambda: check_data(config, ranks), Exception)
         yield from examine("hosts", lambda: check_hosts(config, slots), Exception)
     if size > 1 or args.gradients:
-        from disco_ds.doctor.ranks import look_at_ranks
+        from disco_ds.checks.ranks import look_at_ranks
 
         yield from look_at_ranks(config, ranks, first, args.gradients)

@@ -8,8 +8,8 @@ from importlib import metadata
 
 from packaging.requirements import Requirement
 
-from disco_ds.doctor import Line
-from disco_ds.doctor.probe import installed
+from disco_ds.checks import Line
+from disco_ds.checks.probe import installed
 
 PACKAGES = ("disco_ds", "torch", "torchvision", "triton", "deepspeed", "open_clip_torch", "timm", "webdataset")
 

@@ -15,10 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from disco_ds.checks import Line, probe
+from disco_ds.checks.versions import PACKAGES
 from disco_ds.config import Config
 from disco_ds.data.staging import LEAST_AHEAD
-from disco_ds.doctor import Line, probe
-from disco_ds.doctor.versions import PACKAGES
 from disco_ds.metrics.run_folder import make_token
 from disco_ds.models.clip import read_architecture
 

@@ -19,13 +19,13 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
+from disco_ds.checks import Line, examine
+from disco_ds.checks.here import check_sources
 from disco_ds.config import Config, OptimSettings, render_ds_config
 from disco_ds.config.ds_config import precision, stage
 from disco_ds.data import load_sources
 from disco_ds.distributed import comm
 from disco_ds.distributed.agreement import check_agreement
-from disco_ds.doctor import Line, examine
-from disco_ds.doctor.here import check_sources
 from disco_ds.losses import Embeddings, build_loss
 from disco_ds.losses.base import Loss
 from disco_ds.losses.kernels import Tiling
@@ -93,7 +93,7 @@ def check_other_hosts(config: Config) -> Iterator[Line]:
 
 def shrink(config: Config, ranks: int) -> Config:
     """The run with a small model and at most four small micro-batches. Raises: ValueError, see num_micro_batches."""
-    small = {"name": str(Path(__file__).with_name("doctor.json")), "pretrained": None, "patch_dropout": None}
+    small = {"name": str(Path(__file__).with_name("small_model.json")), "pretrained": None, "patch_dropout": None}
     changes = {
         "model": config.model.model_copy(update={**small, "compile": False}),
         "optim": OptimSettings(name="sgd", momentum=0.0, weight_decay=0.0),

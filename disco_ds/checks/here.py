@@ -9,6 +9,7 @@ import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
+from disco_ds.checks import Line
 from disco_ds.config import Config, DataSettings, render_ds_config
 from disco_ds.config.ds_config import find_problems, precision, stage
 from disco_ds.data import (
@@ -26,7 +27,6 @@ from disco_ds.data.broken import breaks_sample, name_broken
 from disco_ds.data.counting import compare
 from disco_ds.data.manifest import find_changed
 from disco_ds.distributed import comm
-from disco_ds.doctor import Line
 from disco_ds.losses import build_loss
 from disco_ds.losses.kernels import find_problem
 

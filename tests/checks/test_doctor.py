@@ -17,17 +17,17 @@ import torchvision
 import yaml
 from torch.nn import functional as F
 
+from disco_ds.checks import Line, examine
+from disco_ds.checks.here import check_batch, check_data, check_ds_config, check_kernels
+from disco_ds.checks.hosts import check_hosts, judge
+from disco_ds.checks.probe import probe
+from disco_ds.checks.ranks import check_gradients, check_other_hosts, run_alone, shrink
+from disco_ds.checks.versions import PACKAGES, check_versions
 from disco_ds.cli.main import main
 from disco_ds.config import Config
 from disco_ds.config.ds_config import find_ds_configs, read_ds_config
 from disco_ds.data import index_shards, write_manifest
 from disco_ds.distributed import comm
-from disco_ds.doctor import Line, examine
-from disco_ds.doctor.here import check_batch, check_data, check_ds_config, check_kernels
-from disco_ds.doctor.hosts import check_hosts, judge
-from disco_ds.doctor.probe import probe
-from disco_ds.doctor.ranks import check_gradients, check_other_hosts, run_alone, shrink
-from disco_ds.doctor.versions import PACKAGES, check_versions
 from disco_ds.losses import Embeddings, LossOutput, list_losses
 from disco_ds.losses.base import Loss, register_loss
 from helpers.dist import free_port, run_ranks
