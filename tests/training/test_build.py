@@ -52,6 +52,10 @@ def bad_settings(path: Path, folder: Path) -> None:
     )
     expect(refused(config("data.slots=5")), "data.slots=4 or data.slots=6")
     expect(refused(config("data.slots=null", f"data.shards={folder / 'one'}")), "1 slots", "2 ranks", "data.slots=2")
+    # Refused by the optimizer, when the folder has been made.
+    expect(
+        refused(config("model.name=quickstart", "optim.image.layer_decay=0.5")), "layers of this model's image tower"
+    )
     expect(refused(config(), resume="latest"), "no run called tiny")
     expect(refused(config(), resume=str(folder)), "not a run folder")
     assert not (folder / "runs").exists() or not any((folder / "runs").iterdir()), "a refused run leaves no folder"
