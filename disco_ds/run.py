@@ -65,14 +65,15 @@ class Observer:
     """Whether an older checkpoint may be taken where the newest is damaged."""
 
 
-def run_training(config: Config, resume: str | Path | None = None) -> Path:
+def run_training(config: Config, resume: str | Path | None = None, allow_change: Sequence[str] = ()) -> Path:
     """Train the run that the settings describe, to its end, and return its folder.
 
     In an ordinary process it trains on one rank. Under a launcher (deepspeed, torchrun, srun) every rank must call it.
     It must be called from the main thread: while it runs, SIGTERM and SIGUSR1 save a checkpoint and stop. Handlers and
     environment are put back afterwards. The generators of torch, numpy and Python are seeded from config.seed.
 
-    Args:    resume: "latest", a run folder or one of its checkpoints to continue from; None for a new run.
+    Args:    resume: "latest", a run folder or one of its checkpoints to continue from; None for a new run;
+             allow_change: settings that may differ from the checkpoint's, such as "optim.lr".
     Returns: the run folder, with metrics.jsonl, report.png, checkpoints/ and finished.json, on every rank.
     Raises:  RefusedError, a ValueError, for a mistake in settings or data, before any work. ValueError where this
              process has joined a process group already, or a launcher has left out some of its variables.
@@ -94,7 +95,7 @@ def run_training(config: Config, resume: str | Path | None = None) -> Path:
         raise RefusedError("run_training must be called in the main thread, which alone receives signals")
     with _put_back():
         try:
-            ended = train_session(config, None if resume is None else str(resume), Observer())
+            ended = train_session(config, None if resume is None else str(resume), Observer(), allow_change)
         except OutOfMemory as error:  # nobody has printed the explanation
             raise OutOfMemory("\n".join([str(error), *error.explanation])) from error
     if isinstance(ended, Exception):
@@ -102,7 +103,9 @@ def run_training(config: Config, resume: str | Path | None = None) -> Path:
     return ended
 
 
-def train_session(config: Config, resume: str | None, observer: Observer) -> Path | Exception:
+def train_session(
+    config: Config, resume: str | None, observer: Observer, allow_change: Sequence[str] = ()
+) -> Path | Exception:
     """Build, train and finish in a process group of its own.
 
     Returns: the run folder, or the error on which all ranks have agreed; RefusedError where building has failed.
@@ -111,9 +114,10 @@ def train_session(config: Config, resume: str | None, observer: Observer) -> Pat
     adopt_slurm()
     with comm.session(config.timeout_s), ExitStack() as stack:
         try:
-            check_agreement({**config.model_dump(mode="json"), "--resume": resume})
+            told = {"--resume": resume, "--allow-change": list(allow_change)}
+            check_agreement({**config.model_dump(mode="json"), **told})
             with explained(config, lambda: "building", observer.explain):
-                run = build(config, resume, stack, observer.unattended)
+                run = build(config, resume, stack, observer.unattended, allow_change)
         except ValueError as error:
             refusal = RefusedError(str(error)).with_traceback(error.__traceback__)
             observer.failed(refusal)

@@ -114,7 +114,10 @@ def front_end(args: argparse.Namespace, launch_id: str, resume: str | None) -> l
     command = [sys.executable, "-m", "deepspeed.launcher.runner", *shlex.split(args.deepspeed)]
     command += ["--hostfile", str(args.hostfile)] if args.hostfile else []
     # Packed: on several hosts pdsh, ssh and the login shell there would expand what was typed.
-    packed = pack([f"--config={args.config}", *([f"--resume={resume}"] if resume else []), *args.overrides])
+    given = [f"--config={args.config}", *([f"--resume={resume}"] if resume else [])]
+    if args.allow_change:  # on a restart too: it may go on from the checkpoint of before the change
+        given.append(f"--allow-change={','.join(args.allow_change)}")
+    packed = pack([*given, *args.overrides])
     return [*command, "--module", "disco_ds.train", "--launch-id", launch_id, packed]
 
 

@@ -60,6 +60,10 @@ def _number(kind: type, low: float, high: float = math.inf) -> Callable[[str], f
     return read
 
 
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
 def _add_recipe(parser: argparse.ArgumentParser, required: bool = True) -> None:
     default = "" if required else "; default: the settings of the model's own run"
     text = f"a recipe: the name of a bundled one, or a YAML file{default}"
@@ -71,6 +75,8 @@ def _add_recipe(parser: argparse.ArgumentParser, required: bool = True) -> None:
 def _add_resume(parser: argparse.ArgumentParser) -> None:
     text = "continue from the last complete checkpoint of a run folder, or from the checkpoint RUN/checkpoints/step-N"
     parser.add_argument("--resume", metavar="latest|FOLDER", help=text)
+    text = "with --resume: settings that may differ from the checkpoint's, such as optim.lr,optim.weight_decay"
+    parser.add_argument("--allow-change", type=_names, default=(), metavar="KEY,...", help=text)
 
 
 def _add_ranks(parser: argparse.ArgumentParser, ranks: str, hostfile: str) -> None:

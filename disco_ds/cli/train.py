@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
+import sys
 from functools import partial
 
 from disco_ds.cli.messages import fail_rank, set_up_logging
-from disco_ds.config import Config, load_config
+from disco_ds.config import load_config
 from disco_ds.distributed import comm
 from disco_ds.distributed.hostfile import refuse_launch
 from disco_ds.distributed.slurm import adopt_slurm
@@ -32,28 +34,34 @@ def run(args: argparse.Namespace) -> int:
         return fail_rank(error, 2, speaks=os.environ.get("LOCAL_RANK", "0") == "0")
     die_with_launcher()  # or this rank would train on without it
     try:
-        outcome = train_session(config, args.resume, make_observer(config, args.launch_id, first))
+        outcome = train_session(config, args.resume, make_observer(args.launch_id, first), args.allow_change)
     except OutOfMemory as error:
         # The rank with the explanation has printed it in time for the others to wait.
         return fail_rank(f"rank {os.environ['RANK']} is {error}", 1, speaks=not error.explanation)
     return exit_code(outcome) if isinstance(outcome, Exception) else 0
 
 
-def make_observer(config: Config, launch_id: str | None, first: bool) -> Observer:
+def make_observer(launch_id: str | None, first: bool) -> Observer:
     """Messages of the first rank, and its marks for `disco-ds launch`, if that has started the run."""
 
     def started(run: Run) -> None:
         if first:
-            print(f"{run.folder}: {config.describe(comm.size())}", flush=True)
+            print(f"{run.folder}: {run.config.describe(comm.size())}", flush=True)
             mark_launch(run.folder, launch_id)
 
     def ended(run: Run, error: Exception | None) -> None:
         if first:
             mark_launch(run.folder, launch_id, exit_code(error))
 
+    def failed(error: Exception) -> None:
+        if not isinstance(error, AskedToStopError):
+            fail_rank(error, code=1, speaks=first)
+        elif first:
+            print(f"{socket.gethostname()}: {error}", file=sys.stderr, flush=True)
+
     return Observer(
         started=started,
-        failed=partial(fail_rank, code=1, speaks=first),
+        failed=failed,
         ended=ended,
         explain=partial(fail_rank, code=1),
         unattended=launch_id is not None,

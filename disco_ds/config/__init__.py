@@ -16,8 +16,8 @@ from disco_ds.config.recipe import (
     ModelSettings,
     OptimSettings,
     TowerOptimSettings,
-    render_ds_config,
 )
+from disco_ds.config.render import render_ds_config
 
 __all__ = [
     "BASE_BATCH",

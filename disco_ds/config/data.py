@@ -158,6 +158,9 @@ class DataSettings(Settings):
     memory."""
     timeout_s: float = Field(300.0, gt=0, le=MAX_SECONDS)
     """Seconds without a sign from a worker after which the run stops with an error."""
+    patience_s: float = Field(60.0, ge=0, le=MAX_SECONDS)
+    """Seconds for which a shard or csv that cannot be read is tried again, at most half of data.timeout_s, before all
+    ranks save and stop. The fetching of remote shards has data.remote.tries."""
     max_broken: float = Field(0.01, ge=0, le=1)
     """Fraction of unreadable samples that a worker tolerates, and 16 more, before the run stops."""
     max_pixels: int = Field(89_478_485, gt=0)

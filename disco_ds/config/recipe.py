@@ -16,7 +16,6 @@ import yaml
 from pydantic import Field, model_validator
 
 from disco_ds.config.data import MAX_SECONDS, AugmentSettings, DataSettings, Pixels, Settings
-from disco_ds.config.ds_config import complete_ds_config, stage
 from disco_ds.config.optim import OptimSettings, TowerOptimSettings
 from disco_ds.config.own_code import PATTERN
 from disco_ds.config.recipe_yaml import Dumper
@@ -93,6 +92,8 @@ class CheckpointSettings(Settings):
 
     every_steps: int = Field(1000, ge=0)
     """Steps between two checkpoints; 0: only at the end, and as every_minutes says."""
+    every_epochs: float = Field(0.0, ge=0)
+    """Epochs between two checkpoints, in place of every_steps: after the step with which each is complete; 0: none."""
     every_minutes: float = Field(0.0, ge=0, le=MAX_SECONDS / 60)
     """Save by the clock too, after so many minutes; 0: never. SIGTERM or SIGUSR1 to any rank saves as well, and ends
     the run."""
@@ -140,6 +141,8 @@ class EvalSettings(Settings):
 
     every_steps: int = Field(0, ge=0)
     """Steps between two evaluations; 0: only at the end."""
+    every_epochs: float = Field(0.0, ge=0)
+    """Epochs between two evaluations, in place of every_steps; 0: none."""
     labelled: dict[str, str] = Field({})
     """Name -> images to classify among the labels of their own set: shards (as data.shards), a folder with a sub-folder
     per class (ImageNet val, -v2, -R, -Sketch), or a folder in clip_benchmark's webdataset layout."""
@@ -182,9 +185,12 @@ class Config(Settings):
     micro_batch: int = Field(gt=0)
     """Samples per rank and forward pass."""
     steps: int | None = Field(None, gt=0)
-    """Length of the run in steps; or `samples`."""
+    """Length of the run in steps; or `samples`, or `epochs`."""
     samples: int | None = Field(None, gt=0)
-    """Length of the run in samples, rounded down to whole steps; or `steps`."""
+    """Length of the run in samples, rounded down to whole steps."""
+    epochs: float | None = Field(None, gt=0)
+    """Length of the run in epochs, rounded down to whole steps. An epoch is as many samples as all sources have
+    together, by their manifests; the start of the run counts them and writes `steps` into its config.yaml."""
     pixels: Pixels = "device"
     """Where a step's images wait between the two passes of GradAccum: as uint8 on the device, or pinned on the host; or
     compressed in the data workers, which then decode them twice."""
@@ -208,10 +214,12 @@ class Config(Settings):
 
     @model_validator(mode="after")
     def _whole(self) -> Config:
-        if (self.steps is None) == (self.samples is None):
-            raise ValueError(f"give either steps or samples, got steps={self.steps}, samples={self.samples}")
-        if self.num_steps < 1:
-            raise ValueError(f"samples ({self.samples}) is less than one global_batch ({self.global_batch})")
+        lengths = {"steps": self.steps, "samples": self.samples, "epochs": self.epochs}
+        if sum(value is not None for value in lengths.values()) != 1:
+            got = ", ".join(f"{name}={value}" for name, value in lengths.items())
+            raise ValueError(f"give one of steps, samples and epochs, got {got}; NAME=null takes one away")
+        if self.epochs is None:
+            self._check_length()
         if self.data.timeout_s >= self.timeout_s:
             raise ValueError(
                 f"data.timeout_s ({self.data.timeout_s:g}) must be below timeout_s ({self.timeout_s:g}): else the "
@@ -225,16 +233,37 @@ class Config(Settings):
                 raise ValueError("model.two_views needs data.augment: without it the two views are one")
             if self.eval.labelled or self.eval.retrieval:
                 raise ValueError("model.two_views trains no text tower, so there is nothing to evaluate by text")
+        return self
+
+    def _check_length(self) -> None:
+        if self.num_steps < 1:
+            raise ValueError(f"samples ({self.samples}) is less than one global_batch ({self.global_batch})")
         if self.optim.warmup_steps + self.optim.cooldown_steps > self.num_steps:
             raise ValueError(
                 f"optim.warmup_steps + optim.cooldown_steps ({self.optim.warmup_steps} + {self.optim.cooldown_steps}) "
                 f"exceed the run's {self.num_steps} steps"
             )
-        return self
 
     @property
     def num_steps(self) -> int:
+        """Length of the run. Raises: ValueError where it is in epochs, until `with_steps` has counted them."""
+        if self.epochs is not None:
+            raise ValueError("epochs is a number of steps only when the samples of the data are counted")
         return self.steps if self.steps is not None else (self.samples or 0) // self.global_batch
+
+    def with_steps(self, num_samples: int) -> Config:
+        """These settings with the epochs, if any, of so many samples, as steps. Raises: ValueError for too few."""
+        if self.epochs is None:
+            return self
+        steps = int(self.epochs * num_samples) // self.global_batch
+        if not steps:
+            raise ValueError(
+                f"epochs ({self.epochs:g} of {num_samples:,} samples) is less than one global_batch "
+                f"({self.global_batch})"
+            )
+        config = self.model_copy(update={"steps": steps, "epochs": None})
+        config._check_length()
+        return config
 
     @property
     def peak_lr(self) -> float:
@@ -258,44 +287,24 @@ class Config(Settings):
             nearest = below if below and self.global_batch - below <= part // 2 else below + part
             raise ValueError(
                 f"global_batch {self.global_batch} is not a multiple of ranks x micro_batch "
-                f"({ranks} x {self.micro_batch} = {part}); nearest: {nearest}"
+                f"({ranks} x {self.micro_batch} = {part}); nearest: "
+                f"global_batch={nearest}"
             )
         return self.global_batch // part
 
     def describe(self, ranks: int) -> str:
         """The batch algebra, in words."""
         count = self.num_micro_batches(ranks)
+        if self.epochs is not None:
+            length = f"{self.epochs:g} epochs, whose steps are known when the samples of the data are counted"
+        else:
+            length = f"{self.num_steps:,} steps, {self.num_steps * self.global_batch:,} samples"
         return (
             f"global batch {self.global_batch:,} = {ranks} ranks x {self.micro_batch:,} micro-batch x {count} "
             f"micro-batches per rank\n"
-            f"{self.num_steps:,} steps, {self.num_steps * self.global_batch:,} samples, peak lr {self.peak_lr:g}, "
+            f"{length}, peak lr {self.peak_lr:g}, "
             f"warm-up {self.optim.warmup_steps:,} steps, then {self.optim.schedule}"
         )
 
     def to_yaml(self) -> str:
         return yaml.dump(self.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True)
-
-
-def render_ds_config(config: Config, ranks: int, run_folder: Path | None = None) -> dict[str, Any]:
-    """The complete ds_config of a run. Raises: ValueError, see complete_ds_config and Config.num_micro_batches."""
-    if config.model.compile and stage(config.deepspeed) == 3:
-        raise ValueError(
-            "model.compile at ZeRO 3 is refused: torch.compile reads parameters that ZeRO has not gathered (those of "
-            "nn.MultiheadAttention); use ZeRO 0 to 2"
-        )
-    if config.optim.name == "lamb" and stage(config.deepspeed) > 0:
-        raise ValueError(
-            f"optim.name=lamb at ZeRO {stage(config.deepspeed)} is refused: its trust ratio is of a parameter's norm, "
-            "and ZeRO's optimizer sees flat parts of many (its updates would be half off); use deepspeed=zero0"
-        )
-    owned: dict[str, Any] = {
-        "train_batch_size": config.global_batch,
-        "train_micro_batch_size_per_gpu": config.micro_batch,
-        "gradient_accumulation_steps": config.num_micro_batches(ranks),
-        "gradient_clipping": config.optim.clip_norm,
-        # DeepSpeed's own progress lines and monitor points are off: metrics.py writes ours.
-        "steps_per_print": 2**31,
-    }
-    if run_folder is not None and config.log.tensorboard:
-        owned["tensorboard"] = {"enabled": True, "output_path": str(run_folder), "job_name": "tensorboard"}
-    return complete_ds_config(config.deepspeed, owned)

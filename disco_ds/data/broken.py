@@ -6,12 +6,17 @@ memory that it took, since the data order must be the same on every machine.
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
 MAX_BYTES = 2**31 - 4096
 """Largest member or file that is read: what Linux returns of one read."""
 _MAX_TEXT = 500
@@ -69,6 +74,22 @@ def printable(text: str, most: int = _MAX_TEXT) -> str:
     """The text with control characters and what UTF-8 cannot encode as escapes, shortened to `most` characters."""
     short = text if len(text) <= most else f"{text[: most // 2]} ... {text[-(most // 2) :]}"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in short)
+
+
+def read_patiently(read: Callable[[], T], patience_s: float) -> T:
+    """Call `read`; while it raises OSError, again for so many seconds, with growing pauses. Raises: the last one."""
+    end, pause_s = time.monotonic() + patience_s, 0.5
+    while True:
+        try:
+            return read()
+        except OSError as error:
+            left_s = end - time.monotonic()
+            if left_s <= 0:
+                raise
+            if pause_s == 0.5:
+                logger.warning("%s; it is tried again for data.patience_s=%g s", error, patience_s)
+            time.sleep(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, 8.0)
 
 
 def read_regular(path: Path) -> bytes:

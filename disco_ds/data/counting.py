@@ -38,6 +38,8 @@ def index_shards(
     Raises:  ValueError if there is no shard, or one without samples; OSError, DataError for one that cannot be read.
     """
     listing = where if isinstance(where, Listing) else list_folder(where)
+    if not listing.urls and (gone := [name for name in listing.names if not (listing.folder / name).is_file()]):
+        raise ValueError(f"{listing.folder} lacks {len(gone):,} of {len(listing.names):,} shards: {', '.join(gone)}")
     shards = {} if listing.urls else _unchanged(listing, known)
     urls = listing.urls or [None] * len(listing.names)
     tasks = [task for task in zip(listing.names, urls, strict=True) if task[0] not in shards]

@@ -73,6 +73,7 @@ class Loader:
         self._error: str | None = None
         self._pixels = staging.pixels
         self._device = torch.device(staging.device)
+        self._before = self._steps, self.broken, self._cursor
         self._current: MicroBatches | None = None
         self._held: list[int] = []
         """The buffers of the current step."""
@@ -91,6 +92,7 @@ class Loader:
             samples=open_sources(settings, sources, form, seed, per_worker),
             order=order,
             max_broken=settings.max_broken,
+            patience_s=min(settings.patience_s, settings.timeout_s / 2),  # a silent worker is taken to hang
             slots=slots,
             cursor=self._cursor,
             first=self._steps * share.global_batch // share.size,
@@ -110,11 +112,17 @@ class Loader:
         steps consist of placeholders.
         """
         self._finish_step()
+        self._before = self._steps, self.broken, dict(self._cursor)
         data = StepData(error=self._error)
         again = {"device": None, "host": self._upload_again, "compressed": partial(self._decode_again, data)}
         self._current = MicroBatches(self._num_parts, partial(self._read, data), again[self._pixels])
         data.micro_batches = self._current
         return data
+
+    def drop_step(self) -> None:
+        """Take the position back to before this step, which a rank could not read; no further one can be read."""
+        self._error = self._error or "the data of another rank have failed"
+        self._steps, self.broken, self._cursor = self._before
 
     def _read(self, data: StepData) -> MicroBatch:
         """The next micro-batch of a step; after an error a placeholder."""

@@ -1,7 +1,8 @@
 """A csv file of image paths and captions: a row is a sample, its number the sample's id.
 
 The format is that of open_clip's --train-data: column names in the first line, separated by tabs or commas.
-data.image_key names the column of paths (relative to the csv's folder), the templates of data.captions name the others.
+data.image_key names the column of paths, relative to the csv's folder or, as open_clip has them, the working directory;
+the templates of data.captions name the others.
 Only the offsets of the rows are kept in memory; for the data order the rows are divided into nominal shards.
 """
 
@@ -14,9 +15,10 @@ import logging
 import os
 from array import array
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,11 +26,12 @@ import numpy as np
 
 from disco_ds.config.data import DataSettings
 from disco_ds.data.base import Source
-from disco_ds.data.broken import BrokenSample, read_regular
+from disco_ds.data.broken import BrokenSample, breaks_sample, read_regular
 from disco_ds.data.decode import list_fields
 from disco_ds.data.listing import is_table
 from disco_ds.data.order import divide
 
+_FIRST_ROWS = 16
 logger = logging.getLogger(__name__)
 
 
@@ -51,6 +54,11 @@ class Table(Source):
 
     def open(self, num_slots: int, window: int) -> TableReader:
         return TableReader(self)
+
+    def find(self, image: str) -> Path:
+        """The path of an image: relative to the csv's folder or, where there is none, to the working directory."""
+        path = self.path.parent / image
+        return path if os.path.lexists(path) or not os.path.lexists(image) else Path(image)
 
     @staticmethod
     def takes(shards: str) -> bool:
@@ -82,7 +90,9 @@ class Table(Source):
             )
         if len(starts) < 2:
             raise ValueError(f"{path} has no row below its column names")
-        return cls(path, separator, columns, image, starts, fingerprint)
+        table = cls(path, separator, columns, image, starts, fingerprint)
+        _refuse_missing(table)
+        return table
 
 
 class TableReader:
@@ -110,7 +120,7 @@ class TableReader:
             raise BrokenSample(f"the row cannot be read: {error}") from None
         if table.image not in sample:
             raise BrokenSample(f"the row has no {table.image}: {len(values)} of {len(table.columns)} values")
-        path = table.path.parent / sample[table.image].decode()
+        path = table.find(sample[table.image].decode())
         try:
             return {**sample, table.image: read_regular(path)}
         except (OSError, ValueError, BrokenSample) as error:
@@ -122,6 +132,24 @@ class TableReader:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+
+
+def _refuse_missing(table: Table) -> None:
+    """Look at the first rows. Raises: ValueError where none of their images can be read, naming the first."""
+    reader, reasons = TableReader(table), []
+    with closing(reader):
+        places = ((shard, entry) for shard, size in enumerate(table.sizes) for entry in range(size))
+        for place in islice(places, _FIRST_ROWS):
+            try:
+                with breaks_sample():
+                    reader.read(*place)
+                return
+            except BrokenSample as error:
+                reasons.append(str(error))
+    raise ValueError(
+        f"{table.path}: none of the first {len(reasons)} rows can be read; the first: {reasons[0]}; paths are relative "
+        "to the csv's folder or to the working directory"
+    )
 
 
 def _find_rows(file: BinaryIO, separator: str, heading: bytes) -> tuple[np.ndarray, str]:

@@ -224,6 +224,8 @@ class TarReader:
                         raise BrokenSample(f"its {extension} member has {len(sample[extension])} of {size} bytes")
             return sample
         except OSError as error:
+            if (opened := self._files.pop(shard, None)) is not None:  # a later attempt must not use a stale handle
+                opened.close()
             # The error of a read does not name the file.
             raise OSError(error.errno, error.strerror, str(self._folder / self._names[shard])) from None
 

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
@@ -32,7 +33,7 @@ from torch import Tensor
 from torch.multiprocessing import get_context
 
 from disco_ds.data.base import Decode, Samples
-from disco_ds.data.broken import BrokenSample, DataError, breaks_sample, name_broken, printable
+from disco_ds.data.broken import BrokenSample, DataError, breaks_sample, name_broken, printable, read_patiently
 from disco_ds.data.mixture import Mixture
 from disco_ds.data.shared_batches import SharedBatches
 from disco_ds.data.step_data import MicroBatch
@@ -80,6 +81,7 @@ class Job:
     samples: Samples
     order: Mixture
     max_broken: float
+    patience_s: float
     slots: tuple[int, ...]
     """The rank's slots, in order."""
     cursor: dict[int, tuple[int, int]]
@@ -106,7 +108,7 @@ class _Reader:
     def __init__(self, job: Job) -> None:
         self._samples = job.samples
         self._order = job.order
-        self._max_broken = job.max_broken
+        self._max_broken, self._patience_s = job.max_broken, job.patience_s
         self._at = job.at if job.at is not None else [0, 0]
         self._read = 0
         self._broken = 0
@@ -130,7 +132,8 @@ class _Reader:
             self._at[:] = shard, entry
             try:
                 with breaks_sample(OSError):
-                    decode, text = self._samples.read(shard, entry, epoch, index)
+                    read = partial(self._samples.read, shard, entry, epoch, index)
+                    decode, text = read_patiently(read, self._patience_s)
                     return decode(), decode, text, index, epoch, offset
             except BrokenSample as error:
                 broken.append(name_broken(self._samples.name, shard, entry, error))

@@ -32,7 +32,8 @@ class Metrics:
     records wait in memory until there is room; the run goes on.
 
     Args: folder: of the run; write_events: writes TensorBoard points and those of the ds_config's other monitors, or
-          None; first_step: steps done by the run that this one resumes; peak_samples_per_s: see Interval.
+          None; first_step: steps done by the run that this one resumes; peak_samples_per_s: see Interval; num_samples:
+          of an epoch; None: records name none.
     """
 
     def __init__(
@@ -43,10 +44,11 @@ class Metrics:
         num_steps: int,
         first_step: int = 0,
         peak_samples_per_s: float | None = None,
+        num_samples: int | None = None,
     ):
         self.write_events = write_events
         self.global_batch, self.num_steps = global_batch, num_steps
-        self.peak_samples_per_s = peak_samples_per_s
+        self.peak_samples_per_s, self.num_samples = peak_samples_per_s, num_samples
         self.phases = Phases()
         self.path = folder / METRICS_FILE
         self.file: io.FileIO | None = None
@@ -88,7 +90,10 @@ class Metrics:
             peak_bytes=self.phases.peak_bytes,
             peak_samples_per_s=self.peak_samples_per_s,
         )
-        record = {"step": now.step, "samples": now.step * self.global_batch, **compute_figures(now, since)}
+        record: dict[str, Any] = {"step": now.step, "samples": now.step * self.global_batch}
+        if self.num_samples:
+            record["epoch"] = round(record["samples"] / self.num_samples, 6)
+        record |= compute_figures(now, since)
         record |= self.phases.read(self.step_wait_s)
         self.since, self.last_step, self.wait_s = clock, now.step, 0.0
         if self.file is not None:
@@ -126,7 +131,8 @@ class Metrics:
         step_s = (time.monotonic() - self.start) / max(done - self.first_step, 1)
         left = timedelta(seconds=round(step_s * (self.num_steps - done)))
         shown = (figure.show(record[figure.name]) for figure in FIGURES if figure.show and figure.name in record)
-        return "  ".join([f"step {done:,}/{self.num_steps:,} ({left} left)", *filter(None, shown)])
+        epoch = f"epoch {record['epoch']:.2f}" if "epoch" in record else ""
+        return "  ".join(filter(None, [f"step {done:,}/{self.num_steps:,} ({left} left)", epoch, *shown]))
 
     def _events(self, record: dict[str, Any]) -> None:
         if self.write_events is None:

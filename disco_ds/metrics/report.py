@@ -25,7 +25,7 @@ from PIL import Image
 
 from disco_ds.metrics.figures import FIGURES
 from disco_ds.metrics.records import METRICS_FILE
-from disco_ds.metrics.run_folder import FINISHED
+from disco_ds.metrics.run_folder import CHANGES, FINISHED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -136,6 +136,7 @@ def write_report(folder: Path, writer: SummaryWriter | None = None) -> Path:
     if (folder / EXAMPLES).exists():
         with numpy.load(folder / EXAMPLES) as kept:
             examples = dict(kept)
+    steps += describe_changes(folder)
     pictures = draw_report(history, f"{folder.resolve().name}: {steps}, {state}, last record {written}", examples)
     partial = folder / f"{REPORT}.partial"
     Image.fromarray(numpy.concatenate(list(pictures.values()))).save(partial, format="png")
@@ -145,6 +146,14 @@ def write_report(folder: Path, writer: SummaryWriter | None = None) -> Path:
             writer.add_image(f"report/{name}", picture, history.samples, dataformats="HWC")
         writer.flush()
     return folder / REPORT
+
+
+def describe_changes(folder: Path) -> str:
+    """`; from step N on SETTING is NEW, was OLD` for every setting that a resume has changed; empty for none."""
+    if not (folder / CHANGES).exists():
+        return ""
+    lines = map(json.loads, (folder / CHANGES).read_text(encoding="utf-8").splitlines())
+    return "".join("; from step {step:,} on {setting} is {new}, was {old}".format_map(line) for line in lines)
 
 
 def draw_report(history: History, title: str, examples: dict[str, Any]) -> dict[str, NDArray[numpy.uint8]]:

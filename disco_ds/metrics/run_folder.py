@@ -22,6 +22,8 @@ CHECKPOINTS = "checkpoints"
 STEP = re.compile(r"step-\d{8,}")
 """Name of a complete checkpoint."""
 CONFIG = "config.yaml"
+CHANGES = "changes.jsonl"
+"""Settings that a resume has changed: {"step", "setting", "old", "new"}, a line for each."""
 FINISHED = "finished.json"
 """Written when a run has done all its steps. This file means success, not the launcher's exit code."""
 LAUNCHED = "launch.json"

@@ -69,7 +69,7 @@ def fit(config: Config, ranks: int, gib: float, host_gib: float | None, assumed:
 
 def _shorten_warmup(config: Config) -> Config:
     """Warm up for a tenth of the run, where the larger batch has left fewer steps than the warm-up takes."""
-    if config.optim.warmup_steps + config.optim.cooldown_steps <= config.num_steps:
+    if config.epochs is not None or config.optim.warmup_steps + config.optim.cooldown_steps <= config.num_steps:
         return config
     optim = config.optim.model_copy(update={"warmup_steps": (config.num_steps - config.optim.cooldown_steps) // 10})
     return config.model_copy(update={"optim": optim})

@@ -88,6 +88,8 @@ def plan_run(
     ranks, assumed = ranks or config.ranks or 1, assumed or Assumptions()
     if largest:
         config = fit(config, ranks, chosen.gib, host_gib, assumed)
+    known = config.data.num_samples if config.data.source == "synthetic" else assumed.num_samples
+    config = config.with_steps(known) if known else config
     config.num_micro_batches(ranks)  # raises where the batch does not divide, before the trace
     towers = trace(config, config.micro_batch)
     # The recipe may fix its ranks, which would refuse all other numbers.

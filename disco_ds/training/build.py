@@ -10,7 +10,8 @@ import logging
 import os
 import shutil
 import socket
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,10 +54,11 @@ from disco_ds.models.clip import (
 from disco_ds.models.compile_check import check_compiled
 from disco_ds.models.flops import peak_samples_per_s
 from disco_ds.training import checkpoint
+from disco_ds.training.changes import refuse_unchangeable
 from disco_ds.training.checkpoint import Saved
 from disco_ds.training.copies import Copies
 from disco_ds.training.engine import Engine, build_engine
-from disco_ds.training.resume import choose, restore, set_newer_aside
+from disco_ds.training.resume import choose, record_changes, restore, set_newer_aside
 
 logger = logging.getLogger(__name__)
 SAME_FILES = "their files differ: every host needs the same shards, manifest, csv and model config"
@@ -81,40 +83,53 @@ class Run:
     first_step: int
     heart: Heartbeat
     copies: Copies | None
+    saved_step: int = 0
+    """Step of the last checkpoint that is whole."""
     failed_saves: int = 0
     """Saves that have failed in a row."""
 
 
-def build(config: Config, resume: str | None, stack: ExitStack, unattended: bool = False) -> Run:
+def build(
+    config: Config,
+    resume: str | None,
+    stack: ExitStack,
+    unattended: bool = False,
+    allow_change: Sequence[str] = (),
+) -> Run:
     """Build a run: data, model, the checkpoint to resume from, loader, folder, engine, in this order. Collective.
 
     Args:   resume: "latest", a run folder to resume in, or one of its checkpoints; None for a new run; stack: closes
-            what is opened here; unattended: take an older checkpoint where the newest is damaged.
+            what is opened here; unattended: take an older checkpoint where the newest is damaged; allow_change:
+            settings that may differ from the checkpoint's.
     Raises: ValueError on every rank alike.
     """
     heart = stack.enter_context(Heartbeat(config.lost_after_s, config.timeout_s))
     share = share_host()  # early, because it sets the number of torch's threads
+    refuse_unchangeable(allow_change, resume)
     render_ds_config(config, comm.size())  # only to refuse mistakes early; the run's own names the run folder
     loss = choose_loss(config)
     sources, sets = open_sources(config)
     model, tokenizer, image = build_towers(config, loss)
     identity = identify(config, sources)
+    config = config.with_steps(sum(source.num_samples for source in sources))
     # The checkpoint is chosen before the loader, which starts at its cursor. A new folder is made only when the
     # settings have turned out to fit together.
     folder = open_folder(config, resume, stack) if resume else None
-    saved = choose(folder, resume, config, identity, unattended) if folder and resume else None
+    saved = choose(folder, resume, config, identity, unattended, allow_change) if folder and resume else None
     first_step = saved.step if saved else 0
     with comm.all_or_none("data"):
         loader = build_loader(config, sources, model, image, tokenizer, saved, share)
     stack.callback(loader.close)
     loss.set_num_samples(loader.num_samples, config.num_steps * config.global_batch)
-    folder = folder or open_folder(config, None, stack)
-    heart.folder = collect_in(folder)
-    ds_config = write_settings(config, folder)
     best_pace = peak_samples_per_s(model, config.log.peak_flops)  # before ZeRO partitions the parameters
-    engine = start_engine(config, model, loss, ds_config, saved)
-    write_events = engine.monitor.write_events
-    metrics = Metrics(folder, write_events, config.global_batch, config.num_steps, first_step, best_pace)
+    folder = folder or open_folder(config, None, stack)
+    with removed_if_refused(folder, new=saved is None):
+        heart.folder = collect_in(folder)
+        ds_config = write_settings(config, folder)
+        engine = start_engine(config, model, loss, ds_config, saved)
+        record_changes(folder, saved, config, identity)
+    sizes = config.global_batch, config.num_steps, first_step, best_pace, loader.num_samples
+    metrics = Metrics(folder, engine.monitor.write_events, *sizes)
     stack.callback(metrics.close)
     return Run(
         config=config,
@@ -131,6 +146,7 @@ def build(config: Config, resume: str | None, stack: ExitStack, unattended: bool
         first_step=first_step,
         heart=heart,
         copies=start_copies(config, folder, stack),
+        saved_step=first_step,
     )
 
 
@@ -247,8 +263,7 @@ def open_folder(config: Config, resume: str | None, stack: ExitStack) -> Path:
             runs, name = config.runs, config.name
             opened = find_run_folder(runs, name, resume) if resume else make_run_folder(runs, name)
             stack.callback(opened.close)
-            if (opened.path / FINISHED).exists():
-                raise ValueError(f"{opened.path} has done all its steps; start a new run without --resume")
+            refuse_finished(opened.path, config.num_steps)
             token = make_token(opened.path)
     token = comm.broadcast(token)
     try:
@@ -258,6 +273,31 @@ def open_folder(config: Config, resume: str | None, stack: ExitStack) -> Path:
             shutil.rmtree(opened.path, ignore_errors=True)
         raise
     return token.parent
+
+
+def refuse_finished(folder: Path, num_steps: int) -> None:
+    """Raises: ValueError for a run that has done all its steps, if it is to have no more than those now."""
+    if (path := folder / FINISHED).exists():
+        try:
+            done = int(json.loads(path.read_text(encoding="utf-8"))["steps"])
+        except (ValueError, KeyError, TypeError):  # cut off by a full disk, or of an unknown version
+            raise ValueError(f"{path} cannot be read; remove it if the run is to go on") from None
+        if num_steps <= done:
+            raise ValueError(
+                f"{folder} has done all its steps, {done:,}: give it more to extend it (steps=, samples= or epochs=), "
+                "or start a new run without --resume"
+            )
+
+
+@contextmanager
+def removed_if_refused(folder: Path, new: bool) -> Iterator[None]:
+    """Remove a new folder again where the start is refused in the block."""
+    try:
+        yield
+    except ValueError:
+        if new and comm.rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def check_shared(token: Path) -> None:
@@ -287,6 +327,7 @@ def write_settings(config: Config, folder: Path) -> dict[str, Any]:
     ds_config = render_ds_config(config, comm.size(), folder)
     with comm.all_or_none(f"writing the settings into {folder}"):
         if comm.rank() == 0:
+            (folder / FINISHED).unlink(missing_ok=True)  # of a run that is being extended
             (folder / CONFIG).write_text(config.to_yaml(), encoding="utf-8")
             (folder / "ds_config.json").write_text(json.dumps(ds_config, indent=2) + "\n", encoding="utf-8")
     return ds_config

@@ -31,7 +31,6 @@ from deepspeed.accelerator import get_accelerator
 
 from disco_ds.config import Config
 from disco_ds.config.ds_config import precision, stage
-from disco_ds.config.renamed import translate_renamed
 from disco_ds.distributed import comm
 from disco_ds.metrics.run_folder import CHECKPOINTS
 from disco_ds.training.disk import write_tensors
@@ -39,7 +38,7 @@ from disco_ds.training.engine import Engine
 from disco_ds.training.retention import ENGINE, FORMAT, META, DamagedError, read_meta, seal, set_aside
 
 OWN = re.compile(r"rank_\d+\.pt")
-MAY_CHANGE = {"workers", "prefetch", "timeout_s", "max_broken", "shards", "manifest", "remote", "options"}
+MAY_CHANGE = {"workers", "prefetch", "timeout_s", "patience_s", "max_broken", "shards", "manifest", "remote", "options"}
 """Data settings that change neither a sample nor its place; sources are compared by their fingerprints instead."""
 
 MODEL_MAY_CHANGE = {"name", "factory", "options", "pretrained", "activation_checkpointing", "compile"}
@@ -47,9 +46,6 @@ MODEL_MAY_CHANGE = {"name", "factory", "options", "pretrained", "activation_chec
 
 TRAVEL = ("overlap_comm", "reduce_bucket_size")
 """ZeRO settings of the way gradients travel, which do not change what each rank holds."""
-
-FORMER_DEFAULTS = {"loss.name": "disco"}
-"""Former defaults of settings, which an older run has if its recipe left the setting out."""
 
 _REBUILD = numpy.empty(0).__reduce__()[0]
 _NUMPY: list[Any] = [numpy.ndarray, numpy.dtype, type(numpy.dtype("uint32"))]
@@ -233,14 +229,6 @@ def restore(saved: Saved, engine: Engine) -> None:
     _restore_rng(saved.ranks[comm.rank()]["rng"])
 
 
-def refuse_changes(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raises: ValueError naming each setting that differs from the checkpoint's and must not."""
-    saved = translate_renamed(saved)
-    changed = [line for key in now for line in _differences(key, saved.get(key), now[key])]
-    if changed:
-        raise ValueError("the checkpoint was made with other settings:\n  " + "\n  ".join(changed))
-
-
 def _list_files(partial: Path) -> list[str]:
     """Relative names of the files that rank 0 sees. Collective."""
     return comm.from_rank_0(
@@ -302,16 +290,3 @@ def _restore_rng(state: dict[str, Any]) -> None:
         get_accelerator().set_rng_state(state["device"])
     random.setstate(state["python"])
     numpy.random.set_state(state["numpy"])
-
-
-def _differences(key: str, saved: Any, now: Any) -> list[str]:
-    if isinstance(saved, dict) and isinstance(now, dict):
-        keys = sorted(set(saved) | set(now))
-        return [line for part in keys for line in _differences(f"{key}.{part}", saved.get(part), now.get(part))]
-    # JSON turns tuples into lists; compare as JSON would.
-    if json.loads(json.dumps(saved)) == json.loads(json.dumps(now)):
-        return []
-    hint = ""
-    if key in FORMER_DEFAULTS and saved == FORMER_DEFAULTS[key]:
-        hint = f"; the default used to be {saved}: set {key}={saved} to go on, or start a new run without --resume"
-    return [f"{key}: {saved!r} in the checkpoint, {now!r} now{hint}"]

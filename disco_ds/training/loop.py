@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from disco_ds.config import Config
+from disco_ds.config import CheckpointSettings, Config, EvalSettings
 from disco_ds.data import MicroBatch, StepData, augment
 from disco_ds.distributed import comm
 from disco_ds.distributed.interrupt import Interrupts
@@ -33,6 +33,7 @@ from disco_ds.metrics.timers import Timer
 from disco_ds.training import checkpoint, retention
 from disco_ds.training.build import Run
 from disco_ds.training.engine import learning_rate, set_rates
+from disco_ds.training.grad_accum import Rng
 from disco_ds.training.step import StepOutput, train_step
 
 COPY_POLL_S = 5.0
@@ -41,6 +42,10 @@ logger = logging.getLogger(__name__)
 
 class StopError(RuntimeError):
     """All ranks have agreed to stop."""
+
+
+class DataStopError(StopError):
+    """All ranks have agreed to stop because the data of one have failed; nothing was changed by that step."""
 
 
 class AskedToStopError(RuntimeError):
@@ -52,13 +57,14 @@ def train(run: Run) -> None:
     config, engine, num_steps = run.config, run.engine, run.config.num_steps
     engine.train()
     done, skipped_in_a_row = run.first_step, 0
-    if done and is_due(done, config.eval.every_steps, num_steps):
+    if 0 < done < num_steps and is_due(run, done, config.eval):
         evaluate(run, done)  # an evaluation comes after the checkpoint of its step, so this run may not have it yet
     while done < num_steps:
         data = run.loader.read_step()
         lr = learning_rate(done, num_steps, config.peak_lr, config.optim)
         logged = (done + 1) % config.log.every_steps == 0 or done + 1 == num_steps
         run.loss.accuracy = logged
+        before = Rng()
         try:
             out = train_step(
                 engine,
@@ -74,6 +80,10 @@ def train(run: Run) -> None:
             skipped_in_a_row += 1
             skip_batch(error, skipped_in_a_row, config.skip_nonfinite)
             continue
+        except DataStopError as error:
+            before.restore()
+            run.loader.drop_step()
+            raise DataStopError(f"{error}; {save_before_stop(run, done)}") from None
         finally:
             run.metrics.add_wait(data.wait_s)
             run.metrics.name_broken(done, data.broken)
@@ -84,13 +94,22 @@ def train(run: Run) -> None:
             log(run, done, lr, out, data)
         if run.copies:
             run.copies.poll()
-        every = config.checkpoint.every_steps
-        if done == num_steps or run.interrupts.save or (every and done % every == 0):
+        if done == num_steps or run.interrupts.save or is_due(run, done, config.checkpoint):
             save(run, done, last=done == num_steps or run.interrupts.stop)
         if run.interrupts.stop and done < num_steps:
             raise AskedToStopError(f"asked to stop, saved after step {done:,}; --resume latest goes on from there")
-        if is_due(done, config.eval.every_steps, num_steps):
+        if done < num_steps and is_due(run, done, config.eval):  # `finish` evaluates after the last step
             evaluate(run, done)
+
+
+def save_before_stop(run: Run, done: int) -> str:
+    """Save what the steps before a failed one have made, where that is not saved. Collective. Returns: what to say."""
+    if done > run.saved_step:
+        try:
+            save(run, done, last=True)
+        except comm.AgreedError as error:
+            return f"step {done:,} could not be saved: {error}"
+    return f"saved after step {done:,}; --resume latest goes on from there" if done else "no step was done"
 
 
 def mark_phases(run: Run, step: int, timer: Timer) -> Timer:
@@ -104,9 +123,13 @@ def mark_phases(run: Run, step: int, timer: Timer) -> Timer:
     return begin
 
 
-def is_due(done: int, every_steps: int, num_steps: int) -> bool:
-    """Return True if an evaluation comes after this step. The one after the last step is done by `finish`."""
-    return bool(every_steps) and done % every_steps == 0 and done < num_steps
+def is_due(run: Run, done: int, settings: CheckpointSettings | EvalSettings) -> bool:
+    """Return True if a checkpoint, or an evaluation, comes after this step: one of every_steps, or every_epochs."""
+    if settings.every_epochs:
+        epochs = (run.config.global_batch * step / run.loader.num_samples for step in (done - 1, done))
+        before, now = (epoch // settings.every_epochs for epoch in epochs)
+        return before < now
+    return bool(settings.every_steps) and done % settings.every_steps == 0
 
 
 def agree(step: int, data: StepData, interrupts: Interrupts, embeddings: Embeddings, loss: Tensor) -> None:
@@ -134,7 +157,7 @@ def agree(step: int, data: StepData, interrupts: Interrupts, embeddings: Embeddi
     if has_error:
         errors = {rank: error for rank, (error, *_) in enumerate(reports) if error is not None}
         first_error = next(iter(errors.values()))
-        raise StopError(f"step {step}: data failed on rank {', '.join(map(str, errors))}: {first_error}")
+        raise DataStopError(f"step {step}: data failed on rank {', '.join(map(str, errors))}: {first_error}")
     # A NaN in one rank's features makes every rank's loss NaN, so the features say more than the losses.
     culprits = [str(rank) for rank, (*_, fine) in enumerate(reports) if not fine]
     ranks = [str(rank) for rank, (_, value, _) in enumerate(reports) if not math.isfinite(value)]
@@ -197,7 +220,7 @@ def save(run: Run, step: int, last: bool) -> None:
         if comm.rank() == 0:
             logger.warning("step %d is not saved: %s; the run goes on and tries again at the next save", step, error)
         return
-    run.failed_saves = 0
+    run.failed_saves, run.saved_step = 0, step
     if run.copies:
         run.copies.start(path)
     remove_old(run, settings.keep_last)

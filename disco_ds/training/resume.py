@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,27 +14,38 @@ from torch import nn
 
 from disco_ds.config import Config
 from disco_ds.distributed import comm
-from disco_ds.metrics.run_folder import split_resume
+from disco_ds.metrics.run_folder import CHANGES, split_resume
 from disco_ds.training import checkpoint, reshard, retention
+from disco_ds.training.changes import Change, find_changes, refuse_changes
 from disco_ds.training.checkpoint import Saved
 from disco_ds.training.engine import Engine, build_engine
 from disco_ds.training.retention import DamagedError
 
+HYPERPARAMETERS = ("betas", "eps", "lr_factor", "momentum", "weight_decay")
+"""Of a parameter group; the learning rate is set at every step."""
 logger = logging.getLogger(__name__)
 
 
-def choose(folder: Path, resume: str, config: Config, identity: dict[str, Any], unattended: bool) -> Saved:
+def choose(
+    folder: Path,
+    resume: str,
+    config: Config,
+    identity: dict[str, Any],
+    unattended: bool,
+    allow_change: Sequence[str] = (),
+) -> Saved:
     """The checkpoint to resume from, with every file of it verified. Collective.
 
     Args:   folder: of the run; resume: the value of --resume, which means the last complete checkpoint or names one;
-            identity: of this run; unattended: take an older checkpoint where one is damaged.
+            identity: of this run; unattended: take an older checkpoint where one is damaged; allow_change: settings
+            that may differ from the checkpoint's.
     Raises: ValueError on every rank alike, for changed settings, or for damage, naming the older checkpoint.
     """
     damaged: list[str] = []
     path = comm.from_rank_0("run folder", lambda: split_resume(resume)[1] or retention.find_latest(folder))
 
     def check(meta: dict[str, Any]) -> None:
-        checkpoint.refuse_changes(meta["identity"], identity)
+        refuse_changes(meta["identity"], identity, allow_change)
         check_length(path, meta, config)
 
     while True:
@@ -58,6 +72,31 @@ def set_newer_aside(saved: Saved) -> None:
     comm.from_rank_0(f"setting aside what is newer than {saved.path}", lambda: retention.set_newer_aside(saved.path))
 
 
+def record_changes(folder: Path, saved: Saved | None, config: Config, identity: dict[str, Any]) -> None:
+    """Add a line to changes.jsonl for every setting, and the length, that differs from the checkpoint's. Collective.
+
+    Lines of this step or later are of what is not gone on from, and are dropped, as the records of those steps are.
+    """
+    if saved is None:
+        return
+    changes = find_changes(saved.meta["identity"], identity)
+    if saved.meta["num_steps"] != config.num_steps:
+        changes.append(Change("steps", saved.meta["num_steps"], config.num_steps))
+    path = folder / CHANGES
+    with comm.all_or_none(f"writing {path}"):
+        if comm.rank() == 0 and (changes or path.exists()):
+            before = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+            kept = [line for line in before if json.loads(line)["step"] < saved.step]
+            now = [json.dumps({"step": saved.step, **change._asdict()}) for change in changes]
+            partial_path = path.with_suffix(".partial")
+            partial_path.write_text("".join(f"{line}\n" for line in kept + now), encoding="utf-8")
+            partial_path.replace(path)
+            for change in changes:
+                logger.warning(
+                    "from step %d on %s is %r, it was %r", saved.step, change.setting, change.new, change.old
+                )
+
+
 def check_length(path: Path, meta: dict[str, Any], config: Config) -> None:
     """Refuse a run that ends before its checkpoint; warn where its length has changed. Raises: ValueError."""
     if meta["step"] > config.num_steps:
@@ -77,7 +116,8 @@ def restore(saved: Saved, config: Config, model: nn.Module, ds_config: dict[str,
     """
     if checkpoint.same_shape(saved.meta["shape"], checkpoint.shape(config, comm.size())):
         engine = build_engine(model, config.optim, ds_config)
-        checkpoint.restore(saved, engine)
+        with _settings_kept(engine):
+            checkpoint.restore(saved, engine)
         return engine
     if comm.rank() == 0:
         before = "{ranks} ranks at ZeRO {stage}, {precision}".format_map(saved.meta["shape"])
@@ -86,5 +126,24 @@ def restore(saved: Saved, config: Config, model: nn.Module, ds_config: dict[str,
     with comm.all_or_none(f"checkpoint {saved.path}"):
         reshard.load_untrained(saved, model, set(order))
     engine = build_engine(model, config.optim, ds_config)
-    reshard.restore(saved, engine, order)
+    with _settings_kept(engine):
+        reshard.restore(saved, engine, order)
     return engine
+
+
+@contextmanager
+def _settings_kept(engine: Engine) -> Iterator[None]:
+    """Load a checkpoint in the block: its optimizer settings, which DeepSpeed restores too, give way to this run's."""
+    optimizer = engine.optimizer
+    before = {group["name"]: {key: group[key] for key in HYPERPARAMETERS if key in group} for group in _groups(engine)}
+    clip_norm = getattr(optimizer, "clip_grad", None)
+    yield
+    for group in _groups(engine):
+        group.update(before[group["name"]])
+    if clip_norm is not None:
+        optimizer.clip_grad = clip_norm
+
+
+def _groups(engine: Engine) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = engine.optimizer.param_groups
+    return groups

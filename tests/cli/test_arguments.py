@@ -54,7 +54,7 @@ def test_dry_run_finds_mistakes_in_settings_before_it_imports_the_model_librarie
     command = [sys.executable, "-c", script, "train", "--config", "quickstart", "--dry-run", "micro_batch=7"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.splitlines()[-1] == "seen 2 set()"
-    assert "nearest: " in done.stderr
+    assert "nearest: global_batch=" in done.stderr
 
 
 @pytest.mark.parametrize(

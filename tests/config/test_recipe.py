@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from disco_ds.cli.dry_run import describe_run
-from disco_ds.config import BASE_BATCH, PACKAGE, find_recipe, load_config, render_ds_config
+from disco_ds.config import BASE_BATCH, PACKAGE, check_config, find_recipe, load_config, render_ds_config
 from disco_ds.config.ds_config import (
     merge,
     precision,
@@ -279,8 +279,8 @@ def test_renamed_key_in_a_run_folders_settings_is_translated(tmp_path: Path) -> 
         (["data.crop_scale=[0.5, 1.1]"], "data.crop_scale must be"),
         (["data.crop_ratio=[2, 1]"], "data.crop_ratio must be"),
         (["checkpoint.keep_last=0"], "checkpoint.keep_last: "),
-        (["steps=null"], "either steps or samples, got steps=None, samples=None"),
-        (["samples=6400"], "either steps or samples, got steps=100, samples=6400"),
+        (["steps=null"], "give one of steps, samples and epochs, got steps=None, samples=None, epochs=None"),
+        (["samples=6400"], "got steps=100, samples=6400, epochs=None; NAME=null takes one away"),
         (["steps=null", "samples=63"], r"samples \(63\) is less than one global_batch \(64\)"),
         (["steps=0"], "steps: .*greater than 0"),
         (["deepspeed=zero9"], "no file 'zero9'; bundled: zero0, zero1"),
@@ -327,7 +327,7 @@ def test_batch_that_does_not_divide_names_the_nearest_that_does(
 ) -> None:
     with pytest.raises(ValueError, match=f"{ranks} x {micro_batch} = {ranks * micro_batch}") as caught:
         settings(global_batch=global_batch, micro_batch=micro_batch).num_micro_batches(ranks)
-    nearest = int(str(caught.value).rpartition("nearest: ")[2])
+    nearest = int(str(caught.value).rpartition("nearest: global_batch=")[2])
     assert settings(global_batch=nearest, micro_batch=micro_batch).num_micro_batches(ranks) >= 1
     working = [ranks * micro_batch * count for count in range(1, 300)]
     assert abs(nearest - global_batch) == min(abs(value - global_batch) for value in working)
@@ -420,3 +420,17 @@ def test_lamb_above_zero_0_is_refused() -> None:
     render(0)
     with pytest.raises(ValueError, match=r"optim\.name=lamb at ZeRO 1 is refused: its trust ratio"):
         render(1)
+
+
+def test_epochs_become_steps_when_the_samples_are_counted() -> None:
+    config = settings(steps=None, epochs=2.5)
+    with pytest.raises(ValueError, match="only when the samples of the data are counted"):
+        _ = config.num_steps
+    assert "2.5 epochs, whose steps are known when the samples of the data are counted" in config.describe(1)
+    counted = config.with_steps(1000)
+    assert (counted.num_steps, counted.steps, counted.epochs) == (39, 39, None)  # 2500 // 64
+    assert check_config(counted.model_dump(mode="json"), "again") == counted
+    with pytest.raises(ValueError, match=r"epochs \(2.5 of 25 samples\) is less than one global_batch \(64\)"):
+        config.with_steps(25)
+    with pytest.raises(ValueError, match="exceed the run's 9 steps"):
+        config.with_steps(250)

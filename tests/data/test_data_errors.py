@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -162,12 +163,27 @@ def test_missing_field_and_limit_stop_the_run(tmp_path: Path) -> None:
 def test_vanished_shard_is_named(manifest: Manifest, tmp_path: Path) -> None:
     copy = write_shards(tmp_path, [10, 10])
     (tmp_path / "00001.tar").unlink()
-    loader = make_loader(copy, settings(), batch=20)
+    loader = make_loader(copy, settings(patience_s=0), batch=20)
     error = read_step(loader).error
     loader.close()
     assert error is not None
     assert "No such file" in error
     assert str(tmp_path / "00001.tar") in error
+
+
+def test_shard_that_is_away_for_a_while_is_read_when_it_is_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    copy = write_shards(tmp_path, [10, 10])
+    away = (tmp_path / "00001.tar").rename(tmp_path / "away")
+    loader = make_loader(copy, settings(patience_s=60, workers=0), batch=20)
+    threading.Timer(0.8, away.rename, [tmp_path / "00001.tar"]).start()
+    step = read_step(loader)
+    loader.close()
+    assert step.error is None
+    assert not step.broken
+    assert sorted(torch.cat(step.index).tolist()) == list(range(20))
+    assert "it is tried again for data.patience_s=60 s" in caplog.text
 
 
 def fail(texts: list[str]) -> torch.Tensor:

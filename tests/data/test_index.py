@@ -116,7 +116,7 @@ def test_index_of_a_server_and_a_command(tmp_path: Path, capsys: pytest.CaptureF
     [
         ("none", "there is no folder none"),
         ("x.csv", "a csv file needs no manifest"),
-        ("none/{0..1}.tar --to m", "No such file"),
+        ("none/{0..2}.tar --to m", "none lacks 3 of 3 shards: 0.tar, 1.tar, 2.tar"),
     ],
 )
 def test_index_refuses(text: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:

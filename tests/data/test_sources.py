@@ -13,7 +13,8 @@ from PIL import Image
 from disco_ds.config import check_config
 from disco_ds.config.data import DataSettings
 from disco_ds.data import Mixture, Source, load_sources, merge_states
-from disco_ds.training.checkpoint import identity, refuse_changes
+from disco_ds.training.changes import refuse_changes
+from disco_ds.training.checkpoint import identity
 from helpers.minimal import MINIMAL
 from helpers.shards import colour, make_loader, read_global, read_step, settings, write_shards
 
@@ -249,6 +250,19 @@ def test_csv_rows_are_samples_and_ids(tmp_path: Path, separator: str) -> None:
     assert "images/7.png cannot be read" in broken[0]
 
 
+def test_csv_paths_may_be_relative_to_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_table(tmp_path, 6)
+    moved = tmp_path / "tables" / "pairs.csv"
+    moved.parent.mkdir()
+    path.rename(moved)
+    monkeypatch.chdir(tmp_path)
+    (table,) = load_sources(settings(moved, slots=1, **CSV))
+    reader = table.open(1, 1)
+    members = [reader.read(*place) for place in [(shard, 0) for shard in range(6)]]
+    reader.close()
+    assert [member["title"] for member in members] == [str(row).encode() for row in range(6)]
+
+
 def test_csv_odd_rows_cost_a_sample_each(tmp_path: Path) -> None:
     path = write_table(tmp_path, 20)
     text = path.read_bytes().replace(b"filepath", b"\xef\xbb\xbffilepath", 1)
@@ -280,6 +294,7 @@ def test_csv_fingerprint_follows_its_rows(tmp_path: Path) -> None:
         ("filepath\ttitle\na\tb\n", {}, "captions name txt"),
         ("filepath\ttitle\na\tb\n", {"captions": {"{title}": 1}}, "image_key is jpg;jpeg;png;webp: set, for instance"),
         ("filepath;title\na;b\n", CSV, "has the columns filepath;title"),
+        ("filepath\ttitle\na.png\tb\nc.png\tb\n", CSV, "none of the first 2 rows can be read; the first: image "),
     ],
 )
 def test_csv_that_cannot_be_used_is_refused(tmp_path: Path, text: str | None, changes: Any, words: str) -> None:
@@ -288,5 +303,5 @@ def test_csv_that_cannot_be_used_is_refused(tmp_path: Path, text: str | None, ch
         path.write_text(text)
     with pytest.raises(ValueError) as error:
         load_sources(settings(path, **changes))
-    assert str(error.value).startswith(f"data.shards: {path} ")
+    assert str(error.value).startswith(f"data.shards: {path}")
     assert words in str(error.value)

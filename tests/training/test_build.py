@@ -34,8 +34,12 @@ def bad_settings(path: Path, folder: Path) -> None:
     expect(refused(config("model.name=ViT-B-33")), "unknown model 'ViT-B-33'", "ViT-B-32")
     expect(refused(config(f"model.name={write_tiny(folder / 'small')}")), "vocab_size 100", "49408")
     expect(refused(config("model.pretrained=nowhere.pt")), "no file nowhere.pt")
-    expect(refused(config("global_batch=20")), "not a multiple of ranks x micro_batch (2 x 4 = 8)", "nearest: 16")
-    expect(refused(config("micro_batch=3")), "(2 x 3 = 6)", "nearest: 18")
+    expect(
+        refused(config("global_batch=20")),
+        "not a multiple of ranks x micro_batch (2 x 4 = 8)",
+        "nearest: global_batch=16",
+    )
+    expect(refused(config("micro_batch=3")), "(2 x 3 = 6)", "nearest: global_batch=18")
     expect(refused(config("ranks=8")), "for 8 ranks, this run has 2", "hostfile")
     expect(refused(config("deepspeed.zero_optimisation.stage=2")), "unknown key zero_optimisation", "zero_optimization")
     expect(refused(config("deepspeed.gradient_clipping=1.0")), "gradient_clipping", "optim.clip_norm")
@@ -48,6 +52,10 @@ def bad_settings(path: Path, folder: Path) -> None:
     )
     expect(refused(config("data.slots=5")), "data.slots=4 or data.slots=6")
     expect(refused(config("data.slots=null", f"data.shards={folder / 'one'}")), "1 slots", "2 ranks", "data.slots=2")
+    # Refused by the optimizer, when the folder has been made.
+    expect(
+        refused(config("model.name=quickstart", "optim.image.layer_decay=0.5")), "layers of this model's image tower"
+    )
     expect(refused(config(), resume="latest"), "no run called tiny")
     expect(refused(config(), resume=str(folder)), "not a run folder")
     assert not (folder / "runs").exists() or not any((folder / "runs").iterdir()), "a refused run leaves no folder"

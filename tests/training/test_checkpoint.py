@@ -11,7 +11,8 @@ import numpy
 import pytest
 import torch
 
-from disco_ds.training.checkpoint import _restore_rng, _rng_state, identity, read, refuse_changes, same_shape, shape
+from disco_ds.training.changes import refuse_changes
+from disco_ds.training.checkpoint import _restore_rng, _rng_state, identity, read, same_shape, shape
 from disco_ds.training.retention import FORMAT, META, DamagedError
 from helpers.checkpoints import SHAPE, describe, flip, identify, plant, write_checkpoint
 from helpers.towers import TINY, tiny_config
@@ -48,7 +49,7 @@ def stored(same: dict[str, Any]) -> dict[str, Any]:
 def test_refuse_changes_names_the_changed_setting(changes: dict[str, Any], name: str) -> None:
     with pytest.raises(ValueError, match="made with other settings") as caught:
         refuse_changes(stored(identify()), identify(**changes))
-    lines = str(caught.value).splitlines()[1:]
+    lines = str(caught.value).partition("\n  --allow-change")[0].splitlines()[1:]
     assert [line.strip().split(":")[0] for line in lines] == [name]
     assert " in the checkpoint, " in lines[0]
     assert lines[0].endswith(" now")

@@ -165,7 +165,14 @@ def test_non_finite_batch_at_every_stage_and_precision(tmp_path):
 
 def data_faults(path: Path, folder: Path) -> None:
     def config(name: str, *overrides: str) -> Config:
-        data = [f"data.shards={folder / name}", "data.slots=2", "data.window=4", "steps=30", "checkpoint.every_steps=0"]
+        data = [
+            f"data.shards={folder / name}",
+            "data.patience_s=0",
+            "data.slots=2",
+            "data.window=4",
+            "steps=30",
+            "checkpoint.every_steps=0",
+        ]
         return load_config(path, [f"name={name}", *data, *overrides])
 
     def kill_worker(run: Run, number: int) -> None:

@@ -10,18 +10,24 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
 from disco_ds.config import load_config
+from disco_ds.data.counting import index_shards
+from disco_ds.data.manifest import write_manifest
 from disco_ds.distributed import comm
-from disco_ds.metrics.run_folder import CHECKPOINTS
+from disco_ds.metrics.report import describe_changes
+from disco_ds.metrics.run_folder import CHANGES, CHECKPOINTS, FINISHED, mark_finished
 from disco_ds.training.build import build
 from disco_ds.training.checkpoint import read
-from disco_ds.training.loop import train
+from disco_ds.training.loop import StopError, train
 from disco_ds.training.resume import choose
 from disco_ds.training.retention import META, find_latest
 from helpers.checkpoints import describe, flip, plant, write_checkpoint
 from helpers.dist import run_ranks
 from helpers.launched import SAME, equal_checkpoints, records
-from helpers.tiny_run import expect, recipe, refused
+from helpers.tiny_run import expect, image_sample, recipe, refused, write_shard
 from helpers.towers import BPE_SIZE, tiny_config, write_tiny
 
 CONFIG = tiny_config("tiny", {})
@@ -108,9 +114,15 @@ def test_damage_of_every_kind_is_told_with_the_older_checkpoint_or_fallen_back_f
 # Whole runs
 
 
-def train_six(path: Path, resume: str | None = None, unattended: bool = False, *overrides: str) -> Path:
+def train_six(
+    path: Path,
+    resume: str | None = None,
+    unattended: bool = False,
+    *overrides: str,
+    allow_change: tuple[str, ...] = (),
+) -> Path:
     with ExitStack() as stack:
-        run = build(load_config(path, list(overrides)), resume, stack, unattended)
+        run = build(load_config(path, list(overrides)), resume, stack, unattended, allow_change)
         assert not resume or find_latest(run.folder).name == f"step-{run.first_step:08d}", "a crash would skip steps"
         train(run)
     return run.folder
@@ -156,3 +168,141 @@ def test_run_that_goes_on_from_an_older_checkpoint_is_the_uninterrupted_one(tmp_
         equal_checkpoints(*(path / CHECKPOINTS / "step-00000006" for path in (run, whole)))
         points = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
         assert [point.step // 16 for point in points.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
+
+
+# Changed settings and longer runs
+
+CHANGED = ("optim.lr=2e-3", "optim.weight_decay=0.7", "optim.betas=[0.5, 0.6]", "optim.clip_norm=0.01")
+ALLOWED = ("optim.lr", "optim.weight_decay", "optim.betas", "optim.clip_norm")
+
+
+def change_by_hand(checkpoint: Path) -> None:
+    """Write into a checkpoint's files what the changed settings would have made DeepSpeed write there."""
+    for path in checkpoint.glob("engine/*optim_states.pt"):
+        tree = torch.load(path, weights_only=False)
+        state = tree["optimizer_state_dict"]
+        state["clip_grad"] = 0.01
+        for group in state["base_optimizer_state"]["param_groups"]:
+            group.update(betas=(0.5, 0.6), weight_decay=0.7 if group["weight_decay"] else 0.0)
+        torch.save(tree, path)
+    meta = json.loads((checkpoint / META).read_text())
+    meta["identity"]["optim"].update(lr=2e-3, weight_decay=0.7, betas=[0.5, 0.6], clip_norm=0.01)
+    describe(checkpoint, meta)
+
+
+def change_settings_of_runs(path: Path) -> None:
+    whole = train_six(path)
+    told, by_hand = (whole.with_name(name) for name in ("told", "by-hand"))
+    if comm.rank() == 0:
+        for copy in (told, by_hand):
+            shutil.copytree(whole, copy)
+        change_by_hand(by_hand / CHECKPOINTS / "step-00000002")
+    comm.barrier()
+    second = told / CHECKPOINTS / "step-00000002"
+    said = refused(load_config(path, list(CHANGED)), resume=str(second))
+    expect(
+        said, "optim.lr: 0.001 in the checkpoint, 0.002 now", f"--allow-change {','.join(sorted(ALLOWED))} goes on with"
+    )
+    assert "--allow-change" not in refused(load_config(path, [*CHANGED, "seed=1"]), resume=str(second))
+    for name in ("seed", "optim.name", "optim.image", "data.shards", "optim.rate"):
+        with ExitStack() as stack, pytest.raises(ValueError, match=f"--allow-change {name}: there is no such setting"):
+            build(load_config(path), str(second), stack, allow_change=(name,))
+    with ExitStack() as stack, pytest.raises(ValueError, match="goes with --resume"):
+        build(load_config(path), None, stack, allow_change=ALLOWED)
+    train_six(path, str(second), False, *CHANGED, allow_change=ALLOWED)
+    train_six(path, str(by_hand / CHECKPOINTS / "step-00000002"), False, *CHANGED)
+    if comm.rank() == 0:
+        mark_finished(told, {"steps": 6})
+    comm.barrier()
+    expect(
+        refused(load_config(path, [*CHANGED]), resume=str(told)), "has done all its steps, 6: give it more", "steps="
+    )
+    train_six(path, str(told), False, *CHANGED, "steps=7")
+    assert not (told / FINISHED).exists()
+    # The change is in the checkpoints from now on, and is not to be named again.
+    train_six(path, str(told / CHECKPOINTS / "step-00000004"), False, *CHANGED)
+
+
+def test_allowed_changes_act_from_the_checkpoint_on_as_if_it_had_them(tmp_path: Path) -> None:
+    settings = {"every_steps": 2, "keep_last": 3}
+    optim = {"lr": 1e-3, "warmup_steps": 0, "weight_decay": 0.2, "clip_norm": 5.0}
+    run_ranks(change_settings_of_runs, 2, recipe(tmp_path, steps=6, optim=optim, checkpoint=settings))
+    whole, told, by_hand = (tmp_path / "runs" / name for name in ("tiny", "told", "by-hand"))
+    for mine, other in zip(records(told), records(by_hand), strict=True):
+        assert [mine.get(key) for key in SAME] == [other.get(key) for key in SAME]
+    equal_checkpoints(*(path / CHECKPOINTS / "step-00000006" for path in (told, by_hand)))
+    assert [record["ids"] for record in records(told)] == [record["ids"] for record in records(whole)]
+    assert records(told)[-1]["loss"] != records(whole)[-1]["loss"]
+    changes = [json.loads(line) for line in (told / CHANGES).read_text().splitlines()]
+    assert {change["setting"]: (change["old"], change["new"]) for change in changes} == {
+        "optim.lr": (1e-3, 2e-3),
+        "optim.weight_decay": (0.2, 0.7),
+        "optim.betas": ([0.9, 0.98], [0.5, 0.6]),
+        "optim.clip_norm": (5.0, 0.01),
+    }
+    assert {change["step"] for change in changes} == {2}
+    assert "; from step 2 on optim.lr is 0.002, was 0.001" in describe_changes(told)
+    assert not describe_changes(whole)
+
+
+# Epochs
+
+
+def train_epochs(path: Path) -> None:
+    whole = train_six(path)
+    if comm.rank() == 0:
+        shutil.copytree(whole, whole.with_name("resumed"))
+        for name in (8, 12):
+            shutil.rmtree(whole.with_name("resumed") / CHECKPOINTS / f"step-{name:08d}")
+    comm.barrier()
+    train_six(path, str(whole.with_name("resumed")))
+
+
+def test_epochs_are_counted_from_the_data_and_resumed_alike(tmp_path: Path) -> None:
+    """Sixty-four samples at 16 a step: four steps an epoch."""
+    samples = [image_sample(number) for number in range(64)]
+    (tmp_path / "shards").mkdir()
+    write_shard(tmp_path / "shards" / "0.tar", samples)
+    write_manifest(index_shards(tmp_path / "shards"))
+    data = {"shards": str(tmp_path / "shards"), "image_key": "png", "workers": 0, "slots": 4}
+    settings = {"steps": None, "epochs": 3, "checkpoint": {"every_epochs": 1}, "eval": {"every_epochs": 1.5}}
+    run_ranks(train_epochs, 1, recipe(tmp_path, data=data, **settings))
+    whole, resumed = (tmp_path / "runs" / name for name in ("tiny", "resumed"))
+    names = [f"step-{step:08d}" for step in (4, 8, 12)]
+    assert sorted(path.name for path in (whole / CHECKPOINTS).iterdir()) == names
+    assert [record["epoch"] for record in records(whole)] == [step / 4 for step in range(1, 13)]
+    assert load_config(whole / "config.yaml").num_steps == 12
+    for mine, other in zip(records(resumed), records(whole), strict=True):
+        assert [mine.get(key) for key in (*SAME, "epoch")] == [other.get(key) for key in (*SAME, "epoch")]
+    equal_checkpoints(*(path / CHECKPOINTS / names[-1] for path in (whole, resumed)))
+
+
+# Data that fail
+
+
+def lose_data(path: Path) -> None:
+    whole = train_six(path)
+    config = load_config(path, ["name=lost", "checkpoint.every_steps=0"])
+    with ExitStack() as stack:
+        run = build(config, None, stack)
+        read_step, numbers = run.loader.read_step, iter(range(6))
+
+        def read_and_fail() -> Any:
+            if next(numbers) == 3 and comm.rank() == 1:
+                run.loader._error = "the shard is gone"  # as after an error in reading
+            return read_step()
+
+        run.loader.read_step = read_and_fail  # type: ignore[method-assign]
+        with pytest.raises(StopError, match=r"step 3: data failed on rank 1: .*; saved after step 3; --resume latest"):
+            train(run)
+    assert find_latest(run.folder).name == "step-00000003"
+    assert train_six(path, str(run.folder)) == whole.with_name("lost")
+
+
+def test_data_that_fail_are_saved_before_and_the_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
+    model = {"name": write_tiny(tmp_path, BPE_SIZE, patch_dropout=0.5)}
+    run_ranks(lose_data, 2, recipe(tmp_path, steps=6, model=model))
+    whole, lost = (tmp_path / "runs" / name for name in ("tiny", "lost"))
+    for mine, other in zip(records(lost), records(whole), strict=True):
+        assert [mine.get(key) for key in SAME] == [other.get(key) for key in SAME]
+    equal_checkpoints(*(path / CHECKPOINTS / "step-00000006" for path in (lost, whole)))
