@@ -17,6 +17,7 @@ from pydantic import Field, model_validator
 
 from disco_ds.config.data import MAX_SECONDS, AugmentSettings, DataSettings, Pixels, Settings
 from disco_ds.config.ds_config import complete_ds_config, stage
+from disco_ds.config.model import ModelSettings
 from disco_ds.config.recipe_yaml import Dumper
 from disco_ds.config.templates import check_template
 
@@ -26,39 +27,6 @@ BASE_BATCH = 32_768
 
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-
-
-class ModelSettings(Settings):
-    """The open_clip model that is trained."""
-
-    name: str = "ViT-B-32"
-    """An open_clip model name, a path of a model config (.json), or the name of one in disco_ds/assets/models."""
-    pretrained: Path | None = None
-    """Local weights (.pt, .bin, .safetensors) that open_clip can load."""
-    lock_image: bool = False
-    """Freeze the image tower (LiT)."""
-    lock_text: bool = False
-    """Freeze the text tower."""
-    two_views: bool = False
-    """Self-supervised: pairs are two augmentations of one image, both through the image tower (DisCo-CLIP, 4.1)."""
-    activation_checkpointing: bool = False
-    """Recompute the blocks' activations in backward."""
-    patch_dropout: float | None = Field(None, ge=0, lt=1)
-    """Fraction of image patches dropped in training (FLIP); None: as the model's config says."""
-    compile: bool = False
-    """torch.compile both towers; refused where a forward is repeated and draws random numbers."""
-    token_embedding_std: float | None = Field(None, gt=0)
-    """Initial standard deviation of the token embedding; None: open_clip's 0.02."""
-    max_scale: float = Field(100.0, gt=0, le=1e6)
-    """Upper bound of the logit scale exp(t), held after every step."""
-
-    @model_validator(mode="after")
-    def _one_tower_trains(self) -> ModelSettings:
-        if self.two_views and (self.lock_image or self.lock_text):
-            raise ValueError("model.two_views trains the image tower and leaves the text tower out: lock neither")
-        if self.lock_image and self.lock_text:
-            raise ValueError("model.lock_image and model.lock_text are both true: nothing is left to train")
-        return self
 
 
 class LossSettings(Settings):
@@ -191,8 +159,17 @@ class EvalSettings(Settings):
     shards take the label alone, clip_benchmark's layout its own file, folders the 80."""
     retrieval: dict[str, str] = Field({})
     """Name -> captioned images to find by text and the other way round: shards, or clip_benchmark's layout."""
+    validation: dict[str, str] = Field({})
+    """Name -> held-out pairs to compute the contrastive loss on: shards, or clip_benchmark's layout."""
+    validation_batch: int = Field(1024, gt=1)
+    """Pairs among which the validation loss is computed; it is named with the figures, which depend on it."""
     caption_key: str = "{txt}"
-    """Template of a sample's captions in shards, one per line."""
+    """Template of a sample's captions in shards, one per line; the validation loss takes the first."""
+
+    @property
+    def sets(self) -> list[str]:
+        """What all sets are loaded from."""
+        return [*self.labelled.values(), *self.retrieval.values(), *self.validation.values()]
 
     @model_validator(mode="after")
     def _sets(self) -> EvalSettings:
@@ -257,12 +234,13 @@ class Config(Settings):
                 "other ranks give up before the silent worker is named"
             )
         for side, locked in (("image", self.model.lock_image), ("text", self.model.lock_text or self.model.two_views)):
-            if locked and getattr(self.optim, side) != TowerOptimSettings():
+            frozen = locked and not self.model.unlocked_layers
+            if frozen and getattr(self.optim, side) != TowerOptimSettings():
                 raise ValueError(f"optim.{side} is of a tower that is not trained; leave it out")
         if self.model.two_views:
             if self.data.augment == AugmentSettings():
                 raise ValueError("model.two_views needs data.augment: without it the two views are one")
-            if self.eval.labelled or self.eval.retrieval:
+            if self.eval.sets:
                 raise ValueError("model.two_views trains no text tower, so there is nothing to evaluate by text")
         if self.optim.warmup_steps + self.optim.cooldown_steps > self.num_steps:
             raise ValueError(

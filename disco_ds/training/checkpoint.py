@@ -42,7 +42,7 @@ OWN = re.compile(r"rank_\d+\.pt")
 MAY_CHANGE = {"workers", "prefetch", "timeout_s", "max_broken", "shards", "manifest", "remote", "options"}
 """Data settings that change neither a sample nor its place; sources are compared by their fingerprints instead."""
 
-MODEL_MAY_CHANGE = {"name", "pretrained", "activation_checkpointing", "compile"}
+MODEL_MAY_CHANGE = {"name", "pretrained", "pretrained_image", "activation_checkpointing", "compile"}
 """The name is compared by what it stands for; the weights come from the checkpoint."""
 
 TRAVEL = ("overlap_comm", "reduce_bucket_size")
@@ -50,6 +50,9 @@ TRAVEL = ("overlap_comm", "reduce_bucket_size")
 
 FORMER_DEFAULTS = {"loss.name": "disco"}
 """Former defaults of settings, which an older run has if its recipe left the setting out."""
+
+LATER_DEFAULTS = {"model.unlocked_layers": 0, "model.quick_gelu": False}
+"""Settings that older checkpoints do not have, and the values by which a run does what it did before."""
 
 _REBUILD = numpy.empty(0).__reduce__()[0]
 _NUMPY: list[Any] = [numpy.ndarray, numpy.dtype, type(numpy.dtype("uint32"))]
@@ -309,7 +312,8 @@ def _differences(key: str, saved: Any, now: Any) -> list[str]:
         keys = sorted(set(saved) | set(now))
         return [line for part in keys for line in _differences(f"{key}.{part}", saved.get(part), now.get(part))]
     # JSON turns tuples into lists; compare as JSON would.
-    if json.loads(json.dumps(saved)) == json.loads(json.dumps(now)):
+    before = LATER_DEFAULTS.get(key) if saved is None else saved
+    if json.loads(json.dumps(before)) == json.loads(json.dumps(now)):
         return []
     hint = ""
     if key in FORMER_DEFAULTS and saved == FORMER_DEFAULTS[key]:
