@@ -207,8 +207,9 @@ def evaluation_settings(
         for keys, value in split_overrides(given):
             assign(tree, keys, value)
         config = check_config(tree, "the overrides")
-    if not config.eval.labelled and not config.eval.retrieval:
-        raise ValueError("nothing to evaluate on: add eval.labelled.NAME=FOLDER or eval.retrieval.NAME=FOLDER")
+    if not config.eval.sets:
+        kinds = ", ".join(f"eval.{kind}.NAME=FOLDER" for kind in ("labelled", "retrieval", "validation"))
+        raise ValueError(f"nothing to evaluate on: add one of {kinds}")
     return config
 
 

@@ -93,7 +93,8 @@ def check_other_hosts(config: Config) -> Iterator[Line]:
 
 def shrink(config: Config, ranks: int) -> Config:
     """The run with a small model and at most four small micro-batches. Raises: ValueError, see num_micro_batches."""
-    small = {"name": str(Path(__file__).with_name("small_model.json")), "pretrained": None, "patch_dropout": None}
+    small: dict[str, Any] = {"name": str(Path(__file__).with_name("small_model.json")), "options": {}}
+    small |= dict.fromkeys(("factory", "pretrained", "pretrained_image", "image_size", "patch_dropout"))
     changes = {
         "model": config.model.model_copy(update={**small, "compile": False}),
         "optim": OptimSettings(name="sgd", momentum=0.0, weight_decay=0.0),

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from disco_ds.cli.messages import fail_rank, set_up_logging
+from disco_ds.config.ds_config import precision
 from disco_ds.distributed.slurm import adopt_slurm
 from disco_ds.distributed.watchdog import die_with_launcher
 from disco_ds.eval import Result, describe
@@ -28,6 +29,8 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         return fail_rank(error, 2, speaks=first)
     die_with_launcher()
+    if first and (kind := precision(config.deepspeed)) != "fp32":
+        print(f"Evaluated in fp32. The run's own figures are in {kind}, so the last digits may differ.", flush=True)
 
     def publish(results: list[Result]) -> None:
         if first:

@@ -16,65 +16,14 @@ import yaml
 from pydantic import Field, model_validator
 
 from disco_ds.config.data import MAX_SECONDS, AugmentSettings, DataSettings, Pixels, Settings
+from disco_ds.config.model import ModelSettings
 from disco_ds.config.optim import OptimSettings, TowerOptimSettings
-from disco_ds.config.own_code import PATTERN
 from disco_ds.config.recipe_yaml import Dumper
 from disco_ds.config.templates import check_template
 
 PACKAGE = Path(__file__).parents[1]
 BASE_BATCH = 32_768
 """The batch that `optim.base_lr` is stated for (DisCo-CLIP, section 5.1)."""
-
-
-class ModelSettings(Settings):
-    """The open_clip model that is trained."""
-
-    name: str = "ViT-B-32"
-    """An open_clip model name, a path of a model config (.json), or the name of one in disco_ds/assets/models."""
-    factory: str | None = Field(None, pattern=rf"^{PATTERN}$")
-    """`package.module:function` that returns a disco_ds.TwoTowers, in place of open_clip's model: docs/own_model.md."""
-    options: dict[str, Any] = Field({})
-    """Keyword arguments of model.factory."""
-    pretrained: Path | None = None
-    """Local weights (.pt, .bin, .safetensors) that open_clip can load."""
-    lock_image: bool = False
-    """Freeze the image tower (LiT)."""
-    lock_text: bool = False
-    """Freeze the text tower."""
-    two_views: bool = False
-    """Self-supervised: pairs are two augmentations of one image, both through the image tower (DisCo-CLIP, 4.1)."""
-    activation_checkpointing: bool = False
-    """Recompute the blocks' activations in backward."""
-    patch_dropout: float | None = Field(None, ge=0, lt=1)
-    """Fraction of image patches dropped in training (FLIP); None: as the model's config says."""
-    compile: bool = False
-    """torch.compile both towers; refused where a forward is repeated and draws random numbers."""
-    token_embedding_std: float | None = Field(None, gt=0)
-    """Initial standard deviation of the token embedding; None: open_clip's 0.02."""
-    max_scale: float = Field(100.0, gt=0, le=1e6)
-    """Upper bound of the logit scale exp(t), held after every step."""
-
-    @property
-    def label(self) -> str:
-        """What messages call the model."""
-        return self.factory or self.name
-
-    @model_validator(mode="after")
-    def _own(self) -> ModelSettings:
-        fields = ("name", "pretrained", "patch_dropout", "token_embedding_std") if self.factory else ("options",)
-        for name in fields:
-            if getattr(self, name) != ModelSettings.model_fields[name].default:
-                why = "the function builds the model itself" if self.factory else "there is no model.factory"
-                raise ValueError(f"leave out model.{name}: {why}")
-        return self
-
-    @model_validator(mode="after")
-    def _one_tower_trains(self) -> ModelSettings:
-        if self.two_views and (self.lock_image or self.lock_text):
-            raise ValueError("model.two_views trains the image tower and leaves the text tower out: lock neither")
-        if self.lock_image and self.lock_text:
-            raise ValueError("model.lock_image and model.lock_text are both true: nothing is left to train")
-        return self
 
 
 class LossSettings(Settings):
@@ -155,8 +104,17 @@ class EvalSettings(Settings):
     shards take the label alone, clip_benchmark's layout its own file, folders the 80."""
     retrieval: dict[str, str] = Field({})
     """Name -> captioned images to find by text and the other way round: shards, or clip_benchmark's layout."""
+    validation: dict[str, str] = Field({})
+    """Name -> held-out pairs to compute the contrastive loss on: shards, or clip_benchmark's layout."""
+    validation_batch: int = Field(1024, gt=1)
+    """Pairs among which the validation loss is computed; it is named with the figures, which depend on it."""
     caption_key: str = "{txt}"
-    """Template of a sample's captions in shards, one per line."""
+    """Template of a sample's captions in shards, one per line; the validation loss takes the first."""
+
+    @property
+    def sets(self) -> list[str]:
+        """What all sets are loaded from."""
+        return [*self.labelled.values(), *self.retrieval.values(), *self.validation.values()]
 
     @model_validator(mode="after")
     def _sets(self) -> EvalSettings:
@@ -226,12 +184,13 @@ class Config(Settings):
                 "other ranks give up before the silent worker is named"
             )
         for side, locked in (("image", self.model.lock_image), ("text", self.model.lock_text or self.model.two_views)):
-            if locked and getattr(self.optim, side) != TowerOptimSettings():
+            frozen = locked and not self.model.unlocked_layers
+            if frozen and getattr(self.optim, side) != TowerOptimSettings():
                 raise ValueError(f"optim.{side} is of a tower that is not trained; leave it out")
         if self.model.two_views:
             if self.data.augment == AugmentSettings():
                 raise ValueError("model.two_views needs data.augment: without it the two views are one")
-            if self.eval.labelled or self.eval.retrieval:
+            if self.eval.sets:
                 raise ValueError("model.two_views trains no text tower, so there is nothing to evaluate by text")
         return self
 

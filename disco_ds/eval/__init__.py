@@ -2,6 +2,7 @@
 
 sets        what to evaluate on            zero_shot   accuracy on a set with labels
 encode      features of images and texts   retrieval   recall on a set with captions
+                                           validation  loss on held-out pairs
 """
 
 from __future__ import annotations
@@ -15,11 +16,23 @@ from disco_ds.data import ImageSpec
 from disco_ds.eval.encode import Tokenize
 from disco_ds.eval.retrieval import Recall, retrieve
 from disco_ds.eval.sets import ImageSet, load_sets
+from disco_ds.eval.validation import Validation, validate
 from disco_ds.eval.zero_shot import Accuracy, Example, classify
 
-__all__ = ["Accuracy", "Example", "ImageSet", "Recall", "Result", "describe", "evaluate_sets", "load_sets", "record"]
+__all__ = [
+    "Accuracy",
+    "Example",
+    "ImageSet",
+    "Recall",
+    "Result",
+    "Validation",
+    "describe",
+    "evaluate_sets",
+    "load_sets",
+    "record",
+]
 
-Result = Accuracy | Recall
+Result = Accuracy | Recall | Validation
 
 
 def evaluate_sets(
@@ -33,7 +46,10 @@ def evaluate_sets(
     """
     training = model.training
     model.eval()
-    results = [(classify if item.classes else retrieve)(model, item, spec, tokenize, chunk) for item in sets]
+    results: list[Result] = []
+    for item in sets:
+        evaluate = classify if item.classes else validate if item.batch else retrieve
+        results.append(evaluate(model, item, spec, tokenize, chunk))
     model.train(training)
     return results
 

@@ -11,6 +11,8 @@ Everything is checked when a run starts, so that no mistake is found only after 
 from __future__ import annotations
 
 import json
+import logging
+import re
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +29,7 @@ from disco_ds.data import (
     sort_labels,
 )
 
+logger = logging.getLogger(__name__)
 PLAIN = ("{}",)
 _IMAGENET = "imagenet"
 
@@ -45,6 +48,8 @@ class ImageSet:
     """Label -> class name; empty for a set with captions."""
     templates: tuple[str, ...] = PLAIN
     """Prompts, with {c} or {} in place of the class name."""
+    batch: int = 0
+    """Pairs of a batch of the validation loss; 0: another evaluation."""
 
 
 def load_sets(settings: EvalSettings, data: DataSettings) -> list[ImageSet]:
@@ -53,7 +58,13 @@ def load_sets(settings: EvalSettings, data: DataSettings) -> list[ImageSet]:
     Raises: ValueError for a set that is missing, empty or of another kind, and for labels without a class name.
     """
     labelled = [_load_labelled(name, shards, settings, data) for name, shards in settings.labelled.items()]
-    return [*labelled, *(_load_captioned(name, shards, settings, data) for name, shards in settings.retrieval.items())]
+    captioned = [
+        _load_captioned("retrieval", name, shards, settings, data) for name, shards in settings.retrieval.items()
+    ]
+    pairs = [
+        _load_captioned("validation", name, shards, settings, data) for name, shards in settings.validation.items()
+    ]
+    return [*labelled, *captioned, *(replace(item, batch=settings.validation_batch) for item in pairs)]
 
 
 def _load_labelled(name: str, shards: str, settings: EvalSettings, data: DataSettings) -> ImageSet:
@@ -77,8 +88,8 @@ def _load_labelled(name: str, shards: str, settings: EvalSettings, data: DataSet
     return replace(images, classes=classes, templates=PLAIN if plain else read_templates(wanted))
 
 
-def _load_captioned(name: str, shards: str, settings: EvalSettings, data: DataSettings) -> ImageSet:
-    where, folder = f"eval.retrieval.{name}", resolve_shards(shards)
+def _load_captioned(kind: str, name: str, shards: str, settings: EvalSettings, data: DataSettings) -> ImageSet:
+    where, folder = f"eval.{kind}.{name}", resolve_shards(shards)
     images = _open(name, where, folder, "retrieval", data, settings.caption_key)
     if isinstance(images.source, ImageFolder):
         raise ValueError(f"{where}: {folder} holds no .tar shards; captions come from shards")
@@ -158,7 +169,10 @@ def read_classes(path: Path, labels: Collection[str]) -> dict[str, str]:
 
 
 def _imagenet_classes(where: str, labels: list[str]) -> dict[str, str]:
-    """open_clip's names of ImageNet's classes, for some or all wnids, or for the numbers 0 to 999."""
+    """open_clip's names of ImageNet's classes, for some or all wnids, or for 0 to 999. Other names are their own.
+
+    Raises: ValueError for other numbers and wnids.
+    """
     from open_clip import IMAGENET_CLASSNAMES
     from timm.data import ImageNetInfo
 
@@ -168,6 +182,11 @@ def _imagenet_classes(where: str, labels: list[str]) -> dict[str, str]:
     if set(labels) <= set(wnids) or set(labels) == set(numbers):
         keys = numbers if "0" in labels else wnids
         return {key: name for key, name in zip(keys, IMAGENET_CLASSNAMES, strict=True) if key in set(labels)}
+    if not all(re.fullmatch(r"\d+|n\d{8}", label) for label in labels):
+        logger.warning(
+            "%s: the names of the sub-folders (%s ... %s) are taken as classes", where, labels[0], labels[-1]
+        )
+        return {label: label.replace("_", " ") for label in labels}
     raise ValueError(
         f"{where}: the sub-folders ({labels[0]} ... {labels[-1]}) are neither wnids of ImageNet-1k nor 0 to 999, so "
         f"their class names are not known; name a file that has them: {where.replace('labelled', 'classes')}=FILE"

@@ -32,6 +32,8 @@ class LogPoint:
     """Norm of the whole gradient before clipping; None if a loss scaler skipped the step."""
     index: Tensor
     """Sample ids of this rank."""
+    bias: Tensor | None = None
+    """[1], the bias the loss was computed with; None: the model has none."""
     broken: int = 0
     """Samples that this rank has skipped so far."""
     skipped: int = 0
@@ -88,6 +90,7 @@ FIGURES = (
     Figure("i2t_accuracy", show="i2t {:.1%}".format),
     Figure("t2i_accuracy", show="t2i {:.1%}".format),
     Figure("scale", lambda now, since: now.scale.item(), show="scale {:.2f}".format, curve="logit scale"),
+    Figure("bias", lambda now, since: None if now.bias is None else now.bias.item(), if_known=True),
     Figure("lr", lambda now, since: now.lr, show="lr {:.2e}".format, curve="learning rate"),
     Figure(
         "grad_norm",

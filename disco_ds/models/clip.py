@@ -25,6 +25,7 @@ from disco_ds.config import PACKAGE, ModelSettings
 from disco_ds.config.hints import did_you_mean
 from disco_ds.config.own_code import find_own
 from disco_ds.models import convnet  # noqa: F401  (registers disco_convnet with timm)
+from disco_ds.models.pretrained import TIMM, find_weights, load_image_tower, read_overrides
 from disco_ds.models.two_towers import TwoTowers, build_two_towers
 
 logger = logging.getLogger(__name__)
@@ -80,13 +81,17 @@ def build_model(
 def _create(settings: ModelSettings, initial_scale: float, initial_bias: float | None) -> nn.Module:
     """open_clip's model, as open_clip builds it. Raises: ValueError."""
     name = register_config(settings.name)
-    check_pretrained(settings)
+    weights = find_weights(name, settings)
     try:
         logging.disable(logging.WARNING)  # open_clip warns of random weights, with which training begins
         model = open_clip.create_model(
             name,
-            pretrained=str(settings.pretrained) if settings.pretrained is not None else None,
+            pretrained=weights,
+            pretrained_image=str(settings.pretrained_image) == TIMM,
+            force_quick_gelu=settings.quick_gelu,
             force_patch_dropout=settings.patch_dropout,
+            force_image_size=settings.image_size,
+            force_preprocess_cfg=read_overrides(name, settings),
             output_dict=True,
             nonscalar_logit_scale=True,
             init_logit_scale=math.log(initial_scale),
@@ -101,13 +106,9 @@ def _create(settings: ModelSettings, initial_scale: float, initial_bias: float |
         logging.disable(logging.NOTSET)
     if not isinstance(model, open_clip.CLIP | open_clip.CustomTextCLIP):
         raise ValueError(f"model {settings.name} is a {type(model).__name__}; disco_ds trains two-tower CLIP models")
+    if settings.pretrained_image is not None and str(settings.pretrained_image) != TIMM:
+        load_image_tower(model, settings.pretrained_image)
     return model
-
-
-def check_pretrained(settings: ModelSettings) -> None:
-    """Raises: ValueError for weights that are not there."""
-    if settings.pretrained is not None and not settings.pretrained.is_file():
-        raise ValueError(f"model.pretrained: no file {settings.pretrained}; only local weights are loaded")
 
 
 def forward(model: Any, image: Tensor | None = None, text: Tensor | None = None) -> Features:
@@ -179,11 +180,17 @@ def read_preprocessing(model: nn.Module) -> Preprocessing:
 
 
 def read_architecture(settings: ModelSettings) -> dict[str, Any]:
-    """open_clip's config of the model, which its name stands for; of the user's own, the function and its options."""
+    """open_clip's config of the model, with the size and activation of the settings.
+
+    Of the user's own model it is the function and its options.
+    """
     if settings.factory:
         find_own(settings.factory, settings.options)
         return {"factory": settings.factory, "options": settings.options}
-    return open_clip.get_model_config(register_config(settings.name))
+    config = open_clip.get_model_config(register_config(settings.name))
+    if settings.image_size is not None:
+        config["vision_cfg"]["image_size"] = settings.image_size
+    return config | {"quick_gelu": True} if settings.quick_gelu else config
 
 
 def read_text_size(model: Any) -> tuple[int, int]:
@@ -246,10 +253,13 @@ def _text_tower(model: Any) -> Any:
 
 
 def _lock(model: Any, settings: ModelSettings, learns_scale: bool) -> None:
-    if settings.lock_image:
-        model.lock_image_tower(freeze_bn_stats=True)
-    if settings.lock_text or settings.two_views:
-        model.lock_text_tower()
+    try:
+        if settings.lock_image:
+            model.lock_image_tower(unlocked_groups=settings.unlocked_layers, freeze_bn_stats=True)
+        if settings.lock_text or settings.two_views:
+            model.lock_text_tower(settings.unlocked_layers)
+    except (AssertionError, KeyError) as error:  # of a tower whose layers open_clip, or timm, cannot tell apart
+        raise ValueError(f"model.unlocked_layers={settings.unlocked_layers}: {settings.name}: {error}") from None
     model.logit_scale.requires_grad_(learns_scale)
 
 

@@ -62,7 +62,7 @@ class TwoTowers(nn.Module):
     def lock_image_tower(self, **_: Any) -> None:
         self.visual.requires_grad_(False)
 
-    def lock_text_tower(self) -> None:
+    def lock_text_tower(self, *_: Any) -> None:
         self.text.requires_grad_(False)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:

@@ -135,7 +135,7 @@ def prepare_model(config: Config) -> nn.Module:
     """The recipe's model with random weights, in training mode and the run's dtype, with its gradients allocated."""
     loss = build_loss(config.loss.name, **config.loss.options)
     # The origin of the weights makes no difference, and a compiled model cannot be traced.
-    settings = config.model.model_copy(update={"pretrained": None, "compile": False})
+    settings = config.model.model_copy(update={"pretrained": None, "pretrained_image": None, "compile": False})
     before = torch.get_default_dtype()
     # By the default dtype, as fake parameters cannot be cast in place.
     torch.set_default_dtype(DTYPES[precision(config.deepspeed)])

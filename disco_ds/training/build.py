@@ -46,13 +46,14 @@ from disco_ds.metrics.run_folder import CONFIG, FINISHED, RunFolder, find_run_fo
 from disco_ds.models.clip import (
     build_model,
     build_tokenizer,
-    check_pretrained,
     read_architecture,
     read_preprocessing,
     read_text_size,
+    register_config,
 )
 from disco_ds.models.compile_check import check_compiled
 from disco_ds.models.flops import peak_samples_per_s
+from disco_ds.models.pretrained import download_weights, find_weights, read_overrides, warn_of_random_tower
 from disco_ds.training import checkpoint
 from disco_ds.training.changes import refuse_unchangeable
 from disco_ds.training.checkpoint import Saved
@@ -156,10 +157,9 @@ def check_without_data(config: Config) -> None:
     Raises: ValueError, as the start would.
     """
     make_loss(config)
-    read_architecture(config.model)
-    check_pretrained(config.model)
-    sets = [*config.eval.labelled.values(), *config.eval.retrieval.values()]
-    for text in (*(part.shards for part in config.data.parts), *sets):
+    find_weights(register_config(config.model.name), config.model)
+    warn_of_random_tower(config.model)
+    for text in (*(part.shards for part in config.data.parts), *config.eval.sets):
         if text is not None:
             refuse_remote(text, config.data.remote)
 
@@ -188,6 +188,13 @@ def open_sources(config: Config) -> tuple[list[Source], list[ImageSet]]:
 def build_towers(config: Config, loss: Loss) -> tuple[nn.Module, Any, ImageSpec]:
     """Build the model, equal on every rank, its tokenizer, and the description of its images. Collective."""
     with comm.all_or_none("model"):
+        name = register_config(config.model.name)
+        find_weights(name, config.model)
+        if os.environ["LOCAL_RANK"] == "0":  # the other ranks of the host then find the files
+            download_weights(name, config.model)
+    if comm.rank() == 0:
+        warn_of_random_tower(config.model)
+    with comm.all_or_none("model"):
         set_random_seed(config.seed)
         model = build_model(config.model, loss.initial_scale, loss.initial_bias, loss.learns_scale)
         check_compiled(config, model, comm.size())
@@ -204,8 +211,11 @@ def identify(config: Config, sources: list[Source]) -> dict[str, Any]:
     # Synthetic data are identified by data.num_samples, which is one of the settings compared.
     data = "synthetic" if config.data.source == "synthetic" else fingerprint(config.data, sources)
     found = checkpoint.identity(config, data, read_architecture(config.model))
+    if preprocess := read_overrides(register_config(config.model.name), config.model):
+        found["model.preprocess"] = preprocess  # export and evaluation read it, when the weights' folder may be gone
     # Paths agree by now, but a path may name another file on each host.
-    check_agreement({key: found[key] for key in ("data.shards", "model.config")}, SAME_FILES)
+    same = ("data.shards", "model.config", "model.preprocess")
+    check_agreement({key: found.get(key) for key in same}, SAME_FILES)
     return found
 
 

@@ -12,6 +12,9 @@ from disco_ds.config.renamed import translate_renamed
 FORMER_DEFAULTS = {"loss.name": "disco"}
 """Former defaults of settings, which an older run has if its recipe left the setting out."""
 
+LATER_DEFAULTS = {"model.unlocked_layers": 0, "model.quick_gelu": False}
+"""Settings that older checkpoints do not have, and the values by which a run does what it did before."""
+
 MAY_BE_ALLOWED = {
     *(f"optim.{name}" for name in OptimSettings.model_fields if name not in ("name", "image", "text")),
     *(f"data.{name}" for name in ("augment", "captions", "crop_ratio", "crop_scale")),
@@ -67,7 +70,8 @@ def _differences(key: str, saved: Any, now: Any) -> list[Change]:
         keys = sorted(set(saved) | set(now))
         return [change for part in keys for change in _differences(f"{key}.{part}", saved.get(part), now.get(part))]
     # JSON turns tuples into lists; compare as JSON would.
-    return [] if json.loads(json.dumps(saved)) == json.loads(json.dumps(now)) else [Change(key, saved, now)]
+    before = LATER_DEFAULTS.get(key) if saved is None else saved
+    return [] if json.loads(json.dumps(before)) == json.loads(json.dumps(now)) else [Change(key, saved, now)]
 
 
 def _is_within(name: str, settings: Iterable[str]) -> bool:

@@ -41,7 +41,15 @@ OWN = re.compile(r"rank_\d+\.pt")
 MAY_CHANGE = {"workers", "prefetch", "timeout_s", "patience_s", "max_broken", "shards", "manifest", "remote", "options"}
 """Data settings that change neither a sample nor its place; sources are compared by their fingerprints instead."""
 
-MODEL_MAY_CHANGE = {"name", "factory", "options", "pretrained", "activation_checkpointing", "compile"}
+MODEL_MAY_CHANGE = {
+    "name",
+    "factory",
+    "options",
+    "pretrained",
+    "pretrained_image",
+    "activation_checkpointing",
+    "compile",
+}
 """Name and factory are compared by what they stand for; the weights come from the checkpoint."""
 
 TRAVEL = ("overlap_comm", "reduce_bucket_size")

@@ -179,6 +179,7 @@ def log(run: Run, done: int, lr: float, out: StepOutput, data: StepData) -> None
         step=done,
         metrics=out.metrics,
         scale=out.scale,
+        bias=out.bias,
         lr=lr,
         grad_norm=out.grad_norm,
         index=torch.cat(data.index),

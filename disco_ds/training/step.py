@@ -29,6 +29,8 @@ class StepOutput:
     """[1], the scale the loss was computed with."""
     grad_norm: Tensor | None
     """Norm of the whole gradient before clipping; None if a loss scaler skipped the step."""
+    bias: Tensor | None = None
+    """[1], the bias the loss was computed with; None: the model has none."""
 
 
 def train_step(
@@ -57,7 +59,7 @@ def train_step(
     update = partial(backward_and_step, engine)
     done = accumulate(Forward(engine, prepare), loss, micro_batches, update, agree_and_set_rates, timer)
     clamp_scale(engine, max_scale)
-    return StepOutput(done.out.metrics, done.embeddings.scale.detach(), done.result)
+    return StepOutput(done.out.metrics, done.embeddings.scale.detach(), done.result, done.embeddings.bias)
 
 
 class Forward:

@@ -128,7 +128,9 @@ def _read_checkpoint(path: Path) -> Weights:
         older = find_older(path)
         remedy = f"the one before it is {older}" if older else "the run has no older complete checkpoint"
         raise ValueError(f"{error}; {remedy}") from None
-    return _assemble(path, load_config(recipe).model.label, saved.meta["identity"]["model.config"], {}, tensors)
+    same = saved.meta["identity"]
+    preprocess = same.get("model.preprocess", {})
+    return _assemble(path, load_config(recipe).model.label, same["model.config"], preprocess, tensors)
 
 
 def _read_folder(path: Path) -> Weights:

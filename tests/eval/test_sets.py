@@ -130,8 +130,8 @@ def test_folders_that_are_no_set_are_refused(tmp_path: Path) -> None:
     refused(tmp_path, "no sub-folders", "sub-folder per class")
     (tmp_path / "empty" / "n01440764").mkdir(parents=True)
     refused(tmp_path / "empty", "1 sub-folders without an image")
-    refused(make_folder(tmp_path / "words", ["cat", "dog"]), "neither wnids", "eval.classes.x=FILE")
-    refused(make_folder(tmp_path / "few", ["0", "1"]), "neither wnids")
+    refused(make_folder(tmp_path / "few", ["0", "1"]), "neither wnids", "eval.classes.x=FILE")
+    refused(make_folder(tmp_path / "wnids", ["n01440764", "n99999999"]), "neither wnids")
     refused(tmp_path / "few", "eval.templates: there is no labelled set y; eval.labelled has x", templates={"y": "f"})
     with pytest.raises(ValueError, match=r"holds no \.tar shards"):
         load_sets(EvalSettings(retrieval={"x": str(tmp_path / "few")}), DATA)

@@ -46,6 +46,14 @@ def write(folder: Path, lines: list[str]) -> None:
     (folder / METRICS_FILE).write_text("".join(lines))
 
 
+def test_a_bias_is_recorded_where_the_model_has_one(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path, None, 4, 2)
+    metrics.log(point(1, torch.arange(4)))
+    metrics.log(point(2, torch.arange(4), bias=torch.tensor([-9.5])))
+    metrics.close()
+    assert [record.get("bias", "none") for record in read(tmp_path)] == ["none", -9.5]
+
+
 def test_digest_same_ids_in_any_order_and_split_is_the_same() -> None:
     ids = torch.randint(0, 2**40, (1000,), generator=torch.Generator().manual_seed(0))
     whole = digest(ids)

@@ -317,7 +317,7 @@ def test_pretrained_weights_are_loaded_over_every_option(scalar: bool, tiny: str
 
 def test_pretrained_missing_file_is_named(tiny: str, tmp_path: Path) -> None:
     for value in (tmp_path / "missing.pt", tmp_path, Path("laion2b_s34b_b79k")):
-        with pytest.raises(ValueError, match=f"model.pretrained: no file {value}; only local weights"):
+        with pytest.raises(ValueError, match=f"model.pretrained: no file {value}, no folder with weights"):
             build(tiny, pretrained=value)
 
 

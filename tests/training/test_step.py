@@ -145,6 +145,9 @@ def test_step_equals_single_process_in_four_micro_batches(tmp_path):
         (checkpointed, {"model__activation_checkpointing": True}),
         (locked, {"model__lock_image": True}),
         (locked, {"model__lock_text": True}),
+        # Partly trained towers are trained ones, of which a part has no gradient.
+        (locked, {"model__lock_image": True, "model__unlocked_layers": 2, "model__activation_checkpointing": True}),
+        (locked[:1], {"model__lock_text": True, "model__unlocked_layers": 1}),
         ([("fp32", stage, 8, True, loss) for stage, loss in zip((1, 3, 2, 0), OTHER_LOSSES, strict=True)], {}),
         (
             [("fp32", stage, 2, False, "nt_xent") for stage in range(4)],

@@ -1,0 +1,72 @@
+"""The validation loss of all ranks is that of a plain loop; sub-folders named after their classes work as they are."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from torch.nn import functional as F
+
+from disco_ds.config import DataSettings, EvalSettings, ModelSettings
+from disco_ds.data import ImageSpec, load_manifest, read_all, resolve_shards
+from disco_ds.eval import Validation, evaluate_sets, load_sets, record
+from disco_ds.models.clip import build_model, build_tokenizer
+from helpers.dist import run_ranks
+from helpers.towers import BPE_SIZE, IMAGE_SIZE, write_tiny
+
+SHARDS, CAPTION = "bundled:emoji/unseen", "{json[caption]}"
+DATA = DataSettings(shards=SHARDS, image_key="png")
+
+
+def losses(model_file: str, batch: int) -> tuple[Validation, list[float]]:
+    """By all ranks, and by a plain loop over whole batches on every rank: loss, accuracy i2t and t2i."""
+    torch.manual_seed(0)
+    settings = ModelSettings(name=model_file, token_embedding_std=1.0)
+    model = build_model(settings, initial_scale=20.0).eval()
+    tokenize, spec = build_tokenizer(settings, model), ImageSpec((IMAGE_SIZE, IMAGE_SIZE))
+    sets = EvalSettings(validation={"pairs": SHARDS}, validation_batch=batch, caption_key=CAPTION)
+    (found,) = evaluate_sets(model, load_sets(sets, DATA), spec, tokenize, 16)
+    assert isinstance(found, Validation)
+    samples = list(read_all(load_manifest(resolve_shards(SHARDS)), DATA, spec, 0, 1, CAPTION))
+    total, hits, num = 0.0, [0, 0], 0
+    with torch.no_grad():
+        for start in range(0, len(samples) - min(batch, len(samples)) + 1, batch):
+            part = samples[start : start + batch]
+            image = model(image=torch.stack([picture for picture, _, _ in part]))[0].double()
+            text = model(text=tokenize([caption for _, caption, _ in part]))[1].double()
+            logits, labels = 20 * image @ text.T, torch.arange(len(part))
+            total += len(part) * float(F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+            for way, side in enumerate((logits, logits.T)):
+                hits[way] += int((side.argmax(dim=1) == labels).sum())
+            num += len(part)
+    assert found.num_pairs == num
+    return found, [total / num, hits[0] / num, hits[1] / num]
+
+
+SLOW = [pytest.param(1, 40, marks=pytest.mark.slow), pytest.param(2, 4096, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("size", "batch"), [(3, 40), *SLOW])
+def test_validation_loss_is_that_of_a_plain_loop_at_any_number_of_ranks(size: int, batch: int, tmp_path: Path) -> None:
+    for found, plain in run_ranks(losses, size, write_tiny(tmp_path, BPE_SIZE), batch):
+        assert [found.loss, found.i2t, found.t2i] == pytest.approx(plain, rel=1e-5)
+        named = min(batch, found.num_pairs)
+        assert record([found]) == {
+            f"eval/pairs_{kind}_at_{named}": getattr(found, kind) for kind in ("loss", "i2t", "t2i")
+        }
+        assert found.num_broken == 0
+
+
+def test_sub_folders_named_after_their_classes_are_taken_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("tabby_cat", "dog"):
+        (tmp_path / name).mkdir()
+        Image.new("RGB", (8, 8)).save(tmp_path / name / "0.png")
+    with caplog.at_level(logging.WARNING):
+        (found,) = load_sets(EvalSettings(labelled={"pets": str(tmp_path)}), DATA)
+    assert found.classes == {"dog": "dog", "tabby_cat": "tabby cat"}
+    assert "eval.labelled.pets: the names of the sub-folders (dog ... tabby_cat) are taken as classes" in caplog.text
