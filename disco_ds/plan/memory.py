@@ -71,7 +71,12 @@ def plan_memory(config: Config, ranks: int, towers: Towers, assumed: Assumptions
         moment["loss"] = moment.get("loss", 0) + (0 if cost.state_on_host else cost.state)
         moment["slack"] = int(assumed.slack * sum(moment.values()) + assumed.context_gib * GIB)
     ordered = {name: {part: moment.get(part, 0) for part in PARTS} for name, moment in moments.items()}
-    return Memory(ordered, _host(config, b, towers, cost, assumed.image_bytes) | host)
+    host |= _host(config, b, towers, cost, assumed.image_bytes)
+    if config.checkpoint.asynchronous:
+        host["checkpoint, copied"] = (
+            _copied(config, ds_config, ranks, towers, min(ranks, assumed.per_host)) + cost.state
+        )
+    return Memory(ordered, host)
 
 
 def known_samples(config: Config, given: int | None) -> int:
@@ -93,7 +98,7 @@ def _states(
     e, K = DTYPES[precision(ds_config)].itemsize, config.num_micro_batches(N)
     P, F = towers.trained, towers.frozen
     share = -(-P // N)  # elements of the trained parameters whose states this rank keeps
-    numbers = {"adamw": 2, "lamb": 2, "lion": 1, "sgd": int(config.optim.momentum > 0)}[config.optim.name]
+    numbers = _count_moments(config)
     offloads = [_offloads(part) for part in (zero.offload_optimizer, zero.offload_param)]
     # In fp32: the optimizer's numbers of each element, and at ZeRO 1 to 3 a master copy of the parameters.
     states = 4 * share * (1 + numbers) if level else 4 * P * numbers
@@ -135,6 +140,22 @@ def _states(
         "update": common | {"communication": always + update, "gradients": left},
     }
     return moments, host
+
+
+def _count_moments(config: Config) -> int:
+    """Numbers that the optimizer keeps of each element."""
+    return {"adamw": 2, "lamb": 2, "lion": 1, "sgd": int(config.optim.momentum > 0)}[config.optim.name]
+
+
+def _copied(config: Config, ds_config: dict[str, Any], N: int, towers: Towers, per_host: int) -> int:
+    """Bytes of one rank's part of a checkpoint, but for the loss's state; rank 0's own part is spread over its host."""
+    level, e, P, F = stage(ds_config), DTYPES[precision(ds_config)].itemsize, towers.trained, towers.frozen
+    moments = _count_moments(config)
+    if level == 0:
+        return ((P + F) * e + 4 * P * moments) // per_host
+    # The master copy and the optimizer's numbers of its share; at ZeRO 1 and 2 rank 0 has the model too.
+    own = 4 * -(-P // N) * (1 + moments)
+    return own + (-(-F // N) * e if level == 3 else (P + F) * e // per_host)
 
 
 def _offloads(settings: Any) -> bool:

@@ -53,12 +53,14 @@ from disco_ds.models.clip import (
 from disco_ds.models.compile_check import check_compiled
 from disco_ds.models.flops import peak_samples_per_s
 from disco_ds.training import checkpoint
+from disco_ds.training.background_save import HostCopy, Save
 from disco_ds.training.checkpoint import Saved
 from disco_ds.training.copies import Copies
 from disco_ds.training.engine import Engine, build_engine
 from disco_ds.training.resume import choose, restore, set_newer_aside
 
 logger = logging.getLogger(__name__)
+ABANDON_S = 10.0
 SAME_FILES = "their files differ: every host needs the same shards, manifest, csv and model config"
 
 
@@ -81,6 +83,10 @@ class Run:
     first_step: int
     heart: Heartbeat
     copies: Copies | None
+    host_copy: HostCopy | None
+    """Where a state is copied to that is written beside the training."""
+    saving: Save | None = None
+    """The save in flight, the same on every rank."""
     failed_saves: int = 0
     """Saves that have failed in a row."""
 
@@ -116,7 +122,7 @@ def build(config: Config, resume: str | None, stack: ExitStack, unattended: bool
     write_events = engine.monitor.write_events
     metrics = Metrics(folder, write_events, config.global_batch, config.num_steps, first_step, best_pace)
     stack.callback(metrics.close)
-    return Run(
+    run = Run(
         config=config,
         folder=folder,
         engine=engine,
@@ -131,7 +137,19 @@ def build(config: Config, resume: str | None, stack: ExitStack, unattended: bool
         first_step=first_step,
         heart=heart,
         copies=start_copies(config, folder, stack),
+        host_copy=HostCopy() if config.checkpoint.asynchronous else None,
     )
+    run.interrupts.writing = lambda: run.saving is not None and run.saving.writing
+    stack.callback(abandon_save, run)
+    return run
+
+
+def abandon_save(run: Run) -> None:
+    """Wait a little for this rank's writer where the run has ended without its save, and free the host's memory."""
+    if run.saving is not None:
+        run.saving.wait(ABANDON_S)
+    if run.host_copy is not None and not run.interrupts.writing():
+        run.host_copy.close()
 
 
 def check_without_data(config: Config) -> None:

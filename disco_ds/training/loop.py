@@ -84,6 +84,8 @@ def train(run: Run) -> None:
             log(run, done, lr, out, data)
         if run.copies:
             run.copies.poll()
+        if run.saving and run.interrupts.written:
+            finish_save(run)
         every = config.checkpoint.every_steps
         if done == num_steps or run.interrupts.save or (every and done % every == 0):
             save(run, done, last=done == num_steps or run.interrupts.stop)
@@ -121,12 +123,12 @@ def agree(step: int, data: StepData, interrupts: Interrupts, embeddings: Embeddi
     # CUDA copies so few bytes without waiting; flags that were made on the device would have to be waited for.
     flags = flags.to(loss.device, non_blocking=True)
     flags[0] = ~torch.isfinite(loss.detach())
-    not_finite, has_error, save, stop, last, first = comm.all_reduce_max(flags).tolist()
+    not_finite, has_error, save, stop, writing, last, first = comm.all_reduce_max(flags).tolist()
     # The maxima of step and -step give the last and the first step that any rank is at.
     if last != -first:  # a rank has left out a collective, so the others' were matched with its later ones
         places = comm.gather_objects(f"rank {comm.rank()} on {socket.gethostname()}: step {step}")
         raise StopError(f"the ranks are not at one step, so what they trained is not one model: {'; '.join(places)}")
-    interrupts.agree(bool(save), bool(stop))
+    interrupts.agree(bool(save), bool(stop), bool(writing))
     if not (has_error or not_finite):
         return
     finite = all(bool(torch.isfinite(side).all()) for side in (embeddings.image, embeddings.text))
@@ -178,41 +180,74 @@ def prepare(config: Config) -> Callable[[MicroBatch], tuple[Tensor, Tensor, Tens
 
 
 def save(run: Run, step: int, last: bool) -> None:
-    """Write a checkpoint, then remove old ones. Collective.
+    """Save a checkpoint, which is written beside the training unless it is the last one. Collective.
 
     After a failed save, as on a full disk, the run goes on and tries again when the next save is due.
 
     Raises: comm.AgreedError if the last save of the run fails, or too many in a row.
     """
+    start = time.monotonic()
     run.heart.mark(step, "saving")
     run.interrupts.saved()
-    settings = run.config.checkpoint
-    try:
-        path = write_checkpoint(run, step)
-    except comm.AgreedError as error:
-        run.failed_saves += 1
-        remove_old(run, settings.keep_last)
-        if last or run.failed_saves > settings.max_failed:
-            raise
+    if before := run.saving:  # one save at a time
+        finish_save(run)
         if comm.rank() == 0:
-            logger.warning("step %d is not saved: %s; the run goes on and tries again at the next save", step, error)
-        return
-    run.failed_saves = 0
-    if run.copies:
-        run.copies.start(path)
-    remove_old(run, settings.keep_last)
+            text = "step %d waited %.1f s until the save of step %d was written: save less often, or to a faster disk"
+            logger.warning(text, step, time.monotonic() - start, before.step)
+    try:
+        run.saving = begin_save(run, step)
+    except comm.AgreedError as error:
+        note_failed(run, step, last, error)
+    if last or run.host_copy is None:
+        finish_save(run, last)
+    run.metrics.add_save(time.monotonic() - start)
 
 
-def write_checkpoint(run: Run, step: int) -> Path:
-    """Write a checkpoint. Where that fails, remove the oldest one, which it replaces, and try again. Collective."""
+def begin_save(run: Run, step: int) -> checkpoint.Save:
+    """Begin a checkpoint. Where that fails, remove the oldest one, which it replaces, and try again. Collective."""
     meta = {"step": step, "num_steps": run.config.num_steps, "identity": run.identity}
     meta["shape"] = checkpoint.shape(run.config, comm.size())
     while True:
+        data, loss = run.loader.state_dict(), run.loss.state_dict()
         try:
-            return checkpoint.save(run.folder, meta, run.engine, run.loader.state_dict(), run.loss.state_dict())
+            return checkpoint.begin_save(run.folder, meta, run.engine, data, loss, run.host_copy)
         except comm.AgreedError:
             if not remove_old(run, max(run.config.checkpoint.keep_last - 1, 1)):
                 raise
+
+
+def finish_save(run: Run, last: bool = False) -> None:
+    """Wait for the save in flight, complete it, then remove old checkpoints. Collective.
+
+    Where it has failed, remove the oldest one, which it replaces, and write the same state again.
+
+    Raises: see save.
+    """
+    while saving := run.saving:
+        try:
+            path = saving.finish()
+        except comm.AgreedError as error:
+            if remove_old(run, max(run.config.checkpoint.keep_last - 1, 1)):
+                saving.start()
+                continue
+            run.saving = None
+            note_failed(run, saving.step, last, error)
+            return
+        run.saving, run.failed_saves = None, 0
+        if run.copies:
+            run.copies.start(path)
+        remove_old(run, run.config.checkpoint.keep_last)
+
+
+def note_failed(run: Run, step: int, last: bool, error: comm.AgreedError) -> None:
+    """Count a failed save and remove what it has left. Collective. Raises: `error` if the run cannot go on."""
+    settings = run.config.checkpoint
+    run.failed_saves += 1
+    remove_old(run, settings.keep_last)
+    if last or run.failed_saves > settings.max_failed:
+        raise error
+    if comm.rank() == 0:
+        logger.warning("step %d is not saved: %s; the run goes on and tries again at the next save", step, error)
 
 
 def remove_old(run: Run, keep_last: int) -> int:
@@ -222,10 +257,22 @@ def remove_old(run: Run, keep_last: int) -> int:
     """
 
     def remove() -> int:
-        busy = run.copies.busy if run.copies else ()
+        busy = run.copies.busy if run.copies else []
+        if run.saving:
+            busy = [*busy, run.saving.partial]
         return retention.remove_old(run.folder, keep_last, run.config.checkpoint.keep_every_steps, busy)
 
     return comm.from_rank_0("removing old checkpoints", remove)
+
+
+def end_save(run: Run) -> None:
+    """Complete the save in flight of a run that all ranks have agreed to end; a failure is logged. Collective."""
+    run.heart.mark(run.heart.place.step, "saving")
+    try:
+        finish_save(run)
+    except comm.AgreedError as error:
+        if comm.rank() == 0:
+            logger.warning("the save in flight has failed: %s", error)
 
 
 def wait_for_copies(run: Run) -> None:
