@@ -277,7 +277,6 @@ def test_kills_inside_copies_and_writes_change_nothing(tmp_path: Path) -> None:
         for folder in list_complete(run):
             saved = read(folder)
             saved.verify(saved.meta["files"])
-        print(number, cut[-1], list_complete(run)[-1:], flush=True)
     print(f"{KILLS} kills: {cut.count('write')} inside a write, {cut.count('copy')} inside a copy")
     assert {"write", "copy"} <= set(cut), "no kill came in the middle of a save"
     run_ranks(live, 2, path, "cut", None, "nothing", 0, 0.0)
