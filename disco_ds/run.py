@@ -31,7 +31,8 @@ from disco_ds.metrics.run_folder import CONFIG
 from disco_ds.models.clip import build_model, build_tokenizer, read_preprocessing
 from disco_ds.plan.out_of_memory import OutOfMemory, explained
 from disco_ds.training.build import Run, build
-from disco_ds.training.loop import AskedToStopError, StopError, finish, train, wait_for_copies
+from disco_ds.training.loop import AskedToStopError, StopError, finish, train
+from disco_ds.training.saving import end_save, wait_for_copies
 from disco_ds.training.weights import build_from, read_weights
 
 _BARE: dict[str, Any] = {
@@ -133,6 +134,7 @@ def train_session(
             failure = error
             observer.failed(error)
         # After a failure too: earlier checkpoints may still be on their way.
+        end_save(run)
         wait_for_copies(run)
         observer.ended(run, failure)
     return failure or run.folder

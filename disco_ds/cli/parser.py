@@ -175,6 +175,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         ("--link", rate, None, "GB/S", "rate at which a GPU receives from others of its host (default: as promised)"),
         ("--bandwidth", rate, Assumptions.between_hosts, "GB/S", "rate at which a GPU receives from other hosts"),
         ("--save-rate", rate, Assumptions.save_rate, "GB/S", "rate at which all ranks together write a checkpoint"),
+        ("--copy-rate", rate, Assumptions.copy_rate, "GB/S", "rate at which a GPU copies its state to the host"),
         ("--failure-hours", rate, None, "HOURS", "time between failures of the job: plan the interval between saves"),
     ):
         shown = "" if default is None else " (default: %(default)s)"

@@ -41,6 +41,7 @@ def plan(args: argparse.Namespace) -> int:
         efficiency=args.efficiency,
         between_hosts=args.bandwidth,
         save_rate=args.save_rate,
+        copy_rate=args.copy_rate,
         failure_hours=args.failure_hours,
     )
     gpu = find_gpu(args.gpu_memory, args.flops, args.link)
@@ -105,9 +106,11 @@ def describe_interval(made: Plan) -> list[str]:
     steps = f", or every_steps={max(round(interval.every_s / speed.step_s), 1):,}" if speed else ""
     return [
         f"save every {minutes:.1f} min (checkpoint.every_minutes={minutes:.0f}{steps}): a checkpoint of "
-        f"{interval.num_bytes / 1e9:.1f} GB takes {interval.stall_s:.1f} s",
-        f"saves and repeated steps then cost {interval.lost:.1%} of the time, without restarts. Assumed: a failure "
-        f"every {assumed.failure_hours:g} h, {assumed.save_rate:g} GB/s for all ranks together.",
+        f"{interval.num_bytes / 1e9:.1f} GB stops the training for {interval.stall_s:.2f} s and is written in "
+        f"{interval.write_s:.1f} s",
+        f"saves and repeated steps then cost {interval.lost:.1%} of the time, without restarts",
+        f"Assumed: a failure every {assumed.failure_hours:g} h, {assumed.save_rate:g} GB/s of all ranks to the disk, "
+        f"{assumed.copy_rate:g} GB/s of a GPU to its host.",
     ]
 
 

@@ -46,6 +46,9 @@ class CheckpointSettings(Settings):
     every_minutes: float = Field(0.0, ge=0, le=MAX_SECONDS / 60)
     """Save by the clock too, after so many minutes; 0: never. SIGTERM or SIGUSR1 to any rank saves as well, and ends
     the run."""
+    asynchronous: bool = True
+    """Write checkpoints beside the training: a step waits only for the copy of its rank's state to host memory, which
+    needs as much memory as the rank's files; false: it waits until they are written."""
     keep_last: int = Field(3, gt=0)
     """Newest checkpoints to keep; older ones are removed, except as keep_every_steps says."""
     keep_every_steps: int = Field(0, ge=0)

@@ -15,6 +15,7 @@ from multiprocessing.reduction import DupFd
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from disco_ds.data.step_data import MicroBatch
 
@@ -48,17 +49,12 @@ class SharedBatches:
 
     def pin(self) -> None:
         """Page-lock the memory, so that copies to the CUDA device are asynchronous; without that they are slower."""
-        error = int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.nbytes, 0))  # type: ignore[attr-defined]
-        self._pinned = error == 0
-        if not self._pinned:
-            with suppress(RuntimeError):  # clears the error, which CUDA would otherwise report for the next kernel
-                torch.zeros(1, device="cuda")
-            logger.warning("the data's buffers could not be pinned (CUDA error %d): copies to the device wait", error)
+        self._pinned = pin(self._memory, "the data's buffers")
 
     def close(self) -> None:
         """Unpin the memory; it is freed with the last tensor that uses it."""
         if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())  # type: ignore[attr-defined]
+            unpin(self._memory)
             self._pinned = False
         if self._fd >= 0:
             os.close(self._fd)
@@ -73,6 +69,21 @@ class SharedBatches:
         }
         num = self._shapes["index"][0]
         self._buffers = [MicroBatch(**{name: field[k] for name, field in fields.items()}) for k in range(num)]
+
+
+def pin(memory: Tensor, what: str) -> bool:
+    """Page-lock host memory for CUDA. Returns: whether it could be; else `what` is named in a warning."""
+    error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))  # type: ignore[attr-defined]
+    if error:
+        with suppress(RuntimeError):  # clears the error, which CUDA would otherwise report for the next kernel
+            torch.zeros(1, device="cuda")
+        logger.warning("%s could not be pinned (CUDA error %d): copies to and from the device wait", what, error)
+    return error == 0
+
+
+def unpin(memory: Tensor) -> None:
+    """Undo `pin`."""
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[attr-defined]
 
 
 def batch_bytes(micro_batch: int, image_size: tuple[int, int], context_length: int) -> int:

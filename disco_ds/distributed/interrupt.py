@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -26,18 +27,22 @@ class Interrupts:
         """The signal that was received."""
         self.save = self.stop = False
         """Agreed by all ranks for the step at hand."""
+        self.writing: Callable[[], bool] = lambda: False
+        """Whether this rank still writes a checkpoint beside the training."""
+        self.written = True
+        """Agreed: no rank does."""
         for number in SIGNALS:
             signal.signal(number, self._ask)
 
     @property
-    def requests(self) -> tuple[float, float]:
-        """(save, stop), 0 or 1 each, to take the maximum of over ranks."""
+    def requests(self) -> tuple[float, float, float]:
+        """(save, stop, still writing), 0 or 1 each, to take the maximum of over ranks."""
         late = 0 < self.save_every_s <= time.monotonic() - self.since
-        return float(late), float(self.asked is not None)
+        return float(late), float(self.asked is not None), float(self.writing())
 
-    def agree(self, save: bool, stop: bool) -> None:
+    def agree(self, save: bool, stop: bool, writing: bool) -> None:
         """Set what all ranks have agreed on; a run that stops saves first."""
-        self.save, self.stop = save or stop, stop
+        self.save, self.stop, self.written = save or stop, stop, not writing
 
     def saved(self) -> None:
         """Start the clock of the next save, as this one begins, whether it succeeds or not."""

@@ -62,12 +62,16 @@ class Metrics:
                     self._events(record)
         self.start = self.since = time.monotonic()
         self.first_step = self.last_step = first_step
-        self.wait_s = self.step_wait_s = 0.0
+        self.wait_s = self.step_wait_s = self.save_s = 0.0
 
     def add_wait(self, seconds: float) -> None:
         """Count time that this rank has waited for data in the current step."""
         self.wait_s += seconds
         self.step_wait_s = seconds
+
+    def add_save(self, seconds: float) -> None:
+        """Count time that this rank has waited for a save since the last record."""
+        self.save_s += seconds
 
     def name_broken(self, step: int, names: list[str]) -> None:
         """Add the names of broken samples, which this rank has skipped, to its list in the run folder."""
@@ -95,7 +99,9 @@ class Metrics:
             record["epoch"] = round(record["samples"] / self.num_samples, 6)
         record |= compute_figures(now, since)
         record |= self.phases.read(self.step_wait_s)
-        self.since, self.last_step, self.wait_s = clock, now.step, 0.0
+        if self.save_s:
+            record["time/save_s"] = self.save_s
+        self.since, self.last_step, self.wait_s, self.save_s = clock, now.step, 0.0, 0.0
         if self.file is not None:
             self._append(record)
             with suppress(OSError):  # a log on a full disk

@@ -25,5 +25,7 @@ class Assumptions:
     """GB/s that a GPU receives from other hosts: 200 Gbit/s for each GPU."""
     save_rate: float = 1.0
     """GB/s at which all ranks together write a checkpoint."""
+    copy_rate: float = 10.0
+    """GB/s at which a GPU copies its part of a checkpoint to the host."""
     failure_hours: float | None = None
     """Mean time between two failures of the whole job; None: no save interval is planned."""

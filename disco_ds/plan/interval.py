@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from disco_ds.config import Config
 from disco_ds.config.ds_config import precision, stage
+from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.memory import count_moments
 from disco_ds.plan.towers import DTYPES, Towers
 
@@ -17,29 +18,36 @@ class SaveInterval:
 
     num_bytes: int
     """Size of a checkpoint, without a loss's state per sample."""
+    write_s: float
+    """Time until a checkpoint is on the disk."""
     stall_s: float
-    """How long a save stops the training."""
+    """How long a save stops the training: until the state is copied, or without checkpoint.asynchronous written."""
     every_s: float
     """Time between two saves."""
     lost: float
     """Fraction of the time that goes to saves and to steps that are repeated; restarts come on top."""
 
 
-def plan_interval(config: Config, towers: Towers, save_rate: float, failure_s: float) -> SaveInterval:
+def plan_interval(config: Config, ranks: int, towers: Towers, assumed: Assumptions) -> SaveInterval:
     """The interval by Daly's estimate, a refinement of Young's sqrt(2 stall x time between failures).
 
-    Args:    save_rate: bytes/s at which all ranks together write a checkpoint; failure_s: mean time between failures of
-             the whole job, not of one host.
+    It is no shorter than a checkpoint takes to be written.
+
+    Args:    assumed: with failure_hours.
     Source:  Young, "A first order approximation to the optimum checkpoint interval" (1974); Daly, "A higher order
              estimate of the optimum checkpoint interval for restart dumps" (2006), equation 37.
     """
-    num_bytes = count_checkpoint(config, towers)
-    stall_s = num_bytes / save_rate
-    ratio = stall_s / (2 * failure_s)
-    every_s = failure_s
+    assert assumed.failure_hours is not None
+    failure_s, num_bytes = 3600 * assumed.failure_hours, count_checkpoint(config, towers)
+    write_s = num_bytes / (1e9 * assumed.save_rate)
+    stall_s = num_bytes / ranks / (1e9 * assumed.copy_rate) if config.checkpoint.asynchronous else write_s
+    ratio, every_s = stall_s / (2 * failure_s), failure_s
     if ratio < 1:
         every_s = math.sqrt(2 * stall_s * failure_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - stall_s
-    return SaveInterval(num_bytes, stall_s, every_s, stall_s / every_s + every_s / (2 * failure_s))
+    every_s = max(every_s, write_s)
+    # A failure repeats half an interval, and what was done since a copy that was not yet written.
+    repeated_s = every_s / 2 + (write_s if config.checkpoint.asynchronous else 0.0)
+    return SaveInterval(num_bytes, write_s, stall_s, every_s, stall_s / every_s + repeated_s / failure_s)
 
 
 def count_checkpoint(config: Config, towers: Towers) -> int:

@@ -71,7 +71,12 @@ def plan_memory(config: Config, ranks: int, towers: Towers, assumed: Assumptions
         moment["loss"] = moment.get("loss", 0) + (0 if cost.state_on_host else cost.state)
         moment["slack"] = int(assumed.slack * sum(moment.values()) + assumed.context_gib * GIB)
     ordered = {name: {part: moment.get(part, 0) for part in PARTS} for name, moment in moments.items()}
-    return Memory(ordered, _host(config, b, towers, cost, assumed.image_bytes) | host)
+    host |= _host(config, b, towers, cost, assumed.image_bytes)
+    if config.checkpoint.asynchronous:
+        host["checkpoint, copied"] = (
+            _copied(config, ds_config, ranks, towers, min(ranks, assumed.per_host)) + cost.state
+        )
+    return Memory(ordered, host)
 
 
 def known_samples(config: Config, given: int | None) -> int:
@@ -140,6 +145,17 @@ def _states(
 def count_moments(optim: OptimSettings) -> int:
     """Numbers that the optimizer keeps for each trained element."""
     return {"adamw": 2, "lamb": 2, "lion": 1, "sgd": int(optim.momentum > 0)}[optim.name]
+
+
+def _copied(config: Config, ds_config: dict[str, Any], N: int, towers: Towers, per_host: int) -> int:
+    """Bytes of one rank's part of a checkpoint, but for the loss's state; rank 0's own part is spread over its host."""
+    level, e, P, F = stage(ds_config), DTYPES[precision(ds_config)].itemsize, towers.trained, towers.frozen
+    moments = count_moments(config.optim)
+    if level == 0:
+        return ((P + F) * e + 4 * P * moments) // per_host
+    # The master copy and the optimizer's numbers of its share; at ZeRO 1 and 2 rank 0 has the model too.
+    own = 4 * -(-P // N) * (1 + moments)
+    return own + (-(-F // N) * e if level == 3 else (P + F) * e // per_host)
 
 
 def _offloads(settings: Any) -> bool:

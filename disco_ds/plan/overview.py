@@ -49,7 +49,7 @@ class Plan:
         """How often to save; None unless a time between failures is assumed."""
         if self.assumed.failure_hours is None:
             return None
-        return plan_interval(self.config, self.towers, 1e9 * self.assumed.save_rate, 3600 * self.assumed.failure_hours)
+        return plan_interval(self.config, self.now.ranks, self.towers, self.assumed)
 
     @property
     def ranks_per_host(self) -> int:

@@ -5,13 +5,9 @@ The run itself is loop.py's.
 
 from __future__ import annotations
 
-import json
-import logging
 import os
-import shutil
-import socket
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +38,6 @@ from disco_ds.eval import ImageSet, load_sets
 from disco_ds.losses import build_loss
 from disco_ds.losses.base import Loss
 from disco_ds.metrics.records import Metrics, rewind_tensorboard
-from disco_ds.metrics.run_folder import CONFIG, FINISHED, RunFolder, find_run_folder, make_run_folder, make_token
 from disco_ds.models.clip import (
     build_model,
     build_tokenizer,
@@ -55,13 +50,15 @@ from disco_ds.models.compile_check import check_compiled
 from disco_ds.models.flops import peak_samples_per_s
 from disco_ds.models.pretrained import download_weights, find_weights, read_overrides, warn_of_random_tower
 from disco_ds.training import checkpoint
+from disco_ds.training.background_save import HostCopy, Save
 from disco_ds.training.changes import refuse_unchangeable
 from disco_ds.training.checkpoint import Saved
-from disco_ds.training.copies import Copies
+from disco_ds.training.copies import Copies, start_copies
 from disco_ds.training.engine import Engine, build_engine
 from disco_ds.training.resume import choose, record_changes, restore, set_newer_aside
+from disco_ds.training.shared_folder import open_folder, removed_if_refused, write_settings
 
-logger = logging.getLogger(__name__)
+ABANDON_S = 10.0
 SAME_FILES = "their files differ: every host needs the same shards, manifest, csv and model config"
 
 
@@ -84,6 +81,10 @@ class Run:
     first_step: int
     heart: Heartbeat
     copies: Copies | None
+    host_copy: HostCopy | None
+    """Where a state is copied to that is written beside the training."""
+    saving: Save | None = None
+    """The save in flight, the same on every rank."""
     saved_step: int = 0
     """Step of the last checkpoint that is whole."""
     failed_saves: int = 0
@@ -91,11 +92,7 @@ class Run:
 
 
 def build(
-    config: Config,
-    resume: str | None,
-    stack: ExitStack,
-    unattended: bool = False,
-    allow_change: Sequence[str] = (),
+    config: Config, resume: str | None, stack: ExitStack, unattended: bool = False, allow_change: Sequence[str] = ()
 ) -> Run:
     """Build a run: data, model, the checkpoint to resume from, loader, folder, engine, in this order. Collective.
 
@@ -132,7 +129,7 @@ def build(
     sizes = config.global_batch, config.num_steps, first_step, best_pace, loader.num_samples
     metrics = Metrics(folder, engine.monitor.write_events, *sizes)
     stack.callback(metrics.close)
-    return Run(
+    run = Run(
         config=config,
         folder=folder,
         engine=engine,
@@ -147,8 +144,20 @@ def build(
         first_step=first_step,
         heart=heart,
         copies=start_copies(config, folder, stack),
+        host_copy=HostCopy() if config.checkpoint.asynchronous else None,
         saved_step=first_step,
     )
+    run.interrupts.writing = lambda: run.saving is not None and run.saving.writing
+    stack.callback(abandon_save, run)
+    return run
+
+
+def abandon_save(run: Run) -> None:
+    """Wait a little for this rank's writer where the run has ended without its save, and free the host's memory."""
+    if run.saving is not None:
+        run.saving.wait(ABANDON_S)
+    if run.host_copy is not None and not run.interrupts.writing():
+        run.host_copy.close()
 
 
 def check_without_data(config: Config) -> None:
@@ -157,6 +166,7 @@ def check_without_data(config: Config) -> None:
     Raises: ValueError, as the start would.
     """
     make_loss(config)
+    read_architecture(config.model)
     find_weights(register_config(config.model.name), config.model)
     warn_of_random_tower(config.model)
     for text in (*(part.shards for part in config.data.parts), *config.eval.sets):
@@ -234,15 +244,6 @@ def start_engine(
     return engine
 
 
-def start_copies(config: Config, folder: Path, stack: ExitStack) -> Copies | None:
-    """Start the copying of checkpoints by the user's command; on rank 0, and if there is a command."""
-    if not config.checkpoint.copy_command or comm.rank() != 0:
-        return None
-    copies = Copies(config.checkpoint.copy_command, folder / "copies.log")
-    stack.callback(copies.close)
-    return copies
-
-
 def build_loader(
     config: Config,
     sources: list[Source],
@@ -262,82 +263,3 @@ def build_loader(
         merge_states([part["data"] for part in saved.ranks]) if saved else None,
         Staging(config.pixels, comm.local_device(), share.cores, share.memory_bytes / 8),
     )
-
-
-def open_folder(config: Config, resume: str | None, stack: ExitStack) -> Path:
-    """The run's folder, which rank 0 makes or finds and locks, and every rank must see. Collective."""
-    opened: RunFolder | None = None
-    token: Path | None = None
-    with comm.all_or_none("run folder"):
-        if comm.rank() == 0:
-            runs, name = config.runs, config.name
-            opened = find_run_folder(runs, name, resume) if resume else make_run_folder(runs, name)
-            stack.callback(opened.close)
-            refuse_finished(opened.path, config.num_steps)
-            token = make_token(opened.path)
-    token = comm.broadcast(token)
-    try:
-        check_shared(token)
-    except ValueError:
-        if opened and not resume:
-            shutil.rmtree(opened.path, ignore_errors=True)
-        raise
-    return token.parent
-
-
-def refuse_finished(folder: Path, num_steps: int) -> None:
-    """Raises: ValueError for a run that has done all its steps, if it is to have no more than those now."""
-    if (path := folder / FINISHED).exists():
-        try:
-            done = int(json.loads(path.read_text(encoding="utf-8"))["steps"])
-        except (ValueError, KeyError, TypeError):  # cut off by a full disk, or of an unknown version
-            raise ValueError(f"{path} cannot be read; remove it if the run is to go on") from None
-        if num_steps <= done:
-            raise ValueError(
-                f"{folder} has done all its steps, {done:,}: give it more to extend it (steps=, samples= or epochs=), "
-                "or start a new run without --resume"
-            )
-
-
-@contextmanager
-def removed_if_refused(folder: Path, new: bool) -> Iterator[None]:
-    """Remove a new folder again where the start is refused in the block."""
-    try:
-        yield
-    except ValueError:
-        if new and comm.rank() == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
-
-
-def check_shared(token: Path) -> None:
-    """Check that every rank sees rank 0's file and may write beside it; rank 0 then removes it. Collective.
-
-    Raises: ValueError on every rank alike, naming the hosts and ranks that cannot.
-    """
-    sees = os.path.exists(token) and os.access(token.parent, os.W_OK)
-    reports = comm.gather_objects((socket.gethostname(), sees))
-    if comm.rank() == 0:
-        with suppress(OSError):
-            token.unlink()
-    blind: dict[str, list[str]] = {}
-    for rank, (host, fine) in enumerate(reports):
-        if not fine:
-            blind.setdefault(host, []).append(str(rank))
-    if blind:
-        where = "; ".join(f"{host} (rank {', '.join(ranks)})" for host, ranks in blind.items())
-        raise ValueError(
-            f"run folder {token.parent} of {reports[0][0]} is not seen, or not writable, on {where}: every host writes "
-            "its part of a checkpoint there; name a folder on a file system that all hosts share (runs=/shared/runs)"
-        )
-
-
-def write_settings(config: Config, folder: Path) -> dict[str, Any]:
-    """Write config.yaml and ds_config.json, the settings that this run really uses. Returns: the latter. Collective."""
-    ds_config = render_ds_config(config, comm.size(), folder)
-    with comm.all_or_none(f"writing the settings into {folder}"):
-        if comm.rank() == 0:
-            (folder / FINISHED).unlink(missing_ok=True)  # of a run that is being extended
-            (folder / CONFIG).write_text(config.to_yaml(), encoding="utf-8")
-            (folder / "ds_config.json").write_text(json.dumps(ds_config, indent=2) + "\n", encoding="utf-8")
-    return ds_config

@@ -1,6 +1,7 @@
 """Checkpoints: DeepSpeed's files plus what DeepSpeed does not keep (data cursor, RNG and loss state of every rank).
 
-A checkpoint is written under a temporary name and completed by one rename, so a folder called step-NNNNNNNN is whole.
+A checkpoint is written under a temporary name and completed by one rename (background_save.py), so a folder called
+step-NNNNNNNN is whole.
 No file is parsed before its SHA-256 has been compared, which takes the place of zip's CRC: torch does not check that in
 a mapped file. The folder of a run's checkpoints is retention.py's.
 checkpoints/step-00000100/
@@ -11,9 +12,7 @@ checkpoints/step-00000100/
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import pickle
 import random
 import re
@@ -33,9 +32,9 @@ from disco_ds.config import Config
 from disco_ds.config.ds_config import precision, stage
 from disco_ds.distributed import comm
 from disco_ds.metrics.run_folder import CHECKPOINTS
-from disco_ds.training.disk import write_tensors
+from disco_ds.training.background_save import HostCopy, Save, checksum
 from disco_ds.training.engine import Engine
-from disco_ds.training.retention import ENGINE, FORMAT, META, DamagedError, read_meta, seal, set_aside
+from disco_ds.training.retention import ENGINE, FORMAT, DamagedError, read_meta
 
 OWN = re.compile(r"rank_\d+\.pt")
 MAY_CHANGE = {"workers", "prefetch", "timeout_s", "patience_s", "max_broken", "shards", "manifest", "remote", "options"}
@@ -100,14 +99,19 @@ def same_shape(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return holding(one) == holding(other)
 
 
-def save(
-    folder: Path, meta: dict[str, Any], engine: Engine, data_state: dict[str, Any], loss_state: dict[str, Any]
-) -> Path:
-    """Write checkpoints/step-N of this run folder. Collective.
+def begin_save(
+    folder: Path,
+    meta: dict[str, Any],
+    engine: Engine,
+    data_state: dict[str, Any],
+    loss_state: dict[str, Any],
+    host: HostCopy | None = None,
+) -> Save:
+    """Begin to write checkpoints/step-N of this run folder. Collective; it is complete after Save.finish.
 
-    Args:    meta: step, num_steps, identity, shape; data_state, loss_state: this rank's part.
-    Returns: the finished folder.
-    Raises:  AgreedError if any rank could not write its part. Nothing then bears the finished name.
+    Args:    meta: step, num_steps, identity, shape; data_state, loss_state: this rank's part; host: memory to copy the
+             state to and write from beside the training; None: all is written before this returns.
+    Raises:  AgreedError if any rank could not copy its part, or the folder could not be made.
     """
     final = folder / CHECKPOINTS / f"step-{meta['step']:08d}"
     partial = final.with_name(f".{final.name}.partial")
@@ -117,23 +121,24 @@ def save(
                 shutil.rmtree(partial)
             partial.mkdir(parents=True)
     # DeepSpeed's writer keeps its first error for raise_error, because the ranks meet in barriers in here.
-    engine.save_checkpoint(str(partial), tag=ENGINE, save_latest=False)
-    with comm.all_or_none(f"writing {partial}"):
+    with engine.checkpoint_engine.held() as states:
+        engine.save_checkpoint(str(partial), tag=ENGINE, save_latest=False)
+    with comm.all_or_none(f"copying the state for {partial}"):
         engine.checkpoint_engine.raise_error()
         ours = {"rng": _rng_state(), "data": data_state, "loss": loss_state}
-        write_tensors(ours, partial / f"rank_{comm.rank():05d}.pt")
-    # Reading all files again takes as long as writing them, so each rank reads a part.
-    names = _list_files(partial)
-    sums: dict[str, str] = {}
-    with comm.all_or_none(f"checking {partial}"):
-        for name in names[comm.rank() :: comm.size()]:
-            _sync(partial / name)
-            sums[name] = _checksum(partial / name)
-    checked = {name: value for part in comm.gather_objects(sums) for name, value in part.items()}
-    with comm.all_or_none(f"completing {final}"):
-        if comm.rank() == 0:
-            _complete(partial, final, {"format": FORMAT, **meta}, checked)
-    return final
+        states[partial / f"rank_{comm.rank():05d}.pt"] = ours
+        if host is not None:
+            states = host.take(states)
+        save = Save(final, partial, {"format": FORMAT, **meta}, states, background=host is not None)
+    save.start()
+    return save
+
+
+def save(
+    folder: Path, meta: dict[str, Any], engine: Engine, data_state: dict[str, Any], loss_state: dict[str, Any]
+) -> Path:
+    """Write a whole checkpoint, and wait for it. Collective. Returns: its folder. Raises: AgreedError."""
+    return begin_save(folder, meta, engine, data_state, loss_state).finish()
 
 
 @dataclass(frozen=True)
@@ -160,7 +165,7 @@ class Saved:
             if name in self.verified:
                 continue
             try:
-                fine = _checksum(self.path / name) == self.meta["files"][name]["sha256"]
+                fine = checksum(self.path / name) == self.meta["files"][name]["sha256"]
             except (KeyError, OSError) as error:
                 raise DamagedError(f"{self.path} is damaged: {name} cannot be read: {error}") from None
             if not fine:
@@ -235,42 +240,6 @@ def restore(saved: Saved, engine: Engine) -> None:
             saved.load(name)
     engine.load_checkpoint(str(saved.path), tag=ENGINE)
     _restore_rng(saved.ranks[comm.rank()]["rng"])
-
-
-def _list_files(partial: Path) -> list[str]:
-    """Relative names of the files that rank 0 sees. Collective."""
-    return comm.from_rank_0(
-        f"listing {partial}",
-        lambda: sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file()),
-    )
-
-
-def _checksum(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(2**24):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _complete(partial: Path, final: Path, meta: dict[str, Any], sums: dict[str, str]) -> None:
-    meta["files"] = {name: {"bytes": (partial / name).stat().st_size, "sha256": sums[name]} for name in sorted(sums)}
-    meta["seal"] = seal(meta)
-    (partial / META).write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
-    _sync(partial / META)
-    if os.path.lexists(final):  # an earlier save of this step: it is kept, so that a crash here loses neither
-        set_aside(final)
-    partial.rename(final)
-    _sync(final.parent)
-
-
-def _sync(path: Path) -> None:
-    """Flush a file or folder to the disk, so that no crash leaves a renamed folder with lost contents."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _own_names(engine: Engine, path: Path) -> list[str]:

@@ -8,8 +8,11 @@ import shlex
 import signal
 import subprocess
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
+
+from disco_ds.config import Config
+from disco_ds.distributed import comm
 
 logger = logging.getLogger(__name__)
 
@@ -83,3 +86,12 @@ class Copies:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait(5)
         self._running = self._next = None
+
+
+def start_copies(config: Config, folder: Path, stack: ExitStack) -> Copies | None:
+    """Start the copying of checkpoints by the user's command; on rank 0, and if there is a command."""
+    if not config.checkpoint.copy_command or comm.rank() != 0:
+        return None
+    copies = Copies(config.checkpoint.copy_command, folder / "copies.log")
+    stack.callback(copies.close)
+    return copies

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,23 @@ class Writer(TorchCheckpointEngine):
     """
 
     error: OSError | None = None
+    _held: dict[Path, Any] | None = None
 
     def save(self, state_dict: Any, path: str) -> None:
+        if self._held is not None:
+            self._held[Path(path)] = state_dict
+            return
         self.attempt(partial(super().save, state_dict, path), Path(path))
+
+    @contextmanager
+    def held(self) -> Iterator[dict[Path, Any]]:
+        """Keep what DeepSpeed would write, by its path, instead of writing it."""
+        states: dict[Path, Any] = {}
+        self._held = states
+        try:
+            yield states
+        finally:
+            self._held = None
 
     def attempt(self, write: Callable[[], None], path: Path) -> None:
         if self.error is None:  # else the checkpoint is lost already

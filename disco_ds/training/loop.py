@@ -30,13 +30,12 @@ from disco_ds.metrics.figures import LogPoint
 from disco_ds.metrics.report import REPORT, log_errors, save_examples, write_report
 from disco_ds.metrics.run_folder import mark_finished
 from disco_ds.metrics.timers import Timer
-from disco_ds.training import checkpoint, retention
 from disco_ds.training.build import Run
 from disco_ds.training.engine import learning_rate, set_rates
 from disco_ds.training.grad_accum import Rng
+from disco_ds.training.saving import finish_save, save, save_before_stop
 from disco_ds.training.step import StepOutput, train_step
 
-COPY_POLL_S = 5.0
 logger = logging.getLogger(__name__)
 
 
@@ -94,22 +93,14 @@ def train(run: Run) -> None:
             log(run, done, lr, out, data)
         if run.copies:
             run.copies.poll()
+        if run.saving and run.interrupts.written:
+            finish_save(run)
         if done == num_steps or run.interrupts.save or is_due(run, done, config.checkpoint):
             save(run, done, last=done == num_steps or run.interrupts.stop)
         if run.interrupts.stop and done < num_steps:
             raise AskedToStopError(f"asked to stop, saved after step {done:,}; --resume latest goes on from there")
         if done < num_steps and is_due(run, done, config.eval):  # `finish` evaluates after the last step
             evaluate(run, done)
-
-
-def save_before_stop(run: Run, done: int) -> str:
-    """Save what the steps before a failed one have made, where that is not saved. Collective. Returns: what to say."""
-    if done > run.saved_step:
-        try:
-            save(run, done, last=True)
-        except comm.AgreedError as error:
-            return f"step {done:,} could not be saved: {error}"
-    return f"saved after step {done:,}; --resume latest goes on from there" if done else "no step was done"
 
 
 def mark_phases(run: Run, step: int, timer: Timer) -> Timer:
@@ -144,12 +135,12 @@ def agree(step: int, data: StepData, interrupts: Interrupts, embeddings: Embeddi
     # CUDA copies so few bytes without waiting; flags that were made on the device would have to be waited for.
     flags = flags.to(loss.device, non_blocking=True)
     flags[0] = ~torch.isfinite(loss.detach())
-    not_finite, has_error, save, stop, last, first = comm.all_reduce_max(flags).tolist()
+    not_finite, has_error, save, stop, writing, last, first = comm.all_reduce_max(flags).tolist()
     # The maxima of step and -step give the last and the first step that any rank is at.
     if last != -first:  # a rank has left out a collective, so the others' were matched with its later ones
         places = comm.gather_objects(f"rank {comm.rank()} on {socket.gethostname()}: step {step}")
         raise StopError(f"the ranks are not at one step, so what they trained is not one model: {'; '.join(places)}")
-    interrupts.agree(bool(save), bool(stop))
+    interrupts.agree(bool(save), bool(stop), bool(writing))
     if not (has_error or not_finite):
         return
     finite = all(bool(torch.isfinite(side).all()) for side in (embeddings.image, embeddings.text))
@@ -199,69 +190,6 @@ def prepare(config: Config) -> Callable[[MicroBatch], tuple[Tensor, Tensor, Tens
         return view(), view(view=1) if config.model.two_views else batch.text, batch.index
 
     return augmented
-
-
-def save(run: Run, step: int, last: bool) -> None:
-    """Write a checkpoint, then remove old ones. Collective.
-
-    After a failed save, as on a full disk, the run goes on and tries again when the next save is due.
-
-    Raises: comm.AgreedError if the last save of the run fails, or too many in a row.
-    """
-    run.heart.mark(step, "saving")
-    run.interrupts.saved()
-    settings = run.config.checkpoint
-    try:
-        path = write_checkpoint(run, step)
-    except comm.AgreedError as error:
-        run.failed_saves += 1
-        remove_old(run, settings.keep_last)
-        if last or run.failed_saves > settings.max_failed:
-            raise
-        if comm.rank() == 0:
-            logger.warning("step %d is not saved: %s; the run goes on and tries again at the next save", step, error)
-        return
-    run.failed_saves, run.saved_step = 0, step
-    if run.copies:
-        run.copies.start(path)
-    remove_old(run, settings.keep_last)
-
-
-def write_checkpoint(run: Run, step: int) -> Path:
-    """Write a checkpoint. Where that fails, remove the oldest one, which it replaces, and try again. Collective."""
-    meta = {"step": step, "num_steps": run.config.num_steps, "identity": run.identity}
-    meta["shape"] = checkpoint.shape(run.config, comm.size())
-    while True:
-        try:
-            return checkpoint.save(run.folder, meta, run.engine, run.loader.state_dict(), run.loss.state_dict())
-        except comm.AgreedError:
-            if not remove_old(run, max(run.config.checkpoint.keep_last - 1, 1)):
-                raise
-
-
-def remove_old(run: Run, keep_last: int) -> int:
-    """Remove all but the last checkpoints, and the remains of failed saves. Failures are logged. Collective.
-
-    Returns: how many checkpoints were removed.
-    """
-
-    def remove() -> int:
-        busy = run.copies.busy if run.copies else ()
-        return retention.remove_old(run.folder, keep_last, run.config.checkpoint.keep_every_steps, busy)
-
-    return comm.from_rank_0("removing old checkpoints", remove)
-
-
-def wait_for_copies(run: Run) -> None:
-    """Wait until the user's command has copied the last checkpoint, but no longer than its timeout. Collective."""
-    run.heart.mark(run.heart.place.step, "waiting for copies")
-    settings = run.config.checkpoint
-    end = time.monotonic() + settings.copy_timeout_s
-    while settings.copy_command:
-        left = end - time.monotonic()
-        waits = bool(run.copies and left > 0 and run.copies.wait(min(left, COPY_POLL_S)))
-        if not comm.broadcast(waits):  # in short turns, because a broadcast that waits for too long would time out
-            return
 
 
 def finish(run: Run) -> None:

@@ -121,7 +121,7 @@ def set_aside(path: Path) -> Path:
 def remove_old(folder: Path, keep_last: int, keep_every_steps: int = 0, busy: Collection[Path] = ()) -> int:
     """Remove checkpoints older than the last `keep_last` whole ones, and those that were left unfinished. Rank 0 only.
 
-    Checkpoints of steps that keep_every_steps divides (0: none) and those in `busy` stay. A damaged checkpoint is not
+    Checkpoints of steps that keep_every_steps divides (0: none) and folders in `busy` stay. A damaged checkpoint is not
     counted, so that the last whole one always stays. What cannot be removed is logged once.
 
     Returns: how many were removed.
@@ -134,7 +134,8 @@ def remove_old(folder: Path, keep_last: int, keep_every_steps: int = 0, busy: Co
             elif path not in busy and not (keep_every_steps and step_of(path) % keep_every_steps == 0):
                 removed += _remove(path)
         for left in [*(folder / CHECKPOINTS).glob(".step-*.partial"), *(folder / CHECKPOINTS).glob(".step-*.removed")]:
-            _clear(left)
+            if left not in busy:
+                _clear(left)
     except OSError as error:
         _warn_once(f"old checkpoints of {folder} are not removed: {error}")
     return removed

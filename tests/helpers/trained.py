@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from disco_ds.metrics.run_folder import CHECKPOINTS
 from disco_ds.models.clip import read_architecture
-from disco_ds.training import checkpoint
+from disco_ds.training.background_save import Save
 from disco_ds.training.checkpoint import identity, shape
 from disco_ds.training.retention import FORMAT
 from helpers.towers import tiny_config
@@ -23,9 +22,9 @@ def write_run(folder: Path, model: nn.Module, name: str, step: int = 7) -> Path:
     final = folder / CHECKPOINTS / f"step-{step:08d}"
     partial = final.with_name(".partial")
     (partial / "engine").mkdir(parents=True)
-    torch.save({"module": model.state_dict()}, partial / "engine" / "mp_rank_00_model_states.pt")
     same = identity(config, "abc", read_architecture(config.model))
     meta = {"format": FORMAT, "step": step, "num_steps": 9, "identity": same, "shape": shape(config, 1)}
-    names = checkpoint._list_files(partial)
-    checkpoint._complete(partial, final, meta, {name: checkpoint._checksum(partial / name) for name in names})
-    return final
+    states = {partial / "engine" / "mp_rank_00_model_states.pt": {"module": model.state_dict()}}
+    save = Save(final, partial, meta, states, background=False)
+    save.start()
+    return save.finish()

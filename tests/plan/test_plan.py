@@ -15,7 +15,7 @@ from torch.profiler import profile
 
 from disco_ds.cli.dry_run import describe_run
 from disco_ds.cli.main import main
-from disco_ds.config import Config, OptimSettings, load_config, render_ds_config
+from disco_ds.config import CheckpointSettings, Config, OptimSettings, load_config, render_ds_config
 from disco_ds.losses import build_loss
 from disco_ds.models.clip import build_model
 from disco_ds.models.gpus import find_gpu
@@ -201,6 +201,7 @@ def test_states_of_every_optimizer_are_known(tmp_path: Path) -> None:
 def test_host_holds_images_as_the_recipe_says(tmp_path: Path) -> None:
     """4,096 samples of 2 ranks; the sums are those of a rank."""
     config = tiny(tmp_path, global_batch=4096, micro_batch=16, data__workers=3, data__prefetch=5)
+    config = config.model_copy(update={"checkpoint": CheckpointSettings(asynchronous=False)})
     towers = trace(config, 16)
     image = towers.sample  # and its caption
 
@@ -213,6 +214,16 @@ def test_host_holds_images_as_the_recipe_says(tmp_path: Path) -> None:
     assert host("device") == buffers(1 + 5)
     assert host("host") == buffers(128 + 5)
     assert host("compressed") == buffers(1 + 5) | {"images, compressed": 2048 * 700}
+
+
+@pytest.mark.parametrize(("level", "parts"), [(0, 3 / 2), (1, 3 / 2 + 1 / 2), (2, 3 / 2 + 1 / 2), (3, 3 / 2)])
+def test_host_holds_the_copy_of_a_checkpoint(level: int, parts: float, tmp_path: Path) -> None:
+    """fp32 AdamW on two ranks of one host: weights and moments by rank 0, or each a half of moments and master copy."""
+    ds_config = {"zero_optimization": {"stage": level}, "torch_autocast": {"enabled": False}}
+    config = tiny(tmp_path, deepspeed=ds_config, global_batch=32, micro_batch=16, optim__name="adamw")
+    towers = trace(config, config.micro_batch)
+    copied = plan_memory(config, 2, towers, NOTHING).host["checkpoint, copied"]
+    assert copied == pytest.approx(parts * 4 * towers.trained, rel=1e-3)
 
 
 # What fits

@@ -25,8 +25,9 @@ from disco_ds.losses import Embeddings
 from disco_ds.metrics.run_folder import CHECKPOINTS
 from disco_ds.training import checkpoint
 from disco_ds.training.build import Run, build
-from disco_ds.training.loop import StopError, agree, finish, train, wait_for_copies
+from disco_ds.training.loop import StopError, agree, finish, train
 from disco_ds.training.retention import find_latest, read_meta
+from disco_ds.training.saving import wait_for_copies
 from helpers.dist import run_ranks
 from helpers.faults import BOTH, NAN, At, leave_out, nothing, poisoned, start
 from helpers.launched import (
@@ -221,6 +222,7 @@ def crash_and_resume(path: Path, folder: Path) -> None:
     overrides = [
         "steps=8",
         "checkpoint.every_steps=4",
+        "checkpoint.asynchronous=false",  # the crash may come while a save is in flight
         f"checkpoint.copy_command=cp -r {{path}} {folder}/{{name}}",
         "eval={every_steps: 2, labelled: {unseen: 'bundled:emoji/unseen'}}",
     ]
@@ -281,8 +283,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def full_disk(path: Path, disk: Path) -> None:
     ballast = disk / "ballast"
 
-    def config(name: str, *overrides: str) -> Config:
-        return load_config(path, [f"runs={disk}", f"name={name}", "checkpoint.every_steps=1", "steps=5", *overrides])
+    def config(name: str, *overrides: str, way: str = "false") -> Config:
+        own = [f"runs={disk}", f"name={name}", "checkpoint.every_steps=1", "steps=5", f"checkpoint.asynchronous={way}"]
+        return load_config(path, [*own, *overrides])
 
     def fill(run: Run, number: int) -> None:
         """After the first checkpoint leave room for a part of the second; make room again after it has failed."""
@@ -305,9 +308,11 @@ def full_disk(path: Path, disk: Path) -> None:
         return sorted(path.name for path in (run.folder / CHECKPOINTS).iterdir())
 
     # Room for two, where two are kept: the one that the new one would replace goes first.
-    run = train_with(config("tight", "checkpoint.keep_last=2"), nothing)
-    assert saved(run) == ["step-00000004", "step-00000005"]
-    clear(run)
+    for way in ("false", "true"):
+        run = train_with(config(f"tight-{way}", "checkpoint.keep_last=2", way=way), nothing)
+        assert saved(run) == ["step-00000004", "step-00000005"]
+        assert run.failed_saves == 0
+        clear(run)
     # Filled by others for a while: the run goes on.
     run = train_with(config("goes-on", "checkpoint.keep_last=1"), fill)
     assert run.failed_saves == 0

@@ -18,9 +18,10 @@ from disco_ds.metrics.run_folder import CHECKPOINTS
 from disco_ds.models.clip import build_model
 from disco_ds.training import checkpoint
 from disco_ds.training.build import build
-from disco_ds.training.loop import save, train
+from disco_ds.training.loop import train
 from disco_ds.training.reshard import States, _find_parts, _join, optimizer_order
 from disco_ds.training.retention import find_latest
+from disco_ds.training.saving import save
 from disco_ds.training.weights import read_tensors
 from helpers.dist import run_ranks
 from helpers.machine import HAS_FP16

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from disco_ds.metrics.run_folder import CHECKPOINTS
-from disco_ds.training import checkpoint
+from disco_ds.training.background_save import Save
 from disco_ds.training.retention import (
     FORMAT,
     META,
@@ -262,7 +262,9 @@ def test_complete_checkpoint_passes_read_meta_and_sets_aside_what_has_its_name(t
     (partial / "engine").mkdir(parents=True)
     (partial / "engine" / "weights.pt").write_bytes(b"new")
     meta = {"format": FORMAT, "step": 3, "num_steps": 9, "identity": identify(), "shape": SHAPE}
-    checkpoint._complete(partial, final, meta, {"engine/weights.pt": sha256(b"new").hexdigest()})
+    save = Save(final, partial, meta, {}, background=False)
+    save.start()
+    assert save.finish() == final
     assert not partial.exists()
     assert read_meta(final)["files"] == {"engine/weights.pt": {"bytes": 3, "sha256": sha256(b"new").hexdigest()}}
     assert not (final / "stale.pt").exists()

@@ -1,0 +1,100 @@
+"""How long a step waits for a save: asynchronous, synchronous, and the bare copy of the state, on one rank.
+
+    python tools/bench_save.py --gb 1 4 --repeats 5 --folder /data/scratch
+
+The state is what a rank writes at ZeRO 1 with AdamW in fp32: master weights and two moments, made of tensors of 64 MB.
+It is on the GPU where there is one. The writes go to --folder, with checksums and fsync as in a run. The first
+asynchronous save, which allocates (and on a GPU pins) the host's memory, is given apart; the other figures are medians.
+The bare copy is one copy_ of the same bytes into host memory that is there (and pinned).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from disco_ds.data.shared_batches import pin
+from disco_ds.training.background_save import HostCopy, Save
+
+PIECE = 64 * 10**6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gb", type=float, nargs="+", default=[1.0], help="sizes of the state, in 10^9 bytes")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
+    args = parser.parse_args()
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
+    print("   GB  bare copy s  asynchronous s  of the copy  first s  written after s  synchronous s")
+    for gb in args.gb:
+        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+            print(measure(gb, args.repeats, Path(folder)), flush=True)
+
+
+def measure(gb: float, repeats: int, folder: Path) -> str:
+    """A line of the table."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    pieces = max(round(gb * 1e9 / PIECE), 1)
+    state = {f"part {k}": torch.full((PIECE // 4,), float(k), device=device) for k in range(pieces)}
+    target = {name: torch.zeros(tensor.shape) for name, tensor in state.items()}
+    if device == "cuda":
+        for tensor in target.values():
+            pin(tensor, "the bare copy's memory")
+
+    def bare() -> None:
+        for name, tensor in state.items():
+            target[name].copy_(tensor, non_blocking=True)
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    copies = [_seconds(bare) for _ in range(repeats)]
+    target.clear()
+    host, stalls, written = HostCopy(), [], []
+    for number in range(repeats + 1):
+        start = time.perf_counter()
+        save = _begin(folder / f"a{number}", host.take(state), background=True)
+        stalls.append(time.perf_counter() - start)
+        save.finish()
+        written.append(time.perf_counter() - start)
+        _remove(folder)
+    host.close()
+    waits = []
+    for number in range(max(repeats // 2, 1)):
+        start = time.perf_counter()
+        _begin(folder / f"s{number}", state, background=False).finish()
+        waits.append(time.perf_counter() - start)
+        _remove(folder)
+    copy, stall = statistics.median(copies), statistics.median(stalls[1:])
+    line = f"{gb:5g}{copy:13.3f}{stall:16.3f}{stall / copy:13.2f}{stalls[0]:9.3f}"
+    return line + f"{statistics.median(written):17.2f}{statistics.median(waits):15.2f}"
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def _begin(final: Path, state: dict[str, Any], background: bool) -> Save:
+    partial = final.with_name(f".{final.name}.partial")
+    partial.mkdir()
+    save = Save(final, partial, {"step": 0}, {partial / "rank_00000.pt": state}, background)
+    save.start()
+    return save
+
+
+def _remove(folder: Path) -> None:
+    for path in sorted(folder.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+
+
+if __name__ == "__main__":
+    main()
