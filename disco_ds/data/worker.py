@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import get_context
 
+from disco_ds.data import remote
 from disco_ds.data.base import Decode, Samples
 from disco_ds.data.broken import BrokenSample, DataError, breaks_sample, name_broken, printable
 from disco_ds.data.mixture import Mixture
@@ -97,7 +98,7 @@ class Job:
     """It owns slots[worker::num_workers]."""
     num_workers: int = 1
     at: Any = None
-    """Two integers that the trainer's process reads too: the shard and entry of the sample at hand, or -1."""
+    """Integers that the trainer reads too: shard and entry of the sample at hand, or -1; and remote.progress."""
 
 
 class _Reader:
@@ -107,7 +108,7 @@ class _Reader:
         self._samples = job.samples
         self._order = job.order
         self._max_broken = job.max_broken
-        self._at = job.at if job.at is not None else [0, 0]
+        self._at = job.at if job.at is not None else [0, 0, 0]
         self._read = 0
         self._broken = 0
         self._last: list[str] = []
@@ -127,7 +128,7 @@ class _Reader:
             shard, entry = self._order.locate(stream, epoch, offset)
             index = self._order.index(shard, entry)
             self._read += 1
-            self._at[:] = shard, entry
+            self._at[:2] = shard, entry
             try:
                 with breaks_sample(OSError):
                     decode, text = self._samples.read(shard, entry, epoch, index)
@@ -169,7 +170,7 @@ def produce_parts(job: Job, next_buffer: Callable[[], int]) -> Iterator[Part]:
         for _ in range(job.num_micro_batches):
             rows, part = _produce(job, reader, cursor, start, job.batches[next_buffer()])
             if job.at is not None:
-                job.at[:] = -1, -1
+                job.at[:2] = -1, -1
             yield part
             if job.decode_twice:
                 first_pass.append(rows)
@@ -236,7 +237,7 @@ class Worker:
         context = get_context("forkserver")
         context.set_forkserver_preload([__name__, preload])
         self._connection, theirs = context.Pipe()
-        self._at = context.RawArray("q", [-1, -1])
+        self._at = context.RawArray("q", [-1, -1, 0])
         job = replace(job, at=self._at)
         self._process = context.Process(target=_main, args=(job, theirs), daemon=True)
         with _hold_signals(), _hide_main():
@@ -258,13 +259,15 @@ class Worker:
         return self._connection.poll()
 
     def receive(self) -> Part:
-        """Its report on the next buffer. Raises: DataError if it failed, died, or was silent for timeout_s."""
+        """Its report on the next buffer. Raises: DataError if it failed, died, or gave no sign for timeout_s."""
         try:
-            if not self._connection.poll(self._timeout_s):
-                raise DataError(
-                    f"{self._name} (pid {self.pid}) was silent for data.timeout_s={self._timeout_s:g} s"
-                    f"{self._where()}: look for a stalled file system, or raise it"
-                )
+            fetched = self._at[2]
+            while not self._connection.poll(self._timeout_s):
+                if fetched == (fetched := self._at[2]):
+                    raise DataError(
+                        f"{self._name} (pid {self.pid}) was silent for data.timeout_s={self._timeout_s:g} s"
+                        f"{self._where()}: look for a stalled file system, or raise it"
+                    )
             answer = self._connection.recv()
         except (EOFError, OSError) as error:
             self._process.join(1)
@@ -278,8 +281,7 @@ class Worker:
 
     def _where(self) -> str:
         """The sample that it was reading, if any."""
-        shard, entry = self._at
-        return f", reading {printable(self._label(shard, entry))}" if shard >= 0 else ""
+        return f", reading {printable(self._label(*self._at[:2]))}" if self._at[0] >= 0 else ""
 
 
 def _end(process: mp.process.BaseProcess, connection: Connection) -> None:
@@ -322,6 +324,7 @@ def _main(job: Job, connection: Connection) -> None:
     torch.set_num_threads(1)  # parallelism comes from the number of workers
     # PIL warns of oddities in images that it reads nevertheless.
     warnings.filterwarnings("ignore", module=r"PIL\.")
+    remote.progress = job.at
     with suppress(EOFError, ConnectionError):
         _serve(job, connection)
 
