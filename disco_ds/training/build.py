@@ -19,6 +19,7 @@ from deepspeed.runtime.utils import set_random_seed
 from torch import nn
 
 from disco_ds.config import Config, render_ds_config
+from disco_ds.config.text_file import write_text
 from disco_ds.data import (
     ImageSpec,
     Loader,
@@ -202,7 +203,8 @@ def start_engine(
     if saved is None:
         return build_engine(model, config.optim, ds_config)
     engine = restore(saved, config, model, ds_config)
-    loss.load_state_parts([part["loss"] for part in saved.ranks])
+    with comm.all_or_none("the loss's state"):
+        loss.load_state_parts(saved.states("loss"))
     set_newer_aside(saved)
     rewind_tensorboard(engine.monitor, saved.step * config.global_batch)
     return engine
@@ -233,7 +235,7 @@ def build_loader(
         SampleForm(image, tokenizer, *read_text_size(model)),
         Share(comm.rank(), comm.size(), config.global_batch, config.micro_batch),
         config.seed,
-        merge_states([part["data"] for part in saved.ranks]) if saved else None,
+        merge_states(saved.states("data")) if saved else None,
         Staging(config.pixels, comm.local_device(), share.cores, share.memory_bytes / 8),
     )
 
@@ -287,6 +289,6 @@ def write_settings(config: Config, folder: Path) -> dict[str, Any]:
     ds_config = render_ds_config(config, comm.size(), folder)
     with comm.all_or_none(f"writing the settings into {folder}"):
         if comm.rank() == 0:
-            (folder / CONFIG).write_text(config.to_yaml(), encoding="utf-8")
-            (folder / "ds_config.json").write_text(json.dumps(ds_config, indent=2) + "\n", encoding="utf-8")
+            write_text(folder / CONFIG, config.to_yaml())
+            write_text(folder / "ds_config.json", json.dumps(ds_config, indent=2) + "\n")
     return ds_config

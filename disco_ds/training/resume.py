@@ -83,8 +83,7 @@ def restore(saved: Saved, config: Config, model: nn.Module, ds_config: dict[str,
         before = "{ranks} ranks at ZeRO {stage}, {precision}".format_map(saved.meta["shape"])
         logger.warning("%s was written by %s: random draws, as of dropout, will be others", saved.path, before)
     order = reshard.optimizer_order(model, config.optim)
-    with comm.all_or_none(f"checkpoint {saved.path}"):
-        reshard.load_untrained(saved, model, set(order))
+    reshard.load_untrained(saved, model, set(order))
     engine = build_engine(model, config.optim, ds_config)
     reshard.restore(saved, engine, order)
     return engine
