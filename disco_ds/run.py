@@ -23,6 +23,7 @@ from disco_ds.config.recipe_yaml import assign, split_overrides
 from disco_ds.data import ImageSpec
 from disco_ds.distributed import comm
 from disco_ds.distributed.agreement import check_agreement
+from disco_ds.distributed.heartbeat import Heartbeat
 from disco_ds.distributed.host_share import share_host
 from disco_ds.distributed.interrupt import SIGNALS
 from disco_ds.distributed.slurm import adopt_slurm
@@ -224,7 +225,7 @@ def evaluate_session(
     Returns: the results, or the error on which all ranks have agreed; RefusedError if it came before any work.
     """
     adopt_slurm()
-    with comm.session(config.timeout_s):
+    with comm.session(config.timeout_s), Heartbeat(config.lost_after_s, config.timeout_s) as heart:
         share_host()  # or each rank would start as many threads as the host has cores
         try:
             check_agreement({**config.model_dump(mode="json"), "MODEL": str(model), "--weights": str(weights)})
@@ -234,6 +235,7 @@ def evaluate_session(
                 module, tokenizer = load_model(model, weights)
         except ValueError as error:
             return RefusedError(str(error)).with_traceback(error.__traceback__)
+        heart.mark(0, "evaluating")
         look = read_preprocessing(module)
         spec = ImageSpec(look.size, look.interpolation, look.resize_mode)
         try:

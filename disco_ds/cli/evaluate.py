@@ -10,6 +10,7 @@ from pathlib import Path
 
 from disco_ds.cli.messages import fail_rank, set_up_logging
 from disco_ds.config.ds_config import precision
+from disco_ds.config.text_file import write_text
 from disco_ds.distributed.slurm import adopt_slurm
 from disco_ds.distributed.watchdog import die_with_launcher
 from disco_ds.eval import Result, describe
@@ -48,4 +49,4 @@ def write_json(path: Path, model: str, results: Sequence[Result]) -> None:
     """Write the figures of the printed table to a JSON file, unrounded."""
     hidden = ("values", "examples")
     sets = [{key: value for key, value in (vars(r) | r.values).items() if key not in hidden} for r in results]
-    path.write_text(json.dumps({"model": model, "sets": sets}, indent=1) + "\n", encoding="utf-8")
+    write_text(path, json.dumps({"model": model, "sets": sets}, indent=1) + "\n")

@@ -7,6 +7,8 @@ import os
 import socket
 import sys
 
+from disco_ds.config.secrets import redact
+
 
 def set_up_logging() -> bool:
     """Show warnings of the first rank, and errors of all. Returns: whether this process is the first rank."""
@@ -17,12 +19,12 @@ def set_up_logging() -> bool:
 
 def fail(error: Exception, code: int) -> int:
     """Print why a command that runs in one process ends. Returns: code."""
-    print(f"error: {error}", file=sys.stderr, flush=True)
+    print(f"error: {redact(str(error))}", file=sys.stderr, flush=True)
     return code
 
 
 def fail_rank(error: object, code: int, speaks: bool = True) -> int:
     """Print why a rank ends, and on which host, if it is the one that speaks for others. Returns: code."""
     if speaks:
-        print(f"error on {socket.gethostname()}: {error}", file=sys.stderr, flush=True)
+        print(f"error on {socket.gethostname()}: {redact(str(error))}", file=sys.stderr, flush=True)
     return code

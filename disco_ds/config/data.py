@@ -13,10 +13,14 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from disco_ds.config.own_code import PATTERN
+from disco_ds.config.secrets import refuse_secret
 from disco_ds.config.templates import check_template
 
 MAX_SECONDS = 1e7
 """The longest timeout that a setting may have, four months: longer ones overflow the clocks of some libraries."""
+
+MAX_JITTER = 1.5
+"""Pauses between attempts are random, from 2 - MAX_JITTER to MAX_JITTER times their mean."""
 
 Pixels = Literal["device", "host", "compressed"]
 """Where a step's images wait between GradAccum's two passes."""
@@ -32,13 +36,17 @@ class Settings(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _plain_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse what pydantic would take, and no person means: true as a number, more than 64 bits, zero bytes."""
+        """Refuse what pydantic would take, and no person means: true as a number, more than 64 bits, zero bytes; and
+        secrets."""
         if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation is not bool:
             raise ValueError(f"{str(value).lower()} is no value of it")
         if isinstance(value, int) and abs(value) >= 2**63:
             raise ValueError("the number has more than 64 bits")
         if isinstance(value, str) and "\0" in value:
             raise ValueError("it has a zero byte, which no file name or command may have")
+        for text in value.values() if isinstance(value, dict) else [value]:
+            if isinstance(text, str):
+                refuse_secret(text)
         return value
 
 
@@ -70,10 +78,21 @@ class RemoteSettings(Settings):
     cache_gb: float = Field(100.0, gt=0)
     """Size limit of the cache in 1e9 bytes. A host has about data.slots / hosts shards of every source in use at a
     time."""
-    tries: int = Field(5, gt=0)
-    """Attempts to fetch a shard, with pauses of about 1, 2, 4, 8 s between them."""
+    tries: int = Field(5, gt=0, le=100)
+    """Attempts to fetch a shard, with pauses of about 1, 2, 4, 8 s between them, none longer than timeout_s."""
     timeout_s: float = Field(60.0, gt=0, le=MAX_SECONDS)
-    """Seconds without data from the server after which an attempt fails; keep it below data.timeout_s."""
+    """Seconds without data from the server or the command after which an attempt fails; keep it below data.timeout_s,
+    and all attempts together below timeout_s."""
+
+    def pause_s(self, number: int) -> float:
+        """The mean pause before attempt number 1, 2, ..., after attempt 0 has failed."""
+        return min(2.0 ** (number - 1), self.timeout_s / MAX_JITTER)
+
+    @property
+    def longest_s(self) -> float:
+        """Seconds after which a shard that cannot be fetched is given up."""
+        pauses = sum(MAX_JITTER * self.pause_s(number) for number in range(1, self.tries))
+        return self.tries * self.timeout_s + pauses
 
 
 def _check_captions(captions: dict[str, float]) -> dict[str, float]:

@@ -1,7 +1,8 @@
-"""Reading the text files that a person names: a message for every one that is none."""
+"""Text files: read with a message for every one that is none, written whole or not at all."""
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 
@@ -28,3 +29,17 @@ def read_text(path: Path, what: str) -> str:
         raise ValueError(f"{what} {path} does not exist") from None
     except OSError as error:
         raise ValueError(f"{what} {shorten(path)} cannot be read: {error.strerror}") from None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file by a rename: whatever happens, it holds this text, or what it held before. Raises: OSError."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(error.errno, f"{error.strerror}; make room, or choose another folder", str(path)) from None

@@ -18,6 +18,7 @@ from braceexpand import braceexpand
 
 from disco_ds.config import PACKAGE
 from disco_ds.config.data import RemoteSettings
+from disco_ds.config.secrets import expand
 
 NAME = "manifest.json"
 PIPE = "pipe:"
@@ -51,11 +52,13 @@ def is_remote(text: str) -> bool:
 
 
 def refuse_remote(text: str, remote: RemoteSettings) -> None:
-    """Raises: ValueError naming the setting that would allow it."""
+    """Raises: ValueError naming the setting that would allow it, or a variable of a URL that is not set."""
     if text.startswith(PIPE) and not remote.pipe:
         raise ValueError("a pipe: runs its command in a shell, as you; if you trust it, set data.remote.pipe=true")
     if is_remote(text) and not text.startswith(PIPE) and not remote.http:
         raise ValueError("shards at a URL are fetched into data.remote.cache; to allow it, set data.remote.http=true")
+    if is_remote(text) and not text.startswith(PIPE):
+        expand(text)
     if (match := _URL.match(text)) and not is_remote(text):
         raise ValueError(
             f"{match[0]} is not read directly: give an http(s) URL, or a pipe: whose command writes the tar"

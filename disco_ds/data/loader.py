@@ -25,7 +25,8 @@ from disco_ds.data.shared_batches import SharedBatches, batch_bytes
 from disco_ds.data.source import fingerprint, label, mix, open_sources
 from disco_ds.data.staging import Staging, count_buffers, count_on_device, count_workers
 from disco_ds.data.step_data import MicroBatch, MicroBatches, StepData
-from disco_ds.data.worker import InProcess, Job, Worker
+from disco_ds.data.worker import Job
+from disco_ds.data.worker_process import InProcess, Worker
 
 
 class Loader:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from disco_ds.config.data import DataSettings, RemoteSettings
+from disco_ds.config.text_file import write_text
 from disco_ds.data.base import Source
 from disco_ds.data.listing import NAME, Listing, find_shards, list_folder
 from disco_ds.data.remote import ShardCache
@@ -85,10 +86,7 @@ def write_manifest(manifest: Manifest, path: Path | None = None) -> Path:
     """Write a manifest, by default into its folder, by a rename, and return its path."""
     path = path or manifest.folder / NAME
     shards = [asdict(shard) for shard in manifest.shards]
-    # A rename is atomic: readers find the old manifest or the new one, never a part.
-    partial_path = path.with_suffix(f".{os.getpid()}.partial")
-    partial_path.write_text(json.dumps({"version": VERSION, "shards": shards}, indent=1) + "\n", encoding="utf-8")
-    partial_path.replace(path)
+    write_text(path, json.dumps({"version": VERSION, "shards": shards}, indent=1) + "\n")
     return path
 
 

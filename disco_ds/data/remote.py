@@ -21,6 +21,8 @@ import http.client
 import os
 import random
 import re
+import select
+import signal
 import stat
 import subprocess
 import tempfile
@@ -30,11 +32,11 @@ import urllib.parse
 import urllib.request
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from disco_ds.config.data import RemoteSettings
+from disco_ds.config.data import MAX_JITTER, RemoteSettings
+from disco_ds.config.secrets import expand, redact
 from disco_ds.data.broken import CacheFullError, DataError
 from disco_ds.data.listing import PIPE
 
@@ -44,6 +46,9 @@ _OWN_NAME = re.compile(r"[0-9a-f]{64}\.(shard|partial)")
 """Names of cached shards, and of those being fetched."""
 _BLOCK = 2**20
 _POLL_S = 0.05
+
+progress: Any = [0]
+"""Its last integer counts attempts and blocks that have arrived. A data worker shares it with its trainer."""
 
 
 class _FetchError(Exception):
@@ -98,9 +103,12 @@ class ShardCache:
         # The process that locks the .partial fetches; the others wait until it is renamed or removed.
         with _open(name, os.O_RDWR | os.O_CREAT) as file:
             # Waiting for the lock itself could take hours: once renamed, the file is locked by all its readers.
+            changed_ns = 0
             while not _try_lock(file):
                 if not _is_at(file, name):
                     return
+                if changed_ns != (changed_ns := os.fstat(file.fileno()).st_mtime_ns):
+                    progress[-1] += 1
                 time.sleep(_POLL_S)
             # Between opening and locking, its former owner may have finished.
             if not _is_at(file, name):
@@ -151,16 +159,19 @@ def fetch(url: str, name: str, file: BinaryIO, settings: RemoteSettings, size: i
     for number in range(settings.tries):
         if number:
             # Random pauses, since many processes fail at once. They must not use the trainer's random generator.
-            time.sleep(2 ** (number - 1) * random.SystemRandom().uniform(0.5, 1.5))
+            time.sleep(settings.pause_s(number) * random.SystemRandom().uniform(2 - MAX_JITTER, MAX_JITTER))
+        os.utime(file.fileno())  # by which those who wait for this file see that it is being fetched
+        progress[-1] += 1
         try:
             with closing(_read_url(url, settings.timeout_s)) as blocks:
-                _write(blocks, file, size)
+                _write(blocks, file, size, int(settings.cache_gb * 1e9))
             return
         except _FetchError as error:
+            progress[-1] += 1
             last = error
             if not error.transient:
                 break
-    raise DataError(f"shard {name} cannot be fetched from {describe(url)}: {last}; tries: {number + 1}")
+    raise DataError(f"shard {name} cannot be fetched from {describe(url)}: {redact(str(last))}; tries: {number + 1}")
 
 
 @contextmanager
@@ -179,13 +190,17 @@ def describe(url: str) -> str:
     return urllib.parse.urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
-def _write(blocks: Iterable[bytes], file: BinaryIO, size: int | None) -> None:
+def _write(blocks: Iterable[bytes], file: BinaryIO, size: int | None, limit: int) -> None:
+    """Write blocks of `size` bytes together, of `limit` at most where the size is not known. Raises: _FetchError."""
     file.seek(0)
     done = 0
     for block in blocks:
+        progress[-1] += 1
         done += len(block)
         if size is not None and done > size:
             break
+        if done > limit:
+            raise _FetchError(f"more than data.remote.cache_gb ({limit / 1e9:g} GB), which no shard may have", False)
         view = memoryview(block)
         while view:
             view = view[file.write(view) :]
@@ -197,35 +212,58 @@ def _write(blocks: Iterable[bytes], file: BinaryIO, size: int | None) -> None:
 
 def _read_url(url: str, timeout_s: float) -> Generator[bytes, None, None]:
     """The content of a URL or the output of a command, block by block. Raises: _FetchError."""
-    if url.startswith(PIPE):
-        with subprocess.Popen(url.removeprefix(PIPE), shell=True, stdout=subprocess.PIPE) as process:
-            assert process.stdout is not None
-            yield from iter(partial(process.stdout.read, _BLOCK), b"")
-        if process.returncode:
-            raise _FetchError(f"the command ended with status {process.returncode}")
-        return
-    parts = urllib.parse.urlsplit(url)
-    request = urllib.request.Request(urllib.parse.urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])))
-    # urllib does not use credentials in a URL. They must not follow a redirect to another host.
-    if parts.username:
-        pair = urllib.parse.unquote(f"{parts.username}:{parts.password or ''}")
-        request.add_unredirected_header("Authorization", f"Basic {base64.b64encode(pair.encode()).decode()}")
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-            done, length = 0, answer.headers["Content-Length"]
-            while block := answer.read(_BLOCK):
-                done += len(block)
-                yield block
+        if url.startswith(PIPE):
+            yield from _read_command(url.removeprefix(PIPE), timeout_s)
+        else:
+            yield from _read_http(url, timeout_s)
     except urllib.error.HTTPError as error:
         error.close()
         reason = http.client.responses.get(error.code, "")
         raise _FetchError(f"HTTP status {error.code} {reason}".strip(), error.code in _TRANSIENT) from None
-    except http.client.HTTPException as error:
-        # The text of the error may contain the URL.
-        raise _FetchError(type(error).__name__) from None
     except OSError as error:
         raise _FetchError(str(getattr(error, "reason", error))) from None
-    # read() returns an early end of the connection as the end of the content.
+    except (http.client.HTTPException, ValueError) as error:
+        # The text of the error may contain the URL.
+        raise _FetchError(type(error).__name__) from None
+
+
+def _read_command(command: str, timeout_s: float) -> Generator[bytes, None, None]:
+    # In a session of its own, to be ended with all that it has started.
+    with subprocess.Popen(command, shell=True, stdout=subprocess.PIPE, start_new_session=True, bufsize=0) as process:
+        assert process.stdout is not None
+        try:
+            block = b" "
+            while block:
+                if not select.select([process.stdout], [], [], timeout_s)[0]:
+                    raise _FetchError(f"the command wrote nothing for data.remote.timeout_s={timeout_s:g} s")
+                if block := process.stdout.read(_BLOCK):
+                    yield block
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise _FetchError(f"the command did not end within data.remote.timeout_s={timeout_s:g} s") from None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode:
+        raise _FetchError(f"the command ended with status {process.returncode}")
+
+
+def _read_http(url: str, timeout_s: float) -> Generator[bytes, None, None]:
+    parts = urllib.parse.urlsplit(url)
+    netloc = parts.netloc.rpartition("@")[2]
+    request = urllib.request.Request(expand(urllib.parse.urlunsplit(parts._replace(netloc=netloc))))
+    # urllib does not use credentials in a URL. They must not follow a redirect to another host.
+    if parts.username:
+        user, password = (expand(urllib.parse.unquote(part or "")) for part in (parts.username, parts.password))
+        pair = base64.b64encode(f"{user}:{password}".encode()).decode()
+        request.add_unredirected_header("Authorization", f"Basic {pair}")
+    with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+        done, length = 0, answer.headers["Content-Length"]
+        while block := answer.read1(_BLOCK):  # what has arrived; read() would wait for a whole block
+            done += len(block)
+            yield block
+    # An early end of the connection reads as the end of the content.
     if length is not None and done < int(length):
         raise _FetchError(f"the connection ended after {done:,} of {int(length):,} bytes")
 

@@ -1,39 +1,21 @@
-"""The work of one decoding process, and the processes themselves.
+"""The work of one decoding process: it owns some of its rank's slots.
 
-A worker owns some of its rank's slots. Of every micro-batch of the rank it writes the rows that belong to these slots
-into a buffer shared by all workers, which together fill it, whatever their number. With 0 workers the same generator
-runs in the trainer's process.
-
-Why not torch's DataLoader: it installs a SIGCHLD handler that raises wherever the trainer's main thread happens to be
-when a worker dies, even between two collectives. Here, only `Worker.receive` raises for a dead, silent or failing
-worker.
+Of every micro-batch of the rank it writes the rows that belong to these slots into a buffer shared by all workers,
+which together fill it, whatever their number.
 """
 
 from __future__ import annotations
 
-import multiprocessing as mp
-import os
-import signal
-import sys
-import threading
 import traceback
-import warnings
-from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
-from multiprocessing.util import Finalize
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.multiprocessing import get_context
 
 from disco_ds.data.base import Decode, Samples
-from disco_ds.data.broken import BrokenSample, DataError, breaks_sample, name_broken, printable, read_patiently
+from disco_ds.data.broken import BrokenSample, DataError, breaks_sample, name_broken, read_patiently
 from disco_ds.data.mixture import Mixture
 from disco_ds.data.shared_batches import SharedBatches
 from disco_ds.data.step_data import MicroBatch
@@ -99,7 +81,7 @@ class Job:
     """It owns slots[worker::num_workers]."""
     num_workers: int = 1
     at: Any = None
-    """Two integers that the trainer's process reads too: the shard and entry of the sample at hand, or -1."""
+    """Integers that the trainer reads too: shard and entry of the sample at hand, or -1; and remote.progress."""
 
 
 class _Reader:
@@ -109,7 +91,7 @@ class _Reader:
         self._samples = job.samples
         self._order = job.order
         self._max_broken, self._patience_s = job.max_broken, job.patience_s
-        self._at = job.at if job.at is not None else [0, 0]
+        self._at = job.at if job.at is not None else [0, 0, 0]
         self._read = 0
         self._broken = 0
         self._last: list[str] = []
@@ -129,7 +111,7 @@ class _Reader:
             shard, entry = self._order.locate(stream, epoch, offset)
             index = self._order.index(shard, entry)
             self._read += 1
-            self._at[:] = shard, entry
+            self._at[:2] = shard, entry
             try:
                 with breaks_sample(OSError):
                     read = partial(self._samples.read, shard, entry, epoch, index)
@@ -172,7 +154,7 @@ def produce_parts(job: Job, next_buffer: Callable[[], int]) -> Iterator[Part]:
         for _ in range(job.num_micro_batches):
             rows, part = _produce(job, reader, cursor, start, job.batches[next_buffer()])
             if job.at is not None:
-                job.at[:] = -1, -1
+                job.at[:2] = -1, -1
             yield part
             if job.decode_twice:
                 first_pass.append(rows)
@@ -205,145 +187,3 @@ def _produce(
             if job.decode_twice:
                 rows.append(row)
     return rows, Part({stream: cursor[stream] for stream in moved}, broken)
-
-
-class InProcess:
-    """The producer that runs in the trainer's process, when something is to be received."""
-
-    def __init__(self, job: Job) -> None:
-        self._buffers: deque[int] = deque()
-        self._parts = produce_parts(job, self._buffers.popleft)
-
-    def grant(self, number: int) -> None:
-        self._buffers.append(number)
-
-    def is_ready(self) -> bool:
-        return False
-
-    def receive(self) -> Part:
-        return next(self._parts)
-
-
-class Worker:
-    """A decoding process that fills the buffers granted to it, and ends with the trainer.
-
-    It is started by a fork server: forking the trainer would copy the locks of its threads, and spawning would import
-    torch and the tokenizer's package (5 s of a core) in every worker instead of once per rank.
-    """
-
-    def __init__(self, job: Job, timeout_s: float, preload: str, label: Callable[[int, int], str]) -> None:
-        """Args: label: names a sample by (shard, entry) without reading it."""
-        self._name = f"data worker {job.worker} of {job.num_workers}"
-        self._label = label
-        self._timeout_s = timeout_s
-        context = get_context("forkserver")
-        context.set_forkserver_preload([__name__, preload])
-        self._connection, theirs = context.Pipe()
-        self._at = context.RawArray("q", [-1, -1])
-        job = replace(job, at=self._at)
-        self._process = context.Process(target=_main, args=(job, theirs), daemon=True)
-        with _hold_signals(), _hide_main():
-            self._process.start()
-        theirs.close()
-        # At exit multiprocessing sends SIGTERM to daemons, which workers block: end them before that.
-        self.close = Finalize(self, _end, (self._process, self._connection), exitpriority=10)
-
-    @property
-    def pid(self) -> int:
-        assert self._process.pid is not None  # it has been started
-        return self._process.pid
-
-    def grant(self, number: int) -> None:
-        with suppress(OSError):  # it has died, which receive reports after what it had sent
-            self._connection.send(number)
-
-    def is_ready(self) -> bool:
-        return self._connection.poll()
-
-    def receive(self) -> Part:
-        """Its report on the next buffer. Raises: DataError if it failed, died, or was silent for timeout_s."""
-        try:
-            if not self._connection.poll(self._timeout_s):
-                raise DataError(
-                    f"{self._name} (pid {self.pid}) was silent for data.timeout_s={self._timeout_s:g} s"
-                    f"{self._where()}: look for a stalled file system, or raise it"
-                )
-            answer = self._connection.recv()
-        except (EOFError, OSError) as error:
-            self._process.join(1)
-            raise DataError(
-                f"{self._name} (pid {self.pid}) died, exit code {self._process.exitcode} ({type(error).__name__})"
-                f"{self._where()}; killed by 9 or 7: out of memory"
-            ) from None
-        if isinstance(answer, str):
-            raise DataError(f"{self._name}: {answer}")
-        return answer
-
-    def _where(self) -> str:
-        """The sample that it was reading, if any."""
-        shard, entry = self._at
-        return f", reading {printable(self._label(shard, entry))}" if shard >= 0 else ""
-
-
-def _end(process: mp.process.BaseProcess, connection: Connection) -> None:
-    connection.close()
-    process.kill()
-    process.join(5)
-
-
-@contextmanager
-def _hold_signals() -> Iterator[None]:
-    """Start a process with those signals blocked that reach whole process groups: the trainer ends its workers."""
-    # If the tracker were started later, that would unblock them.
-    resource_tracker.ensure_running()
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-@contextmanager
-def _hide_main() -> Iterator[None]:
-    """Start a process that does not import the trainer's main module, which would import DeepSpeed in every worker."""
-    main = sys.modules["__main__"]
-    names = [name for name in ("__spec__", "__file__") if hasattr(main, name)]
-    hidden = {name: getattr(main, name) for name in names}
-    for name in names:
-        delattr(main, name)
-    main.__spec__ = None
-    try:
-        yield
-    finally:
-        for name, value in hidden.items():
-            setattr(main, name, value)
-
-
-def _main(job: Job, connection: Connection) -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
-    threading.Thread(target=_follow_parent, daemon=True).start()
-    torch.set_num_threads(1)  # parallelism comes from the number of workers
-    # PIL warns of oddities in images that it reads nevertheless.
-    warnings.filterwarnings("ignore", module=r"PIL\.")
-    with suppress(EOFError, ConnectionError):
-        _serve(job, connection)
-
-
-def _serve(job: Job, connection: Connection) -> None:
-    """Fill the buffers granted and report on each; after an error, send its text and end."""
-    try:
-        for part in produce_parts(job, connection.recv):
-            connection.send(part)
-    except (DataError, OSError) as error:
-        connection.send(str(error))
-    except Exception:
-        connection.send(traceback.format_exc())
-
-
-def _follow_parent() -> None:
-    """End with the trainer, even if it is killed while this process hangs in a read."""
-    parent = mp.parent_process()
-    assert parent is not None
-    parent.join()
-    # Not sys.exit, which would only end this thread.
-    os._exit(1)

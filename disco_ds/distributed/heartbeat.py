@@ -1,8 +1,12 @@
 """Heartbeats of all ranks through a store, so that a lost or hanging rank is named and the others end.
 
 A collective that waits for a lost rank names nobody. So each rank has two threads beside the training. One writes this
-rank's heartbeat, with the place it has reached (marks.py), into the launcher's rendezvous store, and reads those of all
-ranks. The other only watches the clock: the store blocks forever when the host that keeps it is stopped.
+rank's heartbeat, with the place it has reached (marks.py), into the launcher's rendezvous store, and reads those of the
+WATCHED ranks after it, and the verdict: why the run ends, once a rank has found that. The others' are read only when
+this rank has waited for long. The other thread only watches the clock: the store blocks forever when the host that
+keeps it is stopped.
+
+The store answers whoever reaches its port, so what no rank can have written is ignored, and reported once.
 """
 
 from __future__ import annotations
@@ -16,10 +20,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 from deepspeed.accelerator import get_accelerator
 
@@ -31,10 +36,43 @@ INTERVAL_S = 2.0
 HURRY_S = 10.0
 """After a collective has failed or a signal was received, a rank is lost once it is silent for so long: the launcher
 sends SIGTERM a second after it has lost a rank, and kills the others half a minute later."""
-GONE = ""
-"""The verdict of a rank that has ended without an error."""
-RUNS = b" null]"
-"""The end of the heartbeat of a rank that runs, by which it is recognised without parsing thousands of them."""
+WATCHED = 3
+"""Ranks that a rank watches. Of any lost ranks the first has a watcher, so one would do; with three the store is asked
+for as many values a second as there are ranks, times two, and a watcher may itself be slow."""
+KEY = "disco_ds/distributed/heartbeat"
+MAX_TEXT = 100_000
+"""Characters that a verdict may have."""
+
+
+class Beat(NamedTuple):
+    """What a rank writes into the store."""
+
+    serial: int
+    host: Place
+    device: Place
+    runs: bool
+    """Whether the rank is still running."""
+
+
+def parse_beat(text: bytes) -> Beat | None:
+    """The heartbeat that was written as json.dumps(beat); None for anything else."""
+    with suppress(ValueError, TypeError, AttributeError, RecursionError):
+        serial, *places, runs = json.loads(text)
+        host, device = (Place(*place) for place in places)
+        types = [type(value) for value in (serial, *host[:2], *device[:2], runs)]
+        texts = (host.doing, device.doing)
+        if types == [*5 * [int], bool] and all(len(text) < 100 and text.isprintable() for text in texts):
+            return Beat(serial, host, device, runs)
+    return None
+
+
+def parse_verdict(text: bytes) -> str | None:
+    """The verdict that was written as json.dumps([verdict]), empty before there is one; None for anything else."""
+    with suppress(ValueError, TypeError, RecursionError):
+        match json.loads(text):
+            case [str(verdict)] if len(verdict) <= MAX_TEXT:
+                return verdict
+    return None
 
 
 class Heartbeat:
@@ -66,7 +104,7 @@ class Heartbeat:
         self._answered = time.monotonic()
         self._count = 0
         self._verdict: str | None = None
-        """Why this rank ends, for the others to read; None while it runs."""
+        """Why this rank ends, for the others to read: empty without an error; None while it runs."""
         self._error: BaseException | None = None
         self._hurry = self._stop = False
         self._wake, self._written = threading.Event(), threading.Event()
@@ -93,17 +131,25 @@ class Heartbeat:
         self._marks = Marks(self._make_event)
         self._hosts = comm.gather_objects(socket.gethostname())
         self._store = comm.open_store(self.lost_after_s)
-        self._keys = [f"disco_ds/distributed/heartbeat/{rank}" for rank in range(comm.size())]
-        self._me = comm.rank()
+        self._me, size = comm.rank(), comm.size()
+        self._watched = [(self._me + i) % size for i in range(1, min(WATCHED + 1, size))]
+        self._texts: dict[int, bytes] = {}
+        self._beats: dict[int, Beat] = {}
+        """Of the watched ranks, and of all while this rank waits for one that is behind."""
+        self._reported = False
+        if self._me == 0:
+            self._store.set(f"{KEY}/verdict", json.dumps([""]))
         self._write()
         comm.barrier()  # reading a beat that was never written would block
-        self._beats: list[bytes] = self._store.multi_get(self._keys)
         self._fresh_window()
+        self._read(self._watched)
         # A Python signal handler runs in the main thread, which may be blocked in a collective. The wakeup descriptor
         # is written at once, and the clock's thread reads it.
         self._signals, self._signalled = socket.socketpair()
         self._signalled.setblocking(False)
-        self._wakeup_before = signal.set_wakeup_fd(self._signalled.fileno(), warn_on_full_buffer=False)
+        self._wakes = threading.current_thread() is threading.main_thread()  # an evaluation may run in another
+        if self._wakes:
+            self._wakeup_before = signal.set_wakeup_fd(self._signalled.fileno(), warn_on_full_buffer=False)
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._beat, self._look_at_clock)]
         for thread in self._threads:
             thread.start()
@@ -117,7 +163,7 @@ class Heartbeat:
             self._error, self._hurry = error, True
             time.sleep(self._patience_s + 3 * self.interval_s)  # for _beat to name the rank and end this one
         place = f"rank {self._me} on {socket.gethostname()} (last {self._marks.host})"
-        self._verdict = GONE if error is None else f"{place} failed: {type(error).__name__}: {error}"
+        self._verdict = "" if error is None else f"{place} failed: {type(error).__name__}: {error}"
         self._wake.set()
         self._written.wait(self.lost_after_s)
         if error is not None and self._me == 0:
@@ -129,7 +175,8 @@ class Heartbeat:
             thread.join(2 * self.interval_s)
         if self._make_event:
             diagnostics.cancel_end()
-        signal.set_wakeup_fd(self._wakeup_before)
+        if self._wakes:
+            signal.set_wakeup_fd(self._wakeup_before)
         self._signals.close()
         self._signalled.close()
 
@@ -145,27 +192,57 @@ class Heartbeat:
         while not self._stop:
             self._wake.wait(self.interval_s)
             self._wake.clear()
-            leaves = (
-                self._verdict is not None
-            )  # read first: the heartbeat that is written next then carries the verdict
+            leaves = self._verdict is not None  # read first: the heartbeat that is written next then says so too
             self._marks.look()
             try:
+                if leaves:
+                    self._publish(self._verdict or "")
                 self._write()
-                beats = self._store.multi_get(self._keys)
+                verdict = self._read(self._watched)
+                now = time.monotonic()
+                if now - last > 3 * self.interval_s:  # this process or the store was stopped: all heartbeats look old
+                    self._fresh_window()
+                last = self._answered = now
+                reason = None if leaves else verdict or self._find_lost(now)
             except RuntimeError:
                 time.sleep(self.interval_s)  # the clock's thread decides when the store is lost
                 continue
-            now = time.monotonic()
-            if now - last > 3 * self.interval_s:  # this process or the store was stopped: all heartbeats look old
-                self._fresh_window()
-            last = self._answered = now
-            for rank, beat in enumerate(beats):
-                if beat != self._beats[rank]:
-                    self._beats[rank], self._since[rank] = beat, now
             if leaves:
                 self._written.set()
-            elif reason := self._find_lost(now):
+            elif reason:
                 self._end(reason)
+
+    def _read(self, ranks: Sequence[int]) -> str:
+        """Read the heartbeats of these ranks, and note which have changed. Returns: the verdict; empty while all run.
+
+        Raises: RuntimeError where the store does not answer.
+        """
+        *texts, text = self._store.multi_get([*(f"{KEY}/{rank}" for rank in ranks), f"{KEY}/verdict"])
+        now = time.monotonic()
+        for rank, beat_text in zip(ranks, texts, strict=True):
+            if beat_text == self._texts.get(rank):
+                continue
+            self._texts[rank] = beat_text
+            if (beat := parse_beat(beat_text)) is not None:
+                self._beats[rank], self._since[rank] = beat, now
+            elif rank == self._watched[0]:
+                self._report_malformed(f"the heartbeat of rank {rank}")
+        verdict = parse_verdict(text)
+        if verdict is None and self._me == 0:
+            self._report_malformed("the verdict")
+        return verdict or ""
+
+    def _report_malformed(self, what: str) -> None:
+        """Say once what somebody else has written into the store; of the ranks that see it, one says so."""
+        if not self._reported:
+            self._reported = True
+            place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            print(
+                f"warning on {socket.gethostname()}: {what} in the rendezvous store at {place} was written by no rank, "
+                "and is ignored: keep the network of the ranks private",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _look_at_clock(self) -> None:
         """The thread that never waits for the store."""
@@ -191,19 +268,16 @@ class Heartbeat:
                 )
 
     def _find_lost(self, now: float) -> str | None:
-        """Say which rank is lost, if one is. The verdict of another rank comes first."""
-        others = []
-        for rank, beat in enumerate(self._beats):
-            if rank != self._me and beat.endswith(RUNS):
-                others.append(rank)
-            elif rank != self._me and (verdict := json.loads(beat)[-1]) != GONE:
-                return verdict
+        """Say which rank is lost, if one is. Raises: RuntimeError where the store does not answer."""
+        others = [rank for rank in self._watched if rank not in self._beats or self._beats[rank].runs]
         silent = min(others, key=lambda rank: self._since[rank], default=self._me)
         if others and now - self._since[silent] > self._patience_s:
             return f"{self._name(silent)} has sent no heartbeat for {now - self._since[silent]:.0f} s"
         # A mark sets the time before the place, so reading the place first never pairs a new place with an old time.
         host, device = self._marks.host, self._marks.device
         waited_s = self._marks.still_s(now)
+        if waited_s > 0.9 * self.timeout_s:
+            self._read(range(comm.size()))
         if waited_s > 0.9 * self.timeout_s and (reason := self._find_behind(host, device, waited_s)):
             return reason
         if self._timed and self._marks.still_s(now) > self.timeout_s:
@@ -212,8 +286,7 @@ class Heartbeat:
 
     def _find_behind(self, mine: Place, my_device: Place, waited_s: float) -> str | None:
         """Say which ranks are behind this one, if any: by their hosts, else by their devices."""
-        running = [rank for rank, beat in enumerate(self._beats) if beat.endswith(RUNS)]
-        places = {rank: _places(self._beats[rank]) for rank in running if rank != self._me}
+        places = {rank: beat[1:3] for rank, beat in sorted(self._beats.items()) if beat.runs and rank != self._me}
         behind = [self._name(rank) for rank, (host, _) in places.items() if host.number < mine.number]
         if behind:
             return f"the others have waited {waited_s:.0f} s for {'; '.join(behind)}"
@@ -227,8 +300,7 @@ class Heartbeat:
     def _describe_places(self) -> str:
         """The place of every rank; ranks at the same place are named together."""
         ranks: dict[str, list[int]] = {}
-        for rank, beat in enumerate(self._beats):
-            host, device = _places(beat)
+        for rank, (_, host, device, _) in sorted(self._beats.items()):
             text = f"at {host}" if device == host else f"at {host} (its GPU at {device})"
             ranks.setdefault(text, []).append(rank)
         return "; ".join(f"{join_ranks(numbers)} {text}" for text, numbers in ranks.items())
@@ -236,9 +308,8 @@ class Heartbeat:
     def _end(self, reason: str, publish: bool = True) -> None:
         """End this process. Args: publish: write the reason into the store, for the other ranks."""
         if publish:
-            self._verdict = reason
             with suppress(RuntimeError):
-                self._write()
+                self._publish(reason)
         if self._error is not None:
             traceback.print_exception(self._error)
         print(f"error on {socket.gethostname()}: rank {self._me} stops: {reason}", file=sys.stderr, flush=True)
@@ -247,24 +318,23 @@ class Heartbeat:
             time.sleep(2 * self.interval_s)  # the others read it, in a store that may live in this process
         os._exit(1)
 
+    def _publish(self, reason: str) -> None:
+        """Write why the run ends, unless another rank has. Raises: RuntimeError where the store does not answer."""
+        if reason and not parse_verdict(self._store.get(f"{KEY}/verdict")):
+            self._store.set(f"{KEY}/verdict", json.dumps([reason[:MAX_TEXT]]))
+
     def _write(self) -> None:
         self._count += 1
-        beat = [self._count, *self._marks.host, *self._marks.device, self._verdict]
-        self._store.set(self._keys[self._me], json.dumps(beat))
+        beat = Beat(self._count, self._marks.host, self._marks.device, self._verdict is None)
+        self._store.set(f"{KEY}/{self._me}", json.dumps(beat))
 
     def _name(self, rank: int) -> str:
-        host, _ = _places(self._beats[rank])
-        return f"rank {rank} on {self._hosts[rank]} (last {host})"
+        last = f" (last {self._beats[rank].host})" if rank in self._beats else ""
+        return f"rank {rank} on {self._hosts[rank]}{last}"
 
     def _fresh_window(self) -> None:
-        self._since = [time.monotonic()] * len(self._beats)
+        self._since = dict.fromkeys(range(comm.size()), time.monotonic())
         self._marks.forgive()
-
-
-def _places(beat: bytes) -> tuple[Place, Place]:
-    """The places of host and device that a heartbeat has."""
-    _, *places, _ = json.loads(beat)
-    return Place(*places[:3]), Place(*places[3:])
 
 
 def join_ranks(ranks: Iterable[int]) -> str:

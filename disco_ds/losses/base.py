@@ -114,8 +114,10 @@ class Loss(nn.Module):
         """
         return None
 
-    def load_state_parts(self, parts: list[dict[str, Any]]) -> None:
+    def load_state_parts(self, parts: Sequence[dict[str, Any]]) -> None:
         """Restore from the state_dict() of every rank, at any number of ranks. A loss that keeps state overrides this.
+
+        A part is read from the disk when it is asked for; of hundreds of ranks, each should ask for what it needs.
 
         Raises: ValueError for state that this loss does not keep.
         """

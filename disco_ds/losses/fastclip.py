@@ -10,6 +10,7 @@ They are six presets of one loss, which differ in the objective and the temperat
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
@@ -142,7 +143,7 @@ class FastCLIPLoss(TiledLoss):
         """The state of the samples that this rank owns."""
         return self._state().state_dict()
 
-    def load_state_parts(self, parts: list[dict[str, Any]]) -> None:
+    def load_state_parts(self, parts: Sequence[dict[str, Any]]) -> None:
         self._state().load_parts(parts)
 
     def _state(self) -> SampleState:

@@ -9,6 +9,7 @@ applies them. A sample takes 16 bytes, 68 with temperatures, divided by the rank
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -125,24 +126,25 @@ class SampleState:
     def state_dict(self) -> dict[str, Any]:
         return {"num_samples": self.num_samples, "samples": self.samples, "values": self.values}
 
-    def load_parts(self, parts: list[dict[str, Any]]) -> None:
+    def load_parts(self, parts: Sequence[dict[str, Any]]) -> None:
         """Restore from every rank's state_dict, in rank order, whatever their number.
 
         Raises: ValueError for parts that are not of this state or of a data set of another size.
         """
-        for number, part in enumerate(parts):
+        N, n, M = comm.size(self.group), comm.rank(self.group), len(parts)
+        # Rank m of M owned the ids m, m + M, ...; this rank owns those with id % N == n, of which rank m had some if
+        # m and n are equal modulo the greatest common divisor. A part that has none of them is not read.
+        for m in range(n % math.gcd(M, N), M, math.gcd(M, N)):
+            part = parts[m]
             if part.keys() != self.state_dict().keys() or part["values"].keys() != self.values.keys():
-                raise ValueError(f"the checkpoint has no state per sample as this loss keeps it (of rank {number})")
+                raise ValueError(f"the checkpoint has no state per sample as this loss keeps it (of rank {m})")
             if part["num_samples"] != self.num_samples:
                 raise ValueError(
                     f"the checkpoint's loss has the state of {part['num_samples']:,} samples, the data have "
                     f"{self.num_samples:,} now; resume with the data the run began with"
                 )
-        N, n = comm.size(self.group), comm.rank(self.group)
-        # Rank n of len(parts) owned the ids n, n + len(parts), ...; this rank now owns those with id % N == n.
-        for number, part in enumerate(parts):
-            ids = torch.arange(number, self.num_samples, len(parts))
+            ids = torch.arange(m, self.num_samples, M)
             mine = ids % N == n
             for name, value in self.values.items():
                 value[(ids[mine] // N).to(value.device)] = part["values"][name][mine].to(value.device)
-        self.samples = parts[0]["samples"]
+            self.samples = part["samples"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from disco_ds.config.text_file import write_text
 from disco_ds.distributed import comm
 from disco_ds.metrics.figures import FIGURES, Interval, LogPoint, compute_figures
 from disco_ds.metrics.timers import Phases
@@ -125,10 +127,14 @@ class Metrics:
 
     def _flush(self) -> None:
         assert self.file is not None
+        size, left = os.fstat(self.file.fileno()).st_size, self.unwritten
         try:
-            while self.unwritten:  # a nearly full disk may take a part of a line
-                self.unwritten = self.unwritten[self.file.write(self.unwritten) :]
+            while left:  # a nearly full disk may take a part of a line
+                left = left[self.file.write(left) :]
+            self.unwritten = b""
         except OSError as error:
+            if len(left) < len(self.unwritten):
+                self.file.truncate(size)
             logger.warning("%s: %s; the records wait in memory", self.path, error.strerror)
 
     def _describe(self, record: dict[str, Any]) -> str:
@@ -186,9 +192,7 @@ def _drop_after(path: Path, step: int) -> list[dict[str, Any]]:
         if record["step"] < step or (record["step"] == step and not any(name.startswith("eval/") for name in record))
     ]
     if len(kept) < len(lines):
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(line for line, _ in kept), encoding="utf-8")
-        partial.replace(path)
+        write_text(path, "".join(line for line, _ in kept))
     return [record for _, record in kept if record["step"] == step and "samples" in record]
 
 

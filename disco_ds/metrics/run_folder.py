@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from disco_ds.config.recipe_yaml import parse
+from disco_ds.config.text_file import write_text
 
 CHECKPOINTS = "checkpoints"
 STEP = re.compile(r"step-\d{8,}")
@@ -108,14 +109,15 @@ def make_token(path: Path) -> Path:
 
 
 def mark_finished(path: Path, record: dict[str, object]) -> None:
-    (path / FINISHED).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    """Raises: OSError."""
+    write_text(path / FINISHED, json.dumps(record, indent=1) + "\n")
 
 
 def mark_launch(path: Path, word: str | None, code: int | None = None) -> None:
     """For launch.py, if it has started the run: where it is, and what came of it. A full disk is no reason to fail."""
     if word is not None:
         with suppress(OSError):
-            (path / LAUNCHED).write_text(json.dumps({"launch": word, "code": code}) + "\n", encoding="utf-8")
+            write_text(path / LAUNCHED, json.dumps({"launch": word, "code": code}) + "\n")
 
 
 def _take_lock(path: Path) -> IO[str]:

@@ -238,7 +238,8 @@ def start_engine(
     if saved is None:
         return build_engine(model, config.optim, ds_config)
     engine = restore(saved, config, model, ds_config)
-    loss.load_state_parts([part["loss"] for part in saved.ranks])
+    with comm.all_or_none("the loss's state"):
+        loss.load_state_parts(saved.states("loss"))
     set_newer_aside(saved)
     rewind_tensorboard(engine.monitor, saved.step * config.global_batch)
     return engine
@@ -260,6 +261,6 @@ def build_loader(
         SampleForm(image, tokenizer, *read_text_size(model)),
         Share(comm.rank(), comm.size(), config.global_batch, config.micro_batch),
         config.seed,
-        merge_states([part["data"] for part in saved.ranks]) if saved else None,
+        merge_states(saved.states("data")) if saved else None,
         Staging(config.pixels, comm.local_device(), share.cores, share.memory_bytes / 8),
     )

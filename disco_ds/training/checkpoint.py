@@ -17,10 +17,9 @@ import pickle
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -149,15 +148,21 @@ class Saved:
     meta: dict[str, Any]
     verified: set[str] = field(default_factory=set)
     """Names of files whose checksum has been compared."""
+    gathered: list[dict[str, Any]] = field(default_factory=list)
+    """Of every rank's file the data state, and the loss's where it is empty; see open_whole."""
 
     @property
     def step(self) -> int:
         return self.meta["step"]
 
-    @cached_property
-    def ranks(self) -> list[dict[str, Any]]:
-        """The rng, data and loss states of every rank. Raises: DamagedError."""
-        return [self.load(name) for name in sorted(filter(OWN.fullmatch, self.meta["files"]))]
+    @property
+    def own_files(self) -> list[str]:
+        """Names of our files, of one rank each, in rank order."""
+        return sorted(filter(OWN.fullmatch, self.meta["files"]))
+
+    def states(self, kind: str) -> Sequence[dict[str, Any]]:
+        """The `rng`, `data` or `loss` states of every rank, each read when it is asked for. Raises: DamagedError."""
+        return States(self, kind)
 
     def verify(self, names: Iterable[str]) -> None:
         """Compare the checksums of these files, of each file once. Raises: DamagedError for one that has changed."""
@@ -188,6 +193,24 @@ class Saved:
             raise DamagedError(f"{self.path / name} cannot be read: {why}") from error
 
 
+class States(Sequence[dict[str, Any]]):
+    """What every rank has written under one key. With hundreds of ranks, none can read the files of all."""
+
+    def __init__(self, saved: Saved, kind: str) -> None:
+        self._saved, self._kind, self._names = saved, kind, saved.own_files
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return [self[i] for i in range(*number.indices(len(self)))]
+        gathered = self._saved.gathered
+        if gathered and self._kind in gathered[number]:
+            return gathered[number][self._kind]
+        return self._saved.load(self._names[number])[self._kind]
+
+
 def read(path: Path) -> Saved:
     """A checkpoint for use by one process; each file is verified when it is loaded. Raises: see read_meta."""
     return Saved(path, read_meta(path))
@@ -211,7 +234,11 @@ def open_whole(path: Path, check: Callable[[dict[str, Any]], None]) -> Saved:
         saved.verify(names[comm.rank() :: comm.size()])
     saved.verified.update(names)
     with _damage_agreed(path):
-        _ = saved.ranks
+        mine = [saved.load(name) for name in saved.own_files[comm.rank() :: comm.size()]]
+    # A rank needs the data states of all, and most losses keep none.
+    parts = [{"data": part["data"]} | ({"loss": {}} if part["loss"] == {} else {}) for part in mine]
+    shares = comm.gather_objects(parts)
+    saved.gathered.extend(shares[i % len(shares)][i // len(shares)] for i in range(len(saved.own_files)))
     return saved
 
 
@@ -239,7 +266,7 @@ def restore(saved: Saved, engine: Engine) -> None:
         for name in _own_names(engine, saved.path):
             saved.load(name)
     engine.load_checkpoint(str(saved.path), tag=ENGINE)
-    _restore_rng(saved.ranks[comm.rank()]["rng"])
+    _restore_rng(saved.states("rng")[comm.rank()])
 
 
 def _own_names(engine: Engine, path: Path) -> list[str]:

@@ -197,8 +197,9 @@ def finish(run: Run) -> None:
     config = run.config
     values = evaluate(run, config.num_steps)
     run.heart.mark(config.num_steps, "ending")
+    reached: dict[str, object] = {"steps": config.num_steps, **values}
+    comm.from_rank_0("marking the run as finished", partial(mark_finished, run.folder, reached))
     if comm.rank() == 0:
-        mark_finished(run.folder, {"steps": config.num_steps, **values})
         with log_errors("report.png was not drawn"):
             monitor = run.engine.monitor.tb_monitor
             write_report(run.folder, monitor.summary_writer if monitor else None)

@@ -2,7 +2,8 @@
 
 DeepSpeed loads its files only into the shape that wrote them. Here the fp32 value and the optimizer states of each
 trained parameter are joined, by the parameter's name, from the pieces that the writing ranks held, and every rank of
-the new shape takes the piece that it owns. The files are mapped, so one parameter at a time is in memory.
+the new shape takes the piece that it owns. Rank 0 reads the files, which are mapped, and broadcasts: one parameter at
+a time is in memory.
 
 The names of the pieces and where they lie in DeepSpeed's files are those of DeepSpeed 0.19.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,22 +39,26 @@ def optimizer_order(model: nn.Module, settings: OptimSettings) -> list[str]:
 
 
 def load_untrained(saved: checkpoint.Saved, model: nn.Module, trained: set[str]) -> None:
-    """Copy a checkpoint's frozen parameters and buffers into a model that no engine has partitioned yet.
+    """Copy a checkpoint's frozen parameters and buffers into a model that no engine has partitioned yet. Collective.
 
-    Raises: ValueError for files that cannot be read, or do not hold them.
+    Raises: ValueError on every rank alike for files that cannot be read, or do not hold them.
     """
     wanted = {name: value for name, value in model.state_dict().items() if name not in trained}
     if not wanted:
         return
-    if saved.meta["shape"]["stage"] < 3:  # below ZeRO 3 every rank held them whole
-        held: Any = saved.load(WHOLE)["module"].items()
-    else:
-        held = read_tensors(saved)
-    for name, value in held:
-        if name in wanted:
-            wanted.pop(name).copy_(value)
-    if wanted:
-        raise ValueError(f"no value of {', '.join(sorted(wanted)[:5])}")
+
+    def read() -> dict[str, Tensor]:
+        if saved.meta["shape"]["stage"] < 3:  # below ZeRO 3 every rank held them whole
+            held: Any = saved.load(WHOLE)["module"].items()
+        else:
+            held = read_tensors(saved)
+        found = {name: value.clone() for name, value in held if name in wanted}
+        if missing := sorted(wanted.keys() - found.keys()):
+            raise ValueError(f"no value of {', '.join(missing[:5])}")
+        return found
+
+    for name, value in comm.from_rank_0(f"checkpoint {saved.path}", read).items():
+        wanted[name].copy_(value)
 
 
 def restore(saved: checkpoint.Saved, engine: Engine, order: list[str]) -> None:
@@ -63,19 +69,20 @@ def restore(saved: checkpoint.Saved, engine: Engine, order: list[str]) -> None:
     Args:   saved: a verified checkpoint; order: see optimizer_order.
     Raises: ValueError on every rank alike, for files that do not hold this model's parameters.
     """
-    with comm.all_or_none(f"checkpoint {saved.path}"):
-        parts = _find_parts(saved, order)
-        missing = set(order) - parts.keys()
-        if missing:
-            raise ValueError(f"no state of {', '.join(sorted(missing)[:5])}")
+    what, parts = f"checkpoint {saved.path}", dict[str, list[Fragment]]()
+    with comm.all_or_none(what):
+        if comm.rank() == 0:
+            parts = _find_parts(saved, order)
+            if missing := set(order) - parts.keys():
+                raise ValueError(f"no state of {', '.join(sorted(missing)[:5])}")
         # With the optimizer on NVMe none of its states is in memory, where they could be set.
         if engine.zero_optimization_stage() == 3 and engine.optimizer.swap_optimizer:
             raise ValueError("with the optimizer on NVMe a run can be resumed at its own shape only")
     parameters = dict(engine.module.named_parameters())
     put = (_into_whole, _into_partitions, _into_partitions, _into_shards)[engine.zero_optimization_stage()](engine)
     with torch.no_grad():
-        for name, fragments in parts.items():
-            put(parameters[name], _join(fragments))
+        for name in order:
+            put(parameters[name], comm.from_rank_0(what, partial(lambda name: _join(parts[name]), name)))
         _restore_scaler(saved, engine)
     if engine.zero_optimization_stage() in (1, 2):
         engine.optimizer.update_lp_params()  # the model's weights, from the fp32 masters that were just set
@@ -228,6 +235,7 @@ def _fill(optimizer: torch.optim.Optimizer, held: Tensor, states: States, start:
 
 
 def _restore_scaler(saved: checkpoint.Saved, engine: Engine) -> None:
-    """Continue with the saved loss scale if both shapes have one."""
+    """Continue with the saved loss scale if both shapes have one. Collective."""
     if saved.meta["shape"]["precision"] == "fp16" and engine.fp16_enabled():
-        engine.optimizer.loss_scaler = _optimizer_file(saved, 0)["loss_scaler"]
+        read = partial(_optimizer_file, saved, 0)
+        engine.optimizer.loss_scaler = comm.from_rank_0(f"checkpoint {saved.path}", lambda: read()["loss_scaler"])

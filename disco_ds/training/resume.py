@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from disco_ds.config import Config
+from disco_ds.config.text_file import write_text
 from disco_ds.distributed import comm
 from disco_ds.metrics.run_folder import CHANGES, split_resume
 from disco_ds.training import checkpoint, reshard, retention
@@ -88,9 +89,7 @@ def record_changes(folder: Path, saved: Saved | None, config: Config, identity: 
             before = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
             kept = [line for line in before if json.loads(line)["step"] < saved.step]
             now = [json.dumps({"step": saved.step, **change._asdict()}) for change in changes]
-            partial_path = path.with_suffix(".partial")
-            partial_path.write_text("".join(f"{line}\n" for line in kept + now), encoding="utf-8")
-            partial_path.replace(path)
+            write_text(path, "".join(f"{line}\n" for line in kept + now))
             for change in changes:
                 logger.warning(
                     "from step %d on %s is %r, it was %r", saved.step, change.setting, change.new, change.old
@@ -123,8 +122,7 @@ def restore(saved: Saved, config: Config, model: nn.Module, ds_config: dict[str,
         before = "{ranks} ranks at ZeRO {stage}, {precision}".format_map(saved.meta["shape"])
         logger.warning("%s was written by %s: random draws, as of dropout, will be others", saved.path, before)
     order = reshard.optimizer_order(model, config.optim)
-    with comm.all_or_none(f"checkpoint {saved.path}"):
-        reshard.load_untrained(saved, model, set(order))
+    reshard.load_untrained(saved, model, set(order))
     engine = build_engine(model, config.optim, ds_config)
     with _settings_kept(engine):
         reshard.restore(saved, engine, order)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from disco_ds.config import Config, render_ds_config
+from disco_ds.config.text_file import write_text
 from disco_ds.distributed import comm
 from disco_ds.metrics.run_folder import CONFIG, FINISHED, RunFolder, find_run_folder, make_run_folder, make_token
 
@@ -90,6 +91,6 @@ def write_settings(config: Config, folder: Path) -> dict[str, Any]:
     with comm.all_or_none(f"writing the settings into {folder}"):
         if comm.rank() == 0:
             (folder / FINISHED).unlink(missing_ok=True)  # of a run that is being extended
-            (folder / CONFIG).write_text(config.to_yaml(), encoding="utf-8")
-            (folder / "ds_config.json").write_text(json.dumps(ds_config, indent=2) + "\n", encoding="utf-8")
+            write_text(folder / CONFIG, config.to_yaml())
+            write_text(folder / "ds_config.json", json.dumps(ds_config, indent=2) + "\n")
     return ds_config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -246,3 +247,13 @@ def test_number_that_means_nothing_is_refused(argv: list[str], words: str, capsy
         parse_args(argv)
     assert ended.value.code == 2
     assert words in capsys.readouterr().err
+
+
+def test_warning_of_deepspeed_that_there_is_no_gpu_precedes_no_table() -> None:
+    code = "from disco_ds.cli.main import main; print(main(['index', '/missing']))\n"
+    code += "from deepspeed.accelerator import get_accelerator; print(get_accelerator().device_name())"
+    environment = {key: value for key, value in os.environ.items() if key != "DS_ACCELERATOR"}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert ran.stdout == "2\ncpu\n", ran
+    assert "Setting accelerator" not in ran.stderr

@@ -87,12 +87,16 @@ def test_index_elsewhere_and_of_a_part(folder: Path, tmp_path: Path, capsys: pyt
     assert whole.sizes == [3, 5, 2]
 
 
-def test_index_of_a_server_and_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_index_of_a_server_and_a_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DISCO_TEST_TOKEN", "secret")
     local = write_shards(tmp_path / "shards", SIZES)
     with serve(local.folder) as server:
         url = f"{server.url}/{{00000..00007}}.tar?token=secret"
         assert run(url, "--to", tmp_path / "remote.json") == 0
-        (found,) = load_sources(settings(url, manifest=tmp_path / "remote.json", remote={"http": True}))
+        named = url.replace("secret", "$DISCO_TEST_TOKEN")
+        (found,) = load_sources(settings(named, manifest=tmp_path / "remote.json", remote={"http": True}))
         assert run(url, "--to", tmp_path / "remote.json", "--check") == 0
         assert capsys.readouterr().out.count("8 shards, 166 samples") == 2
         server.failures["/00003.tar"] = [403]

@@ -20,7 +20,7 @@ import pytest
 
 from disco_ds.config.data import DataSettings, RemoteSettings
 from disco_ds.data import DataError, Manifest, list_shards, load_sources
-from disco_ds.data.remote import ShardCache, describe
+from disco_ds.data.remote import ShardCache, describe, fetch_temporary
 from disco_ds.data.tar import CacheFullError, TarReader
 from helpers.paths import ROOT
 from helpers.shards import SIZES, make_loader, read_global, read_rank, read_step, settings, write_shards
@@ -181,10 +181,17 @@ def test_passing_failures_are_tried_again(shards: Manifest, server: Server, tmp_
     ],
 )
 def test_lasting_failure_names_url_and_status_without_secrets(
-    shards: Manifest, server: Server, tmp_path: Path, failures: list[int], tries: int, words: str
+    shards: Manifest,
+    server: Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    failures: list[int],
+    tries: int,
+    words: str,
 ) -> None:
     server.failures["/00001.tar"] = failures
-    url = server.url.replace("//", "//me:secret@") + f"/{ALL}?token=secret"
+    monkeypatch.setenv("DISCO_TEST_SECRET", "secret")
+    url = server.url.replace("//", "//me:$DISCO_TEST_SECRET@") + f"/{ALL}?token=${{DISCO_TEST_SECRET}}"
     data = remote(url, shards.folder / "manifest.json", tmp_path / "cache", slots=2)
     loader = make_loader(load_sources(data), data, batch=160)
     error = read_step(loader).error
@@ -193,6 +200,7 @@ def test_lasting_failure_names_url_and_status_without_secrets(
     assert f"shard 00001.tar cannot be fetched from {server.url}/00001.tar: {words}" in error
     assert "secret" not in error
     assert server.asked["/00001.tar"] == tries
+    assert server.authorizations[-1] == "Basic bWU6c2VjcmV0"
     assert not list(tmp_path.glob("cache/**/*.partial"))
 
 
@@ -221,6 +229,66 @@ def test_failing_command_tells_its_status_and_nothing_else(shards: Manifest, tmp
         "shard 00002.tar cannot be fetched from its pipe:: the command ended with status 3; tries: 1"
     )
     assert describe("https://u:p@h:81/x?y#z") == "https://h:81/x"
+
+
+def test_command_that_hangs_is_ended_with_all_it_has_started(shards: Manifest, tmp_path: Path) -> None:
+    start, pids = time.monotonic(), tmp_path / "pids"
+    for command, words in (
+        (f"sleep 600 & echo $! >> {pids}; cat /dev/null; wait", "wrote nothing for data.remote.timeout_s=0.3 s"),
+        (f"sleep 600 >/dev/null & echo $! >> {pids}; exec >&-; wait", "did not end within data.remote.timeout_s=0.3 s"),
+        (f"yes & echo $! >> {pids}; wait", "more than 7 bytes as its manifest counts them"),
+    ):
+        cache = ShardCache([f"pipe:{command}"], ["0.tar"], [7], RemoteSettings(cache=tmp_path, tries=1, timeout_s=0.3))
+        with pytest.raises(DataError, match=words):
+            cache.open(0)
+    assert time.monotonic() - start < 20
+    for pid in pids.read_text().split():
+        with suppress(FileNotFoundError):  # ended; or a zombie, where nobody reaps it
+            assert Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
+
+
+def test_body_without_a_length_is_read_no_further_than_the_shard_may_be(
+    shards: Manifest, server: Server, tmp_path: Path
+) -> None:
+    server.endless.add("/00000.tar")
+    with pytest.raises(DataError, match=f"more than {shards.shards[0].bytes:,} bytes as its manifest counts them"):
+        open_cache(shards, server.url, tmp_path / "cache", tries=1).open(0)
+    settings = RemoteSettings(tries=2, cache_gb=0.005)
+    with (
+        pytest.raises(DataError, match=r"more than data.remote.cache_gb \(0.005 GB\), .* tries: 1"),
+        fetch_temporary(f"{server.url}/00000.tar", "00000.tar", settings),
+    ):
+        pass
+    assert server.sent < 50e6
+
+
+def test_attempts_that_last_longer_than_a_worker_may_be_silent_end_with_their_own_error(
+    shards: Manifest, server: Server, tmp_path: Path
+) -> None:
+    """Each attempt is a sign of life, and the fetch lasts longer than data.timeout_s."""
+    server.stalled.update(f"/{shard.name}" for shard in shards.shards)
+    data = remote(
+        f"{server.url}/{ALL}",
+        shards.folder / "manifest.json",
+        tmp_path / "cache",
+        workers=1,
+        timeout_s=2.0,
+        remote={"timeout_s": 1.2, "tries": 3},
+    )
+    loader = make_loader(load_sources(data), data)
+    start = time.monotonic()
+    error = read_step(loader).error
+    loader.close()
+    assert error is not None
+    assert f"cannot be fetched from {server.url}/0000" in error
+    assert "timed out; tries: 3" in error
+    assert time.monotonic() - start > 1.5 * data.timeout_s
+
+
+def test_variable_of_a_url_that_is_not_set_is_named_before_anything_is_fetched(shards: Manifest) -> None:
+    url = "https://host/{00000..00007}.tar?token=$DISCO_TEST_NOT_SET"
+    with pytest.raises(ValueError, match=r"data.shards: the environment variable DISCO_TEST_NOT_SET is not set"):
+        load_sources(settings(url, manifest=shards.folder / "manifest.json", remote={"http": True}))
 
 
 def test_server_that_is_not_there_is_an_error(shards: Manifest, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import multiprocessing
 import os
 import signal
@@ -10,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,24 @@ import pytest
 import torch
 
 from disco_ds.cli.main import main
+from disco_ds.config import ModelSettings
 from disco_ds.distributed import comm
-from disco_ds.distributed.heartbeat import HURRY_S, Heartbeat, join_ranks
+from disco_ds.distributed.heartbeat import (
+    HURRY_S,
+    KEY,
+    WATCHED,
+    Beat,
+    Heartbeat,
+    join_ranks,
+    parse_beat,
+    parse_verdict,
+)
+from disco_ds.distributed.marks import Place
+from disco_ds.models.clip import build_model
 from helpers.dist import free_port, start_server
 from helpers.tiny_run import recipe
+from helpers.towers import BPE_SIZE, write_tiny
+from helpers.trained import write_run
 
 SIZE = 3
 FAULTY = 1
@@ -94,9 +110,9 @@ class Ranks:
         self.folder.mkdir()
         start_server()
         context = multiprocessing.get_context("forkserver")
-        port = free_port()
+        self.port = free_port()
         self.processes = [
-            context.Process(target=enter, args=(number, port, self.folder, kind, lost_after_s))
+            context.Process(target=enter, args=(number, self.port, self.folder, kind, lost_after_s))
             for number in range(SIZE)
         ]
         for process in self.processes:
@@ -152,6 +168,33 @@ def check_fine(group: Ranks) -> None:
     assert not any(group.log(number) for number in range(SIZE))
 
 
+def write_garbage(group: Ranks) -> None:
+    """Somebody on the network writes into the store."""
+    group.wait_ready()
+    store = torch.distributed.TCPStore("127.0.0.1", group.port, is_master=False, wait_for_workers=False)
+    end = time.monotonic() + LOST_AFTER_S / 3
+    while time.monotonic() < end:  # rank 2 writes over it meanwhile
+        for garbage in GARBAGE:
+            store.set(f"{KEY}/2", garbage)
+            store.set(f"{KEY}/verdict", garbage)
+            time.sleep(0.001)
+
+
+def check_unimpressed(group: Ranks) -> None:
+    """It is said once by a rank of those that have seen it, and a rank that is lost later is named."""
+    assert all(process.is_alive() for process in group.processes), [group.log(number) for number in range(SIZE)]
+    group.send(signal.SIGKILL, FAULTY)
+    group.check_named(FAULTY, SILENT)
+    said = [
+        line for number in range(SIZE) for line in group.log(number).splitlines() if "was written by no rank" in line
+    ]
+    assert sorted(line.partition(": ")[2].partition(" in the")[0] for line in said) == [
+        "the heartbeat of rank 2",
+        "the verdict",
+    ]
+    assert f"in the rendezvous store at 127.0.0.1:{group.port} was written by no rank" in said[0]
+
+
 def check_frozen(group: Ranks) -> None:
     """A laptop that slept: nobody has missed anything."""
     time.sleep(LOST_AFTER_S + 2)
@@ -194,6 +237,22 @@ def check_blocked(group: Ranks) -> None:
 
 SILENT = "has sent no heartbeat for"
 STORE = "no answer from the rendezvous store for"
+GARBAGE = [
+    b"",
+    b"\xff\x00",
+    b"[" * 99_999,
+    b"null",
+    b"[1, 2]",
+    b'[1, [1, 2, "x"], [1, 2, 3], true]',
+    b"{}",
+    b'"x"',
+    b"[[]]",
+]
+GARBAGE += [
+    b'[true, [1, 2, "x"], [1, 2, "x"], true]',
+    b'[1, [1, 2, "a\\u0000b"], [1, 2, "x"], true]',
+    b"[1, [1, 2], 3, 4]",
+]
 CASES: dict[str, tuple[Callable[[Ranks], Any], Callable[[Ranks], None]]] = {
     "fine": (Ranks.wait_ready, check_fine),
     "fails": (
@@ -209,6 +268,7 @@ CASES: dict[str, tuple[Callable[[Ranks], Any], Callable[[Ranks], None]]] = {
     "all GPU blocks": (Ranks.wait_ready, check_blocked),
     "store killed": (lambda r: r.send(signal.SIGKILL, 0), lambda r: r.check_named(0, STORE)),
     "store stopped": (lambda r: r.send(signal.SIGSTOP, 0), lambda r: r.check_named(0, STORE)),
+    "garbage": (write_garbage, check_unimpressed),
     "all frozen": (lambda r: r.send(signal.SIGSTOP), check_frozen),
 }
 
@@ -216,7 +276,7 @@ CASES: dict[str, tuple[Callable[[Ranks], Any], Callable[[Ranks], None]]] = {
 @pytest.mark.parametrize(
     "kinds",
     [
-        ("fails", "killed", "stopped"),
+        ("fails", "killed", "stopped", "garbage"),
         ("all hang", "GPU hangs"),
         pytest.param(("hangs", "GPU breaks", "all GPU blocks"), marks=pytest.mark.slow),
         pytest.param(("fine", "store killed", "store stopped", "all frozen"), marks=pytest.mark.slow),
@@ -234,6 +294,24 @@ def test_every_survivor_names_the_lost_rank(kinds: tuple[str, ...], tmp_path: Pa
     finally:
         for group in groups.values():
             group.end()
+
+
+def test_beats_are_read_as_written_and_nothing_else_is() -> None:
+    beat = Beat(7, Place(3, 1, "reading data"), Place(2, 1, "forward"), True)
+    assert parse_beat(json.dumps(beat).encode()) == beat
+    assert parse_verdict(b'["why"]') == "why"
+    assert parse_verdict(b'[""]') == ""
+    for garbage in GARBAGE:
+        assert parse_beat(garbage) is None, garbage
+        assert parse_verdict(garbage) is None, garbage
+
+
+def test_every_set_of_lost_ranks_has_a_rank_that_watches_one() -> None:
+    for size in (2, 3, 5, 8):
+        watched = {rank: {(rank + i) % size for i in range(1, min(WATCHED + 1, size))} for rank in range(size)}
+        assert all(rank not in others for rank, others in watched.items())
+        for lost in (set(ranks) for count in range(1, size) for ranks in combinations(range(size), count)):
+            assert any(watched[rank] & lost for rank in set(range(size)) - lost)
 
 
 def test_ranks_are_joined_in_words() -> None:
@@ -271,6 +349,45 @@ def hang_in_forward(number: int, port: int, folder: Path, path: Path) -> None:
 
     torch.nn.modules.module.register_module_forward_pre_hook(before_forward)
     sys.exit(main(["train", "--config", str(path), "timeout_s=20", "data.timeout_s=15"]))
+
+
+def die_in_evaluation(number: int, port: int, folder: Path, model: Path) -> None:
+    """One rank of an evaluation, of which one is killed."""
+    with (folder / f"{number}.log").open("wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    os.environ.update(RANK=str(number), WORLD_SIZE="2", LOCAL_RANK=str(number))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+
+    def before_forward(module: Any, arguments: Any) -> None:
+        if type(module).__name__ == "VisionTransformer" and number == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    torch.nn.modules.module.register_module_forward_pre_hook(before_forward)
+    sets = ["eval.labelled.unseen=bundled:emoji/unseen", "data.image_key=png", "lost_after_s=5"]
+    sys.exit(main(["eval", str(model), *sets]))
+
+
+@pytest.mark.slow
+def test_rank_that_an_evaluation_loses_is_named(tmp_path: Path) -> None:
+    start_server()
+    name = write_tiny(tmp_path, BPE_SIZE)
+    model = write_run(tmp_path / "run", build_model(ModelSettings(name=name)), name)
+    context, port = multiprocessing.get_context("forkserver"), free_port()
+    ranks = [context.Process(target=die_in_evaluation, args=(number, port, tmp_path, model)) for number in range(2)]
+    for process in ranks:
+        process.start()
+    try:
+        for process in ranks:
+            process.join(100)
+        log = (tmp_path / "0.log").read_text()
+        assert [process.exitcode for process in ranks] == [1, -signal.SIGKILL], log
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    assert f"rank 0 stops: rank 1 on {socket.gethostname()} (last step 0, evaluating) has sent no heartbeat" in log
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import http.server
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,24 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
             self.server.authorizations.append(self.headers["Authorization"])
             failures = self.server.failures.get(path, [])
             status = failures.pop(0) if failures else 200
-        if status == 200 and path not in self.server.halves:
+        if path in self.server.stalled:
+            self.server.resume.wait(30)
+        elif path in self.server.endless:
+            self._send_endlessly()
+        elif status == 200 and path not in self.server.halves:
             super().do_GET()
         elif status == 200:
             self._pause(path, Path(self.translate_path(path)).read_bytes())
         else:
             self.send_error(status)
+
+    def _send_endlessly(self) -> None:
+        """A body without a Content-Length."""
+        self.send_response(200)
+        self.end_headers()
+        with suppress(ConnectionError):
+            while not self.server.resume.is_set():
+                self.server.sent += self.wfile.write(bytes(2**16))
 
     def _pause(self, path: str, data: bytes) -> None:
         """Send half of a file and wait; then the rest, unless half it shall remain."""
@@ -56,6 +68,12 @@ class Server(http.server.ThreadingHTTPServer):
         """Path -> statuses of its next answers."""
         self.halves: set[str] = set()
         """Paths of which half is sent until `resume`, and no more if they are still here then."""
+        self.stalled: set[str] = set()
+        """Paths whose requests are not answered."""
+        self.endless: set[str] = set()
+        """Paths with bodies that do not end."""
+        self.sent = 0
+        """Bytes of those."""
         self.resume = threading.Event()
 
 

@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from disco_ds.metrics.records import METRICS_FILE, Metrics
 from disco_ds.metrics.run_folder import (
     CHECKPOINTS,
     CONFIG,
     FINISHED,
+    LAUNCHED,
     RunFolder,
     find_run_folder,
     make_run_folder,
     mark_finished,
+    mark_launch,
     split_resume,
 )
 
@@ -146,3 +151,47 @@ def test_second_run_in_another_process_is_refused_naming_the_first(tmp_path: Pat
 def test_mark_finished_is_read_back(tmp_path: Path) -> None:
     mark_finished(tmp_path, {"steps": 3, "eval/top1": 0.5})
     assert json.loads((tmp_path / FINISHED).read_text()) == {"steps": 3, "eval/top1": 0.5}
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB, with room for a part of a small file."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(path)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def test_full_disk_leaves_no_half_file_and_what_was_there(full_disk: Path) -> None:
+    old = {"steps": 1}
+    mark_finished(full_disk, old)
+    mark_launch(full_disk, "mine")
+    long = {"text": "x" * 100_000}
+    with pytest.raises(OSError, match=r"No space left on device; make room.*finished\.json"):
+        mark_finished(full_disk, long)
+    mark_launch(full_disk, "y" * 100_000, 0)
+    assert json.loads((full_disk / FINISHED).read_text()) == old
+    assert json.loads((full_disk / LAUNCHED).read_text())["launch"] == "mine"
+    # Records wait, and a line is there whole or not at all.
+    metrics = Metrics(full_disk, None, 4, 10)
+    metrics.note(1, {"a": 1.0})
+    ballast = full_disk / "ballast"
+    with suppress(OSError), ballast.open("wb", buffering=0) as file:
+        while file.write(bytes(512)):
+            pass
+    values = {f"value {number}": float(number) for number in range(1000)}
+    metrics.note(2, values)
+    lines = (full_disk / METRICS_FILE).read_text()
+    assert lines.endswith("\n")
+    assert [json.loads(line)["step"] for line in lines.splitlines()] == [1]
+    ballast.unlink()
+    metrics.note(3, {})
+    metrics.note(3, {"a": 3.0})
+    assert [json.loads(line)["step"] for line in (full_disk / METRICS_FILE).read_text().splitlines()] == [1, 2, 3]
+    metrics.close()
+    assert sorted(path.name for path in full_disk.iterdir()) == [FINISHED, LAUNCHED, METRICS_FILE]

@@ -115,26 +115,26 @@ def test_read_whole_checkpoint_gives_every_rank_in_order(tmp_path: Path) -> None
     saved = read(path)
     assert saved.step == 7
     assert saved.meta["identity"] == stored(identify())
-    assert [part["data"]["rank"] for part in saved.ranks] == [0, 1, 2]
-    assert [len(part["loss"]) for part in saved.ranks] == [0, 1, 2]
+    assert [part["rank"] for part in saved.states("data")] == [0, 1, 2]
+    assert [len(part) for part in saved.states("loss")] == [0, 1, 2]
 
 
 def test_a_flipped_bit_is_named_before_anything_is_parsed(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, 1)
     flip(path / "rank_00001.pt")
     with pytest.raises(DamagedError, match=r"step-00000001 is damaged: rank_00001.pt is not what was written"):
-        _ = read(path).ranks
+        list(read(path).states("data"))
 
 
 def test_code_in_a_file_of_ours_never_runs(tmp_path: Path) -> None:
     path, mark = write_checkpoint(tmp_path, 1), tmp_path / "ran"
     plant(path, "rank_00000.pt", mark)
     with pytest.raises(DamagedError, match=r"rank_00000.pt is not what was written"):
-        _ = read(path).ranks
+        list(read(path).states("data"))
     # By somebody who has also written the checksums.
     describe(path, json.loads((path / META).read_text()))
     with pytest.raises(DamagedError, match=r"rank_00000.pt cannot be read: it holds more than tensors"):
-        _ = read(path).ranks
+        list(read(path).states("data"))
     assert not mark.exists()
     torch.load(path / "rank_00000.pt", weights_only=False)
     assert mark.exists(), "the planted code is none"
@@ -153,7 +153,7 @@ def test_generators_go_on_from_a_checkpoint_of_either_format(version: int, tmp_p
         meta = json.loads((path / META).read_text())
         del meta["seal"]
         (path / META).write_text(json.dumps(meta))
-    _restore_rng(read(path).ranks[0]["rng"])
+    _restore_rng(read(path).states("rng")[0])
     assert (random.random(), numpy.random.standard_normal(3).tolist(), torch.rand(3).tolist()) == drawn
 
 

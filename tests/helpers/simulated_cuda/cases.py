@@ -321,7 +321,7 @@ def checkpoint_case(host: Host, stage: int) -> None:
         checkpoint.save(folder, meta, training.engine, {}, training.loss.state_dict())
     saved = choose(folder, "latest", training.config, same, unattended=False)
     resumed = Training(stage, "autocast", 1, "fastclip_v3", saved=saved)
-    resumed.loss.load_state_parts([part["loss"] for part in saved.ranks])
+    resumed.loss.load_state_parts(saved.states("loss"))
     resumed.step()
     assert resumed.engine.global_steps == 2
 

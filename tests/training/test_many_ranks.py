@@ -1,0 +1,117 @@
+"""As many ranks as the machine can hold, forked: they start, save, go on as fewer, and name a lost one.
+
+DISCO_DS_TEST_RANKS=64 takes 64 ranks, and 48 after the resume; the times are printed (pytest -rP).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from disco_ds.config import load_config
+from disco_ds.distributed import comm
+from disco_ds.metrics.run_folder import CHECKPOINTS
+from disco_ds.training.build import build
+from disco_ds.training.loop import train
+from helpers.dist import free_port, run_ranks, start_server
+from helpers.tiny_run import recipe
+
+RANKS = int(os.environ.get("DISCO_DS_TEST_RANKS", "8"))
+FEWER = RANKS * 3 // 4
+MIDDLE = RANKS // 2
+OPTIONS = ["micro_batch=2", "checkpoint.every_steps=5", "lost_after_s=120", "timeout_s=900", "log.tensorboard=false"]
+
+
+def sized(ranks: int) -> list[str]:
+    """Settings that fit this many ranks, and three quarters of them."""
+    return [f"global_batch={6 * ranks}", f"data.slots={3 * ranks}"]
+
+
+def run(path: Path, resume: str | None, *overrides: str) -> tuple[dict[str, float], set[str]]:
+    """Seconds of building and of training, and the files of checkpoints that this rank has opened while building."""
+    opened: set[str] = set()
+
+    def note(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and isinstance(arguments[0], str | Path) and arguments[1] in ("r", "rb"):
+            opened.add(str(arguments[0]))
+
+    sys.addaudithook(note)
+    start = time.monotonic()
+    with ExitStack() as stack:
+        training = build(load_config(path, [*OPTIONS, *overrides]), resume, stack)
+        built, read = time.monotonic(), {name for name in opened if f"/{CHECKPOINTS}/" in name}
+        train(training)
+        return {"build": built - start, "train and save": time.monotonic() - built}, read
+
+
+def report(what: str, ranks: int, results: list[Any]) -> None:
+    longest = {key: max(times[key] for times, _ in results) for key in results[0][0]}
+    print(f"{ranks} ranks, {what}: " + ", ".join(f"{key} {seconds:.1f} s" for key, seconds in longest.items()))
+
+
+def die(number: int, port: int, folder: Path, path: Path) -> None:
+    """One rank of a run that loses the rank in the middle in its second step."""
+    with (folder / f"{number}.log").open("wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    os.environ.update(RANK=str(number), WORLD_SIZE=str(FEWER), LOCAL_RANK=str(number))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    with comm.session(900), ExitStack() as stack:
+        training = build(load_config(path, [*OPTIONS, "steps=50", *sized(RANKS)]), "latest", stack)
+
+        def before(module: Any, arguments: Any) -> None:
+            if number == MIDDLE and training.heart.place.step >= 11:
+                (folder / "killed").write_text(str(time.time()))
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        training.loss.register_forward_pre_hook(before)
+        train(training)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_many_ranks_start_save_go_on_as_fewer_and_name_a_lost_one(tmp_path: Path) -> None:
+    path = recipe(tmp_path)
+    sizes = sized(RANKS)
+    report("start, 5 steps", 4, run_ranks(run, 4, path, None, "steps=5", "name=few", *sized(4)))
+    report("start, 5 steps", RANKS, run_ranks(run, RANKS, path, None, "steps=5", *sizes))
+    # At the shape that has written it a rank reads its own files, and what it verifies for all.
+    results = run_ranks(run, RANKS, path, "latest", "steps=6", *sizes)
+    report("resume, 1 step", RANKS, results)
+    readers = Counter(Path(name).name for _, names in results for name in names)
+    assert sum(readers.values()) < 6 * RANKS
+    assert {name for name, count in readers.items() if count > 2} == {"mp_rank_00_model_states.pt"}  # by DeepSpeed
+    # At another one rank 0 reads, and what a rank verifies or gathers is its share.
+    results = run_ranks(run, FEWER, path, "latest", "steps=10", *sizes)
+    report("resume, 4 steps", FEWER, results)
+    readers = Counter(Path(name).name for _, names in results for name in names)
+    assert max(readers.values()) <= 2
+    # The survivors name the rank that is killed.
+    start_server()
+    context, port = multiprocessing.get_context("forkserver"), free_port()
+    ranks = [context.Process(target=die, args=(number, port, tmp_path, path)) for number in range(FEWER)]
+    for process in ranks:
+        process.start()
+    try:
+        for process in ranks:
+            process.join(600)
+        assert sorted({process.exitcode for process in ranks}) == [-signal.SIGKILL, 1]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    seconds = time.time() - float((tmp_path / "killed").read_text())
+    print(f"{FEWER} ranks: all had ended {seconds:.1f} s after rank {MIDDLE} was killed")
+    for number in set(range(FEWER)) - {MIDDLE}:
+        assert f"rank {number} stops: rank {MIDDLE} on " in (tmp_path / f"{number}.log").read_text()
