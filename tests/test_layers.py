@@ -39,8 +39,6 @@ MAX_LINES = 350
 MAX_FUNCTION_LINES = 60
 MAX_ARGUMENTS = 8
 """Without self or cls; Triton's kernels are apart."""
-LONGER: set[str] = {"data.loader.Loader.__init__"}
-"""Functions that are longer than MAX_FUNCTION_LINES all the same."""
 
 
 def modules() -> dict[str, str]:
@@ -253,7 +251,7 @@ def test_architecture_has_the_layers_of_the_code() -> None:
 
 def test_no_function_is_too_long() -> None:
     found = {key: length for name, source in modules().items() for key, length in too_long(name, source).items()}
-    assert found.keys() == LONGER, found
+    assert not found
 
 
 def test_no_function_takes_too_many_arguments() -> None:

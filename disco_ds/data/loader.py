@@ -56,37 +56,26 @@ class Loader:
         num_workers = min(count_workers(settings, staging.cores), len(slots))
         order = mix(settings, sources, self.num_slots, seed)
         # What the order depends on; a state is accepted only if all of it is equal.
-        self._origin: dict[str, Any] = {
-            "slots": self.num_slots,
-            "sources": len(sources),
-            "fingerprint": fingerprint(settings, sources),
-            "global_batch": share.global_batch,
-        }
-        state = self._check(state)
+        parts = {"slots": self.num_slots, "sources": len(sources), "fingerprint": fingerprint(settings, sources)}
+        self._origin: dict[str, Any] = {**parts, "global_batch": share.global_batch}
         self._rank = share.rank
         self._num_parts = share.num_micro_batches
-        self._steps: int = state["steps"]
-        streams = [stream for slot in slots for stream in order.streams(slot)]
-        self._cursor: dict[int, tuple[int, int]] = {stream: tuple(state["cursor"][stream]) for stream in streams}
-        # One rank continues the count of all ranks, so that the sum over ranks stays right.
-        self.broken: int = state["broken"] if share.rank == 0 else 0
+        self._go_to(self._check(state), [stream for slot in slots for stream in order.streams(slot)])
         self.worker_pids: list[int] = []
         self._error: str | None = None
-        self._pixels = staging.pixels
-        self._device = torch.device(staging.device)
+        self._pixels, self._device = staging.pixels, torch.device(staging.device)
         self._before = self._steps, self.broken, self._cursor
         self._current: MicroBatches | None = None
         self._held: list[int] = []
         """The buffers of the current step."""
-        self._uploads: dict[int, Upload] = {}
-        """Copies started for the second pass, by micro-batch."""
-        self._num_again = 0
-        """Number of micro-batches that were decoded again."""
+        self._uploads: dict[int, Upload] = {}  # started for the second pass, by micro-batch
+        self._num_again = 0  # micro-batches that were decoded again
         self._resources = ExitStack()
         # The buffers are allocated before the workers, which inherit them.
-        most = int(staging.most_bytes // batch_bytes(share.micro_batch, form.image.size, form.context_length))
+        layout = share.micro_batch, form.image.size, form.context_length
+        most = int(staging.most_bytes // batch_bytes(*layout))
         num = count_buffers(settings.prefetch, self._num_parts, staging.pixels, num_workers, most)
-        self._batches = SharedBatches(num, share.micro_batch, form.image.size, form.context_length)
+        self._batches = SharedBatches(num, *layout)
         self._resources.callback(self._batches.close)
         per_worker = -(-len(slots) // max(1, num_workers))
         job = Job(
@@ -105,6 +94,13 @@ class Loader:
         producers = self._start(job, num_workers, settings.timeout_s, form.tokenize.__module__, partial(label, sources))
         self._feed = Feed(self._batches, producers, self._device, count_on_device(self._num_parts, staging.pixels))
         self._resources.callback(self._feed.close)
+
+    def _go_to(self, state: dict[str, Any], streams: Sequence[int]) -> None:
+        """Start from where a state left the run, in these streams."""
+        self._steps: int = state["steps"]
+        self._cursor: dict[int, tuple[int, int]] = {stream: tuple(state["cursor"][stream]) for stream in streams}
+        # One rank continues the count of all ranks, so that the sum over ranks stays right.
+        self.broken: int = state["broken"] if self._rank == 0 else 0
 
     def read_step(self) -> StepData:
         """The next step's micro-batches, read as they are requested and valid until the next call.
