@@ -42,6 +42,7 @@ from disco_ds.losses import build_loss
 from disco_ds.losses.base import Loss
 from disco_ds.metrics.records import Metrics, rewind_tensorboard
 from disco_ds.metrics.run_folder import CONFIG, FINISHED, RunFolder, find_run_folder, make_run_folder, make_token
+from disco_ds.metrics.trouble import Trouble
 from disco_ds.models.clip import (
     build_model,
     build_tokenizer,
@@ -55,7 +56,7 @@ from disco_ds.models.flops import peak_samples_per_s
 from disco_ds.training import checkpoint
 from disco_ds.training.checkpoint import Saved
 from disco_ds.training.copies import Copies
-from disco_ds.training.engine import Engine, build_engine
+from disco_ds.training.engine import Engine, build_engine, watch_norm
 from disco_ds.training.resume import choose, restore, set_newer_aside
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class Run:
     loss: Loss
     loader: Loader
     metrics: Metrics
+    trouble: Trouble
     interrupts: Interrupts
     image: ImageSpec
     tokenizer: Any
@@ -116,6 +118,14 @@ def build(config: Config, resume: str | None, stack: ExitStack, unattended: bool
     write_events = engine.monitor.write_events
     metrics = Metrics(folder, write_events, config.global_batch, config.num_steps, first_step, best_pace)
     stack.callback(metrics.close)
+    trouble = Trouble(
+        metrics.note,
+        skip=config.on_spike == "skip",
+        max_scale=config.model.max_scale if loss.learns_scale else None,
+        warmup_steps=config.optim.warmup_steps,
+        state=saved.meta.get("trouble") if saved else None,  # an older checkpoint has none
+    )
+    watch_norm(engine, trouble.norm_spikes)
     return Run(
         config=config,
         folder=folder,
@@ -123,6 +133,7 @@ def build(config: Config, resume: str | None, stack: ExitStack, unattended: bool
         loss=loss,
         loader=loader,
         metrics=metrics,
+        trouble=trouble,
         interrupts=Interrupts(60 * config.checkpoint.every_minutes),
         image=image,
         tokenizer=tokenizer,
