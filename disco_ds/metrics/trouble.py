@@ -4,7 +4,7 @@ Pure rules on numbers that all ranks have alike, and the state they need, which 
 - Spikes. PaLM (Chowdhery et al. 2022, section 5.1) had some twenty loss spikes in spite of clipping, went on from a
   checkpoint about 100 steps before and skipped 200 to 500 batches; the same batches did no harm elsewhere. In CLIP's
   training loss spikes follow within 8 steps after gradients that AdamW's second moment underestimates (Wortsman et al.
-  2023, arXiv 2304.13013), which is why the norm is looked at too. Median and MAD rather than mean and standard
+  2023, arXiv 2304.13013), so the norm may tell earlier. Median and MAD rather than mean and standard
   deviation, because outliers hardly move them (Leys et al. 2013). That the MAD is that of changes from step to step, so
   that the fall of a loss is not taken for noise, is ours, and so are the window and the thresholds: the bundled
   quickstart stays below them.
@@ -122,11 +122,13 @@ class Trouble:
             self._forget(f"{side}_collapse", low)
 
     def _report(self, sign: str, step: int, value: float, told: str, again: bool = False) -> None:
-        """Note that a sign is there, and log it the first time, or `again`."""
-        if (sign not in self.known or again) and comm.rank() == 0:
-            logger.warning("step %d: %s", step, told)
+        """Log and note a sign, once for as long as it goes on, or `again`."""
+        if sign in self.known and not again:
+            return
         self.known.add(sign)
         self.note(step, {f"trouble/{sign}": value})
+        if comm.rank() == 0:
+            logger.warning("step %d: %s", step, told)
 
     def _forget(self, sign: str, there: Any) -> None:
         if not there:

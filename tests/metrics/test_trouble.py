@@ -47,10 +47,10 @@ def test_spike_is_found_and_named_once(name: str, factor: float, caplog: pytest.
     for step in range(1, 301):
         high = factor if step in (200, 201, 250) else 1
         assert not trouble.spikes(name, step, high * falling(1000 + step, draw)), "it only warns"
-    assert [step for step, _ in notes] == [200, 201, 250]
+    assert [step for step, _ in notes] == [200, 250], "once for two in a row"
     assert all(values.keys() == {f"trouble/{name}_spike"} for _, values in notes)
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(said) == 2, "once for two in a row"
+    assert len(said) == 2
     assert said[0].startswith(f"step 200: {name.replace('grad_', 'gradient ')} ")
     assert "far above the median of the last 64 steps, 2" in said[0]
 
@@ -122,7 +122,7 @@ def test_scale_at_its_bound_is_said_once(caplog: pytest.LogCaptureFixture) -> No
     # 98.87 is where bf16 weights are held: exp(bf16(ln 100)).
     for step, scale in enumerate((14.3, 60.0, 97.0, 98.87, 100.0, 100.0, 80.0, 100.0)):
         trouble.look(record(step, scale=scale))
-    assert notes == [(step, {"trouble/scale_at_bound": 98.87 if step == 3 else 100.0}) for step in (3, 4, 5, 7)]
+    assert notes == [(3, {"trouble/scale_at_bound": 98.87}), (7, {"trouble/scale_at_bound": 100.0})]
     assert caplog.text.count("has reached its bound model.max_scale (100)") == 2
     fixed, notes = watching(max_scale=None)
     fixed.look(record(1, scale=100.0))
@@ -138,10 +138,7 @@ def test_collapse_is_measured_by_the_best_of_the_run(now: dict[str, float], capl
     assert notes == []
     trouble.look(record(40, **now))
     trouble.look(record(50, **now))
-    assert [(step, *values) for step, values in notes] == [
-        (40, "trouble/image_collapse"),
-        (50, "trouble/image_collapse"),
-    ]
+    assert [(step, *values) for step, values in notes] == [(40, "trouble/image_collapse")]
     assert caplog.text.count("step 40: the image features collapse: mean cosine ") == 1
     assert "step 50" not in caplog.text
 

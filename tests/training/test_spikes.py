@@ -14,7 +14,7 @@ from disco_ds.config import OptimSettings, load_config
 from disco_ds.distributed import comm
 from disco_ds.losses import Embeddings, LossOutput
 from disco_ds.metrics.run_folder import CHECKPOINTS
-from disco_ds.metrics.trouble import HISTORY, features_spread
+from disco_ds.metrics.trouble import HISTORY, SAMPLE, effective_rank, features_spread
 from disco_ds.training.build import Run
 from disco_ds.training.engine import learning_rate
 from disco_ds.training.loop import train
@@ -115,18 +115,22 @@ def warned(path: Path) -> None:
         assert records(folder)[-1]["skipped_batches"] == 0
 
 
-def same_sample(path: Path) -> None:
+def same_sample() -> None:
     """The sample of the features is the global batch's first rows, whatever the number of ranks."""
     rows = torch.nn.functional.normalize(torch.randn(300, 16, generator=torch.Generator().manual_seed(0)), dim=1)
     own = rows[comm.rank() :: comm.size()]  # as data/order.py deals them out
-    found = features_spread(own, own.flip(1))
-    assert found["image_cosine"].item() == pytest.approx(0.00170, abs=1e-4), found
+    cosines = rows[:SAMPLE] @ rows[:SAMPLE].T
+    pairs = cosines[~torch.eye(SAMPLE, dtype=torch.bool)]
+    found = features_spread(own, own)
+    assert found["image_cosine"].item() == pytest.approx(pairs.mean().item(), abs=1e-5)
+    assert found["text_rank"].item() == pytest.approx(effective_rank(rows[:SAMPLE]).item())
 
 
 def one_stage(path: Path) -> None:
     skipped(path, "zero1", CASES["zero1-fp32"])
     resumed(path, "zero1")
     warned(path)
+    same_sample()
 
 
 def test_spikes_are_skipped_as_if_they_had_not_been(tmp_path: Path) -> None:
