@@ -18,9 +18,13 @@ STRAY = [name for name in CASES if name.startswith("stray")]
 CLEAN = [name for name in CASES if name not in STRAY]
 FAST, SLOW = ([name for name in CLEAN if CASES[name].slow == slow] for slow in (False, True))
 
-OURS = {("reads", "losses/blocks.py holds"): 1, ("copies to host", "training/loop.py agree"): 1}
-"""What the host waits for in a step that is not logged, on our lines: whether one shift holds for all sums, and what
-all ranks have agreed on."""
+OURS = {
+    ("reads", "losses/blocks.py holds"): 1,
+    ("copies to host", "training/loop.py agree"): 1,
+    ("reads", "metrics/trouble.py norm_spikes"): 1,
+}
+"""What the host waits for in a step that is not logged, on our lines: whether one shift holds for all sums, what all
+ranks have agreed on, and the gradient norm, of which DeepSpeed reads right after whether it is finite."""
 DEEPSPEED = {
     # Of each group of parameters, the value that stands for a norm that is not finite; of a group of which this rank
     # has no part, its norm.

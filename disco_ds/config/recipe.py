@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import Field, model_validator
@@ -163,6 +163,9 @@ class Config(Settings):
     skip_nonfinite: int = Field(0, ge=0)
     """Batches in a row whose loss or gradient is not finite that are skipped, with nothing changed; the next one stops
     the run. 0: the first one stops it. A step that fp16's loss scaler skips does not count."""
+    on_spike: Literal["warn", "skip"] = "warn"
+    """What to do with a batch whose loss or gradient norm is far above those of the last 64 steps: warn, or skip it
+    with nothing changed, at any ZeRO stage. A level that lasts for 32 steps is no longer a spike."""
     model: ModelSettings = ModelSettings()
     loss: LossSettings = LossSettings()
     data: DataSettings

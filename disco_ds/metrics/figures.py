@@ -24,7 +24,7 @@ class LogPoint:
     step: int
     """Optimizer steps done."""
     metrics: Mapping[str, Tensor]
-    """LossOutput.metrics: 0-d each, the same on every rank."""
+    """LossOutput.metrics and trouble.features_spread: 0-d each, the same on every rank."""
     scale: Tensor
     """[1], the scale the loss was computed with."""
     lr: float
@@ -64,7 +64,7 @@ class Figure:
     name: str
     """Its key in metrics.jsonl; in TensorBoard it is train/name."""
     value: Callable[[LogPoint, Interval], Any] | None = None
-    """Computes it on this rank; None: it is one of the loss's own metrics."""
+    """Computes it on this rank; None: it is in LogPoint.metrics."""
     over_ranks: Literal["same", "sum", "max"] = "same"
     """How the ranks' values, which are integers for "sum", become one; "same": they are equal."""
     show: Callable[[Any], str] | None = None
@@ -91,6 +91,11 @@ FIGURES = (
     Figure("t2i_accuracy", show="t2i {:.1%}".format),
     Figure("scale", lambda now, since: now.scale.item(), show="scale {:.2f}".format, curve="logit scale"),
     Figure("bias", lambda now, since: None if now.bias is None else now.bias.item(), if_known=True),
+    # Of a sample of the global batch, see trouble.py.
+    Figure("image_cosine"),
+    Figure("text_cosine"),
+    Figure("image_rank"),
+    Figure("text_rank"),
     Figure("lr", lambda now, since: now.lr, show="lr {:.2e}".format, curve="learning rate"),
     Figure(
         "grad_norm",

@@ -85,8 +85,11 @@ class Metrics:
         """Leave time that is not training, such as an evaluation's, out of the pace."""
         self.since += seconds
 
-    def log(self, now: LogPoint) -> None:
-        """Write one record, whose figures are those of figures.py and the times of the phases. Collective."""
+    def log(self, now: LogPoint) -> dict[str, Any]:
+        """Write one record, whose figures are those of figures.py and the times of the phases. Collective.
+
+        Returns: it, on every rank.
+        """
         clock, since_step = time.monotonic(), now.step - self.last_step
         self.phases.note_peak()
         since = Interval(
@@ -108,6 +111,7 @@ class Metrics:
             self._append(record)
             with suppress(OSError):  # a log on a full disk
                 print(self._describe(record), flush=True)
+        return record
 
     def note(self, step: int, values: dict[str, float]) -> None:
         """Write values that come at other times than the figures, such as an evaluation's. Rank 0 writes."""

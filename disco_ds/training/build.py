@@ -38,6 +38,7 @@ from disco_ds.eval import ImageSet, load_sets
 from disco_ds.losses import build_loss
 from disco_ds.losses.base import Loss
 from disco_ds.metrics.records import Metrics, rewind_tensorboard
+from disco_ds.metrics.trouble import Trouble
 from disco_ds.models.clip import (
     build_model,
     build_tokenizer,
@@ -54,7 +55,7 @@ from disco_ds.training.background_save import HostCopy, Save
 from disco_ds.training.changes import refuse_unchangeable
 from disco_ds.training.checkpoint import Saved
 from disco_ds.training.copies import Copies, start_copies
-from disco_ds.training.engine import Engine, build_engine
+from disco_ds.training.engine import Engine, build_engine, watch_norm
 from disco_ds.training.resume import choose, record_changes, restore, set_newer_aside
 from disco_ds.training.shared_folder import open_folder, removed_if_refused, write_settings
 
@@ -72,6 +73,7 @@ class Run:
     loss: Loss
     loader: Loader
     metrics: Metrics
+    trouble: Trouble
     interrupts: Interrupts
     image: ImageSpec
     tokenizer: Any
@@ -136,6 +138,7 @@ def build(
         loss=loss,
         loader=loader,
         metrics=metrics,
+        trouble=watch_trouble(config, engine, loss, metrics, saved),
         interrupts=Interrupts(60 * config.checkpoint.every_minutes),
         image=image,
         tokenizer=tokenizer,
@@ -150,6 +153,19 @@ def build(
     run.interrupts.writing = lambda: run.saving is not None and run.saving.writing
     stack.callback(abandon_save, run)
     return run
+
+
+def watch_trouble(config: Config, engine: Engine, loss: Loss, metrics: Metrics, saved: Saved | None) -> Trouble:
+    """The detectors of spikes and collapse, which go on from where the checkpoint left them."""
+    trouble = Trouble(
+        metrics.note,
+        skip=config.on_spike == "skip",
+        max_scale=config.model.max_scale if loss.learns_scale else None,
+        warmup_steps=config.optim.warmup_steps,
+        state=saved.meta.get("trouble") if saved else None,  # an older checkpoint has none
+    )
+    watch_norm(engine, trouble.norm_spikes)
+    return trouble
 
 
 def abandon_save(run: Run) -> None:

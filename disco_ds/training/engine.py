@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed import DeepSpeedEngine as Engine
 from deepspeed.runtime import torch_autocast
+from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
 from timm.optim import Lamb, Lion
@@ -25,6 +27,10 @@ from disco_ds.models.param_groups import parameter_groups
 from disco_ds.training.disk import install_writer
 
 logger = logging.getLogger(__name__)
+
+
+class SpikeError(Exception):
+    """A batch is to be skipped for a spike. Raised on every rank alike, with nothing changed."""
 
 
 def build_engine(model: nn.Module, settings: OptimSettings, ds_config: dict[str, Any]) -> Engine:
@@ -131,6 +137,33 @@ def temperature_lr(scale: Tensor, settings: OptimSettings) -> float | None:
     return settings.tau_lr / 3 if settings.tau_slow * scale.item() >= 1 else settings.tau_lr
 
 
+def watch_norm(engine: Engine, refuses: Callable[[int, Tensor], bool]) -> None:
+    """Call `refuses` with the step and its gradient norm, 0-d, before each update; True leaves the update out.
+
+    DeepSpeed computes the norm inside engine.step(), and drops a gradient whose norm is not finite: at ZeRO 1 to 3 it
+    is told so of one that is refused.
+    """
+
+    def check(norm: Tensor) -> bool:
+        engine.norm_refused = refuses(engine.global_steps + 1, norm)
+        return engine.norm_refused
+
+    engine.check_norm = check
+    if engine.zero_optimization_stage() == 0:
+        return  # backward_and_step computes the norm itself
+    optimizer, in_groups = engine.optimizer, engine.zero_optimization_stage() == 3
+    name = "_get_norm_groups" if in_groups else "scaled_global_norm"
+    compute = getattr(optimizer, name)
+
+    def compute_and_check() -> Any:
+        scaled = compute()
+        norm = combine_grad_norm_groups(scaled) if in_groups else scaled
+        refused = check(norm / optimizer.loss_scale)
+        return scaled if not refused else [math.inf] if in_groups else math.inf
+
+    setattr(optimizer, name, compute_and_check)
+
+
 def backward_and_step(engine: Engine, surrogates: Any) -> Tensor | None:
     """Call engine.backward and engine.step for each micro-batch's surrogate loss, which is exact at ZeRO 0 to 3.
 
@@ -138,8 +171,10 @@ def backward_and_step(engine: Engine, surrogates: Any) -> Tensor | None:
              the engine's gradient_accumulation_steps.
     Returns: the global gradient norm before clipping, 0-d, or None where a loss scaler skipped the step.
     Raises:  FloatingPointError on every rank alike for a gradient that is not finite, unless a loss scaler has skipped
-             it and can still lower its scale. Weights, optimizer, scaler and counters are then as before the step.
+             it and can still lower its scale; SpikeError where watch_norm's function refuses the gradient. Weights,
+             optimizer, scaler and counters are then as before the step.
     """
+    engine.norm_refused = False
     norm, finite = None, True
     before = engine.global_steps, engine.global_samples, engine.skipped_steps
     scaler = getattr(engine.optimizer, "loss_scaler", None)
@@ -151,17 +186,20 @@ def backward_and_step(engine: Engine, surrogates: Any) -> Tensor | None:
             gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
             norm = torch.nn.utils.get_total_norm(gradients)
             finite = bool(torch.isfinite(norm))
-            if not finite:
+            if not finite or (hasattr(engine, "check_norm") and engine.check_norm(norm)):
                 engine.zero_grad()  # sets gradients to None, so that the optimizer skips every parameter
         engine.step()
-    if finite and engine.was_step_applied():
+    refused = engine.norm_refused
+    if finite and engine.was_step_applied() and not refused:
         value = engine.get_global_grad_norm() if norm is None else norm
         return None if value is None else torch.as_tensor(value, dtype=torch.float32)
-    if scaling.get("dynamic") and scaling["cur_scale"] > scaling["min_scale"]:
+    if not refused and scaling.get("dynamic") and scaling["cur_scale"] > scaling["min_scale"]:
         return None
     engine.global_steps, engine.global_samples, engine.skipped_steps = before
     if scaler is not None:
         vars(scaler).update(scaling)
+    if refused:
+        raise SpikeError
     raise FloatingPointError(f"step {engine.global_steps}: the gradient is not finite; nothing was updated")
 
 

@@ -76,14 +76,15 @@ def accumulate(
     loss: Callable[[Embeddings], LossOutput],
     micro_batches: Sequence[Any],
     backward: Callable[[Iterator[Tensor]], Any],
-    agree: Callable[[Embeddings, Tensor], None] = lambda embeddings, loss: None,
+    agree: Callable[[Embeddings, LossOutput], None] = lambda embeddings, out: None,
     timer: Timer = record_function,
 ) -> Accumulated:
     """Send the full-batch gradient of these micro-batches (of all ranks) back once. Collective, as the loss is.
 
     Args:   micro_batches: K of equal size, the same K and size on every rank; backward: gets K surrogate losses, each
-            built when it is asked for, and calls backward on each; agree: called with this rank's embeddings and loss
-            before that; raises on all ranks together or on none; timer: opened with its name around each phase.
+            built when it is asked for, and calls backward on each; agree: called with this rank's embeddings and the
+            loss's output before that; raises on all ranks together or on none; timer: opened with its name around each
+            phase.
     """
     last = len(micro_batches) - 1
     with timer("step/forward"):
@@ -94,7 +95,7 @@ def accumulate(
     with timer("step/loss"):
         out = loss(leaves)
         out.loss.backward()  # ends at the leaves, with the full-batch gradient there
-    agree(leaves, out.loss)
+    agree(leaves, out)
     with timer("step/backward and update"):
         result = backward(_surrogates(towers, micro_batches, parts, leaves))
     after.restore()

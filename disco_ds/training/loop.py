@@ -25,13 +25,14 @@ from disco_ds.data import MicroBatch, StepData, augment
 from disco_ds.distributed import comm
 from disco_ds.distributed.interrupt import Interrupts
 from disco_ds.eval import Accuracy, describe, evaluate_sets, record
-from disco_ds.losses import Embeddings
+from disco_ds.losses import Embeddings, LossOutput
 from disco_ds.metrics.figures import LogPoint
 from disco_ds.metrics.report import REPORT, log_errors, save_examples, write_report
 from disco_ds.metrics.run_folder import mark_finished
 from disco_ds.metrics.timers import Timer
+from disco_ds.metrics.trouble import Trouble, features_spread
 from disco_ds.training.build import Run
-from disco_ds.training.engine import learning_rate, set_rates
+from disco_ds.training.engine import SpikeError, learning_rate, set_rates
 from disco_ds.training.grad_accum import Rng
 from disco_ds.training.saving import finish_save, save, save_before_stop
 from disco_ds.training.step import StepOutput, train_step
@@ -71,10 +72,12 @@ def train(run: Run) -> None:
                 data.micro_batches,
                 prepare(config),
                 config.model.max_scale,
-                agree=partial(agree, done, data, run.interrupts),
+                agree=partial(agree, done, data, run.interrupts, run.trouble),
                 set_rates=partial(set_rates, engine, lr, config.optim),
                 timer=mark_phases(run, done, run.metrics.phases.timer(sampled=logged)),
             )
+        except SpikeError:  # on every rank alike, with nothing changed; run.trouble has said why
+            continue
         except FloatingPointError as error:  # on every rank alike, with nothing changed
             skipped_in_a_row += 1
             skip_batch(error, skipped_in_a_row, config.skip_nonfinite)
@@ -123,25 +126,31 @@ def is_due(run: Run, done: int, settings: CheckpointSettings | EvalSettings) -> 
     return bool(settings.every_steps) and done % settings.every_steps == 0
 
 
-def agree(step: int, data: StepData, interrupts: Interrupts, embeddings: Embeddings, loss: Tensor) -> None:
+def agree(
+    step: int, data: StepData, interrupts: Interrupts, trouble: Trouble, embeddings: Embeddings, out: LossOutput
+) -> None:
     """Go on together or stop together, before anything is changed. Collective, one all_reduce.
 
     The ranks also agree on requests to save or to stop, which are served after the step.
 
     Raises: StopError for a data error, or ranks that are at different steps; FloatingPointError for a loss that is not
-            finite. Both name the step and the ranks.
+            finite. Both name the step and the ranks. SpikeError for a loss to be skipped.
     """
-    flags = torch.tensor([0.0, float(data.error is not None), *interrupts.requests, step, -step], dtype=torch.float64)
+    loss, failed = out.loss, float(data.error is not None)
+    flags = torch.tensor([0.0, failed, *interrupts.requests, step, -step, 0.0], dtype=torch.float64)
     # CUDA copies so few bytes without waiting; flags that were made on the device would have to be waited for.
     flags = flags.to(loss.device, non_blocking=True)
     flags[0] = ~torch.isfinite(loss.detach())
-    not_finite, has_error, save, stop, writing, last, first = comm.all_reduce_max(flags).tolist()
+    flags[-1] = out.metrics["loss"]
+    not_finite, has_error, save, stop, writing, last, first, global_loss = comm.all_reduce_max(flags).tolist()
     # The maxima of step and -step give the last and the first step that any rank is at.
     if last != -first:  # a rank has left out a collective, so the others' were matched with its later ones
         places = comm.gather_objects(f"rank {comm.rank()} on {socket.gethostname()}: step {step}")
         raise StopError(f"the ranks are not at one step, so what they trained is not one model: {'; '.join(places)}")
     interrupts.agree(bool(save), bool(stop), bool(writing))
     if not (has_error or not_finite):
+        if trouble.spikes("loss", step + 1, global_loss):
+            raise SpikeError
         return
     finite = all(bool(torch.isfinite(side).all()) for side in (embeddings.image, embeddings.text))
     reports = comm.gather_objects((data.error, loss.item(), finite))
@@ -168,7 +177,7 @@ def log(run: Run, done: int, lr: float, out: StepOutput, data: StepData) -> None
     """Write the record of a step. Collective. What is in it is chosen in metrics/figures.py."""
     now = LogPoint(
         step=done,
-        metrics=out.metrics,
+        metrics=out.metrics | features_spread(*out.features),
         scale=out.scale,
         bias=out.bias,
         lr=lr,
@@ -178,7 +187,7 @@ def log(run: Run, done: int, lr: float, out: StepOutput, data: StepData) -> None
         skipped=run.loader.state_dict()["steps"] - done,
         model=run.engine.module,
     )
-    run.metrics.log(now)
+    run.trouble.look(run.metrics.log(now))
 
 
 def prepare(config: Config) -> Callable[[MicroBatch], tuple[Tensor, Tensor, Tensor]]:

@@ -66,7 +66,7 @@ def contrastive_step(
     towers = _Towers(forward, backend, micro_batches, scale, model if first_time else None)
     model._in_contrastive_step = True
 
-    def agree(embeddings: Embeddings, value: Tensor) -> None:
+    def agree(embeddings: Embeddings, out: LossOutput) -> None:
         if first_time:
             warn_of_lengths(embeddings.image, embeddings.text)
 

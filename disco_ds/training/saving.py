@@ -43,6 +43,7 @@ def save(run: Run, step: int, last: bool) -> None:
 def begin_save(run: Run, step: int) -> checkpoint.Save:
     """Begin a checkpoint. Where that fails, remove the oldest one, which it replaces, and try again. Collective."""
     meta = {"step": step, "num_steps": run.config.num_steps, "identity": run.identity}
+    meta["trouble"] = run.trouble.state_dict()
     meta["shape"] = checkpoint.shape(run.config, comm.size())
     while True:
         data, loss = run.loader.state_dict(), run.loss.state_dict()

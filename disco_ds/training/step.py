@@ -13,6 +13,7 @@ from torch.profiler import record_function
 
 from disco_ds.losses import Embeddings, LossOutput
 from disco_ds.metrics.timers import Timer
+from disco_ds.metrics.trouble import SAMPLE
 from disco_ds.models.clip import Features, trained_sides
 from disco_ds.training.engine import Engine, backward_and_step, clamp_scale
 from disco_ds.training.grad_accum import MicroFeatures, Rng, accumulate
@@ -29,6 +30,8 @@ class StepOutput:
     """[1], the scale the loss was computed with."""
     grad_norm: Tensor | None
     """Norm of the whole gradient before clipping; None if a loss scaler skipped the step."""
+    features: tuple[Tensor, ...]
+    """Both sides' first rows of this rank, at most SAMPLE."""
     bias: Tensor | None = None
     """[1], the bias the loss was computed with; None: the model has none."""
 
@@ -39,27 +42,30 @@ def train_step(
     micro_batches: Sequence[Any],
     prepare: Prepare,
     max_scale: float,
-    agree: Callable[[Embeddings, Tensor], None] = lambda embeddings, loss: None,
+    agree: Callable[[Embeddings, LossOutput], None] = lambda embeddings, out: None,
     set_rates: Callable[[Tensor], None] = lambda scale: None,
     timer: Timer = record_function,
 ) -> StepOutput:
     """Apply the full-batch gradient of these micro-batches (of all ranks) once. Collective: every rank must call.
 
     Args:   micro_batches: K of equal size, the same K and size on every rank, K = gradient_accumulation_steps;
-            agree: called with this rank's embeddings and loss before anything is changed; raises on all ranks or on
-            none; set_rates: called with the scale [1] before the update, to set its learning rates, because that of
-            the temperature may depend on the scale; timer: a context manager that is opened around each phase.
-    Raises: what `agree` raises, or FloatingPointError (see backward_and_step), with model and optimizer unchanged.
+            agree: called with this rank's embeddings and the loss's output before anything is changed; raises on all
+            ranks or on none; set_rates: called with the scale [1] before the update, to set its learning rates, because
+            that of the temperature may depend on the scale; timer: a context manager that is opened around each phase.
+    Raises: what `agree` raises, FloatingPointError or SpikeError (see backward_and_step), with model and optimizer
+            unchanged.
     """
 
-    def agree_and_set_rates(embeddings: Embeddings, value: Tensor) -> None:
-        agree(embeddings, value)
+    def agree_and_set_rates(embeddings: Embeddings, out: LossOutput) -> None:
+        agree(embeddings, out)
         set_rates(embeddings.scale)
 
     update = partial(backward_and_step, engine)
     done = accumulate(Forward(engine, prepare), loss, micro_batches, update, agree_and_set_rates, timer)
     clamp_scale(engine, max_scale)
-    return StepOutput(done.out.metrics, done.embeddings.scale.detach(), done.result, done.embeddings.bias)
+    # A copy, so that the features of the whole batch are free before the next step.
+    features = tuple(side.detach()[:SAMPLE].clone() for side in (done.embeddings.image, done.embeddings.text))
+    return StepOutput(done.out.metrics, done.embeddings.scale.detach(), done.result, features, done.embeddings.bias)
 
 
 class Forward:

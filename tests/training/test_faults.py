@@ -21,8 +21,9 @@ from disco_ds.config import Config, load_config
 from disco_ds.data import StepData, index_shards, write_manifest
 from disco_ds.distributed import comm
 from disco_ds.distributed.interrupt import Interrupts
-from disco_ds.losses import Embeddings
+from disco_ds.losses import Embeddings, LossOutput
 from disco_ds.metrics.run_folder import CHECKPOINTS
+from disco_ds.metrics.trouble import Trouble
 from disco_ds.training import checkpoint
 from disco_ds.training.build import Run, build
 from disco_ds.training.loop import StopError, agree, finish, train
@@ -119,8 +120,10 @@ def features(path: Path) -> None:
 def out_of_step() -> None:
     step = 5 + comm.rank()
     data = StepData([], None, 0.0, [])
+    one, out = torch.ones(1, 1), LossOutput(torch.ones(()), {"loss": torch.ones(())})
+    trouble = Trouble(lambda step, values: None, skip=False, max_scale=None, warmup_steps=0)
     with pytest.raises(StopError, match=r"not at one step.*rank 0 on .*: step 5; rank 1 on .*: step 6"):
-        agree(step, data, Interrupts(), Embeddings(torch.ones(1, 1), torch.ones(1, 1), torch.ones(1)), torch.ones(()))
+        agree(step, data, Interrupts(), trouble, Embeddings(one, one, torch.ones(1)), out)
 
 
 def overflow_at_the_bottom(path: Path) -> None:

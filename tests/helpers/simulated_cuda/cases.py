@@ -30,10 +30,11 @@ from disco_ds.losses import Embeddings, build_loss, list_losses
 from disco_ds.losses.blocks import TiledLoss
 from disco_ds.metrics.records import Metrics
 from disco_ds.metrics.timers import Timer
+from disco_ds.metrics.trouble import Trouble
 from disco_ds.models.clip import build_model, read_architecture, read_preprocessing, read_text_size
 from disco_ds.training import checkpoint
 from disco_ds.training.checkpoint import Saved
-from disco_ds.training.engine import build_engine, set_rates
+from disco_ds.training.engine import build_engine, set_rates, watch_norm
 from disco_ds.training.loop import agree, log, prepare
 from disco_ds.training.resume import choose, restore
 from disco_ds.training.step import StepOutput, train_step
@@ -147,7 +148,10 @@ class Training:
         else:
             self.engine = restore(saved, self.config, model, rendered)
         self.engine.train()
-        self.run: Any = SimpleNamespace(engine=self.engine, interrupts=Interrupts(), config=self.config)
+        trouble = Trouble(lambda step, values: None, skip=False, max_scale=100.0, warmup_steps=0)
+        watch_norm(self.engine, trouble.norm_spikes)
+        parts = {"engine": self.engine, "interrupts": Interrupts(), "config": self.config, "trouble": trouble}
+        self.run: Any = SimpleNamespace(**parts)
 
     def step(self, timer: Timer = record_function) -> tuple[StepOutput, StepData]:
         """As train.train does one."""
@@ -158,7 +162,7 @@ class Training:
             data.micro_batches,
             self.prepare,
             100.0,
-            agree=partial(agree, 0, data, self.run.interrupts),
+            agree=partial(agree, 0, data, self.run.interrupts, self.run.trouble),
             set_rates=partial(set_rates, self.engine, 1e-3, self.config.optim),
             timer=timer,
         )
