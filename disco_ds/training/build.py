@@ -88,7 +88,7 @@ class Run:
     saving: Save | None = None
     """The save in flight, the same on every rank."""
     saved_step: int = 0
-    """Step of the last checkpoint that is whole."""
+    """Step of the last checkpoint that this session has made whole."""
     failed_saves: int = 0
     """Saves that have failed in a row."""
 
@@ -148,7 +148,6 @@ def build(
         heart=heart,
         copies=start_copies(config, folder, stack),
         host_copy=HostCopy() if config.checkpoint.asynchronous else None,
-        saved_step=first_step,
     )
     run.interrupts.writing = lambda: run.saving is not None and run.saving.writing
     stack.callback(abandon_save, run)

@@ -129,7 +129,7 @@ def save_before_stop(run: Run, done: int) -> str:
     """Save what the steps before a failed one have made, where that is not saved. Collective. Returns: what to say."""
     try:
         finish_save(run, last=True)
-        if done > run.saved_step:
+        if done > max(run.saved_step, run.first_step):
             save(run, done, last=True)
     except comm.AgreedError as error:
         return f"step {done:,} could not be saved: {error}"

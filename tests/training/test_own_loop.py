@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from disco_ds.distributed import comm
 from disco_ds.losses import build_loss
@@ -33,6 +34,13 @@ class Drop(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * (torch.rand(x.shape, device=x.device) > 0.3) / 0.7 if self.training else x
+
+
+class Checkpointed(nn.Sequential):
+    """Recomputes its activations in backward, dropout included."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 def encoder() -> nn.Module:
@@ -76,9 +84,20 @@ def forward_of(kind: str, model: nn.Module, dtype: torch.dtype, autocast: bool =
     return forward
 
 
-def make(kind: str) -> nn.Module:
+def make(kind: str, variant: str = "") -> nn.Module:
     torch.manual_seed(7)
-    return MODELS[kind]()
+    model = MODELS[kind]()
+    towers = ("tower",) if kind == "text-text" else ("first", "second")
+    if variant == "checkpointing":
+        for name in towers:
+            setattr(model, name, Checkpointed(*getattr(model, name)))
+    elif variant == "lora":
+        from peft import LoraConfig, get_peft_model  # slow to import
+
+        lora = LoraConfig(r=2, target_modules=["0", "4"], lora_dropout=0.2, init_lora_weights=False)
+        for name in towers:
+            setattr(model, name, get_peft_model(getattr(model, name), lora))
+    return model
 
 
 def my_batch() -> Batch:
@@ -87,10 +106,10 @@ def my_batch() -> Batch:
     return {"first": first, "nested": [second], "name": "kept"}
 
 
-def reference(kind: str, K: int, dtype: torch.dtype, autocast: bool) -> dict[str, Tensor]:
+def reference(kind: str, K: int, dtype: torch.dtype, autocast: bool, variant: str = "") -> dict[str, Tensor]:
     """The gradient of the global batch: every rank keeps the graphs of its own micro-batches, in the order and with
     the random numbers of the step, and takes the other ranks' features as they are; the parts are summed up."""
-    model = make(kind).to(dtype).train()
+    model = make(kind, variant).to(dtype).train()
     forward = forward_of(kind, model, dtype, autocast)
     torch.manual_seed(100 + comm.rank())
     parts = [forward(part) for part in split(my_batch(), K)]
@@ -107,6 +126,8 @@ def reference(kind: str, K: int, dtype: torch.dtype, autocast: bool) -> dict[str
     ((F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2).backward()
     found = {}
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:  # LoRA's base
+            continue
         assert parameter.grad is not None
         total = comm.all_reduce_sum(parameter.grad.double())
         found[name] = total / comm.size() if name == "log_scale" else total  # every rank has the scale's whole gradient
@@ -127,16 +148,16 @@ def ds_config(stage: int, precision: str, K: int, **changes: Any) -> dict[str, A
     }
 
 
-def step_of(engine: str, kind: str, precision: str, K: int) -> dict[str, Tensor]:
+def step_of(engine: str, kind: str, precision: str, K: int, variant: str = "") -> dict[str, Tensor]:
     """The gradient that one contrastive_step leaves, or applies."""
-    model = make(kind).train()
+    model = make(kind, variant).train()
     loss = build_loss("disco_fused", tile=(8, 8))
     autocast = precision == "bf16" and not engine.startswith("zero")
     if engine.startswith("zero"):
-        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-        wrapped, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=ds_config(int(engine[4]), precision, K)
-        )
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
+        offload = {"offload_optimizer": {"device": "cpu"}} if variant == "offload" else {}
+        config = ds_config(int(engine[4]), precision, K, **offload) | {"zero_force_ds_cpu_optimizer": False}
+        wrapped, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         before, dtype = masters(wrapped), torch.bfloat16 if precision == "bf16" else torch.float32
     elif engine == "ddp":
         wrapped, dtype = DistributedDataParallel(model), torch.float32
@@ -152,34 +173,46 @@ def step_of(engine: str, kind: str, precision: str, K: int) -> dict[str, Tensor]
         after = masters(wrapped)
         wrapped.destroy()
         return {name: (before[name] - after[name]).double() / LR for name in before}
-    full = {name: p.grad.full_tensor() if engine == "fsdp2" else p.grad for name, p in model.named_parameters()}
+    grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    full = {name: grad.full_tensor() if engine == "fsdp2" else grad for name, grad in grads.items()}
     return {name: value.double() for name, value in full.items()}
 
 
 ENGINES = ("zero0", "zero1", "zero2", "zero3", "ddp", "fsdp2")
+GROUPS = (ENGINES[:2], ENGINES[2:4], ENGINES[4:])
 
 
-def run_matrix(engines: tuple[str, ...]) -> list[str]:
+def run_matrix(engines: tuple[str, ...], variant: str = "") -> list[str]:
     failed = []
     for engine, kind, precision, K in itertools.product(engines, MODELS, ("fp32", "bf16"), (1, 4)):
         if (engine, precision) == ("zero0", "bf16"):
             continue  # refused, see test_combination_that_deepspeed_gets_wrong_is_refused
-        true = reference(kind, K, torch.float32, False)
+        true = reference(kind, K, torch.float32, False, variant)
         allowed = 1e-6
         if precision == "bf16":
             whole = engine.startswith("zero")
-            rounded = reference(kind, K, torch.bfloat16 if whole else torch.float32, not whole)
+            rounded = reference(kind, K, torch.bfloat16 if whole else torch.float32, not whole, variant)
             allowed = 2 * distance(rounded, true)
-        error = distance(step_of(engine, kind, precision, K), true)
+        error = distance(step_of(engine, kind, precision, K, variant), true)
         if not error <= allowed:
             failed.append(f"{engine} {kind} {precision} K={K}: {error:.2e} > {allowed:.2e}")
     return failed
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("engines", [ENGINES[:2], ENGINES[2:4], ENGINES[4:]], ids=" ".join)
+@pytest.mark.parametrize("engines", GROUPS, ids=" ".join)
 def test_gradient_is_of_the_full_batch(engines: tuple[str, ...], size: int) -> None:
     for failed in run_ranks(run_matrix, size, engines):
+        assert not failed, "\n".join(failed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variant", "engines"),
+    [("offload", ENGINES[1:4]), *((variant, part) for variant in ("checkpointing", "lora") for part in GROUPS)],
+)
+def test_gradient_is_of_the_full_batch_also_with(variant: str, engines: tuple[str, ...]) -> None:
+    for failed in run_ranks(run_matrix, 2, engines, variant):
         assert not failed, "\n".join(failed)
 
 
