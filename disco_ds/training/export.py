@@ -39,6 +39,15 @@ NOTE = """
 (Its image tower is known to timm once `{module}` is imported, and only then: disco_ds must be installed
 where the model is loaded, and imported first, as below.)
 """
+OWN = """
+The model is built by `{factory}`, which must be importable where it is loaded:
+```python
+from disco_ds.training.weights import build_from, read_weights
+
+model = build_from(read_weights("{folder}/weights.pt"))  # model.tokenizer, model.visual.preprocess_cfg
+```
+"""
+"""How to load a model of the user's own."""
 USES = {
     "open_clip": """
 ```python
@@ -50,14 +59,6 @@ tokenizer = open_clip.get_tokenizer("local-dir:{folder}")
 ```sh
 {benchmark} eval --model "local-dir:{folder}" --output RESULT.json \\
     --task zeroshot_classification --dataset wds/NAME --dataset_root SET
-```
-""",
-    "own": """
-The model is built by `{factory}`, which must be importable where it is loaded:
-```python
-from disco_ds.training.weights import build_from, read_weights
-
-model = build_from(read_weights("{folder}/weights.pt"))  # model.tokenizer, model.visual.preprocess_cfg
 ```
 """,
     "pt": """
@@ -157,7 +158,7 @@ def _write_file(folder: Path, weights: Weights, model: nn.Module, tensors: dict[
 def _describe(layout: Layout, architecture: dict[str, Any], facts: dict[str, Any]) -> str:
     """The text of README.md, with the import without which timm cannot build an image tower of disco_ds."""
     if "factory" in architecture:
-        return (HEAD + USES["own"]).format(**facts, factory=architecture["factory"])
+        return (HEAD + OWN).format(**facts, factory=architecture["factory"])
     name = str(architecture["vision_cfg"].get("timm_model_name", "")).split(".")[0]
     module = timm.model_entrypoint(name).__module__ if timm.is_model(name) else "timm"
     uses = "".join(text for kind, text in USES.items() if layout in (kind, "both"))
