@@ -243,7 +243,7 @@ class EnoughError(Exception):
 
 
 def run_steps(config: Config, steps: int) -> list[dict[str, Any]]:
-    """The records of a run's first steps: the trainer's own loop, left before it saves anything."""
+    """The records of a run's first logged steps: the trainer's own loop, left before it saves anything."""
     done = 0
 
     def count(*_: Any) -> None:
@@ -258,7 +258,7 @@ def run_steps(config: Config, steps: int) -> list[dict[str, Any]]:
             run.loss.register_forward_pre_hook(count)
             train(run)
         lines = (run.folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+    return [record for line in lines if "loss" in (record := json.loads(line))]
 
 
 def workers() -> int:
