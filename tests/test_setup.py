@@ -16,7 +16,10 @@ from packaging.utils import canonicalize_name
 from helpers.machine import needs_fp16
 from helpers.paths import ROOT
 
-OPTIONAL = {"triton": "comes with torch where there is a GPU for it, and is looked for before it is imported"}
+OPTIONAL = {
+    "triton": "comes with torch where there is a GPU for it, and is looked for before it is imported",
+    "huggingface_hub": "comes with open_clip, whose downloads the tests keep from the network",
+}
 
 
 def declared() -> dict[str, set[str]]:

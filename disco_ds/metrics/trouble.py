@@ -14,7 +14,8 @@ Pure rules on numbers that all ranks have alike, and the state they need, which 
   cosine between samples shows the first. The effective rank shows both: exp of the entropy of the normalised singular
   values (Roy and Vetterli 2007); RankMe (Garrido et al. 2023) found that it goes with accuracy downstream. Values
   depend on the sample's size, so they are compared with the same run's best alone. That half of it is too little is
-  our choice, and that the warm-up does not count: there the features draw together in healthy runs too.
+  our choice, and that the warm-up and the first WINDOW steps do not count: there the features draw together in healthy
+  runs too.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class Trouble:
                 told = f"the logit scale, {scale:.4g}, has reached its bound model.max_scale ({self.max_scale:g})"
                 self._report("scale_at_bound", step, scale, told)
             self._forget("scale_at_bound", high)
-        if step <= self.warmup_steps:
+        if step <= max(self.warmup_steps, WINDOW):
             return
         for side in ("image", "text"):
             cosine, rank = record[f"{side}_cosine"], record[f"{side}_rank"]

@@ -66,6 +66,7 @@ def test_fsdp_learns_alike_in_any_micro_batches() -> None:
     assert float(ends[0][1]) < float(ends[0][0])
 
 
+@pytest.mark.slow
 def test_losses_alone_say_the_same_on_two_ranks() -> None:
     alone, together = (re.findall(r"^(\w+) +loss +(-?[\d.]+)", launch("losses_alone.py", N), re.M) for N in (1, 2))
     assert [name for name, _ in alone] == [name for name, _ in together] == list_losses()

@@ -89,6 +89,7 @@ def test_recipe_with_an_own_loss_trains_two_steps(package, tmp_path):
     assert all(1 < loss < 5 for loss in losses), losses
 
 
+@pytest.mark.slow
 def test_dry_run_plan_and_doctor_take_an_own_loss(package, tmp_path):
     path = str(recipe(tmp_path, loss={"name": NAME}))
     done = disco_ds("train", "--config", path, "--dry-run", cwd=tmp_path)

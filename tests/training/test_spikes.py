@@ -194,6 +194,7 @@ def collapse_after_a_healthy_start(folder: Path, path: Path) -> None:
     assert min(found.values()) > 60, f"the quickstart's start is silent: {found}"
 
 
+@pytest.mark.slow
 def test_quickstart_is_silent_until_its_features_collapse(tmp_path: Path) -> None:
     run_ranks(collapse_after_a_healthy_start, 1, tmp_path, recipe(tmp_path))
 

@@ -33,13 +33,15 @@ from helpers.machine import needs_fp16
 
 
 def kill_at_step(step: int, victim: str, kind: str, arguments: list[str], folder: Path, run: Path) -> float:
-    """Start, wait for a step's record and a checkpoint, SIGKILL one process; seconds until none of the run is left."""
+    """Start, wait for a step's record, SIGKILL one process; seconds until no process of the run is left."""
 
-    def is_there() -> bool:  # a checkpoint is written beside the steps, and may come later than they do
-        return any(record["step"] >= step for record in records(run)) and any(run.glob("checkpoints/step-*"))
+    def is_there() -> bool:
+        # A checkpoint is written beside the steps, and may come later than they do.
+        saved = "checkpoint.every_steps=0" in arguments or any(run.glob("checkpoints/step-*"))
+        return saved and any(record["step"] >= step for record in records(run))
 
     with launched(kind, 2, arguments, folder) as process:
-        wait_for(is_there, f"step {step} and a checkpoint", folder)
+        wait_for(is_there, f"step {step}", folder)
         targets = {"rank": lambda: ranks_of(process.pid)[1], "launcher": lambda: _launcher(process.pid)}
         targets |= {"front end": lambda: psutil.Process(process.pid)}
         start = time.monotonic()
