@@ -45,6 +45,7 @@ def test_a_gradient_of_local_negatives_or_of_another_scale_is_found():
     assert local["error / factor"] > 0.1
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_the_comparison_with_its_traceback():
     args = compare_grad_cache.parse_args(["--contenders", "disco_fused", *SIZES])
     args.micro_batch = 5

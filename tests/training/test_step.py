@@ -370,6 +370,7 @@ def check_curves(model: str, losses: list[str]) -> None:
         assert error <= 1e-5, f"2 ranks, {label}: {error}"
 
 
+@pytest.mark.slow
 def test_loss_curves_are_those_of_one_rank(tmp_path):
     """DisCo-CLIP's Table 2 (clip and disco learn the same), and the cut of the batch does not matter."""
     check_curves(write_tiny(tmp_path), ["disco_fused"])

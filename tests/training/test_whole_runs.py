@@ -123,6 +123,7 @@ def test_changed_byte_in_a_checkpoint_is_refused_by_name(tmp_path):
     assert f"{victim.name} is not what was written" in (folder / "log.txt").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_front_end_killed_ends_launcher_and_ranks(tmp_path):
     folder = tmp_path / "run"
