@@ -116,8 +116,8 @@ def train_session(
     adopt_slurm()
     with comm.session(config.timeout_s), ExitStack() as stack:
         try:
-            told = {"--resume": resume, "--allow-change": list(allow_change)}
-            check_agreement({**config.model_dump(mode="json"), **told})
+            options = {"--resume": resume, "--allow-change": list(allow_change)}
+            check_agreement({**config.model_dump(mode="json"), **options})
             with explained(config, lambda: "building", observer.explain):
                 run = build(config, resume, stack, observer.unattended, allow_change)
         except ValueError as error:

@@ -19,7 +19,7 @@ LENGTH = 20
 class TextTower(torch.nn.Module):
     """The mean of BERT's last hidden states, projected to the features' width."""
 
-    def __init__(self, vocabulary: int, width: int, layers: int, features: int):
+    def __init__(self, vocabulary: int, width: int, layers: int, features: int, dropout: float):
         super().__init__()
         config = BertConfig(
             vocab_size=vocabulary,
@@ -27,6 +27,8 @@ class TextTower(torch.nn.Module):
             num_hidden_layers=layers,
             num_attention_heads=width // 32,
             intermediate_size=4 * width,
+            hidden_dropout_prob=dropout,
+            attention_probs_dropout_prob=dropout,
             attn_implementation="eager",
         )
         self.bert = BertModel(config, add_pooling_layer=False)
@@ -39,14 +41,14 @@ class TextTower(torch.nn.Module):
         return self.projection((hidden * weights).sum(1) / weights.sum(1))
 
 
-def build(width: int = 128, layers: int = 2, features: int = 128) -> TwoTowers:
+def build(width: int = 128, layers: int = 2, features: int = 128, dropout: float = 0.1) -> TwoTowers:
     """The recipe's model.options are these arguments."""
     tokenizer = SimpleTokenizer(context_length=LENGTH)
     return TwoTowers(
         visual=VisionTransformer(
             img_size=32, patch_size=4, embed_dim=width, depth=layers, num_heads=width // 32, num_classes=features
         ),
-        text=TextTower(tokenizer.vocab_size, width, layers, features),
+        text=TextTower(tokenizer.vocab_size, width, layers, features, dropout),
         tokenizer=tokenizer,
         context_length=LENGTH,
         vocab_size=tokenizer.vocab_size,

@@ -140,7 +140,7 @@ class SourceSettings(Settings):
 
 
 class DataSettings(Settings):
-    """Where samples come from, how they are read, decoded and augmented."""
+    """Settings of the data: the sources, and how their samples are read, decoded and augmented."""
 
     source: SourceName = "shards"
     """`shards`: what data.shards or data.sources name; `synthetic`: random pixels and tokens, to try a model or a

@@ -65,7 +65,7 @@ class ModelSettings(Settings):
 
     @property
     def label(self) -> str:
-        """What messages call the model."""
+        """Name of the model in messages."""
         return self.factory or self.name
 
     @model_validator(mode="after")

@@ -78,7 +78,7 @@ class CheckpointSettings(Settings):
 
 
 class LogSettings(Settings):
-    """What a run records, and how often."""
+    """Settings of the log, metrics.jsonl and TensorBoard."""
 
     every_steps: int = Field(10, gt=0)
     """Steps between two progress lines, metrics.jsonl records and TensorBoard points; only these steps are timed."""
@@ -116,7 +116,7 @@ class EvalSettings(Settings):
 
     @property
     def sets(self) -> list[str]:
-        """What all sets are loaded from."""
+        """Locations of all evaluation sets: folders, shards or bundled ones."""
         return [*self.labelled.values(), *self.retrieval.values(), *self.validation.values()]
 
     @model_validator(mode="after")
@@ -164,7 +164,7 @@ class Config(Settings):
     """Batches in a row whose loss or gradient is not finite that are skipped, with nothing changed; the next one stops
     the run. 0: the first one stops it. A step that fp16's loss scaler skips does not count."""
     on_spike: Literal["warn", "skip"] = "warn"
-    """What to do with a batch whose loss or gradient norm is far above those of the last 64 steps: warn, or skip it
+    """Action on a batch whose loss or gradient norm is far above those of the last 64 steps: warn, or skip it
     with nothing changed, at any ZeRO stage. A level that lasts for 32 steps is no longer a spike."""
     model: ModelSettings = ModelSettings()
     loss: LossSettings = LossSettings()

@@ -1,4 +1,4 @@
-"""What every source of samples provides, and how one of its samples becomes an image and a caption.
+"""The protocol of every source of samples, and how one of its samples becomes an image and a caption.
 
 A source divides its samples into shards. Its class derives from Source and
 - has `sizes`, the number of samples in each shard, from which the data order and the sample ids follow;

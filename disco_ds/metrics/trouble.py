@@ -84,13 +84,14 @@ class Trouble:
         Every value is kept, spikes too: a level that half of the window has is no spike, so no run skips on forever.
         """
         recent = self.recent[name]
-        told = describe_spike(value, recent, by_factor=name == "grad_norm")
+        message = describe_spike(value, recent, by_factor=name == "grad_norm")
         recent.append(value)
-        if told:
-            told += "; the batch is skipped" if self.skip else ""
-            self._report(f"{name}_spike", step, value, f"{name.replace('grad_', 'gradient ')} {told}", again=self.skip)
-        self._forget(f"{name}_spike", told)
-        return bool(told) and self.skip
+        if message:
+            message += "; the batch is skipped" if self.skip else ""
+            message = f"{name.replace('grad_', 'gradient ')} {message}"
+            self._report(f"{name}_spike", step, value, message, again=self.skip)
+        self._forget(f"{name}_spike", message)
+        return bool(message) and self.skip
 
     def norm_spikes(self, step: int, norm: Tensor) -> bool:
         """Look at the gradient norm, 0-d, before its update. Collective where spikes are skipped. See `spikes`."""
@@ -103,8 +104,8 @@ class Trouble:
         if self.max_scale is not None:
             high = scale >= AT_BOUND * self.max_scale
             if high:
-                told = f"the logit scale, {scale:.4g}, has reached its bound model.max_scale ({self.max_scale:g})"
-                self._report("scale_at_bound", step, scale, told)
+                message = f"the logit scale, {scale:.4g}, has reached its bound model.max_scale ({self.max_scale:g})"
+                self._report("scale_at_bound", step, scale, message)
             self._forget("scale_at_bound", high)
         if step <= max(self.warmup_steps, WINDOW):
             return
@@ -115,21 +116,21 @@ class Trouble:
             low = any(value < KEPT * self.best[key] for key, value in spread.items())
             if low:
                 most = self.best[f"{side}_rank"]
-                told = (
+                message = (
                     f"the {side} features collapse: mean cosine {cosine:.3f} between samples (at least "
                     f"{1 - self.best[f'{side}_spread']:.3f} so far), effective rank {rank:.1f} (at most {most:.1f})"
                 )
-                self._report(f"{side}_collapse", step, rank, told)
+                self._report(f"{side}_collapse", step, rank, message)
             self._forget(f"{side}_collapse", low)
 
-    def _report(self, sign: str, step: int, value: float, told: str, again: bool = False) -> None:
+    def _report(self, sign: str, step: int, value: float, message: str, again: bool = False) -> None:
         """Log and note a sign, once for as long as it goes on, or `again`."""
         if sign in self.known and not again:
             return
         self.known.add(sign)
         self.note(step, {f"trouble/{sign}": value})
         if comm.rank() == 0:
-            logger.warning("step %d: %s", step, told)
+            logger.warning("step %d: %s", step, message)
 
     def _forget(self, sign: str, there: Any) -> None:
         if not there:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import open_clip
 import torch
+from open_clip.utils import freeze_batch_norm_2d
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
@@ -60,7 +61,7 @@ class TwoTowers(nn.Module):
         self.logit_bias = None if initial_bias is None else nn.Parameter(torch.full((1,), initial_bias))
 
     def lock_image_tower(self, **_: Any) -> None:
-        self.visual.requires_grad_(False)
+        self.visual = freeze_batch_norm_2d(self.visual.requires_grad_(False))  # whose statistics must stay as well
 
     def lock_text_tower(self, *_: Any) -> None:
         self.text.requires_grad_(False)

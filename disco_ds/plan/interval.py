@@ -6,10 +6,9 @@ import math
 from dataclasses import dataclass
 
 from disco_ds.config import Config
-from disco_ds.config.ds_config import precision, stage
 from disco_ds.plan.assumptions import Assumptions
-from disco_ds.plan.memory import count_moments
-from disco_ds.plan.towers import DTYPES, Towers
+from disco_ds.plan.memory import count_checkpoint
+from disco_ds.plan.towers import Towers
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ def plan_interval(config: Config, ranks: int, towers: Towers, assumed: Assumptio
              estimate of the optimum checkpoint interval for restart dumps" (2006), equation 37.
     """
     assert assumed.failure_hours is not None
-    failure_s, num_bytes = 3600 * assumed.failure_hours, count_checkpoint(config, towers)
+    failure_s, num_bytes = 3600 * assumed.failure_hours, sum(count_checkpoint(config, towers))
     write_s = num_bytes / (1e9 * assumed.save_rate)
     stall_s = num_bytes / ranks / (1e9 * assumed.copy_rate) if config.checkpoint.asynchronous else write_s
     ratio, every_s = stall_s / (2 * failure_s), failure_s
@@ -48,13 +47,3 @@ def plan_interval(config: Config, ranks: int, towers: Towers, assumed: Assumptio
     # A failure repeats half an interval, and what was done since a copy that was not yet written.
     repeated_s = every_s / 2 + (write_s if config.checkpoint.asynchronous else 0.0)
     return SaveInterval(num_bytes, write_s, stall_s, every_s, stall_s / every_s + repeated_s / failure_s)
-
-
-def count_checkpoint(config: Config, towers: Towers) -> int:
-    """Bytes of a checkpoint: every parameter as the engine has it, the optimizer's moments, and fp32 copies if any."""
-    itemsize = DTYPES[precision(config.deepspeed)].itemsize
-    copies = stage(config.deepspeed) > 0
-    states = 4 * towers.trained * (count_moments(config.optim) + copies)
-    # At ZeRO 3 the partitions of the trained parameters are their fp32 copies alone.
-    parameters = towers.frozen if stage(config.deepspeed) == 3 else towers.trained + towers.frozen
-    return states + itemsize * parameters

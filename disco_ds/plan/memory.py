@@ -73,9 +73,7 @@ def plan_memory(config: Config, ranks: int, towers: Towers, assumed: Assumptions
     ordered = {name: {part: moment.get(part, 0) for part in PARTS} for name, moment in moments.items()}
     host |= _host(config, b, towers, cost, assumed.image_bytes)
     if config.checkpoint.asynchronous:
-        host["checkpoint, copied"] = (
-            _copied(config, ds_config, ranks, towers, min(ranks, assumed.per_host)) + cost.state
-        )
+        host["checkpoint, copied"] = _copied(config, ranks, towers, min(ranks, assumed.per_host)) + cost.state
     return Memory(ordered, host)
 
 
@@ -147,15 +145,21 @@ def count_moments(optim: OptimSettings) -> int:
     return {"adamw": 2, "lamb": 2, "lion": 1, "sgd": int(optim.momentum > 0)}[optim.name]
 
 
-def _copied(config: Config, ds_config: dict[str, Any], N: int, towers: Towers, per_host: int) -> int:
+def count_checkpoint(config: Config, towers: Towers) -> tuple[int, int]:
+    """Bytes of a checkpoint's parameters as the engine has them, and of its optimizer states with fp32 copies if any.
+
+    At ZeRO 3 the partitions of the trained parameters are their fp32 copies alone.
+    """
+    level, itemsize = stage(config.deepspeed), DTYPES[precision(config.deepspeed)].itemsize
+    parameters = towers.frozen + (0 if level == 3 else towers.trained)
+    return itemsize * parameters, 4 * towers.trained * (count_moments(config.optim) + (level > 0))
+
+
+def _copied(config: Config, N: int, towers: Towers, per_host: int) -> int:
     """Bytes of one rank's part of a checkpoint, but for the loss's state; rank 0's own part is spread over its host."""
-    level, e, P, F = stage(ds_config), DTYPES[precision(ds_config)].itemsize, towers.trained, towers.frozen
-    moments = count_moments(config.optim)
-    if level == 0:
-        return ((P + F) * e + 4 * P * moments) // per_host
-    # The master copy and the optimizer's numbers of its share; at ZeRO 1 and 2 rank 0 has the model too.
-    own = 4 * -(-P // N) * (1 + moments)
-    return own + (-(-F // N) * e if level == 3 else (P + F) * e // per_host)
+    parameters, states = count_checkpoint(config, towers)
+    level = stage(config.deepspeed)
+    return parameters // (N if level == 3 else per_host) + states // (N if level else per_host)
 
 
 def _offloads(settings: Any) -> bool:

@@ -141,7 +141,7 @@ def watch_norm(engine: Engine, refuses: Callable[[int, Tensor], bool]) -> None:
     """Call `refuses` with the step and its gradient norm, 0-d, before each update; True leaves the update out.
 
     DeepSpeed computes the norm inside engine.step(), and drops a gradient whose norm is not finite: at ZeRO 1 to 3 it
-    is told so of one that is refused.
+    gets such a norm for one that is refused.
     """
 
     def check(norm: Tensor) -> bool:

@@ -7,7 +7,6 @@ import os
 import pickle
 import re
 import sqlite3
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from disco_ds.metrics.records import METRICS_FILE
 from disco_ds.metrics.run_folder import FINISHED
 from helpers.dist import run_ranks
 from helpers.minimal import MINIMAL
+from helpers.own_code import disco_ds
 from helpers.paths import ROOT
 from helpers.shards import colour, make_loader, make_sample, read_global, read_step, settings, write_shards
 from helpers.tiny_run import recipe, refused
@@ -70,12 +70,6 @@ def write_pairs(path: Path, first: int, num: int, without: int = -1) -> str:
 
 def own(path: str, **changes: Any) -> Any:
     return settings(**{"shards": None, "source": NAME, "options": {"path": path}, "slots": 4, **changes})
-
-
-def disco_ds(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "disco_ds", *words]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((os.environ["PYTHONPATH"], str(ROOT)))}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_global_batches_do_not_depend_on_ranks_workers_and_resume(package: Path, tmp_path: Path) -> None:

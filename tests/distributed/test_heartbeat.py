@@ -33,7 +33,7 @@ from disco_ds.distributed.heartbeat import (
 )
 from disco_ds.distributed.marks import Place
 from disco_ds.models.clip import build_model
-from helpers.dist import free_port, start_server
+from helpers.dist import become_rank, free_port, start_server
 from helpers.tiny_run import recipe
 from helpers.towers import BPE_SIZE, write_tiny
 from helpers.trained import write_run
@@ -332,12 +332,7 @@ def test_signal_of_a_launcher_shortens_the_wait(tmp_path: Path) -> None:
 
 def hang_in_forward(number: int, port: int, folder: Path, path: Path) -> None:
     """One rank of a real run, of which one hangs in the second step."""
-    with (folder / f"{number}.log").open("wb") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    os.environ.update(RANK=str(number), WORLD_SIZE="2", LOCAL_RANK=str(number))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
+    become_rank(number, port, folder / f"{number}.log")
     calls = 0
 
     def before_forward(module: Any, arguments: Any) -> None:
@@ -353,12 +348,7 @@ def hang_in_forward(number: int, port: int, folder: Path, path: Path) -> None:
 
 def die_in_evaluation(number: int, port: int, folder: Path, model: Path) -> None:
     """One rank of an evaluation, of which one is killed."""
-    with (folder / f"{number}.log").open("wb") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    os.environ.update(RANK=str(number), WORLD_SIZE="2", LOCAL_RANK=str(number))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
+    become_rank(number, port, folder / f"{number}.log")
 
     def before_forward(module: Any, arguments: Any) -> None:
         if type(module).__name__ == "VisionTransformer" and number == 1:

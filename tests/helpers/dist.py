@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,3 +120,15 @@ def _enter(
     except BaseException:
         send.send((False, traceback.format_exc()))
         raise
+
+
+def become_rank(number: int, port: int, log: Path) -> None:
+    """Make this process, which a test has started by hand, one of two ranks that write all they print into a file."""
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(RANK=str(number), WORLD_SIZE="2", LOCAL_RANK=str(number))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    import torch  # other processes of this file choose when to import it
+
+    torch.set_num_threads(1)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from disco_ds.metrics.records import METRICS_FILE
 from disco_ds.plan.losses import loss_cost
 from helpers.dist import run_ranks
 from helpers.minimal import settings
+from helpers.own_code import disco_ds
 from helpers.paths import ROOT
 from helpers.tiny_run import recipe
 
@@ -71,12 +70,6 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in [name for name in sys.modules if name.split(".")[0] == "our_package"]:
         monkeypatch.delitem(sys.modules, name)
     return folder
-
-
-def disco_ds(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "disco_ds", *words]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((os.environ["PYTHONPATH"], str(ROOT)))}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_recipe_with_an_own_loss_trains_two_steps(package, tmp_path):

@@ -24,6 +24,7 @@ from disco_ds.metrics.run_folder import (
     mark_launch,
     split_resume,
 )
+from helpers.small_disk import mount_small_disk
 
 HOLD = """
 import sys
@@ -156,15 +157,8 @@ def test_mark_finished_is_read_back(tmp_path: Path) -> None:
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 64 KiB, with room for a part of a small file."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(path)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a small file system needs root")
-    try:
+    with mount_small_disk(tmp_path / "disk", "64k") as path:
         yield path
-    finally:
-        subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
 def test_full_disk_leaves_no_half_file_and_what_was_there(full_disk: Path) -> None:

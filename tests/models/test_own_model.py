@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from disco_ds.metrics.records import METRICS_FILE
 from disco_ds.models.clip import build_model, build_tokenizer, read_architecture, read_text_size, trained_sides
 from disco_ds.models.param_groups import parameter_groups
 from helpers.minimal import settings
+from helpers.own_code import disco_ds
 from helpers.paths import ROOT
 from helpers.tiny_run import recipe
 
@@ -57,6 +57,12 @@ def plain():
     return nn.Linear(2, 2)
 
 number = 3
+"""
+BATCH_NORM = """
+def normed():
+    towers = build()
+    towers.visual.layer = nn.Sequential(nn.Unflatten(1, (3, 16, 16)), nn.BatchNorm2d(3), nn.Flatten())
+    return towers
 """
 
 
@@ -129,12 +135,6 @@ def test_tower_can_be_locked(package, side):
     assert sides == {"image": side != "image", "text": side != "text"}
 
 
-def disco_ds(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((os.environ["PYTHONPATH"], str(ROOT)))}
-    command = [sys.executable, "-m", "disco_ds", *words]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
-
-
 def check(done: subprocess.CompletedProcess[str]) -> str:
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -187,3 +187,34 @@ def test_example_with_a_hugging_face_tower_plans_trains_exports_and_evaluates(tm
     ]
     assert tables[0].splitlines()[-1] == tables[1].splitlines()[-1]
     assert "unseen" in tables[0]
+
+
+def test_batch_statistics_of_a_locked_tower_stay(package):
+    (package / "my_towers.py").write_text(CODE + BATCH_NORM)
+    model: Any = build_model(own("normed", lock_image=True)).train()
+    image = torch.randint(0, 256, (4, 3, 16, 16), dtype=torch.uint8)
+    before = {name: value.clone() for name, value in model.visual.state_dict().items()}
+    model(image=image)
+    assert all(torch.equal(value, before[name]) for name, value in model.visual.state_dict().items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [{"activation_checkpointing": True}, {"compile": True}], ids=str)
+def test_example_trains_the_same_when_recomputed_or_compiled(change, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "examples"))
+    few = [
+        "samples=512",
+        "micro_batch=128",
+        "optim.warmup_steps=1",
+        "log.every_steps=1",
+        "eval.labelled={}",
+        "name=run",
+        "model.options.dropout=0.0",  # a compiled model draws other random numbers
+    ]
+    found = []
+    for number, changes in enumerate(([], [f"model.{key}={str(value).lower()}" for key, value in change.items()])):
+        (tmp_path / str(number)).mkdir()
+        path = str(ROOT / "examples" / "own_model.yaml")
+        check(disco_ds("train", "--config", path, *few, *changes, cwd=tmp_path / str(number)))
+        found.append(list(losses(tmp_path / str(number) / "runs" / "run").values()))
+    assert found[0] == pytest.approx(found[1], rel=1e-4)

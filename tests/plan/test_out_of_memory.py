@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import socket
 import sys
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from disco_ds.cli.main import main
 from disco_ds.distributed import comm
 from disco_ds.distributed.device_memory import is_out_of_memory
 from disco_ds.plan.out_of_memory import OutOfMemory, explained
-from helpers.dist import free_port, start_server
+from helpers.dist import become_rank, free_port, start_server
 from helpers.minimal import settings
 from helpers.tiny_run import expect, recipe
 
@@ -32,12 +31,7 @@ HELPS = "what helps in"
 
 def enter(number: int, port: int, folder: Path, path: Path, phase: str, faulty: tuple[int, ...]) -> None:
     """One rank of a run whose model has no room in this phase of the second step, or of the evaluation."""
-    with (folder / f"{phase}-{number}.log").open("wb") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    os.environ.update(RANK=str(number), WORLD_SIZE="2", LOCAL_RANK=str(number))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
+    become_rank(number, port, folder / f"{phase}-{number}.log")
     calls = 0
 
     def fail(*_: Any) -> None:

@@ -7,7 +7,6 @@ import random
 import shutil
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -44,6 +43,7 @@ from helpers.launched import (
 )
 from helpers.launched import finish as finish_run
 from helpers.machine import HAS_FP16
+from helpers.small_disk import mount_small_disk
 from helpers.tiny_run import expect, image_sample, recipe, stopped, write_shard
 
 
@@ -272,15 +272,8 @@ def test_records_and_points_go_on_after_a_crash(tmp_path):
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system for two and a half checkpoints of the tiny model."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=66m", "tmpfs", str(path)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a small file system needs root")
-    try:
+    with mount_small_disk(tmp_path / "disk", "66m") as path:
         yield path
-    finally:
-        subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
 def full_disk(path: Path, disk: Path) -> None:
