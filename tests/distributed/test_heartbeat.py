@@ -352,6 +352,7 @@ def die_in_evaluation(number: int, port: int, folder: Path, model: Path) -> None
 
     def before_forward(module: Any, arguments: Any) -> None:
         if type(module).__name__ == "VisionTransformer" and number == 1:
+            time.sleep(1.5)  # three heartbeats, so that the last one has the place
             os.kill(os.getpid(), signal.SIGKILL)
 
     torch.nn.modules.module.register_module_forward_pre_hook(before_forward)
