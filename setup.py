@@ -46,6 +46,7 @@ setup(
     extras_require={
         "dev": ["pytest", "pytest-timeout", "pytest-xdist", "ruff", "mypy", "types-PyYAML", "transformers", "peft"],
         "emoji": ["resvg-py"],
+        "wandb": ["wandb>=0.27"],
     },
     entry_points={"console_scripts": ["disco-ds=disco_ds.cli.main:main"]},
 )

@@ -18,6 +18,7 @@ from helpers.paths import ROOT
 
 OPTIONAL = {
     "triton": "comes with torch where there is a GPU for it, and is looked for before it is imported",
+    "wandb": "is an extra, and is looked for before it is imported",
     "huggingface_hub": "comes with open_clip, whose downloads the tests keep from the network",
 }
 

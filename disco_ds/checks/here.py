@@ -29,6 +29,7 @@ from disco_ds.data.manifest import find_changed
 from disco_ds.distributed import comm
 from disco_ds.losses import build_loss
 from disco_ds.losses.kernels import find_problem
+from disco_ds.metrics.tracking import check_packages
 
 _DEAD = {
     "activation_checkpointing": "has no effect on open_clip's towers; model.activation_checkpointing of the recipe has",
@@ -87,6 +88,12 @@ def _find_dead(given: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield key, f"is deprecated in DeepSpeed 0.19: the name is {extra['new_param']}"
         elif name not in (key, "stage") and level not in stages:
             yield key, f"has no effect at ZeRO {level}"
+
+
+def check_trackers(config: Config) -> Iterator[Line]:
+    """Check that W&B or Comet is installed where the run logs to it. Raises: ValueError if it is not."""
+    check_packages(config)
+    yield Line("ok", "log", "packages that the run logs with are installed")
 
 
 def check_kernels(config: Config) -> Iterator[Line]:

@@ -39,12 +39,13 @@ def look(args: argparse.Namespace, first: bool, size: int) -> Iterator[Line]:
     if first:
         # Not at the top: where these imports fail, the lines about the packages must be printed still.
         try:
-            from disco_ds.checks.here import check_batch, check_data, check_ds_config, check_kernels
+            from disco_ds.checks.here import check_batch, check_data, check_ds_config, check_kernels, check_trackers
             from disco_ds.checks.hosts import check_hosts
         except (ImportError, RuntimeError):  # of a broken installation, which a line above explains
             return
         yield from examine("ds_config", lambda: check_ds_config(config), Exception)
         yield from examine("batch", lambda: check_batch(config, ranks), Exception)
+        yield from examine("log", lambda: check_trackers(config), Exception)
         yield from examine("kernels", lambda: check_kernels(config), Exception)
         yield from examine("data", lambda: check_data(config, ranks), Exception)
         yield from examine("hosts", lambda: check_hosts(config, slots), Exception)

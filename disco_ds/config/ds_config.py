@@ -26,6 +26,7 @@ OWNED_BY_RECIPE = {
     "optimizer": "optim",
     "scheduler": "optim.schedule",
     "tensorboard": "log.tensorboard",
+    "wandb": "log.wandb",
     "steps_per_print": "log.every_steps",
 }
 """Keys of a ds_config that the recipe owns, and by what name."""
@@ -81,7 +82,7 @@ KNOWN_KEYS = {
     *DEFAULTS,
     *("disable_allgather", "dump_state", "memory_breakdown", "disable_python_gc", "log_level"),
     *("activation_checkpointing", "comms_logger", "flops_profiler", "aio"),
-    *("wandb", "comet", "csv_monitor", "seq_parallel_communication_data_type"),
+    *("comet", "csv_monitor", "seq_parallel_communication_data_type"),
 }
 """What DeepSpeed 0.19 reads at the top level and a CLIP trainer can use."""
 
@@ -105,8 +106,9 @@ REFUSED_KEYS = {
     "bf16.bf16_optimizer_states": "the optimizer's states are fp32",
     "bf16.immediate_grad_update": "it applies gradients before the step",
     "fp16.fp16_master_weights_and_grads": "the optimizer's copy is fp32",
+    "comet.api_key": "settings are copied into run folders; set the environment variable COMET_API_KEY",
 }
-"""Keys, dotted inside a section, that would change the gradient or that DeepSpeed no longer has, and why."""
+"""Keys, dotted inside a section, that would change the gradient, hold a secret or are gone from DeepSpeed, and why."""
 
 
 def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -301,14 +303,13 @@ def check_precision(ds_config: dict[str, Any]) -> None:
 
 def section_models() -> dict[str, type[BaseModel]]:
     """Section -> what DeepSpeed reads it with."""
-    from deepspeed.monitor.config import CometConfig, CSVConfig, WandbConfig
+    from deepspeed.monitor.config import CometConfig, CSVConfig
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    monitors = {"wandb": WandbConfig, "comet": CometConfig, "csv_monitor": CSVConfig}
     return {
         **{"zero_optimization": DeepSpeedZeroConfig, "bf16": DeepSpeedBF16Config, "fp16": DeepSpeedFP16Config},
-        **monitors,
+        **{"comet": CometConfig, "csv_monitor": CSVConfig},
     }
 
 

@@ -77,6 +77,26 @@ class CheckpointSettings(Settings):
         return self
 
 
+class WandbSettings(Settings):
+    """The run in Weights & Biases, which needs the package wandb. Its API key stays in the environment (WANDB_API_KEY)
+    or in the file that `wandb login` writes."""
+
+    project: str | None = None
+    """Project that the run belongs to; None: nothing is logged to W&B."""
+    name: str | None = None
+    """Name of the run there; None: that of its folder."""
+    group: str | None = None
+    """Group of the project's runs that it is shown with."""
+    entity: str | None = None
+    """User or team that owns the project; None: the default of the API key's owner."""
+
+    @model_validator(mode="after")
+    def _project(self) -> WandbSettings:
+        if self.project is None and (self.name or self.group or self.entity):
+            raise ValueError("log.wandb.project is missing: without it nothing is logged to W&B")
+        return self
+
+
 class LogSettings(Settings):
     """Settings of the log, metrics.jsonl and TensorBoard."""
 
@@ -84,6 +104,7 @@ class LogSettings(Settings):
     """Steps between two progress lines, metrics.jsonl records and TensorBoard points; only these steps are timed."""
     tensorboard: bool = True
     """Write TensorBoard points into the run folder."""
+    wandb: WandbSettings = WandbSettings()
     peak_flops: float | None = Field(None, gt=0)
     """Floating-point operations per second of one device, which MFU is a part of; None: known GPUs' own, in 16 bits."""
 

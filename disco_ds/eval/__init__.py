@@ -30,6 +30,7 @@ __all__ = [
     "evaluate_sets",
     "load_sets",
     "record",
+    "tabulate",
 ]
 
 Result = Accuracy | Recall | Validation
@@ -57,6 +58,14 @@ def evaluate_sets(
 def record(results: Sequence[Result]) -> dict[str, float]:
     """The results as points of metrics.jsonl and TensorBoard."""
     return {f"eval/{result.name}_{kind}": value for result in results for kind, value in result.values.items()}
+
+
+def tabulate(results: Sequence[Result]) -> dict[str, list[dict[str, str | float]]]:
+    """The results by kind, a row of figures for each set."""
+    return {
+        next(iter(first.row)): [{"set": result.name, **result.values} for result in (first, *rest)]
+        for first, *rest in (list(group) for _, group in groupby(results, key=type))
+    }
 
 
 def describe(results: Sequence[Result]) -> str:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from disco_ds.eval import ImageSet, load_sets
 from disco_ds.losses import build_loss
 from disco_ds.losses.base import Loss
 from disco_ds.metrics.records import Metrics, rewind_tensorboard
+from disco_ds.metrics.tracking import WandbRun, check_packages, open_wandb
 from disco_ds.metrics.trouble import Trouble
 from disco_ds.models.clip import (
     build_model,
@@ -107,6 +109,7 @@ def build(
     share = share_host()  # early, because it sets the number of torch's threads
     refuse_unchangeable(allow_change, resume)
     render_ds_config(config, comm.size())  # only to refuse mistakes early; the run's own names the run folder
+    comm.from_rank_0("log", partial(check_packages, config))
     loss = choose_loss(config)
     sources, sets = open_sources(config)
     model, tokenizer, image = build_towers(config, loss)
@@ -126,11 +129,10 @@ def build(
     with removed_if_refused(folder, new=saved is None):
         heart.folder = collect_in(folder)
         ds_config = write_settings(config, folder)
+        wandb = open_wandb(config, folder, stack)
         engine = start_engine(config, model, loss, ds_config, saved)
         record_changes(folder, saved, config, identity)
-    sizes = config.global_batch, config.num_steps, first_step, best_pace, loader.num_samples
-    metrics = Metrics(folder, engine.monitor.write_events, *sizes)
-    stack.callback(metrics.close)
+    metrics = open_metrics(config, folder, engine, wandb, stack, first_step, best_pace, loader.num_samples)
     run = Run(
         config=config,
         folder=folder,
@@ -152,6 +154,24 @@ def build(
     run.interrupts.writing = lambda: run.saving is not None and run.saving.writing
     stack.callback(abandon_save, run)
     return run
+
+
+def open_metrics(
+    config: Config,
+    folder: Path,
+    engine: Engine,
+    wandb: WandbRun | None,
+    stack: ExitStack,
+    first_step: int,
+    best_pace: float | None,
+    num_samples: int,
+) -> Metrics:
+    """The records of the run, which DeepSpeed's monitors and W&B get as well. Collective."""
+    engine.monitor.wandb_monitor = wandb
+    sizes = config.global_batch, config.num_steps, first_step, best_pace, num_samples
+    metrics = Metrics(folder, engine.monitor.write_events, *sizes)
+    stack.callback(metrics.close)
+    return metrics
 
 
 def watch_trouble(config: Config, engine: Engine, loss: Loss, metrics: Metrics, saved: Saved | None) -> Trouble:
@@ -176,10 +196,11 @@ def abandon_save(run: Run) -> None:
 
 
 def check_without_data(config: Config) -> None:
-    """Refuse what a start would refuse before it looks at data: loss, options, model, shards that are not allowed.
+    """Refuse what a start would refuse before it looks at data: packages, loss, options, model, forbidden shards.
 
     Raises: ValueError, as the start would.
     """
+    check_packages(config)
     make_loss(config)
     read_architecture(config.model)
     find_weights(register_config(config.model.name), config.model)

@@ -24,7 +24,7 @@ from disco_ds.config import CheckpointSettings, Config, EvalSettings
 from disco_ds.data import MicroBatch, StepData, augment
 from disco_ds.distributed import comm
 from disco_ds.distributed.interrupt import Interrupts
-from disco_ds.eval import Accuracy, describe, evaluate_sets, record
+from disco_ds.eval import Accuracy, describe, evaluate_sets, record, tabulate
 from disco_ds.losses import Embeddings, LossOutput
 from disco_ds.metrics.figures import LogPoint
 from disco_ds.metrics.report import REPORT, log_errors, save_examples, write_report
@@ -211,7 +211,9 @@ def finish(run: Run) -> None:
     if comm.rank() == 0:
         with log_errors("report.png was not drawn"):
             monitor = run.engine.monitor.tb_monitor
-            write_report(run.folder, monitor.summary_writer if monitor else None)
+            picture = write_report(run.folder, monitor.summary_writer if monitor else None)
+            if wandb := run.engine.monitor.wandb_monitor:
+                wandb.write_report(config.num_steps * config.global_batch, picture)
         tensorboard = Path(sys.executable).with_name("tensorboard")
         command = shlex.join(
             [str(tensorboard) if tensorboard.exists() else "tensorboard", "--logdir", str(run.folder.parent)]
@@ -233,4 +235,7 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
             shown = [result for result in results if isinstance(result, Accuracy)]
             if shown:
                 save_examples(run.folder, shown[0].name, shown[0].examples)
+        if wandb := run.engine.monitor.wandb_monitor:
+            examples = [example for result in results if isinstance(result, Accuracy) for example in result.examples]
+            wandb.write_results(step * run.config.global_batch, tabulate(results), examples)
     return values

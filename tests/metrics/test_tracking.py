@@ -1,0 +1,266 @@
+"""Runs in W&B, with a stand-in for the package and with the package itself, offline; and DeepSpeed's CSV monitor."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from disco_ds.checks import examine
+from disco_ds.checks.here import check_trackers
+from disco_ds.config import load_config
+from disco_ds.metrics.report import EXAMPLES
+from disco_ds.metrics.run_folder import CHECKPOINTS
+from disco_ds.metrics.tracking import WANDB_ID, check_packages
+from disco_ds.run import RefusedError, run_training
+from disco_ds.training.build import check_without_data
+from helpers.dist import run_ranks
+from helpers.launched import records
+from helpers.minimal import settings
+from helpers.tiny_run import expect, recipe, refused
+
+STAND_IN = '''
+"""Writes down what it is called with, a line of JSON for each call."""
+import json, os
+
+
+def note(kind, **values):
+    with open(os.environ["STAND_IN_CALLS"], "a") as file:
+        file.write(json.dumps({"kind": kind, **values}, default=vars) + "\\n")
+
+
+class errors:
+    class UsageError(Exception): pass
+    class CommError(Exception): pass
+    class AuthenticationError(CommError): pass
+
+
+class Image:
+    def __init__(self, data, caption=None):
+        self.image, self.caption = data if isinstance(data, str) else list(data.shape), caption
+
+
+class Table:
+    def __init__(self, columns, data):
+        self.columns, self.data = columns, data
+
+
+class Run:
+    def __init__(self, id):
+        self.id = id
+
+    def define_metric(self, name, **given):
+        note("define_metric", name=name, **given)
+
+    def log(self, values):
+        if os.environ.get("STAND_IN") == "dies":
+            raise ConnectionResetError("Connection lost")
+        note("log", **values)
+
+    def finish(self, exit_code):
+        note("finish", exit_code=exit_code)
+
+
+def init(**given):
+    note("init", **given)
+    problem = os.environ.get("STAND_IN")
+    if problem == "no key":
+        raise errors.UsageError("No API key configured")
+    if problem == "no network" and given["mode"] != "offline":
+        raise errors.CommError("no such host")
+    return Run(given["id"] or "id-of-wandb")
+
+
+def teardown():
+    note("teardown")
+'''
+
+
+def wandb_recipe(folder: Path, **changes: Any) -> Path:
+    """Two steps, logged to W&B, with an evaluation on the bundled images."""
+    log = {"every_steps": 1, "wandb": {"project": "clip", "name": "one", "group": "tiny", "entity": "team"}}
+    labelled = {"labelled": {"unseen": "bundled:emoji/unseen"}, "label_key": "{json[caption]}"}
+    return recipe(folder, **{"steps": 2, "log": log, "eval": labelled, **changes})
+
+
+def refused_everywhere(path: Path) -> None:
+    sys.modules["wandb"] = None  # type: ignore[assignment]  # as if it were not installed
+    said = refused(load_config(path))
+    expect(said, "log.wandb needs the package wandb", "pip install wandb")
+    assert not (path.parent / "runs").exists()
+
+
+def test_missing_package_is_refused_by_start_dry_run_and_doctor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_ranks(refused_everywhere, 2, wandb_recipe(tmp_path))
+    config = load_config(wandb_recipe(tmp_path))
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match=r"log\.wandb needs the package wandb"):
+        check_without_data(config)
+    (line,) = examine("log", lambda: check_trackers(config), ValueError)
+    assert line.status == "fail"
+    assert "log.wandb needs the package wandb" in line.found
+
+
+def test_package_of_comet_is_looked_for_where_its_monitor_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "comet_ml", None)
+    check_packages(settings(deepspeed={"comet": {"enabled": False}}))
+    with pytest.raises(ValueError, match=r"deepspeed\.comet needs the package comet_ml"):
+        check_packages(settings(deepspeed={"comet": {"enabled": True}}))
+
+
+def test_folder_that_wandb_leaves_is_not_taken_for_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    importlib.invalidate_caches()
+    with pytest.raises(ValueError, match="not installed"):
+        check_packages(settings(log={"wandb": {"project": "clip"}}))
+
+
+def use_stand_in(folder: Path) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "wandb"]:  # another library's, if installed
+        del sys.modules[name]
+    sys.path.insert(0, str(folder))
+    os.environ["STAND_IN_CALLS"] = str(folder / "calls.jsonl")
+
+
+def train(path: Path, *overrides: str, problem: str = "", resume: Path | None = None) -> Path:
+    calls = Path(os.environ["STAND_IN_CALLS"])
+    if os.environ["RANK"] == "0":
+        calls.unlink(missing_ok=True)
+    os.environ["STAND_IN"] = problem
+    return run_training(load_config(path, list(overrides)), resume)
+
+
+def called(kind: str | None = None) -> list[dict[str, Any]]:
+    """The calls of the last run, or those of a kind."""
+    made = [json.loads(line) for line in Path(os.environ["STAND_IN_CALLS"]).read_text().splitlines()]
+    return [call for call in made if kind in (None, call["kind"])]
+
+
+def logged(name: str) -> list[Any]:
+    """(samples, value) of every call that has logged it."""
+    return [(call["samples"], call[name]) for call in called("log") if name in call]
+
+
+def new_and_extended(path: Path, folder: Path) -> None:
+    """Two ranks, of which the first alone talks to W&B."""
+    use_stand_in(folder)
+    run = train(path)
+    if os.environ["RANK"] == "0":
+        look_at_new_run(path, run)
+    # Extended: the same run, whose name is that of the folder if none is given.
+    assert train(path, "steps=3", "log.wandb.name=null", resume=run) == run
+    if os.environ["RANK"] == "0":
+        (init,) = called("init")
+        assert (init["id"], init["name"]) == ("id-of-wandb", "tiny")
+        assert [samples for samples, _ in logged("train/loss")] == [32, 48]
+
+
+def look_at_new_run(path: Path, run: Path) -> None:
+    (init,), made = called("init"), called()
+    given = {"project": "clip", "name": "one", "group": "tiny", "entity": "team", "dir": str(run), "id": None}
+    assert given.items() <= init.items()
+    assert init["resume"] == "allow"
+    assert init["config"] == load_config(path).model_dump(mode="json") | {"ranks": 2}
+    assert {"kind": "define_metric", "name": "*", "step_metric": "samples"} in made
+    assert made[-1] == {"kind": "finish", "exit_code": 0}
+    assert (run / WANDB_ID).read_text() == "id-of-wandb"
+    losses = [(record["samples"], record["loss"]) for record in records(run) if "loss" in record]
+    assert logged("train/loss") == losses
+    assert len(losses) == 2
+    ((samples, table),) = logged("eval/zero-shot")
+    top1 = json.loads((run / "finished.json").read_text())["eval/unseen_top1"]
+    assert (samples, table["columns"][:2], table["data"][0][:2]) == (32, ["set", "top1"], ["unseen", top1])
+    ((_, examples),) = logged("eval/examples")
+    with numpy.load(run / EXAMPLES) as shown:
+        named = zip(shown["label"], shown["best"], strict=True)
+        assert [each["caption"] for each in examples] == [
+            f"{label}; nearest: {', '.join(best)}" for label, best in named
+        ]
+        assert [each["image"] for each in examples] == [list(image.shape) for image in shown["image"]]
+    assert len(examples) > 10
+    assert logged("report") == [(32, {"image": str(run / "report.png"), "caption": None})]
+
+
+def test_wandb_gets_settings_points_images_and_table_and_a_resume_goes_on_in_its_run(tmp_path: Path) -> None:
+    (tmp_path / "wandb.py").write_text(STAND_IN)
+    run_ranks(new_and_extended, 2, wandb_recipe(tmp_path), tmp_path, joined=False)
+
+
+def troubles(path: Path, folder: Path) -> None:
+    use_stand_in(folder)
+    run = train(path, problem="no network")
+    assert [call["kind"] for call in called() if call["kind"] in ("init", "teardown")] == ["init", "teardown", "init"]
+    assert [call["mode"] for call in called("init")] == [None, "offline"]
+    assert len(logged("train/loss")) == 2
+
+    train(path, problem="dies")
+
+    before = set(run.parent.iterdir())
+    with pytest.raises(RefusedError, match=r"No API key configured; or set WANDB_MODE=offline"):
+        train(path, problem="no key")
+    assert set(run.parent.iterdir()) == before
+
+    with pytest.raises(FloatingPointError):
+        train(path, "optim.lr=1e20", "steps=20")
+    assert called()[-1] == {"kind": "finish", "exit_code": 1}
+
+
+@pytest.mark.slow
+def test_no_run_fails_for_wandb_but_a_missing_key_is_refused_and_a_failed_run_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "wandb.py").write_text(STAND_IN)
+    run_ranks(troubles, 1, wandb_recipe(tmp_path), tmp_path, joined=False)
+
+
+def offline(path: Path) -> tuple[str, str]:
+    """A run of two steps and two more after a resume: its folder, and the id that W&B has given it."""
+    os.environ["WANDB_MODE"] = "offline"
+    run = run_training(load_config(path))
+    kept = (run / WANDB_ID).read_text()
+    assert len(list((run / "wandb").glob(f"offline-run-*-{kept}/run-{kept}.wandb"))) == 1
+    assert run_training(load_config(path, ["steps=4"]), run / CHECKPOINTS / "step-00000002") == run
+    return str(run), kept
+
+
+def test_offline_run_is_resumed_under_the_same_id(tmp_path: Path) -> None:
+    pytest.importorskip("wandb", exc_type=ImportError)
+    ((folder, kept),) = run_ranks(offline, 1, wandb_recipe(tmp_path), joined=False)
+    run = Path(folder)
+    assert (run / WANDB_ID).read_text() == kept
+    sessions = sorted((run / "wandb").glob(f"offline-run-*-{kept}"))
+    assert len(sessions) == 2
+    for session in sessions:
+        assert (session / f"run-{kept}.wandb").stat().st_size > 0
+        content = (session / f"run-{kept}.wandb").read_bytes()
+        assert all(word in content for word in (b"train/loss", b"clip", b"global_batch", b"eval/unseen_top1"))
+        media = session / "files" / "media"
+        (table,) = (media / "table" / "eval").glob("zero-shot_*.table.json")
+        assert json.loads(table.read_text())["data"][0][0] == "unseen"
+        assert len(list((media / "images").glob("report_*.png"))) == 1
+        assert len(list((media / "images" / "eval").glob("examples_*.png"))) > 10
+
+
+def with_csv(path: Path, folder: Path) -> str:
+    given = {"enabled": True, "output_path": str(folder), "job_name": "points"}
+    return str(run_training(load_config(path, ["steps=2", f"deepspeed.csv_monitor={json.dumps(given)}"])))
+
+
+def test_csv_monitor_of_deepspeed_gets_every_point(tmp_path: Path) -> None:
+    (run,) = run_ranks(with_csv, 1, recipe(tmp_path), tmp_path, joined=False)
+    with (tmp_path / "points" / "train_loss.csv").open() as file:
+        head, *rows = csv.reader(file)
+    assert head == ["step", "loss"]
+    assert [(int(samples), float(loss)) for samples, loss in rows] == [
+        (record["samples"], record["loss"]) for record in records(Path(run)) if "loss" in record
+    ]
+    assert len(rows) == 2
