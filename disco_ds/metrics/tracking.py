@@ -48,7 +48,7 @@ def open_wandb(config: Config, folder: Path, stack: ExitStack) -> WandbRun | Non
     """Begin or go on with the run in W&B that log.wandb asks for, on rank 0. Collective.
 
     Args:   stack: ends it, as failed where the run folder has no finished.json.
-    Raises: ValueError on every rank alike where W&B refuses the settings or has no API key.
+    Raises: ValueError on every rank alike where W&B has no API key or refuses the settings.
     """
     run = None
     with comm.all_or_none("log.wandb"):
@@ -84,7 +84,7 @@ class WandbRun:
         except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
             raise ValueError(f"{str(error).rstrip('.')}; or set WANDB_MODE=offline") from None
         except wandb.errors.CommError as error:
-            logger.warning("W&B cannot be reached, so this run is logged offline, see docs/logging.md: %s", error)
+            logger.warning("W&B does not take this run, which is logged offline instead (docs/logging.md): %s", error)
             wandb.teardown()  # else the id counts as in use
             run = wandb.init(**given, mode="offline")
         write_text(kept, run.id)

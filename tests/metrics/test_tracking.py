@@ -6,16 +6,19 @@ import csv
 import importlib
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
+import yaml
 
 from disco_ds.checks import examine
 from disco_ds.checks.here import check_trackers
-from disco_ds.config import load_config
+from disco_ds.config import load_config, render_ds_config
+from disco_ds.config.ds_config import read_ds_config
 from disco_ds.metrics.report import EXAMPLES
 from disco_ds.metrics.run_folder import CHECKPOINTS
 from disco_ds.metrics.tracking import WANDB_ID, check_packages
@@ -24,6 +27,7 @@ from disco_ds.training.build import check_without_data
 from helpers.dist import run_ranks
 from helpers.launched import records
 from helpers.minimal import settings
+from helpers.paths import ROOT
 from helpers.tiny_run import expect, recipe, refused
 
 STAND_IN = '''
@@ -248,6 +252,14 @@ def test_offline_run_is_resumed_under_the_same_id(tmp_path: Path) -> None:
         assert json.loads(table.read_text())["data"][0][0] == "unseen"
         assert len(list((media / "images").glob("report_*.png"))) == 1
         assert len(list((media / "images" / "eval").glob("examples_*.png"))) > 10
+
+
+def test_blocks_of_the_manual_are_settings() -> None:
+    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "logging.md").read_text(encoding="utf-8"), re.DOTALL)
+    first, second = (yaml.safe_load(block) for block in blocks)
+    assert settings(**first).log.wandb.entity == "my-team"
+    read = read_ds_config(second["deepspeed"], ROOT)
+    assert second["deepspeed"]["comet"].items() <= render_ds_config(settings(deepspeed=read), 1)["comet"].items()
 
 
 def with_csv(path: Path, folder: Path) -> str:
