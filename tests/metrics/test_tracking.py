@@ -228,7 +228,8 @@ def test_no_run_fails_for_wandb_but_a_missing_key_is_refused_and_a_failed_run_is
 
 def offline(path: Path) -> tuple[str, str]:
     """A run of two steps and two more after a resume: its folder, and the id that W&B has given it."""
-    os.environ["WANDB_MODE"] = "offline"
+    home = dict.fromkeys(("WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR"), str(path.parent))
+    os.environ.update(home, WANDB_MODE="offline")
     run = run_training(load_config(path))
     kept = (run / WANDB_ID).read_text()
     assert len(list((run / "wandb").glob(f"offline-run-*-{kept}/run-{kept}.wandb"))) == 1
