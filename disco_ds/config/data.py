@@ -50,6 +50,9 @@ class Settings(BaseModel):
         return value
 
 
+NotNegative = Annotated[float, Field(ge=0)]
+
+
 class AugmentSettings(Settings):
     """Random augmentation of the training images, applied on the device. Zero switches each kind off."""
 
@@ -63,6 +66,17 @@ class AugmentSettings(Settings):
     """Maximum relative change of contrast; each channel's factor is uniform in 1 +- colour_scale."""
     colour_offset: float = Field(0.0, ge=0, lt=1)
     """Maximum change of brightness, with pixels in [0, 1]; each channel's offset is uniform in +-colour_offset."""
+    color_jitter: tuple[NotNegative, NotNegative, NotNegative, Annotated[float, Field(ge=0, le=0.5)]] = (0.0,) * 4
+    """Brightness, contrast, saturation and hue of torchvision's ColorJitter: the first three factors are uniform in
+    [max(0, 1 - value), 1 + value], hue turns by +-value of the colour circle; in a random order for each image."""
+    color_jitter_prob: float = Field(1.0, ge=0, le=1)
+    """Fraction of the images whose colours color_jitter changes."""
+    gray_scale_prob: float = Field(0.0, ge=0, le=1)
+    """Fraction of the images that are turned to grey scale."""
+    re_prob: float = Field(0.0, ge=0, le=1)
+    """Fraction of the images in which boxes are erased, that is filled with noise; sizes as timm's RandomErasing."""
+    re_count: int = Field(1, ge=1, le=8)
+    """Largest number of erased boxes in an image; their number is uniform from 1, and they share one box's area."""
 
 
 class RemoteSettings(Settings):

@@ -13,13 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from disco_ds.config.data import AugmentSettings
-from disco_ds.data.keyed import AUGMENT_COLUMN, keyed_uniform
+from disco_ds.data.colour import BOX_COLUMNS, COLUMNS, change_colours, erase_boxes
+from disco_ds.data.keyed import AUGMENT_COLUMN, COLOUR_COLUMN, keyed_uniform
 
 _NUM_COLUMNS = 10
+_NUM_COLOUR_COLUMNS = 64
 
 
 def augment(image: Tensor, epoch: Tensor, index: Tensor, seed: int, settings: AugmentSettings, view: int = 0) -> Tensor:
-    """Rotate, zoom and shift each image, then change gain and offset of its channels.
+    """Rotate, zoom and shift each image, change gain and offset of its channels, jitter its colours, and erase boxes.
 
     Args:    image [m, 3, H, W] uint8; epoch, index [m] int64, all on one device; view: number of the view; each has
              random numbers of its own.
@@ -28,7 +30,8 @@ def augment(image: Tensor, epoch: Tensor, index: Tensor, seed: int, settings: Au
     """
     moves = settings.rotate_degrees or settings.zoom or settings.shift
     colours = settings.colour_scale or settings.colour_offset
-    if not moves and not colours:
+    jitter = any(settings.color_jitter) or settings.gray_scale_prob
+    if not (moves or colours or jitter or settings.re_prob):
         return image
     with torch.autocast(device_type=image.device.type, enabled=False):
         pixels = image.to(torch.float32) / 255
@@ -41,7 +44,14 @@ def augment(image: Tensor, epoch: Tensor, index: Tensor, seed: int, settings: Au
         if colours:
             gain = 1 + settings.colour_scale * drawn[:, 4:7, None, None]
             pixels = pixels * gain + settings.colour_offset * drawn[:, 7:10, None, None]
-        return pixels.clamp(0, 1)
+        pixels = pixels.clamp(0, 1)
+        if jitter or settings.re_prob:
+            first = COLOUR_COLUMN + view * _NUM_COLOUR_COLUMNS
+            drawn = keyed_uniform(seed, epoch, index, COLUMNS + BOX_COLUMNS, first)
+            pixels = change_colours(pixels, drawn, settings)
+            if settings.re_prob:
+                pixels = erase_boxes(pixels, drawn[:, COLUMNS:], epoch, index, seed, settings, view)
+        return pixels
 
 
 def _grid(drawn: Tensor, settings: AugmentSettings, height: int, width: int) -> Tensor:

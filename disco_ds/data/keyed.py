@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 
 CROP_COLUMN = 0
-"""Columns of a sample's row of random numbers: 22 for the crop, one for the caption, ten for every view."""
+"""Columns of a sample's row of random numbers: 22 for the crop, one for the caption, and for every view ten to move it,
+64 for colours and boxes, and one for each pixel."""
 CAPTION_COLUMN = 22
 AUGMENT_COLUMN = 32
+COLOUR_COLUMN = 128
+NOISE_COLUMN = 1 << 20
 
 
 _MASK = 0xFFFF_FFFF_FFFF_FFFF

@@ -12,7 +12,15 @@ from disco_ds.config.renamed import translate_renamed
 FORMER_DEFAULTS = {"loss.name": "disco"}
 """Former defaults of settings, which an older run has if its recipe left the setting out."""
 
-LATER_DEFAULTS = {"model.unlocked_layers": 0, "model.quick_gelu": False}
+LATER_DEFAULTS = {
+    "model.unlocked_layers": 0,
+    "model.quick_gelu": False,
+    "data.augment.color_jitter": (0.0,) * 4,
+    "data.augment.color_jitter_prob": 1.0,
+    "data.augment.gray_scale_prob": 0.0,
+    "data.augment.re_prob": 0.0,
+    "data.augment.re_count": 1,
+}
 """Settings that older checkpoints do not have, and the values by which a run does what it did before."""
 
 MAY_BE_ALLOWED = {

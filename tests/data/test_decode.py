@@ -1,4 +1,4 @@
-"""Images, captions, augmentation and the sequential reader."""
+"""Images, captions and the sequential reader."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ import open_clip
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as TF
 
-from disco_ds.config import AugmentSettings
-from disco_ds.data import BrokenSample, ImageSpec, augment, read_all, read_labels
+from disco_ds.data import BrokenSample, ImageSpec, read_all, read_labels
 from disco_ds.data.decode import (
     Captions,
     _crop_box,
@@ -29,7 +27,6 @@ from disco_ds.data.decode import (
     resize_for_evaluation,
     resize_random_crop,
 )
-from disco_ds.data.keyed import AUGMENT_COLUMN, keyed_uniform
 from disco_ds.models.clip import register_config
 from helpers.shards import SPEC, bomb, encode, noise, settings, write_shards
 
@@ -195,80 +192,6 @@ def test_captions_follow_their_weights() -> None:
     assert counts == {"a cat": 250, "b": 500, "c": 250}
     assert captions.pick(FIELDS, 0.0) == "a cat"
     assert captions.pick(FIELDS, 1 - 2**-24) == "c"
-
-
-def images(num: int, height: int = 20, width: int = 28) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    image = torch.randint(0, 256, (num, 3, height, width), generator=generator, dtype=torch.uint8)
-    return image, torch.arange(num) % 2, torch.arange(num) * 7
-
-
-STRONG = AugmentSettings(rotate_degrees=14, zoom=0.2, shift=0.12, colour_scale=0.25, colour_offset=0.1)
-
-
-def test_augment_zero_settings_is_the_image() -> None:
-    image, epoch, index = images(3)
-    out = augment(image, epoch, index, 0, AugmentSettings())
-    assert torch.equal(out, image)
-
-
-def test_augment_does_not_depend_on_the_grouping() -> None:
-    image, epoch, index = images(13)
-    whole = augment(image, epoch, index, 5, STRONG)
-    assert whole.min() >= 0
-    assert whole.max() <= 1
-    parts = [augment(image[rows], epoch[rows], index[rows], 5, STRONG) for rows in torch.arange(13).split(4)]
-    assert torch.equal(torch.cat(parts), whole)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(augment(image, epoch, index, 5, STRONG), whole)
-    assert not torch.equal(augment(image, epoch, index, 6, STRONG), whole)
-    assert not torch.equal(augment(image, epoch + 1, index, 5, STRONG), whole)
-
-
-def test_augment_moves_alone_keep_white_white() -> None:
-    white = torch.full((4, 3, 16, 24), 255, dtype=torch.uint8)
-    moves = STRONG.model_copy(update={"colour_scale": 0.0, "colour_offset": 0.0})
-    assert torch.allclose(augment(white, torch.zeros(4).long(), torch.arange(4), 0, moves), torch.ones(()))
-
-
-@pytest.mark.parametrize(("height", "width"), [(32, 32), (24, 40)])
-def test_augment_equals_torchvisions_affine(height: int, width: int) -> None:
-    coarse = torch.rand(6, 3, 5, 5, generator=torch.Generator().manual_seed(0))
-    smooth = torch.nn.functional.interpolate(coarse, (height, width), mode="bicubic").clamp(0, 1)
-    image, epoch, index = (smooth * 255).byte(), torch.zeros(6).long(), torch.arange(6)
-    moves = STRONG.model_copy(update={"colour_scale": 0.0, "colour_offset": 0.0})
-    drawn = 2 * keyed_uniform(3, epoch, index, 4, AUGMENT_COLUMN) - 1
-    ours = augment(image, epoch, index, 3, moves)
-    for i in range(6):
-        angle, zoom = 14 * drawn[i, 0].item(), 1 + 0.2 * drawn[i, 1].item()
-        shift = [0.12 * drawn[i, 2].item() * width, 0.12 * drawn[i, 3].item() * height]
-        # It takes translations as whole pixels, so it works on 8 x 8 pixels for each of ours.
-        padded = torch.nn.functional.interpolate(image[i : i + 1].float() / 255, scale_factor=8, mode="nearest")
-        theirs = TF.affine(
-            padded, angle, [round(8 * s) for s in shift], zoom, [0.0, 0.0], InterpolationMode.BILINEAR, fill=[1.0]
-        )
-        theirs = torch.nn.functional.avg_pool2d(theirs, 8)[0]
-        inner = (slice(None), slice(4, -4), slice(4, -4))
-        assert (ours[i] - theirs)[inner].abs().mean() < 0.02
-
-
-def test_augment_colours_are_gain_and_offset_per_channel() -> None:
-    image = torch.full((500, 3, 2, 2), 128, dtype=torch.uint8)
-    colours = AugmentSettings(colour_scale=0.25, colour_offset=0.1)
-    out = augment(image, torch.zeros(500).long(), torch.arange(500), 0, colours)
-    assert torch.equal(out[:, :, 0, 0], out[:, :, 1, 1])
-    values = out[:, :, 0, 0] / (128 / 255)
-    assert abs(values.mean() - 1) < 0.02
-    expected = math.sqrt(0.25**2 / 3 + (0.1 * 255 / 128) ** 2 / 3)
-    assert abs(values.std() - expected) < 0.02
-    assert torch.corrcoef(values.T)[0, 1].abs() < 0.1
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_augment_on_the_gpu_equals_the_cpu() -> None:
-    image, epoch, index = images(9, 64, 48)
-    ours = augment(image.cuda(), epoch.cuda(), index.cuda(), 5, STRONG)
-    assert torch.allclose(ours.cpu(), augment(image, epoch, index, 5, STRONG), atol=1e-4)
 
 
 def test_read_all_gives_every_rank_its_samples_in_order(tmp_path: Path) -> None:

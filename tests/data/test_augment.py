@@ -1,0 +1,168 @@
+"""Random augmentation: the same pixels however a batch is cut, and those of torchvision for the same random numbers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms import functional as TF
+
+from disco_ds.config import AugmentSettings
+from disco_ds.data import augment
+from disco_ds.data.colour import ORDERS
+from disco_ds.data.keyed import AUGMENT_COLUMN, COLOUR_COLUMN, keyed_uniform
+
+
+def images(num: int, height: int = 20, width: int = 28) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    image = torch.randint(0, 256, (num, 3, height, width), generator=generator, dtype=torch.uint8)
+    return image, torch.arange(num) % 2, torch.arange(num) * 7
+
+
+STRONG = AugmentSettings(rotate_degrees=14, zoom=0.2, shift=0.12, colour_scale=0.25, colour_offset=0.1)
+EVERYTHING = AugmentSettings(
+    **STRONG.model_dump(include={"rotate_degrees", "zoom", "shift", "colour_scale", "colour_offset"}),
+    color_jitter=(0.4, 0.4, 0.4, 0.1),
+    color_jitter_prob=0.8,
+    gray_scale_prob=0.2,
+    re_prob=0.5,
+    re_count=3,
+)
+
+
+def test_augment_zero_settings_is_the_image() -> None:
+    image, epoch, index = images(3)
+    out = augment(image, epoch, index, 0, AugmentSettings())
+    assert torch.equal(out, image)
+
+
+COLOURS = AugmentSettings(color_jitter=(0.4, 0.3, 0.5, 0.2), color_jitter_prob=0.7, gray_scale_prob=0.3)
+
+
+@pytest.mark.parametrize("kind", [STRONG, COLOURS, AugmentSettings(re_prob=0.9), EVERYTHING])
+def test_augment_does_not_depend_on_the_grouping(kind: AugmentSettings) -> None:
+    image, epoch, index = images(13)
+    whole = augment(image, epoch, index, 5, kind)
+    assert whole.min() >= 0
+    assert whole.max() <= 1
+    parts = [augment(image[rows], epoch[rows], index[rows], 5, kind) for rows in torch.arange(13).split(4)]
+    assert torch.equal(torch.cat(parts), whole)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(augment(image, epoch, index, 5, kind), whole)
+    assert not torch.equal(augment(image, epoch, index, 6, kind), whole)
+    assert not torch.equal(augment(image, epoch + 1, index, 5, kind), whole)
+    assert not torch.equal(augment(image, epoch, index, 5, kind, view=1), whole)
+
+
+def test_color_jitter_and_gray_scale_equal_torchvision_s() -> None:
+    image, epoch, index = images(60)
+    drawn = keyed_uniform(3, epoch, index, 7, COLOUR_COLUMN)
+    adjust = [TF.adjust_brightness, TF.adjust_contrast, TF.adjust_saturation, TF.adjust_hue]
+    ours = augment(image, epoch, index, 3, COLOURS)
+    for i, row in enumerate(drawn.tolist()):
+        theirs = image[i].float() / 255
+        if row[0] < 0.7:
+            brightness, contrast, saturation = (1 + a * (2 * u - 1) for a, u in zip((0.4, 0.3, 0.5), row[1:4], strict=True))
+            factors = [brightness, contrast, saturation, 0.2 * (2 * row[4] - 1)]
+            for op in ORDERS[int(24 * row[5])]:
+                theirs = adjust[op](theirs, factors[op])
+        if row[6] < 0.3:
+            theirs = TF.rgb_to_grayscale(theirs, 3)
+        assert (ours[i] - theirs).abs().max() < 1e-5, i
+
+
+def test_color_jitter_takes_every_order_and_each_probability() -> None:
+    index = torch.arange(20_000)
+    drawn = keyed_uniform(0, torch.zeros_like(index), index, 7, COLOUR_COLUMN)
+    counts = (24 * drawn[:, 5]).long().bincount(minlength=24)
+    assert sorted(ORDERS) == sorted(set(ORDERS))
+    assert counts.min() > 700
+    image = torch.randint(0, 256, (2000, 3, 2, 2), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    epoch, index = torch.zeros(2000).long(), torch.arange(2000)
+    for settings, share in ((AugmentSettings(gray_scale_prob=0.2), 0.2), (COLOURS, 1 - 0.3 * 0.7)):
+        out = augment(image, epoch, index, 1, settings)
+        changed = (out - image / 255).abs().amax((1, 2, 3)) > 1e-6
+        assert abs(changed.float().mean() - share) < 0.03
+
+
+def test_random_erasing_covers_boxes_of_timm_s_area_and_aspect_with_noise() -> None:
+    image, epoch, index = images(400, 60, 90)
+    image[:] = 7
+    out = augment(image, epoch, index, 2, AugmentSettings(re_prob=0.25))
+    erased = (out != 7 / 255).all(1)
+    some = erased.flatten(1).any(1)
+    assert abs(some.float().mean() - 0.25) < 0.06
+    heights, widths = erased.any(2).sum(1)[some], erased.any(1).sum(1)[some]
+    areas, aspects = heights * widths / (60 * 90), (heights / widths).log()
+    # All of a box is erased, but for noise that happens to equal what was there.
+    assert (erased.flatten(1).sum(1)[some] > 0.99 * heights * widths).all()
+    assert 0.015 < areas.min() < areas.max() < 0.345
+    assert abs(areas.mean() - (0.02 + 1 / 3) / 2) < 0.03
+    assert aspects.abs().max() < math.log(1 / 0.3) + 0.15
+    filled = out[erased[:, None].expand_as(out)]
+    assert abs(filled.mean() - 0.5) < 0.01
+    assert abs(filled.std() - 12**-0.5) < 0.01
+    one, two = (augment(image, epoch, index, seed, AugmentSettings(re_prob=1.0)) for seed in (1, 2))
+    both = ((one != 7 / 255) & (two != 7 / 255)).all(1)[:, None].expand_as(one)
+    assert abs(torch.corrcoef(torch.stack([one[both], two[both]]))[0, 1]) < 0.02
+
+
+def test_random_erasing_takes_one_to_re_count_boxes() -> None:
+    image, epoch, index = images(300, 64, 64)
+    image[:] = 7
+    share = [
+        (augment(image, epoch, index, 2, AugmentSettings(re_prob=1.0, re_count=count)) != 7 / 255).float().mean()
+        for count in (1, 4)
+    ]
+    # The boxes share the area between them, as timm's do.
+    assert abs(share[0] - 0.176) < 0.02
+    assert 0.13 < share[1] < share[0]
+
+
+def test_augment_moves_alone_keep_white_white() -> None:
+    white = torch.full((4, 3, 16, 24), 255, dtype=torch.uint8)
+    moves = STRONG.model_copy(update={"colour_scale": 0.0, "colour_offset": 0.0})
+    assert torch.allclose(augment(white, torch.zeros(4).long(), torch.arange(4), 0, moves), torch.ones(()))
+
+
+@pytest.mark.parametrize(("height", "width"), [(32, 32), (24, 40)])
+def test_augment_equals_torchvisions_affine(height: int, width: int) -> None:
+    coarse = torch.rand(6, 3, 5, 5, generator=torch.Generator().manual_seed(0))
+    smooth = torch.nn.functional.interpolate(coarse, (height, width), mode="bicubic").clamp(0, 1)
+    image, epoch, index = (smooth * 255).byte(), torch.zeros(6).long(), torch.arange(6)
+    moves = STRONG.model_copy(update={"colour_scale": 0.0, "colour_offset": 0.0})
+    drawn = 2 * keyed_uniform(3, epoch, index, 4, AUGMENT_COLUMN) - 1
+    ours = augment(image, epoch, index, 3, moves)
+    for i in range(6):
+        angle, zoom = 14 * drawn[i, 0].item(), 1 + 0.2 * drawn[i, 1].item()
+        shift = [0.12 * drawn[i, 2].item() * width, 0.12 * drawn[i, 3].item() * height]
+        # It takes translations as whole pixels, so it works on 8 x 8 pixels for each of ours.
+        padded = torch.nn.functional.interpolate(image[i : i + 1].float() / 255, scale_factor=8, mode="nearest")
+        theirs = TF.affine(
+            padded, angle, [round(8 * s) for s in shift], zoom, [0.0, 0.0], InterpolationMode.BILINEAR, fill=[1.0]
+        )
+        theirs = torch.nn.functional.avg_pool2d(theirs, 8)[0]
+        inner = (slice(None), slice(4, -4), slice(4, -4))
+        assert (ours[i] - theirs)[inner].abs().mean() < 0.02
+
+
+def test_augment_colours_are_gain_and_offset_per_channel() -> None:
+    image = torch.full((500, 3, 2, 2), 128, dtype=torch.uint8)
+    colours = AugmentSettings(colour_scale=0.25, colour_offset=0.1)
+    out = augment(image, torch.zeros(500).long(), torch.arange(500), 0, colours)
+    assert torch.equal(out[:, :, 0, 0], out[:, :, 1, 1])
+    values = out[:, :, 0, 0] / (128 / 255)
+    assert abs(values.mean() - 1) < 0.02
+    expected = math.sqrt(0.25**2 / 3 + (0.1 * 255 / 128) ** 2 / 3)
+    assert abs(values.std() - expected) < 0.02
+    assert torch.corrcoef(values.T)[0, 1].abs() < 0.1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_augment_on_the_gpu_equals_the_cpu() -> None:
+    image, epoch, index = images(9, 64, 48)
+    ours = augment(image.cuda(), epoch.cuda(), index.cuda(), 5, EVERYTHING)
+    assert torch.allclose(ours.cpu(), augment(image, epoch, index, 5, EVERYTHING), atol=1e-4)
