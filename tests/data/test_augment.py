@@ -65,8 +65,8 @@ def test_color_jitter_and_gray_scale_equal_torchvision_s() -> None:
     for i, row in enumerate(drawn.tolist()):
         theirs = image[i].float() / 255
         if row[0] < 0.7:
-            brightness, contrast, saturation = (1 + a * (2 * u - 1) for a, u in zip((0.4, 0.3, 0.5), row[1:4], strict=True))
-            factors = [brightness, contrast, saturation, 0.2 * (2 * row[4] - 1)]
+            mixes = [1 + a * (2 * u - 1) for a, u in zip((0.4, 0.3, 0.5), row[1:4], strict=True)]
+            factors = [*mixes, 0.2 * (2 * row[4] - 1)]
             for op in ORDERS[int(24 * row[5])]:
                 theirs = adjust[op](theirs, factors[op])
         if row[6] < 0.3:
