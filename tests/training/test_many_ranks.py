@@ -33,8 +33,8 @@ OPTIONS = ["micro_batch=2", "checkpoint.every_steps=5", "lost_after_s=120", "tim
 
 
 def sized(ranks: int) -> list[str]:
-    """Settings that fit this many ranks, and three quarters of them."""
-    return [f"global_batch={6 * ranks}", f"data.slots={3 * ranks}"]
+    """Settings that fit this many ranks, and three quarters of them: every slot needs a sample."""
+    return [f"global_batch={6 * ranks}", f"data.slots={3 * ranks}", "data.shards=bundled:emoji/train"]
 
 
 def run(path: Path, resume: str | None, *overrides: str) -> tuple[dict[str, float], set[str]]:
