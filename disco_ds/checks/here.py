@@ -111,7 +111,7 @@ def check_towers(config: Config) -> Iterator[Line]:
 
 
 def check_eval(config: Config) -> Iterator[Line]:
-    """Check the sets to evaluate on, by opening them as a start does. Raises: ValueError for the first that is wrong."""
+    """Check the sets to evaluate on, by opening them as a start does. Raises: ValueError."""
     yield Line("ok", "eval", f"{len(load_sets(config.eval, config.data))} sets")
 
 

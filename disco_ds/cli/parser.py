@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from disco_ds.cli.packing import unpack
-from disco_ds.config.open_clip_flags import explain_word
 from disco_ds.models.gpus import GPUS
 from disco_ds.plan.assumptions import Assumptions
 
@@ -37,6 +36,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     # Overrides may stand between options, which argparse understands of a command's own parser alone.
     args, unknown = command.parse_known_intermixed_args(given, argparse.Namespace(command=argv[0]))
     if unknown:
+        from disco_ds.config.open_clip_flags import explain_word  # not at the top: a help text needs no libraries
+
         words = (word.partition("=")[0] for word in unknown if word.startswith("--"))
         hints = [f"; {word}: {hint}, as key=value" for word in words if (hint := explain_word(word))]
         command.error(f"unrecognized arguments: {' '.join(unknown)}{''.join(hints[:1])}")

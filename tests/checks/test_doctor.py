@@ -82,7 +82,7 @@ def test_torchvision_of_another_build_is_told_in_a_line(tmp_path: Path) -> None:
         "fail  versions        import torchvision: RuntimeError: operator torchvision::nms does not exist"
         in done.stdout
     )
-    assert "-> torch and torchvision are not of one build" in done.stdout
+    assert "-> torch and torchvision are of different builds" in done.stdout
     assert "Traceback" not in done.stderr
 
 

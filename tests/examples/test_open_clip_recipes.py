@@ -52,9 +52,10 @@ def open_clip_flags() -> set[str]:
     def found(parser: argparse.ArgumentParser, *args: Any) -> None:
         raise FoundError({name for action in parser._actions for name in action.option_strings})
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(FoundError) as caught:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(argparse.ArgumentParser, "parse_args", found)
-        parse_args([])
+        with pytest.raises(FoundError) as caught:
+            parse_args([])
     (flags,) = caught.value.args
     return flags - {"-h", "--help"}
 
