@@ -1,4 +1,4 @@
-"""Write docs/settings.md and docs/commands.md from the code: settings from disco_ds.config, options from the parsers.
+"""Write docs/settings.md, docs/commands.md and the table of docs/from_open_clip.md from the code.
 
     python tools/make_reference.py
 
@@ -22,6 +22,7 @@ from pydantic.fields import FieldInfo
 from disco_ds.cli.parser import COMMANDS, make_parsers
 from disco_ds.config import Config, SourceSettings
 from disco_ds.config.ds_config import DEFAULTS, OWNED_BY_RECIPE, REFUSED_KEYS
+from disco_ds.config.open_clip_flags import FLAGS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 WIDTH = "100"
@@ -153,7 +154,18 @@ def commands_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-PAGES = {"settings.md": settings_page, "commands.md": commands_page}
+def open_clip_page() -> str:
+    """docs/from_open_clip.md with its table of flags renewed; the rest of the page is written by hand."""
+    begin, end = (f"<!-- {word} of what tools/make_reference.py makes -->" for word in ("Begin", "End"))
+    page = (DOCS / "from_open_clip.md").read_text(encoding="utf-8")
+    before, _, rest = page.partition(begin)
+    lines = [begin, "", "| open_clip_train | here | note |", "|---|---|---|"]
+    for name, (ours, note) in FLAGS.items():
+        lines += [f"| `--{name}` | {', '.join(f'`{key}`' for key in ours)} | {text(note)} |"]
+    return before + "\n".join([*lines, "", end]) + rest.partition(end)[2]
+
+
+PAGES = {"settings.md": settings_page, "commands.md": commands_page, "from_open_clip.md": open_clip_page}
 
 if __name__ == "__main__":
     os.environ["COLUMNS"] = WIDTH

@@ -27,9 +27,11 @@ from disco_ds.data.broken import breaks_sample, name_broken
 from disco_ds.data.counting import compare
 from disco_ds.data.manifest import find_changed
 from disco_ds.distributed import comm
+from disco_ds.eval import load_sets
 from disco_ds.losses import build_loss
 from disco_ds.losses.kernels import find_problem
 from disco_ds.metrics.tracking import check_packages
+from disco_ds.training.build import check_model, make_loss
 
 _DEAD = {
     "activation_checkpointing": "has no effect on open_clip's towers; model.activation_checkpointing of the recipe has",
@@ -96,6 +98,23 @@ def check_trackers(config: Config) -> Iterator[Line]:
     yield Line("ok", "log", "packages that the run logs with are installed")
 
 
+def check_loss(config: Config) -> Iterator[Line]:
+    """Check the loss's name and options, and that the optimizer fits it. Raises: ValueError if one does not."""
+    make_loss(config)
+    yield Line("ok", "loss", config.loss.name)
+
+
+def check_towers(config: Config) -> Iterator[Line]:
+    """Check the model's name and settings, and that its weights are there. Raises: ValueError if not."""
+    check_model(config)
+    yield Line("ok", "model", config.model.factory or config.model.name)
+
+
+def check_eval(config: Config) -> Iterator[Line]:
+    """Check the sets to evaluate on, by opening them as a start does. Raises: ValueError."""
+    yield Line("ok", "eval", f"{len(load_sets(config.eval, config.data))} sets")
+
+
 def check_kernels(config: Config) -> Iterator[Line]:
     """Check that the loss's Triton kernels run on this host's GPU. Raises: ValueError if the loss cannot be built."""
     tiling = getattr(build_loss(config.loss.name, **config.loss.options), "tiling", None)
@@ -142,7 +161,7 @@ def check_data(config: Config, ranks: int) -> Iterator[Line]:
     slots = choose_slots(len(sizes), sum(sizes), data.slots, ranks)
     few = slots < ranks * workers
     found = f"{slots} for {ranks} ranks x {workers} workers" if data.workers else f"{slots} for {ranks} ranks"
-    yield Line("warn" if few else "ok", "slots", found, f"data.workers={slots // ranks}; more have nothing to do")
+    yield Line("warn" if few else "ok", "data.slots", found, f"data.workers={slots // ranks}; more have nothing to do")
     if sum(sizes) < config.global_batch:
         found = f"{sum(sizes):,} samples are fewer than global_batch {config.global_batch:,}: a pair meets itself"
         yield Line("warn", "data", found, "more data, or a smaller global_batch")

@@ -39,16 +39,23 @@ def look(args: argparse.Namespace, first: bool, size: int) -> Iterator[Line]:
     if first:
         # Not at the top: where these imports fail, the lines about the packages must be printed still.
         try:
-            from disco_ds.checks.here import check_batch, check_data, check_ds_config, check_kernels, check_trackers
+            from disco_ds.checks import here
             from disco_ds.checks.hosts import check_hosts
         except (ImportError, RuntimeError):  # of a broken installation, which a line above explains
             return
-        yield from examine("ds_config", lambda: check_ds_config(config), Exception)
-        yield from examine("batch", lambda: check_batch(config, ranks), Exception)
-        yield from examine("log", lambda: check_trackers(config), Exception)
-        yield from examine("kernels", lambda: check_kernels(config), Exception)
-        yield from examine("data", lambda: check_data(config, ranks), Exception)
-        yield from examine("hosts", lambda: check_hosts(config, slots), Exception)
+        yield from examine("ds_config", lambda: here.check_ds_config(config), Exception)
+        yield from examine("batch", lambda: here.check_batch(config, ranks), Exception)
+        yield from examine("log", lambda: here.check_trackers(config), Exception)
+        loss = examine("loss", lambda: here.check_loss(config), Exception)
+        model = examine("model", lambda: here.check_towers(config), Exception)
+        yield from [*loss, *model]
+        yield from examine("data", lambda: here.check_data(config, ranks), Exception)
+        yield from examine("eval", lambda: here.check_eval(config), Exception)
+        # What is unknown above would only fail again under another name.
+        if all(line.status != "fail" for line in loss):
+            yield from examine("kernels", lambda: here.check_kernels(config), Exception)
+        if all(line.status != "fail" for line in model):
+            yield from examine("hosts", lambda: check_hosts(config, slots), Exception)
     if size > 1 or args.gradients:
         from disco_ds.checks.ranks import look_at_ranks
 

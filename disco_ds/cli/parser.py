@@ -34,7 +34,14 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     except ValueError as error:
         command.error(str(error))
     # Overrides may stand between options, which argparse understands of a command's own parser alone.
-    return command.parse_intermixed_args(given, argparse.Namespace(command=argv[0]))
+    args, unknown = command.parse_known_intermixed_args(given, argparse.Namespace(command=argv[0]))
+    if unknown:
+        from disco_ds.config.open_clip_flags import explain_word  # not at the top: a help text needs no libraries
+
+        words = (word.partition("=")[0] for word in unknown if word.startswith("--"))
+        hints = [f"; {word}: {hint}, as key=value" for word in words if (hint := explain_word(word))]
+        command.error(f"unrecognized arguments: {' '.join(unknown)}{''.join(hints[:1])}")
+    return args
 
 
 def make_parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:

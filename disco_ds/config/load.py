@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from disco_ds.config.data import SourceSettings
 from disco_ds.config.ds_config import read_ds_config
 from disco_ds.config.hints import shorten, suggest
+from disco_ds.config.open_clip_flags import explain_word
 from disco_ds.config.recipe import PACKAGE, Config
 from disco_ds.config.recipe_yaml import assign, find_line, parse, split_overrides
 from disco_ds.config.renamed import refuse_renamed, translate_renamed
@@ -87,7 +88,9 @@ def find_recipe(recipe: str | Path) -> Path:
 def _explain(item: Any) -> str:
     key = ".".join(str(part) for part in item["loc"]) or "recipe"
     if item["type"] == "extra_forbidden":
-        return f"unknown key {key}{suggest(str(item['loc'][-1]), _fields(item['loc'][:-1]))}"
+        name = str(item["loc"][-1])
+        explained = explain_word(name)
+        return f"unknown key {key}{f'; {explained}' if explained else suggest(name, _fields(item['loc'][:-1]))}"
     if item["type"] == "missing":
         return f"{key} is missing"
     if item["type"] == "value_error":

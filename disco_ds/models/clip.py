@@ -258,7 +258,11 @@ def _lock(model: Any, settings: ModelSettings, learns_scale: bool) -> None:
             model.lock_image_tower(unlocked_groups=settings.unlocked_layers, freeze_bn_stats=True)
         if settings.lock_text or settings.two_views:
             model.lock_text_tower(settings.unlocked_layers)
-    except (AssertionError, KeyError) as error:  # of a tower whose layers open_clip, or timm, cannot tell apart
+    except (
+        AssertionError,
+        AttributeError,
+        KeyError,
+    ) as error:  # of a tower whose layers open_clip, or timm, cannot tell apart
         raise ValueError(f"model.unlocked_layers={settings.unlocked_layers}: {settings.name}: {error}") from None
     model.logit_scale.requires_grad_(learns_scale)
 

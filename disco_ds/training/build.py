@@ -202,12 +202,17 @@ def check_without_data(config: Config) -> None:
     """
     check_packages(config)
     make_loss(config)
-    read_architecture(config.model)
-    find_weights(register_config(config.model.name), config.model)
-    warn_of_random_tower(config.model)
+    check_model(config)
     for text in (*(part.shards for part in config.data.parts), *config.eval.sets):
         if text is not None:
             refuse_remote(text, config.data.remote)
+
+
+def check_model(config: Config) -> None:
+    """Refuse a model that does not exist, or weights that are not there. Raises: ValueError."""
+    read_architecture(config.model)
+    find_weights(register_config(config.model.name), config.model)
+    warn_of_random_tower(config.model)
 
 
 def make_loss(config: Config) -> Loss:

@@ -82,7 +82,7 @@ def test_torchvision_of_another_build_is_told_in_a_line(tmp_path: Path) -> None:
         "fail  versions        import torchvision: RuntimeError: operator torchvision::nms does not exist"
         in done.stdout
     )
-    assert "-> torch and torchvision are not of one build" in done.stdout
+    assert "-> torch and torchvision are of different builds" in done.stdout
     assert "Traceback" not in done.stderr
 
 
@@ -219,9 +219,9 @@ def test_kernels_that_do_not_run_are_a_warning_with_their_reason(monkeypatch: py
 def test_shards_that_are_whole_are_fine(tmp_path: Path) -> None:
     write_shards(tmp_path / "data", [40, 30, 20])
     lines = look_at_data(data_of(tmp_path / "data", captions={"{txt}": 0.5, "{json[keywords]}": 0.5}))
-    assert statuses(lines) == [("ok", "manifest"), ("ok", "samples"), ("ok", "slots")]
+    assert statuses(lines) == [("ok", "manifest"), ("ok", "samples"), ("ok", "data.slots")]
     assert lines[1].found == "82 read, 0 broken, 0 without caption"
-    assert statuses(look_at_data(settings())) == [("ok", "samples"), ("ok", "slots")]
+    assert statuses(look_at_data(settings())) == [("ok", "samples"), ("ok", "data.slots")]
 
 
 def test_shard_that_was_cut_off_fails_its_count_and_its_samples(tmp_path: Path) -> None:
@@ -294,8 +294,8 @@ def test_too_few_slots_and_samples_are_told(tmp_path: Path) -> None:
     (line,) = [line for line in look_at_data(data_of(tmp_path), ranks=3) if line.status == "fail"]
     assert "the data order has 4 slots (the default for 4 shards), not a multiple of 3 ranks" in line.found
     lines = look_at_data(data_of(tmp_path, workers=4), ranks=4)
-    assert the(lines, "slots").status == "warn"
-    assert "4 for 4 ranks x 4 workers" in the(lines, "slots").found
+    assert the(lines, "data.slots").status == "warn"
+    assert "4 for 4 ranks x 4 workers" in the(lines, "data.slots").found
     assert ("warn", "data") in statuses(lines), "64 of 40 samples"
 
 
