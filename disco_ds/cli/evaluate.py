@@ -11,6 +11,7 @@ from pathlib import Path
 from disco_ds.cli.messages import fail_rank, set_up_logging
 from disco_ds.config.ds_config import precision
 from disco_ds.config.text_file import write_text
+from disco_ds.distributed.comm import RendezvousError
 from disco_ds.distributed.slurm import adopt_slurm
 from disco_ds.distributed.watchdog import die_with_launcher
 from disco_ds.eval import Result, describe
@@ -39,7 +40,10 @@ def run(args: argparse.Namespace) -> int:
         if first and args.json:
             write_json(args.json, args.model, results)
 
-    outcome = evaluate_session(config, args.model, args.weights, publish)
+    try:
+        outcome = evaluate_session(config, args.model, args.weights, publish)
+    except RendezvousError as error:
+        return fail_rank(error, 1)
     if isinstance(outcome, Exception):
         return fail_rank(outcome, 2 if isinstance(outcome, RefusedError) else 1, speaks=first)
     return 0

@@ -35,6 +35,8 @@ def run(args: argparse.Namespace) -> int:
     die_with_launcher()  # or this rank would train on without it
     try:
         outcome = train_session(config, args.resume, make_observer(args.launch_id, first), args.allow_change)
+    except comm.RendezvousError as error:
+        return fail_rank(error, 1)
     except OutOfMemory as error:
         # The rank with the explanation has printed it in time for the others to wait.
         return fail_rank(f"rank {os.environ['RANK']} is {error}", 1, speaks=not error.explanation)

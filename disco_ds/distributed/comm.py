@@ -71,12 +71,21 @@ def init(timeout_s: float) -> None:
     if get_accelerator().device_name() != "cpu":
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     flight_recorder.switch_on()
-    dist.init_distributed(
-        dist_backend=get_accelerator().communication_backend_name(),
-        auto_mpi_discovery=False,
-        timeout=timeout,
-        verbose=False,
-    )
+    try:
+        dist.init_distributed(
+            dist_backend=get_accelerator().communication_backend_name(),
+            auto_mpi_discovery=False,
+            timeout=timeout,
+            verbose=False,
+        )
+    except (torch.distributed.DistNetworkError, torch.distributed.DistStoreError) as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        cause = "another process uses that port: choose one by --master_port" if "EADDRINUSE" in str(error) else error
+        raise RendezvousError(f"rank {os.environ['RANK']} cannot meet the others at {address}: {cause}") from None
+
+
+class RendezvousError(ConnectionError):
+    """The ranks of a run cannot meet: the port is taken, or a rank cannot reach it or has not come in time."""
 
 
 @contextmanager
@@ -85,7 +94,7 @@ def session(timeout_s: float) -> Iterator[None]:
 
     A rank that raises leaves without waiting, so that the launcher notices its exit and ends the others.
 
-    Raises: ValueError where the process has joined a group already.
+    Raises: ValueError where the process has joined a group already; RendezvousError.
     """
     if torch.distributed.is_initialized():
         raise ValueError(

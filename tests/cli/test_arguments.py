@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -257,3 +258,19 @@ def test_warning_of_deepspeed_that_there_is_no_gpu_precedes_no_table() -> None:
     ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert ran.stdout == "2\ncpu\n", ran
     assert "Setting accelerator" not in ran.stderr
+
+
+@pytest.mark.parametrize("command", [["train", "--config", "quickstart"], ["eval", "ViT-B-32", "eval.labelled.x=."]])
+def test_port_in_use_is_one_line(command: list[str], tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        whole = [sys.executable, "-m", "disco_ds", *command]
+        environment = os.environ | ranks
+        done = subprocess.run(whole, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "error" in line]
+    assert f"rank 0 cannot meet the others at 127.0.0.1:{port}: another process uses that port" in line
