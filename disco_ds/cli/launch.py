@@ -78,6 +78,7 @@ def supervise(args: argparse.Namespace, config: Config, slots: Mapping[str, int]
     # Without --min-hosts all hosts take part in the first attempt, as deepspeed finds them.
     hosts = wait(slots, launch_id) if args.min_hosts else list(slots)
     if hosts is None:
+        report(f"not started: it takes {least} hosts that answer")
         return 1
     for attempt in range(args.restarts + 1):
         launch_id = new_launch_id()

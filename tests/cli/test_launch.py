@@ -498,6 +498,7 @@ def test_run_goes_on_without_a_lost_host(
         times["trained on"] = time.monotonic() - start
         if returns:
             cluster.run(["ip", "link", "set", "port-3", "up"], "switch")
+            wait_for(lambda: records(run)[-1]["step"] >= last + 11, "a checkpoint of two hosts", folder, 90)
             rank_on(marker, "host-2").kill()
         assert process.wait(timeout=300) == 0, log_of(folder)[-3000:]
         wait_for(lambda: not of_the_run(marker), "every process to end", folder, 20)
