@@ -71,8 +71,9 @@ def run_training(config: Config, resume: str | Path | None = None, allow_change:
     """Train the run that the settings describe, to its end, and return its folder.
 
     In an ordinary process it trains on one rank. Under a launcher (deepspeed, torchrun, srun) every rank must call it.
-    It must be called from the main thread: while it runs, SIGTERM and SIGUSR1 save a checkpoint and stop. Handlers and
-    environment are put back afterwards. The generators of torch, numpy and Python are seeded from config.seed.
+    It must be called from the main thread: while it runs, SIGTERM, SIGUSR1 and SIGINT save a checkpoint and stop.
+    Handlers and environment are put back afterwards. The generators of torch, numpy and Python are seeded from
+    config.seed.
 
     Args:    resume: "latest", a run folder or one of its checkpoints to continue from; None for a new run;
              allow_change: settings that may differ from the checkpoint's, such as "optim.lr".

@@ -16,5 +16,9 @@ def main(argv: list[str] | None = None) -> int:
         logging.getLogger("DeepSpeed").addFilter(lambda record: not record.msg.startswith("Setting accelerator to CPU"))
     # A dry run prints settings, for which the trainer and open_clip need not be imported.
     dry = args.command == "train" and args.dry_run
-    code: int = import_module("disco_ds.cli.dry_run" if dry else COMMANDS[args.command].module).run(args)
+    try:
+        code: int = import_module("disco_ds.cli.dry_run" if dry else COMMANDS[args.command].module).run(args)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     return code

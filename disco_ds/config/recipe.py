@@ -44,8 +44,8 @@ class CheckpointSettings(Settings):
     every_epochs: float = Field(0.0, ge=0)
     """Epochs between two checkpoints, in place of every_steps: after the step with which each is complete; 0: none."""
     every_minutes: float = Field(0.0, ge=0, le=MAX_SECONDS / 60)
-    """Save by the clock too, after so many minutes; 0: never. SIGTERM or SIGUSR1 to any rank saves as well, and ends
-    the run."""
+    """Save by the clock too, after so many minutes; 0: never. SIGTERM, SIGUSR1 or SIGINT (Ctrl-C) to any rank saves as
+    well, and ends the run."""
     asynchronous: bool = True
     """Write checkpoints beside the training: a step waits only for the copy of its rank's state to host memory, which
     needs as much memory as the rank's files; false: it waits until they are written."""

@@ -1,17 +1,23 @@
-"""Requests to save or to stop a run between two steps: SIGTERM or SIGUSR1 to any rank, and the clock.
+"""Requests to save or to stop a run between two steps: SIGTERM, SIGUSR1 or SIGINT (Ctrl-C) to any rank, and the clock.
 
 A signal only sets a flag. The flags are part of the all_reduce of every step (agree in training/loop.py), so that all
-ranks act after the same step.
+ranks act after the same step. Who presses Ctrl-C once more wants the process to end at once, and it does.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable
 from typing import Any
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+from disco_ds.distributed.comm import rank
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+ONE_INTERRUPT_S = 2.0
+"""A terminal sends Ctrl-C to all of a job's processes, and torchrun sends it to the ranks again: within this time it
+counts once."""
 
 
 class Interrupts:
@@ -31,6 +37,8 @@ class Interrupts:
         """Whether this rank still writes a checkpoint beside the training."""
         self.written = True
         """Agreed: no rank does."""
+        self._interrupted: float | None = None
+        """When the first Ctrl-C came."""
         for number in SIGNALS:
             signal.signal(number, self._ask)
 
@@ -49,4 +57,15 @@ class Interrupts:
         self.since = time.monotonic()
 
     def _ask(self, number: int, frame: Any) -> None:
+        now = time.monotonic()
+        if number == signal.SIGINT:
+            if self._interrupted is None:
+                self._interrupted = now
+                # Not print: a handler may run inside another print.
+                os.write(
+                    2, b"\nCtrl-C: saving after this step; once more ends at once, unsaved\n" if rank() == 0 else b""
+                )
+            elif now - self._interrupted > ONE_INTERRUPT_S:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
         self.asked = signal.Signals(number).name

@@ -61,7 +61,7 @@ import torch
 from disco_ds import *
 from disco_ds.metrics.records import METRICS_FILE
 
-state = lambda: (dict(os.environ), [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1)],
+state = lambda: (dict(os.environ), [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)],
                  sys.excepthook, torch.distributed.is_initialized())
 signal.signal(signal.SIGUSR1, lambda *_: None)  # the caller's own
 load = lambda *overrides: load_config(sys.argv[1], list(overrides))

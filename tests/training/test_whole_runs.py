@@ -81,7 +81,7 @@ def test_killed_and_resumed_run_is_the_uninterrupted_one(case, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_signal_to_one_rank_saves_on_all_and_loses_nothing(number, tmp_path):
     folder = tmp_path / "run"
     arguments = [*write_recipe(folder, CASES["zero1-fp32"]), "steps=60", "checkpoint.every_steps=0"]
@@ -102,6 +102,25 @@ def test_signal_to_one_rank_saves_on_all_and_loses_nothing(number, tmp_path):
     finish("launch", 2, [*arguments, "name=cut", "--resume", "latest"], folder)
     for mine, other in zip(records(run), records(folder / "runs" / "whole"), strict=True):
         assert [mine.get(key) for key in SAME] == [other.get(key) for key in SAME]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_interrupt_from_the_terminal_saves_and_is_one_line(tmp_path):
+    """It reaches torchrun and the ranks, and torchrun sends it to them again."""
+    folder = tmp_path / "run"
+    arguments = [*write_recipe(folder, CASES["zero1-fp32"]), "steps=600", "checkpoint.every_steps=0", "name=cut"]
+    run = folder / "runs" / "cut"
+    with launched("torchrun", 2, arguments, folder) as process:
+        wait_for(lambda: any(record["step"] >= 4 for record in records(run)), "step 4", folder)
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(timeout=60)
+        wait_for(lambda: not members(process.pid), "every process to end", folder, 10)
+    (saved,) = (run / "checkpoints").glob("step-*")
+    log = (folder / "log.txt").read_text()
+    assert log.count("Ctrl-C: saving after this step") == 1
+    assert re.search(rf"asked to stop, saved after step {int(saved.name.removeprefix('step-'))}", log)
+    assert "KeyboardInterrupt" not in log
 
 
 @pytest.mark.slow

@@ -1,0 +1,72 @@
+"""Ctrl-C: the first asks to save, however often it arrives; a later one ends the process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from disco_ds.distributed import interrupt
+from disco_ds.distributed.interrupt import SIGNALS, Interrupts
+
+
+@pytest.fixture(autouse=True)
+def put_back() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_first_interrupt_asks_to_stop_and_arrives_twice(capfd: pytest.CaptureFixture[str]) -> None:
+    interrupts = Interrupts()
+    assert interrupts.requests == (0, 0, 0)
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert interrupts.requests == (0, 1, 0)
+    assert capfd.readouterr().err.count("Ctrl-C: saving after this step") == 1
+
+
+AGAIN = f"""
+import os, signal, time
+from disco_ds.distributed.interrupt import Interrupts
+interrupts = Interrupts()
+os.kill(os.getpid(), signal.SIGINT)
+time.sleep({interrupt.ONE_INTERRUPT_S} + 0.2)
+print(interrupts.asked, flush=True)
+os.kill(os.getpid(), signal.SIGINT)
+print("not reached")
+"""
+
+
+def test_interrupt_once_more_ends_the_process() -> None:
+    done = subprocess.run([sys.executable, "-c", AGAIN], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == -signal.SIGINT
+    assert done.stdout == "SIGINT\n"
+    assert "Traceback" not in done.stderr
+
+
+def test_interrupt_of_a_command_is_one_line() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "disco_ds",
+        "index",
+        "pipe:sleep 30; echo {0..1}.tar",
+        "--pipe",
+        "--to",
+        "/dev/null",
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        time.sleep(4)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.stderr is not None
+        said = process.stderr.read()
+        assert process.wait(timeout=30) == 130, said
+    assert "Traceback" not in said
+    assert said.endswith("interrupted\n")
