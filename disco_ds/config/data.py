@@ -91,9 +91,13 @@ class RemoteSettings(Settings):
     disco_ds-UID, which only this user can open, until others need the space; no other file is touched."""
     cache_gb: float = Field(100.0, gt=0)
     """Size limit of the cache in 1e9 bytes. A host has about data.slots / hosts shards of every source in use at a
-    time."""
+    time, and as many ahead."""
+    ahead: int = Field(1, ge=0, le=1000)
+    """Shards that the workers fetch for every slot before they are needed, at least as many as the slot shuffles
+    together, where the cache has room for more than those in use. 0: each is fetched when its first sample is read."""
     tries: int = Field(5, gt=0, le=100)
-    """Attempts to fetch a shard, with pauses of about 1, 2, 4, 8 s between them, none longer than timeout_s."""
+    """Attempts to fetch a shard, with pauses of about 1, 2, 4, 8 s between them, none longer than timeout_s. Each goes
+    on where the one before it has failed, if the server can. What is fetched ahead has one attempt before these."""
     timeout_s: float = Field(60.0, gt=0, le=MAX_SECONDS)
     """Seconds without data from the server or the command after which an attempt fails; keep it below data.timeout_s,
     and all attempts together below timeout_s."""
@@ -106,7 +110,7 @@ class RemoteSettings(Settings):
     def longest_s(self) -> float:
         """Seconds after which a shard that cannot be fetched is given up."""
         pauses = sum(MAX_JITTER * self.pause_s(number) for number in range(1, self.tries))
-        return self.tries * self.timeout_s + pauses
+        return (self.tries + (self.ahead > 0)) * self.timeout_s + pauses
 
 
 def _check_captions(captions: dict[str, float]) -> dict[str, float]:

@@ -213,9 +213,9 @@ class Config(Settings):
         remote = self.data.remote
         if (remote.http or remote.pipe) and remote.longest_s >= self.timeout_s:
             raise ValueError(
-                f"data.remote.tries ({remote.tries}) of data.remote.timeout_s ({remote.timeout_s:g}) and their pauses "
-                f"may last {remote.longest_s:g} s: keep them below timeout_s ({self.timeout_s:g}), or the other ranks "
-                "give up before the shard is named"
+                f"data.remote.tries ({remote.tries}) of data.remote.timeout_s ({remote.timeout_s:g}), their pauses and "
+                f"one attempt ahead may last {remote.longest_s:g} s: keep them below timeout_s ({self.timeout_s:g}), or "
+                "the other ranks give up before the shard is named"
             )
         for side, locked in (("image", self.model.lock_image), ("text", self.model.lock_text or self.model.two_views)):
             frozen = locked and not self.model.unlocked_layers

@@ -4,7 +4,8 @@
     manifest    tar shards as a source         table       a csv of image paths as a source
     folder      images in class sub-folders    synthetic   random pixels and tokens
     listing     which shards a setting means   counting    their samples, for `disco-ds index`
-    tar         random access to a shard       remote      shards that are fetched
+    tar         random access to a shard       fetching    remote shards, from URLs and commands
+    ahead       which to fetch before their turn   shard_cache  where they are kept
     keyed       random numbers by key          decode      bytes -> image, caption
     order       which sample comes when        mixture     the same for several sources
     worker      decoding processes             shared_batches  the memory they write into

@@ -116,6 +116,13 @@ class Source:
         """
         raise NotImplementedError(f"{type(self).__name__} has no open")
 
+    def open_fetcher(self) -> Callable[[int], None] | None:
+        """What brings a shard near before it is read, in threads beside the Reader; None if nothing has to be fetched.
+
+        It does nothing for a shard that is there. It may raise DataError or OSError: the Reader fetches the shard then.
+        """
+        return None
+
     def label(self, shard: int, entry: int) -> str:
         """How messages refer to a sample when nothing can be read."""
         return f"shard {shard}, entry {entry}"

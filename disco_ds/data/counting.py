@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 
 from disco_ds.config.data import RemoteSettings
+from disco_ds.data.fetching import fetch_temporary
 from disco_ds.data.listing import Listing, list_folder
 from disco_ds.data.manifest import Manifest, Shard, has_changed, refuse_empty
-from disco_ds.data.remote import fetch_temporary
 from disco_ds.data.tar import TarIndex, find_leftover
 
 logger = logging.getLogger(__name__)

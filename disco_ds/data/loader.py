@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from disco_ds.config.data import DataSettings
+from disco_ds.data.ahead import fetch_ahead
 from disco_ds.data.base import SampleForm, Source
 from disco_ds.data.broken import DataError
 from disco_ds.data.feed import Delivery, Feed, Producer, Upload
@@ -90,6 +91,8 @@ class Loader:
             num_micro_batches=self._num_parts,
             decode_twice=staging.pixels == "compressed",
             batches=self._batches,
+            # A trainer that reads its samples itself has no time left between them.
+            ahead=fetch_ahead(sources, order, settings.remote.ahead) if num_workers else None,
         )
         producers = self._start(job, num_workers, settings.timeout_s, form.tokenize.__module__, partial(label, sources))
         self._feed = Feed(self._batches, producers, self._device, count_on_device(self._num_parts, staging.pixels))

@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from disco_ds.config.data import DataSettings, RemoteSettings
 from disco_ds.config.text_file import write_text
 from disco_ds.data.base import Source
 from disco_ds.data.listing import NAME, Listing, find_shards, list_folder
-from disco_ds.data.remote import ShardCache
+from disco_ds.data.shard_cache import ShardCache
 from disco_ds.data.tar import TarReader
 
 VERSION = 1
@@ -66,8 +66,15 @@ class Manifest(Source):
         at_hand = num_slots * (math.ceil(window * len(names) / self.num_samples) + 1)
         if not self.urls:
             return TarReader(self.folder, names, at_hand)
-        cache = ShardCache(self.urls, names, [shard.bytes for shard in self.shards], self.remote)
-        return TarReader(cache.folder, names, at_hand, cache.open)
+        return TarReader(self._cache.folder, names, at_hand, self._cache.open)
+
+    def open_fetcher(self) -> Callable[[int], None] | None:
+        return self._cache.fetch_ahead if self.urls and self.remote.ahead else None
+
+    @property
+    def _cache(self) -> ShardCache:
+        names, sizes = [shard.name for shard in self.shards], [shard.bytes for shard in self.shards]
+        return ShardCache(self.urls, names, sizes, self.remote)
 
     def label(self, shard: int, entry: int) -> str:
         return f"{self.shards[shard].name}, entry {entry}"

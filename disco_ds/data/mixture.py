@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, count
 
 import numpy as np
 
@@ -55,10 +55,26 @@ class Draws:
         """(shard, entry) of a draw."""
         num_samples = int(self._ends[-1])
         # Draws of a slot have the epochs slot, slot + S, slot + 2 S, ...: this is draw number epoch // S.
-        start = keyed_int(self._seed, _RUN, slot, epoch // self._num_slots // self._run) % num_samples
+        start = self._start(slot, epoch // self._num_slots // self._run)
         place = (start + keyed_int(self._seed, _DRAW, epoch) % self._run) % num_samples
         shard = int(np.searchsorted(self._ends, place, side="right"))
         return shard, place - (int(self._ends[shard - 1]) if shard else 0)
+
+    def upcoming(self, slot: int, epoch: int, offset: int) -> Iterator[tuple[int, int]]:
+        """As DataOrder.upcoming: the shards of this run, of the next one, and so on."""
+        num_samples, draw = int(self._ends[-1]), self.settle(slot, epoch, offset)[0] // self._num_slots
+        for run in count(draw // self._run):
+            place, left = self._start(slot, run), self._run
+            while left > 0:
+                shard = int(np.searchsorted(self._ends, place, side="right"))
+                yield max(0, run * self._run - draw), shard
+                # The last shard is followed by the first.
+                left -= int(self._ends[shard]) - place
+                place = int(self._ends[shard]) % num_samples
+
+    def _start(self, slot: int, run: int) -> int:
+        """The first entry of a slot's run."""
+        return keyed_int(self._seed, _RUN, slot, run) % int(self._ends[-1])
 
 
 class Mixture:
@@ -113,6 +129,14 @@ class Mixture:
         source, slot = divmod(stream, self._num_slots)
         shard, entry = self._orders[source].locate(slot, epoch, offset)
         return self._first_shard[source] + shard, entry
+
+    def upcoming(self, stream: int, epoch: int, offset: int) -> Iterator[tuple[float, int]]:
+        """(number of the slot's samples after which the stream may need it, shard), as DataOrder.upcoming."""
+        source, slot = divmod(stream, self._num_slots)
+        ends = [0, *self._ends, 2**64]
+        share = (ends[source + 1] - ends[source]) / 2**64
+        for away, shard in self._orders[source].upcoming(slot, epoch, offset):
+            yield away / share, self._first_shard[source] + shard
 
     def index(self, shard: int, entry: int) -> int:
         """The sample's id: contiguous, in the order of sources and manifests."""

@@ -17,7 +17,7 @@ It does not depend on ranks, workers or micro-batches. Nothing is read or decode
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,6 +76,19 @@ class DataOrder:
     def index(self, shard: int, entry: int) -> int:
         """The sample's id: contiguous, in the manifest's order."""
         return int(self.first_index[shard]) + entry
+
+    def upcoming(self, slot: int, epoch: int, offset: int) -> Iterator[tuple[int, int]]:
+        """(number of samples after which the slot may need it, shard) for every shard that it reads from the window of
+        this place on, without an end."""
+        first, base = offset // self.window * self.window, -offset
+        while True:
+            start, stop = self._interval(slot, epoch)
+            shards, ends = self._epoch(epoch)
+            at = int(np.searchsorted(ends, start + first, side="right"))
+            while start + first < stop:
+                yield max(0, base + first // self.window * self.window), int(shards[at])
+                first, at = int(ends[at]) - start, at + 1
+            first, base, epoch = 0, base + stop - start, epoch + 1
 
     def _interval(self, slot: int, epoch: int) -> tuple[int, int]:
         k = (slot + epoch) % self.num_slots

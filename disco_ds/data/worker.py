@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from disco_ds.data.ahead import FetchAhead
 from disco_ds.data.base import Decode, Samples
 from disco_ds.data.broken import BrokenSample, DataError, breaks_sample, name_broken, read_patiently
 from disco_ds.data.mixture import Mixture
@@ -77,11 +78,13 @@ class Job:
     """After the micro-batches of a step, decode all but the last again from the compressed images."""
     batches: SharedBatches
     """The buffers to write into."""
+    ahead: FetchAhead | None = None
+    """What fetches the shards of its streams, if they are remote."""
     worker: int = 0
     """It owns slots[worker::num_workers]."""
     num_workers: int = 1
     at: Any = None
-    """Integers that the trainer reads too: shard and entry of the sample at hand, or -1; and remote.progress."""
+    """Integers that the trainer reads too: shard and entry of the sample at hand, or -1; and fetching.progress."""
 
 
 class _Reader:
@@ -148,6 +151,9 @@ def produce_parts(job: Job, next_buffer: Callable[[], int]) -> Iterator[Part]:
     Raises:  DataError, OSError naming a shard that cannot be read.
     """
     reader, cursor = _Reader(job), dict(job.cursor)
+    mine = [stream for slot in job.slots[job.worker :: job.num_workers] for stream in job.order.streams(slot)]
+    if job.ahead is not None:
+        job.ahead.start({stream: cursor[stream] for stream in mine})
     start = job.first
     while True:
         first_pass = []
@@ -155,6 +161,8 @@ def produce_parts(job: Job, next_buffer: Callable[[], int]) -> Iterator[Part]:
             rows, part = _produce(job, reader, cursor, start, job.batches[next_buffer()])
             if job.at is not None:
                 job.at[:2] = -1, -1
+            if job.ahead is not None:
+                job.ahead.move({stream: cursor[stream] for stream in mine})
             yield part
             if job.decode_twice:
                 first_pass.append(rows)

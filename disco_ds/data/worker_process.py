@@ -25,8 +25,8 @@ from multiprocessing.util import Finalize
 import torch
 from torch.multiprocessing import get_context
 
-from disco_ds.data import remote
 from disco_ds.data.broken import DataError, printable
+from disco_ds.data.fetching import progress
 from disco_ds.data.worker import Job, Part, produce_parts
 
 
@@ -149,7 +149,7 @@ def _main(job: Job, connection: Connection) -> None:
     torch.set_num_threads(1)  # parallelism comes from the number of workers
     # PIL warns of oddities in images that it reads nevertheless.
     warnings.filterwarnings("ignore", module=r"PIL\.")
-    remote.progress = job.at
+    progress.count = job.at
     with suppress(EOFError, ConnectionError):
         _serve(job, connection)
 

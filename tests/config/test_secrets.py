@@ -65,6 +65,8 @@ def test_variables_are_expanded_in_both_forms(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_attempts_that_together_outlast_the_other_ranks_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"data.remote.tries \(5\) .* may last 622.5 s: keep"):
+    with pytest.raises(ValueError, match=r"data.remote.tries \(5\) .* may last 742.5 s: keep"):
         load_config("quickstart", ["data.remote.http=true", "data.remote.timeout_s=120"])
-    assert load_config("quickstart", ["data.remote.timeout_s=120"]).data.remote.longest_s == 622.5
+    assert load_config("quickstart", ["data.remote.timeout_s=120"]).data.remote.longest_s == 742.5
+    without = ["data.remote.timeout_s=120", "data.remote.ahead=0"]
+    assert load_config("quickstart", without).data.remote.longest_s == 622.5

@@ -20,7 +20,8 @@ import pytest
 
 from disco_ds.config.data import DataSettings, RemoteSettings
 from disco_ds.data import DataError, Manifest, list_shards, load_sources
-from disco_ds.data.remote import ShardCache, describe, fetch_temporary
+from disco_ds.data.fetching import describe, fetch_temporary
+from disco_ds.data.shard_cache import ShardCache
 from disco_ds.data.tar import CacheFullError, TarReader
 from helpers.paths import ROOT
 from helpers.shards import SIZES, make_loader, read_global, read_rank, read_step, settings, write_shards
@@ -202,6 +203,57 @@ def test_lasting_failure_names_url_and_status_without_secrets(
     assert server.asked["/00001.tar"] == tries
     assert server.authorizations[-1] == "Basic bWU6c2VjcmV0"
     assert not list(tmp_path.glob("cache/**/*.partial"))
+
+
+def fetch_broken(shards: Manifest, server: Server, folder: Path, **changes: Any) -> int:
+    """Fetch a shard whose first two answers break off. Returns: how many bytes were sent."""
+    size = shards.shards[1].bytes
+    server.broken["/00001.tar"] = [size // 4, size // 2]
+    with open_cache(shards, server.url, folder, tries=4, **changes).open(1) as file:
+        assert file.read() == (shards.folder / "00001.tar").read_bytes()
+    return server.sent
+
+
+def test_attempt_goes_on_where_the_one_before_has_failed(shards: Manifest, server: Server, tmp_path: Path) -> None:
+    assert fetch_broken(shards, server, tmp_path / "cache", timeout_s=0.5) == shards.shards[1].bytes
+    assert server.asked == {"/00001.tar": 3}
+
+
+@pytest.mark.parametrize("tag", [None, 'W/"weak"'])
+def test_without_a_strong_version_an_attempt_begins_anew(
+    shards: Manifest, server: Server, tmp_path: Path, tag: str | None
+) -> None:
+    server.tag = tag
+    size = shards.shards[1].bytes
+    assert fetch_broken(shards, server, tmp_path / "cache", timeout_s=0.5) == size + size // 4 + size // 2
+
+
+def test_shard_that_changes_between_attempts_is_fetched_from_its_beginning(
+    shards: Manifest, server: Server, tmp_path: Path
+) -> None:
+    """Or else the file would be put together from two contents."""
+    server.broken["/00001.tar"] = [shards.shards[1].bytes // 2]
+    cache = open_cache(shards, server.url, tmp_path / "cache", tries=3, timeout_s=2.0)
+    changed = bytes(reversed((shards.folder / "00001.tar").read_bytes()))
+
+    def change() -> None:
+        wait_for(lambda: server.sent > 0)
+        (shards.folder / "00001.tar").write_bytes(changed)
+        server.tag = '"two"'
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    with cache.open(1) as file:
+        assert file.read() == changed
+    thread.join(20)
+
+
+@pytest.mark.parametrize("said", ["bytes 0-5/6", "bytes 1-2/3", "nonsense", "bytes 99999999-99999999/*"])
+def test_answer_with_another_range_is_not_written_into_the_shard(
+    shards: Manifest, server: Server, tmp_path: Path, said: str
+) -> None:
+    server.content_range = said
+    assert fetch_broken(shards, server, tmp_path / "cache", timeout_s=0.5) > shards.shards[1].bytes
 
 
 def test_shard_that_is_cut_short_or_another_is_not_kept(shards: Manifest, server: Server, tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
             self.server.resume.wait(30)
         elif path in self.server.endless:
             self._send_endlessly()
+        elif path in self.server.broken:
+            self._send_part(path, Path(self.translate_path(path)).read_bytes())
         elif status == 200 and path not in self.server.halves:
             super().do_GET()
         elif status == 200:
@@ -40,6 +42,26 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
         with suppress(ConnectionError):
             while not self.server.resume.is_set():
                 self.server.sent += self.wfile.write(bytes(2**16))
+
+    def _send_part(self, path: str, data: bytes) -> None:
+        """From where the client asks on, if it names our version; the first answers break off early."""
+        wanted, tag = self.headers["Range"], self.server.tag
+        start = int(wanted.removeprefix("bytes=").removesuffix("-")) if wanted else 0
+        if wanted and self.headers["If-Range"] == tag:
+            self.send_response(206)
+            self.send_header("Content-Range", self.server.content_range or f"bytes {start}-{len(data) - 1}/{len(data)}")
+        else:
+            start = 0
+            self.send_response(200)
+        if tag:
+            self.send_header("ETag", tag)
+        self.send_header("Content-Length", str(len(data) - start))
+        self.end_headers()
+        breaks = self.server.broken[path]
+        stop = breaks.pop(0) if breaks else len(data)
+        self.wfile.write(data[start:stop])
+        self.server.sent += max(0, stop - start)
+        self.close_connection = True
 
     def _pause(self, path: str, data: bytes) -> None:
         """Send half of a file and wait; then the rest, unless half it shall remain."""
@@ -72,8 +94,14 @@ class Server(http.server.ThreadingHTTPServer):
         """Paths whose requests are not answered."""
         self.endless: set[str] = set()
         """Paths with bodies that do not end."""
+        self.broken: dict[str, list[int]] = {}
+        """Paths that are sent in ranges -> places at which the next answers break off."""
+        self.tag: str | None = '"one"'
+        """Their ETag."""
+        self.content_range: str | None = None
+        """What their answers say instead of their range."""
         self.sent = 0
-        """Bytes of those."""
+        """Bytes of endless and broken ones."""
         self.resume = threading.Event()
 
 
