@@ -22,11 +22,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+from disco_ds.cli.launch_hosts import check_min_hosts, narrow, report, signal_ranks, wait_for_hosts
 from disco_ds.cli.messages import fail_rank
 from disco_ds.cli.packing import pack
 from disco_ds.config import Config, load_config
@@ -37,9 +39,6 @@ from disco_ds.training.retention import list_complete
 
 KEEP_ALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3"
 """ssh notices a host that is cut off after 20 s. It takes the first value it is given, so the user's own come first."""
-REACH = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=3")
-REACH_S = 6.0
-"""Seconds in which all hosts must have answered."""
 JOB_HOSTFILE = Path("/job/hostfile")
 """The hostfile that deepspeed reads where none is given."""
 NAMING_S = 18.0
@@ -47,27 +46,10 @@ NAMING_S = 18.0
 CUT_OFF, CUT_OFF_S = 255, 2.0
 """ssh's exit code for a lost connection. It took 20 s to notice, so the ranks have had their time already."""
 ASK_EVERY_S, ONE_SIGNAL_S = 5.0, 2.0
-BACK_OFF_S = (2, 4, 8, 16, 32, *[60] * 30)
-"""Pauses between attempts to reach lost hosts."""
 STUCK = 2
 """Restarts in a row without a new checkpoint, after which there are no more."""
 
 ENDED = re.compile(r"pdsh@\S+: (\S+): ssh exited with exit code (\d+)")
-FIND = """
-import os, psutil, sys
-launch_id, number, found = sys.argv[1], int(sys.argv[2]), 0
-for process in psutil.process_iter():
-    try:
-        command = process.cmdline()
-        mine = launch_id in command and process.pid != os.getpid()
-        if mine and (number == 9 or any(each.startswith("--local_rank") for each in command)):
-            process.send_signal(number)
-            found += 1
-    except psutil.Error:
-        pass
-print(found)
-"""
-"""Program for a host: it signals the ranks of a launch, with SIGKILL its launchers too, and prints their number."""
 
 
 class Signals:
@@ -85,12 +67,23 @@ class Signals:
         self._last = now
 
 
-def supervise(args: argparse.Namespace, config: Config, hosts: Sequence[str], signals: Signals) -> int:
-    """Start the run, and restart it while that helps. Returns: the exit code, see run."""
+def supervise(args: argparse.Namespace, config: Config, slots: Mapping[str, int], signals: Signals) -> int:
+    """Start the run, and restart it while that helps. Args: slots: by host; empty for this one alone.
+
+    Returns: the exit code, see run.
+    """
     resume, folder, newest, stuck = args.resume, None, "", 0
+    least, launch_id = args.min_hosts or len(slots), new_launch_id()
+    wait = partial(wait_for_hosts, slots, least=least, patience_s=args.patience, stopped=lambda: signals.count > 0)
+    # Without --min-hosts all hosts take part in the first attempt, as deepspeed finds them.
+    hosts = wait(slots, launch_id) if args.min_hosts else list(slots)
+    if hosts is None:
+        report(f"not started: it takes {least} hosts that answer")
+        return 1
     for attempt in range(args.restarts + 1):
-        launch_id = f"launch-{secrets.token_hex(8)}"
-        codes = run_once(front_end(args, launch_id, resume), hosts, launch_id, signals, config.timeout_s)
+        launch_id = new_launch_id()
+        with narrow(args, config, slots, hosts) as given:
+            codes = run_once(front_end(given, launch_id, resume), hosts, launch_id, signals, config.timeout_s)
         # A run that is resumed may stand in another folder than the recipe's.
         found, agreed = find_run([config.runs, split_resume(resume)[0].parent if resume else config.runs], launch_id)
         folder = found or folder
@@ -98,15 +91,22 @@ def supervise(args: argparse.Namespace, config: Config, hosts: Sequence[str], si
             return code
         before, newest = newest, newest_checkpoint(folder)
         stuck = stuck + 1 if attempt and newest == before else 0
-        # No restart after a signal, without progress, or while a host is away.
-        if signals.count or stuck == STUCK or attempt == args.restarts or not wait_for_hosts(hosts, launch_id, signals):
+        # No restart after a signal, without progress, or while too many hosts are away.
+        if signals.count or stuck == STUCK or attempt == args.restarts:
             break
+        if (left := wait(hosts, launch_id)) is None:
+            break
+        hosts = left
         # Not "latest": another run of this name may have begun meanwhile.
         resume = str(folder) if newest else args.resume
         report(f"restart {attempt + 1} of {args.restarts}, from {f'{folder}, {newest}' if newest else 'the beginning'}")
     after = f" after {STUCK} restarts without progress" if stuck == STUCK else ""
     report(f"not finished{after}; {f'--resume latest goes on from {newest}' if newest else 'nothing is saved'}")
     return 1
+
+
+def new_launch_id() -> str:
+    return f"launch-{secrets.token_hex(8)}"
 
 
 def front_end(args: argparse.Namespace, launch_id: str, resume: str | None) -> list[str]:
@@ -179,42 +179,6 @@ def follow(lines: IO[str], failed: dict[str, int]) -> None:
                 report(f"{found[1]} {'is cut off' if int(found[2]) == CUT_OFF else f'has ended, exit code {found[2]}'}")
 
 
-def signal_ranks(hosts: Sequence[str], launch_id: str, number: int) -> dict[str, int | None]:
-    """Send a signal (0: none) to this launch's ranks, SIGKILL to their launchers too.
-
-    Returns: the number of processes found on each host; None for a host that could not be reached.
-    """
-    command = [sys.executable, "-c", FIND, launch_id, str(int(number))]
-    reach = ["ssh", *REACH, *shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))]
-    places = {host: [*reach, host, shlex.join(command)] for host in hosts} or {"localhost": command}
-    options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    started = {host: subprocess.Popen(place, start_new_session=True, **options) for host, place in places.items()}
-    # All hosts at once, within one deadline.
-    end, found = time.monotonic() + REACH_S, dict.fromkeys(places)
-    for host, process in started.items():
-        try:
-            said, _ = process.communicate(timeout=max(end - time.monotonic(), 0.1))
-            found[host] = int(said)
-        except (subprocess.TimeoutExpired, ValueError):
-            process.kill()
-            process.communicate()
-    return found
-
-
-def wait_for_hosts(hosts: Sequence[str], launch_id: str, signals: Signals) -> bool:
-    """Wait until all hosts can be reached, and end what is left of the launch there. Returns: whether all came back."""
-    for delay_s in BACK_OFF_S:
-        missing = [host for host, count in signal_ranks(hosts, launch_id, signal.SIGKILL).items() if count is None]
-        if not missing:
-            return True
-        report(f"waiting for {', '.join(missing)}")
-        for _ in range(5 * delay_s):
-            time.sleep(0.2)
-            if signals.count:
-                return False
-    return False
-
-
 def find_run(places: Sequence[Path], launch_id: str) -> tuple[Path | None, int | None]:
     """Find the run folder of a launch, and the exit code its ranks agreed on; None for what is not known."""
     for path in (path for place in places for path in place.glob(f"*/{LAUNCHED}")):
@@ -240,10 +204,6 @@ def newest_checkpoint(folder: Path | None) -> str:
     return complete[-1].name if complete else ""
 
 
-def report(text: str) -> None:
-    print(f"disco-ds launch: {text}", file=sys.stderr, flush=True)
-
-
 def run(args: argparse.Namespace) -> int:
     """Exit code 0: the run has done all its steps; 1: it failed; 2: a mistake in settings or data, found before any
     work; 3: asked to stop by a signal, and saved."""
@@ -251,8 +211,10 @@ def run(args: argparse.Namespace) -> int:
         args.hostfile = JOB_HOSTFILE
     try:
         config = load_config(args.config, args.overrides)
-        hosts = list(read_hostfile(args.hostfile)) if args.hostfile else []
+        slots = read_hostfile(args.hostfile) if args.hostfile else {}
         front_end(args, "", args.resume)  # refuses overrides that are too long
+        if args.min_hosts is not None:
+            check_min_hosts(args, config, slots)
     except ValueError as error:
         return fail_rank(error, code=2)
-    return supervise(args, config, hosts if len(hosts) > 1 else [], Signals())
+    return supervise(args, config, slots if len(slots) > 1 else {}, Signals())

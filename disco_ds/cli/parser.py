@@ -114,6 +114,13 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hostfile", type=Path, metavar="FILE", help=text)
     text = "restart a run that has failed from its last checkpoint, at most N times (default: %(default)s)"
     parser.add_argument("--restarts", type=_number(int, 0), default=0, metavar="N", help=text)
+    text = (
+        "go on with N hosts or more of the hostfile while others do not answer; every number of ranks that this may "
+        "give is checked before the start"
+    )
+    parser.add_argument("--min-hosts", type=_number(int, 1), metavar="N", help=text)
+    text = "with --min-hosts: seconds to wait for a host that does not answer (default: %(default)s)"
+    parser.add_argument("--patience", type=_number(float, 0), default=300, metavar="S", help=text)
     text = 'more arguments for the `deepspeed` command, such as "--num_gpus 4"'
     parser.add_argument("--deepspeed", default="", metavar="ARGS", help=text)
 

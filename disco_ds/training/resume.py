@@ -74,7 +74,7 @@ def set_newer_aside(saved: Saved) -> None:
 
 
 def record_changes(folder: Path, saved: Saved | None, config: Config, identity: dict[str, Any]) -> None:
-    """Add a line to changes.jsonl for every setting, and the length, that differs from the checkpoint's. Collective.
+    """Add a line to changes.jsonl for every setting, the length and the ranks, if not the checkpoint's. Collective.
 
     Lines of this step or later are of what is not gone on from, and are dropped, as the records of those steps are.
     """
@@ -83,6 +83,8 @@ def record_changes(folder: Path, saved: Saved | None, config: Config, identity: 
     changes = find_changes(saved.meta["identity"], identity)
     if saved.meta["num_steps"] != config.num_steps:
         changes.append(Change("steps", saved.meta["num_steps"], config.num_steps))
+    if saved.meta["shape"]["ranks"] != comm.size():
+        changes.append(Change("ranks", saved.meta["shape"]["ranks"], comm.size()))
     path = folder / CHANGES
     with comm.all_or_none(f"writing {path}"):
         if comm.rank() == 0 and (changes or path.exists()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -21,7 +22,7 @@ from disco_ds.cli.parser import parse_args
 from disco_ds.config import load_config
 from disco_ds.data import resolve_shards
 from disco_ds.distributed.slurm import adopt_slurm
-from disco_ds.metrics.run_folder import CHECKPOINTS, CONFIG, FINISHED, LAUNCHED, mark_launch
+from disco_ds.metrics.run_folder import CHANGES, CHECKPOINTS, CONFIG, FINISHED, LAUNCHED, mark_launch
 from disco_ds.training.retention import META
 from helpers.checkpoints import flip
 from helpers.cluster import marked, tool
@@ -39,6 +40,7 @@ from helpers.launched import (
     wait_for,
     write_recipe,
 )
+from helpers.towers import BPE_SIZE, write_tiny
 
 LOST_AFTER_S = 10
 STEPS = 60
@@ -463,3 +465,51 @@ def test_lost_host_ends_the_launch_and_the_run_goes_on(
     with capsys.disabled():
         print(f"\nhost-2 {kind}: " + ", ".join(f"{what} after {took:.1f} s" for what, took in times.items()))
     same_as_uninterrupted(run, folder / "runs" / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("returns", [False, True], ids=["for good", "returns"])
+def test_run_goes_on_without_a_lost_host(
+    returns: bool, tmp_path: Path, possible: None, marker: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two of three hosts have the same samples and losses, in three micro-batches of a rank instead of two."""
+    folder = tmp_path / "run"
+    arguments = [*cluster_recipe(folder), "global_batch=24", "data.slots=6"]
+    arguments.append(f"model.name={write_tiny(folder, BPE_SIZE)}")  # without dropout, whose draws differ by the ranks
+    run_ranks(train_without_launcher, 3, folder, [*arguments, "name=whole"])
+    arguments, run = [*arguments, "ranks=3", "name=cut"], folder / "runs" / "cut"
+    arguments += ["--restarts", "2", "--min-hosts", "2", "--patience", str(LOST_AFTER_S)]
+    times = {}
+    with (
+        tool.LocalCluster(hosts=3, slots=1, timeout_s=850) as cluster,
+        cluster_launch(cluster, folder, *arguments) as process,
+    ):
+        wait_for(lambda: any(record["step"] >= 15 for record in records(run)), "step 15", folder)
+        start = time.monotonic()
+        cluster.run(["ip", "link", "set", "port-3", "down"], "switch")
+        if not returns:
+            cluster.holders["host-3"].kill()
+        left_out = "launch: going on with 2 of 3 hosts: host-3 does not answer"
+        wait_for(lambda: left_out in log_of(folder), "host-3 to be left out", folder, 90)
+        times["restarted"] = time.monotonic() - start
+        last = records(run)[-1]["step"]
+        wait_for(lambda: records(run)[-1]["step"] > last, "a step of two hosts", folder, 90)
+        times["trained on"] = time.monotonic() - start
+        if returns:
+            cluster.run(["ip", "link", "set", "port-3", "up"], "switch")
+            wait_for(lambda: records(run)[-1]["step"] >= last + 11, "a checkpoint of two hosts", folder, 90)
+            rank_on(marker, "host-2").kill()
+        assert process.wait(timeout=300) == 0, log_of(folder)[-3000:]
+        wait_for(lambda: not of_the_run(marker), "every process to end", folder, 20)
+    ranks = re.findall(r"global batch 24 = (\d) ranks x 4 micro-batch x (\d) ", log_of(folder))
+    assert ranks == [("3", "2"), ("2", "3"), *([("3", "2")] if returns else [])]
+    changes = [json.loads(line) for line in (run / CHANGES).read_text().splitlines()]
+    assert [(change["setting"], change["new"]) for change in changes] == [("ranks", int(n)) for n, _ in ranks[1:]]
+    pairs = list(zip(records(run), records(folder / "runs" / "whole"), strict=True))
+    assert all((mine["step"], mine["ids"]) == (other["step"], other["ids"]) for mine, other in pairs)
+    off = max(abs(mine["loss"] - other["loss"]) for mine, other in pairs)
+    with capsys.disabled():
+        took = ", ".join(f"{what} after {seconds:.1f} s" for what, seconds in times.items())
+        print(f"\nhost-3 lost: {took}; losses differ by {off:.1e} at most")
+    assert off < 1e-5

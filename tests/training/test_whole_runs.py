@@ -164,4 +164,4 @@ def test_command_line_trains_alone_and_says_what_it_did(tmp_path):
         [*command, "lr=1", "--dry-run"], cwd=folder, env=alone(), capture_output=True, text=True, timeout=600
     )
     assert wrong.returncode == 2
-    assert "unknown key lr; valid: name, runs, seed" in wrong.stderr
+    assert "unknown key lr; here it is optim.lr" in wrong.stderr
