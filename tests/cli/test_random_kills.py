@@ -26,20 +26,29 @@ from helpers.launched import (
     write_recipe,
 )
 
-KILLS, SEED, STEPS = 10, 20, 1000
+KILLS, SEED, STEPS = 10, 20, 400
+RESTART = "disco-ds launch: restart "
 
 
 def kind_of(process: psutil.Process) -> str | None:
-    """What a process is of the launch; None for helpers of Python and of ssh."""
-    line = words(process)
-    if "disco_ds.train" in line and "deepspeed.launcher.launch" not in line and "deepspeed.launcher.runner" not in line:
+    """What a process is of the launch; None for helpers of Python, whose end changes nothing."""
+    line, name = words(process), process.name()
+    if name in ("ssh", "pdsh"):
+        return "ssh" if name == "ssh" else None
+    if "deepspeed.launcher.launch" in line:
+        return "launcher"
+    if "deepspeed.launcher.runner" in line:
+        return "front end"
+    if "disco_ds.train" in line:
         return "rank"
-    if any("multiprocessing" in word and "fork" in word for word in line):
-        return "data worker"
-    for word, kind in (("deepspeed.launcher.launch", "launcher"), ("deepspeed.launcher.runner", "front end")):
-        if word in line:
-            return kind
+    if is_fork_server(line):  # which its children, the workers, look like
+        parent = process.parent()
+        return "data worker" if parent and is_fork_server(words(parent)) else None
     return "wrapper" if line[1:4] == ["-m", "disco_ds", "launch"] else None
+
+
+def is_fork_server(line: list[str]) -> bool:
+    return any("multiprocessing.forkserver" in word for word in line)
 
 
 def kill_one(kind: str, marker: str, draw: random.Random) -> None:
@@ -58,8 +67,9 @@ def test_ten_random_kills_and_a_flipped_bit_end_bit_identical(
     run_ranks(train_without_launcher, 2, folder, [*arguments, "name=whole"])
     run, whole = folder / "runs" / "cut", folder / "runs" / "whole"
     arguments += ["name=cut", "--restarts", str(2 * KILLS)]
-    # Each kind at least once; the front end and the wrapper are what a person has to start again.
-    kinds = ["rank", "data worker", "launcher", "front end", "wrapper", *draw.choices(["rank", "data worker"], k=5)]
+    # Each kind at least once; the wrapper is what a person has to start again.
+    kinds = ["rank", "data worker", "launcher", "front end", "ssh", "wrapper"]
+    kinds += draw.choices(["rank", "data worker"], k=KILLS - len(kinds))
     draw.shuffle(kinds)
     report = []
     flipped = next(number for number, kind in enumerate(kinds) if number >= 4 and kind == "rank")
@@ -72,7 +82,7 @@ def test_ten_random_kills_and_a_flipped_bit_end_bit_identical(
             goal = before + draw.randint(1, 12)
             wait_for(lambda goal=goal: records(run) and records(run)[-1]["step"] >= goal, f"step {goal}", folder)
             time.sleep(draw.random() * 0.3)
-            reached = records(run)[-1]["step"]
+            reached, restarts = records(run)[-1]["step"], (folder / "log.txt").read_text().count(RESTART)
             kill_one(kind, marker, draw)
             start = time.monotonic()
             if number == flipped:
@@ -88,6 +98,10 @@ def test_ten_random_kills_and_a_flipped_bit_end_bit_identical(
                 wait_for(lambda: not of_the_run(marker), "every process to end", folder, 120)
                 launches.close()
                 process = launches.enter_context(cluster_launch(cluster, folder, *arguments, "--resume", "latest"))
+            else:
+                wait_for(
+                    lambda n=restarts: (folder / "log.txt").read_text().count(RESTART) > n, "a restart", folder, 120
+                )
             wait_for(lambda step=reached: records(run)[-1]["step"] > step, f"step {reached + 1}", folder, 240)
             report.append(f"{kind} at step {reached}: {time.monotonic() - start:.0f} s")
         assert process.wait(timeout=600) == 0, (folder / "log.txt").read_text()[-3000:]
