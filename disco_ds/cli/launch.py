@@ -49,7 +49,7 @@ ASK_EVERY_S, ONE_SIGNAL_S = 5.0, 2.0
 STUCK = 2
 """Restarts in a row without a new checkpoint, after which there are no more."""
 
-ENDED = re.compile(r"pdsh@\S+: (\S+): ssh exited with exit code (\d+)")
+ENDED = re.compile(r"pdsh@\S+: (\S+): ssh (?:exited with exit code (\d+)|killed by signal)")
 
 
 class Signals:
@@ -175,8 +175,9 @@ def follow(lines: IO[str], failed: dict[str, int]) -> None:
         for line in lines:
             print(line, end="", file=sys.stderr, flush=True)
             if found := ENDED.match(line):
-                failed[found[1]] = int(found[2])
-                report(f"{found[1]} {'is cut off' if int(found[2]) == CUT_OFF else f'has ended, exit code {found[2]}'}")
+                # Without its ssh a host's ranks train on, unheard: it is cut off too.
+                code = failed[found[1]] = int(found[2] or CUT_OFF)
+                report(f"{found[1]} {'is cut off' if code == CUT_OFF else f'has ended, exit code {code}'}")
 
 
 def find_run(places: Sequence[Path], launch_id: str) -> tuple[Path | None, int | None]:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from helpers.dist import free_port
 from helpers.tool import load_tool
 
 tool = load_tool("local_cluster")
@@ -47,3 +53,31 @@ def possible() -> None:
     """Skips where no cluster can be made."""
     if problem := tool.describe_missing():
         pytest.skip(problem)
+
+
+@contextmanager
+def cluster_launch(cluster: Any, folder: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """`disco-ds launch` on all hosts, from the first; its output goes to log.txt."""
+    front = ["--hostfile", str(tool.HOSTFILE), "--deepspeed", f"--master_port {free_port()}"]
+    with (folder / "log.txt").open("ab") as log:
+        words = [sys.executable, "-m", "disco_ds", "launch", *front, *arguments]
+        process = cluster.start(words, folder=folder, stdout=log, stderr=log, start_new_session=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def of_the_run(name: str) -> list[psutil.Process]:
+    """Launchers, ranks, data workers and ssh of the launch, on all hosts; not the hosts' own sshd."""
+    kinds = ("disco_ds", "deepspeed", "multiprocessing", "pdsh")
+    return [process for process in marked(name) if any(kind in " ".join(words(process)) for kind in kinds)]
+
+
+def words(process: psutil.Process) -> list[str]:
+    """The command line; empty if the process has ended."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
