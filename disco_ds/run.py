@@ -28,6 +28,7 @@ from disco_ds.distributed.host_share import share_host
 from disco_ds.distributed.interrupt import SIGNALS
 from disco_ds.distributed.slurm import adopt_slurm
 from disco_ds.eval import Result, evaluate_sets, load_sets
+from disco_ds.losses import LossContractError
 from disco_ds.metrics.run_folder import CONFIG
 from disco_ds.models.clip import build_model, build_tokenizer, read_preprocessing
 from disco_ds.plan.out_of_memory import OutOfMemory, explained
@@ -132,7 +133,7 @@ def train_session(
             with explained(config, lambda: run.heart.place.doing, observer.explain):
                 train(run)
                 finish(run)
-        except (StopError, FloatingPointError, comm.AgreedError, AskedToStopError) as error:
+        except (StopError, LossContractError, FloatingPointError, comm.AgreedError, AskedToStopError) as error:
             failure = error
             observer.failed(error)
         # After a failure too: earlier checkpoints may still be on their way.

@@ -162,6 +162,10 @@ def check_data(config: Config, ranks: int) -> Iterator[Line]:
     few = slots < ranks * workers
     found = f"{slots} for {ranks} ranks x {workers} workers" if data.workers else f"{slots} for {ranks} ranks"
     yield Line("warn" if few else "ok", "data.slots", found, f"data.workers={slots // ranks}; more have nothing to do")
+    try:
+        yield Line("ok", "length", f"{config.with_steps(sum(sizes)).num_steps:,} steps")
+    except ValueError as error:
+        yield Line("fail", "length", str(error), "raise epochs, or lower global_batch or optim.warmup_steps")
     if sum(sizes) < config.global_batch:
         found = f"{sum(sizes):,} samples are fewer than global_batch {config.global_batch:,}: a pair meets itself"
         yield Line("warn", "data", found, "more data, or a smaller global_batch")

@@ -38,7 +38,12 @@ def check_hosts(config: Config, slots: dict[str, int]) -> Iterator[Line]:
     runs = config.runs.absolute()
     # The runs folder may not exist yet.
     folder = next(path for path in (runs, *runs.parents) if path.is_dir())
-    token = make_token(folder)  # a host that does not see this file has another folder
+    try:
+        token = make_token(folder)  # a host that does not see this file has another folder
+    except OSError as error:
+        found = f"{folder} cannot be written to: {error.strerror}"
+        yield Line("fail", "runs folder", found, "set runs=FOLDER to one that can")
+        return
     try:
         asked = {"packages": PACKAGES, "folder": str(folder), "token": str(token)}
         mine = probe.probe(asked)

@@ -129,9 +129,19 @@ def check_gradients(small: Config, alone: tuple[Answer, float] | None) -> Iterat
     worst = max(true, key=lambda name: (got[name] - true[name]).norm().item())
     found = f"{error:.1e} off one process, most in {worst}, the loss {loss_error:.1e}; allowed {limit:.1e}; "
     found += f"{small.loss.name}, {comm.size()} ranks x {count} micro-batches, ZeRO {stage(small.deepspeed)}, "
-    remedy = "the ranks would train another model: take loss.options and ds_config keys out until this is right"
+    own = ":" in small.loss.name
+    remedy = (
+        "the ranks would train another model: "
+        + ("check that the loss gathers with comm.gather, and is the mean over ranks" if own else "")
+        + ("" if own else "take loss.options and ds_config keys out until this is right")
+    )
     fine = error <= limit and loss_error <= limit
     yield Line("ok" if fine else "fail", "gradients", found + precision(small.deepspeed), remedy)
+    if own and comm.size() == 1:
+        shown = "one rank does not show whether the loss gathers the rows of the others"
+        yield Line(
+            "warn", "gradients", shown, "torchrun --nproc_per_node 2 -m disco_ds.doctor, with the same arguments"
+        )
 
 
 def _bar(small: Config) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from contextlib import nullcontext, suppress
 
 from tqdm import tqdm
@@ -11,25 +12,29 @@ from disco_ds.cli.messages import fail
 from disco_ds.config.data import RemoteSettings
 from disco_ds.data.broken import DataError
 from disco_ds.data.counting import compare, index_shards
-from disco_ds.data.listing import NAME, find_shards
+from disco_ds.data.listing import NAME, Listing, find_shards, list_folder
 from disco_ds.data.manifest import read_manifest, write_manifest
+
+
+def _is_whole(listing: Listing) -> bool:
+    """Whether these are all shards of a folder, so that their manifest can be the folder's."""
+    return listing.whole or (not listing.urls and list_folder(listing.folder).names == listing.names)
 
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0: written, or with --check still right; 1: with --check stale; 2: a mistake."""
     remote = RemoteSettings(http=True, pipe=args.pipe)
+    workers = min(4, len(os.sched_getaffinity(0))) if args.workers is None else args.workers
     try:
         listing = find_shards(args.shards, remote)
-        if not listing.whole and not (args.to or args.check):
+        if not (args.to or args.check or _is_whole(listing)):
             raise ValueError("shards that are not all of a folder: say --to FILE, and name FILE as data.manifest")
         path, known = args.to or listing.folder / NAME, {}
         # Without --check, what cannot be read is written anew.
         with nullcontext() if args.check else suppress(ValueError):
             known = read_manifest(path)
         with tqdm(unit=" shards", total=len(listing.names)) as bar:
-            manifest = index_shards(
-                listing, args.workers, lambda done: bar.update(done - bar.n), known.values(), remote
-            )
+            manifest = index_shards(listing, workers, lambda done: bar.update(done - bar.n), known.values(), remote)
         if not args.check:
             write_manifest(manifest, path)
     except (ValueError, OSError, DataError) as error:

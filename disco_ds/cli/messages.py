@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import sys
+import warnings
 
 from disco_ds.config.secrets import redact
 
@@ -13,6 +14,8 @@ from disco_ds.config.secrets import redact
 def set_up_logging() -> bool:
     """Show warnings of the first rank, and errors of all. Returns: whether this process is the first rank."""
     first = os.environ.get("RANK", "0") == "0"
+    # DeepSpeed 0.19 calls torch's collectives by names that torch 2.14 has renamed: nothing that a user can change.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     logging.basicConfig(level=logging.WARNING if first else logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
     return first
 

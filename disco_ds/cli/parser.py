@@ -203,8 +203,8 @@ def _add_index(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", type=Path, metavar="FILE", help=text)
     text = "write nothing, and list what has changed since the manifest was written; exit code 1 if anything has"
     parser.add_argument("--check", action="store_true", help=text)
-    text = "number of processes that read shards; 0: this one (default: %(default)s)"
-    parser.add_argument("--workers", type=_number(int, 0, 1024), default=4, metavar="N", help=text)
+    text = "number of processes that read shards; 0: this one (default: one for each core, at most 4)"
+    parser.add_argument("--workers", type=_number(int, 0, 1024), metavar="N", help=text)
     parser.add_argument("--pipe", action="store_true", help="allow pipe:COMMAND, which runs in a shell")
 
 

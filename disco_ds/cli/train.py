@@ -48,7 +48,8 @@ def make_observer(launch_id: str | None, first: bool) -> Observer:
 
     def started(run: Run) -> None:
         if first:
-            print(f"{run.folder}: {run.config.describe(comm.size())}", flush=True)
+            resumed = f"goes on after step {run.first_step:,}, " if run.first_step else ""
+            print(f"{run.folder}: {resumed}{run.config.describe(comm.size())}", flush=True)
             mark_launch(run.folder, launch_id)
 
     def ended(run: Run, error: Exception | None) -> None:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from disco_ds.config.data import SourceSettings
 from disco_ds.config.ds_config import read_ds_config
-from disco_ds.config.hints import shorten, suggest
+from disco_ds.config.hints import did_you_mean, shorten, suggest
 from disco_ds.config.open_clip_flags import explain_word
 from disco_ds.config.recipe import PACKAGE, Config
 from disco_ds.config.recipe_yaml import assign, find_line, parse, split_overrides
@@ -62,15 +62,17 @@ def check_config(tree: dict[str, Any], origin: str, locate: Callable[[list[str]]
     """Build the Config of a plain mapping.
 
     Args:    origin: the file or command line, named in errors; locate: where in it a key stands, for errors.
-    Raises:  ValueError, of MAX_PROBLEMS lines at most.
+    Raises:  ValueError, of MAX_PROBLEMS lines, and one for each further word that another trainer has.
     """
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
         items = sorted(error.errors(), key=lambda item: bool(item["type"] == "missing"))
-        lines = [locate([str(part) for part in item["loc"]]) + _explain(item) for item in items[:MAX_PROBLEMS]]
-        if len(items) > MAX_PROBLEMS:
-            lines[-1] += f" (and {len(items) - MAX_PROBLEMS} more problems)"
+        # Of words from another trainer all are explained, or its command line would be translated three at a time.
+        shown = [item for n, item in enumerate(items) if n < MAX_PROBLEMS or _is_foreign(item)]
+        lines = [locate([str(part) for part in item["loc"]]) + _explain(item) for item in shown]
+        if len(items) > len(shown):
+            lines[-1] += f" (and {len(items) - len(shown)} more problems)"
         raise ValueError(f"{origin}: " + "\n  ".join(lines)) from None
 
 
@@ -81,8 +83,14 @@ def find_recipe(recipe: str | Path) -> Path:
         return path
     known = sorted(item.stem for item in (PACKAGE / "recipes").glob("*.yaml"))
     if str(recipe) not in known:
-        raise ValueError(f"unknown recipe {shorten(recipe)!r}{suggest(str(recipe), known)}; known: {', '.join(known)}")
+        raise ValueError(
+            f"unknown recipe {shorten(recipe)!r}{did_you_mean(str(recipe), known)}; known: {', '.join(known)}"
+        )
     return PACKAGE / "recipes" / f"{recipe}.yaml"
+
+
+def _is_foreign(item: Any) -> bool:
+    return item["type"] == "extra_forbidden" and bool(explain_word(str(item["loc"][-1])))
 
 
 def _explain(item: Any) -> str:

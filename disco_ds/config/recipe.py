@@ -49,8 +49,8 @@ class CheckpointSettings(Settings):
     asynchronous: bool = True
     """Write checkpoints beside the training: a step waits only for the copy of its rank's state to host memory, which
     needs as much memory as the rank's files; false: it waits until they are written."""
-    keep_last: int = Field(3, gt=0)
-    """Newest checkpoints to keep; older ones are removed, except as keep_every_steps says."""
+    keep_last: int | None = Field(3, gt=0)
+    """Newest checkpoints to keep; older ones are removed, except as keep_every_steps says. None: all are kept."""
     keep_every_steps: int = Field(0, ge=0)
     """Checkpoints of steps that this divides are never removed; 0: no exception."""
     max_failed: int = Field(2, ge=0)
@@ -127,13 +127,14 @@ class EvalSettings(Settings):
     """Name of a labelled set -> file of prompts with {} or {c} for the class, or `imagenet` for open_clip's 80; else
     shards take the label alone, clip_benchmark's layout its own file, folders the 80."""
     retrieval: dict[str, str] = Field({})
-    """Name -> captioned images to find by text and the other way round: shards, or clip_benchmark's layout."""
+    """Name -> captioned images to find by text and the other way round: shards, a csv, or clip_benchmark's layout."""
     validation: dict[str, str] = Field({})
-    """Name -> held-out pairs to compute the contrastive loss on: shards, or clip_benchmark's layout."""
+    """Name -> held-out pairs to compute the contrastive loss on: shards, a csv, or clip_benchmark's layout."""
     validation_batch: int = Field(1024, gt=1)
     """Pairs among which the validation loss is computed; it is named with the figures, which depend on it."""
     caption_key: str = "{txt}"
-    """Template of a sample's captions in shards, one per line; the validation loss takes the first."""
+    """Template of a sample's captions, one per line; the validation loss takes the first. In a csv {txt} means
+    {title}, and a column of image paths may also be called filepath."""
 
     @property
     def sets(self) -> list[str]:
@@ -214,8 +215,8 @@ class Config(Settings):
         if (remote.http or remote.pipe) and remote.longest_s >= self.timeout_s:
             raise ValueError(
                 f"data.remote.tries ({remote.tries}) of data.remote.timeout_s ({remote.timeout_s:g}), their pauses and "
-                f"one attempt ahead may last {remote.longest_s:g} s: keep them below timeout_s ({self.timeout_s:g}), or "
-                "the other ranks give up before the shard is named"
+                f"one attempt ahead may last {remote.longest_s:g} s: keep them below timeout_s ({self.timeout_s:g}), "
+                "or the other ranks give up before the shard is named"
             )
         for side, locked in (("image", self.model.lock_image), ("text", self.model.lock_text or self.model.two_views)):
             frozen = locked and not self.model.unlocked_layers
@@ -234,7 +235,7 @@ class Config(Settings):
         if self.optim.warmup_steps + self.optim.cooldown_steps > self.num_steps:
             raise ValueError(
                 f"optim.warmup_steps + optim.cooldown_steps ({self.optim.warmup_steps} + {self.optim.cooldown_steps}) "
-                f"exceed the run's {self.num_steps} steps"
+                f"exceed the run's {self.num_steps} steps; set optim.warmup_steps={self.num_steps // 10}, for instance"
             )
 
     @property

@@ -85,8 +85,8 @@ class Table(Source):
         if image is None or missing:
             what = f"captions name {', '.join(missing)}" if missing else f"image_key is {settings.image_key}"
             raise ValueError(
-                f"{path} has the columns {', '.join(columns)}, {what}: set, for instance, image_key=filepath "
-                "captions={'{title}': 1} (and csv_separator=';')"
+                f"{path} has the columns {', '.join(columns)}, {what}: set, for instance, data.image_key="
+                "filepath data.captions={'{title}': 1} (and data.csv_separator=';')"
             )
         if len(starts) < 2:
             raise ValueError(f"{path} has no row below its column names")

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from disco_ds.data import ImageSpec
+from disco_ds.distributed import comm
 from disco_ds.eval.encode import Tokenize
 from disco_ds.eval.retrieval import Recall, retrieve
 from disco_ds.eval.sets import ImageSet, load_sets
@@ -41,12 +43,18 @@ def evaluate_sets(
 ) -> list[Result]:
     """Evaluate the model on every set, in eval mode; its mode is restored, and no random number is drawn.
 
-    Collective: every rank must call.
+    Collective: every rank must call. Statistics of batch normalisation, which each rank gathers from its own samples,
+    become those of rank 0 on all ranks: they are what a checkpoint has.
     Args:   model: an engine or a module; chunk: number of images or texts per rank and forward pass.
     Raises: AgreedError for images that cannot be read.
     """
     training = model.training
     model.eval()
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    buffers = [buffer for norm in norms for buffer in norm.buffers()]
+    if sets and buffers:
+        for buffer, value in zip(buffers, comm.broadcast([buffer.cpu() for buffer in buffers]), strict=True):
+            buffer.copy_(value)
     results: list[Result] = []
     for item in sets:
         evaluate = classify if item.classes else validate if item.batch else retrieve

@@ -1,6 +1,7 @@
 """What a model is evaluated on: images with labels or captions, in a layout that is recognised from the folder.
 
     shards          .tar files with their manifest.json (disco-ds index)
+    csv             of image paths and captions, for those two; open_clip's column names unless the settings say others
     image folder    a sub-folder per class: ImageNet val, -Sketch and -R (named by wnid), -v2 (named 0 to 999)
     clip_benchmark  test/nshards.txt, test/0.tar ...; classnames.txt and zeroshot_classification_templates.txt, with
                     labels in .cls, or dataset_type.txt saying `retrieval`, with captions in .txt, one per line
@@ -22,6 +23,7 @@ from disco_ds.config import DataSettings, EvalSettings
 from disco_ds.data import (
     ImageFolder,
     Manifest,
+    Table,
     index_shards,
     load_manifest,
     read_labels,
@@ -32,6 +34,9 @@ from disco_ds.data import (
 logger = logging.getLogger(__name__)
 PLAIN = ("{}",)
 _IMAGENET = "imagenet"
+_SHARDS_CAPTION = EvalSettings().caption_key
+_CSV_IMAGE, _CSV_CAPTION = "filepath", "{title}"
+"""open_clip's --csv-img-key and --csv-caption-key, for a csv beside which the settings describe shards."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class ImageSet:
     """Images with a text each: a label, for classification, or captions, one per line, for retrieval."""
 
     name: str
-    source: Manifest | ImageFolder
+    source: Manifest | ImageFolder | Table
     data: DataSettings
     """Settings of reading: the members that may hold the image, and its maximum size."""
     text: str
@@ -75,6 +80,7 @@ def _load_labelled(name: str, shards: str, settings: EvalSettings, data: DataSet
     if isinstance(source, ImageFolder):
         classes = read_classes(file, source.classes) if file else _imagenet_classes(where, source.classes)
         return replace(images, classes=classes, templates=read_templates(wanted))
+    assert isinstance(source, Manifest)
     # Which labels there are is known only from the samples: shards do not list their classes.
     labels = {label for label in read_labels(source, images.text) if label is not None}
     if not labels:
@@ -89,13 +95,26 @@ def _load_labelled(name: str, shards: str, settings: EvalSettings, data: DataSet
 
 
 def _load_captioned(kind: str, name: str, shards: str, settings: EvalSettings, data: DataSettings) -> ImageSet:
-    where, folder = f"eval.{kind}.{name}", resolve_shards(shards)
+    where = f"eval.{kind}.{name}"
+    if Table.takes(shards):
+        return _open_table(name, where, shards, settings, data)
+    folder = resolve_shards(shards)
     images = _open(name, where, folder, "retrieval", data, settings.caption_key)
-    if isinstance(images.source, ImageFolder):
+    if not isinstance(images.source, Manifest):
         raise ValueError(f"{where}: {folder} holds no .tar shards; captions come from shards")
     if not any(read_labels(images.source, images.text)):
         raise ValueError(f"{where}: no sample of {shards} has a caption {images.text}; set eval.caption_key")
     return images
+
+
+def _open_table(name: str, where: str, path: str, settings: EvalSettings, data: DataSettings) -> ImageSet:
+    """The rows of a csv. Raises: ValueError, see Table.load."""
+    caption = settings.caption_key if settings.caption_key != _SHARDS_CAPTION else _CSV_CAPTION
+    data = data.model_copy(update={"image_key": f"{data.image_key};{_CSV_IMAGE}", "captions": {caption: 1.0}})
+    try:
+        return ImageSet(name, Table.load(path, None, data), data, caption)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def _is_benchmark(folder: Path) -> bool:

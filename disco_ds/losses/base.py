@@ -18,8 +18,10 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -86,6 +88,27 @@ class LossCost:
     """True if they are received while the loss computes, as around a ring."""
 
 
+class LossContractError(ValueError):
+    """A loss returned what the contract does not allow."""
+
+
+def _find_problem(out: Any, embeddings: Embeddings) -> str | None:
+    """What breaks the contract in the output of a loss; None: nothing."""
+    if not isinstance(out, LossOutput):
+        return f"must return a LossOutput, and returned a {type(out).__name__}"
+    named = {"the loss": out.loss, **{f"the metric {name!r}": value for name, value in out.metrics.items()}}
+    for name, value in named.items():
+        if not isinstance(value, Tensor) or value.dim():
+            got = list(value.shape) if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            return f"must return 0-d tensors, and {name} is {got}"
+    if "loss" not in out.metrics:
+        return f"must return the metric 'loss', the mean over ranks, and returned {sorted(out.metrics)}"
+    needed = torch.is_grad_enabled() and (embeddings.image.requires_grad or embeddings.text.requires_grad)
+    if needed and not out.loss.requires_grad:
+        return "returned a loss without a gradient: it must depend on the features, undetached"
+    return None
+
+
 class Loss(nn.Module):
     """A contrastive loss. Subclasses implement forward(embeddings) -> LossOutput; see the top of this file."""
 
@@ -100,6 +123,13 @@ class Loss(nn.Module):
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
         raise NotImplementedError
+
+    def __call__(self, embeddings: Embeddings) -> LossOutput:
+        """forward and the hooks. Raises: LossContractError for an output that breaks the contract."""
+        out = super().__call__(embeddings)
+        if problem := _find_problem(out, embeddings):
+            raise LossContractError(f"{type(self).__module__}:{type(self).__qualname__}.forward {problem}")
+        return out
 
     def set_num_samples(self, num_samples: int, run_samples: int) -> None:
         """Called once before the first forward: ids are below num_samples, and the run sees run_samples in all."""
@@ -166,7 +196,14 @@ def build_loss(name: str, **options: Any) -> Loss:
         raise ValueError(f"loss {name!r} has no option {', '.join(unknown)}; its options: {', '.join(known) or 'none'}")
     if missing := sorted(key for key, option in known.items() if option.default is option.empty and key not in options):
         raise ValueError(f"loss {name!r} needs the option {', '.join(missing)}: set loss.options.{missing[0]}")
-    return cls(**options)
+    try:
+        return cls(**options)
+    except Exception as error:
+        if ":" not in name or isinstance(error, ValueError):
+            raise
+        *_, last = traceback.extract_tb(error.__traceback__)
+        where = f"{Path(last.filename).name}, line {last.lineno}"
+        raise ValueError(f"loss {name!r} cannot be constructed: {type(error).__name__}: {error} ({where})") from error
 
 
 def list_options(cls: type[Loss]) -> tuple[dict[str, inspect.Parameter], bool]:

@@ -48,14 +48,15 @@ def make_run_folder(runs: Path, name: str) -> RunFolder:
     """Make a new folder: runs/name, or name-2, name-3, ... An existing folder is never written to."""
     if not re.fullmatch(r"[\w.+=@ -]+", name):
         raise ValueError(f"name {name!r} is not a plain folder name")
-    runs.mkdir(parents=True, exist_ok=True)
-    for number in range(1, 100_000):
-        path = runs / (name if number == 1 else f"{name}-{number}")
-        try:
-            path.mkdir()
-        except FileExistsError:
-            continue
-        return RunFolder(path)
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        for number in range(1, 100_000):
+            path = runs / (name if number == 1 else f"{name}-{number}")
+            with suppress(FileExistsError):
+                path.mkdir()
+                return RunFolder(path)
+    except OSError as error:
+        raise ValueError(f"runs: no folder can be made in {runs}: {error.strerror}; set runs=FOLDER") from None
     raise ValueError(f"{runs} holds 100,000 runs called {name}; remove some")
 
 

@@ -230,7 +230,8 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
     run.metrics.note(step, values)
     run.metrics.skip(time.monotonic() - start)
     if comm.rank() == 0 and results:
-        print(describe(results), flush=True)
+        epoch = step * run.config.global_batch / run.loader.num_samples
+        print(f"step {step:,}, epoch {epoch:.2f}:\n{describe(results)}", flush=True)
         with log_errors("the images for report.png were not kept"):
             shown = [result for result in results if isinstance(result, Accuracy)]
             if shown:

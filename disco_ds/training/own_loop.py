@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
-from torch import Tensor, nn
+from torch import Tensor
 
 from disco_ds.config.ds_config import check_precision
 from disco_ds.distributed import comm
@@ -32,7 +32,7 @@ def contrastive_step(
     forward: Forward,
     *,
     micro_batches: int = 1,
-    scale: float = 1.0,
+    scale: float | None = None,
     index: Tensor | None = None,
     backward: Callable[[Tensor], None] = torch.Tensor.backward,
 ) -> LossOutput:
@@ -45,14 +45,14 @@ def contrastive_step(
              one process; batch: this rank's samples, a tree of tensors [b, ...] (dicts, lists, tuples; what is no
              tensor goes into every part); forward: the part of a micro-batch -> (features of one side [m, D], of the
              other [m, D]), then the learned scale and bias, if there are any; it calls `model`, and draws no random
-             numbers but torch's; micro_batches: K, divides b; scale: of the logits, where forward gives none;
+             numbers but torch's; micro_batches: K, divides b; scale: of the logits, exp(logit_scale), where
+             forward gives none;
              index [b]: sample ids, for FastCLIP; backward: what is called on each surrogate, such as
              `lambda x: scaler.scale(x).backward()`; not under DeepSpeed.
-    Returns: the loss's output; `metrics["loss"]` is the mean over the global batch.
-    Raises:  ValueError on every rank alike for batches that do not fit together; for K other than the engine's
-             gradient_accumulation_steps, a step inside a step, or a forward that is another the second time;
-             on the rank alone whose own batch does not divide into K, for which the others wait until their timeout;
-             FloatingPointError from DeepSpeed engines, see backward_and_step.
+    Returns: the loss's output; `metrics["loss"]`, the mean over the global batch, is the figure to log.
+    Raises:  ValueError on every rank alike for batches that do not fit together or do not divide into K; for K other
+             than the engine's gradient_accumulation_steps, a step inside a step, a forward without a scale, or one that
+             is another the second time; FloatingPointError from DeepSpeed engines, see backward_and_step.
     """
     first_time = not getattr(model, "_contrastive_steps", 0)
     if getattr(model, "_in_contrastive_step", False):
@@ -61,7 +61,7 @@ def contrastive_step(
         )
     backend = _Engine(model) if isinstance(model, DeepSpeedEngine) else _Plain(model, backward)
     backend.check(micro_batches)
-    parts = split(batch, micro_batches)
+    parts = _split_alike(batch, micro_batches, getattr(model, "device", None) or comm.local_device())
     indices = [None] * micro_batches if index is None else list(index.chunk(micro_batches))
     towers = _Towers(forward, backend, micro_batches, scale, model if first_time else None)
     model._in_contrastive_step = True
@@ -84,6 +84,21 @@ def contrastive_step(
     return done.out
 
 
+def _split_alike(batch: Any, count: int, device: torch.device) -> list[Any]:
+    """As split, but all ranks raise where one does: alone it would leave them waiting. Collective if count > 1."""
+    problem, parts = None, []
+    try:
+        parts = split(batch, count)
+    except ValueError as error:
+        problem = error
+    failed = torch.tensor([float(problem is not None)], device=device)
+    if count > 1 and comm.all_reduce_max(failed).item():
+        raise problem or ValueError(f"the batch of another rank does not divide into {count} micro-batches")
+    if problem is not None:
+        raise problem
+    return parts
+
+
 def split(batch: Any, count: int) -> list[Any]:
     """A tree of tensors as `count` trees, cut along the first dimension. Raises: ValueError if it does not divide."""
     if isinstance(batch, Tensor):
@@ -102,7 +117,7 @@ def split(batch: Any, count: int) -> list[Any]:
 class _Towers:
     """A person's forward on one micro-batch, first and again."""
 
-    def __init__(self, forward: Forward, backend: Any, num_micro_batches: int, scale: float, suspect: nn.Module | None):
+    def __init__(self, forward: Forward, backend: Any, num_micro_batches: int, scale: float | None, suspect: Any):
         self.forward, self.backend, self.scale, self.suspect = forward, backend, scale, suspect
         self.K = num_micro_batches
         self.buffers = {} if suspect is None else {n: b.clone() for n, b in suspect.named_buffers()}
@@ -127,6 +142,11 @@ class _Towers:
         if not 2 <= len(found) <= 4:
             raise ValueError(f"forward returned {len(found)} values; expected two sides, then the scale and the bias")
         image, text = found[:2]
+        if len(found) == 2 and self.scale is None:
+            raise ValueError(
+                "forward returned no scale, and contrastive_step got none: return exp(logit_scale) as its third value, "
+                "or pass scale=, such as 20.0"
+            )
         scale = found[2].reshape(1) if len(found) > 2 else torch.tensor([self.scale], device=image.device)
         return image, text, scale.float(), found[3].reshape(1).float() if len(found) > 3 else None
 

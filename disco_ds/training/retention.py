@@ -118,8 +118,10 @@ def set_aside(path: Path) -> Path:
     return aside
 
 
-def remove_old(folder: Path, keep_last: int, keep_every_steps: int = 0, busy: Collection[Path] = ()) -> int:
-    """Remove checkpoints older than the last `keep_last` whole ones, and those that were left unfinished. Rank 0 only.
+def remove_old(folder: Path, keep_last: int | None, keep_every_steps: int = 0, busy: Collection[Path] = ()) -> int:
+    """Remove checkpoints older than the last `keep_last` whole ones (None: none), and those that were left unfinished.
+
+    Rank 0 only.
 
     Checkpoints of steps that keep_every_steps divides (0: none) and folders in `busy` stay. A damaged checkpoint is not
     counted, so that the last whole one always stays. What cannot be removed is logged once.
@@ -129,7 +131,7 @@ def remove_old(folder: Path, keep_last: int, keep_every_steps: int = 0, busy: Co
     kept = removed = 0
     try:
         for path in reversed(list_complete(folder)):  # the newest first
-            if kept < keep_last:
+            if keep_last is None or kept < keep_last:
                 kept += _is_whole(path)
             elif path not in busy and not (keep_every_steps and step_of(path) % keep_every_steps == 0):
                 removed += _remove(path)

@@ -50,7 +50,7 @@ def begin_save(run: Run, step: int) -> checkpoint.Save:
         try:
             return checkpoint.begin_save(run.folder, meta, run.engine, data, loss, run.host_copy)
         except comm.AgreedError:
-            if not remove_old(run, max(run.config.checkpoint.keep_last - 1, 1)):
+            if not remove_old(run, one_less(run.config.checkpoint.keep_last)):
                 raise
 
 
@@ -65,7 +65,7 @@ def finish_save(run: Run, last: bool = False) -> None:
         try:
             path = saving.finish()
         except comm.AgreedError as error:
-            if remove_old(run, max(run.config.checkpoint.keep_last - 1, 1)):
+            if remove_old(run, one_less(run.config.checkpoint.keep_last)):
                 saving.start()
                 continue
             run.saving = None
@@ -88,7 +88,12 @@ def note_failed(run: Run, step: int, last: bool, error: comm.AgreedError) -> Non
         logger.warning("step %d is not saved: %s; the run goes on and tries again at the next save", step, error)
 
 
-def remove_old(run: Run, keep_last: int) -> int:
+def one_less(keep_last: int | None) -> int | None:
+    """How many checkpoints to keep where the disk is full."""
+    return None if keep_last is None else max(keep_last - 1, 1)
+
+
+def remove_old(run: Run, keep_last: int | None) -> int:
     """Remove all but the last checkpoints, and the remains of failed saves. Failures are logged. Collective.
 
     Returns: how many checkpoints were removed.

@@ -219,7 +219,7 @@ def test_kernels_that_do_not_run_are_a_warning_with_their_reason(monkeypatch: py
 def test_shards_that_are_whole_are_fine(tmp_path: Path) -> None:
     write_shards(tmp_path / "data", [40, 30, 20])
     lines = look_at_data(data_of(tmp_path / "data", captions={"{txt}": 0.5, "{json[keywords]}": 0.5}))
-    assert statuses(lines) == [("ok", "manifest"), ("ok", "samples"), ("ok", "data.slots")]
+    assert statuses(lines) == [("ok", "manifest"), ("ok", "samples"), ("ok", "data.slots"), ("ok", "length")]
     assert lines[1].found == "82 read, 0 broken, 0 without caption"
     assert statuses(look_at_data(settings())) == [("ok", "samples"), ("ok", "data.slots")]
 

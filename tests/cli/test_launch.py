@@ -25,7 +25,7 @@ from disco_ds.distributed.slurm import adopt_slurm
 from disco_ds.metrics.run_folder import CHANGES, CHECKPOINTS, CONFIG, FINISHED, LAUNCHED, mark_launch
 from disco_ds.training.retention import META
 from helpers.checkpoints import flip
-from helpers.cluster import marked, tool
+from helpers.cluster import cluster_launch, marked, of_the_run, tool, words
 from helpers.dist import free_port, run_ranks
 from helpers.launched import (
     CASES,
@@ -88,16 +88,9 @@ def test_what_a_front_end_leaves_behind_is_ended(
         for number, handler in handlers.items():
             signal.signal(number, handler)
     assert time.monotonic() - start < 15
-    assert not [process for process in psutil.process_iter() if word in " ".join(_words(process))]
+    assert not [process for process in psutil.process_iter() if word in " ".join(words(process))]
     if says:
         assert f"{says}\ndisco-ds launch: host-2 is cut off\n" in capfd.readouterr().err
-
-
-def _words(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
 
 
 @pytest.mark.parametrize(
@@ -319,12 +312,12 @@ def test_signal_to_any_process_leaves_no_orphan(victim: str, tmp_path: Path) -> 
 def test_mistakes_are_told_once_and_not_restarted(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     arguments = write_recipe(folder, CASES["zero1-fp32"])
-    for words, said in (
+    for given, said in (
         (["lr=1"], "unknown key lr"),
         (["--hostfile", "missing"], "no hostfile missing"),
         (["data.shards=missing"], "missing"),  # the ranks' own
     ):
-        with launched([*arguments, *words], folder, "--restarts", "5") as process:
+        with launched([*arguments, *given], folder, "--restarts", "5") as process:
             assert process.wait(timeout=100) == 2, log_of(folder)
         assert said in log_of(folder)
     assert "restart 1" not in log_of(folder)
@@ -355,28 +348,9 @@ def test_tasks_of_srun_are_the_ranks_of_one_run(tmp_path: Path) -> None:
 # Two hosts
 
 
-@contextmanager
-def cluster_launch(cluster: Any, folder: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    front = ["--hostfile", str(tool.HOSTFILE), "--deepspeed", f"--master_port {free_port()}"]
-    with (folder / "log.txt").open("ab") as log:
-        words = [sys.executable, "-m", "disco_ds", "launch", *front, *arguments]
-        process = cluster.start(words, folder=folder, stdout=log, stderr=log, start_new_session=True)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def of_the_run(name: str) -> list[psutil.Process]:
-    """Launchers, ranks, data workers and ssh of the launch, on all hosts; not the hosts' own sshd."""
-    words = ("disco_ds", "deepspeed", "multiprocessing", "pdsh")
-    return [process for process in marked(name) if any(word in " ".join(_words(process)) for word in words)]
-
-
 def rank_on(name: str, host: str) -> psutil.Process:
     number = str(int(host.removeprefix("host-")) - 1)
-    found = [p for p in of_the_run(name) if p.environ().get("RANK") == number and "disco_ds.train" in _words(p)]
+    found = [p for p in of_the_run(name) if p.environ().get("RANK") == number and "disco_ds.train" in words(p)]
     return min(found, key=lambda p: p.create_time())
 
 
@@ -411,8 +385,8 @@ def test_overrides_arrive_on_both_hosts_as_typed(tmp_path: Path, possible: None,
         with cluster_launch(cluster, folder, "--config", recipe, *typed, f"steps={STEPS}") as process:
             wait_for(lambda: records(run) or process.poll() is not None, "the first step", folder)
             for host in ("host-1", "host-2"):
-                words = _words(rank_on(marker, host))
-                got = parse_args(["train", *words[words.index("disco_ds.train") + 1 :]])
+                command = words(rank_on(marker, host))
+                got = parse_args(["train", *command[command.index("disco_ds.train") + 1 :]])
                 assert (got.config, got.overrides) == (recipe, [*typed, f"steps={STEPS}"]), host
             assert process.wait(timeout=300) == 0, log_of(folder)[-3000:]
         settings = load_config(run / CONFIG)

@@ -266,7 +266,7 @@ def test_renamed_key_in_a_run_folders_settings_is_translated(tmp_path: Path) -> 
         (["optim.schedule=linear"], "optim.schedule: "),
         (["optim.schedule=cooldown"], r"optim.cooldown_steps \(0\) goes with optim.schedule=cooldown"),
         (["optim.cooldown_steps=5"], r"optim.cooldown_steps \(5\) goes with .* \(cosine\)"),
-        (["optim.warmup_steps=101"], r"101 \+ 0\) exceed the run's 100 steps"),
+        (["optim.warmup_steps=101"], r"101 \+ 0\) exceed the run's 100 steps; set optim.warmup_steps=10, for instance"),
         (["optim.schedule=cooldown", "optim.cooldown_steps=91"], r"10 \+ 91\) exceed the run's 100 steps"),
         (["model.patch_dropout=1"], "model.patch_dropout: .*less than 1"),
         (["model.lock_image=true", "model.lock_text=true"], "nothing is left to train"),
@@ -452,3 +452,10 @@ def test_epochs_become_steps_when_the_samples_are_counted() -> None:
 def test_word_of_another_trainer_is_explained(override: str, words: str, recipe: Path) -> None:
     with pytest.raises(ValueError, match=words):
         load_config(recipe, [override])
+
+
+def test_words_of_another_trainer_are_all_explained() -> None:
+    with pytest.raises(ValueError, match="unknown key") as caught:
+        load_config("quickstart", ["lr=1", "wd=1", "beta1=1", "accum_freq=2", "batch_size=3", "precision=fp32"])
+    assert str(caught.value).count("here it is") == 6
+    assert "more problems" not in str(caught.value)

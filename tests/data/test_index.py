@@ -82,6 +82,10 @@ def test_index_elsewhere_and_of_a_part(folder: Path, tmp_path: Path, capsys: pyt
     (found,) = load_sources(settings(part, manifest=tmp_path / "part.json"))
     assert found.sizes == [3, 5]
     assert run(part, "--to", tmp_path / "part.json", "--check") == 0
+    # Braces that name every shard of the folder are the folder.
+    assert run(folder / "{00000..00002}.tar") == 0
+    assert (folder / NAME).exists()
+    (folder / NAME).unlink()
     assert run(folder, "--to", tmp_path / "whole.json") == 0
     (whole,) = load_sources(settings(folder, manifest=tmp_path / "whole.json"))
     assert whole.sizes == [3, 5, 2]

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from open_clip import SimpleTokenizer
 from PIL import Image
 from torch.nn import functional as F
 
 from disco_ds.config import DataSettings, EvalSettings, ModelSettings
 from disco_ds.data import ImageSpec, load_manifest, read_all, resolve_shards
+from disco_ds.distributed import comm
 from disco_ds.eval import Validation, evaluate_sets, load_sets, record
 from disco_ds.models.clip import build_model, build_tokenizer
 from helpers.dist import run_ranks
@@ -58,6 +60,52 @@ def test_validation_loss_is_that_of_a_plain_loop_at_any_number_of_ranks(size: in
             f"eval/pairs_{kind}_at_{named}": getattr(found, kind) for kind in ("loss", "i2t", "t2i")
         }
         assert found.num_broken == 0
+
+
+def test_validation_pairs_may_be_a_csv_with_open_clips_columns(tmp_path: Path) -> None:
+    """Beside training data in shards, whose settings name other members."""
+    for number in range(3):
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / f"{number}.png")
+    rows = "".join(f"{number}.png\tpicture {number}\n" for number in range(3))
+    (tmp_path / "val.csv").write_text(f"filepath\ttitle\n{rows}")
+    sets = EvalSettings(validation={"pairs": str(tmp_path / "val.csv")}, retrieval={"r": str(tmp_path / "val.csv")})
+    for found in load_sets(sets, DATA):
+        read = list(read_all(found.source, found.data, ImageSpec((4, 4)), 0, 1, found.text))
+        assert [(int(picture[0, 0, 0]), caption) for picture, caption, _ in read] == [
+            (number, f"picture {number}") for number in range(3)
+        ]
+    named = EvalSettings(validation={"pairs": str(tmp_path / "val.csv")}, caption_key="{text}")
+    with pytest.raises(ValueError, match=r"^eval\.validation\.pairs: .* has the columns filepath, title"):
+        load_sets(named, DATA)
+
+
+class Norm(torch.nn.Module):
+    """Two towers of one batch normalisation each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(3)
+
+    def forward(self, image: torch.Tensor | None = None, text: torch.Tensor | None = None) -> list[torch.Tensor]:
+        rows = image.float().mean(dim=(2, 3)) if image is not None else text[:, :3].float()  # type: ignore[index]
+        return [F.normalize(self.norm(rows), dim=1)] * 2 + [torch.ones(1)] * 2
+
+
+def losses_with_statistics(batch: int) -> float:
+    model = Norm()
+    generator = torch.Generator().manual_seed(comm.rank())
+    model.norm.running_mean = 100 * torch.rand(3, generator=generator)  # of this rank's samples
+    sets = EvalSettings(validation={"pairs": SHARDS}, validation_batch=batch, caption_key=CAPTION)
+    tokenize = SimpleTokenizer(context_length=8)
+    (found,) = evaluate_sets(model, load_sets(sets, DATA), ImageSpec((8, 8)), tokenize, 16)
+    assert isinstance(found, Validation)
+    return found.loss
+
+
+def test_statistics_of_batch_normalisation_are_rank_0s() -> None:
+    """A checkpoint holds those, so that its evaluation is the one during the run."""
+    (alone,) = run_ranks(losses_with_statistics, 1, 40)
+    assert run_ranks(losses_with_statistics, 2, 40) == pytest.approx([alone] * 2, rel=1e-5)
 
 
 def test_sub_folders_named_after_their_classes_are_taken_with_a_warning(

@@ -49,6 +49,20 @@ class Wider(DisCoFusedLoss):
     def __init__(self, margin=0.0, **options):
         super().__init__(**options)
 
+class Fails(ClipLoss):
+    def __init__(self):
+        super().__init__()
+        {}["key"]
+
+class Returns(ClipLoss):
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+
+    def forward(self, embeddings):
+        out = super().forward(embeddings)
+        return eval(self.what, {"out": out, "loss": out.loss, "Output": type(out)})
+
 class Open(Bare):
     def __init__(self, **options):
         super().__init__()
@@ -91,6 +105,7 @@ def test_dry_run_plan_and_doctor_take_an_own_loss(package, tmp_path):
     assert f"{NAME} has none of its own" in done.stdout, done.stderr
     line = next(line for line in done.stdout.splitlines() if "off one process" in line)
     assert line.split()[0] == "ok", line
+    assert "warn   gradients" in done.stdout, "one rank does not show whether the loss gathers"
 
 
 def oracle(image: torch.Tensor, text: torch.Tensor, scale: torch.Tensor, smoothing: float) -> torch.Tensor:
@@ -142,12 +157,39 @@ def test_example_keeps_the_contract_on_two_ranks(package):
             r"has no option wire; its options: margin, store, comm_dtype, tile, ",
         ),
         ("our_package.others:Needy", {}, r"needs the option weight: set loss\.options\.weight"),
+        ("our_package.others:Fails", {}, r"cannot be constructed: KeyError: 'key' \(others\.py, line \d+\)$"),
     ],
 )
 def test_mistake_is_named(name, options, words, package):
     with pytest.raises(ValueError, match=words) as caught:
         build_loss(name, **options)
     assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("loss", r"must return a LossOutput, and returned a Tensor$"),
+        ("(loss, {})", r"must return a LossOutput, and returned a tuple$"),
+        ("Output(loss)", r"must return the metric 'loss', the mean over ranks, and returned \[\]$"),
+        ("Output(loss, {'loss': loss.item()})", r"0-d tensors, and the metric 'loss' is a float$"),
+        ("Output(loss[None], out.metrics)", r"0-d tensors, and the loss is \[1\]$"),
+        ("Output(loss.detach(), out.metrics)", r"a loss without a gradient: it must depend on the features"),
+    ],
+)
+def test_output_that_breaks_the_contract_is_named(what, words, package):
+    loss = build_loss("our_package.others:Returns", what=what)
+    rows = F.normalize(torch.randn(4, 3)).requires_grad_()
+    with pytest.raises(ValueError, match=r"^our_package\.others:Returns\.forward .*" + words):
+        loss(Embeddings(rows, rows, torch.ones(1)))
+
+
+def test_output_that_breaks_the_contract_ends_the_run_in_one_line(package, tmp_path):
+    path = recipe(tmp_path, loss={"name": "our_package.others:Returns", "options": {"what": "loss"}}, steps=2)
+    done = disco_ds("train", "--config", str(path), cwd=tmp_path)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert re.search(r"error on .*: our_package\.others:Returns\.forward must return a LossOutput", done.stderr)
 
 
 def test_options_that_a_constructor_passes_on_are_those_of_its_base(package):

@@ -43,6 +43,13 @@ def make(runs: Path, name: str) -> Path:
     return folder.path
 
 
+@pytest.mark.parametrize("runs", ["file", "/proc/nothing"])
+def test_folder_that_cannot_be_made_is_named_with_its_setting(runs: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=rf"^runs: no folder can be made in .*{runs}: .*; set runs=FOLDER$"):
+        make_run_folder(tmp_path / runs, "a")
+
+
 def test_make_run_folder_that_exists_takes_the_next_number(tmp_path: Path) -> None:
     runs = tmp_path / "deep" / "runs"
     assert [make(runs, "a").name for _ in range(3)] == ["a", "a-2", "a-3"]

@@ -258,7 +258,7 @@ def mistakes_of_engines() -> None:
     assert "in the middle of a step (1 of 4 micro-batches)" in said
     engine.destroy()
     engine, forward = engine_of("text-text", 0, "bf16", 1)
-    said = refused(lambda: contrastive_step(engine, loss, batch, forward))
+    said = refused(lambda: contrastive_step(engine, loss, batch, forward, scale=SCALE))
     assert "bf16.enabled at ZeRO 0 is refused" in said
     engine.destroy()
 
@@ -286,7 +286,7 @@ def mistakes_of_forwards() -> None:
     def step(model: nn.Module, batch: Batch = batch, **options: Any) -> Any:
         wrapped = DistributedDataParallel(model)
         forward = forward_of("text-text", wrapped, torch.float32)
-        return lambda: contrastive_step(wrapped, loss, batch, forward, **options)
+        return lambda: contrastive_step(wrapped, loss, batch, forward, scale=SCALE, **options)
 
     said = refused(step(Counting(norm=True), micro_batches=2))
     assert "norm.running_mean changes in forward" in said
@@ -297,23 +297,26 @@ def mistakes_of_forwards() -> None:
     n = comm.rank()
     uneven = {"first": batch["first"][: 8 - n], "nested": [batch["nested"][0][: 8 - n]]}
     assert "drop the last uneven batch" in refused(step(make("text-text"), uneven))
+    said = refused(step(make("text-text"), uneven, micro_batches=2))
+    assert ("a batch of shape (7, " if n else "the batch of another rank does not divide into 2") in said
     narrow = nn.Sequential(make("text-text"), nn.Linear(D, D - n))
     forward = forward_of("text-text", narrow, torch.float32)
-    said = refused(lambda: contrastive_step(narrow, loss, batch, forward))
+    said = refused(lambda: contrastive_step(narrow, loss, batch, forward, scale=SCALE))
     assert "[8, 15, 8, 15] to [8, 16, 8, 16]" in said
 
     model = make("text-text")
     forward = forward_of("text-text", model, torch.float32)
 
     def nested(part: Batch) -> Any:
-        contrastive_step(model, loss, batch, forward)
+        contrastive_step(model, loss, batch, forward, scale=SCALE)
         return forward(part)
 
-    assert "inside a contrastive_step" in refused(lambda: contrastive_step(model, loss, batch, nested))
-    contrastive_step(model, loss, batch, forward)  # the refusal has left nothing behind
+    assert "inside a contrastive_step" in refused(lambda: contrastive_step(model, loss, batch, nested, scale=SCALE))
+    contrastive_step(model, loss, batch, forward, scale=SCALE)  # the refusal has left nothing behind
     if n == 0:
         model._contrastive_steps += 1  # type: ignore[operator]  # as a rank whose loader had one batch less is behind
-    assert "a rank has left one out" in refused(lambda: contrastive_step(model, loss, batch, forward))
+    assert "a rank has left one out" in refused(lambda: contrastive_step(model, loss, batch, forward, scale=SCALE))
+    assert "forward returned no scale" in refused(lambda: contrastive_step(model, loss, batch, forward))
     with pytest.raises(ValueError, match="forward returned 1 values"):
         contrastive_step(model, loss, batch, lambda part: (part["first"],))
 

@@ -178,6 +178,13 @@ def test_remove_old_leaves_what_is_not_a_complete_checkpoint(tmp_path: Path) -> 
     assert names(tmp_path) == ["step-00000001", "step-00000003"]
 
 
+def test_remove_old_without_a_limit_keeps_all(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        write_checkpoint(tmp_path, step)
+    assert remove_old(tmp_path, keep_last=None) == 0
+    assert len(names(tmp_path)) == 4
+
+
 def test_remove_old_nine_digits_are_more_than_eight(tmp_path: Path) -> None:
     for step in (99_999_999, 100_000_000):
         write_checkpoint(tmp_path, step)
