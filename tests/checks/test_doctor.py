@@ -221,7 +221,9 @@ def test_shards_that_are_whole_are_fine(tmp_path: Path) -> None:
     lines = look_at_data(data_of(tmp_path / "data", captions={"{txt}": 0.5, "{json[keywords]}": 0.5}))
     assert statuses(lines) == [("ok", "manifest"), ("ok", "samples"), ("ok", "data.slots"), ("ok", "length")]
     assert lines[1].found == "82 read, 0 broken, 0 without caption"
-    assert statuses(look_at_data(settings())) == [("ok", "samples"), ("ok", "data.slots")]
+    assert statuses(look_at_data(settings())) == [("ok", "samples"), ("ok", "data.slots"), ("ok", "length")]
+    (line,) = (line for line in look_at_data(settings(steps=None, epochs=1e-9)) if line.check == "length")
+    assert (line.status, "is less than one global_batch" in line.found) == ("fail", True)
 
 
 def test_shard_that_was_cut_off_fails_its_count_and_its_samples(tmp_path: Path) -> None:
