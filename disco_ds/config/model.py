@@ -22,7 +22,7 @@ class ModelSettings(Settings):
     """The open_clip model that is trained."""
 
     name: str = "ViT-B-32"
-    """An open_clip model name, a path of a model config (.json), or the name of one in disco_ds/assets/models."""
+    """An open_clip model name, a path of a model config (.json), or `quickstart`, a small model of the package."""
     factory: str | None = Field(None, pattern=rf"^{PATTERN}$")
     """`package.module:function` that returns a disco_ds.TwoTowers, in place of open_clip's model: docs/own_model.md."""
     options: dict[str, Any] = Field({})

@@ -296,7 +296,7 @@ class Config(Settings):
         return (
             f"global batch {self.global_batch:,} = {ranks} ranks x {self.micro_batch:,} micro-batch x {count} "
             f"micro-batches per rank\n"
-            f"{length}, peak lr {self.peak_lr:g}, "
+            f"{length}, peak lr {self.peak_lr:g}{'' if self.optim.lr else ', from base_lr and the batch'}, "
             f"warm-up {self.optim.warmup_steps:,} steps, then {self.optim.schedule}"
         )
 
