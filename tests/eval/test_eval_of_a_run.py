@@ -1,0 +1,43 @@
+"""An evaluation during a run, and `disco-ds eval` of its checkpoint, give the same figures."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from disco_ds.metrics.records import METRICS_FILE
+from helpers.launched import finish
+from helpers.tiny_run import recipe
+
+SETS = {
+    "labelled": {"emoji": "bundled:emoji/unseen"},
+    "retrieval": {"emoji_r": "bundled:emoji/unseen"},
+    "validation": {"pairs": "bundled:emoji/unseen"},
+    "label_key": "{json[caption]}",
+    "caption_key": "{json[caption]}",
+    "validation_batch": 40,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_figures_of_a_run_in_fp32_are_those_of_its_checkpoint(tmp_path: Path) -> None:
+    path = recipe(tmp_path, eval=SETS, log={"every_steps": 1, "tensorboard": False})
+    finish("torchrun", 2, ["--config", str(path)], tmp_path)
+    run = tmp_path / "runs" / "tiny"
+    records = [json.loads(line) for line in (run / METRICS_FILE).read_text().splitlines()]
+    during = {key: value for record in records for key, value in record.items() if key.startswith("eval/")}
+    assert len(during) >= 8
+    command = [sys.executable, "-m", "disco_ds", "eval", str(run), "--json", "after.json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    after = {
+        f"eval/{found['name']}_{kind}": value
+        for found in json.loads((tmp_path / "after.json").read_text())["sets"]
+        for kind, value in found.items()
+    }
+    assert {key: after.get(key) for key in during} == pytest.approx(during, rel=1e-5)
