@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from disco_ds.distributed import interrupt
@@ -63,7 +64,10 @@ def test_interrupt_of_a_command_is_one_line() -> None:
         "/dev/null",
     ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
-        time.sleep(4)
+        end = time.monotonic() + 60
+        while not any("sleep" in child.name() for child in psutil.Process(process.pid).children(recursive=True)):
+            assert time.monotonic() < end  # Python's own imports end in a traceback of Python's
+            time.sleep(0.1)
         os.killpg(process.pid, signal.SIGINT)
         assert process.stderr is not None
         said = process.stderr.read()
