@@ -5,7 +5,7 @@
 The state is what a rank writes at ZeRO 1 with AdamW in fp32: master weights and two moments, made of tensors of 64 MB.
 It is on the GPU where there is one. The writes go to --folder, with checksums and fsync as in a run. The first
 asynchronous save, which allocates (and on a GPU pins) the host's memory, is given apart; the other figures are medians.
-The bare copy is one copy_ of the same bytes into host memory that is there (and pinned).
+The bare copy is one copy_ of each tensor into the same memory, right before each save but the first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from disco_ds.data.shared_batches import pin
 from disco_ds.training.background_save import HostCopy, Save
 
 PIECE = 64 * 10**6
@@ -44,21 +43,19 @@ def measure(gb: float, repeats: int, folder: Path) -> str:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     pieces = max(round(gb * 1e9 / PIECE), 1)
     state = {f"part {k}": torch.full((PIECE // 4,), float(k), device=device) for k in range(pieces)}
-    target = {name: torch.zeros(tensor.shape) for name, tensor in state.items()}
-    if device == "cuda":
-        for tensor in target.values():
-            pin(tensor, "the bare copy's memory")
+    host = HostCopy()
 
     def bare() -> None:
-        for name, tensor in state.items():
-            target[name].copy_(tensor, non_blocking=True)
+        for part, tensor in zip(host._memory.view(torch.float32).split(PIECE // 4), state.values(), strict=True):
+            part.copy_(tensor, non_blocking=True)
         if device == "cuda":
             torch.cuda.synchronize()
 
-    copies = [_seconds(bare) for _ in range(repeats)]
-    target.clear()
-    host, stalls, written = HostCopy(), [], []
+    copies, stalls, written = [], [], []
     for number in range(repeats + 1):
+        # In turn, into the same memory: after a save the kernel is busy with what was written.
+        if number:
+            copies.append(_seconds(bare))
         start = time.perf_counter()
         save = _begin(folder / f"a{number}", host.take(state), background=True)
         stalls.append(time.perf_counter() - start)
