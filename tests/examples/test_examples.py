@@ -42,6 +42,7 @@ def launch(name: str, ranks: int, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow  # the test of the same loop below is in the fast set
 def test_open_clip_loop_learns() -> None:
     said = launch("open_clip_loop.py", 2, "--steps", "8", "--batch", "16")
     first, last = map(float, re.findall(r"loss ([\d.]+) -> ([\d.]+)", said)[0])
