@@ -10,11 +10,13 @@ from functools import partial
 
 from disco_ds.cli.messages import fail_rank, set_up_logging
 from disco_ds.config import load_config
+from disco_ds.config.secrets import redact
 from disco_ds.distributed import comm
 from disco_ds.distributed.hostfile import refuse_launch
 from disco_ds.distributed.slurm import adopt_slurm
 from disco_ds.distributed.watchdog import die_with_launcher
 from disco_ds.metrics.run_folder import mark_launch
+from disco_ds.metrics.run_log import note, say
 from disco_ds.plan.out_of_memory import OutOfMemory
 from disco_ds.run import Observer, RefusedError, train_session
 from disco_ds.training.build import Run
@@ -49,7 +51,7 @@ def make_observer(launch_id: str | None, first: bool) -> Observer:
     def started(run: Run) -> None:
         if first:
             resumed = f"goes on after step {run.first_step:,}, " if run.first_step else ""
-            print(f"{run.folder}: {resumed}{run.config.describe(comm.size())}", flush=True)
+            say(f"{run.folder}: {resumed}{run.config.describe(comm.size())}")
             mark_launch(run.folder, launch_id)
 
     def ended(run: Run, error: Exception | None) -> None:
@@ -57,6 +59,8 @@ def make_observer(launch_id: str | None, first: bool) -> Observer:
             mark_launch(run.folder, launch_id, exit_code(error))
 
     def failed(error: Exception) -> None:
+        if first:
+            note(redact(str(error)))
         if not isinstance(error, AskedToStopError):
             fail_rank(error, code=1, speaks=first)
         elif first:

@@ -19,6 +19,7 @@ from typing import Any
 from disco_ds.config.text_file import write_text
 from disco_ds.distributed import comm
 from disco_ds.metrics.figures import FIGURES, Interval, LogPoint, compute_figures
+from disco_ds.metrics.run_log import say
 from disco_ds.metrics.timers import Phases
 
 METRICS_FILE = "metrics.jsonl"
@@ -109,8 +110,7 @@ class Metrics:
         self.since, self.last_step, self.wait_s, self.save_s = clock, now.step, 0.0, 0.0
         if self.file is not None:
             self._append(record)
-            with suppress(OSError):  # a log on a full disk
-                print(self._describe(record), flush=True)
+            say(self._describe(record))
         return record
 
     def note(self, step: int, values: dict[str, float]) -> None:

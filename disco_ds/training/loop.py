@@ -29,6 +29,7 @@ from disco_ds.losses import Embeddings, LossOutput
 from disco_ds.metrics.figures import LogPoint
 from disco_ds.metrics.report import REPORT, log_errors, save_examples, write_report
 from disco_ds.metrics.run_folder import mark_finished
+from disco_ds.metrics.run_log import say
 from disco_ds.metrics.timers import Timer
 from disco_ds.metrics.trouble import Trouble, features_spread
 from disco_ds.training.build import Run
@@ -218,7 +219,7 @@ def finish(run: Run) -> None:
         command = shlex.join(
             [str(tensorboard) if tensorboard.exists() else "tensorboard", "--logdir", str(run.folder.parent)]
         )
-        print(f"run folder: {run.folder}\npictures: {run.folder / REPORT}\ncurves: {command}", flush=True)
+        say(f"run folder: {run.folder}\npictures: {run.folder / REPORT}\ncurves: {command}")
 
 
 def evaluate(run: Run, step: int) -> dict[str, float]:
@@ -231,7 +232,7 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
     run.metrics.skip(time.monotonic() - start)
     if comm.rank() == 0 and results:
         epoch = step * run.config.global_batch / run.loader.num_samples
-        print(f"step {step:,}, epoch {epoch:.2f}:\n{describe(results)}", flush=True)
+        say(f"step {step:,}, epoch {epoch:.2f}:\n{describe(results)}")
         with log_errors("the images for report.png were not kept"):
             shown = [result for result in results if isinstance(result, Accuracy)]
             if shown:

@@ -15,6 +15,7 @@ from disco_ds.config import Config, render_ds_config
 from disco_ds.config.text_file import write_text
 from disco_ds.distributed import comm
 from disco_ds.metrics.run_folder import CONFIG, FINISHED, RunFolder, find_run_folder, make_run_folder, make_token
+from disco_ds.metrics.run_log import write_log
 
 
 def open_folder(config: Config, resume: str | None, stack: ExitStack) -> Path:
@@ -27,6 +28,7 @@ def open_folder(config: Config, resume: str | None, stack: ExitStack) -> Path:
             opened = find_run_folder(runs, name, resume) if resume else make_run_folder(runs, name)
             stack.callback(opened.close)
             refuse_finished(opened.path, config.num_steps)
+            stack.enter_context(write_log(opened.path))
             token = make_token(opened.path)
     token = comm.broadcast(token)
     try:
