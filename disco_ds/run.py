@@ -134,6 +134,8 @@ def train_session(
                 train(run)
                 finish(run)
         except (StopError, LossContractError, FloatingPointError, comm.AgreedError, AskedToStopError) as error:
+            if isinstance(error, LossContractError) and comm.size() > 1:
+                raise  # perhaps on this rank alone: the others learn of it from its heartbeat
             failure = error
             observer.failed(error)
         # After a failure too: earlier checkpoints may still be on their way.

@@ -173,7 +173,8 @@ def follow(lines: IO[str], failed: dict[str, int]) -> None:
     """Pass on what deepspeed prints, and note the hosts that have failed: pdsh would wait for the others."""
     with lines:
         for line in lines:
-            print(line, end="", file=sys.stderr, flush=True)
+            with suppress(OSError):
+                print(line, end="", file=sys.stderr, flush=True)
             if found := ENDED.match(line):
                 # Without its ssh a host's ranks train on, unheard: it is cut off too.
                 code = failed[found[1]] = int(found[2] or CUT_OFF)

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ REACH_S = 6.0
 BACK_OFF_S = (2, 4, 8, 16, 32, *[60] * 30)
 """Pauses between attempts to reach lost hosts."""
 CHOOSES_HOSTS = {"-H", "--hostfile", "-i", "--include", "-e", "--exclude"}
-CHOOSES_HOSTS |= {"--num_nodes", "--num_gpus", "--num_accelerators"}
+CHOOSES_HOSTS |= {"--num_nodes", "--num_gpus", "--num_accelerators", "--master_addr"}
 """Arguments of deepspeed that change which hosts and slots of the hostfile are used."""
 Stopped = Callable[[], bool]
 FIND = """
@@ -92,7 +92,7 @@ def wait_for_hosts(
             time.sleep(0.2)
             if stopped():
                 return None
-    return None
+    return left if enough else None
 
 
 @contextmanager
@@ -138,4 +138,5 @@ def check_min_hosts(args: argparse.Namespace, config: Config, slots: Mapping[str
 
 
 def report(text: str) -> None:
-    print(f"disco-ds launch: {text}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # of a terminal, or a `tee`, that is gone
+        print(f"disco-ds launch: {text}", file=sys.stderr, flush=True)

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import warnings
+from contextlib import suppress
 
 from disco_ds.config.secrets import redact
 
@@ -28,6 +29,7 @@ def fail(error: Exception, code: int) -> int:
 
 def fail_rank(error: object, code: int, speaks: bool = True) -> int:
     """Print why a rank ends, and on which host, if it is the one that speaks for others. Returns: code."""
-    if speaks:
-        print(f"error on {socket.gethostname()}: {redact(str(error))}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # of a terminal, or a `tee`, that is gone
+        if speaks:
+            print(f"error on {socket.gethostname()}: {redact(str(error))}", file=sys.stderr, flush=True)
     return code

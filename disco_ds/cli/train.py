@@ -6,6 +6,7 @@ import argparse
 import os
 import socket
 import sys
+from contextlib import suppress
 from functools import partial
 
 from disco_ds.cli.messages import fail_rank, set_up_logging
@@ -64,7 +65,8 @@ def make_observer(launch_id: str | None, first: bool) -> Observer:
         if not isinstance(error, AskedToStopError):
             fail_rank(error, code=1, speaks=first)
         elif first:
-            print(f"{socket.gethostname()}: {error}", file=sys.stderr, flush=True)
+            with suppress(OSError):
+                print(f"{socket.gethostname()}: {error}", file=sys.stderr, flush=True)
 
     return Observer(
         started=started,

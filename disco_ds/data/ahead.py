@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from disco_ds.data.base import Source
-from disco_ds.data.broken import CacheFullError, DataError
+from disco_ds.data.broken import CacheFullError
 from disco_ds.data.mixture import Mixture
 
 _THREADS = 2
@@ -24,6 +24,8 @@ _THREADS = 2
 _POLL_S = 0.5
 _LATER_S = 30.0
 """Pause after a failure: of this shard or, where the cache is full, of all."""
+_BUSY_S = 1.0
+"""Pause after any other failure, before the next shard."""
 _NEVER = math.inf
 
 Cursor = dict[int, tuple[int, int]]
@@ -32,7 +34,7 @@ Cursor = dict[int, tuple[int, int]]
 
 def fetch_ahead(sources: Sequence[Source], order: Mixture, least: int) -> FetchAhead | None:
     """As FetchAhead; None if no source has anything to fetch."""
-    return FetchAhead(sources, order, least) if any(source.open_fetcher() for source in sources) else None
+    return FetchAhead(sources, order, least) if least and any(source.open_fetcher() for source in sources) else None
 
 
 class FetchAhead:
@@ -99,7 +101,8 @@ class FetchAhead:
             try:
                 if (fetch := fetchers[number]) is not None:
                     fetch(shard - first[number])
-            except (CacheFullError, DataError, OSError) as error:
-                self._not_before[shard] = time.monotonic() + _LATER_S
-                if isinstance(error, CacheFullError):  # for the others neither
-                    time.sleep(_LATER_S)
+            except Exception as error:  # a source of one's own may raise anything; its reader reports what lasts
+                with self._lock:
+                    self._not_before[shard] = time.monotonic() + _LATER_S
+                # Where the cache is full there is no room for the others either; a server may be busy.
+                time.sleep(_LATER_S if isinstance(error, CacheFullError) else _BUSY_S)

@@ -119,7 +119,7 @@ class Source:
     def open_fetcher(self) -> Callable[[int], None] | None:
         """What brings a shard near before it is read, in threads beside the Reader; None if nothing has to be fetched.
 
-        It does nothing for a shard that is there. It may raise DataError or OSError: the Reader fetches the shard then.
+        It does nothing for a shard that is there. It may raise anything: the Reader fetches the shard then, or reports.
         """
         return None
 

@@ -33,7 +33,7 @@ from disco_ds.data.listing import PIPE
 
 _TRANSIENT = {408, 416, 425, 429, 500, 502, 503, 504}
 """HTTP statuses after which another attempt may succeed."""
-_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+|\*)")
+_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 _BLOCK = 2**20
 
 
@@ -194,7 +194,7 @@ def _read_http(url: str, timeout_s: float, arrived: _Arrived) -> Generator[bytes
         request.add_header("If-Range", arrived.version)  # another content is sent from its beginning, with status 200
     with urllib.request.urlopen(request, timeout=timeout_s) as answer:
         if answer.status == http.client.PARTIAL_CONTENT:
-            _check_range(answer.headers["Content-Range"], arrived)
+            _check_range(answer.headers["Content-Range"], _find_version(answer.headers), arrived)
         else:
             arrived.done, arrived.version = 0, _find_version(answer.headers)
         done, length = 0, answer.headers["Content-Length"]
@@ -212,10 +212,12 @@ def _find_version(headers: http.client.HTTPMessage) -> str | None:
     return tag if tag and not tag.startswith("W/") else headers["Last-Modified"]
 
 
-def _check_range(text: str | None, arrived: _Arrived) -> None:
-    """Raises: _FetchError unless an answer goes on where the last one has ended, in a shard of the expected size."""
+def _check_range(text: str | None, version: str | None, arrived: _Arrived) -> None:
+    """Raises: _FetchError unless an answer goes on, to the end, where the last one has ended, in the same content."""
     found = _RANGE.fullmatch(text or "")
-    if found and int(found[1]) == arrived.done and found[2] in ("*", str(arrived.size or found[2])):
-        return
+    if found and int(found[1]) == arrived.done and version in (None, arrived.version):
+        total = str(int(found[2]) + 1)
+        if found[3] == "*" or found[3] == total == str(arrived.size or total):
+            return
     arrived.version = None
     raise _FetchError(f"the server was asked for the bytes from {arrived.done:,} on, and sends other ones")

@@ -83,11 +83,12 @@ class DataOrder:
         first, base = offset // self.window * self.window, -offset
         while True:
             start, stop = self._interval(slot, epoch)
-            shards, ends = self._epoch(epoch)
-            at = int(np.searchsorted(ends, start + first, side="right"))
-            while start + first < stop:
-                yield max(0, base + first // self.window * self.window), int(shards[at])
-                first, at = int(ends[at]) - start, at + 1
+            if start < stop:  # else the epoch's permutation, of a small source, is of no use
+                shards, ends = self._epoch(epoch)
+                at = int(np.searchsorted(ends, start + first, side="right"))
+                while start + first < stop:
+                    yield max(0, base + first // self.window * self.window), int(shards[at])
+                    first, at = int(ends[at]) - start, at + 1
             first, base, epoch = 0, base + stop - start, epoch + 1
 
     def _interval(self, slot: int, epoch: int) -> tuple[int, int]:

@@ -81,7 +81,10 @@ class ShardCache:
         Raises:  as open; CacheFullError also if there is only room where shards lie that others have fetched ahead.
         """
         path = self._locate(shard)
-        if not path.exists():
+        try:
+            if stat.S_IMODE(path.stat().st_mode) != _AHEAD:
+                os.utime(path)  # read before, it would be the first to be evicted
+        except FileNotFoundError:
             self._fetch(shard, path, ahead=True)
 
     def _locate(self, shard: int) -> Path:
@@ -114,6 +117,7 @@ class ShardCache:
                 os.fchmod(file.fileno(), _AHEAD if ahead else _PLAIN)
                 while not self._make_room(file, self._sizes[shard], ahead):
                     progress.add()
+                    os.utime(file.fileno())
                     time.sleep(_POLL_S)
                 fetch(self._urls[shard], self._names[shard], file, settings, self._sizes[shard])
                 os.fsync(file.fileno())
@@ -140,9 +144,10 @@ class ShardCache:
             for unread, _, size, path in known:
                 if used + need <= limit:
                     break
-                if not (ahead and unread) and _evict(path):
+                # What a killed process has left half fetched is nobody's.
+                if not (ahead and unread and path.suffix == ".shard") and _evict(path):
                     used -= size
-                elif unread and path.suffix == ".partial":
+                elif unread:  # locked, but not by a reader
                     coming += size
             if used + need <= limit:
                 file.truncate(need)

@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from disco_ds.distributed.comm import rank
@@ -18,6 +19,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 ONE_INTERRUPT_S = 2.0
 """A terminal sends Ctrl-C to all of a job's processes, and torchrun sends it to the ranks again: within this time it
 counts once."""
+_ANSWER = b"\nCtrl-C: saving after this step; once more ends at once, unsaved\n"
 
 
 class Interrupts:
@@ -57,15 +59,14 @@ class Interrupts:
         self.since = time.monotonic()
 
     def _ask(self, number: int, frame: Any) -> None:
-        now = time.monotonic()
+        self.asked = signal.Signals(number).name
         if number == signal.SIGINT:
+            now = time.monotonic()
             if self._interrupted is None:
                 self._interrupted = now
-                # Not print: a handler may run inside another print.
-                os.write(
-                    2, b"\nCtrl-C: saving after this step; once more ends at once, unsaved\n" if rank() == 0 else b""
-                )
+                # Not print: a handler may run inside another print. A `tee` has been ended by the same Ctrl-C.
+                with suppress(OSError):
+                    os.write(2, _ANSWER if rank() == 0 else b"")
             elif now - self._interrupted > ONE_INTERRUPT_S:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
-        self.asked = signal.Signals(number).name

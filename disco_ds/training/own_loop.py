@@ -61,7 +61,9 @@ def contrastive_step(
         )
     backend = _Engine(model) if isinstance(model, DeepSpeedEngine) else _Plain(model, backward)
     backend.check(micro_batches)
-    parts = _split_alike(batch, micro_batches, getattr(model, "device", None) or comm.local_device())
+    parts = _split_alike(
+        batch, micro_batches, model.device if isinstance(model, DeepSpeedEngine) else comm.local_device()
+    )
     indices = [None] * micro_batches if index is None else list(index.chunk(micro_batches))
     towers = _Towers(forward, backend, micro_batches, scale, model if first_time else None)
     model._in_contrastive_step = True
@@ -110,7 +112,8 @@ def split(batch: Any, count: int) -> list[Any]:
         return [{key: values[k] for key, values in cut.items()} for k in range(count)]
     if isinstance(batch, list | tuple):
         rows = [split(value, count) for value in batch]
-        return [type(batch)(row[k] for row in rows) for k in range(count)]
+        make = getattr(type(batch), "_make", type(batch))  # of a namedtuple
+        return [make(row[k] for row in rows) for k in range(count)]
     return [batch] * count
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import threading
 import time
@@ -188,6 +189,57 @@ def test_reader_waits_for_the_room_of_what_is_being_fetched_ahead(
     reader.join(20)
     ahead.join(20)
     assert found == [(shards.folder / "00000.tar").read_bytes()]
+
+
+def test_shard_that_is_just_complete_and_still_locked_is_waited_for(
+    shards: Manifest, server: Server, tmp_path: Path
+) -> None:
+    """Between the renaming and the release of its lock."""
+    cache = open_cache(shards, server.url, tmp_path / "cache", cache_gb=1.5 * shards.shards[0].bytes / 1e9)
+    cache.fetch_ahead(1)
+    (complete,) = cache.folder.glob("*.shard")
+    with complete.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        thread = threading.Thread(target=lambda: cache.open(0).close())
+        thread.start()
+        time.sleep(0.3)
+        assert thread.is_alive()
+    thread.join(20)
+    assert server.asked == {"/00000.tar": 1, "/00001.tar": 1}
+
+
+def test_wanted_shard_that_is_there_already_is_not_the_next_to_go(
+    shards: Manifest, server: Server, tmp_path: Path
+) -> None:
+    cache = open_cache(shards, server.url, tmp_path / "cache", cache_gb=2.5 * shards.shards[0].bytes / 1e9)
+    for shard in (0, 1):
+        cache.open(shard).close()
+        time.sleep(0.05)  # the clock of files ticks slowly
+    cache.fetch_ahead(0)
+    cache.fetch_ahead(2)
+    cache.open(0).close()
+    assert server.asked == {"/00000.tar": 1, "/00001.tar": 1, "/00002.tar": 1}
+
+
+def test_what_a_killed_process_had_half_fetched_ahead_makes_room(
+    shards: Manifest, server: Server, tmp_path: Path
+) -> None:
+    cache = open_cache(shards, server.url, tmp_path / "cache", cache_gb=1.5 * shards.shards[0].bytes / 1e9)
+    cache.fetch_ahead(1)
+    (left,) = cache.folder.glob("*.shard")
+    left.rename(left.with_suffix(".partial"))
+    cache.fetch_ahead(0)
+    assert server.asked == {"/00000.tar": 1, "/00001.tar": 1}
+
+
+def test_small_source_beside_a_large_one_costs_no_time() -> None:
+    """Most intervals of its slots are empty."""
+    order = Mixture([[20], [100] * 1000], [0.5, 0.5], [False, False], 512, seed=5, window=50)
+    ahead = FetchAhead([], order, least=1)
+    ahead.move({stream: (0, 0) for slot in range(64) for stream in order.streams(slot)})
+    start = time.perf_counter()
+    assert len(ahead.find_wanted()) > 64
+    assert time.perf_counter() - start < 0.5
 
 
 def test_failure_ahead_is_one_attempt_and_the_reader_has_all_of_its_own(

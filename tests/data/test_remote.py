@@ -228,10 +228,12 @@ def test_without_a_strong_version_an_attempt_begins_anew(
     assert fetch_broken(shards, server, tmp_path / "cache", timeout_s=0.5) == size + size // 4 + size // 2
 
 
+@pytest.mark.parametrize("ignores_if_range", [False, True])
 def test_shard_that_changes_between_attempts_is_fetched_from_its_beginning(
-    shards: Manifest, server: Server, tmp_path: Path
+    shards: Manifest, server: Server, tmp_path: Path, ignores_if_range: bool
 ) -> None:
     """Or else the file would be put together from two contents."""
+    server.ignores_if_range = ignores_if_range
     server.broken["/00001.tar"] = [shards.shards[1].bytes // 2]
     cache = open_cache(shards, server.url, tmp_path / "cache", tries=3, timeout_s=2.0)
     changed = bytes(reversed((shards.folder / "00001.tar").read_bytes()))

@@ -33,6 +33,18 @@ def test_first_interrupt_asks_to_stop_and_arrives_twice(capfd: pytest.CaptureFix
     assert capfd.readouterr().err.count("Ctrl-C: saving after this step") == 1
 
 
+def test_interrupt_whose_terminal_is_gone_asks_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`2>&1 | tee log`: the same Ctrl-C has ended the tee."""
+
+    def gone(*arguments: object) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(os, "write", gone)
+    interrupts = Interrupts()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert interrupts.asked == "SIGINT"
+
+
 AGAIN = f"""
 import os, signal, time
 from disco_ds.distributed.interrupt import Interrupts

@@ -47,7 +47,7 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
         """From where the client asks on, if it names our version; the first answers break off early."""
         wanted, tag = self.headers["Range"], self.server.tag
         start = int(wanted.removeprefix("bytes=").removesuffix("-")) if wanted else 0
-        if wanted and self.headers["If-Range"] == tag:
+        if wanted and (self.headers["If-Range"] == tag or self.server.ignores_if_range):
             self.send_response(206)
             self.send_header("Content-Range", self.server.content_range or f"bytes {start}-{len(data) - 1}/{len(data)}")
         else:
@@ -98,6 +98,7 @@ class Server(http.server.ThreadingHTTPServer):
         """Paths that are sent in ranges -> places at which the next answers break off."""
         self.tag: str | None = '"one"'
         """Their ETag."""
+        self.ignores_if_range = False
         self.content_range: str | None = None
         """What their answers say instead of their range."""
         self.sent = 0
