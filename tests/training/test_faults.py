@@ -257,7 +257,7 @@ def test_records_and_points_go_on_after_a_crash(tmp_path):
     points = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
     names = points.Tags()["scalars"]
     assert "train/loss" in names
-    for name in names:
+    for name in set(names) - {"time/save_s"}:  # which steps have waited for a save, is up to the disk
         expected = (2, 4, 6, 8) if name.startswith("eval/") else range(1, 9)
         assert [point.step // 16 for point in points.Scalars(name)] == list(expected), name
     losses = {record["step"]: record["loss"] for record in records(run) if "loss" in record}
