@@ -42,7 +42,9 @@ class Interrupts:
         self._interrupted: float | None = None
         """When the first Ctrl-C came."""
         for number in SIGNALS:
-            signal.signal(number, self._ask)
+            # A shell starts a script's background jobs so that the Ctrl-C for others is ignored.
+            if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._ask)
 
     @property
     def requests(self) -> tuple[float, float, float]:

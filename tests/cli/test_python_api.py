@@ -113,6 +113,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.slow
 def test_process_can_go_on_whatever_a_run_came_to(tmp_path: Path) -> None:
     done = python(AGAIN, tmp_path, str(recipe(tmp_path)))
     assert done.returncode == 0, done.stderr

@@ -274,7 +274,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("end", ["stay", "leave"])
+@pytest.mark.parametrize("end", ["stay", pytest.param("leave", marks=pytest.mark.slow)])
 def test_workers_end_with_their_trainer(manifest: Manifest, tmp_path: Path, end: str) -> None:
     script = tmp_path / "trainer.py"
     script.write_text(TRAINER)

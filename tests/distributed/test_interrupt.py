@@ -8,17 +8,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
 
 from disco_ds.distributed import interrupt
 from disco_ds.distributed.interrupt import SIGNALS, Interrupts
+from helpers.launched import hear_interrupts
 
 
 @pytest.fixture(autouse=True)
 def put_back() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in SIGNALS}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests are a background job
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -31,6 +34,13 @@ def test_first_interrupt_asks_to_stop_and_arrives_twice(capfd: pytest.CaptureFix
         os.kill(os.getpid(), signal.SIGINT)
     assert interrupts.requests == (0, 1, 0)
     assert capfd.readouterr().err.count("Ctrl-C: saving after this step") == 1
+
+
+def test_background_job_of_a_script_ignores_the_interrupt_of_others() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    interrupts = Interrupts()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert interrupts.asked is None
 
 
 def test_interrupt_whose_terminal_is_gone_asks_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +68,8 @@ print("not reached")
 
 
 def test_interrupt_once_more_ends_the_process() -> None:
-    done = subprocess.run([sys.executable, "-c", AGAIN], capture_output=True, text=True, timeout=60, check=False)
+    command, options = [sys.executable, "-c", AGAIN], {"capture_output": True, "text": True, "timeout": 60}
+    done = subprocess.run(command, preexec_fn=hear_interrupts, check=False, **options)  # type: ignore[call-overload]
     assert done.returncode == -signal.SIGINT
     assert done.stdout == "SIGINT\n"
     assert "Traceback" not in done.stderr
@@ -75,7 +86,8 @@ def test_interrupt_of_a_command_is_one_line() -> None:
         "--to",
         "/dev/null",
     ]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+    options: dict[str, Any] = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen(command, preexec_fn=hear_interrupts, **options) as process:
         end = time.monotonic() + 60
         while not any("sleep" in child.name() for child in psutil.Process(process.pid).children(recursive=True)):
             assert time.monotonic() < end  # Python's own imports end in a traceback of Python's

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -47,6 +48,11 @@ def launch_command(kind: str, ranks: int, arguments: list[str]) -> list[str]:
     return [*front, "--master_addr=127.0.0.1", f"--master_port={free_port()}", "--module", "disco_ds.train", *arguments]
 
 
+def hear_interrupts() -> None:
+    """For a child that is to hear SIGINT, which is ignored where the tests are a background job."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @contextmanager
 def launched(kind: str, ranks: int, arguments: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A run in a session of its own; every process of it is ended at the end, whatever happens."""
@@ -58,6 +64,7 @@ def launched(kind: str, ranks: int, arguments: list[str], folder: Path) -> Itera
             stdout=log,
             stderr=log,
             start_new_session=True,
+            preexec_fn=hear_interrupts,
         )
     try:
         yield process

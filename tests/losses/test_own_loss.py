@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from disco_ds.distributed import comm
 from disco_ds.losses import Embeddings, build_loss
 from disco_ds.metrics.records import METRICS_FILE
+from disco_ds.metrics.run_log import LOG
 from disco_ds.plan.losses import loss_cost
 from helpers.dist import run_ranks
 from helpers.minimal import settings
@@ -90,6 +91,7 @@ def test_recipe_with_an_own_loss_trains_two_steps(package, tmp_path):
     path = recipe(tmp_path, loss={"name": NAME, "options": {"smoothing": 0.2}}, steps=2, log={"every_steps": 1})
     done = disco_ds("train", "--config", str(path), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert "INFO step 2/2" in (tmp_path / "runs" / "tiny" / LOG).read_text()
     records = [json.loads(line) for line in (tmp_path / "runs" / "tiny" / METRICS_FILE).read_text().splitlines()]
     losses = [record["loss"] for record in records if "loss" in record]
     assert len(losses) == 2

@@ -41,6 +41,7 @@ def test_neither_a_full_disk_nor_a_closed_terminal_ends_the_run(monkeypatch: pyt
         say("step 1")
 
 
+@pytest.mark.slow
 def test_run_and_its_resume_share_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "")
     path = recipe(tmp_path, steps=2)
