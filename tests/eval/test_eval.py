@@ -69,7 +69,8 @@ def accuracies(path: Path, stage: int) -> tuple[Accuracy, tuple[float, float]]:
         return found, (right[:, 0].float().mean().item(), right.any(1).float().mean().item())
 
 
-@pytest.mark.parametrize(("size", "stage"), [pytest.param(1, 1, marks=pytest.mark.slow), (2, 3)])
+@pytest.mark.slow  # of the fast set: test_every_layout_at_any_number_of_ranks..., with its figures
+@pytest.mark.parametrize(("size", "stage"), [(1, 1), (2, 3)])
 def test_accuracy_of_all_ranks_is_that_of_a_plain_loop(size, stage, tmp_path):
     # 155 images and labels: neither divides by the ranks nor by the micro-batch.
     for found, plain in run_ranks(accuracies, size, recipe(tmp_path), stage):

@@ -219,6 +219,7 @@ def compare_updates(model_file: str) -> list[str]:
     return failures
 
 
+@pytest.mark.slow
 def test_learning_rate_and_decay_reach_the_update_at_every_stage(tmp_path: Any) -> None:
     for failures in run_ranks(compare_updates, 2, write_tiny(tmp_path)):
         assert not failures, "\n".join(failures)
