@@ -130,11 +130,10 @@ def check_gradients(small: Config, alone: tuple[Answer, float] | None) -> Iterat
     found = f"{error:.1e} off one process, most in {worst}, the loss {loss_error:.1e}; allowed {limit:.1e}; "
     found += f"{small.loss.name}, {comm.size()} ranks x {count} micro-batches, ZeRO {stage(small.deepspeed)}, "
     own = ":" in small.loss.name
-    remedy = (
-        "the ranks would train another model: "
-        + ("check that the loss gathers with comm.gather, and is the mean over ranks" if own else "")
-        + ("" if own else "take loss.options and ds_config keys out until this is right")
-    )
+    cause = "take loss.options and ds_config keys out until this is right"
+    if own:
+        cause = "check that the loss gathers with comm.gather, and is the mean over ranks"
+    remedy = f"the ranks would train another model: {cause}"
     fine = error <= limit and loss_error <= limit
     yield Line("ok" if fine else "fail", "gradients", found + precision(small.deepspeed), remedy)
     if own and comm.size() == 1:

@@ -17,7 +17,7 @@ from disco_ds.data.manifest import read_manifest, write_manifest
 
 
 def _is_whole(listing: Listing) -> bool:
-    """Whether these are all shards of a folder, so that their manifest can be the folder's."""
+    """Return True if the listing names every shard of a folder, whose manifest.json it may then write."""
     return listing.whole or (not listing.urls and list_folder(listing.folder).names == listing.names)
 
 

@@ -117,7 +117,7 @@ class Source:
         raise NotImplementedError(f"{type(self).__name__} has no open")
 
     def open_fetcher(self) -> Callable[[int], None] | None:
-        """What brings a shard near before it is read, in threads beside the Reader; None if nothing has to be fetched.
+        """Return a function that fetches a shard before it is read, in threads beside the Reader; or None.
 
         It does nothing for a shard that is there. It may raise anything: the Reader fetches the shard then, or reports.
         """

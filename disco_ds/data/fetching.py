@@ -61,7 +61,7 @@ class _FetchError(Exception):
 
 @dataclass
 class _Arrived:
-    """What has arrived of a shard; the next attempt goes on from there if the server can."""
+    """The part of a shard that has arrived; the next attempt goes on from there if the server can."""
 
     file: BinaryIO
     size: int | None
@@ -69,7 +69,7 @@ class _Arrived:
     limit: int
     done: int = 0
     version: str | None = None
-    """By which the server knows whether it still has the same content: a strong ETag, or else the date."""
+    """The strong ETag of the content, or else its date, by which the server tells whether it has changed."""
 
     def write(self, block: bytes) -> None:
         view = memoryview(block)

@@ -88,7 +88,7 @@ class ShardCache:
             self._fetch(shard, path, ahead=True)
 
     def _locate(self, shard: int) -> Path:
-        """Where the file of a shard is, or will be. Raises: DataError for a folder that is not this user's alone."""
+        """Return the path of a shard's file. Raises: DataError for a folder that is not this user's alone."""
         _make_private(self.folder)
         # The size is part of the name: a shard that was indexed again is another file. The URL may hold secrets.
         key = hashlib.sha256(f"{self._sizes[shard]} {self._urls[shard]}".encode()).hexdigest()

@@ -79,7 +79,7 @@ class Job:
     batches: SharedBatches
     """The buffers to write into."""
     ahead: FetchAhead | None = None
-    """What fetches the shards of its streams, if they are remote."""
+    """Fetches the shards that its streams will need, if they are remote; None: they are local."""
     worker: int = 0
     """It owns slots[worker::num_workers]."""
     num_workers: int = 1
