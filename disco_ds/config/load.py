@@ -90,7 +90,8 @@ def find_recipe(recipe: str | Path) -> Path:
 
 
 def _is_foreign(item: Any) -> bool:
-    return item["type"] == "extra_forbidden" and bool(explain_word(str(item["loc"][-1])))
+    """Whether a key is another trainer's; within a section it is rather one of ours in the wrong place."""
+    return item["type"] == "extra_forbidden" and len(item["loc"]) == 1 and bool(explain_word(str(item["loc"][0])))
 
 
 def _explain(item: Any) -> str:

@@ -29,7 +29,8 @@ class ModelSettings(Settings):
     """Keyword arguments of model.factory."""
     pretrained: Path | None = None
     """Weights that open_clip can load: one of its tags, such as laion2b_s34b_b79k, which is fetched from the hub; a
-    local file (.pt, .bin, .safetensors); or a folder with one, whose preprocessing is taken as well."""
+    local file (.pt, .bin, .safetensors); or a folder with one, whose preprocessing is taken as well. A run that is
+    resumed does not read them."""
     pretrained_image: Path | None = None
     """Weights of the image tower alone: a local file, or `timm` for those that timm has for its own towers."""
     lock_image: bool = False

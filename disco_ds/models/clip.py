@@ -50,16 +50,18 @@ def build_model(
     initial_scale: float = 1 / 0.07,
     initial_bias: float | None = None,
     learns_scale: bool = True,
+    pretrained: bool = True,
 ) -> nn.Module:
     """Build the model of `settings`, in fp32 on the CPU, with this file's `forward`.
 
-    Args:   initial_scale: exp of the initial logit_scale; initial_bias: None for no bias; both come from the loss.
+    Args:   initial_scale: exp of the initial logit_scale; initial_bias: None for no bias; both come from the loss;
+            pretrained: load the weights that the settings name; else they are random, to be replaced.
     Raises: ValueError for an unknown model, weights that are missing or do not fit, or settings it does not support.
     """
     if settings.factory:
         model: Any = build_two_towers(settings, initial_scale, initial_bias)
     else:
-        model = _create(settings, initial_scale, initial_bias)
+        model = _create(settings, initial_scale, initial_bias, pretrained)
     _lock(model, settings, learns_scale)
     if settings.token_embedding_std is not None and settings.pretrained is None:
         nn.init.normal_(_text_tower(model).token_embedding.weight, std=settings.token_embedding_std)
@@ -78,16 +80,17 @@ def build_model(
     return model
 
 
-def _create(settings: ModelSettings, initial_scale: float, initial_bias: float | None) -> nn.Module:
+def _create(settings: ModelSettings, initial_scale: float, initial_bias: float | None, pretrained: bool) -> nn.Module:
     """open_clip's model, as open_clip builds it. Raises: ValueError."""
     name = register_config(settings.name)
-    weights = find_weights(name, settings)
+    weights, image_weights = (find_weights(name, settings), settings.pretrained_image) if pretrained else (None, None)
     try:
         logging.disable(logging.WARNING)  # open_clip warns of random weights, with which training begins
         model = open_clip.create_model(
             name,
             pretrained=weights,
-            pretrained_image=str(settings.pretrained_image) == TIMM,
+            pretrained_image=str(image_weights) == TIMM,
+            pretrained_text=pretrained,
             force_quick_gelu=settings.quick_gelu,
             force_patch_dropout=settings.patch_dropout,
             force_image_size=settings.image_size,
@@ -106,8 +109,8 @@ def _create(settings: ModelSettings, initial_scale: float, initial_bias: float |
         logging.disable(logging.NOTSET)
     if not isinstance(model, open_clip.CLIP | open_clip.CustomTextCLIP):
         raise ValueError(f"model {settings.name} is a {type(model).__name__}; disco_ds trains two-tower CLIP models")
-    if settings.pretrained_image is not None and str(settings.pretrained_image) != TIMM:
-        load_image_tower(model, settings.pretrained_image)
+    if image_weights is not None and str(image_weights) != TIMM:
+        load_image_tower(model, image_weights)
     return model
 
 

@@ -112,14 +112,14 @@ def build(
     comm.from_rank_0("log", partial(check_packages, config))
     loss = choose_loss(config)
     sources, sets = open_sources(config)
-    model, tokenizer, image = build_towers(config, loss)
     identity = identify(config, sources)
     config = config.with_steps(sum(source.num_samples for source in sources))
-    # The checkpoint is chosen before the loader, which starts at its cursor. A new folder is made only when the
-    # settings have turned out to fit together.
+    # The checkpoint is chosen before the model, which takes its weights, and the loader, which starts at its cursor. A
+    # new folder is made only when the settings have turned out to fit together.
     folder = open_folder(config, resume, stack) if resume else None
     saved = choose(folder, resume, config, identity, unattended, allow_change) if folder and resume else None
     first_step = saved.step if saved else 0
+    model, tokenizer, image = build_towers(config, loss, restored=saved is not None)
     with comm.all_or_none("data"):
         loader = build_loader(config, sources, model, image, tokenizer, saved, share)
     stack.callback(loader.close)
@@ -236,18 +236,23 @@ def open_sources(config: Config) -> tuple[list[Source], list[ImageSet]]:
         return load_sources(config.data), load_sets(config.eval, config.data)
 
 
-def build_towers(config: Config, loss: Loss) -> tuple[nn.Module, Any, ImageSpec]:
-    """Build the model, equal on every rank, its tokenizer, and the description of its images. Collective."""
-    with comm.all_or_none("model"):
-        name = register_config(config.model.name)
-        find_weights(name, config.model)
-        if os.environ["LOCAL_RANK"] == "0":  # the other ranks of the host then find the files
-            download_weights(name, config.model)
-    if comm.rank() == 0:
-        warn_of_random_tower(config.model)
+def build_towers(config: Config, loss: Loss, restored: bool = False) -> tuple[nn.Module, Any, ImageSpec]:
+    """Build the model, equal on every rank, its tokenizer, and the description of its images. Collective.
+
+    Args:   restored: a checkpoint's weights come next, so that pretrained ones are neither needed nor fetched.
+    """
+    if not restored:
+        with comm.all_or_none("model"):
+            name = register_config(config.model.name)
+            find_weights(name, config.model)
+            if os.environ["LOCAL_RANK"] == "0":  # the other ranks of the host then find the files
+                download_weights(name, config.model)
+        if comm.rank() == 0:
+            warn_of_random_tower(config.model)
     with comm.all_or_none("model"):
         set_random_seed(config.seed)
-        model = build_model(config.model, loss.initial_scale, loss.initial_bias, loss.learns_scale)
+        start = loss.initial_scale, loss.initial_bias, loss.learns_scale
+        model = build_model(config.model, *start, pretrained=not restored)
         check_compiled(config, model, comm.size())
         tokenizer = build_tokenizer(config.model, model)
     preprocessing = read_preprocessing(model)
@@ -261,9 +266,10 @@ def identify(config: Config, sources: list[Source]) -> dict[str, Any]:
     """
     # Synthetic data are identified by data.num_samples, which is one of the settings compared.
     data = "synthetic" if config.data.source == "synthetic" else fingerprint(config.data, sources)
-    found = checkpoint.identity(config, data, read_architecture(config.model))
-    if preprocess := read_overrides(register_config(config.model.name), config.model):
-        found["model.preprocess"] = preprocess  # export and evaluation read it, when the weights' folder may be gone
+    with comm.all_or_none("model"):
+        found = checkpoint.identity(config, data, read_architecture(config.model))
+        # Export and evaluation read it, when the weights' folder may be gone.
+        found["model.preprocess"] = read_overrides(register_config(config.model.name), config.model)
     # Paths agree by now, but a path may name another file on each host.
     same = ("data.shards", "model.config", "model.preprocess")
     check_agreement({key: found.get(key) for key in same}, SAME_FILES)

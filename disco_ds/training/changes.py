@@ -13,6 +13,7 @@ FORMER_DEFAULTS = {"loss.name": "disco"}
 """Former defaults of settings, which an older run has if its recipe left the setting out."""
 
 LATER_DEFAULTS = {
+    "model.preprocess": {},
     "model.unlocked_layers": 0,
     "model.quick_gelu": False,
     "data.augment.color_jitter": (0.0,) * 4,
@@ -91,4 +92,6 @@ def _describe(change: Change) -> str:
     hint = ""
     if key in FORMER_DEFAULTS and saved == FORMER_DEFAULTS[key]:
         hint = f"; the default used to be {saved}: set {key}={saved} to go on, or start a new run without --resume"
+    if key.startswith("model.preprocess.") and now is None:
+        hint = "; it came with the weights of model.pretrained, whose folder is gone or has changed"
     return f"{key}: {saved!r} in the checkpoint, {now!r} now{hint}"

@@ -96,9 +96,11 @@ def accumulate(
         out = loss(leaves)
         out.loss.backward()  # ends at the leaves, with the full-batch gradient there
     agree(leaves, out)
-    with timer("step/backward and update"):
-        result = backward(_surrogates(towers, micro_batches, parts, leaves))
-    after.restore()
+    try:
+        with timer("step/backward and update"):
+            result = backward(_surrogates(towers, micro_batches, parts, leaves))
+    finally:  # also where the batch is skipped for its gradient
+        after.restore()
     return Accumulated(out, leaves, result)
 
 

@@ -164,6 +164,13 @@ def test_refuse_changes_compares_the_model_by_its_config_not_its_name() -> None:
         refuse_changes(stored(identify()), identity(config, "abc", TINY | {"embed_dim": 32}))
 
 
+def test_preprocessing_of_weights_whose_folder_is_gone_is_not_lost_silently() -> None:
+    saved = stored(identify()) | {"model.preprocess": {"mean": [0.5, 0.5, 0.5]}}
+    with pytest.raises(ValueError, match=r"model.preprocess.mean: \[0.5, 0.5, 0.5\] in the checkpoint, None now.*gone"):
+        refuse_changes(saved, identify() | {"model.preprocess": {}})
+    refuse_changes(stored(identify()), identify() | {"model.preprocess": {}})  # an older checkpoint has none
+
+
 def test_shapes_differ_by_who_holds_what_not_by_how_gradients_travel() -> None:
     buckets = SHAPE | {"zero_optimization": {"stage": 1, "overlap_comm": False, "reduce_bucket_size": 7}}
     assert same_shape(buckets, SHAPE | {"zero_optimization": {"stage": 1}})

@@ -13,17 +13,19 @@ from typing import Any
 import pytest
 import torch
 
-from disco_ds.config import load_config
+from disco_ds.config import ModelSettings, load_config
 from disco_ds.data.counting import index_shards
 from disco_ds.data.manifest import write_manifest
 from disco_ds.distributed import comm
 from disco_ds.metrics.report import describe_changes
 from disco_ds.metrics.run_folder import CHANGES, CHECKPOINTS, FINISHED, mark_finished
+from disco_ds.models.clip import build_model
 from disco_ds.training.build import build
 from disco_ds.training.checkpoint import read
 from disco_ds.training.loop import StopError, train
 from disco_ds.training.resume import choose
 from disco_ds.training.retention import META, find_latest
+from disco_ds.training.weights import read_tensors
 from helpers.checkpoints import describe, flip, plant, write_checkpoint
 from helpers.dist import run_ranks
 from helpers.launched import SAME, equal_checkpoints, records
@@ -168,6 +170,33 @@ def test_run_that_goes_on_from_an_older_checkpoint_is_the_uninterrupted_one(tmp_
         equal_checkpoints(*(path / CHECKPOINTS / "step-00000006" for path in (run, whole)))
         points = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
         assert [point.step // 16 for point in points.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
+
+
+def go_on_without_weights(path: Path) -> None:
+    whole = train_six(path)
+    if comm.rank() == 0:
+        shutil.copytree(whole, whole.with_name("resumed"))
+        shutil.rmtree(whole.with_name("resumed") / CHECKPOINTS / "step-00000006")
+        (path.parent / "weights.pt").unlink()
+    comm.barrier()
+    expect(refused(load_config(path, ["name=new"])), "no file", "weights.pt")
+    train_six(path, str(whole.with_name("resumed")))
+
+
+@pytest.mark.slow
+def test_resumed_run_needs_no_pretrained_weights(tmp_path: Path) -> None:
+    """Nor does it fetch them: the machine that it goes on on may not reach the hub."""
+    name = write_tiny(tmp_path, BPE_SIZE)
+    weights = build_model(ModelSettings(name=name)).state_dict()
+    torch.save(weights | {"logit_scale": weights["logit_scale"].reshape(())}, tmp_path / "weights.pt")
+    model = {"name": name, "lock_image": True, "pretrained": str(tmp_path / "weights.pt")}
+    run_ranks(go_on_without_weights, 2, recipe(tmp_path, steps=6, model=model))
+    whole, resumed = (tmp_path / "runs" / name for name in ("tiny", "resumed"))
+    assert [record["loss"] for record in records(resumed)] == [record["loss"] for record in records(whole)]
+    equal_checkpoints(*(path / CHECKPOINTS / "step-00000006" for path in (whole, resumed)))
+    kept = dict(read_tensors(read(resumed / CHECKPOINTS / "step-00000006")))
+    for key in [key for key in weights if key.startswith("visual.")]:
+        assert torch.equal(kept[key], weights[key]), key
 
 
 # Changed settings and longer runs
