@@ -139,7 +139,7 @@ def check_gradients(small: Config, alone: tuple[Answer, float] | None) -> Iterat
     if own and comm.size() == 1:
         shown = "one rank does not show whether the loss gathers the rows of the others"
         yield Line(
-            "warn", "gradients", shown, "torchrun --nproc_per_node 2 -m disco_ds.doctor, with the same arguments"
+            "warn", "gather", shown, "torchrun --nproc_per_node 2 -m disco_ds.doctor, with the same arguments"
         )
 
 

@@ -107,7 +107,7 @@ def test_dry_run_plan_and_doctor_take_an_own_loss(package, tmp_path):
     assert f"{NAME} has none of its own" in done.stdout, done.stderr
     line = next(line for line in done.stdout.splitlines() if "off one process" in line)
     assert line.split()[0] == "ok", line
-    assert "warn   gradients" in done.stdout, "one rank does not show whether the loss gathers"
+    assert "warn  gather" in done.stdout, "one rank does not show whether the loss gathers"
 
 
 def oracle(image: torch.Tensor, text: torch.Tensor, scale: torch.Tensor, smoothing: float) -> torch.Tensor:
