@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from disco_ds.config import Config, ModelSettings, check_config, load_config
+from disco_ds.config.ds_config import precision
 from disco_ds.config.recipe_yaml import assign, split_overrides
 from disco_ds.data import ImageSpec
 from disco_ds.distributed import comm
@@ -32,6 +34,7 @@ from disco_ds.losses import LossContractError
 from disco_ds.metrics.run_folder import CONFIG
 from disco_ds.models.clip import build_model, build_tokenizer, read_preprocessing
 from disco_ds.plan.out_of_memory import OutOfMemory, explained
+from disco_ds.plan.towers import DTYPES
 from disco_ds.training.build import Run, build
 from disco_ds.training.loop import AskedToStopError, StopError, finish, train
 from disco_ds.training.saving import end_save, wait_for_copies
@@ -170,9 +173,10 @@ def evaluate_run(
     recipe: str | Path | None = None,
     weights: str | Path | None = None,
 ) -> list[Result]:
-    """Evaluate a model on labelled images (zero-shot accuracy) and captioned ones (retrieval), in fp32.
+    """Evaluate a model on labelled images (zero-shot accuracy), captioned ones (retrieval) and held-out pairs (loss).
 
-    Under a launcher every rank must call it; each takes its part of the images, and all return the same figures.
+    It computes in the precision of the settings: that of the run, and fp32 where there are none. Under a launcher every
+    rank must call it; each takes its part of the images, and all return the same figures.
 
     Args:    model: a run folder, a checkpoint folder or an export; with weights the name of a model, as in model.name;
              overrides: settings such as "eval.labelled.imagenet=/data/imagenet/val"; recipe: the recipe whose settings
@@ -242,6 +246,7 @@ def evaluate_session(
         heart.mark(0, "evaluating")
         look = read_preprocessing(module)
         spec = ImageSpec(look.size, look.interpolation, look.resize_mode)
+        module = in_precision(module, precision(config.deepspeed))
         try:
             results = evaluate_sets(module, sets, spec, tokenizer, config.micro_batch)
             with comm.all_or_none("results"):
@@ -249,6 +254,13 @@ def evaluate_session(
         except comm.AgreedError as error:
             return error
     return results
+
+
+def in_precision(module: nn.Module, kind: str) -> nn.Module:
+    """Make the module compute as an engine of this precision does, one of autocast, bf16, fp16, fp32."""
+    if kind == "autocast":
+        module.forward = torch.autocast(comm.local_device().type, torch.bfloat16)(module.forward)
+    return module.to(DTYPES[kind])
 
 
 def load_model(model: str | Path, weights: str | Path | None = None) -> tuple[nn.Module, Any]:

@@ -138,9 +138,7 @@ def check_gradients(small: Config, alone: tuple[Answer, float] | None) -> Iterat
     yield Line("ok" if fine else "fail", "gradients", found + precision(small.deepspeed), remedy)
     if own and comm.size() == 1:
         shown = "one rank does not show whether the loss gathers the rows of the others"
-        yield Line(
-            "warn", "gather", shown, "torchrun --nproc_per_node 2 -m disco_ds.doctor, with the same arguments"
-        )
+        yield Line("warn", "gather", shown, "torchrun --nproc_per_node 2 -m disco_ds.doctor, with the same arguments")
 
 
 def _bar(small: Config) -> float:

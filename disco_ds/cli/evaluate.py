@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
         return fail_rank(error, 2, speaks=first)
     die_with_launcher()
     if first and (kind := precision(config.deepspeed)) != "fp32":
-        print(f"Evaluated in fp32. The run's own figures are in {kind}, so the last digits may differ.", flush=True)
+        print(f"Evaluated in {kind}, as the run trains; with deepspeed={{}} in fp32.", flush=True)
 
     def publish(results: list[Result]) -> None:
         if first:

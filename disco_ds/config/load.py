@@ -20,6 +20,7 @@ from disco_ds.config.text_file import read_text
 
 MAX_PROBLEMS = 3
 """Problems of one recipe that a message names; the rest are counted."""
+_OVERRIDE = "override: "
 
 
 def load_config(recipe: str | Path, overrides: list[str] | None = None) -> Config:
@@ -49,10 +50,11 @@ def load_config(recipe: str | Path, overrides: list[str] | None = None) -> Confi
     given = [keys for keys, _ in assigned]
 
     def locate(path: list[str]) -> str:
-        """Name the line of the file that sets a key; empty for a key of an override, which the key itself names."""
-        if any(keys[: len(path)] == path[: len(keys)] for keys in given):
-            return ""
-        line = find_line(text, path)
+        """Name what sets a key: an override, or a line of the file; empty for what both may have a part in."""
+        if any(keys == path[: len(keys)] for keys in given):
+            return _OVERRIDE
+        both = any(keys[: len(path)] == path for keys in given)
+        line = None if both else find_line(text, path)
         return f"line {line}: " if line else ""
 
     return check_config(tree, str(path), locate)
@@ -61,19 +63,21 @@ def load_config(recipe: str | Path, overrides: list[str] | None = None) -> Confi
 def check_config(tree: dict[str, Any], origin: str, locate: Callable[[list[str]], str] = lambda path: "") -> Config:
     """Build the Config of a plain mapping.
 
-    Args:    origin: the file or command line, named in errors; locate: where in it a key stands, for errors.
+    Args:    origin: the file, named in errors; locate: where in it a key stands, or that an override has set it.
     Raises:  ValueError, of MAX_PROBLEMS lines, and one for each further word that another trainer has.
     """
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        items = sorted(error.errors(), key=lambda item: bool(item["type"] == "missing"))
+        found = [(locate([str(part) for part in item["loc"]]), item) for item in error.errors()]
+        found.sort(key=lambda each: (each[0] == _OVERRIDE, each[1]["type"] == "missing"))
         # Of words from another trainer all are explained, or its command line would be translated three at a time.
-        shown = [item for n, item in enumerate(items) if n < MAX_PROBLEMS or _is_foreign(item)]
-        lines = [locate([str(part) for part in item["loc"]]) + _explain(item) for item in shown]
-        if len(items) > len(shown):
-            lines[-1] += f" (and {len(items) - len(shown)} more problems)"
-        raise ValueError(f"{origin}: " + "\n  ".join(lines)) from None
+        shown = [each for n, each in enumerate(found) if n < MAX_PROBLEMS or _is_foreign(each[1])]
+        lines = [where + _explain(item) for where, item in shown]
+        if len(found) > len(shown):
+            lines[-1] += f" (and {len(found) - len(shown)} more problems)"
+        head = "" if shown[0][0] == _OVERRIDE else f"{origin}: "
+        raise ValueError(head + "\n  ".join(lines)) from None
 
 
 def find_recipe(recipe: str | Path) -> Path:

@@ -163,14 +163,18 @@ def unit_rows(x: Tensor) -> Tensor:
 
 def trained_sides(model: Any) -> dict[str, bool]:
     """By argument of `forward`, "image" and "text": True if its features have a gradient."""
-    image = any(parameter.requires_grad for parameter in model.visual.parameters())
+    image, text = (any(parameter.requires_grad for parameter in tower) for tower in _parameters_by_tower(model))
+    return {"image": image, "text": image if model.two_views else text}
+
+
+def _parameters_by_tower(model: Any) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     # open_clip's CLIP keeps its text tower's parameters beside its own.
-    text = any(
-        parameter.requires_grad
+    others = [
+        parameter
         for name, parameter in model.named_parameters()
         if not name.startswith("visual.") and name not in ("logit_scale", "logit_bias")
-    )
-    return {"image": image, "text": image if model.two_views else text}
+    ]
+    return list(model.visual.parameters()), others
 
 
 def read_preprocessing(model: nn.Module) -> Preprocessing:
@@ -267,6 +271,10 @@ def _lock(model: Any, settings: ModelSettings, learns_scale: bool) -> None:
         KeyError,
     ) as error:  # of a tower whose layers open_clip, or timm, cannot tell apart
         raise ValueError(f"model.unlocked_layers={settings.unlocked_layers}: {settings.name}: {error}") from None
+    for side, tower in zip(("image", "text"), _parameters_by_tower(model), strict=True):
+        if settings.unlocked_layers and getattr(settings, f"lock_{side}") and all(p.requires_grad for p in tower):
+            trains = f"trains all of the {side} tower"
+            raise ValueError(f"model.unlocked_layers={settings.unlocked_layers} {trains}; leave model.lock_{side} out")
     model.logit_scale.requires_grad_(learns_scale)
 
 
