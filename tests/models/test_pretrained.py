@@ -144,7 +144,7 @@ def test_unlocked_layers_that_cannot_be_are_refused(tiny: str, tmp_path: Path) -
     with pytest.raises(ValueError, match=r"model.unlocked_layers=1: .*partial locking not currently supported"):
         build(str(tmp_path / "resnet.json"), lock_image=True, unlocked_layers=1)
     for side in ("image", "text"):
-        with pytest.raises(ValueError, match=rf"unlocked_layers=9 trains all of the {side} tower; leave model.lock_{side}"):
+        with pytest.raises(ValueError, match=rf"unlocked_layers=9 trains all of the {side} tower"):
             build(tiny, **{f"lock_{side}": True}, unlocked_layers=9)
 
 
