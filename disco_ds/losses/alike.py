@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 import warnings
 from typing import Any
 
@@ -12,6 +14,8 @@ from disco_ds.distributed import comm
 
 NORM_TOLERANCE = 0.02
 """How far from 1 the norm of a feature may be: bf16 rounds to 0.004."""
+LARGEST_LOG = math.log(100.0) + 1e-3
+"""The logarithm of the largest scale that CLIP's training allows. A scale that is trained is hardly ever so small."""
 
 
 def check_alike(image: Tensor, text: Tensor, group: Any = None, step: int = 0) -> None:
@@ -38,13 +42,29 @@ def check_alike(image: Tensor, text: Tensor, group: Any = None, step: int = 0) -
         )
 
 
-def warn_of_lengths(image: Tensor, text: Tensor, group: Any = None) -> None:
-    """Warn, on rank 0, of features that are not unit rows; some mean it so."""
+def warn_of_unusual(image: Tensor, text: Tensor, scale: Tensor, group: Any = None) -> None:
+    """Warn, on rank 0, of features that are not unit rows, or of a scale that looks like its logarithm; some mean it."""
+    if comm.rank(group) > 0:
+        return
+    unit = True
     for name, rows in (("image", image), ("text", text)):
         worst = (rows.detach().float().norm(dim=-1) - 1).abs().max().item() if len(rows) else 0.0
-        if worst > NORM_TOLERANCE and comm.rank(group) == 0:
-            warnings.warn(
+        if worst > NORM_TOLERANCE:
+            unit = False
+            _warn(
                 f"{name} features are not normalised (a norm is {worst:.2f} away from 1): the loss then depends on "
-                "their lengths; F.normalize(features, dim=-1) makes unit rows",
-                stacklevel=3,
+                "their lengths; F.normalize(features, dim=-1) makes unit rows"
             )
+    if unit and scale.item() <= LARGEST_LOG:
+        _warn(
+            f"the logit scale is {scale.item():.2f}, which is rather its logarithm: pass logit_scale.exp(), which CLIP "
+            "begins at 14.3 and SigLIP at 10"
+        )
+
+
+def _warn(text: str) -> None:
+    """Warn at the line of the user's code that torch or this package was called from."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).split(".")[0] in ("torch", "disco_ds"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)

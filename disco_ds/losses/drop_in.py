@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from disco_ds.distributed import comm
-from disco_ds.losses.alike import check_alike, warn_of_lengths
+from disco_ds.losses.alike import check_alike, warn_of_unusual
 from disco_ds.losses.base import Embeddings, build_loss
 
 
@@ -49,13 +49,13 @@ class _DropIn(nn.Module):
                  over ranks, are those of the global batch; or {"contrastive_loss": that}.
         Raises:  ValueError on every rank alike for features that do not fit together.
         """
+        scale = torch.as_tensor(logit_scale, device=image_features.device).reshape(1)
         if self.calls == 0:
             self._check_group()
-            warn_of_lengths(image_features, text_features, self.group)
+            warn_of_unusual(image_features, text_features, scale, self.group)
         if self.check:
             check_alike(image_features, text_features, self.group)
         self.calls += 1
-        scale = torch.as_tensor(logit_scale, device=image_features.device).reshape(1)
         bias = None if logit_bias is None else logit_bias.reshape(1)
         value = self.loss(Embeddings(image_features, text_features, scale, bias)).loss
         return {"contrastive_loss": value} if output_dict else value
@@ -77,9 +77,9 @@ class ClipLoss(_DropIn):
     gradient is exact. They are accepted; here the gradient is that of the global batch at any setting.
 
     >>> features = torch.eye(4, 8)
-    >>> loss = ClipLoss()(features, features, torch.tensor(2.0), output_dict=True)
+    >>> loss = ClipLoss()(features, features, torch.tensor(5.0), output_dict=True)
     >>> round(loss["contrastive_loss"].item(), 4)
-    0.3408
+    0.02
     """
 
     def __init__(

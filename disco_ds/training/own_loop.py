@@ -16,7 +16,7 @@ from torch import Tensor
 from disco_ds.config.ds_config import check_precision
 from disco_ds.distributed import comm
 from disco_ds.losses import Embeddings, Loss, LossOutput
-from disco_ds.losses.alike import check_alike, warn_of_lengths
+from disco_ds.losses.alike import check_alike, warn_of_unusual
 from disco_ds.training.engine import backward_and_step
 from disco_ds.training.grad_accum import Features, MicroFeatures, Rng, accumulate
 
@@ -70,7 +70,7 @@ def contrastive_step(
 
     def agree(embeddings: Embeddings, out: LossOutput) -> None:
         if first_time:
-            warn_of_lengths(embeddings.image, embeddings.text)
+            warn_of_unusual(embeddings.image, embeddings.text, embeddings.scale)
 
     def checked(embeddings: Embeddings) -> LossOutput:
         check_alike(embeddings.image, embeddings.text, getattr(loss, "group", None), model._contrastive_steps)

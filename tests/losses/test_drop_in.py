@@ -35,7 +35,7 @@ class Towers(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         self.image, self.text = nn.Linear(WIDTH, D), nn.Linear(WIDTH, D)
-        self.logit_scale = nn.Parameter(torch.tensor(1.5))
+        self.logit_scale = nn.Parameter(torch.tensor(2.0))
         self.logit_bias = nn.Parameter(torch.tensor(-3.0)) if bias else None
         self.to(dtype)
 
@@ -170,9 +170,16 @@ def test_features_that_are_not_unit_rows_are_warned_of_once() -> None:
     model, (image, text) = Towers(False), batch()
     features = model(image, text) | {"text_features": 3 * model(image, text)["text_features"]}
     loss = ClipLoss()
-    with pytest.warns(UserWarning, match=r"text features are not normalised .* 2\.00 away"):
+    with pytest.warns(UserWarning, match=r"text features are not normalised .* 2\.00 away") as caught:
         loss(**features)
+    assert caught[0].filename == __file__, "the user's line, not torch's"
     loss(**features)  # warnings are errors in tests
+
+
+def test_scale_that_is_still_a_logarithm_is_warned_of() -> None:
+    model, (image, text) = Towers(False), batch()
+    with pytest.warns(UserWarning, match=r"the logit scale is 2\.00, which is rather its logarithm: pass .*exp\(\)"):
+        ClipLoss()(**model(image, text) | {"logit_scale": model.logit_scale})
 
 
 def test_unknown_option_is_named() -> None:
