@@ -43,7 +43,7 @@ def check_alike(image: Tensor, text: Tensor, group: Any = None, step: int = 0) -
 
 
 def warn_of_unusual(image: Tensor, text: Tensor, scale: Tensor, group: Any = None) -> None:
-    """Warn, on rank 0, of features that are not unit rows, or of a scale that looks like its logarithm; some mean it."""
+    """Warn, on rank 0, of features that are not unit rows, or a scale that is rather its logarithm; some mean it."""
     if comm.rank(group) > 0:
         return
     unit = True

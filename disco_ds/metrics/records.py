@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +25,7 @@ from disco_ds.metrics.timers import Phases
 METRICS_FILE = "metrics.jsonl"
 logger = logging.getLogger(__name__)
 WriteEvents = Callable[[list[tuple[str, float, int]]], None]
-"""DeepSpeed's monitor: (name, value, samples)."""
+"""Of a monitor of DeepSpeed's: (name, value, samples)."""
 
 
 class Metrics:
@@ -34,22 +34,22 @@ class Metrics:
     Records that came after the checkpoint of first_step are dropped. On a full disk TensorBoard loses points, while
     records wait in memory until there is room; the run goes on.
 
-    Args: folder: of the run; write_events: writes TensorBoard points and those of the ds_config's other monitors, or
-          None; first_step: steps done by the run that this one resumes; peak_samples_per_s: see Interval; num_samples:
+    Args: folder: of the run; writers: of TensorBoard and the ds_config's other monitors, by the name for messages;
+          first_step: steps done by the run that this one resumes; peak_samples_per_s: see Interval; num_samples:
           of an epoch; None: records name none.
     """
 
     def __init__(
         self,
         folder: Path,
-        write_events: WriteEvents | None,
+        writers: Mapping[str, WriteEvents],
         global_batch: int,
         num_steps: int,
         first_step: int = 0,
         peak_samples_per_s: float | None = None,
         num_samples: int | None = None,
     ):
-        self.write_events = write_events
+        self.writers = dict(writers)
         self.global_batch, self.num_steps = global_batch, num_steps
         self.peak_samples_per_s, self.num_samples = peak_samples_per_s, num_samples
         self.phases = Phases()
@@ -151,19 +151,18 @@ class Metrics:
         return "  ".join(filter(None, [f"step {done:,}/{self.num_steps:,} ({left} left)", epoch, *shown]))
 
     def _events(self, record: dict[str, Any]) -> None:
-        if self.write_events is None:
-            return
         samples = int(record["samples"])
         points = [
             (name if "/" in name else f"train/{name}", float(value), samples)
             for name, value in record.items()
             if isinstance(value, int | float) and name not in ("step", "samples")
         ]
-        try:
-            self.write_events(points)
-        except OSError as error:
-            logger.warning("TensorBoard gets no more points until the run is resumed: %s", error)
-            self.write_events = None
+        for name, write in list(self.writers.items()):
+            try:
+                write(points)
+            except OSError as error:
+                logger.warning("%s gets no more points until the run is resumed: %s", name, error)
+                del self.writers[name]
 
 
 def rewind_tensorboard(monitor: Any, samples: int) -> None:

@@ -169,7 +169,15 @@ def open_metrics(
     """The records of the run, which DeepSpeed's monitors and W&B get as well. Collective."""
     engine.monitor.wandb_monitor = wandb
     sizes = config.global_batch, config.num_steps, first_step, best_pace, num_samples
-    metrics = Metrics(folder, engine.monitor.write_events, *sizes)
+    of = engine.monitor
+    monitors = {
+        "TensorBoard": of.tb_monitor,
+        "W&B": wandb,
+        "csv_monitor": of.csv_monitor,
+        "Comet": of.comet_monitor,
+    }
+    writers = {name: monitor.write_events for name, monitor in monitors.items() if monitor is not None}
+    metrics = Metrics(folder, writers, *sizes)
     stack.callback(metrics.close)
     return metrics
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
@@ -47,7 +48,7 @@ def write(folder: Path, lines: list[str]) -> None:
 
 
 def test_a_bias_is_recorded_where_the_model_has_one(tmp_path: Path) -> None:
-    metrics = Metrics(tmp_path, None, 4, 2)
+    metrics = Metrics(tmp_path, {}, 4, 2)
     metrics.log(point(1, torch.arange(4)))
     metrics.log(point(2, torch.arange(4), bias=torch.tensor([-9.5])))
     metrics.close()
@@ -80,7 +81,7 @@ def test_digest_with_repeated_ids_differs() -> None:
 
 def test_log_writes_a_record_on_the_samples_axis(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     events: list[tuple[str, float, int]] = []
-    metrics = Metrics(tmp_path, events.extend, global_batch=32, num_steps=40)
+    metrics = Metrics(tmp_path, {"TensorBoard": events.extend}, global_batch=32, num_steps=40)
     metrics.log(point(10, torch.arange(32), broken=3))
     metrics.log(point(20, torch.arange(32, 64), grad_norm=None))
     metrics.note(20, {"eval/validation_top1": 0.75})
@@ -114,7 +115,7 @@ def test_log_writes_a_record_on_the_samples_axis(tmp_path: Path, capsys: pytest.
 def test_log_rates_count_from_the_last_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
-    metrics = Metrics(tmp_path, None, global_batch=32, num_steps=40, first_step=4, peak_samples_per_s=256.0)
+    metrics = Metrics(tmp_path, {}, global_batch=32, num_steps=40, first_step=4, peak_samples_per_s=256.0)
     for step, seconds, wait in ((8, 2.0, 1.0), (10, 4.0, 1.0)):
         clock[0] += seconds
         metrics.add_wait(wait / 2)
@@ -132,7 +133,7 @@ def test_log_rates_count_from_the_last_log(tmp_path: Path, monkeypatch: pytest.M
 def test_metrics_of_a_resumed_run_drop_what_will_be_done_again(tmp_path: Path) -> None:
     kept = [f'{{"step": {step}, "loss": {step}.5, "time/loss_s": 1.0}}\n' for step in (10, 20)]
     write(tmp_path, [*kept, '{"step": 21}\n', '{"step": 30}\n', '{"step": 4'])
-    metrics = Metrics(tmp_path, None, global_batch=8, num_steps=40, first_step=20)
+    metrics = Metrics(tmp_path, {}, global_batch=8, num_steps=40, first_step=20)
     metrics.log(point(25, torch.arange(8)))
     metrics.close()
     text = (tmp_path / METRICS_FILE).read_text()
@@ -144,7 +145,7 @@ def test_metrics_of_a_resumed_run_drop_what_will_be_done_again(tmp_path: Path) -
 @pytest.mark.parametrize("cut", ['{"step": 2', '{"step": 20, "loss": 1.0}', "{", '{"step": 3}'])
 def test_metrics_last_line_without_its_end_is_dropped(cut: str, tmp_path: Path) -> None:
     write(tmp_path, ['{"step": 10}\n', cut])
-    Metrics(tmp_path, None, global_batch=8, num_steps=40, first_step=20).close()
+    Metrics(tmp_path, {}, global_batch=8, num_steps=40, first_step=20).close()
     assert read(tmp_path) == [{"step": 10}]
 
 
@@ -152,7 +153,7 @@ def test_metrics_whole_file_is_left_as_it_is(tmp_path: Path) -> None:
     write(tmp_path, ['{"step":10,   "odd": "spacing"}\n', '{"step": 20}\n'])
     path = tmp_path / METRICS_FILE
     before = path.stat()
-    Metrics(tmp_path, None, global_batch=8, num_steps=40, first_step=20).close()
+    Metrics(tmp_path, {}, global_batch=8, num_steps=40, first_step=20).close()
     assert (path.stat().st_ino, path.stat().st_size) == (before.st_ino, before.st_size)
 
 
@@ -169,7 +170,7 @@ def test_points_of_a_resumed_run_replace_those_it_does_again(tmp_path: Path) -> 
             for event in events:
                 board.summary_writer.add_scalar(*event)
 
-        metrics = Metrics(tmp_path, write, global_batch=8, num_steps=40, first_step=first_step)
+        metrics = Metrics(tmp_path, {"TensorBoard": write}, global_batch=8, num_steps=40, first_step=first_step)
         for step in steps:
             metrics.log(point(step, torch.arange(8)))
             metrics.note(step, {"eval/top1": step / 100})
@@ -184,7 +185,7 @@ def test_points_of_a_resumed_run_replace_those_it_does_again(tmp_path: Path) -> 
 
 def test_records_wait_for_room_on_the_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """/dev/full takes nothing; the file that comes after it gets all."""
-    metrics = Metrics(tmp_path, None, global_batch=8, num_steps=40)
+    metrics = Metrics(tmp_path, {}, global_batch=8, num_steps=40)
     whole, metrics.file = metrics.file, io.FileIO("/dev/full", "w")
     metrics.log(point(10, torch.arange(8)))
     metrics.note(10, {"eval/top1": 0.5})
@@ -196,9 +197,23 @@ def test_records_wait_for_room_on_the_disk(tmp_path: Path, caplog: pytest.LogCap
     assert [record["step"] for record in read(tmp_path)] == [10, 10, 20]
 
 
+def test_a_monitor_that_cannot_write_costs_the_others_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kept: list[tuple[str, float, int]] = []
+
+    def fail(events: list[tuple[str, float, int]]) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    metrics = Metrics(tmp_path, {"TensorBoard": fail, "csv_monitor": kept.extend}, global_batch=8, num_steps=40)
+    for step in (1, 2):
+        metrics.note(step, {"eval/top1": 0.5})
+    metrics.close()
+    assert kept == [("eval/top1", 0.5, 8), ("eval/top1", 0.5, 16)]
+    assert caplog.text.count("TensorBoard gets no more points until the run is resumed: [Errno 28] No space left") == 1
+
+
 def log_on_ranks(folder: str) -> dict[str, Any] | None:
     rank = comm.rank()
-    metrics = Metrics(Path(folder), None, global_batch=8, num_steps=1)
+    metrics = Metrics(Path(folder), {}, global_batch=8, num_steps=1)
     metrics.since -= 100.0
     metrics.add_wait(50.0 * rank)
     metrics.log(point(1, torch.arange(8)[rank::2], broken=rank + 1))
@@ -230,7 +245,7 @@ def test_a_figure_is_one_entry_as_the_manual_shows(
     out = namespace["ClipLossWithCosine"]()(embeddings)
 
     events: list[tuple[str, float, int]] = []
-    metrics = Metrics(tmp_path, events.extend, global_batch=4, num_steps=10)
+    metrics = Metrics(tmp_path, {"TensorBoard": events.extend}, global_batch=4, num_steps=10)
     metrics.log(point(1, torch.arange(4), metrics=out.metrics))
     metrics.close()
     (record,) = read(tmp_path)

@@ -191,7 +191,7 @@ def logged_case(host: Host) -> None:
     """A step that is timed, and its record."""
     host.answers = {"holds": True}
     training = Training(1, "autocast", 1)
-    metrics = training.run.metrics = Metrics(Path.cwd(), None, training.config.global_batch, 10)
+    metrics = training.run.metrics = Metrics(Path.cwd(), {}, training.config.global_batch, 10)
     training.run.loader = SimpleNamespace(state_dict=lambda: {"steps": 1}, broken=0)
     with host.counted():
         out, data = training.step(metrics.phases.timer(sampled=True))
