@@ -143,10 +143,16 @@ def _cosines(
 
 
 @triton.jit
+def _store_part(x, parts, numbers, block, num):
+    """Store a number for each row (or column) of a block; parts [blocks, num]."""
+    tl.store(parts + tl.cast(block, tl.int64) * num + numbers, x, mask=numbers < num)
+
+
+@triton.jit
 def _store_parts(x_row, x_column, by_row, by_column, rows, columns, i, j, n, m):
     """Store a number for each row and column of a block; by_row [column blocks, n], by_column [row blocks, m]."""
-    tl.store(by_row + tl.cast(j, tl.int64) * n + rows, x_row, mask=rows < n)
-    tl.store(by_column + tl.cast(i, tl.int64) * m + columns, x_column, mask=columns < m)
+    _store_part(x_row, by_row, rows, j, n)
+    _store_part(x_column, by_column, columns, i, m)
 
 
 @triton.jit
@@ -207,19 +213,24 @@ def log_sums_kernel(
     x, rows, columns, i, j = _cosines(
         r, c, n, m, D, pairs, r_row, r_width, c_row, c_width, PRECISION, BLOCK_M, BLOCK_N, WIDTH_BYTES, GROUP
     )
+    # First the rows, then the columns: so a program holds fewer numbers at a time. The largest logit of the block is
+    # subtracted, rounded as it is added again; 0 where a row or column has nothing, because -inf - -inf is no number.
     of_rows = tl.load(row_scale + rows, mask=rows < n, other=1.0)
-    of_columns = tl.load(column_scale + columns, mask=columns < m, other=1.0)
-    row_top, column_top = tl.max(x, 1), tl.max(x, 0)
+    top = tl.max(x, 1)
     if MAXIMA:
-        _store_parts(row_top * of_rows, column_top * of_columns, row_max, column_max, rows, columns, i, j, n, m)
-    # Subtract the largest of the block; 0 where a row or column has nothing, because -inf - -inf is not a number.
-    row_top = tl.where(row_top == float("-inf"), 0.0, row_top)
-    column_top = tl.where(column_top == float("-inf"), 0.0, column_top)
-    in_rows = tl.sum(tl.exp2((x - row_top[:, None]) * (of_rows * LOG2_E)[:, None]), 1)
-    in_columns = tl.sum(tl.exp2((x - column_top[None, :]) * (of_columns * LOG2_E)[None, :]), 0)
-    log_rows = tl.log2(in_rows) * LN_2 + row_top * of_rows
-    log_columns = tl.log2(in_columns) * LN_2 + column_top * of_columns
-    _store_parts(log_rows, log_columns, row_sum, column_sum, rows, columns, i, j, n, m)
+        _store_part(top * of_rows, row_max, rows, j, n)
+    of_rows *= LOG2_E
+    top = tl.where(top == float("-inf"), 0.0, top * of_rows)
+    total = tl.sum(tl.exp2(x * of_rows[:, None] - top[:, None]), 1)
+    _store_part((tl.log2(total) + top) * LN_2, row_sum, rows, j, n)
+    of_columns = tl.load(column_scale + columns, mask=columns < m, other=1.0)
+    top = tl.max(x, 0)
+    if MAXIMA:
+        _store_part(top * of_columns, column_max, columns, i, m)
+    of_columns *= LOG2_E
+    top = tl.where(top == float("-inf"), 0.0, top * of_columns)
+    total = tl.sum(tl.exp2(x * of_columns[None, :] - top[None, :]), 0)
+    _store_part((tl.log2(total) + top) * LN_2, column_sum, columns, i, m)
 
 
 @_tuned("TWO_WEIGHTS", "MOMENTS")

@@ -42,7 +42,7 @@ def test_default_configurations_compile_without_spills_for_the_tensor_cores(arch
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("variant", ["exp_sums", "exp_sums+maxima", "exp_weights"])
+@pytest.mark.parametrize("variant", ["exp_sums", "exp_sums+maxima", "exp_weights", "log_sums"])
 def test_on_an_h100_an_epilogue_issues_less_than_its_product_takes(variant):
     found = tool.compile_kernel(variant, "fp16", 512, tool.cases(variant, "fp16")[0], 90)
     assert found.issue_cycles <= found.product_cycles == 4096
