@@ -6,7 +6,6 @@ import fcntl
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -19,35 +18,12 @@ from disco_ds.data.ahead import FetchAhead
 from disco_ds.data.broken import CacheFullError
 from disco_ds.data.fetching import fetch_temporary, progress
 from disco_ds.data.mixture import Draws
-from disco_ds.data.shard_cache import ShardCache
-from helpers.shards import make_loader, read_step, settings, write_shards
-from helpers.web import Server, serve
+from helpers.remote import open_cache
+from helpers.shards import make_loader, read_step, settings
+from helpers.waiting import wait_for
+from helpers.web import Server
 
 SIZES = [17, 30, 9, 25, 30, 13, 20, 22]
-
-
-@pytest.fixture
-def shards(tmp_path: Path) -> Manifest:
-    return write_shards(tmp_path / "shards", [10] * 8)
-
-
-@pytest.fixture
-def server(shards: Manifest) -> Iterator[Server]:
-    with serve(shards.folder) as server:
-        yield server
-
-
-def open_cache(shards: Manifest, url: str, folder: Path, **changes: Any) -> ShardCache:
-    names = [shard.name for shard in shards.shards]
-    options = RemoteSettings(**{"cache": folder, "tries": 2, "timeout_s": 20.0, **changes})
-    return ShardCache([f"{url}/{name}" for name in names], names, [shard.bytes for shard in shards.shards], options)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 # What is needed next

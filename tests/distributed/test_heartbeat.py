@@ -37,6 +37,7 @@ from helpers.dist import become_rank, free_port, start_server
 from helpers.tiny_run import recipe
 from helpers.towers import BPE_SIZE, write_tiny
 from helpers.trained import write_run
+from helpers.waiting import wait_for
 
 SIZE = 3
 FAULTY = 1
@@ -120,7 +121,7 @@ class Ranks:
         self.since = 0.0
 
     def wait_ready(self) -> None:
-        wait_for(lambda: all((self.folder / f"{number}.ready").exists() for number in range(SIZE)))
+        wait_for(lambda: all((self.folder / f"{number}.ready").exists() for number in range(SIZE)), 120)
 
     def send(self, number: int, *ranks: int) -> None:
         self.wait_ready()
@@ -152,13 +153,6 @@ class Ranks:
             said = self.said(number, within_s)
             for word in (f"rank {faulty} on {socket.gethostname()} (last step ", *words):
                 assert word in said, said
-
-
-def wait_for(condition: Callable[[], Any], timeout_s: float = 120) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def check_fine(group: Ranks) -> None:

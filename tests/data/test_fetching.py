@@ -1,0 +1,228 @@
+"""Remote shards are fetched whole, in several attempts where that helps, and what fails is named without secrets."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disco_ds.config.data import DataSettings, RemoteSettings
+from disco_ds.data import DataError, Manifest, load_sources
+from disco_ds.data.fetching import describe, fetch_temporary
+from disco_ds.data.shard_cache import ShardCache
+from helpers.remote import ALL, open_cache, remote
+from helpers.shards import make_loader, read_global, read_rank, read_step, settings
+from helpers.waiting import wait_for
+from helpers.web import Server, serve
+
+
+def read_both(sources: Any, data: DataSettings) -> Any:
+    """What two ranks at a time read in 8 steps, and where they stand then."""
+    loaders = [make_loader(sources, data, rank, 2) for rank in range(2)]
+    try:
+        return [read_rank(loader, 8) for loader in loaders], [loader.state_dict() for loader in loaders]
+    finally:
+        for loader in loaders:
+            loader.close()
+
+
+def test_shards_of_a_server_are_those_of_the_folder(shards: Manifest, server: Server, tmp_path: Path) -> None:
+    data = remote(f"{server.url}/{ALL}", shards.folder / "manifest.json", tmp_path / "cache", workers=2)
+    assert read_both(load_sources(data), data) == read_both(shards, settings())
+    # Four processes want them at once, and each comes over the wire once.
+    assert server.asked == {f"/{shard.name}": 1 for shard in shards.shards}
+
+
+def test_shards_of_commands_are_those_of_the_folder(shards: Manifest, tmp_path: Path) -> None:
+    data = remote(f"pipe:cat '{shards.folder}/{ALL}' | cat", shards.folder / "manifest.json", tmp_path / "cache")
+    assert read_global(load_sources(data), data, 2, 4) == read_global(shards, settings(), 2, 4)
+
+
+def test_passing_failures_are_tried_again(shards: Manifest, server: Server, tmp_path: Path) -> None:
+    server.failures["/00001.tar"] = [503]
+    with open_cache(shards, server.url.replace("//", "//me:pass%20word@"), tmp_path / "cache").open(1) as file:
+        assert file.read() == (shards.folder / "00001.tar").read_bytes()
+    assert server.asked == {"/00001.tar": 2}
+    assert server.authorizations[-1] == "Basic bWU6cGFzcyB3b3Jk"
+
+
+@pytest.mark.parametrize(
+    ("failures", "tries", "words"),
+    [
+        ([404, 200], 1, "HTTP status 404 Not Found; tries: 1"),
+        pytest.param([500, 502], 2, "HTTP status 502 Bad Gateway; tries: 2", marks=pytest.mark.slow),
+    ],
+)
+def test_lasting_failure_names_url_and_status_without_secrets(
+    shards: Manifest,
+    server: Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    failures: list[int],
+    tries: int,
+    words: str,
+) -> None:
+    server.failures["/00001.tar"] = failures
+    monkeypatch.setenv("DISCO_TEST_SECRET", "secret")
+    url = server.url.replace("//", "//me:$DISCO_TEST_SECRET@") + f"/{ALL}?token=${{DISCO_TEST_SECRET}}"
+    data = remote(url, shards.folder / "manifest.json", tmp_path / "cache", slots=2)
+    loader = make_loader(load_sources(data), data, batch=160)
+    error = read_step(loader).error
+    loader.close()
+    assert error is not None
+    assert f"shard 00001.tar cannot be fetched from {server.url}/00001.tar: {words}" in error
+    assert "secret" not in error
+    assert server.asked["/00001.tar"] == tries
+    assert server.authorizations[-1] == "Basic bWU6c2VjcmV0"
+    assert not list(tmp_path.glob("cache/**/*.partial"))
+
+
+def fetch_broken(shards: Manifest, server: Server, folder: Path, **changes: Any) -> int:
+    """Fetch a shard whose first two answers break off. Returns: how many bytes were sent."""
+    size = shards.shards[1].bytes
+    server.broken["/00001.tar"] = [size // 4, size // 2]
+    with open_cache(shards, server.url, folder, tries=4, **changes).open(1) as file:
+        assert file.read() == (shards.folder / "00001.tar").read_bytes()
+    return server.sent
+
+
+def test_attempt_goes_on_where_the_one_before_has_failed(shards: Manifest, server: Server, tmp_path: Path) -> None:
+    assert fetch_broken(shards, server, tmp_path / "cache", timeout_s=0.5) == shards.shards[1].bytes
+    assert server.asked == {"/00001.tar": 3}
+
+
+@pytest.mark.parametrize("tag", [None, 'W/"weak"'])
+def test_without_a_strong_version_an_attempt_begins_anew(
+    shards: Manifest, server: Server, tmp_path: Path, tag: str | None
+) -> None:
+    server.tag = tag
+    size = shards.shards[1].bytes
+    assert fetch_broken(shards, server, tmp_path / "cache", timeout_s=0.5) == size + size // 4 + size // 2
+
+
+@pytest.mark.parametrize("ignores_if_range", [False, True])
+def test_shard_that_changes_between_attempts_is_fetched_from_its_beginning(
+    shards: Manifest, server: Server, tmp_path: Path, ignores_if_range: bool
+) -> None:
+    """Or else the file would be put together from two contents."""
+    server.ignores_if_range = ignores_if_range
+    server.broken["/00001.tar"] = [shards.shards[1].bytes // 2]
+    cache = open_cache(shards, server.url, tmp_path / "cache", tries=3, timeout_s=2.0)
+    changed = bytes(reversed((shards.folder / "00001.tar").read_bytes()))
+
+    def change() -> None:
+        wait_for(lambda: server.sent > 0)
+        (shards.folder / "00001.tar").write_bytes(changed)
+        server.tag = '"two"'
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    with cache.open(1) as file:
+        assert file.read() == changed
+    thread.join(20)
+
+
+@pytest.mark.parametrize("said", ["bytes 0-5/6", "bytes 1-2/3", "nonsense", "bytes 99999999-99999999/*"])
+def test_answer_with_another_range_is_not_written_into_the_shard(
+    shards: Manifest, server: Server, tmp_path: Path, said: str
+) -> None:
+    server.content_range = said
+    assert fetch_broken(shards, server, tmp_path / "cache", timeout_s=0.5) > shards.shards[1].bytes
+
+
+def test_shard_that_is_cut_short_or_another_is_not_kept(shards: Manifest, server: Server, tmp_path: Path) -> None:
+    cache = open_cache(shards, server.url, tmp_path / "cache", tries=1)
+    server.resume.set()
+    server.halves.add("/00000.tar")
+    size = shards.shards[0].bytes
+    with pytest.raises(DataError, match=f"the connection ended after {size // 2:,} of {size:,} bytes"):
+        cache.open(0)
+    for change, words in ((b"x", f"more than {shards.shards[1].bytes:,}"), (None, "10,240 of")):
+        path = shards.folder / "00001.tar"
+        path.write_bytes(path.read_bytes() + change if change else path.read_bytes()[:10_240])
+        with pytest.raises(DataError, match=f"{words}.* bytes as its manifest counts them; if it was written anew"):
+            cache.open(1)
+    assert [path.name for path in cache.folder.iterdir()] == [".lock"]
+
+
+def test_failing_command_tells_its_status_and_nothing_else(shards: Manifest, tmp_path: Path) -> None:
+    names = [shard.name for shard in shards.shards]
+    urls = [f"pipe:echo secret; exit 3 # {name}" for name in names]
+    cache = ShardCache(urls, names, [7] * len(names), RemoteSettings(cache=tmp_path / "cache", tries=1))
+    with pytest.raises(DataError) as error:
+        cache.open(2)
+    assert str(error.value) == (
+        "shard 00002.tar cannot be fetched from its pipe:: the command ended with status 3; tries: 1"
+    )
+    assert describe("https://u:p@h:81/x?y#z") == "https://h:81/x"
+
+
+def test_command_that_hangs_is_ended_with_all_it_has_started(shards: Manifest, tmp_path: Path) -> None:
+    start, pids = time.monotonic(), tmp_path / "pids"
+    for command, words in (
+        (f"sleep 600 & echo $! >> {pids}; cat /dev/null; wait", "wrote nothing for data.remote.timeout_s=0.3 s"),
+        (f"sleep 600 >/dev/null & echo $! >> {pids}; exec >&-; wait", "did not end within data.remote.timeout_s=0.3 s"),
+        (f"yes & echo $! >> {pids}; wait", "more than 7 bytes as its manifest counts them"),
+    ):
+        cache = ShardCache([f"pipe:{command}"], ["0.tar"], [7], RemoteSettings(cache=tmp_path, tries=1, timeout_s=0.3))
+        with pytest.raises(DataError, match=words):
+            cache.open(0)
+    assert time.monotonic() - start < 20
+    for pid in pids.read_text().split():
+        with suppress(FileNotFoundError):  # ended; or a zombie, where nobody reaps it
+            assert Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
+
+
+def test_body_without_a_length_is_read_no_further_than_the_shard_may_be(
+    shards: Manifest, server: Server, tmp_path: Path
+) -> None:
+    server.endless.add("/00000.tar")
+    with pytest.raises(DataError, match=f"more than {shards.shards[0].bytes:,} bytes as its manifest counts them"):
+        open_cache(shards, server.url, tmp_path / "cache", tries=1).open(0)
+    settings = RemoteSettings(tries=2, cache_gb=0.005)
+    with (
+        pytest.raises(DataError, match=r"more than data.remote.cache_gb \(0.005 GB\), .* tries: 1"),
+        fetch_temporary(f"{server.url}/00000.tar", "00000.tar", settings),
+    ):
+        pass
+    assert server.sent < 50e6
+
+
+def test_attempts_that_last_longer_than_a_worker_may_be_silent_end_with_their_own_error(
+    shards: Manifest, server: Server, tmp_path: Path
+) -> None:
+    """Each attempt is a sign of life, and the fetch lasts longer than data.timeout_s."""
+    server.stalled.update(f"/{shard.name}" for shard in shards.shards)
+    data = remote(
+        f"{server.url}/{ALL}",
+        shards.folder / "manifest.json",
+        tmp_path / "cache",
+        workers=1,
+        timeout_s=2.0,
+        remote={"timeout_s": 1.2, "tries": 3},
+    )
+    loader = make_loader(load_sources(data), data)
+    start = time.monotonic()
+    error = read_step(loader).error
+    loader.close()
+    assert error is not None
+    assert f"cannot be fetched from {server.url}/0000" in error
+    assert "timed out; tries: 3" in error
+    assert time.monotonic() - start > 1.5 * data.timeout_s
+
+
+def test_variable_of_a_url_that_is_not_set_is_named_before_anything_is_fetched(shards: Manifest) -> None:
+    url = "https://host/{00000..00007}.tar?token=$DISCO_TEST_NOT_SET"
+    with pytest.raises(ValueError, match=r"data.shards: the environment variable DISCO_TEST_NOT_SET is not set"):
+        load_sources(settings(url, manifest=shards.folder / "manifest.json", remote={"http": True}))
+
+
+def test_server_that_is_not_there_is_an_error(shards: Manifest, tmp_path: Path) -> None:
+    with serve(tmp_path) as server:
+        url = server.url
+    with pytest.raises(DataError, match=r"from http://127.0.0.1:\d+/00000.tar: .*refused; tries: 1"):
+        open_cache(shards, url, tmp_path / "cache", tries=1).open(0)

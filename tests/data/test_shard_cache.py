@@ -1,0 +1,269 @@
+"""The cache of remote shards: its bounds, who may read it, and what a killed process leaves."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disco_ds.data import DataError, Manifest
+from disco_ds.data.shard_cache import ShardCache
+from disco_ds.data.tar import CacheFullError, TarReader
+from helpers.paths import ROOT
+from helpers.remote import open_cache
+from helpers.shards import write_shards
+from helpers.waiting import wait_for
+from helpers.web import Server, serve
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def test_cache_keeps_its_bounds_and_what_is_read(tmp_path: Path) -> None:
+    shards = write_shards(tmp_path / "even", [10] * 8)
+    with serve(shards.folder) as server:
+        check_bounds(shards, server, tmp_path)
+
+
+def check_bounds(shards: Manifest, server: Server, tmp_path: Path) -> None:
+    limit = 3.5 * shards.shards[0].bytes
+    cache = open_cache(shards, server.url, tmp_path / "cache", cache_gb=limit / 1e9)
+    held = cache.open(0)
+    for shard in (1, 2, 3, 4, 1, 5, 6, 7):
+        cache.open(shard).close()
+        assert size_of(cache.folder) <= limit
+        assert os.fstat(held.fileno()).st_nlink == 1
+    assert server.asked["/00000.tar"] == 1
+    assert server.asked["/00001.tar"] in (1, 2)
+    # All of it in use: an error that says what to do. A process that reads more than fits lets go of its own.
+    files = [held, cache.open(6), cache.open(7)]
+    with pytest.raises(
+        CacheFullError,
+        match=r"there is no room for a shard of [\d,]+ bytes in .*: [\d,]+ bytes are being read, data.remote.cache_gb",
+    ):
+        cache.open(1)
+    for file in files:
+        file.close()
+    reader = TarReader(cache.folder, [shard.name for shard in shards.shards], 8, cache.open)
+    with pytest.warns(UserWarning, match="cache_gb is small"):
+        texts = [reader.read(shard, 1)["txt"] for shard in range(8)]
+    reader.close()
+    local = TarReader(shards.folder, [shard.name for shard in shards.shards], 8)
+    assert texts == [local.read(shard, 1)["txt"] for shard in range(8)]
+    local.close()
+    assert size_of(cache.folder) <= limit
+
+
+def test_files_of_the_user_stay_and_are_neither_read_nor_counted(
+    shards: Manifest, server: Server, tmp_path: Path
+) -> None:
+    sizes = [shard.bytes for shard in shards.shards]
+    cache = open_cache(shards, server.url, tmp_path / "cache", cache_gb=1.5 * max(sizes) / 1e9)
+    cache.open(0).close()
+    (first,) = cache.folder.glob("*.shard")
+    mine = [
+        folder / name
+        for folder in (tmp_path / "cache", cache.folder)
+        for name in ("mine.tar", "mine.shard", "x.partial", f"{first.stem[:32]}.tar", f"{first.stem}.tar")
+    ]
+    for path in mine:
+        path.write_bytes(path.name.encode() * 100_000)
+        os.utime(path, (0, 0))  # the longest unused
+    (cache.folder / f"{'0' * 64}.shard").symlink_to(mine[0])
+    for shard in (1, 2, 1, 0):
+        with cache.open(shard) as file:
+            assert file.read() == (shards.folder / f"0000{shard}.tar").read_bytes()
+    assert [path.read_bytes() for path in mine] == [path.name.encode() * 100_000 for path in mine]
+
+
+def test_folders_and_files_of_the_cache_are_the_users_alone(shards: Manifest, server: Server, tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        cache = open_cache(shards, server.url, tmp_path / "a" / "b")
+        cache.open(0).close()
+    finally:
+        os.umask(before)
+    made = [tmp_path / "a", tmp_path / "a" / "b", cache.folder]
+    assert [oct(path.stat().st_mode & 0o777) for path in made] == ["0o700"] * 3
+    assert {oct(path.stat().st_mode & 0o777) for path in cache.folder.iterdir()} == {"0o600"}
+
+
+def test_cached_shard_that_was_cut_short_is_fetched_again(shards: Manifest, server: Server, tmp_path: Path) -> None:
+    cache = open_cache(shards, server.url, tmp_path / "cache")
+    cache.open(1).close()
+    (path,) = cache.folder.glob("*.shard")
+    os.truncate(path, 512)
+    with cache.open(1) as file:
+        assert file.read() == (shards.folder / "00001.tar").read_bytes()
+    assert server.asked == {"/00001.tar": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("link", "it is a link"),
+        ("pipe", "it is not a regular file"),
+        ("foreign", r"it belongs to user \d+"),
+    ],
+)
+def test_file_in_the_place_of_a_cached_shard_is_refused(
+    shards: Manifest, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, words: str
+) -> None:
+    cache = open_cache(shards, server.url, tmp_path / "cache")
+    cache.open(1).close()
+    (path,) = cache.folder.glob("*.shard")
+    content = path.read_bytes()
+    if kind == "foreign":
+        owners = {path.stat().st_ino: os.geteuid() + 1}
+        change_owners(monkeypatch, owners)
+    else:
+        path.unlink()
+        (tmp_path / "other").write_bytes(content)
+        path.symlink_to(tmp_path / "other") if kind == "link" else os.mkfifo(path)
+    with pytest.raises(DataError, match=f"{path} is in the way of a cached shard: {words}; remove it"):
+        cache.open(1)
+    assert server.asked == {"/00001.tar": 1}
+    assert os.path.lexists(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("link", "a link"),
+        ("open", "writable by others"),
+        ("foreign", r"of user \d+"),
+    ],
+)
+def test_cache_in_a_folder_of_somebody_else_is_refused(
+    shards: Manifest, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, words: str
+) -> None:
+    cache = open_cache(shards, server.url, tmp_path / "cache")
+    cache.folder.parent.mkdir()
+    if kind == "link":
+        (tmp_path / "other").mkdir(0o700)
+        cache.folder.symlink_to(tmp_path / "other")
+    else:
+        cache.folder.mkdir(0o700)
+        cache.folder.chmod(0o777 if kind == "open" else 0o700)
+    if kind == "foreign":
+        change_owners(monkeypatch, {cache.folder.stat().st_ino: os.geteuid() + 1})
+    with pytest.raises(DataError, match=f"{cache.folder} must be a folder of this user alone, and is {words}"):
+        cache.open(1)
+    assert not server.asked
+    assert not list(cache.folder.iterdir())
+
+
+def change_owners(monkeypatch: pytest.MonkeyPatch, owners: dict[int, int]) -> None:
+    """Files as if another user had made them, by inode; a real one would take root."""
+    for name in ("fstat", "lstat"):
+        real = getattr(os, name)
+
+        def found(path: Any, *, real: Any = real, **kwargs: Any) -> os.stat_result:
+            fields = list(real(path, **kwargs))
+            fields[4] = owners.get(fields[1], fields[4])
+            return os.stat_result(fields)
+
+        monkeypatch.setattr(os, name, found)
+
+
+def test_shard_that_is_being_fetched_is_waited_for_and_has_its_room(
+    shards: Manifest, server: Server, tmp_path: Path
+) -> None:
+    server.halves.add("/00001.tar")
+    limit = shards.shards[1].bytes + shards.shards[0].bytes / 2
+    cache = open_cache(shards, server.url, tmp_path / "cache", cache_gb=limit / 1e9)
+    found: list[bytes] = []
+
+    def read() -> None:
+        with cache.open(1) as file:
+            found.append(file.read())
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: server.asked["/00001.tar"] > 0)
+    with pytest.raises(CacheFullError):
+        cache.open(0)
+    time.sleep(0.2)
+    assert not found
+    server.halves.clear()
+    server.resume.set()
+    for thread in threads:
+        thread.join(20)
+    assert found == [(shards.folder / "00001.tar").read_bytes()] * 3
+    assert server.asked == {"/00001.tar": 1}
+
+
+FETCH = """
+import pickle, sys
+pickle.loads(bytes.fromhex(sys.argv[1])).open(1)
+"""
+
+
+def start_fetch(cache: ShardCache) -> subprocess.Popen[bytes]:
+    path = os.pathsep.join([str(ROOT), *sys.path])
+    command = [sys.executable, "-c", FETCH, pickle.dumps(cache).hex()]
+    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path})
+
+
+def test_process_that_waits_for_a_fetch_does_not_wait_for_its_readers(
+    shards: Manifest, server: Server, tmp_path: Path
+) -> None:
+    """It is stopped until the shard is there and read, so that its turn comes when the readers hold the lock."""
+    cache = open_cache(shards, server.url, tmp_path / "cache", cache_gb=1.0)
+    server.halves.add("/00001.tar")
+    thread = threading.Thread(target=lambda: held.append(cache.open(1)))
+    held: list[Any] = []
+    thread.start()
+    wait_for(lambda: server.asked["/00001.tar"] == 1)
+    with start_fetch(cache) as process:
+        (partial,) = cache.folder.glob("*.partial")
+        wait_for(lambda: str(partial) in opened_by(process.pid))
+        process.send_signal(signal.SIGSTOP)
+        server.halves.clear()
+        server.resume.set()
+        thread.join(20)
+        process.send_signal(signal.SIGCONT)
+        try:
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+    held[0].close()
+    assert server.asked == {"/00001.tar": 1}
+
+
+def opened_by(pid: int) -> set[str]:
+    """Files that a process has open."""
+    found = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found.add(os.readlink(link))
+    return found
+
+
+def test_fetch_that_is_killed_leaves_no_trace(shards: Manifest, server: Server, tmp_path: Path) -> None:
+    server.halves.add("/00001.tar")
+    cache = open_cache(shards, server.url, tmp_path / "cache", cache_gb=1.5 * shards.shards[1].bytes / 1e9)
+    with start_fetch(cache) as process:
+        wait_for(lambda: server.asked["/00001.tar"] == 1)
+        (partial,) = cache.folder.glob("*.partial")
+        with open(partial, "rb") as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        process.kill()
+    server.halves.clear()
+    # What it had begun neither blocks the next fetch nor takes the room of another shard.
+    cache.open(0).close()
+    assert not list(cache.folder.glob("*.partial"))
+    with cache.open(1) as file:
+        assert file.read() == (shards.folder / "00001.tar").read_bytes()

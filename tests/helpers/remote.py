@@ -1,0 +1,26 @@
+"""Remote shards of a server on this host: the settings that name them, and their cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from disco_ds.config import DataSettings
+from disco_ds.config.data import RemoteSettings
+from disco_ds.data import Manifest
+from disco_ds.data.shard_cache import ShardCache
+from helpers.shards import settings
+
+ALL = "{00000..00007}.tar"
+
+
+def remote(shards: str, manifest: Path | None, cache: Path, **changes: Any) -> DataSettings:
+    own = {"http": True, "pipe": True, "cache": cache, "tries": 2, "timeout_s": 20.0, **changes.pop("remote", {})}
+    return settings(shards, manifest=manifest, remote=own, **changes)
+
+
+def open_cache(shards: Manifest, url: str, folder: Path, **changes: Any) -> ShardCache:
+    names = [shard.name for shard in shards.shards]
+    urls = [f"{url}/{name}" for name in names]
+    options = RemoteSettings(**{"cache": folder, "tries": 2, "timeout_s": 20.0, **changes})
+    return ShardCache(urls, names, [shard.bytes for shard in shards.shards], options)
