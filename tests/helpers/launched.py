@@ -23,6 +23,7 @@ import torch
 from disco_ds.cli.parser import parse_args
 from disco_ds.config import load_config
 from disco_ds.metrics.records import METRICS_FILE
+from disco_ds.metrics.run_folder import CHECKPOINTS
 from disco_ds.training.build import build
 from disco_ds.training.loop import train
 from helpers.dist import free_port
@@ -101,7 +102,7 @@ def wait_for(
         if value := condition():
             return value
         time.sleep(poll_s)
-    pytest.fail(f"waited {timeout_s} s for {what}:\n{(folder / 'log.txt').read_text()[-3000:]}")
+    pytest.fail(f"waited {timeout_s} s for {what}:\n{log_of(folder)[-3000:]}")
 
 
 def records(run: Path) -> list[dict[str, Any]]:
@@ -111,9 +112,20 @@ def records(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
+def log_of(folder: Path) -> str:
+    return (folder / "log.txt").read_text()
+
+
+def same_as_uninterrupted(run: Path, whole: Path) -> None:
+    for mine, other in zip(records(run), records(whole), strict=True):
+        assert [mine.get(key) for key in SAME] == [other.get(key) for key in SAME]
+    last = f"{CHECKPOINTS}/step-{records(whole)[-1]['step']:08d}"
+    equal_checkpoints(run / last, whole / last)
+
+
 def finish(kind: str, ranks: int, arguments: list[str], folder: Path) -> None:
     with launched(kind, ranks, arguments, folder) as process:
-        assert process.wait(timeout=800) == 0, (folder / "log.txt").read_text()[-3000:]
+        assert process.wait(timeout=800) == 0, log_of(folder)[-3000:]
 
 
 def train_without_launcher(folder: Path, arguments: list[str]) -> None:

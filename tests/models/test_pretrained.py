@@ -22,14 +22,9 @@ from disco_ds.run import RefusedError, run_training
 from disco_ds.training.export import export_run
 from disco_ds.training.weights import build_from, read_weights
 from helpers.tiny_run import recipe
-from helpers.towers import TINY, write_tiny
+from helpers.towers import TINY
 
 TIMM = {"timm_model_name": "test_vit", "timm_model_pretrained": False, "timm_pool": "", "timm_proj": "linear"}
-
-
-@pytest.fixture
-def tiny(tmp_path: Path) -> str:
-    return write_tiny(tmp_path)
 
 
 def build(name: str, seed: int = 0, **settings: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Faults made for real in runs of two ranks: what stops a run, what does not, and what is said."""
+"""Faults made for real in runs of two ranks: data, crashes, a full disk, lost ranks; what stops a run, and what is said."""
 
 from __future__ import annotations
 
@@ -11,25 +11,20 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from disco_ds.config import Config, load_config
-from disco_ds.data import StepData, index_shards, write_manifest
+from disco_ds.data import index_shards, write_manifest
 from disco_ds.distributed import comm
-from disco_ds.distributed.interrupt import Interrupts
-from disco_ds.losses import Embeddings, LossOutput
 from disco_ds.metrics.run_folder import CHECKPOINTS
-from disco_ds.metrics.trouble import Trouble
 from disco_ds.training import checkpoint
-from disco_ds.training.build import Run, build
-from disco_ds.training.loop import StopError, agree, finish, train
+from disco_ds.training.build import Run
+from disco_ds.training.loop import StopError, finish, train
 from disco_ds.training.retention import find_latest, read_meta
 from disco_ds.training.saving import wait_for_copies
 from helpers.dist import run_ranks
-from helpers.faults import BOTH, NAN, At, leave_out, nothing, poisoned, start
+from helpers.faults import At, nothing, start
 from helpers.launched import (
     CASES,
     SAME,
@@ -42,7 +37,6 @@ from helpers.launched import (
     write_recipe,
 )
 from helpers.launched import finish as finish_run
-from helpers.machine import HAS_FP16
 from helpers.small_disk import mount_small_disk
 from helpers.tiny_run import expect, image_sample, recipe, stopped, write_shard
 
@@ -61,107 +55,6 @@ def failure(config: Config, at: At, kind: type[Exception]) -> str:
     said = comm.gather_objects(str(caught.value))
     assert len(set(said)) == 1, said
     return said[0]
-
-
-# Not finite
-
-
-def passed_over(
-    path: Path, name: str, deepspeed: dict[str, Any], kinds: dict[int, str], pixels: str = "device"
-) -> None:
-    """The run that passes batches over is, to the bit, the run that never had them, whose images wait on the device."""
-    settings = {"deepspeed": deepspeed, "checkpoint": {"every_steps": 0}, "optim": {"lr": 1e-3, "warmup_steps": 2}}
-    rewrite(path, **settings)
-    runs = {}
-    for kind in ("spoilt", "without"):
-        where = pixels if kind == "spoilt" else "device"
-        own = [f"name={name}-{kind}", f"skip_nonfinite={len(kinds)}", f"pixels={where}", "log.tensorboard=false"]
-        config = load_config(path, own)
-        with ExitStack() as stack:
-            run = start(config, poisoned(kinds) if kind == "spoilt" else nothing, stack)
-            if kind == "without":
-                run.loader.read_step = leave_out(run, set(kinds))
-            train(run)
-        runs[kind] = run.folder
-    comm.barrier()
-    if comm.rank() == 0:
-        pair = [records(folder) for folder in runs.values()]
-        keys = ("step", "samples", "ids", "loss", "lr", "scale", "grad_norm")
-        assert [[record[key] for key in keys] for record in pair[0]] == [[r[key] for key in keys] for r in pair[1]]
-        assert [record["skipped_batches"] for record in pair[0]] == [0, 0, len(kinds), len(kinds)]
-        equal_checkpoints(*(folder / CHECKPOINTS / "step-00000004" for folder in runs.values()))
-
-
-def rewrite(path: Path, **changes: Any) -> None:
-    """Change a recipe that both ranks read. Collective."""
-    comm.barrier()
-    if comm.rank() == 0:
-        recipe(path.parent, **changes)
-    comm.barrier()
-
-
-def too_many(path: Path) -> None:
-    for limit, said in ((0, "from the loss of rank 1"), (1, "the gradient is not finite")):
-        config = load_config(path, [f"name=too-many-{limit}", f"skip_nonfinite={limit}"])
-        expect(failure(config, poisoned(BOTH), FloatingPointError), "step 2: ", said, "nothing was updated")
-
-
-def features(path: Path) -> None:
-    """A rank whose features are bad is named, though every rank's loss is."""
-    told = "step 0: the loss is not finite, from the features of rank 1; nothing was updated"
-    with ExitStack() as stack:
-        run = build(load_config(path, ["name=features"]), None, stack)
-        if comm.rank() == 1:
-            run.engine.module.visual.register_forward_hook(lambda module, arguments, out: out * float("nan"))
-        with pytest.raises(FloatingPointError, match=told):
-            train(run)
-
-
-def out_of_step() -> None:
-    step = 5 + comm.rank()
-    data = StepData([], None, 0.0, [])
-    one, out = torch.ones(1, 1), LossOutput(torch.ones(()), {"loss": torch.ones(())})
-    trouble = Trouble(lambda step, values: None, skip=False, max_scale=None, warmup_steps=0)
-    with pytest.raises(StopError, match=r"not at one step.*rank 0 on .*: step 5; rank 1 on .*: step 6"):
-        agree(step, data, Interrupts(), trouble, Embeddings(one, one, torch.ones(1)), out)
-
-
-def overflow_at_the_bottom(path: Path) -> None:
-    """Where a loss scaler cannot go lower, a gradient that is not finite is a fault, and the scaler stays as it was."""
-    fp16 = {"enabled": True, "initial_scale_power": 0, "hysteresis": 1, "loss_scale_window": 2}
-    passed_over(path, "bottom", {"base": "zero2", "torch_autocast": {"enabled": False}, "fp16": fp16}, {3: "gradient"})
-
-
-NO_AUTOCAST = {"torch_autocast": {"enabled": False}}
-
-
-def non_finite_of_one_stage(path: Path) -> None:
-    passed_over(path, "one", CASES["zero1-fp32"], BOTH, pixels="compressed")
-    features(path)
-    out_of_step()
-
-
-def non_finite_everywhere(path: Path) -> None:
-    too_many(path)
-    for level in range(4):
-        clip = {"optim": {"lr": 1e-3, "warmup_steps": 0, "clip_norm": 0.1}}
-        rewrite(path, **clip)
-        passed_over(path, f"fp32-{level}", {"base": f"zero{level}", **NO_AUTOCAST}, BOTH)
-        passed_over(path, f"autocast-{level}", {"base": f"zero{level}"}, BOTH)
-        if level:
-            passed_over(path, f"bf16-{level}", {"base": f"zero{level}", "bf16": {"enabled": True}, **NO_AUTOCAST}, BOTH)
-    if HAS_FP16:
-        passed_over(path, "fp16", CASES["zero2-fp16"], {NAN: "loss"})
-        overflow_at_the_bottom(path)
-
-
-def test_non_finite_batch_is_as_if_it_had_not_been(tmp_path):
-    run_ranks(non_finite_of_one_stage, 2, recipe(tmp_path))
-
-
-@pytest.mark.slow
-def test_non_finite_batch_at_every_stage_and_precision(tmp_path):
-    run_ranks(non_finite_everywhere, 2, recipe(tmp_path))
 
 
 # Data

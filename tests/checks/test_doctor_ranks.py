@@ -1,0 +1,197 @@
+"""The doctor on several hosts and ranks: what each host says, the data there, the step and the collectives."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch.nn import functional as F
+
+from disco_ds.checks import Line, examine
+from disco_ds.checks.hosts import check_hosts, judge
+from disco_ds.checks.probe import probe
+from disco_ds.checks.ranks import check_gradients, check_other_hosts, run_alone, shrink
+from disco_ds.checks.versions import PACKAGES
+from disco_ds.cli.main import main
+from disco_ds.config import Config
+from disco_ds.distributed import comm
+from disco_ds.losses import Embeddings, LossOutput, list_losses
+from disco_ds.losses.base import Loss, register_loss
+from helpers.dist import free_port, run_ranks
+from helpers.doctor import data_of, statuses, the
+from helpers.minimal import MINIMAL, settings
+from helpers.precisions import MATRIX, ds_config
+from helpers.shards import write_shards
+
+# Hosts
+
+
+@pytest.fixture
+def own_report(tmp_path: Path) -> dict[str, Any]:
+    token = tmp_path / "token"
+    token.touch()
+    return probe({"packages": PACKAGES, "folder": str(tmp_path), "token": str(token)})
+
+
+def test_hosts_where_nobody_listens_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if shutil.which("ssh") is None:
+        pytest.skip("no ssh here")
+    monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", f"-p {free_port()} -o StrictHostKeyChecking=no")
+    monkeypatch.chdir(tmp_path)
+    for variable in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    Path("recipe.yaml").write_text(yaml.safe_dump(MINIMAL))
+    Path("hosts").write_text("127.0.0.1 slots=1\nlocalhost slots=1\n")
+    assert main(["doctor", "--config", "recipe.yaml", "--hostfile", "hosts"]) == 1
+    told = capsys.readouterr().out
+    assert "fail  ssh             127.0.0.1: ssh: connect to host 127.0.0.1 port" in told
+    assert "fail  ssh             localhost: ssh: connect to host localhost port" in told
+    assert told.count("Connection refused (exit code 255)") == 2
+    assert not list(tmp_path.glob(".shared-*"))
+    Path("hosts").write_text("127.0.0.1 slot=1\n")
+    assert main(["doctor", "--config", "recipe.yaml", "--hostfile", "hosts"]) == 1
+    assert (
+        "fail  recipe          hosts, line 1: expected `host slots=GPUs`, got '127.0.0.1 slot=1'"
+        in capsys.readouterr().out
+    )
+
+
+def test_what_a_host_says_is_held_against_this_one(own_report: dict[str, Any]) -> None:
+    """What cannot be had here, GPUs and a driver, changed in a real report."""
+    own_report["disk"] = 1e12
+
+    def lines(
+        mine: dict[str, Any] | None = None, slots: int = 2, need: int = 0, **changes: Any
+    ) -> list[tuple[str, str]]:
+        return statuses(list(judge("host", own_report | changes, own_report | (mine or {}), slots, need)))
+
+    assert lines() == [("warn", "GPUs")]
+    assert lines(devices=2) == []
+    assert lines(devices=1, mine={"devices": 2}) == [("fail", "GPUs")]
+    assert lines(driver=True) == [("fail", "GPUs")]
+    assert lines(devices=2, offset=2.5) == lines(devices=2, offset=-2.5) == [("warn", "clocks")]
+    assert lines(devices=2, offset=1.5) == []
+    assert lines(devices=2, disk=1e9) == [("warn", "runs folder")]
+    assert lines(devices=2, need=own_report["memory"] // 2) == []
+    assert lines(devices=2, need=own_report["memory"] // 2 + 1) == [("fail", "memory")]
+
+
+def test_memory_that_the_buffers_of_the_data_would_fill_fails(tmp_path: Path) -> None:
+    config = settings(runs=str(tmp_path / "runs"), data={"source": "synthetic", "prefetch": 1_000_000})
+    lines = examine("hosts", lambda: check_hosts(config, {"this host": 0}), ValueError, OSError)
+    line = the(lines, "memory")
+    assert line.status == "fail"
+    assert f"the images of a rank need {1_000_001 * 16 * 3 * 224**2 / 2**20:,.0f}" in line.found
+
+
+# The ranks: their data, the step, the collectives
+
+
+def on_hosts(homes: list[str]) -> list[Line]:
+    """Each rank as if on a host of its own, with its own ~."""
+    os.environ.update(LOCAL_RANK="0", HOME=homes[comm.rank()])
+    return list(check_other_hosts(data_of("~/shards")))
+
+
+def test_data_that_another_host_lacks_or_has_broken_are_told_with_its_name(tmp_path: Path) -> None:
+    homes = [tmp_path / name for name in ("first", "other", "lacks", "broken")]
+    for home in (*homes[:2], homes[3]):
+        write_shards(home / "shards", [20, 20])
+    assert "ok    data            read on 1 more host(s)" in str(run_ranks(on_hosts, 2, list(map(str, homes)))[0][0])
+    write_shards(homes[3] / "shards", [20, 20], lambda index, sample: sample | {"png": sample["png"][:50]})
+    lines = run_ranks(on_hosts, 3, [str(homes[i]) for i in (0, 2, 3)])[0]
+    host = socket.gethostname()
+    assert statuses(lines) == [("fail", "data"), ("fail", "samples")], lines
+    assert lines[0].found.startswith(f"{host}: data.shards: ")
+    assert lines[1].found.startswith(f"{host}: 40 read, 40 broken")
+
+
+class Local(Loss):
+    """InfoNCE that forgets the other ranks: each contrasts its own pairs only."""
+
+    def forward(self, embeddings: Embeddings) -> LossOutput:
+        logits = embeddings.scale * embeddings.image @ embeddings.text.T
+        labels = torch.arange(len(logits))
+        loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+        return LossOutput(loss, {"loss": comm.all_reduce_sum(loss) / comm.size()})
+
+
+def small_settings(loss: str, given: dict[str, Any], ranks: int, micro_batches: int) -> Config:
+    shape = {"micro_batch": 64, "global_batch": 64 * ranks * micro_batches}
+    two_views = {"model": {"two_views": True}, "data": {"augment": {"zoom": 0.1}}} if loss == "nt_xent" else {}
+    return shrink(settings(loss={"name": loss}, deepspeed=given, **shape, **two_views), ranks)
+
+
+Case = tuple[str, dict[str, Any], int]
+"""Loss, ds_config, micro-batches."""
+
+
+def alone(cases: list[Case], ranks: int) -> bytes:
+    """Pickled: torch would hand tensors on by files that end with this process."""
+    register_loss("local")(Local)
+    return pickle.dumps([run_alone(small_settings(loss, given, ranks, count)) for loss, given, count in cases])
+
+
+def on_ranks(cases: list[Case], answers: bytes) -> list[Line]:
+    register_loss("local")(Local)
+    lines = []
+    for (loss, given, count), answer in zip(cases, pickle.loads(answers), strict=True):
+        lines += check_gradients(small_settings(loss, given, comm.size(), count), answer)
+    return lines
+
+
+def judge_steps(cases: list[Case], ranks: int = 2) -> list[Line]:
+    (answers,) = run_ranks(alone, 1, cases, ranks)
+    return run_ranks(on_ranks, ranks, cases, answers)[0]
+
+
+def test_loss_that_forgets_the_other_ranks_is_found_by_its_gradient() -> None:
+    right, wrong = judge_steps([("disco", ds_config("fp32", 1), 2), ("local", ds_config("fp32", 1), 1)])
+    assert right.status == "ok"
+    assert "disco, 2 ranks x 2 micro-batches, ZeRO 1, fp32" in right.found
+    assert right.found.endswith("allowed 1.0e-05; disco, 2 ranks x 2 micro-batches, ZeRO 1, fp32")
+    assert wrong.status == "fail"
+    assert float(wrong.found.split()[0]) > 0.01
+
+
+@pytest.mark.slow
+def test_step_of_every_precision_and_stage_is_right_and_a_wrong_loss_is_not() -> None:
+    lines = judge_steps(
+        [case for pair in MATRIX for case in (("disco", ds_config(*pair), 2), ("local", ds_config(*pair), 1))]
+    )
+    assert [line.status for line in lines] == ["ok", "fail"] * len(MATRIX), lines
+
+
+@pytest.mark.slow
+def test_step_of_every_loss_is_right() -> None:
+    lines = judge_steps([(name, ds_config("fp32", 1), 2) for name in list_losses()])
+    assert [line.status for line in lines] == ["ok"] * len(list_losses()), lines
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_doctor_under_a_launcher_looks_at_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    ports = ["--master_port", str(free_port())]
+    command = [str(Path(sys.executable).parent / "deepspeed"), "--num_accelerators", "2", *ports]
+    command += ["--module", "disco_ds.doctor", "--config", "quickstart", "--gradients"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for words in ("ok    gradients", "ok    all_gather", "ok    reduce_scatter", "ok    all_reduce", "ok    samples"):
+        assert done.stdout.count(words) == 1
+    assert not list(tmp_path.iterdir())
+    command += ["global_batch=120", "micro_batch=32"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0
+    assert "fail  batch           global_batch 120 is not a multiple" in done.stdout

@@ -1,0 +1,155 @@
+"""The parts of `disco-ds launch`: what it ends, how it judges a run folder, and the variables of srun."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from disco_ds.cli.launch import Signals, find_run, judge, newest_checkpoint, run_once
+from disco_ds.distributed.slurm import adopt_slurm
+from disco_ds.metrics.run_folder import CHECKPOINTS, FINISHED, LAUNCHED, mark_launch
+from disco_ds.training.retention import META
+from helpers.cluster import words
+
+RANK = "import time; time.sleep(100)"
+FRONT = """
+import subprocess, sys
+subprocess.Popen([sys.executable, "-c", {rank!r}, "--local_rank=0", {word!r}], start_new_session={apart})
+print({says!r}, file=sys.stderr, flush=True)
+{then}
+"""
+
+
+@pytest.mark.parametrize(
+    ("says", "then", "apart", "codes"),
+    [
+        ("", "sys.exit(0)", True, {0}),
+        ("pdsh@here: host-2: ssh exited with exit code 255", "import time; time.sleep(100)", False, {255}),
+    ],
+)
+def test_what_a_front_end_leaves_behind_is_ended(
+    says: str,
+    then: str,
+    apart: bool,
+    codes: set[int],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """One that returns 0 while its ranks train on elsewhere, and one that waits for ever for a host that is gone.
+
+    What is apart is found by its word, as on other hosts; what is not, such as ssh, by its group.
+    """
+    monkeypatch.setattr("disco_ds.cli.launch.NAMING_S", 1.0)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    handlers[signal.SIGUSR1] = signal.getsignal(signal.SIGUSR1)
+    word = f"word-{os.getpid()}-{len(codes)}-{len(says)}"
+    script = FRONT.format(rank=RANK, word=word if apart else f"{word}-not", says=says, then=then, apart=apart)
+    start = time.monotonic()
+    try:
+        assert run_once([sys.executable, "-c", script], [], word, Signals(), patience_s=60) == codes
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert time.monotonic() - start < 15
+    assert not [process for process in psutil.process_iter() if word in " ".join(words(process))]
+    if says:
+        assert f"{says}\ndisco-ds launch: host-2 is cut off\n" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("finished", "agreed", "codes", "code"),
+    [
+        (True, 1, {1, 247}, 0),  # what came after the last step is no failure of the run
+        (False, 0, {0}, 1),
+        (False, None, {0}, 1),  # deepspeed's answer to a launcher that was killed
+        (False, 3, {1}, 3),
+        (False, None, {2, 247}, 2),
+        (False, None, {1, 3}, 3),
+        (False, None, {-9}, 1),
+        (None, None, {2}, 2),
+    ],
+)
+def test_judge_looks_at_the_run_folder(
+    finished: bool | None, agreed: int | None, codes: set[int], code: int, tmp_path: Path
+) -> None:
+    if finished:
+        (tmp_path / FINISHED).touch()
+    assert judge(None if finished is None else tmp_path, agreed, codes) == code
+
+
+FOREIGN = {
+    "dict": b'{"version": "0.2.0", "configurations": []}',
+    "list": b"[1, 2]",
+    "word": b'"launch"',
+    "none": b"null",
+    "empty": b"",
+    "cut": b'{"launch": "our-w',
+    "deep": b"[" * 100_000,
+    "binary": b"\xff\xfe\x00",
+}
+
+
+def test_run_is_found_among_the_launch_files_of_other_programs(tmp_path: Path) -> None:
+    for name, body in FOREIGN.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / LAUNCHED).write_bytes(body)
+    (tmp_path / "folder" / LAUNCHED).mkdir(parents=True)
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe" / LAUNCHED)  # reading would wait for a writer
+    assert find_run([tmp_path, tmp_path / "missing"], "our-word") == (None, None)
+    for name, word, code in (("our", "our-word", 3), ("theirs", "another", 1)):
+        (tmp_path / name).mkdir()
+        mark_launch(tmp_path / name, word, code)
+    assert find_run([tmp_path], "our-word") == (tmp_path / "our", 3)
+
+
+def test_newest_checkpoint_is_the_last_complete_one(tmp_path: Path) -> None:
+    assert newest_checkpoint(None) == newest_checkpoint(tmp_path) == ""
+    for name in ("step-99999999", "step-100000000", "set-aside-step-200000000", ".step-300000000.removed"):
+        (tmp_path / CHECKPOINTS / name).mkdir(parents=True)
+        (tmp_path / CHECKPOINTS / name / META).touch()
+    (tmp_path / CHECKPOINTS / "step-400000000").mkdir()
+    assert newest_checkpoint(tmp_path) == "step-100000000"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "lead"),
+    [
+        ("node003", "node003"),
+        ("node[003-006,010]", "node003"),
+        ("gpu[7,9],cpu[1-2]", "gpu7"),
+        ("a1,b2", "a1"),
+        ("rack[2-3]n[04-05].site", "rack2n04.site"),
+        ("", "10.0.0.9"),
+    ],
+)
+def test_sruns_variables_become_a_launchers(nodes: str, lead: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = {"STEP_ID": "2", "JOB_ID": "4711", "PROCID": "13", "LOCALID": "5", "NTASKS": "16", "NODELIST": nodes}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (slurm | {"LAUNCH_NODE_IPADDR": "10.0.0.9"}).items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    with monkeypatch.context() as script:  # of a batch job: a task of no step
+        script.delenv("SLURM_STEP_ID")
+        adopt_slurm()
+        assert "RANK" not in os.environ
+    monkeypatch.setenv("RANK", "")  # so that all are taken back
+    for name in ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.delenv("RANK")
+    adopt_slurm()
+    found = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")]
+    assert found == ["13", "16", "5", lead, str(12_000 + 471_102 % 20_000)]
+    # A task that sees one GPU of its own has no sixth.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    monkeypatch.delenv("RANK")
+    monkeypatch.delenv("LOCAL_RANK")
+    adopt_slurm()
+    assert os.environ["LOCAL_RANK"] == "0"

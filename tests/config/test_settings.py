@@ -1,0 +1,265 @@
+"""Keys and values of settings, the batch algebra, and the written config.yaml."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from disco_ds.config import BASE_BATCH, PACKAGE, check_config, load_config, render_ds_config
+from helpers.minimal import MINIMAL, settings
+
+RECIPES = sorted(path.stem for path in (PACKAGE / "recipes").glob("*.yaml"))
+
+
+# Keys and values
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("modle=3", r"unknown key modle; did you mean model\?"),
+        ("globalbatch=3", r"unknown key globalbatch; did you mean global_batch\?"),
+        ("optim.learning_rate=3", r"unknown key optim.learning_rate; here it is optim.lr"),
+        ("optim.warmup=3", r"unknown key optim.warmup; here it is optim.warmup_steps"),
+        ("optim.warm_up=3", r"unknown key optim.warm_up; did you mean warmup_steps\?"),
+        ("data.augment.rotate=3", r"unknown key data.augment.rotate; did you mean rotate_degrees\?"),
+        ("data.zzz=3", "unknown key data.zzz; valid: source, shards"),
+    ],
+)
+def test_unknown_key_names_the_nearest(override: str, words: str, recipe: Path) -> None:
+    with pytest.raises(ValueError, match=words):
+        load_config(recipe, [override])
+
+
+@pytest.mark.parametrize("override", ["loss.options.wire=bf16", "loss={name: inf_cl, options: {wire: bf16}}"])
+def test_renamed_key_is_refused_naming_the_new_one(override: str, recipe: Path, tmp_path: Path) -> None:
+    path = tmp_path / "old.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL | {"loss": {"name": "inf_cl", "options": {"wire": "bf16"}}}))
+    for arguments, origin in (([recipe, [override]], f"override {override!r}"), ([path], str(path))):
+        with pytest.raises(ValueError) as caught:
+            load_config(*arguments)
+        assert str(caught.value) == f"{origin}: loss.options.wire is now called loss.options.comm_dtype"
+    own = load_config(recipe, ["loss.name=package.module:Own", "loss.options.wire=bf16"])
+    assert own.loss.options == {"wire": "bf16"}, "an option of a user's own loss is called as the user likes"
+
+
+def test_renamed_key_in_a_run_folders_settings_is_translated(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL | {"loss": {"name": "inf_cl", "options": {"wire": "bf16", "tile": [8, 8]}}}))
+    with pytest.raises(ValueError, match="now called"):
+        load_config(path)
+    (tmp_path / "ds_config.json").write_text("{}")
+    assert load_config(path).loss.options == {"tile": [8, 8], "comm_dtype": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["global_batch=0"], "global_batch: .*greater than 0, got 0"),
+        (["micro_batch=-1"], "micro_batch: .*greater than 0"),
+        (["global_batch=1.5"], "global_batch: .*integer"),
+        (["seed=-1"], "seed: .*greater than or equal to 0"),
+        (["optim.lr=0"], "optim.lr: .*greater than 0"),
+        (["optim.lr=.nan"], "optim.lr: "),
+        (["optim.lr=fast"], "optim.lr: .*number.*got 'fast'"),
+        (["optim.name=adam"], "optim.name: .*'adamw', 'lamb', 'lion' or 'sgd'.*got 'adam'"),
+        (["optim.betas=[0.9]"], "optim.betas.1 is missing"),
+        (["optim.schedule=linear"], "optim.schedule: "),
+        (["optim.schedule=cooldown"], r"optim.cooldown_steps \(0\) goes with optim.schedule=cooldown"),
+        (["optim.cooldown_steps=5"], r"optim.cooldown_steps \(5\) goes with .* \(cosine\)"),
+        (["optim.warmup_steps=101"], r"101 \+ 0\) exceed the run's 100 steps; set optim.warmup_steps=10, for instance"),
+        (["optim.schedule=cooldown", "optim.cooldown_steps=91"], r"10 \+ 91\) exceed the run's 100 steps"),
+        (["model.patch_dropout=1"], "model.patch_dropout: .*less than 1"),
+        (["model.lock_image=true", "model.lock_text=true"], "nothing is left to train"),
+        (["model.lock_text=true", "optim.text.lr_factor=2"], "optim.text is of a tower that is not trained"),
+        (["optim.image.layer_decay=1.1"], "optim.image.layer_decay: .*less than or equal to 1"),
+        (["model=3"], "model: .*got 3"),
+        (["data.source=shards"], "data.shards is missing"),
+        (["data.captions={a: -1}"], "data.captions needs templates"),
+        (["data.captions={a: 0}"], "data.captions needs templates"),
+        (["data.crop_scale=[0.9, 0.1]"], "data.crop_scale must be"),
+        (["data.crop_scale=[0.5, 1.1]"], "data.crop_scale must be"),
+        (["data.crop_ratio=[2, 1]"], "data.crop_ratio must be"),
+        (["checkpoint.keep_last=0"], "checkpoint.keep_last: "),
+        (["steps=null"], "give one of steps, samples and epochs, got steps=None, samples=None, epochs=None"),
+        (["samples=6400"], "got steps=100, samples=6400, epochs=None; NAME=null takes one away"),
+        (["steps=null", "samples=63"], r"samples \(63\) is less than one global_batch \(64\)"),
+        (["steps=0"], "steps: .*greater than 0"),
+        (["deepspeed=zero9"], "no file 'zero9'; bundled: zero0, zero1"),
+        (["deepspeed=3"], "deepspeed must be a name, a path or a mapping, got 3"),
+        pytest.param(
+            ["optim.betas=[0.9, 5]"],
+            "optim.betas",
+        ),
+    ],
+)
+def test_invalid_value_is_refused_on_load(overrides: list[str], words: str, recipe: Path) -> None:
+    with pytest.raises(ValueError, match=words):
+        load_config(recipe, overrides)
+
+
+def test_settings_are_frozen() -> None:
+    config = settings()
+    for target, name in ((config, "seed"), (config.optim, "lr")):
+        with pytest.raises(ValueError, match="frozen"):
+            setattr(target, name, 3)
+
+
+# Batch algebra
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "micro_batch", "ranks", "count"), [(64, 16, 1, 4), (64, 16, 2, 2), (64, 16, 4, 1), (96, 8, 3, 4)]
+)
+def test_batch_algebra_is_exact(global_batch: int, micro_batch: int, ranks: int, count: int) -> None:
+    config = settings(global_batch=global_batch, micro_batch=micro_batch)
+    assert config.num_micro_batches(ranks) == count
+    rendered = render_ds_config(config, ranks)
+    assert rendered["train_batch_size"] == global_batch
+    assert rendered["train_micro_batch_size_per_gpu"] == micro_batch
+    assert rendered["gradient_accumulation_steps"] == count
+    words = f"global batch {global_batch} = {ranks} ranks x {micro_batch} micro-batch x {count} micro-batches per rank"
+    assert words in config.describe(ranks)
+
+
+@pytest.mark.parametrize(("ranks", "micro_batch"), [(1, 16), (3, 8), (5, 7), (8, 64)])
+@pytest.mark.parametrize("global_batch", [1, 7, 50, 97, 100, 511, 1001])
+def test_batch_that_does_not_divide_names_the_nearest_that_does(
+    global_batch: int, micro_batch: int, ranks: int
+) -> None:
+    with pytest.raises(ValueError, match=f"{ranks} x {micro_batch} = {ranks * micro_batch}") as caught:
+        settings(global_batch=global_batch, micro_batch=micro_batch).num_micro_batches(ranks)
+    nearest = int(str(caught.value).rpartition("nearest: global_batch=")[2])
+    assert settings(global_batch=nearest, micro_batch=micro_batch).num_micro_batches(ranks) >= 1
+    working = [ranks * micro_batch * count for count in range(1, 300)]
+    assert abs(nearest - global_batch) == min(abs(value - global_batch) for value in working)
+
+
+def test_ranks_other_than_the_recipes_name_a_missing_hostfile() -> None:
+    config = settings(ranks=4)
+    assert config.num_micro_batches(4) == 1
+    with pytest.raises(ValueError, match="is for 4 ranks, this run has 1: the likely cause is a missing hostfile"):
+        config.num_micro_batches(1)
+    assert settings().num_micro_batches(1) == 4
+
+
+@pytest.mark.parametrize("ranks", [0, -1])
+def test_ranks_below_one_are_refused(ranks: int) -> None:
+    with pytest.raises(ValueError, match="ranks"):
+        settings().num_micro_batches(ranks)
+
+
+def test_length_in_samples_is_whole_steps() -> None:
+    config = settings(steps=None, samples=64 * 100 + 63)
+    assert config.num_steps == 100
+    assert "100 steps, 6,400 samples" in config.describe(1)
+    assert settings(steps=77).num_steps == 77
+
+
+def test_peak_lr_follows_the_batch_unless_given() -> None:
+    assert settings().peak_lr == 1e-3
+    optim = {"lr": None, "base_lr": 5e-4}
+    assert settings(optim=optim, global_batch=BASE_BATCH).peak_lr == pytest.approx(5e-4)
+    assert settings(optim=optim, global_batch=BASE_BATCH // 4).peak_lr == pytest.approx(1.25e-4)
+    assert BASE_BATCH == 32768
+
+
+# Round trip
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_to_yaml_of_a_recipe_loads_as_the_same_settings(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    config = load_config(name)
+    path.write_text(config.to_yaml(), encoding="utf-8")
+    assert load_config(path) == config
+
+
+def test_to_yaml_of_every_kind_of_value_loads_as_the_same_settings(tmp_path: Path) -> None:
+    config = settings(
+        name="näme é = 1",
+        runs="a folder/with spaces",
+        steps=None,
+        samples=10_000,
+        model={"pretrained": "weights dir/w.pt", "patch_dropout": 1e-7, "name": "é 'quoted' = #1"},
+        loss={"options": {"a": 1e-7, "b": [1, {"c": None}], "d": "yes", "e": True}},
+        data={"captions": {"{json[a: b]}": 1e-5, "{txt}": 3}, "crop_scale": [0.25, 1], "shards": "bundled:x"},
+        optim={"lr": 1e-22, "eps": 1e-8, "betas": [0.9, 0.999], "weight_decay": 1e16},
+        eval={"labelled": {"null": "x", "1": "y"}},
+        deepspeed={"zero_optimization": {"stage": 3, "reduce_bucket_size": 5e8}, "bf16": {"enabled": True}},
+    )
+    path = tmp_path / "config.yaml"
+    path.write_text(config.to_yaml(), encoding="utf-8")
+    again = load_config(path)
+    assert again == config
+    assert again.to_yaml() == config.to_yaml()
+
+
+@pytest.mark.parametrize("changes", [{"name": "1e3"}, {"loss": {"options": {"mode": "2e-7"}}}])
+def test_to_yaml_of_text_that_looks_like_a_number_loads_as_text(changes: dict[str, Any], tmp_path: Path) -> None:
+    config = settings(**changes)
+    path = tmp_path / "config.yaml"
+    path.write_text(config.to_yaml(), encoding="utf-8")
+    assert load_config(path) == config
+
+
+def test_data_timeout_longer_than_the_collectives_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"data.timeout_s \(300\) must be below timeout_s \(100\)"):
+        settings(timeout_s=100)
+
+
+def test_compile_at_zero_3_is_refused() -> None:
+    deepspeed = {"zero_optimization": {"stage": 3}}
+    with pytest.raises(ValueError, match=r"model\.compile at ZeRO 3 is refused"):
+        render_ds_config(settings(deepspeed=deepspeed, model={"compile": True}), 1)
+
+
+def test_lamb_above_zero_0_is_refused() -> None:
+    def render(stage: int) -> None:
+        changes = {"zero_optimization": {"stage": stage}}
+        render_ds_config(settings(deepspeed=changes, optim={"name": "lamb", "warmup_steps": 0}), 1)
+
+    render(0)
+    with pytest.raises(ValueError, match=r"optim\.name=lamb at ZeRO 1 is refused: its trust ratio"):
+        render(1)
+
+
+def test_epochs_become_steps_when_the_samples_are_counted() -> None:
+    config = settings(steps=None, epochs=2.5)
+    with pytest.raises(ValueError, match="only when the samples of the data are counted"):
+        _ = config.num_steps
+    assert "2.5 epochs, whose steps are known when the samples of the data are counted" in config.describe(1)
+    counted = config.with_steps(1000)
+    assert (counted.num_steps, counted.steps, counted.epochs) == (39, 39, None)  # 2500 // 64
+    assert check_config(counted.model_dump(mode="json"), "again") == counted
+    with pytest.raises(ValueError, match=r"epochs \(2.5 of 25 samples\) is less than one global_batch \(64\)"):
+        config.with_steps(25)
+    with pytest.raises(ValueError, match="exceed the run's 9 steps"):
+        config.with_steps(250)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("batch_size=256", r"unknown key batch_size; here it is micro_batch or global_batch; samples per rank"),
+        ("accum_freq=2", r"unknown key accum_freq; here it is global_batch"),
+        ("optim.wd=0.1", r"unknown key optim.wd; here it is optim.weight_decay"),
+        ("lr=1e-3", r"unknown key lr; here it is optim.lr$"),
+        ("precision=amp", r"unknown key precision; here it is deepspeed; bf16 autocast"),
+        ("ema=0.999", r"unknown key ema; there is no moving average"),
+        ("local-loss=true", r"unknown key local-loss; not needed: no loss here holds"),
+    ],
+)
+def test_word_of_another_trainer_is_explained(override: str, words: str, recipe: Path) -> None:
+    with pytest.raises(ValueError, match=words):
+        load_config(recipe, [override])
+
+
+def test_words_of_another_trainer_are_all_explained() -> None:
+    with pytest.raises(ValueError, match="unknown key") as caught:
+        load_config("quickstart", ["lr=1", "wd=1", "beta1=1", "accum_freq=2", "batch_size=3", "precision=fp32"])
+    assert str(caught.value).count("here it is") == 6
+    assert "more problems" not in str(caught.value)

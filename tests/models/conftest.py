@@ -1,0 +1,14 @@
+"""The smallest model of open_clip's kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from helpers.towers import write_tiny
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    return write_tiny(tmp_path)

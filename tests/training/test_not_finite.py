@@ -1,0 +1,136 @@
+"""Losses and gradients that are not finite: the batch is skipped on every rank alike, or the run stops."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from disco_ds.config import Config, load_config
+from disco_ds.data import StepData
+from disco_ds.distributed import comm
+from disco_ds.distributed.interrupt import Interrupts
+from disco_ds.losses import Embeddings, LossOutput
+from disco_ds.metrics.run_folder import CHECKPOINTS
+from disco_ds.metrics.trouble import Trouble
+from disco_ds.training.build import build
+from disco_ds.training.loop import StopError, agree, train
+from helpers.dist import run_ranks
+from helpers.faults import BOTH, NAN, At, leave_out, nothing, poisoned, start
+from helpers.launched import (
+    CASES,
+    equal_checkpoints,
+    records,
+)
+from helpers.machine import HAS_FP16
+from helpers.tiny_run import expect, recipe
+
+
+def failure(config: Config, at: At, kind: type[Exception]) -> str:
+    """What the run says that ends with this error, on every rank alike."""
+    with ExitStack() as stack, pytest.raises(kind) as caught:
+        train(start(config, at, stack))
+    said = comm.gather_objects(str(caught.value))
+    assert len(set(said)) == 1, said
+    return said[0]
+
+
+def passed_over(
+    path: Path, name: str, deepspeed: dict[str, Any], kinds: dict[int, str], pixels: str = "device"
+) -> None:
+    """The run that passes batches over is, to the bit, the run that never had them, whose images wait on the device."""
+    settings = {"deepspeed": deepspeed, "checkpoint": {"every_steps": 0}, "optim": {"lr": 1e-3, "warmup_steps": 2}}
+    rewrite(path, **settings)
+    runs = {}
+    for kind in ("spoilt", "without"):
+        where = pixels if kind == "spoilt" else "device"
+        own = [f"name={name}-{kind}", f"skip_nonfinite={len(kinds)}", f"pixels={where}", "log.tensorboard=false"]
+        config = load_config(path, own)
+        with ExitStack() as stack:
+            run = start(config, poisoned(kinds) if kind == "spoilt" else nothing, stack)
+            if kind == "without":
+                run.loader.read_step = leave_out(run, set(kinds))
+            train(run)
+        runs[kind] = run.folder
+    comm.barrier()
+    if comm.rank() == 0:
+        pair = [records(folder) for folder in runs.values()]
+        keys = ("step", "samples", "ids", "loss", "lr", "scale", "grad_norm")
+        assert [[record[key] for key in keys] for record in pair[0]] == [[r[key] for key in keys] for r in pair[1]]
+        assert [record["skipped_batches"] for record in pair[0]] == [0, 0, len(kinds), len(kinds)]
+        equal_checkpoints(*(folder / CHECKPOINTS / "step-00000004" for folder in runs.values()))
+
+
+def rewrite(path: Path, **changes: Any) -> None:
+    """Change a recipe that both ranks read. Collective."""
+    comm.barrier()
+    if comm.rank() == 0:
+        recipe(path.parent, **changes)
+    comm.barrier()
+
+
+def too_many(path: Path) -> None:
+    for limit, said in ((0, "from the loss of rank 1"), (1, "the gradient is not finite")):
+        config = load_config(path, [f"name=too-many-{limit}", f"skip_nonfinite={limit}"])
+        expect(failure(config, poisoned(BOTH), FloatingPointError), "step 2: ", said, "nothing was updated")
+
+
+def features(path: Path) -> None:
+    """A rank whose features are bad is named, though every rank's loss is."""
+    told = "step 0: the loss is not finite, from the features of rank 1; nothing was updated"
+    with ExitStack() as stack:
+        run = build(load_config(path, ["name=features"]), None, stack)
+        if comm.rank() == 1:
+            run.engine.module.visual.register_forward_hook(lambda module, arguments, out: out * float("nan"))
+        with pytest.raises(FloatingPointError, match=told):
+            train(run)
+
+
+def out_of_step() -> None:
+    step = 5 + comm.rank()
+    data = StepData([], None, 0.0, [])
+    one, out = torch.ones(1, 1), LossOutput(torch.ones(()), {"loss": torch.ones(())})
+    trouble = Trouble(lambda step, values: None, skip=False, max_scale=None, warmup_steps=0)
+    with pytest.raises(StopError, match=r"not at one step.*rank 0 on .*: step 5; rank 1 on .*: step 6"):
+        agree(step, data, Interrupts(), trouble, Embeddings(one, one, torch.ones(1)), out)
+
+
+def overflow_at_the_bottom(path: Path) -> None:
+    """Where a loss scaler cannot go lower, a gradient that is not finite is a fault, and the scaler stays as it was."""
+    fp16 = {"enabled": True, "initial_scale_power": 0, "hysteresis": 1, "loss_scale_window": 2}
+    passed_over(path, "bottom", {"base": "zero2", "torch_autocast": {"enabled": False}, "fp16": fp16}, {3: "gradient"})
+
+
+NO_AUTOCAST = {"torch_autocast": {"enabled": False}}
+
+
+def non_finite_of_one_stage(path: Path) -> None:
+    passed_over(path, "one", CASES["zero1-fp32"], BOTH, pixels="compressed")
+    features(path)
+    out_of_step()
+
+
+def non_finite_everywhere(path: Path) -> None:
+    too_many(path)
+    for level in range(4):
+        clip = {"optim": {"lr": 1e-3, "warmup_steps": 0, "clip_norm": 0.1}}
+        rewrite(path, **clip)
+        passed_over(path, f"fp32-{level}", {"base": f"zero{level}", **NO_AUTOCAST}, BOTH)
+        passed_over(path, f"autocast-{level}", {"base": f"zero{level}"}, BOTH)
+        if level:
+            passed_over(path, f"bf16-{level}", {"base": f"zero{level}", "bf16": {"enabled": True}, **NO_AUTOCAST}, BOTH)
+    if HAS_FP16:
+        passed_over(path, "fp16", CASES["zero2-fp16"], {NAN: "loss"})
+        overflow_at_the_bottom(path)
+
+
+def test_non_finite_batch_is_as_if_it_had_not_been(tmp_path):
+    run_ranks(non_finite_of_one_stage, 2, recipe(tmp_path))
+
+
+@pytest.mark.slow
+def test_non_finite_batch_at_every_stage_and_precision(tmp_path):
+    run_ranks(non_finite_everywhere, 2, recipe(tmp_path))
