@@ -12,3 +12,8 @@ def wait_for(condition: Callable[[], Any], timeout_s: float = 20) -> None:
     while not condition():
         assert time.monotonic() < end, f"waited {timeout_s} s"
         time.sleep(0.01)
+
+
+def sleep_for_ever() -> None:
+    while True:
+        time.sleep(0.1)

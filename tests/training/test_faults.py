@@ -1,4 +1,4 @@
-"""Faults made for real in runs of two ranks: data, crashes, a full disk, lost ranks; what stops a run, and what is said."""
+"""Faults made for real in runs of two ranks: what stops a run, what does not, and what is said."""
 
 from __future__ import annotations
 

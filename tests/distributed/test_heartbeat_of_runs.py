@@ -1,0 +1,99 @@
+"""The heartbeat in a training and in an evaluation: the lost rank is named, with the phase it was in."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from disco_ds.cli.main import main
+from disco_ds.config import ModelSettings
+from disco_ds.models.clip import build_model
+from helpers.dist import become_rank, free_port, start_server
+from helpers.tiny_run import recipe
+from helpers.towers import BPE_SIZE, write_tiny
+from helpers.trained import write_run
+from helpers.waiting import sleep_for_ever
+
+
+def hang_in_forward(number: int, port: int, folder: Path, path: Path) -> None:
+    """One rank of a real run, of which one hangs in the second step."""
+    become_rank(number, port, folder / f"{number}.log")
+    calls = 0
+
+    def before_forward(module: Any, arguments: Any) -> None:
+        nonlocal calls
+        if type(module).__name__ == "VisionTransformer" and number == 1:
+            calls += 1
+            if calls == 5:  # two micro-batches, of which the first is repeated
+                sleep_for_ever()
+
+    torch.nn.modules.module.register_module_forward_pre_hook(before_forward)
+    sys.exit(main(["train", "--config", str(path), "timeout_s=20", "data.timeout_s=15"]))
+
+
+def die_in_evaluation(number: int, port: int, folder: Path, model: Path) -> None:
+    """One rank of an evaluation, of which one is killed."""
+    become_rank(number, port, folder / f"{number}.log")
+
+    def before_forward(module: Any, arguments: Any) -> None:
+        if type(module).__name__ == "VisionTransformer" and number == 1:
+            time.sleep(1.5)  # three heartbeats, so that the last one has the place
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    torch.nn.modules.module.register_module_forward_pre_hook(before_forward)
+    sets = ["eval.labelled.unseen=bundled:emoji/unseen", "data.image_key=png", "lost_after_s=5"]
+    sys.exit(main(["eval", str(model), *sets]))
+
+
+@pytest.mark.slow
+def test_rank_that_an_evaluation_loses_is_named(tmp_path: Path) -> None:
+    start_server()
+    name = write_tiny(tmp_path, BPE_SIZE)
+    model = write_run(tmp_path / "run", build_model(ModelSettings(name=name)), name)
+    context, port = multiprocessing.get_context("forkserver"), free_port()
+    ranks = [context.Process(target=die_in_evaluation, args=(number, port, tmp_path, model)) for number in range(2)]
+    for process in ranks:
+        process.start()
+    try:
+        for process in ranks:
+            process.join(100)
+        log = (tmp_path / "0.log").read_text()
+        assert [process.exitcode for process in ranks] == [1, -signal.SIGKILL], log
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    assert f"rank 0 stops: rank 1 on {socket.gethostname()} (last step 0, evaluating) has sent no heartbeat" in log
+
+
+@pytest.mark.slow
+def test_run_names_the_phase_in_which_a_rank_hangs(tmp_path: Path) -> None:
+    start_server()
+    context, port, path = multiprocessing.get_context("forkserver"), free_port(), recipe(tmp_path)
+    ranks = [context.Process(target=hang_in_forward, args=(number, port, tmp_path, path)) for number in range(2)]
+    for process in ranks:
+        process.start()
+    try:
+        for process in ranks:
+            process.join(150)
+        logs = [(tmp_path / f"{number}.log").read_text() for number in range(2)]
+        assert [process.exitcode for process in ranks] == [1, 1], logs
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    for log in logs:
+        assert f"for rank 1 on {socket.gethostname()} (last step 1, forward)" in log
+    stacks = [
+        (tmp_path / "runs" / "tiny" / "diagnostics" / f"stacks_rank_{number}.txt").read_text() for number in range(2)
+    ]
+    assert ["sleep_for_ever" in text for text in stacks] == [False, True]
