@@ -111,6 +111,7 @@ class Mixture:
 
     def stream(self, slot: int, number: int) -> int:
         """The stream that the slot's sample `number`, from the run's start, comes from."""
+        # In fixed point, 2^64 stands for 1, so the remainder is the fraction.
         point = (keyed_int(self._seed, _PHASE, slot) + number * GOLDEN) % 2**64
         return bisect_right(self._ends, point) * self._num_slots + slot
 
@@ -135,6 +136,7 @@ class Mixture:
         source, slot = divmod(stream, self._num_slots)
         ends = [0, *self._ends, 2**64]
         share = (ends[source + 1] - ends[source]) / 2**64
+        # Of the slot's samples only this share comes from the source, which therefore needs its shards later.
         for away, shard in self._orders[source].upcoming(slot, epoch, offset):
             yield away / share, self._first_shard[source] + shard
 

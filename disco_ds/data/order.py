@@ -54,6 +54,7 @@ class DataOrder:
 
     def settle(self, slot: int, epoch: int, offset: int) -> tuple[int, int]:
         """The place itself or, past the end of the slot's epoch, the beginning of its next epoch that has samples."""
+        # A loop, because in a data set of few samples a slot may have none in an epoch.
         while offset >= self.length(slot, epoch):
             epoch, offset = epoch + 1, 0
         return epoch, offset
@@ -92,6 +93,7 @@ class DataOrder:
             first, base, epoch = 0, base + stop - start, epoch + 1
 
     def _interval(self, slot: int, epoch: int) -> tuple[int, int]:
+        # Integers throughout: the ends of neighbouring slots meet exactly, whatever the number of samples.
         k = (slot + epoch) % self.num_slots
         return k * self.num_samples // self.num_slots, (k + 1) * self.num_samples // self.num_slots
 

@@ -58,6 +58,7 @@ def _construct(name: str, options: dict[str, Any]) -> Source:
         raise ValueError(f"{name} is not a Source: derive the class from disco_ds.data.Source")
     try:
         source = cls(**options)
+        # Asked here, where a mistake is told by name, and not first in the middle of building a run.
         if source.num_samples < 1 or not isinstance(source.fingerprint, str):
             raise ValueError("`sizes` must sum to at least one sample, and `fingerprint` be a text")
     except Exception as error:  # whatever the user's code raises
@@ -127,5 +128,6 @@ class MixedSamples:
 
     def _find(self, shard: int) -> tuple[Samples, int]:
         """The source that has the shard, and the shard's number in it."""
+        # The last one that begins at this shard or before: a source without shards begins where the next one does.
         number = bisect_right(self._first, shard) - 1
         return self._opened[number], shard - self._first[number]

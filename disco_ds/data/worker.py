@@ -119,6 +119,7 @@ class _Reader:
                 with breaks_sample(OSError):
                     read = partial(self._samples.read, shard, entry, epoch, index)
                     decode, text = read_patiently(read, self._patience_s)
+                    # Decoded at once, so that a broken image is skipped before its place in the batch is taken.
                     return decode(), decode, text, index, epoch, offset
             except BrokenSample as error:
                 broken.append(name_broken(self._samples.name, shard, entry, error))

@@ -213,6 +213,7 @@ def list_options(cls: type[Loss]) -> tuple[dict[str, inspect.Parameter], bool]:
     """
     found: dict[str, inspect.Parameter] = {}
     open_ended = False
+    # From the class down to its bases, as long as each constructor passes on what it does not know.
     for owner in cls.__mro__[: cls.__mro__.index(Loss)]:
         if "__init__" in vars(owner):
             _, *parameters = inspect.signature(vars(owner)["__init__"]).parameters.values()
@@ -241,6 +242,7 @@ def _load_class(name: str) -> type[Loss]:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
+        # The module may be there, and miss another one that it imports itself.
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise ValueError(f"loss {name!r}: module {module_name} cannot be imported: {error}") from error
         remedy = "install it, or put the folder it is in on PYTHONPATH, on every host"

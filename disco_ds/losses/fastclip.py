@@ -114,6 +114,7 @@ class FastCLIPLoss(TiledLoss):
         b = len(embeddings.image)
         if b * comm.size(self.group) < 2:
             raise ValueError("FastCLIP needs a global batch of at least 2, got 1: there are no other samples")
+        # A sample's estimates lie with the rank that owns its id, and are fetched for every batch.
         held = state.fetch(embeddings.index)  # [b, 2] each, of image and of text anchors
         # As in infonce: the columns are sent, so the side without a gradient takes their place.
         swap = embeddings.text.requires_grad and not embeddings.image.requires_grad
@@ -166,10 +167,12 @@ class _FastCLIP(torch.autograd.Function):
         scales = tau.reciprocal().expand(2, b)
         shift = largest_shift(rows, columns, scales[0, :1], group) if len(tau) == 1 else None
         sums = cross.sums(rows, scales, shift, loss.accuracy)
+        # A row whose similarities are all far below the largest underflows; then every sum gets a maximum of its own.
         if shift is not None and not holds(shift, sums.rows, sums.columns, group=group):
             shift = None
             sums = cross.sums(rows, scales, shift, loss.accuracy)
         others, x = torch.stack([sums.rows, sums.columns]), scales * cosines
+        # g is a mean: the sum of exp(logit - pair's logit), divided by the number of others.
         count = math.log(b * comm.size(group) - 1)
         # u = (1 - gamma) u + gamma g in logarithms, and u = g for a sample that is seen for the first time.
         log_g = others - x - count

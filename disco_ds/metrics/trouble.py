@@ -83,6 +83,7 @@ class Trouble:
 
         Every value is kept, spikes too: a level that half of the window has is no spike, so no run skips on forever.
         """
+        # The value is compared with those before it, then kept with them.
         recent = self.recent[name]
         message = describe_spike(value, recent, by_factor=name == "grad_norm")
         recent.append(value)
@@ -95,6 +96,7 @@ class Trouble:
 
     def norm_spikes(self, step: int, norm: Tensor) -> bool:
         """Look at the gradient norm, 0-d, before its update. Collective where spikes are skipped. See `spikes`."""
+        # Ranks sum the norm up in other orders. A value at the threshold must not be skipped by some of them only.
         value = (comm.all_reduce_max(norm) if self.skip else norm).item()
         return math.isfinite(value) and self.spikes("grad_norm", step, value)
 

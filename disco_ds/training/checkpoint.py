@@ -116,10 +116,13 @@ def begin_save(
     partial = final.with_name(f".{final.name}.partial")
     with comm.all_or_none(f"preparing {partial}"):
         if comm.rank() == 0:
+            # A crash, or a failed save of the same step, may have left a part of it.
             if partial.exists():
                 shutil.rmtree(partial)
             partial.mkdir(parents=True)
     # DeepSpeed's writer keeps its first error for raise_error, because the ranks meet in barriers in here.
+    # Nothing is written here: the states are kept for Save. DeepSpeed's file `latest` would name a folder that is not
+    # whole yet.
     with engine.checkpoint_engine.held() as states:
         engine.save_checkpoint(str(partial), tag=ENGINE, save_latest=False)
     with comm.all_or_none(f"copying the state for {partial}"):
@@ -227,8 +230,10 @@ def open_whole(path: Path, check: Callable[[dict[str, Any]], None]) -> Saved:
         if comm.rank() == 0:
             meta = read_meta(path)
     meta = comm.broadcast(meta)
+    # Settings first: checksums of a large checkpoint take minutes, for a run that would be refused.
     with comm.all_or_none(f"checkpoint {path}"):
         check(meta)
+    # Each file is read by one rank, and what that rank found counts for all.
     saved, names = Saved(path, meta), sorted(meta["files"])
     with _damage_agreed(path):
         saved.verify(names[comm.rank() :: comm.size()])

@@ -95,6 +95,7 @@ def accumulate(
     with timer("step/loss"):
         out = loss(leaves)
         out.loss.backward()  # ends at the leaves, with the full-batch gradient there
+    # Nothing has been changed so far, so all ranks can still leave the step out together.
     agree(leaves, out)
     try:
         with timer("step/backward and update"):

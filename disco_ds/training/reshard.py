@@ -79,6 +79,7 @@ def restore(saved: checkpoint.Saved, engine: Engine, order: list[str]) -> None:
         if engine.zero_optimization_stage() == 3 and engine.optimizer.swap_optimizer:
             raise ValueError("with the optimizer on NVMe a run can be resumed at its own shape only")
     parameters = dict(engine.module.named_parameters())
+    # All ranks go through the parameters in one order, for each is broadcast when it is its turn.
     put = (_into_whole, _into_partitions, _into_partitions, _into_shards)[engine.zero_optimization_stage()](engine)
     with torch.no_grad():
         for name in order:
@@ -127,6 +128,7 @@ def _parts_of_partitions(saved: checkpoint.Saved, ranks: int) -> dict[str, list[
         file = _optimizer_file(saved, rank)
         for group, addresses in enumerate(file["param_slice_mappings"]):
             states = {"fp32": file["single_partition_of_fp32_groups"][group]}
+            # The optimizer sees a group as one flat tensor, so its states are flat too.
             states |= file["base_optimizer_state"]["state"][group]
             for name, address in addresses.items():
                 parts.setdefault(name, []).append(Fragment(states, address.start, address.numel))
@@ -141,6 +143,7 @@ def _parts_of_shards(saved: checkpoint.Saved, ranks: int) -> dict[str, list[Frag
         file = _optimizer_file(saved, rank)
         for group, names in enumerate(shapes):
             states = {"fp32": file["fp32_flat_groups"][group], **file["optimizer_state_dict"]["state"][group]}
+            # The rank's shares of the group's parameters lie end to end, in the order of their names.
             start = 0
             for name, shape in names.items():
                 share = math.ceil(shape.numel() / ranks)  # with the padding
@@ -164,6 +167,7 @@ def _join(fragments: list[Fragment]) -> States:
     joined: States = {}
     for key, value in fragments[0].states.items():
         if _is_flat(value):
+            # Ranks hold pieces in the order of their numbers, which is that of the parameter's elements.
             pieces = [part.states[key].reshape(-1).narrow(0, part.start, part.numel) for part in fragments]
             joined[key] = torch.cat(pieces).float()
         else:
@@ -208,6 +212,7 @@ def _into_shards(engine: Engine) -> Put:
 
     def put(parameter: Any, states: States) -> None:  # a Parameter, to which ZeRO 3 has added fields
         group, place, share = zero.grad_position[zero.get_param_id(parameter)]
+        # The share of the last ranks reaches beyond the parameter's end, where there is only padding.
         start = min(comm.rank() * share, parameter.ds_numel)
         used = min(share, parameter.ds_numel - start)
         _fill(zero.optimizer, zero.fp32_partitioned_groups_flat[group], states, start, place, used)

@@ -43,6 +43,7 @@ def choose(
     Raises: ValueError on every rank alike, for changed settings, or for damage, naming the older checkpoint.
     """
     damaged: list[str] = []
+    # Rank 0 chooses, for on a shared file system the hosts may see a new folder at different times.
     path = comm.from_rank_0("run folder", lambda: split_resume(resume)[1] or retention.find_latest(folder))
 
     def check(meta: dict[str, Any]) -> None:
@@ -58,6 +59,7 @@ def choose(
         if older is None:
             what = "; ".join(damaged)
             raise ValueError(f"{what}; {folder} has no older complete checkpoint: start the run anew without --resume")
+        # A person may rather restore the damaged file; the launch of a night must go on.
         if not unattended:
             raise ValueError(f"{damaged[-1]}; --resume {older} goes on from the one before it")
         if comm.rank() == 0:
@@ -115,6 +117,7 @@ def restore(saved: Saved, config: Config, model: nn.Module, ds_config: dict[str,
 
     Raises: ValueError on every rank alike for files that do not fit.
     """
+    # Then every rank finds its own part, generators included, and the run goes on bit for bit.
     if checkpoint.same_shape(saved.meta["shape"], checkpoint.shape(config, comm.size())):
         engine = build_engine(model, config.optim, ds_config)
         with _settings_kept(engine):
@@ -123,6 +126,7 @@ def restore(saved: Saved, config: Config, model: nn.Module, ds_config: dict[str,
     if comm.rank() == 0:
         before = "{ranks} ranks at ZeRO {stage}, {precision}".format_map(saved.meta["shape"])
         logger.warning("%s was written by %s: random draws, as of dropout, will be others", saved.path, before)
+    # Before the engine is built: ZeRO 3 would have left a rank a part of each parameter only.
     order = reshard.optimizer_order(model, config.optim)
     reshard.load_untrained(saved, model, set(order))
     engine = build_engine(model, config.optim, ds_config)

@@ -66,6 +66,7 @@ def finish_save(run: Run, last: bool = False) -> None:
             path = saving.finish()
         except comm.AgreedError as error:
             if remove_old(run, one_less(run.config.checkpoint.keep_last)):
+                # The copy on the host is still there, so the state is that of its step although training has gone on.
                 saving.start()
                 continue
             run.saving = None
