@@ -19,11 +19,17 @@ from disco_ds.data.broken import CacheFullError
 from disco_ds.data.fetching import fetch_temporary, progress
 from disco_ds.data.mixture import Draws
 from helpers.remote import open_cache
-from helpers.shards import make_loader, read_step, settings
+from helpers.shards import make_loader, read_step, settings, write_shards
 from helpers.waiting import wait_for
 from helpers.web import Server
 
 SIZES = [17, 30, 9, 25, 30, 13, 20, 22]
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Manifest:
+    """Of one size, so that a bound of the cache is one on their number."""
+    return write_shards(tmp_path / "shards", [10] * 8)
 
 
 # What is needed next

@@ -179,7 +179,7 @@ def test_full_disk_leaves_no_half_file_and_what_was_there(full_disk: Path) -> No
     assert json.loads((full_disk / FINISHED).read_text()) == old
     assert json.loads((full_disk / LAUNCHED).read_text())["launch"] == "mine"
     # Records wait, and a line is there whole or not at all.
-    metrics = Metrics(full_disk, None, 4, 10)
+    metrics = Metrics(full_disk, {}, 4, 10)
     metrics.note(1, {"a": 1.0})
     ballast = full_disk / "ballast"
     with suppress(OSError), ballast.open("wb", buffering=0) as file:
