@@ -81,7 +81,8 @@ def build_from(weights: Weights) -> nn.Module:
 
     Raises: ValueError if a tensor is missing, left over, or of another shape.
     """
-    model: Any = build_model(weights.settings, initial_bias=weights.architecture.get("init_logit_bias"))
+    bias = weights.architecture.get("init_logit_bias")
+    model: Any = build_model(weights.settings, initial_bias=bias, pretrained=False)
     try:
         model.load_state_dict(weights.tensors, strict=True)
     except RuntimeError as error:
