@@ -7,11 +7,14 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+import pytest
+
 from disco_ds.config import Config
 from disco_ds.data import StepData
 from disco_ds.distributed import comm
 from disco_ds.losses import Embeddings
 from disco_ds.training.build import Run, build
+from disco_ds.training.loop import train
 
 At = Callable[[Run, int], None]
 """Called with the number of each batch, from 1, before its loss."""
@@ -38,6 +41,15 @@ def poisoned(kinds: dict[int, str]) -> At:
             run.loss.register_forward_hook(lambda *_: hook.remove())
 
     return at
+
+
+def failure(config: Config, at: At, kind: type[Exception]) -> str:
+    """What the run says that ends with this error, on every rank alike."""
+    with ExitStack() as stack, pytest.raises(kind) as caught:
+        train(start(config, at, stack))
+    said = comm.gather_objects(str(caught.value))
+    assert len(set(said)) == 1, said
+    return said[0]
 
 
 def spoil_loss(module: Any, arguments: Any, out: Any) -> Any:

@@ -24,7 +24,7 @@ from disco_ds.training.loop import StopError, finish, train
 from disco_ds.training.retention import find_latest, read_meta
 from disco_ds.training.saving import wait_for_copies
 from helpers.dist import run_ranks
-from helpers.faults import At, nothing, start
+from helpers.faults import At, failure, nothing, start
 from helpers.launched import (
     CASES,
     SAME,
@@ -46,15 +46,6 @@ def train_with(config: Config, at: At) -> Run:
         run = start(config, at, stack)
         train(run)
     return run
-
-
-def failure(config: Config, at: At, kind: type[Exception]) -> str:
-    """What the run says that ends with this error, on every rank alike."""
-    with ExitStack() as stack, pytest.raises(kind) as caught:
-        train(start(config, at, stack))
-    said = comm.gather_objects(str(caught.value))
-    assert len(set(said)) == 1, said
-    return said[0]
 
 
 # Data

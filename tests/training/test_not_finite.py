@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from disco_ds.config import Config, load_config
+from disco_ds.config import load_config
 from disco_ds.data import StepData
 from disco_ds.distributed import comm
 from disco_ds.distributed.interrupt import Interrupts
@@ -19,7 +19,7 @@ from disco_ds.metrics.trouble import Trouble
 from disco_ds.training.build import build
 from disco_ds.training.loop import StopError, agree, train
 from helpers.dist import run_ranks
-from helpers.faults import BOTH, NAN, At, leave_out, nothing, poisoned, start
+from helpers.faults import BOTH, NAN, failure, leave_out, nothing, poisoned, start
 from helpers.launched import (
     CASES,
     equal_checkpoints,
@@ -27,15 +27,6 @@ from helpers.launched import (
 )
 from helpers.machine import HAS_FP16
 from helpers.tiny_run import expect, recipe
-
-
-def failure(config: Config, at: At, kind: type[Exception]) -> str:
-    """What the run says that ends with this error, on every rank alike."""
-    with ExitStack() as stack, pytest.raises(kind) as caught:
-        train(start(config, at, stack))
-    said = comm.gather_objects(str(caught.value))
-    assert len(set(said)) == 1, said
-    return said[0]
 
 
 def passed_over(
