@@ -6,7 +6,9 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 VERSION = next(
-    line.split('"')[1] for line in (HERE / "disco_ds" / "__init__.py").read_text().splitlines() if "__version__" in line
+    line.split('"')[1]
+    for line in (HERE / "disco_ds" / "__init__.py").read_text().splitlines()
+    if "__version__" in line
 )
 
 setup(
@@ -20,8 +22,15 @@ setup(
     packages=[*find_packages(include=["disco_ds", "disco_ds.*"]), "disco_ds.ds_configs"],
     package_dir={"disco_ds.ds_configs": "ds_configs"},
     package_data={
-        "disco_ds": ["py.typed", "recipes/*.yaml", "assets/models/*.json", "assets/emoji/*.md", "assets/emoji/*/*"],
+        "disco_ds": [
+            "py.typed",
+            "recipes/*.yaml",
+            "assets/models/*.json",
+            "assets/emoji/*.md",
+            "assets/emoji/*/*",
+        ],
         "disco_ds.checks": ["*.json"],
+        "disco_ds.config": ["*.yaml"],
         "disco_ds.ds_configs": ["*.json"],
     },
     install_requires=[
@@ -29,7 +38,7 @@ setup(
         "torchvision",
         "deepspeed>=0.19.8,<0.20",
         "open_clip_torch>=3.3,<4",
-        "webdataset>=1.0.2,<2",
+        "webdataset>=0.2.86,<2",
         "braceexpand",
         "matplotlib",
         "numpy",
@@ -44,8 +53,18 @@ setup(
         "tqdm",
     ],
     extras_require={
-        "dev": ["pytest", "pytest-timeout", "pytest-xdist", "ruff", "mypy", "types-PyYAML", "transformers", "peft"],
+        "dev": [
+            "pytest",
+            "pytest-timeout",
+            "pytest-xdist",
+            "ruff",
+            "mypy",
+            "types-PyYAML",
+            "transformers",
+            "peft",
+        ],
         "emoji": ["resvg-py"],
+        "transformers": ["transformers", "peft"],
         "wandb": ["wandb>=0.27"],
     },
     entry_points={"console_scripts": ["disco-ds=disco_ds.cli.main:main"]},

@@ -7,17 +7,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from disco_ds.checkpoints.export import export_run
     from disco_ds.config import load_config
     from disco_ds.distributed.comm import AgreedError
     from disco_ds.losses import Embeddings, LossOutput, build_loss, list_losses
     from disco_ds.losses.drop_in import ClipLoss, SigLipLoss
     from disco_ds.models.two_towers import TwoTowers
     from disco_ds.plan.assumptions import Assumptions
-    from disco_ds.plan.out_of_memory import OutOfMemory
     from disco_ds.plan.overview import Plan, plan_run
     from disco_ds.run import RefusedError, evaluate_run, run_training
-    from disco_ds.training.export import export_run
     from disco_ds.training.loop import AskedToStopError, StopError
+    from disco_ds.training.out_of_memory import OutOfMemory
     from disco_ds.training.own_loop import contrastive_step
 
 __version__ = "0.1.0"
@@ -29,7 +29,7 @@ OFFERED = {
     "ClipLoss": "disco_ds.losses.drop_in",
     "Embeddings": "disco_ds.losses",
     "LossOutput": "disco_ds.losses",
-    "OutOfMemory": "disco_ds.plan.out_of_memory",
+    "OutOfMemory": "disco_ds.training.out_of_memory",
     "Plan": "disco_ds.plan.overview",
     "RefusedError": "disco_ds.run",
     "SigLipLoss": "disco_ds.losses.drop_in",
@@ -38,7 +38,7 @@ OFFERED = {
     "build_loss": "disco_ds.losses",
     "contrastive_step": "disco_ds.training.own_loop",
     "evaluate_run": "disco_ds.run",
-    "export_run": "disco_ds.training.export",
+    "export_run": "disco_ds.checkpoints.export",
     "list_losses": "disco_ds.losses",
     "load_config": "disco_ds.config",
     "plan_run": "disco_ds.plan.overview",

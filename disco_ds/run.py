@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from disco_ds.checkpoints.weights import build_from, read_weights
 from disco_ds.config import Config, ModelSettings, check_config, load_config
 from disco_ds.config.ds_config import precision
 from disco_ds.config.recipe_yaml import assign, split_overrides
@@ -28,17 +29,16 @@ from disco_ds.distributed.agreement import check_agreement
 from disco_ds.distributed.heartbeat import Heartbeat
 from disco_ds.distributed.host_share import share_host
 from disco_ds.distributed.interrupt import SIGNALS
-from disco_ds.distributed.slurm import adopt_slurm
 from disco_ds.eval import Result, evaluate_sets, load_sets
+from disco_ds.launch.slurm import adopt_slurm
 from disco_ds.losses import LossContractError
-from disco_ds.metrics.run_folder import CONFIG
 from disco_ds.models.clip import build_model, build_tokenizer, read_preprocessing
-from disco_ds.plan.out_of_memory import OutOfMemory, explained
-from disco_ds.plan.towers import DTYPES
+from disco_ds.runs.run_folder import AUTO, CONFIG
+from disco_ds.runs.shared_folder import FinishedError
 from disco_ds.training.build import Run, build
+from disco_ds.training.engine import DTYPES
 from disco_ds.training.loop import AskedToStopError, StopError, finish, train
-from disco_ds.training.saving import end_save, wait_for_copies
-from disco_ds.training.weights import build_from, read_weights
+from disco_ds.training.out_of_memory import OutOfMemory, explained
 
 _BARE: dict[str, Any] = {
     **{"name": "eval", "global_batch": 64, "micro_batch": 64, "steps": 1, "deepspeed": {}},
@@ -65,13 +65,17 @@ class Observer:
     """All ranks have agreed to end with this error; copies of checkpoints may still be under way."""
     ended: Callable[[Run, Exception | None], object] = _ignore
     """The run has ended, in order, with or without an error."""
+    finished: Callable[[Path], object] = _ignore
+    """The run that "auto" has found in this folder had done all its steps before."""
     explain: Callable[[str], object] = _ignore
-    """The accelerator was out of memory; called on one rank of a host, which the others then wait for."""
+    """The accelerator was out of memory; called on the first such rank of each host."""
     unattended: bool = False
     """Whether an older checkpoint may be taken where the newest is damaged."""
 
 
-def run_training(config: Config, resume: str | Path | None = None, allow_change: Sequence[str] = ()) -> Path:
+def run_training(
+    config: Config, resume: str | Path | None = None, allow_change: Sequence[str] = ()
+) -> Path:
     """Train the run that the settings describe, to its end, and return its folder.
 
     In an ordinary process it trains on one rank. Under a launcher (deepspeed, torchrun, srun) every rank must call it.
@@ -79,8 +83,10 @@ def run_training(config: Config, resume: str | Path | None = None, allow_change:
     Handlers and environment are put back afterwards. The generators of torch, numpy and Python are seeded from
     config.seed.
 
-    Args:    resume: "latest", a run folder or one of its checkpoints to continue from; None for a new run;
-             allow_change: settings that may differ from the checkpoint's, such as "optim.lr".
+    Args:    resume: "latest", a run folder or one of its checkpoints to continue from; "auto" to continue the latest
+             run if it has a complete checkpoint, and else to start one (if that run has done all its steps, its folder
+             is returned at once); None for a new run; allow_change: settings that may differ from the checkpoint's,
+             such as "optim.lr".
     Returns: the run folder, with metrics.jsonl, report.png, checkpoints/ and finished.json, on every rank.
     Raises:  RefusedError, a ValueError, for a mistake in settings or data, before any work. ValueError where this
              process has joined a process group already, or a launcher has left out some of its variables.
@@ -91,7 +97,7 @@ def run_training(config: Config, resume: str | Path | None = None, allow_change:
 
     Example:
         >>> from disco_ds import load_config, run_training
-        >>> config = load_config("quickstart", ["samples=256", "optim.warmup_steps=1", "eval.labelled={}"])
+        >>> config = load_config("quickstart", ["samples=256", "optim.warmup_steps=1", "eval.labeled={}"])
         >>> folder = run_training(config)  # doctest: +ELLIPSIS
         step 2/2 ...
         >>> (folder / "finished.json").exists()
@@ -99,12 +105,16 @@ def run_training(config: Config, resume: str | Path | None = None, allow_change:
     """
     # Python would refuse the signal handlers only after the run folder has been made.
     if threading.current_thread() is not threading.main_thread():
-        raise RefusedError("run_training must be called in the main thread, which alone receives signals")
+        raise RefusedError(
+            "run_training must be called in the main thread, which alone receives signals"
+        )
     with _put_back():
         try:
-            ended = train_session(config, None if resume is None else str(resume), Observer(), allow_change)
+            ended = train_session(
+                config, None if resume is None else str(resume), Observer(), allow_change
+            )
         except OutOfMemory as error:  # nobody has printed the explanation
-            raise OutOfMemory("\n".join([str(error), *error.explanation])) from error
+            raise OutOfMemory("\n".join([str(error), *error.explanation]), []) from error
     if isinstance(ended, Exception):
         raise ended
     return ended
@@ -126,6 +136,9 @@ def train_session(
             with explained(config, lambda: "building", observer.explain):
                 run = build(config, resume, stack, observer.unattended, allow_change)
         except ValueError as error:
+            if isinstance(error, FinishedError) and resume == AUTO:
+                observer.finished(error.folder)
+                return error.folder
             refusal = RefusedError(str(error)).with_traceback(error.__traceback__)
             observer.failed(refusal)
             return refusal
@@ -133,17 +146,22 @@ def train_session(
         observer.started(run)
         failure: Exception | None = None
         try:
-            with explained(config, lambda: run.heart.place.doing, observer.explain):
+            with explained(config, lambda: run.heartbeat.place.doing, observer.explain):
                 train(run)
                 finish(run)
-        except (StopError, LossContractError, FloatingPointError, comm.AgreedError, AskedToStopError) as error:
+        except (
+            StopError,
+            LossContractError,
+            FloatingPointError,
+            comm.AgreedError,
+            AskedToStopError,
+        ) as error:
             if isinstance(error, LossContractError) and comm.size() > 1:
                 raise  # perhaps on this rank alone: the others learn of it from its heartbeat
             failure = error
             observer.failed(error)
         # After a failure too: earlier checkpoints may still be on their way.
-        end_save(run)
-        wait_for_copies(run)
+        run.saver.end(run.heartbeat.place.step)
         observer.ended(run, failure)
     return failure or run.folder
 
@@ -173,20 +191,20 @@ def evaluate_run(
     recipe: str | Path | None = None,
     weights: str | Path | None = None,
 ) -> list[Result]:
-    """Evaluate a model on labelled images (zero-shot accuracy), captioned ones (retrieval) and held-out pairs (loss).
+    """Evaluate a model on labeled images (zero-shot accuracy), captioned ones (retrieval) and held-out pairs (loss).
 
     It computes in the precision of the settings: that of the run, and fp32 where there are none. Under a launcher every
     rank must call it; each takes its part of the images, and all return the same figures.
 
     Args:    model: a run folder, a checkpoint folder or an export; with weights the name of a model, as in model.name;
-             overrides: settings such as "eval.labelled.imagenet=/data/imagenet/val"; recipe: the recipe whose settings
+             overrides: settings such as "eval.labeled.imagenet=/data/imagenet/val"; recipe: the recipe whose settings
              they replace (default: the settings of the model's run); weights: a file that open_clip can load.
     Returns: one result per set: its name, its values by kind as fractions, and its counts of images.
     Raises:  RefusedError for a mistake in settings, data or weights; AgreedError for images that cannot be read.
 
     Example:
         >>> from disco_ds import evaluate_run
-        >>> for result in evaluate_run("runs/quickstart", ["eval.labelled.unseen=bundled:emoji/unseen"]):
+        >>> for result in evaluate_run("runs/quickstart", ["eval.labeled.unseen=bundled:emoji/unseen"]):
         ...     print(result.name, sorted(result.values))
         unseen ['chance', 'recall', 'top1', 'top5']
     """
@@ -202,7 +220,10 @@ def evaluate_run(
 
 
 def evaluation_settings(
-    model: str | Path, overrides: Sequence[str], recipe: str | Path | None, weights: str | Path | None
+    model: str | Path,
+    overrides: Sequence[str],
+    recipe: str | Path | None,
+    weights: str | Path | None,
 ) -> Config:
     """Settings of the recipe, else of the run that the model belongs to, else none but the overrides.
 
@@ -219,13 +240,18 @@ def evaluation_settings(
             assign(tree, keys, value)
         config = check_config(tree, "the overrides")
     if not config.eval.sets:
-        kinds = ", ".join(f"eval.{kind}.NAME=FOLDER" for kind in ("labelled", "retrieval", "validation"))
+        kinds = ", ".join(
+            f"eval.{kind}.NAME=FOLDER" for kind in ("labeled", "retrieval", "validation")
+        )
         raise ValueError(f"nothing to evaluate on: add one of {kinds}")
     return config
 
 
 def evaluate_session(
-    config: Config, model: str | Path, weights: str | Path | None, publish: Callable[[list[Result]], None]
+    config: Config,
+    model: str | Path,
+    weights: str | Path | None,
+    publish: Callable[[list[Result]], None],
 ) -> list[Result] | Exception:
     """Evaluate in a process group of its own.
 
@@ -236,7 +262,9 @@ def evaluate_session(
     with comm.session(config.timeout_s), Heartbeat(config.lost_after_s, config.timeout_s) as heart:
         share_host()  # or each rank would start as many threads as the host has cores
         try:
-            check_agreement({**config.model_dump(mode="json"), "MODEL": str(model), "--weights": str(weights)})
+            check_agreement(
+                {**config.model_dump(mode="json"), "MODEL": str(model), "--weights": str(weights)}
+            )
             with comm.all_or_none("data"):
                 sets = load_sets(config.eval, config.data)
             with comm.all_or_none("model"):
@@ -272,5 +300,7 @@ def load_model(model: str | Path, weights: str | Path | None = None) -> tuple[nn
         read = read_weights(Path(model))
         settings, module = read.settings, build_from(read)
     else:
-        raise ValueError(f"{model} does not exist; the name of a model needs its weights: --weights FILE")
+        raise ValueError(
+            f"{model} does not exist; the name of a model needs its weights: --weights FILE"
+        )
     return module.to(comm.local_device()).eval(), build_tokenizer(settings, module)

@@ -24,11 +24,17 @@ class Encoder(torch.nn.Module):
     def __init__(self, lora: bool) -> None:
         super().__init__()
         config = BertConfig(
-            vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128
+            vocab_size=VOCABULARY,
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=128,
         )
         self.bert = BertModel(config, add_pooling_layer=False)
         if lora:
-            self.bert = get_peft_model(self.bert, LoraConfig(r=8, target_modules=["query", "value"], lora_dropout=0.1))
+            self.bert = get_peft_model(
+                self.bert, LoraConfig(r=8, target_modules=["query", "value"], lora_dropout=0.1)
+            )
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         hidden = self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
@@ -36,7 +42,9 @@ class Encoder(torch.nn.Module):
         return F.normalize(((hidden * weights).sum(1) / weights.sum(1)).float(), dim=-1)
 
 
-def questions_and_answers(count: int, generator: torch.Generator) -> dict[str, dict[str, torch.Tensor]]:
+def questions_and_answers(
+    count: int, generator: torch.Generator
+) -> dict[str, dict[str, torch.Tensor]]:
     """Made-up pairs: an answer is its question's tokens in another order, with some left out."""
     tokens = torch.randint(10, VOCABULARY, (count, LENGTH), generator=generator)
     mask = torch.ones_like(tokens)
@@ -82,8 +90,13 @@ def main() -> None:
     values = []
     for _ in range(given.steps):
         pairs = questions_and_answers(given.batch, generator)
-        batch = {side: {key: x.to(engine.device) for key, x in part.items()} for side, part in pairs.items()}
-        out = contrastive_step(engine, loss, batch, forward, micro_batches=given.micro_batches, scale=20.0)
+        batch = {
+            side: {key: x.to(engine.device) for key, x in part.items()}
+            for side, part in pairs.items()
+        }
+        out = contrastive_step(
+            engine, loss, batch, forward, micro_batches=given.micro_batches, scale=20.0
+        )
         values.append(out.metrics["loss"].item())
     if rank == 0:
         size = f"{ranks} ranks, global batch {given.batch * ranks} in {given.micro_batches} micro-batches a rank"

@@ -42,13 +42,19 @@ def main() -> None:
     loss = build_loss("disco_fused")
 
     def forward(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return model(batch["image"], batch["text"])[:3]  # unit rows of both sides, and the learned scale
+        return model(batch["image"], batch["text"])[
+            :3
+        ]  # unit rows of both sides, and the learned scale
 
     generator = torch.Generator().manual_seed(rank)
     values = []
     for _ in range(given.steps):
-        kind = torch.randint(0, 64, (given.batch,), generator=generator)  # of which both image and text tell
-        image = F.interpolate(torch.randn(64, 3, 4, 4, generator=torch.Generator().manual_seed(9)), size=32)[kind]
+        kind = torch.randint(
+            0, 64, (given.batch,), generator=generator
+        )  # of which both image and text tell
+        image = F.interpolate(
+            torch.randn(64, 3, 4, 4, generator=torch.Generator().manual_seed(9)), size=32
+        )[kind]
         batch = {"image": image.to(device), "text": (kind[:, None] + torch.arange(16)).to(device)}
         out = contrastive_step(model, loss, batch, forward, micro_batches=given.micro_batches)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

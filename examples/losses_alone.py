@@ -19,10 +19,14 @@ def main() -> None:
     if ranks > 1:
         torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank() if ranks > 1 else 0
-    rows = slice(rank * B // ranks, (rank + 1) * B // ranks)  # each rank holds its part of the batch
+    rows = slice(
+        rank * B // ranks, (rank + 1) * B // ranks
+    )  # each rank holds its part of the batch
 
     generator = torch.Generator().manual_seed(0)
-    image, text = (F.normalize(torch.randn(B, D, generator=generator), dim=-1)[rows] for _ in range(2))
+    image, text = (
+        F.normalize(torch.randn(B, D, generator=generator), dim=-1)[rows] for _ in range(2)
+    )
     for name in list_losses():
         loss = build_loss(name)
         loss.set_num_samples(B, 100 * B)  # FastCLIP keeps numbers for each sample of the data
@@ -30,7 +34,9 @@ def main() -> None:
             image.clone().requires_grad_(),
             text.clone().requires_grad_(),
             scale=torch.tensor([loss.initial_scale], requires_grad=True),
-            bias=None if loss.initial_bias is None else torch.tensor([loss.initial_bias], requires_grad=True),
+            bias=None
+            if loss.initial_bias is None
+            else torch.tensor([loss.initial_bias], requires_grad=True),
             index=torch.arange(B)[rows],
         )
         out = loss(embeddings)
@@ -38,7 +44,9 @@ def main() -> None:
         # Averaged over ranks, as DDP and DeepSpeed do it, parameters get the gradient of the whole batch.
         length = embeddings.image.grad.norm() / ranks
         if rank == 0:
-            print(f"{name:14} loss {out.metrics['loss']:8.4f}   |gradient at its images| {length:.6f}")
+            print(
+                f"{name:14} loss {out.metrics['loss']:8.4f}   |gradient at its images| {length:.6f}"
+            )
     if ranks > 1:
         torch.distributed.destroy_process_group()
 

@@ -44,7 +44,9 @@ def main() -> float:
     torch.manual_seed(0)
     model = open_clip.CLIP(**MODEL, output_dict=True).to(device)
     model = DistributedDataParallel(model, device_ids=[device.index] if cuda else None)
-    loss = disco_ds.ClipLoss(rank=rank, world_size=world_size)  # instead of open_clip.ClipLoss(local_loss=True, ...)
+    loss = disco_ds.ClipLoss(
+        rank=rank, world_size=world_size
+    )  # instead of open_clip.ClipLoss(local_loss=True, ...)
 
     tokenizer = open_clip.SimpleTokenizer(context_length=32)
     transform = open_clip.image_transform(64, is_train=True)
@@ -67,11 +69,15 @@ def main() -> float:
         batch_size=given.batch, log_every_n_steps=1, wandb=False,
     )  # fmt: skip
     losses: list[float] = []
-    loss.register_forward_hook(lambda module, inputs, out: losses.append(out["contrastive_loss"].item()))
+    loss.register_forward_hook(
+        lambda module, inputs, out: losses.append(out["contrastive_loss"].item())
+    )
     scheduler = cosine_lr(optimizer, 5e-4, 5, given.steps)
     train_one_epoch(model, data, loss, 0, optimizer, None, scheduler, None, args)
     if rank == 0:
-        print(f"{world_size} ranks, global batch {given.batch * world_size}: loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+        print(
+            f"{world_size} ranks, global batch {given.batch * world_size}: loss {losses[0]:.3f} -> {losses[-1]:.3f}"
+        )
     torch.distributed.destroy_process_group()
     return losses[-1]
 

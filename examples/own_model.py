@@ -41,12 +41,19 @@ class TextTower(torch.nn.Module):
         return self.projection((hidden * weights).sum(1) / weights.sum(1))
 
 
-def build(width: int = 128, layers: int = 2, features: int = 128, dropout: float = 0.1) -> TwoTowers:
+def build(
+    width: int = 128, layers: int = 2, features: int = 128, dropout: float = 0.1
+) -> TwoTowers:
     """The recipe's model.options are these arguments."""
     tokenizer = SimpleTokenizer(context_length=LENGTH)
     return TwoTowers(
         visual=VisionTransformer(
-            img_size=32, patch_size=4, embed_dim=width, depth=layers, num_heads=width // 32, num_classes=features
+            img_size=32,
+            patch_size=4,
+            embed_dim=width,
+            depth=layers,
+            num_heads=width // 32,
+            num_classes=features,
         ),
         text=TextTower(tokenizer.vocab_size, width, layers, features, dropout),
         tokenizer=tokenizer,

@@ -17,7 +17,9 @@ from helpers.shards import SIZES, write_shards
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not machine.DEVICE:
-        skipped = pytest.mark.skip(reason="for a GPU: `make test-gpu`, or `make test-gpu REHEARSE=1` on the CPU")
+        skipped = pytest.mark.skip(
+            reason="for a GPU: `make test-gpu`, or `make test-gpu REHEARSE=1` on the CPU"
+        )
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skipped)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import disco_ds
+from disco_ds.checkpoints.export import export_run
 from disco_ds.losses import base
-from disco_ds.training.export import export_run
 
 
 def test_import_of_the_package_is_light_and_names_are_listed() -> None:
@@ -21,7 +21,9 @@ def test_import_of_the_package_is_light_and_names_are_listed() -> None:
         "offered = set(disco_ds.OFFERED) <= set(dir(disco_ds))\n"
         "print(took < 0.2, {'torch', 'deepspeed', 'pydantic'} & set(sys.modules), offered)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.split("\n")[0] == "True set() True", done.stdout
 
 
@@ -39,12 +41,21 @@ def test_other_names_are_refused() -> None:
 
 def test_examples_of_build_loss_hold() -> None:
     finder = doctest.DocTestFinder()
-    (found,) = (test for test in finder.find(base.build_loss, "build_loss", globs={"build_loss": disco_ds.build_loss}))
+    (found,) = (
+        test
+        for test in finder.find(
+            base.build_loss, "build_loss", globs={"build_loss": disco_ds.build_loss}
+        )
+    )
     result = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(found)
     assert (result.failed, result.attempted) == (0, 2)
 
 
-@pytest.mark.parametrize(("given", "words"), [({"layout": "zip"}, "unknown layout 'zip'"), ({"dtype": "f8"}, "dtype")])
-def test_export_names_what_it_does_not_know(given: dict[str, str], words: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("given", "words"), [({"layout": "zip"}, "unknown layout 'zip'"), ({"dtype": "f8"}, "dtype")]
+)
+def test_export_names_what_it_does_not_know(
+    given: dict[str, str], words: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=words):
         export_run(tmp_path, tmp_path / "to", **given)  # type: ignore[arg-type]

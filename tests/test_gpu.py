@@ -21,20 +21,29 @@ import pytest
 import torch
 from torch import Tensor
 
+from disco_ds.checkpoints.weights import read_weights
 from disco_ds.config import render_ds_config
 from disco_ds.config.ds_config import merge
 from disco_ds.distributed import comm
 from disco_ds.losses import build_loss
-from disco_ds.metrics.run_folder import FINISHED
+from disco_ds.runs.run_folder import FINISHED
 from disco_ds.training.engine import build_engine, set_lr
 from disco_ds.training.step import Rng, train_step
-from disco_ds.training.weights import read_weights
 from helpers.dist import run_ranks
 from helpers.launched import alone, members, records, wait_for, write_recipe
 from helpers.machine import DEVICE, HAS_FP16
 from helpers.paths import TOOLS
 from helpers.precisions import PRECISIONS, REFUSED
-from helpers.towers import Batch, batches, build_towers, distance, masters, tiny_config, write_down, write_tiny
+from helpers.towers import (
+    Batch,
+    batches,
+    build_towers,
+    distance,
+    masters,
+    tiny_config,
+    write_down,
+    write_tiny,
+)
 
 pytestmark = pytest.mark.gpu
 ON_GPU = DEVICE == "cuda"
@@ -46,7 +55,11 @@ def run(command: list[str], timeout_s: float, folder: Path) -> str:
     log = folder / "said.txt"
     with log.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, *command], env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            [sys.executable, *command],
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             code = process.wait(timeout=timeout_s)
@@ -63,7 +76,11 @@ def run(command: list[str], timeout_s: float, folder: Path) -> str:
 
 def jobs() -> int:
     """Slices of check_kernels.py at once, each in up to 10 GB."""
-    return max(1, min(6, torch.cuda.get_device_properties(0).total_memory // (12 * 10**9))) if ON_GPU else 2
+    return (
+        max(1, min(6, torch.cuda.get_device_properties(0).total_memory // (12 * 10**9)))
+        if ON_GPU
+        else 2
+    )
 
 
 @pytest.mark.timeout(230)
@@ -71,13 +88,19 @@ def test_kernels_are_right(tmp_path: Path) -> None:
     """The first slices of check_kernels.py: the configurations that training takes where nothing is timed, and whole
     losses. The rest, and every configuration that the autotuner may choose: python tools/check_kernels.py."""
     out = tmp_path / "results.jsonl"
-    names = ["default *", "losses auto", "float64", "far"] if ON_GPU else ["default bf16", "losses auto", "far"]
+    names = (
+        ["default *", "losses auto", "float64", "far"]
+        if ON_GPU
+        else ["default bf16", "losses auto", "far"]
+    )
     command = [str(TOOLS / "check_kernels.py"), "--only", *names, "--jobs", str(jobs())]
     command += ["--budget", "200", "--out", str(out)]
     said = run(command if ON_GPU else [*command, "--rehearse"], 220, tmp_path)
     results = [json.loads(line) for line in out.read_text().splitlines()]
     ended = {x["slice"] for x in results if x.get("end") == "done"}
-    assert ended >= ({f"default {p}" for p in ("fp16", "bf16", "tf32")} if ON_GPU else {"default bf16"}), said
+    assert ended >= (
+        {f"default {p}" for p in ("fp16", "bf16", "tf32")} if ON_GPU else {"default bf16"}
+    ), said
     assert sum("ok" in x for x in results) > 10, said
 
 
@@ -93,12 +116,18 @@ scores, softmax, mix, projection, sum, norm, two products, activation, sum: 29, 
 CASTS = {"float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def one_graph(config: Any, chunks: list[Batch], device: torch.device, cast: str, **given: Any) -> dict[str, Tensor]:
+def one_graph(
+    config: Any, chunks: list[Batch], device: torch.device, cast: str, **given: Any
+) -> dict[str, Tensor]:
     """Gradient of the full-batch loss by one graph without an engine. cast: as in towers.reference, or float64.
 
     given: dropout of the text tower, states: of the generators before each chunk's forward.
     """
-    model = build_towers(config, given.get("dropout", 0.0)).to(device, CASTS.get(cast, torch.float32)).train()
+    model = (
+        build_towers(config, given.get("dropout", 0.0))
+        .to(device, CASTS.get(cast, torch.float32))
+        .train()
+    )
     rows = []
     for number, chunk in enumerate(chunks):
         if "states" in given:
@@ -107,13 +136,22 @@ def one_graph(config: Any, chunks: list[Batch], device: torch.device, cast: str,
             rows.append(model(chunk["image"].to(device), chunk["text"].to(device)))
     image, text = (torch.cat([row[side] for row in rows]).cpu() for side in (0, 1))
     _, _, scale, bias = rows[-1]
-    factor = 256.0 if cast == "fp16" else 1.0  # gradients of a mean over the batch would be subnormal
-    (factor * write_down(config.loss.name, image, text, scale.cpu(), None if bias is None else bias.cpu())).backward()
+    factor = (
+        256.0 if cast == "fp16" else 1.0
+    )  # gradients of a mean over the batch would be subnormal
+    (
+        factor
+        * write_down(
+            config.loss.name, image, text, scale.cpu(), None if bias is None else bias.cpu()
+        )
+    ).backward()
     trained = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {name: grad.double().cpu() / factor for name, grad in trained.items()}
 
 
-def one_step(config: Any, chunks: list[Batch], dropout: float = 0.0) -> tuple[dict[str, Tensor], list[Rng]]:
+def one_step(
+    config: Any, chunks: list[Batch], dropout: float = 0.0
+) -> tuple[dict[str, Tensor], list[Rng]]:
     """The gradient that one update of the engine used, and the generators before each micro-batch's first forward."""
     device, states = comm.local_device(), []
 
@@ -123,7 +161,9 @@ def one_step(config: Any, chunks: list[Batch], dropout: float = 0.0) -> tuple[di
         return batch["image"].to(device), batch["text"].to(device), batch["index"].to(device)
 
     loss = build_loss(config.loss.name).to(device)
-    engine = build_engine(build_towers(config, dropout), config.optim, render_ds_config(config, comm.size()))
+    engine = build_engine(
+        build_towers(config, dropout), config.optim, render_ds_config(config, comm.size())
+    )
     engine.train()
     set_lr(engine, LR)
     before = masters(engine)
@@ -154,12 +194,18 @@ def step_errors(
         whole = [{key: torch.cat([chunk[key] for chunk in chunks]) for key in chunks[0]}]
         true = one_graph(config, whole, torch.device("cpu"), "float64")
         if (precision, count, loss) not in rough:
-            rough[precision, count, loss] = distance(one_graph(config, whole, device, precision), true)
+            rough[precision, count, loss] = distance(
+                one_graph(config, whole, device, precision), true
+            )
         alone = rough[precision, count, loss]
         # cuDNN's convolutions take TF32 where nothing forbids it.
         unit = UNIT["tf32" if precision == "fp32" and device.type == "cuda" else precision]
         limit = max(1e-5, min(2 * alone, ROUNDINGS * unit))
-        found[case] = {"error": distance(one_step(config, chunks)[0], true), "alone": alone, "limit": limit}
+        found[case] = {
+            "error": distance(one_step(config, chunks)[0], true),
+            "alone": alone,
+            "limit": limit,
+        }
     return found
 
 
@@ -172,14 +218,24 @@ def test_step_is_that_of_one_graph_in_float64(tmp_path: Path) -> None:
     """
     cases = [
         (precision, stage, count, "disco")
-        for precision, stage, count in itertools.product(("fp32", "autocast", "bf16", "fp16"), range(4), COUNTS)
+        for precision, stage, count in itertools.product(
+            ("fp32", "autocast", "bf16", "fp16"), range(4), COUNTS
+        )
         if (precision, stage) not in REFUSED and (precision != "fp16" or HAS_FP16)
     ]
-    cases += [("autocast", 1, count, loss) for count, loss in itertools.product(COUNTS, ("disco_fused", "siglip"))]
+    cases += [
+        ("autocast", 1, count, loss)
+        for count, loss in itertools.product(COUNTS, ("disco_fused", "siglip"))
+    ]
     (found,) = run_ranks(step_errors, 1, write_tiny(tmp_path), cases, timeout_s=140, method="spawn")
-    lines = [" ".join(map(str, case)) + "".join(f"  {k} {v:.1e}" for k, v in x.items()) for case, x in found.items()]
+    lines = [
+        " ".join(map(str, case)) + "".join(f"  {k} {v:.1e}" for k, v in x.items())
+        for case, x in found.items()
+    ]
     print("\n".join(lines))
-    assert not [line for line, x in zip(lines, found.values(), strict=True) if not x["error"] <= x["limit"]], lines
+    assert not [
+        line for line, x in zip(lines, found.values(), strict=True) if not x["error"] <= x["limit"]
+    ], lines
 
 
 def replay_errors(model: str) -> list[tuple[float, float]]:
@@ -190,7 +246,8 @@ def replay_errors(model: str) -> list[tuple[float, float]]:
         chunks = batches(3, config.micro_batch)
         got, states = one_step(config, chunks, dropout=0.3)
         same, other = (
-            one_graph(config, chunks, device, "fp32", dropout=0.3, states=each) for each in (states, states[::-1])
+            one_graph(config, chunks, device, "fp32", dropout=0.3, states=each)
+            for each in (states, states[::-1])
         )
         found.append((distance(got, same), distance(got, other)))
     return found
@@ -199,7 +256,9 @@ def replay_errors(model: str) -> list[tuple[float, float]]:
 @pytest.mark.timeout(100)
 def test_random_draws_are_replayed(tmp_path: Path) -> None:
     """Dropout draws from the device's generator, which the second forward must find as the first did."""
-    (found,) = run_ranks(replay_errors, 1, write_tiny(tmp_path, patch_dropout=0.5), timeout_s=90, method="spawn")
+    (found,) = run_ranks(
+        replay_errors, 1, write_tiny(tmp_path, patch_dropout=0.5), timeout_s=90, method="spawn"
+    )
     limit = ROUNDINGS * UNIT["tf32"] if ON_GPU else 1e-5
     assert all(same <= limit < 0.2 < other for same, other in found), (found, limit)
 
@@ -222,23 +281,45 @@ def test_demo_learns(tmp_path: Path) -> None:
 
 def change(later: dict[str, Tensor], earlier: dict[str, Tensor]) -> float:
     """The length of all changes of the weights."""
-    return sum((later[name].double() - earlier[name].double()).square().sum().item() for name in later) ** 0.5
+    return (
+        sum((later[name].double() - earlier[name].double()).square().sum().item() for name in later)
+        ** 0.5
+    )
 
 
 @pytest.mark.timeout(250)
 def test_killed_and_resumed_run_goes_on_as_the_uninterrupted_one(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     recipe = str(folder / write_recipe(folder, {"base": "zero1"})[1])
-    train = ["-m", "disco_ds", "train", "--config", recipe, f"runs={tmp_path}", "steps=24", "checkpoint.keep_last=9"]
+    train = [
+        "-m",
+        "disco_ds",
+        "train",
+        "--config",
+        recipe,
+        f"runs={tmp_path}",
+        "steps=24",
+        "checkpoint.keep_last=9",
+    ]
     run([*train, "name=whole"], 80, tmp_path)
     cut, whole = tmp_path / "cut", tmp_path / "whole"
     environment = alone() | {"DS_ACCELERATOR": os.environ["DS_ACCELERATOR"]}
     with (tmp_path / "log.txt").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, *train, "name=cut"], env=environment, stdout=log, stderr=log, start_new_session=True
+            [sys.executable, *train, "name=cut"],
+            env=environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
         try:
-            wait_for(lambda: any(x["step"] >= 10 for x in records(cut)), "step 10", tmp_path, 80, poll_s=0.01)
+            wait_for(
+                lambda: any(x["step"] >= 10 for x in records(cut)),
+                "step 10",
+                tmp_path,
+                80,
+                poll_s=0.01,
+            )
         finally:
             for member in members(process.pid):
                 member.send_signal(signal.SIGKILL)
@@ -253,7 +334,11 @@ def test_killed_and_resumed_run_goes_on_as_the_uninterrupted_one(tmp_path: Path)
     assert [(x["step"], x["ids"]) for x in mine] == [(x["step"], x["ids"]) for x in other], said
     assert len(mine) == 24
     for a, b in zip(mine, other, strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=2e-2 if ON_GPU else 0), (a["step"], a["loss"], b["loss"])
+        assert a["loss"] == pytest.approx(b["loss"], rel=2e-2 if ON_GPU else 0), (
+            a["step"],
+            a["loss"],
+            b["loss"],
+        )
     start, end, resumed = (
         read_weights(path / "checkpoints" / f"step-{step:08d}").tensors
         for path, step in ((whole, 3), (whole, 24), (cut, 24))
@@ -264,8 +349,14 @@ def test_killed_and_resumed_run_goes_on_as_the_uninterrupted_one(tmp_path: Path)
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("changes", [[], ["loss.name=disco_fused", "deepspeed=zero1", "micro_batch=32"]])
+@pytest.mark.parametrize(
+    "changes", [[], ["loss.name=disco_fused", "deepspeed=zero1", "micro_batch=32"]]
+)
 def test_doctor_finds_nothing_wrong(changes: list[str], tmp_path: Path) -> None:
-    said = run(["-m", "disco_ds", "doctor", "--config", "quickstart", *changes, "--gradients"], 110, tmp_path)
+    said = run(
+        ["-m", "disco_ds", "doctor", "--config", "quickstart", *changes, "--gradients"],
+        110,
+        tmp_path,
+    )
     print(said)
     assert any(line.split()[:2] == ["ok", "gradients"] for line in said.splitlines()), said

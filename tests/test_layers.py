@@ -17,28 +17,26 @@ TESTS = Path(__file__).parent
 CLONE = TESTS.parent
 
 LAYERS = {
-    **dict.fromkeys(("config", "distributed"), 0),
-    **dict.fromkeys(("losses", "models", "data", "metrics"), 1),
-    "eval": 2,
-    "training": 3,
-    **dict.fromkeys(("plan", "checks"), 4),
-    "run": 5,
-    "cli": 6,
-    **dict.fromkeys(("train", "evaluate", "doctor", "__main__"), 7),
+    "names": 0,
+    **dict.fromkeys(("config", "distributed", "launch"), 1),
+    "runs": 2,
+    **dict.fromkeys(("losses", "models", "data", "metrics"), 3),
+    "eval": 4,
+    "checkpoints": 5,
+    "training": 6,
+    **dict.fromkeys(("plan", "checks"), 7),
+    "run": 8,
+    "cli": 9,
+    **dict.fromkeys(("train", "evaluate", "doctor", "__main__"), 10),
 }
 """Room -> layer. A room imports itself and layers strictly below. An entry inside a room stands for itself."""
 
 ONLY_IMPORTS = {
-    "losses": {"losses", "distributed"},
-    "data": {"data", "config"},
+    "losses": {"losses", "distributed", "names"},
+    "data": {"data", "config", "names"},
     **{entry: {"cli"} for entry in ("train", "evaluate", "doctor", "__main__")},
 }
 """Rooms that may import less than their layer allows."""
-
-MAX_LINES = 350
-MAX_FUNCTION_LINES = 60
-MAX_ARGUMENTS = 8
-"""Without self or cls; Triton's kernels are apart."""
 
 
 def modules() -> dict[str, str]:
@@ -47,7 +45,9 @@ def modules() -> dict[str, str]:
     for path in sorted(ROOT.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
         if parts != ("__init__",):
-            found[".".join(part for part in parts if part != "__init__")] = path.read_text(encoding="utf-8")
+            found[".".join(part for part in parts if part != "__init__")] = path.read_text(
+                encoding="utf-8"
+            )
     return found
 
 
@@ -58,7 +58,10 @@ def imports(name: str, source: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = [*(package[: -node.level] if node.level else []), *([node.module] if node.module else [])]
+            base = [
+                *(package[: -node.level] if node.level else []),
+                *([node.module] if node.module else []),
+            ]
             # `from a import b` may import the module a.b or a name of a: the longer form covers both.
             yield from (".".join([*base, alias.name]) for alias in node.names)
 
@@ -88,7 +91,9 @@ def broken_rules(name: str, source: str) -> list[str]:
         if other not in LAYERS:
             found.append(f"{name} imports {other or 'the package itself'}, which has no layer")
         elif own in ONLY_IMPORTS and other not in ONLY_IMPORTS[own]:
-            found.append(f"{name} imports {other}; {own} may import only {sorted(ONLY_IMPORTS[own])}")
+            found.append(
+                f"{name} imports {other}; {own} may import only {sorted(ONLY_IMPORTS[own])}"
+            )
         elif LAYERS[other] >= LAYERS[own]:
             found.append(f"{name} (layer {LAYERS[own]}) imports {other} (layer {LAYERS[other]})")
     return found
@@ -97,15 +102,30 @@ def broken_rules(name: str, source: str) -> list[str]:
 def names_communication(name: str, source: str) -> list[str]:
     """Imports and attributes of a module that reach for torch.distributed or deepspeed.comm."""
     spelled = list(imports(name, source))
-    spelled += [ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
-    refused = ("torch.distributed", "deepspeed.comm", "deepspeed.init_distributed", "torch.multiprocessing.spawn")
-    return [text for text in spelled if any(text == word or text.startswith(word + ".") for word in refused)]
+    spelled += [
+        ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)
+    ]
+    refused = (
+        "torch.distributed",
+        "deepspeed.comm",
+        "deepspeed.init_distributed",
+        "torch.multiprocessing.spawn",
+    )
+    return [
+        text
+        for text in spelled
+        if any(text == word or text.startswith(word + ".") for word in refused)
+    ]
 
 
 def calls_initialize(source: str) -> bool:
     spelled = list(imports("", source))
-    spelled += [ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
-    return "deepspeed.initialize" in spelled or any(text.startswith("deepspeed.DeepSpeedEngine(") for text in spelled)
+    spelled += [
+        ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)
+    ]
+    return "deepspeed.initialize" in spelled or any(
+        text.startswith("deepspeed.DeepSpeedEngine(") for text in spelled
+    )
 
 
 @pytest.mark.parametrize("name", modules())
@@ -117,21 +137,25 @@ def test_module_imports_only_layers_below(name: str) -> None:
     ("name", "source", "words"),
     [
         ("losses.clip", "from disco_ds import config", "losses may import only"),
-        ("losses.clip", "from disco_ds.data.order import DataOrder", "losses may import only"),
+        (
+            "losses.clip",
+            "from disco_ds.data.order.slots import DataOrder",
+            "losses may import only",
+        ),
         ("losses.clip", "def f():\n    import disco_ds.training.engine", "losses may import only"),
-        ("data.tar", "from disco_ds.distributed import comm", "data may import only"),
-        ("data.tar", "from ..distributed.comm import rank", "data may import only"),
+        ("data.sources.tar", "from disco_ds.distributed import comm", "data may import only"),
+        ("data.sources.tar", "from ...distributed.comm import rank", "data may import only"),
         ("config.recipe", "from disco_ds.models.clip import forward", "imports models"),
         ("distributed.comm", "from disco_ds.config import Config", "imports config"),
-        ("metrics.records", "from disco_ds.models.gpus import Gpu", "imports models"),
+        ("metrics.logger", "from disco_ds.models.gpus import Gpu", "imports models"),
         (
             "models.clip",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from disco_ds.training.engine import Engine",
             "imports training",
         ),
         ("train", "from disco_ds.training.loop import train", "train may import only"),
-        ("doctor", "from disco_ds.checks import here", "doctor may import only"),
-        ("checks.here", "from disco_ds.cli.main import main", "imports cli"),
+        ("doctor", "from disco_ds.checks import recipe_checks", "doctor may import only"),
+        ("checks.recipe_checks", "from disco_ds.cli.main import main", "imports cli"),
         ("plan.overview", "from disco_ds.run import run_training", "imports run"),
         ("helpers", "", "has no layer"),
         ("training.loop", "from disco_ds import helpers", "has no layer"),
@@ -148,7 +172,10 @@ def test_modules_import_in_no_circle() -> None:
     graph = {}
     for name, source in sources.items():
         targets = {target.removeprefix("disco_ds.") for target in imports(name, source)}
-        longest = {next((t for t in (target, target.rpartition(".")[0]) if t in sources), name) for target in targets}
+        longest = {
+            next((t for t in (target, target.rpartition(".")[0]) if t in sources), name)
+            for target in targets
+        }
         graph[name] = longest - {name} - {name.partition(".")[0]}
     TopologicalSorter(graph).prepare()
 
@@ -178,7 +205,9 @@ def test_communication_in_any_spelling_is_found(source: str) -> None:
 
 
 def test_only_engine_calls_deepspeed_initialize() -> None:
-    assert [name for name, source in modules().items() if calls_initialize(source)] == ["training.engine"]
+    assert [name for name, source in modules().items() if calls_initialize(source)] == [
+        "training.engine"
+    ]
     assert calls_initialize("from deepspeed import initialize")
 
 
@@ -198,47 +227,9 @@ def test_no_module_is_called_utils() -> None:
     assert not [name for name in modules() if words & set(name.split("."))]
 
 
-def functions(name: str, source: str) -> Iterator[tuple[str, ast.FunctionDef]]:
-    """Dotted name and syntax of every function of a module."""
-    for node in ast.iter_child_nodes(ast.parse(source)):
-        yield from _functions(name, node)
-
-
-def _functions(prefix: str, node: ast.AST) -> Iterator[tuple[str, ast.FunctionDef]]:
-    name = f"{prefix}.{node.name}" if isinstance(node, ast.FunctionDef | ast.ClassDef) else prefix
-    if isinstance(node, ast.FunctionDef):
-        yield name, node
-    for child in ast.iter_child_nodes(node):
-        yield from _functions(name, child)
-
-
-def too_long(name: str, source: str) -> dict[str, int]:
-    """Lines of the functions that have more than they may."""
-    lengths = {found: node.end_lineno - node.lineno + 1 for found, node in functions(name, source) if node.end_lineno}
-    return {found: length for found, length in lengths.items() if length >= MAX_FUNCTION_LINES}
-
-
-def too_many_arguments(name: str, source: str) -> dict[str, int]:
-    """Arguments of the functions that take more than they may."""
-    counts = {}
-    for found, node in functions(name, source):
-        own = node.args
-        taken = [*own.posonlyargs, *own.args, *own.kwonlyargs, *filter(None, (own.vararg, own.kwarg))]
-        kernel = {"triton.jit", "_jit"} & {ast.unparse(decorator) for decorator in node.decorator_list}
-        if not kernel:
-            counts[found] = len(taken) - (taken[:1] != [] and taken[0].arg in ("self", "cls"))
-    return {found: count for found, count in counts.items() if count > MAX_ARGUMENTS}
-
-
-def test_no_file_is_too_long() -> None:
-    lengths = {name: source.count("\n") for name, source in modules().items()}
-    assert not {name: length for name, length in lengths.items() if length >= MAX_LINES}
-    assert len(lengths) > 20, "the walk must find the package"
-
-
 def test_architecture_has_the_layers_of_the_code() -> None:
     text = (CLONE / "docs" / "architecture.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `([\w.]+)` \| (\d) \| ([^|]*) \|", text, re.MULTILINE)
+    rows = re.findall(r"^\| `([\w.]+)` \| (\d+) \| ([^|]*) \|", text, re.MULTILINE)
     assert {room: int(layer) for room, layer, _ in rows} == LAYERS
     for room, layer, may in rows:
         if room in ONLY_IMPORTS:
@@ -247,26 +238,3 @@ def test_architecture_has_the_layers_of_the_code() -> None:
             below = int(layer) - 1
             expected = {-1: "nothing", 0: "layer 0"}.get(below, f"layers 0 to {below}")
         assert may == expected, room
-
-
-def test_no_function_is_too_long() -> None:
-    found = {key: length for name, source in modules().items() for key, length in too_long(name, source).items()}
-    assert not found
-
-
-def test_no_function_takes_too_many_arguments() -> None:
-    found: dict[str, int] = {}
-    for name, source in modules().items():
-        found |= too_many_arguments(name, source)
-    assert not found
-
-
-def test_function_beyond_a_limit_is_found() -> None:
-    body = "\n".join(["class A:", "    def f(self, a, b, c, *d, e, f, g, h):"] + ["        pass"] * 58)
-    assert not too_long("m", body)
-    assert not too_many_arguments("m", body)
-    assert too_long("m", body + "\n        pass") == {"m.A.f": 60}
-    assert too_many_arguments("m", body.replace("self", "self, z")) == {"m.A.f": 9}
-    kernel = "@triton.jit\ndef f(a, b, c, d, e, f, g, h, i): pass"
-    assert not too_many_arguments("m", kernel)
-    assert too_many_arguments("m", kernel.replace("@triton.jit", "@cache")) == {"m.f": 9}

@@ -6,6 +6,8 @@ import ast
 import os
 import subprocess
 import sys
+import sysconfig
+import venv
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -15,6 +17,8 @@ from packaging.utils import canonicalize_name
 
 from helpers.machine import needs_fp16
 from helpers.paths import ROOT
+from helpers.shards import write_shards
+from helpers.tool import load_tool
 
 OPTIONAL = {
     "triton": "comes with torch where there is a GPU for it, and is looked for before it is imported",
@@ -40,7 +44,11 @@ def declared() -> dict[str, set[str]]:
 
 def ast_items(node: ast.expr) -> dict[str, ast.expr]:
     assert isinstance(node, ast.Dict)
-    return {ast.literal_eval(key): value for key, value in zip(node.keys, node.values, strict=True) if key is not None}
+    return {
+        ast.literal_eval(key): value
+        for key, value in zip(node.keys, node.values, strict=True)
+        if key is not None
+    }
 
 
 def imported(source: str) -> set[str]:
@@ -56,13 +64,16 @@ def imported(source: str) -> set[str]:
 
 def undeclared(folder: Path, allowed: set[str], own: set[str]) -> set[str]:
     """Imports below a folder that come from no distribution allowed."""
-    names = set().union(*(imported(path.read_text(encoding="utf-8")) for path in folder.rglob("*.py")))
+    names = set().union(
+        *(imported(path.read_text(encoding="utf-8")) for path in folder.rglob("*.py"))
+    )
     provided_by = packages_distributions()
     assert "torch" in names
     return {
         name
         for name in names - own
-        if not allowed & {canonicalize_name(distribution) for distribution in provided_by.get(name, ())}
+        if not allowed
+        & {canonicalize_name(distribution) for distribution in provided_by.get(name, ())}
     }
 
 
@@ -77,7 +88,9 @@ def test_what_the_tests_import_is_declared() -> None:
     assert undeclared(ROOT / "tests", allowed["install"] | allowed["dev"], own) <= OPTIONAL.keys()
 
 
-@pytest.mark.parametrize("source", ["import a.b as c", "from a.b import c", "def f():\n    from a import b"])
+@pytest.mark.parametrize(
+    "source", ["import a.b as c", "from a.b import c", "def f():\n    from a import b"]
+)
 def test_import_is_found_wherever_it_stands(source: str) -> None:
     assert imported(f"import os\nfrom . import d\n{source}") == {"a"}
 
@@ -87,5 +100,63 @@ def test_fp16_can_be_hidden_from_every_process() -> None:
     """With this, a whole test run on a machine with fp16 is one on a machine without."""
     code = "from deepspeed.accelerator import get_accelerator as a; print(bool(a().is_fp16_supported()))"
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.stdout.split()[-1] == "False", done.stderr
+
+
+OPEN_CLIP = """
+import sys
+import torch
+from open_clip_train.data import get_wds_dataset
+from open_clip_train.params import parse_args
+from disco_ds.checks.versions import check_versions
+from torchvision.transforms import ToTensor
+
+args = parse_args(["--train-data", sys.argv[1], "--train-num-samples", "8", "--batch-size", "4", "--workers", "1"])
+args.world_size = 1
+data = get_wds_dataset(args, ToTensor(), is_train=True, tokenizer=lambda text: torch.tensor([[int(text)]]))
+images, texts = next(iter(data.dataloader))
+print(list(images.shape), sorted(set(texts.flatten().tolist()) - set(range(8))))
+print([line.found for line in check_versions() if line.status == "fail"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_open_clip_train_still_reads_a_shard_once_this_package_is_installed(tmp_path: Path) -> None:
+    """In an environment that shares this one's packages, but for those that open_clip_train wants in other versions."""
+    write_shards(tmp_path / "shards", [8])
+    environment = tmp_path / "environment"
+    venv.create(environment, with_pip=True)
+    python = environment / "bin" / "python"
+    (site,) = (environment / "lib").glob("python*/site-packages")
+    (site / "shared.pth").write_text(sysconfig.get_paths()["purelib"])
+    clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+
+    def run(*words: str | Path) -> str:
+        command = [str(python), *map(str, words)]
+        done = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=clean,
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    install = ("-m", "pip", "install", "--quiet", "--no-compile")
+    run(*install, "open_clip_torch[training]==3.3.0")
+    run(*install, load_tool("check_wheel").build(tmp_path))
+    assert run("-c", "import webdataset; print(webdataset.__version__)") == "0.2.86\n"
+    assert run("-c", OPEN_CLIP, tmp_path / "shards" / "00000.tar").splitlines()[-2:] == [
+        "[4, 3, 10, 12] []",
+        "[]",
+    ]
+    assert "1 shards, 8 samples" in run(
+        "-m", "disco_ds", "index", tmp_path / "shards", "--workers=0"
+    )

@@ -38,7 +38,7 @@ from PIL import Image
 
 from disco_ds.config.data import Pixels
 from disco_ds.data import Loader, StepData
-from disco_ds.data.staging import LEAST_AHEAD
+from disco_ds.data.pipeline.staging import LEAST_AHEAD
 
 BATCH = 128
 WAITS_BATCH = 32
@@ -51,28 +51,48 @@ PANDAS = ("pandas", "python-dateutil", "pytz", "tzdata", "six")
 
 
 def parse_args() -> Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shards", type=Path, help="a folder of tars with a manifest.json (default: made for this)")
-    parser.add_argument("--size", type=int, default=224, help="pixels of a side, of the images made and of the crops")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--shards", type=Path, help="a folder of tars with a manifest.json (default: made for this)"
+    )
+    parser.add_argument(
+        "--size",
+        type=int,
+        default=224,
+        help="pixels of a side, of the images made and of the crops",
+    )
     parser.add_argument("--batches", type=int, default=40, help=f"measured, of {BATCH} samples")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--webdataset", default="0.2.86", help="the version for open_clip's side, which needs < 0.2.96")
-    parser.add_argument("--decoders", action="store_true", help="compare what decodes and resizes, and nothing else")
+    parser.add_argument(
+        "--webdataset",
+        default="0.2.86",
+        help="the version for open_clip's side, which needs < 0.2.96",
+    )
+    parser.add_argument(
+        "--decoders", action="store_true", help="compare what decodes and resizes, and nothing else"
+    )
     parser.add_argument("--waits", action="store_true", help="simulate a device, and nothing else")
     parser.add_argument(
-        "--load", type=float, default=0.8, help="of --waits: time to decode a step / time to compute it"
+        "--load",
+        type=float,
+        default=0.8,
+        help="of --waits: time to decode a step / time to compute it",
     )
     parser.add_argument("--side", choices=("disco_ds", "open_clip"), help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def make_shards(folder: Path, size: int, shards: int = 4, samples: int = 1000) -> None:
-    """JPEG images of smooth colours with noise, about as large as photographs of that size, and captions."""
+    """JPEG images of smooth colors with noise, about as large as photographs of that size, and captions."""
     generator = numpy.random.default_rng(0)
     for number in range(shards):
         with tarfile.open(folder / f"{number:05d}.tar", "w") as tar:
             for key in range(samples):
-                words = " ".join(generator.choice(["a", "red", "photo", "of", "two", "small", "birds", "sea"], 9))
+                words = " ".join(
+                    generator.choice(["a", "red", "photo", "of", "two", "small", "birds", "sea"], 9)
+                )
                 for name, data in (("jpg", make_jpeg(generator, size)), ("txt", words.encode())):
                     info = tarfile.TarInfo(f"{number:05d}{key:04d}.{name}")
                     info.size = len(data)
@@ -81,7 +101,9 @@ def make_shards(folder: Path, size: int, shards: int = 4, samples: int = 1000) -
 
 def make_jpeg(generator: numpy.random.Generator, size: int) -> bytes:
     coarse = Image.fromarray(generator.integers(0, 256, (12, 12, 3), dtype=numpy.uint8))
-    pixels = numpy.asarray(coarse.resize((size, size), Image.Resampling.BICUBIC)).astype(numpy.int16)
+    pixels = numpy.asarray(coarse.resize((size, size), Image.Resampling.BICUBIC)).astype(
+        numpy.int16
+    )
     pixels = pixels + generator.normal(0, 12, pixels.shape).astype(numpy.int16)
     jpeg = io.BytesIO()
     Image.fromarray(pixels.clip(0, 255).astype(numpy.uint8)).save(jpeg, "JPEG", quality=90)
@@ -90,13 +112,21 @@ def make_jpeg(generator: numpy.random.Generator, size: int) -> bytes:
 
 def compare_decoders(size: int) -> None:
     """Decode and resize a JPEG by nine tenths: milliseconds, and how far the pixels are from PIL's, of 255."""
-    from disco_ds.data.decode import NUM_CROP_NUMBERS, ImageSpec, decode_image, decode_pixels, resize_random_crop
+    from disco_ds.data.images.decode import (
+        NUM_CROP_NUMBERS,
+        ImageSpec,
+        decode_image,
+        decode_pixels,
+        resize_random_crop,
+    )
 
     torch.set_num_threads(1)
     spec = ImageSpec((size, size))
 
     def ours(data: bytes) -> torch.Tensor:
-        return resize_random_crop(decode_pixels(data, 10**8), spec, (1.0, 1.0), (1.0, 1.0), [0.0] * NUM_CROP_NUMBERS)
+        return resize_random_crop(
+            decode_pixels(data, 10**8), spec, (1.0, 1.0), (1.0, 1.0), [0.0] * NUM_CROP_NUMBERS
+        )
 
     def pil(data: bytes) -> torch.Tensor:
         image = decode_image(data, 10**8).resize((size, size), Image.Resampling.BICUBIC)
@@ -115,13 +145,17 @@ def compare_decoders(size: int) -> None:
         print(f"{side:<10} {times[0]:8.2f} {times[1]:15.2f} {difference:16.2f}")
 
 
-def open_loader(folder: Path, size: int, micro_batch: int, num_micro_batches: int, pixels: Pixels) -> Loader:
+def open_loader(
+    folder: Path, size: int, micro_batch: int, num_micro_batches: int, pixels: Pixels
+) -> Loader:
     import open_clip
 
     from disco_ds.config import DataSettings
     from disco_ds.data import ImageSpec, SampleForm, Share, Staging, load_manifest
 
-    settings = DataSettings(shards=str(folder), workers=1, crop_scale=SCALE, captions={"{txt}": 1.0})
+    settings = DataSettings(
+        shards=str(folder), workers=1, crop_scale=SCALE, captions={"{txt}": 1.0}
+    )
     tokenizer = open_clip.get_tokenizer(TOKENIZER)
     form = SampleForm(ImageSpec((size, size), "bicubic", "shortest"), tokenizer, 77, 49408)
     share = Share(0, 1, micro_batch * num_micro_batches, micro_batch)
@@ -143,7 +177,9 @@ def show_waits(folder: Path, size: int, load: float) -> None:
             decoding = (time.perf_counter() - start) / steps
             # A forward of every micro-batch, backwards of twice that, and again forwards of all but the last.
             forward = decoding / load / (4 * K - 1)
-            time.sleep(1.5 * decoding * max(1, LEAST_AHEAD / K))  # as in a run's slow first step, the worker gets ahead
+            time.sleep(
+                1.5 * decoding * max(1, LEAST_AHEAD / K)
+            )  # as in a run's slow first step, the worker gets ahead
             for _ in range(2):
                 compute(loader.read_step(), K, forward)
             steps, waited, start = max(3, 64 // K), 0.0, time.perf_counter()
@@ -194,7 +230,9 @@ def open_clip_batches(folder: Path, size: int) -> Iterator[Any]:
 
     preprocess = transforms.Compose(
         [
-            transforms.RandomResizedCrop(size, scale=SCALE, interpolation=transforms.InterpolationMode.BICUBIC),
+            transforms.RandomResizedCrop(
+                size, scale=SCALE, interpolation=transforms.InterpolationMode.BICUBIC
+            ),
             _convert_to_rgb,
             transforms.PILToTensor(),
         ]
@@ -205,7 +243,9 @@ def open_clip_batches(folder: Path, size: int) -> Iterator[Any]:
         train_data=shards, train_num_samples=10**7, train_data_upsampling_factors=None, dataset_resampled=True,
         seed=0, batch_size=BATCH, workers=1, world_size=1,
     )  # fmt: skip
-    info = get_wds_dataset(args, preprocess, is_train=True, tokenizer=open_clip.get_tokenizer(TOKENIZER))
+    info = get_wds_dataset(
+        args, preprocess, is_train=True, tokenizer=open_clip.get_tokenizer(TOKENIZER)
+    )
     for images, _ in info.dataloader:
         yield images
 
@@ -213,7 +253,9 @@ def open_clip_batches(folder: Path, size: int) -> Iterator[Any]:
 def measure(args: Namespace) -> None:
     """One side, in this process: prints {samples/s, samples per CPU second}."""
     torch.set_num_threads(1)
-    batches = (our_batches if args.side == "disco_ds" else open_clip_batches)(args.shards, args.size)
+    batches = (our_batches if args.side == "disco_ds" else open_clip_batches)(
+        args.shards, args.size
+    )
     for _ in range(WARM_UP):
         next(batches)
     start, cpu = time.perf_counter(), cpu_seconds()
@@ -239,10 +281,14 @@ def cpu_seconds() -> float:
 def run_side(side: str, args: Namespace, folder: Path, old: Path) -> dict[str, float]:
     environment = dict(os.environ, OMP_NUM_THREADS="1")
     if side == "open_clip":
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(old), environment.get("PYTHONPATH")]))
+        environment["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(old), environment.get("PYTHONPATH")])
+        )
     command = [sys.executable, __file__, "--side", side, "--shards", str(folder)]
     command += ["--size", str(args.size), "--batches", str(args.batches)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=900, check=False
+    )
     if done.returncode:
         raise SystemExit(f"{side} failed:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -264,7 +310,14 @@ def main() -> None:
             show_waits(Path(temporary), args.size, args.load)
             return
         folder, old = args.shards or Path(temporary, "shards"), Path(temporary, "webdataset")
-        wanted = [f"webdataset=={args.webdataset}", *PANDAS, "--no-deps", "--quiet", "--target", str(old)]
+        wanted = [
+            f"webdataset=={args.webdataset}",
+            *PANDAS,
+            "--no-deps",
+            "--quiet",
+            "--target",
+            str(old),
+        ]
         subprocess.run([sys.executable, "-m", "pip", "install", *wanted], check=True)
         if not args.shards:
             from disco_ds.data import index_shards, write_manifest
@@ -276,11 +329,15 @@ def main() -> None:
         for _ in range(args.repeats):
             for side, runs in found.items():
                 runs.append(run_side(side, args, folder, old))
-    print(f"{args.size}-pixel JPEG, batches of {BATCH}, one worker, median of {args.repeats} alternating runs")
+    print(
+        f"{args.size}-pixel JPEG, batches of {BATCH}, one worker, median of {args.repeats} alternating runs"
+    )
     print(f"{'':12} {'samples/s':>10} {'samples per CPU second':>24}")
     figures = {}
     for side, runs in found.items():
-        wall, figures[side] = (statistics.median(run[key] for run in runs) for key in ("wall", "core"))
+        wall, figures[side] = (
+            statistics.median(run[key] for run in runs) for key in ("wall", "core")
+        )
         print(f"{side:12} {wall:10.0f} {figures[side]:24.0f}")
     print(f"ratio per core: {figures['disco_ds'] / figures['open_clip']:.2f}")
 

@@ -1,4 +1,4 @@
-"""The losses and training on one GPU beside the published ones, as Markdown for docs/figures.md.
+"""The losses and training on one GPU beside the published ones, as Markdown for docs/results.md.
 
     python tools/bench_gpu.py --budget 540         in parts: give it again until no slice is left
     python tools/bench_gpu.py --only "one: *"      some of the shapes or losses
@@ -66,7 +66,14 @@ SHAPES = {
     "share": Shape("the share of B 196,608 on one of 64 GPUs", 196608, 512, 64, 48 * 4),
     "sigmoid": Shape("the sigmoid loss, B 65,536 on one GPU", 65536, 768, 1, 48, kind="sigmoid"),
     "4M": Shape(
-        "the share of B 4,194,304 on one of 8 GPUs", 4194304, 512, 8, 48 * 4, repeats=3, seconds=150, kind="4M"
+        "the share of B 4,194,304 on one of 8 GPUs",
+        4194304,
+        512,
+        8,
+        48 * 4,
+        repeats=3,
+        seconds=150,
+        kind="4M",
     ),
 }
 
@@ -166,7 +173,9 @@ def measure(name: str, rehearse: bool, record: slices.Record) -> None:
         figures: dict[str, Any] = {"units": entry.units}
         if ranks == 1:
             for scale, method in zip(SCALES, methods, strict=True):
-                figures[f"error {scale:.0f}"] = find_error(method, entry.true, batch, shape.width, scale)
+                figures[f"error {scale:.0f}"] = find_error(
+                    method, entry.true, batch, shape.width, scale
+                )
         leaves = bench_loss.make_leaves(batch // ranks, shape.width, SCALES[0], 0)
 
         def step() -> None:
@@ -199,7 +208,10 @@ def find_error(method: Method, true_name: str, batch: int, width: int, scale: fl
         method(*leaves).sum().backward()
         double = [leaf.detach().double().requires_grad_() for leaf in leaves]
         bench_loss.our_method(true_name, batch, False)(*double).backward()
-        errors = [row_error(x.grad, y.grad, scale / batch) for x, y in zip(leaves[:2], double[:2], strict=True)]
+        errors = [
+            row_error(x.grad, y.grad, scale / batch)
+            for x, y in zip(leaves[:2], double[:2], strict=True)
+        ]
         worst = max(worst, *(math.inf if math.isnan(x) else x for x in errors))
     return worst
 
@@ -207,7 +219,9 @@ def find_error(method: Method, true_name: str, batch: int, width: int, scale: fl
 def row_error(got: Tensor | None, true: Tensor | None, floor: float) -> float:
     assert got is not None
     assert true is not None
-    return ((got.double() - true).norm(dim=1).max() / true.norm(dim=1).max().clamp(min=floor)).item()
+    return (
+        (got.double() - true).norm(dim=1).max() / true.norm(dim=1).max().clamp(min=floor)
+    ).item()
 
 
 def show(name: str, outcome: slices.Outcome) -> str:
@@ -231,14 +245,25 @@ def failed(name: str, outcome: slices.Outcome) -> bool:
 def tables(outcomes: dict[str, slices.Outcome], command: str) -> Iterator[str]:
     """Lines of Markdown: where it was measured, a table for each shape and measure, and what has no figures."""
     for where in {str(x.where): x.where for x in outcomes.values() if x.where}.values():
-        versions = ", ".join(f"{package} {version}" for package, version in where["versions"].items())
+        versions = ", ".join(
+            f"{package} {version}" for package, version in where["versions"].items()
+        )
         yield f"`{command}`: {where['device']}, {where['date']}; {versions}."
-    rates = [x["matmul_tflops"] for outcome in outcomes.values() for x in outcome.records if "matmul_tflops" in x]
+    rates = [
+        x["matmul_tflops"]
+        for outcome in outcomes.values()
+        for x in outcome.records
+        if "matmul_tflops" in x
+    ]
     if rates:
         yield f"torch's own matmul: {min(rates):.0f} to {max(rates):.0f} TFLOP/s over the slices."
     for key, shape in SHAPES.items():
-        mine = {name.split(": ")[1]: x for name, x in outcomes.items() if name.startswith(f"{key}: ")}
-        measured = {label: x.records[0] for label, x in mine.items() if x.records and "ms" in x.records[0]}
+        mine = {
+            name.split(": ")[1]: x for name, x in outcomes.items() if name.startswith(f"{key}: ")
+        }
+        measured = {
+            label: x.records[0] for label, x in mine.items() if x.records and "ms" in x.records[0]
+        }
         if not mine:
             continue
         share = " (no error: the others' features are copies)" if shape.ranks > 1 else ""
@@ -248,7 +273,9 @@ def tables(outcomes: dict[str, slices.Outcome], command: str) -> Iterator[str]:
             yield "|---|---|---|---|---|---|---|---|"
         for label, x in measured.items():
             name = f"`{label}`" if label in OURS[shape.kind] else label
-            errors = " | ".join(f"{x[key]:.1e}" if key in x else "" for key in ("error 14", "error 100"))
+            errors = " | ".join(
+                f"{x[key]:.1e}" if key in x else "" for key in ("error 14", "error 100")
+            )
             yield (
                 f"| {name} | {x['ms']:.2f} | {x['units']} | {x['tflops']:.0f} | "
                 f"{100 * x['tflops'] / x['matmul_tflops']:.0f}% | {x['memory_bytes'] / 2**20:.0f} | {errors} |"
@@ -260,10 +287,14 @@ def tables(outcomes: dict[str, slices.Outcome], command: str) -> Iterator[str]:
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     args = slices.parse(parser, argv, FOLDER)
     if not (torch.cuda.is_available() or args.rehearse):
-        print("no GPU here: --rehearse runs every slice at a tiny shape on the CPU", file=sys.stderr)
+        print(
+            "no GPU here: --rehearse runs every slice at a tiny shape on the CPU", file=sys.stderr
+        )
         return 1
     if args.slice:
         return slices.run_here(args, lambda record: measure(args.slice, args.rehearse, record))

@@ -35,14 +35,22 @@ SAME_AS_CLIP = ("disco", "disco_fused", "inf_cl")
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=1, help="processes, one device each (default: 1)")
-    parser.add_argument("--as-rank-of", type=int, metavar="N", help="one rank's share of N, on one device")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="processes, one device each (default: 1)"
+    )
+    parser.add_argument(
+        "--as-rank-of", type=int, metavar="N", help="one rank's share of N, on one device"
+    )
     parser.add_argument("--batch", type=int, default=8192, help="global batch B")
     parser.add_argument("--width", type=int, default=512, help="width D of the features")
     parser.add_argument("--scale", type=float, default=1 / 0.07)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--methods", nargs="*", help="some of the names in the table (default: all that run here)")
+    parser.add_argument(
+        "--methods", nargs="*", help="some of the names in the table (default: all that run here)"
+    )
     parser.add_argument("--precisions", nargs="*", help="beside auto (default: none; on a GPU all)")
     parser.add_argument("--out", type=Path, help="writes OUT.json and OUT.png")
     return parser.parse_args()
@@ -59,7 +67,10 @@ def our_methods(precisions: list[str], num_samples: int) -> dict[str, Method]:
     options["disco_fused unlogged"] = {"accuracy": False}
     options["fastclip_v3 as published"] = {"gather_both": True}
 
-    return {label: our_method(label.split()[0], num_samples, **chosen) for label, chosen in options.items()}
+    return {
+        label: our_method(label.split()[0], num_samples, **chosen)
+        for label, chosen in options.items()
+    }
 
 
 def our_method(name: str, num_samples: int, accuracy: bool = True, **options: Any) -> Method:
@@ -77,7 +88,10 @@ def our_method(name: str, num_samples: int, accuracy: bool = True, **options: An
 
 def other_methods(args: argparse.Namespace) -> dict[str, Method]:
     """open_clip's loss both ways, and on a GPU the published kernels that are installed."""
-    found = {f"open_clip {way}": peers.open_clip(way == "local", autocast=False)(0) for way in ("full", "local")}
+    found = {
+        f"open_clip {way}": peers.open_clip(way == "local", autocast=False)(0)
+        for way in ("full", "local")
+    }
     for label, peer in peers.SOFTMAX.items() if torch.cuda.is_available() else ():
         try:
             found[label] = peer.build(args.scale)
@@ -96,7 +110,9 @@ def pretend(N: int) -> None:
 
     # The fake group copies what is gathered, and leaves what is received as it was.
     def stay(operations: list[Any]) -> list[Any]:
-        sent, received = ([x.tensor for x in operations if x.op is op] for op in (dist.isend, dist.irecv))
+        sent, received = (
+            [x.tensor for x in operations if x.op is op] for op in (dist.isend, dist.irecv)
+        )
         for x, into in zip(sent, received, strict=True):
             into.copy_(x)
         return []
@@ -174,7 +190,9 @@ def make_leaves(b: int, D: int, scale: float, seed: int, noise: float = 2.0) -> 
     image, relative to it."""
     device = comm.local_device()
     generator = torch.Generator(device).manual_seed(seed)
-    image, other = (torch.randn(b, D, generator=generator, dtype=torch.float64, device=device) for _ in "ab")
+    image, other = (
+        torch.randn(b, D, generator=generator, dtype=torch.float64, device=device) for _ in "ab"
+    )
     rows = [F.normalize(x, dim=1) for x in (image, image + noise * other)]
     vectors = [*rows, torch.tensor([scale]), torch.tensor([-10.0])]
     return [x.to(device, torch.float32).requires_grad_() for x in vectors]
@@ -211,8 +229,12 @@ def find_errors(methods: dict[str, Method], args: argparse.Namespace) -> dict[st
             leaf.grad = None
         method(*leaves).sum().backward()
         pairs = [(x.grad.double(), y.grad) for x, y in zip(leaves[:2], double[:2], strict=True)]
-        worst = max(((got - true).norm(dim=1).max() / true.norm(dim=1).max()).item() for got, true in pairs)
-        errors[label] = comm.all_reduce_max(torch.tensor([worst], device=comm.local_device())).item()
+        worst = max(
+            ((got - true).norm(dim=1).max() / true.norm(dim=1).max()).item() for got, true in pairs
+        )
+        errors[label] = comm.all_reduce_max(
+            torch.tensor([worst], device=comm.local_device())
+        ).item()
     return errors
 
 
@@ -223,7 +245,11 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     precisions = args.precisions or (["fp32", "tf32", "bf16"] if on_gpu else [])
     methods = our_methods(precisions, max(args.batch, ERROR_BATCH))
     methods |= {} if args.as_rank_of else other_methods(args)
-    methods = {label: method for label, method in methods.items() if not args.methods or label in args.methods}
+    methods = {
+        label: method
+        for label, method in methods.items()
+        if not args.methods or label in args.methods
+    }
     errors = {} if args.as_rank_of else find_errors(methods, args)
     leaves = make_leaves(args.batch // comm.size(), args.width, args.scale, comm.rank())
     rows: dict[str, dict[str, float]] = {}
@@ -237,7 +263,11 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
                 run_once(method, leaves)
         except torch.OutOfMemoryError:
             methods.pop(label)
-            rows[label] = {"memory_bytes": float("inf"), "ms": float("nan"), "received_bytes": float("nan")}
+            rows[label] = {
+                "memory_bytes": float("inf"),
+                "ms": float("nan"),
+                "received_bytes": float("nan"),
+            }
             continue
         gradients = sum(_nbytes(leaf) for leaf in leaves[:2])
         rows[label] = {"memory_bytes": peak.bytes - gradients, "received_bytes": received.bytes}
@@ -248,15 +278,21 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     for label, seconds in times.items():
         rows[label] |= {"ms": 1000 * statistics.median(seconds)}
     for label, row in rows.items():
-        worst = comm.all_reduce_max(torch.tensor(list(row.values()), dtype=torch.float64, device=leaves[0].device))
-        rows[label] = dict(zip(row, worst.tolist(), strict=True)) | {"error": errors.get(label, float("nan"))}
+        worst = comm.all_reduce_max(
+            torch.tensor(list(row.values()), dtype=torch.float64, device=leaves[0].device)
+        )
+        rows[label] = dict(zip(row, worst.tolist(), strict=True)) | {
+            "error": errors.get(label, float("nan"))
+        }
     return rows
 
 
 def print_table(rows: dict[str, dict[str, float]], args: argparse.Namespace) -> None:
     N = args.as_rank_of or args.ranks
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    print(f"B {args.batch:,}, D {args.width}, N {N}, s {args.scale:.1f}, {device}, torch {torch.__version__}")
+    print(
+        f"B {args.batch:,}, D {args.width}, N {N}, s {args.scale:.1f}, {device}, torch {torch.__version__}"
+    )
     print(f"{'loss':22} {'ms':>10} {'memory MiB':>11} {'received MiB':>13} {'error':>9}")
     for label, row in sorted(rows.items(), key=lambda item: item[1]["ms"]):
         memory, received = row["memory_bytes"] / 2**20, row["received_bytes"] / 2**20
@@ -265,14 +301,19 @@ def print_table(rows: dict[str, dict[str, float]], args: argparse.Namespace) -> 
 
 def write_out(rows: dict[str, dict[str, float]], args: argparse.Namespace) -> None:
     settings = {key: value for key, value in vars(args).items() if key != "out"}
-    args.out.with_suffix(".json").write_text(json.dumps({"settings": settings, "losses": rows}, indent=1) + "\n")
+    args.out.with_suffix(".json").write_text(
+        json.dumps({"settings": settings, "losses": rows}, indent=1) + "\n"
+    )
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 0.4 * len(rows) + 1.5), layout="constrained")
     labels = sorted(rows, key=lambda label: -rows[label]["ms"])
     for axes, (key, unit, title) in zip(
         figure.subplots(1, 2, sharey=True),
-        (("ms", 1, "forward + backward, ms"), ("memory_bytes", 2**20, "memory beyond features, MiB")),
+        (
+            ("ms", 1, "forward + backward, ms"),
+            ("memory_bytes", 2**20, "memory beyond features, MiB"),
+        ),
         strict=True,
     ):
         bars = axes.barh(labels, [rows[label][key] / unit for label in labels], color="#4477aa")

@@ -1,11 +1,15 @@
-"""Share of a run spent waiting for remote shards, with `data.remote.ahead` and without.
+"""Share of a run spent waiting for remote shards, with `data.remote.ahead` and without; and what is fetched in vain.
 
     python tools/bench_remote.py                      a server of 50 MB/s and 200 ms on loopback, for this alone
     python tools/bench_remote.py --load 0.6 0.9       share of the bandwidth that the run needs
+    python tools/bench_remote.py --ratio              bytes fetched per byte used at the default settings
 
 The shards are made for it: small images, each beside a member of 100 KB, so that fetching is work and decoding is not.
 The device sleeps instead of computing. The first steps, in which the workers and the first shards come, are not
 counted, and the cache is too small to keep the epoch.
+
+--ratio reads shards of 25 samples in windows of 10, which stand for the 10,000 and 4,096 of two large data sets, with
+the number of shards, the slots and the cache that the defaults give these data sets where the disk has room.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,13 +36,29 @@ from bench_data import TOKENIZER, make_jpeg
 from numpy.random import default_rng
 
 from disco_ds.config import DataSettings
-from disco_ds.data import ImageSpec, Loader, SampleForm, Share, index_shards, load_sources, write_manifest
+from disco_ds.config.data import LEAST_CACHE_GB, RemoteSettings
+from disco_ds.data import (
+    ImageSpec,
+    Loader,
+    Manifest,
+    SampleForm,
+    Shard,
+    Share,
+    Staging,
+    index_shards,
+    load_sources,
+    write_manifest,
+)
+from disco_ds.data.remote.cache_size import sum_bytes
+from disco_ds.data.sources.load import count_slots
 
 SHARDS, SAMPLES, MEMBER = 64, 100, 100_000
 BATCH, SLOTS, WINDOW, WORKERS = 64, 8, 50, 2
 CACHE = 0.4
 """Of the 0.64e9 bytes of an epoch."""
 WARM_UP, STEPS = 20, 100
+SMALL, RATIO_SHARDS = 25, 12
+"""With --ratio: samples of a shard, and shards that every slot reads."""
 
 
 class Link:
@@ -104,7 +125,12 @@ def measure(url: str, folder: Path, ahead: int, needed: float) -> tuple[float, f
         manifest = folder / "manifest.json"
         shape = {"slots": SLOTS, "window": WINDOW, "workers": WORKERS}
         settings = DataSettings(shards=text, manifest=manifest, remote=remote, **shape)
-        form = SampleForm(ImageSpec((32, 32), "bicubic", "shortest"), open_clip.get_tokenizer(TOKENIZER), 77, 49408)
+        form = SampleForm(
+            ImageSpec((32, 32), "bicubic", "shortest"),
+            open_clip.get_tokenizer(TOKENIZER),
+            77,
+            49408,
+        )
         start = time.perf_counter()
         loader = Loader(settings, load_sources(settings), form, Share(0, 1, BATCH, BATCH), 0)
         try:
@@ -125,19 +151,121 @@ def measure(url: str, folder: Path, ahead: int, needed: float) -> tuple[float, f
             loader.close()
 
 
+class SameHandler(http.server.SimpleHTTPRequestHandler):
+    """Answers every request with the one shard, and counts."""
+
+    def __init__(self, *args: Any, body: bytes, asked: list[str], **options: Any) -> None:
+        self._body, self._asked = body, asked
+        super().__init__(*args, **options)
+
+    def do_GET(self) -> None:
+        self._asked.append(self.path)
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(self._body)))
+        self.end_headers()
+        with suppress(ConnectionError):
+            self.wfile.write(self._body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def name_shards(num_shards: int, samples: int, size: int, url: str) -> Manifest:
+    names = [f"{number:06d}.tar" for number in range(num_shards)]
+    shards = tuple(Shard(name, samples, size) for name in names)
+    return Manifest(Path(), shards, tuple(f"{url}/{name}" for name in names))
+
+
+def measure_ratio(num_shards: int, gb: float, hosts: int, again: bool) -> str:
+    """The first rank's host alone is run, with one rank for each host, and the data set's slots."""
+    data = DataSettings(shards=None, sources=({"shards": "unused", "replacement": again},))
+    real = name_shards(num_shards, 10_000, int(gb * 1e9), "")
+    slots = count_slots(data, [real], hosts)
+    used, wanted = sum_bytes(data, [real], slots // hosts)
+    room = max(wanted, 1e9 * LEAST_CACHE_GB)
+    body, asked = make_body(), list[str]()
+    handler = partial(SameHandler, body=body, asked=asked)
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server,
+    ):
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        small = name_shards(num_shards, SMALL, len(body), f"http://127.0.0.1:{server.server_port}")
+        remote = RemoteSettings(http=True, cache=cache, cache_gb=room / gb * len(body) / 1e18)
+        shape = {
+            "slots": slots,
+            "window": SMALL * 4096 // 10_000,
+            "workers": WORKERS,
+            "remote": remote,
+        }
+        data = data.model_copy(update=shape)
+        form = SampleForm(ImageSpec((32, 32)), open_clip.get_tokenizer(TOKENIZER), 77, 49408)
+        loader = Loader(
+            data,
+            [replace(small, remote=remote)],
+            form,
+            Share(0, hosts, slots, slots // hosts),
+            0,
+            staging=Staging(ranks_here=1),
+        )
+        counts = []
+        for step in range(RATIO_SHARDS * SMALL):
+            if step % SMALL == 0:
+                counts.append(len(asked))
+            data_of_step = loader.read_step()
+            _ = data_of_step.micro_batches[0]
+            if data_of_step.error:
+                raise RuntimeError(data_of_step.error)
+        loader.close()
+        server.shutdown()
+    # A shard's samples of every slot are read between two counts; the cache fills in the first quarter.
+    first = RATIO_SHARDS // 4
+    ratio = (counts[-1] - counts[first]) / (len(counts) - 1 - first) / (slots // hosts)
+    return f"{slots:5} {hosts:5} {used / 1e9:10.0f} {room / 1e9:9.0f} {ratio:8.2f}"
+
+
+def make_body() -> bytes:
+    file, generator = io.BytesIO(), default_rng(0)
+    with tarfile.open(fileobj=file, mode="w") as tar:
+        for key in range(SMALL):
+            for name, content in (("jpg", make_jpeg(generator, 8)), ("txt", b"a photo")):
+                info = tarfile.TarInfo(f"{key}.{name}")
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+    return file.getvalue()
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--load", type=float, nargs="+", default=[0.6, 0.8], help="share of the bandwidth needed")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--load", type=float, nargs="+", default=[0.6, 0.8], help="share of the bandwidth needed"
+    )
     parser.add_argument("--rate", type=float, default=50.0, help="of the server, MB/s")
     parser.add_argument("--latency", type=float, default=200.0, help="of an answer, ms")
+    parser.add_argument(
+        "--ratio", action="store_true", help="measure what is fetched per byte used"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.ratio:
+        print(f"{'':24} slots hosts in use GB  cache GB fetched per used")
+        for name, num_shards, gb in (("LAION-400M", 41_455, 0.24), ("DataComp-1B", 140_000, 0.352)):
+            for hosts, again in ((1, False), (8, False), (1, True), (8, True)):
+                kind = "replacement" if again else ""
+                print(
+                    f"{name:12} {kind:11} {measure_ratio(num_shards, gb, hosts, again)}", flush=True
+                )
+        return
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work)
         make_shards(folder)
         ours, theirs = multiprocessing.get_context("spawn").Pipe()
         options = (folder, args.rate * 1e6, args.latency / 1000, theirs)
-        server = multiprocessing.get_context("spawn").Process(target=serve, args=options, daemon=True)
+        server = multiprocessing.get_context("spawn").Process(
+            target=serve, args=options, daemon=True
+        )
         server.start()
         url = f"http://127.0.0.1:{ours.recv()}"
         print(f"{'load':>5} {'ahead':>6} {'first step s':>13} {'waiting %':>10}")

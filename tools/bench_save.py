@@ -20,19 +20,25 @@ from typing import Any
 
 import torch
 
-from disco_ds.training.background_save import HostCopy, Save
+from disco_ds.checkpoints.background_save import HostCopy, Save
 
 PIECE = 64 * 10**6
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gb", type=float, nargs="+", default=[1.0], help="sizes of the state, in 10^9 bytes")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--gb", type=float, nargs="+", default=[1.0], help="sizes of the state, in 10^9 bytes"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
     args = parser.parse_args()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
-    print("   GB  bare copy s  asynchronous s  of the copy  first s  written after s  synchronous s")
+    print(
+        "   GB  bare copy s  asynchronous s  of the copy  first s  written after s  synchronous s"
+    )
     for gb in args.gb:
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
             print(measure(gb, args.repeats, Path(folder)), flush=True)
@@ -46,7 +52,9 @@ def measure(gb: float, repeats: int, folder: Path) -> str:
     host = HostCopy()
 
     def bare() -> None:
-        for part, tensor in zip(host._memory.view(torch.float32).split(PIECE // 4), state.values(), strict=True):
+        for part, tensor in zip(
+            host._memory.view(torch.float32).split(PIECE // 4), state.values(), strict=True
+        ):
             part.copy_(tensor, non_blocking=True)
         if device == "cuda":
             torch.cuda.synchronize()

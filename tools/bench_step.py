@@ -35,23 +35,34 @@ PHASES = ("step/forward", "step/loss", "step/backward and update")
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--batch", type=int, default=512, help="global batch")
     parser.add_argument(
-        "--micro-batch", type=int, default=64, help="of the methods with GradAccum; the others have one"
+        "--micro-batch",
+        type=int,
+        default=64,
+        help="of the methods with GradAccum; the others have one",
     )
     parser.add_argument("--model", default="quickstart")
     parser.add_argument("--deepspeed", default="zero1", help="a name of ds_configs/ or a file")
-    parser.add_argument("--precision", choices=("fp32", "autocast"), default="fp32", help="autocast: bf16")
-    parser.add_argument("--losses", nargs="*", default=["clip", "disco", "disco_fused"], choices=list_losses())
+    parser.add_argument(
+        "--precision", choices=("fp32", "autocast"), default="fp32", help="autocast: bf16"
+    )
+    parser.add_argument(
+        "--losses", nargs="*", default=["clip", "disco", "disco_fused"], choices=list_losses()
+    )
     parser.add_argument("--repeats", type=int, default=5)
     return parser.parse_args()
 
 
 def build_step(args: argparse.Namespace, loss_name: str, micro_batch: int) -> Callable[[], Any]:
     """An engine of its own, and a function that takes one step with it."""
-    precision: dict[str, Any] = {"torch_autocast": {"enabled": args.precision == "autocast", "dtype": "bfloat16"}}
+    precision: dict[str, Any] = {
+        "torch_autocast": {"enabled": args.precision == "autocast", "dtype": "bfloat16"}
+    }
     config = check_config(
         {
             "name": "bench",
@@ -77,7 +88,9 @@ def build_step(args: argparse.Namespace, loss_name: str, micro_batch: int) -> Ca
     count = config.num_micro_batches(comm.size())
     batches = [
         (
-            torch.randint(256, (micro_batch, 3, *_pair(size)), dtype=torch.uint8, device=comm.local_device()),
+            torch.randint(
+                256, (micro_batch, 3, *_pair(size)), dtype=torch.uint8, device=comm.local_device()
+            ),
             torch.randint(1, vocabulary, (micro_batch, length), device=comm.local_device()),
             torch.arange(micro_batch, device=comm.local_device()),
         )
@@ -92,7 +105,9 @@ def _pair(size: Any) -> tuple[int, int]:
 
 def measure(step: Callable[[], Any]) -> dict[str, float]:
     """Milliseconds of one step and of its phases, and the peak of memory above that at its start in MiB (GPU)."""
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
+    activities = [ProfilerActivity.CPU] + (
+        [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    )
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -127,10 +142,13 @@ def run(args: argparse.Namespace) -> dict[str, dict[str, float]]:
             else:
                 rows[label].append(measure(step))
     medians = {
-        label: {key: statistics.median(row[key] for row in found) for key in found[0]} for label, found in rows.items()
+        label: {key: statistics.median(row[key] for row in found) for key in found[0]}
+        for label, found in rows.items()
     }
     for row in medians.values():
-        worst: Tensor = comm.all_reduce_max(torch.tensor(list(row.values()), device=comm.local_device()))
+        worst: Tensor = comm.all_reduce_max(
+            torch.tensor(list(row.values()), device=comm.local_device())
+        )
         row |= dict(zip(row, worst.tolist(), strict=True))
     return medians
 
@@ -142,7 +160,10 @@ def print_table(rows: dict[str, dict[str, float]], args: argparse.Namespace) -> 
         f"{args.precision}, {device}, torch {torch.__version__}"
     )
     columns = list(next(iter(rows.values())))
-    print(f"{'ms; memory in MiB':24}" + "".join(f"{name.removeprefix('step/'):>22}" for name in columns))
+    print(
+        f"{'ms; memory in MiB':24}"
+        + "".join(f"{name.removeprefix('step/'):>22}" for name in columns)
+    )
     for label, row in rows.items():
         print(f"{label:24}" + "".join(f"{row[name]:22.1f}" for name in columns))
 

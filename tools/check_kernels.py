@@ -49,7 +49,16 @@ from torch import Tensor
 
 from disco_ds.losses.kernels import Tiling
 
-__all__ = ["Check", "check_blocks", "check_tiles", "error", "features", "main", "on_block", "on_tile"]
+__all__ = [
+    "Check",
+    "check_blocks",
+    "check_tiles",
+    "error",
+    "features",
+    "main",
+    "on_block",
+    "on_tile",
+]
 
 # n rows, m columns, D width
 FOLDER = "runs/check_kernels"
@@ -97,16 +106,25 @@ REHEARSAL = Sizes(
 
 
 def factors(tile: Tile) -> list[Tensor]:
-    return [features(k, tile.D, device(), seed, tile.layout) for k, seed in ((tile.n, 1), (tile.m, 2))]
+    return [
+        features(k, tile.D, device(), seed, tile.layout) for k, seed in ((tile.n, 1), (tile.m, 2))
+    ]
 
 
 def check_far(beyond: int, record: Record) -> None:
     """Each way in which an address may pass that many elements; takes 9 GB where they are 2^31."""
     from disco_ds.losses.kernels import triton_tiles as tiles
 
-    n, D, tiling = min(300, beyond >> 6), min(512, beyond >> 6), Tiling(precision="fp16", impl="triton")
+    n, D, tiling = (
+        min(300, beyond >> 6),
+        min(512, beyond >> 6),
+        Tiling(precision="fp16", impl="triton"),
+    )
     shift, scale = (torch.tensor([x], dtype=torch.float64, device=device()) for x in (SHIFT, 14.3))
-    near, last = tiling.round(features(n, D, device(), 1)), tiling.round(features(n, D, device(), 2))
+    near, last = (
+        tiling.round(features(n, D, device(), 1)),
+        tiling.round(features(n, D, device(), 2)),
+    )
     true = (near.double() @ last.double().T * scale - shift).exp()
 
     def note(name: str, got: Tensor, right: Tensor, like: torch.dtype = torch.float32) -> None:
@@ -117,8 +135,14 @@ def check_far(beyond: int, record: Record) -> None:
         far = torch.zeros(beyond // D + n, D, dtype=near.dtype, device=device())
         far[-n:] = last
         sums = partial(tiles.exp_sums, scale=scale.float(), shift=shift, maxima=False)
-        note("rows", sums(tiles.Tile(far, near, None, tiling, None), keep=None)[0][-n:], true.sum(0))
-        note("columns", sums(tiles.Tile(near, far, None, tiling, None), keep=None)[1][-n:], true.sum(0))
+        note(
+            "rows", sums(tiles.Tile(far, near, None, tiling, None), keep=None)[0][-n:], true.sum(0)
+        )
+        note(
+            "columns",
+            sums(tiles.Tile(near, far, None, tiling, None), keep=None)[1][-n:],
+            true.sum(0),
+        )
         del far
     a, beta = (torch.rand(n, device=device()) for _ in "ab")
     weights = true * (a[:, None] + beta).double()
@@ -127,7 +151,9 @@ def check_far(beyond: int, record: Record) -> None:
         sums(tiles.Tile(near, last, None, tiling, None), keep=kept)
         note("kept", kept, true, torch.bfloat16)
         out = poisoned(n, n, near.dtype, kept.device)
-        note("kept weights", tiles.kept_weights(kept, a, beta, tiling, out), weights, torch.bfloat16)
+        note(
+            "kept weights", tiles.kept_weights(kept, a, beta, tiling, out), weights, torch.bfloat16
+        )
         del kept
     with slices.case(record, case="far weights"):
         across = 1 + (beyond >> 25)
@@ -194,9 +220,13 @@ def work(sizes: Sizes) -> dict[Slice, Callable[[Record], None]]:
     """What to do in each slice, in their order."""
     found: dict[Slice, Callable[[Record], None]] = {}
     for precision in PRECISIONS:
-        found[Slice(f"default {precision}", 100, alone=False)] = partial(check_default, precision, sizes)
+        found[Slice(f"default {precision}", 100, alone=False)] = partial(
+            check_default, precision, sizes
+        )
     for precision in ("auto", *PRECISIONS[1:]):
-        found[Slice(f"losses {precision}", 150, alone=False)] = partial(check_losses, precision, sizes)
+        found[Slice(f"losses {precision}", 150, alone=False)] = partial(
+            check_losses, precision, sizes
+        )
     found[Slice("float64", 30, alone=False)] = partial(check_reference, sizes)
     found[Slice("far", 30, alone=False)] = partial(check_far, sizes.far)
     for precision in PRECISIONS:
@@ -210,11 +240,21 @@ def work(sizes: Sizes) -> dict[Slice, Callable[[Record], None]]:
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", type=int, default=4, help="slices at once, but those that measure rates (default: 4)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=4,
+        help="slices at once, but those that measure rates (default: 4)",
+    )
     args = slices.parse(parser, argv, FOLDER)
     if not (torch.cuda.is_available() or args.rehearse):
-        print("no GPU here: --rehearse runs every slice on tiny tiles under Triton's interpreter", file=sys.stderr)
+        print(
+            "no GPU here: --rehearse runs every slice on tiny tiles under Triton's interpreter",
+            file=sys.stderr,
+        )
         return 1
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
@@ -226,11 +266,17 @@ def main(argv: Sequence[str] = ()) -> int:
     print("\n".join(summary(outcomes)))
     if left:
         print(f"{left} slices are left: give the command again")
-    return int(any(failures(name, x) or x.end not in (None, "done") for name, x in outcomes.items()))
+    return int(
+        any(failures(name, x) or x.end not in (None, "done") for name, x in outcomes.items())
+    )
 
 
 def failures(name: str, outcome: Outcome) -> list[dict[str, Any]]:
-    return [x for x in outcome.records if not x.get("ok", "problem" not in x) and not does_not_fit(name, x)]
+    return [
+        x
+        for x in outcome.records
+        if not x.get("ok", "problem" not in x) and not does_not_fit(name, x)
+    ]
 
 
 def does_not_fit(name: str, record: dict[str, Any]) -> bool:
@@ -248,7 +294,10 @@ def show(name: str, outcome: Outcome) -> str:
 
 
 def in_a_line(name: str, outcome: Outcome) -> str:
-    checks, unfit = sum("ok" in x for x in outcome.records), sum(does_not_fit(name, x) for x in outcome.records)
+    checks, unfit = (
+        sum("ok" in x for x in outcome.records),
+        sum(does_not_fit(name, x) for x in outcome.records),
+    )
     notes = [f"{unfit} do not fit this GPU"] if unfit else []
     notes += [] if outcome.end == "done" else [str(outcome.end)]
     counts = f"{checks:>6} checks{len(failures(name, outcome)):>5} failed{outcome.seconds:>7.0f} s"
@@ -259,10 +308,14 @@ def summary(outcomes: dict[str, Outcome]) -> Iterator[str]:
     """Lines: where it ran, every slice, every rate."""
     yield ""
     for where in {str(x.where): x.where for x in outcomes.values() if x.where}.values():
-        yield f"{where['device']}, {where['date']}, " + ", ".join(f"{k} {v}" for k, v in where["versions"].items())
+        yield f"{where['device']}, {where['date']}, " + ", ".join(
+            f"{k} {v}" for k, v in where["versions"].items()
+        )
     for name, outcome in outcomes.items():
         yield in_a_line(name, outcome)
-    rates = [(name, x) for name, outcome in outcomes.items() for x in outcome.records if "rate" in x]
+    rates = [
+        (name, x) for name, outcome in outcomes.items() for x in outcome.records if "rate" in x
+    ]
     if rates:
         yield from table(rates)
 

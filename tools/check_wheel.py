@@ -17,7 +17,9 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-BUILD = "import sys, setuptools.build_meta as b; to = sys.argv[1]; b.build_sdist(to); b.build_wheel(to)"
+BUILD = (
+    "import sys, setuptools.build_meta as b; to = sys.argv[1]; b.build_sdist(to); b.build_wheel(to)"
+)
 FOLDERS = {"recipes": "disco_ds/recipes", "ds_configs": "ds_configs", "assets": "disco_ds/assets"}
 """Folder in the installed package -> in the repository: all of its data files must be in the wheel."""
 SUFFIXES = {".yaml", ".json", ".md", ".tar"}
@@ -43,11 +45,15 @@ def build(work: Path) -> Path:
     """Of a copy, since setuptools leaves build/ and egg-info, which a later build would read. Returns: the wheel."""
     copy, dist = work / "source", work / "dist"
     dist.mkdir()
-    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    files = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
     for name in files.rstrip("\0").split("\0"):
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, copy / name)
-    subprocess.run([sys.executable, "-c", BUILD, str(dist)], cwd=copy, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-c", BUILD, str(dist)], cwd=copy, check=True, stdout=subprocess.DEVNULL
+    )
     (wheel,) = dist.glob("*.whl")
     return wheel
 
@@ -66,11 +72,23 @@ def try_out(wheel: Path, env: Path, work: Path) -> None:
     """Install and run it. Raises: CalledProcessError."""
     venv.create(env, with_pip=False)
     python = env / "bin" / "python"
-    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", str(wheel)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(python),
+        "install",
+        "--quiet",
+        "--no-deps",
+        str(wheel),
+    ]
     subprocess.run([*command, "--no-index"], check=True)
     # The wheel's place comes first on the path; of this environment's packages disco_ds alone would be the clone's.
     (site,) = (env / "lib").glob("python*/site-packages")
-    others = [path for path in sys.path if path.endswith("site-packages")] or [sysconfig.get_paths()["purelib"]]
+    others = [path for path in sys.path if path.endswith("site-packages")] or [
+        sysconfig.get_paths()["purelib"]
+    ]
     (site / "others.pth").write_text("\n".join(others) + "\n")
     clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     where = subprocess.run(
@@ -78,10 +96,16 @@ def try_out(wheel: Path, env: Path, work: Path) -> None:
         **{"cwd": work, "env": clean, "check": True, "text": True, "stdout": subprocess.PIPE},
     ).stdout.strip()
     if not Path(where).is_relative_to(env):
-        raise RuntimeError(f"the empty environment imports disco_ds from {where}, not from the wheel")
+        raise RuntimeError(
+            f"the empty environment imports disco_ds from {where}, not from the wheel"
+        )
     for arguments in (["--help"], ["train", "--config", "quickstart", "--dry-run"]):
         subprocess.run(
-            [env / "bin" / "disco-ds", *arguments], cwd=work, env=clean, check=True, stdout=subprocess.DEVNULL
+            [env / "bin" / "disco-ds", *arguments],
+            cwd=work,
+            env=clean,
+            check=True,
+            stdout=subprocess.DEVNULL,
         )
     print(f"{wheel.name}: disco-ds runs from {Path(where).parent.relative_to(env)}")
 

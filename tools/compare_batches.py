@@ -48,7 +48,11 @@ def make_quarter(folder: Path) -> Path:
 
 def settings(cell: Cell, out: Path, samples: int) -> list[str]:
     """What the cell's run changes in the recipe."""
-    changes = [f"samples={samples}", f"global_batch={cell.batch}", f"micro_batch={min(cell.batch, MICRO_BATCH)}"]
+    changes = [
+        f"samples={samples}",
+        f"global_batch={cell.batch}",
+        f"micro_batch={min(cell.batch, MICRO_BATCH)}",
+    ]
     changes += [f"optim.warmup_steps={max(1, WARMUP_SAMPLES // cell.batch)}"]
     changes += ["checkpoint.every_steps=0", "log.every_steps=5"]
     return changes + ([f"data.shards={out / 'quarter'}"] if cell.quarter else [])
@@ -56,13 +60,17 @@ def settings(cell: Cell, out: Path, samples: int) -> list[str]:
 
 def describe(cell: Cell, result: dict[str, float]) -> str:
     """The cell's line of the table."""
-    accuracies = [result[f"eval/{name}"] for name in ("validation_top1", "validation_top5", "unseen_top1")]
+    accuracies = [
+        result[f"eval/{name}"] for name in ("validation_top1", "validation_top5", "unseen_top1")
+    ]
     figures = " | ".join(f"{100 * value:.1f}" for value in accuracies)
     return f"| {'a quarter' if cell.quarter else 'all'} | {cell.batch} | {result['steps']:g} | {figures} |"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--samples", type=int, default=80_000, help="length of every run")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one core each")
     parser.add_argument("--out", type=Path, default=Path("runs/compare"), help="folder of the runs")
@@ -70,10 +78,14 @@ def main() -> None:
     args = parser.parse_args()
     out = args.out.resolve()
     make_quarter(out / "quarter")
-    cells = [Cell(batch, False) for batch in BATCHES] + [Cell(batch, True) for batch in QUARTER_BATCHES]
+    cells = [Cell(batch, False) for batch in BATCHES] + [
+        Cell(batch, True) for batch in QUARTER_BATCHES
+    ]
     runs = {cell.name: settings(cell, out, args.samples) + args.overrides for cell in cells}
     results = train_all(runs, out, args.jobs, "quickstart").values()
-    print("| data | batch | steps | validation top-1 | top-5 | unseen top-1 |\n|---|---|---|---|---|---|")
+    print(
+        "| data | batch | steps | validation top-1 | top-5 | unseen top-1 |\n|---|---|---|---|---|---|"
+    )
     print("\n".join(describe(cell, result) for cell, result in zip(cells, results, strict=True)))
 
 

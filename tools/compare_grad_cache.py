@@ -78,10 +78,15 @@ class Encoder(nn.Module):
 def make_pairs(count: int, length: int) -> tuple[Side, Side]:
     """A text and the same one with half of its tokens drawn anew; none is padded."""
     generator = torch.Generator().manual_seed(1)
-    first, other = (torch.randint(1000, VOCABULARY, (count, length), generator=generator) for _ in "ab")
+    first, other = (
+        torch.randint(1000, VOCABULARY, (count, length), generator=generator) for _ in "ab"
+    )
     second = torch.where(torch.rand(count, length, generator=generator) < 0.5, first, other)
     mask = torch.ones_like(first)
-    return {"input_ids": first, "attention_mask": mask}, {"input_ids": second, "attention_mask": mask}
+    return {"input_ids": first, "attention_mask": mask}, {
+        "input_ids": second,
+        "attention_mask": mask,
+    }
 
 
 def take(pairs: tuple[Side, Side], rank: int, ranks: int) -> tuple[Side, Side]:
@@ -100,7 +105,11 @@ def cached_loss(encoder: nn.Module, micro_batch: int) -> tuple[nn.Module, Step]:
             self.encoder = encoder
 
         def forward(self, features: Side) -> Side:
-            return features | {"sentence_embedding": self.encoder(features["input_ids"], features["attention_mask"])}
+            return features | {
+                "sentence_embedding": self.encoder(
+                    features["input_ids"], features["attention_mask"]
+                )
+            }
 
     sentences = SentenceTransformer(modules=[Adapter()], device="cpu")
     loss = losses.CachedMultipleNegativesRankingLoss(
@@ -129,7 +138,9 @@ def grad_cache(encoder: nn.Module, micro_batch: int) -> tuple[nn.Module, Step]:
         return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
 
     model = DistributedDataParallel(encoder)
-    cache = importlib.import_module("grad_cache.grad_cache").GradCache([model, model], micro_batch, symmetric)
+    cache = importlib.import_module("grad_cache.grad_cache").GradCache(
+        [model, model], micro_batch, symmetric
+    )
     return model, lambda pairs: cache(*pairs, no_sync_except_last=True)
 
 
@@ -165,7 +176,9 @@ CONTENDERS = {
     "disco_fused": Contender(ours("disco_fused")),
     "disco_fused, micro-batch / 2": Contender(ours("disco_fused", 2)),
     "inf_cl": Contender(ours("inf_cl")),
-    "sentence-transformers": Contender(cached_loss, "sentence-transformers", ("sentence_transformers",)),
+    "sentence-transformers": Contender(
+        cached_loss, "sentence-transformers", ("sentence_transformers",)
+    ),
     "GradCache": Contender(grad_cache, "GradCache", ("grad_cache", "gradcache")),
 }
 
@@ -180,7 +193,9 @@ class Ranks:
         self.pipes, self.processes = [], []
         for rank in range(args.ranks):
             pipe, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(name, rank, port, args, theirs), daemon=True)
+            process = context.Process(
+                target=serve, args=(name, rank, port, args, theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self.pipes.append(pipe)
@@ -214,7 +229,10 @@ def serve(name: str, rank: int, port: int, args: argparse.Namespace, pipe: Any) 
         dist.init_process_group("gloo")
         encoder = Encoder(args)
         model, step = CONTENDERS[name].build(encoder, args.micro_batch)
-        batches = {B: take(make_pairs(B, args.length), rank, args.ranks) for B in (args.batch, args.error_batch)}
+        batches = {
+            B: take(make_pairs(B, args.length), rank, args.ranks)
+            for B in (args.batch, args.error_batch)
+        }
         while True:
             command = pipe.recv()
             model.train(command != "gradient")
@@ -265,7 +283,9 @@ def measure(names: list[str], args: argparse.Namespace) -> dict[str, dict[str, A
     rows: dict[str, dict[str, Any]] = {}
     contenders = [Ranks(name, args) for name in names]
     try:
-        for ranks in contenders:  # the first step, whose peak has the parameters' gradients and DDP's buckets in it
+        for ranks in (
+            contenders
+        ):  # the first step, whose peak has the parameters' gradients and DDP's buckets in it
             beyond, whole = (max(values) for values in zip(*ranks.call("peak"), strict=True))
             rows[ranks.name] = {"peak": beyond, "resident": whole, "seconds": [], "cpu": []}
         for ranks in contenders:
@@ -276,7 +296,11 @@ def measure(names: list[str], args: argparse.Namespace) -> dict[str, dict[str, A
                 seconds, cpu = (max(values) for values in zip(*ranks.call("time"), strict=True))
                 rows[ranks.name]["seconds"].append(seconds)
                 rows[ranks.name]["cpu"].append(cpu)
-                print(f"{ranks.name}: {seconds:.2f} s, {cpu:.2f} s of CPU time", file=sys.stderr, flush=True)
+                print(
+                    f"{ranks.name}: {seconds:.2f} s, {cpu:.2f} s of CPU time",
+                    file=sys.stderr,
+                    flush=True,
+                )
     finally:
         for ranks in contenders:
             ranks.close()
@@ -297,7 +321,9 @@ def describe(rows: dict[str, dict[str, Any]], args: argparse.Namespace) -> str:
     ]
     for name, row in rows.items():
         seconds = row["seconds"]
-        ratio = statistics.median(x / y for x, y in zip(seconds, rows[base]["seconds"], strict=True))
+        ratio = statistics.median(
+            x / y for x, y in zip(seconds, rows[base]["seconds"], strict=True)
+        )
         times = f"{statistics.median(seconds):.2f} | {min(seconds):.2f} | {max(seconds):.2f} | {ratio:.2f}"
         times += f" | {statistics.median(row['cpu']):.2f}"
         memory = f"{row['peak'] / 2**20:.0f} | {row['resident'] / 2**20:.0f}"
@@ -313,12 +339,23 @@ def missing(names: list[str]) -> list[str]:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME"
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--batch", type=int, default=4096, help="pairs of all ranks")
-    parser.add_argument("--micro-batch", type=int, default=128, help="pairs of one rank that are forwarded at a time")
-    parser.add_argument("--error-batch", type=int, default=1024, help="pairs of all ranks, for the error")
+    parser.add_argument(
+        "--micro-batch",
+        type=int,
+        default=128,
+        help="pairs of one rank that are forwarded at a time",
+    )
+    parser.add_argument(
+        "--error-batch", type=int, default=1024, help="pairs of all ranks, for the error"
+    )
     parser.add_argument("--length", type=int, default=16, help="tokens of a text")
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
@@ -335,10 +372,15 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}  # for the ranks, which find a GPU otherwise
+    os.environ |= {
+        "CUDA_VISIBLE_DEVICES": "",
+        "DS_ACCELERATOR": "cpu",
+    }  # for the ranks, which find a GPU otherwise
     for batch in (args.batch, args.error_batch):
         if batch % (unit := args.ranks * args.micro_batch):
-            print(f"{batch} pairs are not a multiple of ranks x micro-batch ({unit})", file=sys.stderr)
+            print(
+                f"{batch} pairs are not a multiple of ranks x micro-batch ({unit})", file=sys.stderr
+            )
             return 2
     print(describe(measure(args.contenders, args), args))
     return 0

@@ -69,7 +69,9 @@ def compare(cells: list[Cell], args: argparse.Namespace) -> Results:
 def spread(values: Iterable[float]) -> str:
     """Mean and standard deviation over seeds, in percent."""
     percent = [100 * value for value in values]
-    return f"{mean(percent):.1f} ± {stdev(percent):.1f}" if len(percent) > 1 else f"{percent[0]:.1f}"
+    return (
+        f"{mean(percent):.1f} ± {stdev(percent):.1f}" if len(percent) > 1 else f"{percent[0]:.1f}"
+    )
 
 
 def describe(results: Results) -> str:
@@ -94,8 +96,16 @@ def draw(results: Results, path: Path) -> None:
         losses = list(dict.fromkeys(cell.loss for cell in results))
         for k, (batch, optimizer) in enumerate(groups):
             places = [x + 0.8 * (k + 0.5) / len(groups) - 0.4 for x in range(len(losses))]
-            values = [[100 * run[key] for run in results[Cell(loss, batch, optimizer)]] for loss in losses]
-            ax.bar(places, list(map(mean, values)), 0.7 / len(groups), label=f"batch {batch}, {optimizer}", alpha=0.6)
+            values = [
+                [100 * run[key] for run in results[Cell(loss, batch, optimizer)]] for loss in losses
+            ]
+            ax.bar(
+                places,
+                list(map(mean, values)),
+                0.7 / len(groups),
+                label=f"batch {batch}, {optimizer}",
+                alpha=0.6,
+            )
             for x, points in zip(places, values, strict=True):
                 ax.plot([x] * len(points), points, "k.", markersize=4)
         ax.set_xticks(range(len(losses)), losses, rotation=30, ha="right")
@@ -105,19 +115,32 @@ def draw(results: Results, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--losses", nargs="+", default=LOSSES, choices=list_losses(), metavar="LOSS")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--losses", nargs="+", default=LOSSES, choices=list_losses(), metavar="LOSS"
+    )
     parser.add_argument("--batches", nargs="+", type=int, default=(64, 128), help="global batches")
-    parser.add_argument("--optimizers", nargs="+", default=("adamw",), choices=("adamw", "lamb", "lion", "sgd"))
+    parser.add_argument(
+        "--optimizers", nargs="+", default=("adamw",), choices=("adamw", "lamb", "lion", "sgd")
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2))
     parser.add_argument("--samples", type=int, default=60_000, help="length of every run")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one core each")
     parser.add_argument("--recipe", default="quickstart")
-    parser.add_argument("--of", nargs="+", action="append", default=[], metavar=("LOSS", "key=value"))
-    parser.add_argument("--out", type=Path, default=Path("runs/losses"), help="folder of the runs and the picture")
+    parser.add_argument(
+        "--of", nargs="+", action="append", default=[], metavar=("LOSS", "key=value")
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/losses"), help="folder of the runs and the picture"
+    )
     parser.add_argument("overrides", nargs="*", help="settings of every run, key=value")
     args = parser.parse_args()
-    cells = [Cell(loss, *rest) for *rest, loss in itertools.product(args.batches, args.optimizers, args.losses)]
+    cells = [
+        Cell(loss, *rest)
+        for *rest, loss in itertools.product(args.batches, args.optimizers, args.losses)
+    ]
     results = compare(cells, args)
     print(describe(results))
     draw(results, args.out / "losses.png")

@@ -44,7 +44,9 @@ def make_pairs(kind: str, B: int, D: int) -> tuple[Tensor, Tensor]:
 
 def ours(image: Tensor, text: Tensor, scale: float, **options: Any) -> Gradients:
     leaves = [x.clone().requires_grad_() for x in (image, text)]
-    build_loss("disco_fused", **options)(Embeddings(*leaves, torch.tensor([scale], dtype=image.dtype))).loss.backward()
+    build_loss("disco_fused", **options)(
+        Embeddings(*leaves, torch.tensor([scale], dtype=image.dtype))
+    ).loss.backward()
     return leaves[0].grad, leaves[1].grad  # type: ignore[return-value]
 
 
@@ -60,7 +62,9 @@ def open_clip(image: Tensor, text: Tensor, scale: float) -> Gradients:
 def error(got: Gradients, true: Gradients, scale: float) -> float:
     def of_side(mine: Tensor, truth: Tensor) -> float:
         floor = scale / len(truth)
-        return ((mine.double() - truth).norm(dim=1).max() / max(truth.norm(dim=1).max().item(), floor)).item()
+        return (
+            (mine.double() - truth).norm(dim=1).max() / max(truth.norm(dim=1).max().item(), floor)
+        ).item()
 
     return max(map(of_side, got, true))
 
@@ -79,7 +83,9 @@ def measure(B: int, D: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batch", type=int, default=4096)
     parser.add_argument("--width", type=int, default=512)
     args = parser.parse_args()

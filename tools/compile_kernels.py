@@ -99,11 +99,21 @@ def compile_kernel(
             signature[argument] = "*bf16" if kept else f"*{TYPES[precision]}"
         else:
             signature[argument] = f"*{TYPES[precision]}" if argument in of_factors else "*fp32"
-        odd = argument in UNALIGNED or argument == "gain" or (strided and argument in (*of_factors, *SCALARS))
+        odd = (
+            argument in UNALIGNED
+            or argument == "gain"
+            or (strided and argument in (*of_factors, *SCALARS))
+        )
         if not odd and argument not in ("r_width", "c_width"):
             attributes[(position,)] = [["tt.divisibility", 16]]
-    source = ASTSource(function, signature, {(k,): v for k, v in _by_position(function, constants)}, attributes)
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True}
+    source = ASTSource(
+        function, signature, {(k,): v for k, v in _by_position(function, constants)}, attributes
+    )
+    options = {
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        "enable_fp_fusion": True,
+    }
     found = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     usage, code = _disassemble(found.asm["cubin"])
     spilled = int(usage.get("STACK", 0))
@@ -114,7 +124,12 @@ def compile_kernel(
     rate = plain if precision == "fp32" else FLOP_PER_CYCLE[arch] / (itemsize // 2)
     ptx = found.asm["ptx"]
     matrix = next(
-        (word for word in ("tcgen05", "wgmma", "mma") if f"{word}.mma" in ptx or f"{word}.sync" in ptx), "FFMA"
+        (
+            word
+            for word in ("tcgen05", "wgmma", "mma")
+            if f"{word}.mma" in ptx or f"{word}.sync" in ptx
+        ),
+        "FFMA",
     )
     issued = _issued(code, passes, block_m * block_n / (32 * config.num_warps))
     return Compiled(
@@ -134,7 +149,9 @@ def _disassemble(cubin: bytes) -> tuple[dict[str, str], str]:
         file.write(cubin)
         file.flush()
         usage, code = (
-            subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+            subprocess.run(
+                [tool, option, file.name], capture_output=True, text=True, check=True
+            ).stdout
             for option in ("--dump-resource-usage", "--dump-sass")
         )
     return dict(re.findall(r"\b(REG|STACK):(\d+)", usage)), code
@@ -150,7 +167,9 @@ def _issued(code: str, passes: int, elements: float) -> int:
     The loop is the branch backwards around the most matrix instructions. A jump over a selection for at least half of a
     thread's elements leaves out pairs and edges, which few blocks have: those are not counted.
     """
-    listed = [(int(at, 16), name, rest) for at, name, rest in INSTRUCTION.findall(code) if name != "NOP"]
+    listed = [
+        (int(at, 16), name, rest) for at, name, rest in INSTRUCTION.findall(code) if name != "NOP"
+    ]
     jumps = [
         (at, int(target[1], 16)) for at, name, rest in listed if name.startswith("BRA")
         and (target := re.search(r"0x([0-9a-f]+)", rest)) and int(target[1], 16) != at
@@ -176,19 +195,40 @@ def _issued(code: str, passes: int, elements: float) -> int:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", type=int, nargs="+", default=list(SHARED), choices=list(SHARED), metavar="NN")
-    parser.add_argument("--kernels", nargs="+", default=list(VARIANTS), choices=list(VARIANTS), metavar="NAME")
-    parser.add_argument("--precisions", nargs="+", default=list(TYPES), choices=list(TYPES), metavar="P")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--arch", type=int, nargs="+", default=list(SHARED), choices=list(SHARED), metavar="NN"
+    )
+    parser.add_argument(
+        "--kernels", nargs="+", default=list(VARIANTS), choices=list(VARIANTS), metavar="NAME"
+    )
+    parser.add_argument(
+        "--precisions", nargs="+", default=list(TYPES), choices=list(TYPES), metavar="P"
+    )
     parser.add_argument("--widths", type=int, nargs="+", default=[512], metavar="D")
-    parser.add_argument("--configs", type=int, nargs="+", metavar="I", help="numbers of configurations (default: all)")
-    parser.add_argument("--strided", action="store_true", help="rows that are neither contiguous nor aligned")
+    parser.add_argument(
+        "--configs",
+        type=int,
+        nargs="+",
+        metavar="I",
+        help="numbers of configurations (default: all)",
+    )
+    parser.add_argument(
+        "--strided", action="store_true", help="rows that are neither contiguous nor aligned"
+    )
     return parser.parse_args()
 
 
 def cases(variant: str, precision: str) -> list[triton.Config]:
     """The configurations that triton_tiles would time for a large tile."""
-    dtype = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]
+    dtype = {
+        "fp32": torch.float32,
+        "tf32": torch.float32,
+        "fp16": torch.float16,
+        "bf16": torch.bfloat16,
+    }[precision]
     args = {"r": torch.empty(0, dtype=dtype), "tuned": 1}
     name = "tf32" if precision == "tf32" else "ieee"
     return kernels.worth_timing(kernels.CONFIGS, args, PRECISION=name, **VARIANTS[variant][1])
@@ -212,7 +252,9 @@ def main() -> int:
     return int(failed > 0)
 
 
-def show(variant: str, precision: str, D: int, config: triton.Config, arch: int, strided: bool) -> bool:
+def show(
+    variant: str, precision: str, D: int, config: triton.Config, arch: int, strided: bool
+) -> bool:
     """Prints a line. Returns: whether it compiled."""
     sizes = config.kwargs
     block = f"{sizes['BLOCK_M']}x{sizes['BLOCK_N']} w{config.num_warps} s{config.num_stages}"

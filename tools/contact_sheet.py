@@ -27,15 +27,23 @@ COLUMNS, WIDTH, LINES, LINE = 12, 120, 3, 14
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("shards", nargs="+", help="folders of shards, or bundled:<set>")
     parser.add_argument("--out", type=Path, required=True, help="the PNG to write")
     parser.add_argument("--count", type=int, default=12, help="images of each group (default: 12)")
     parser.add_argument("--shift", type=int, default=0, help="look at others (default: 0)")
-    parser.add_argument("--group", default="all", help="template to group the samples by, e.g. {json[vendor]}")
-    parser.add_argument("--caption", default="{txt}", help="template of the caption (default: {txt})")
+    parser.add_argument(
+        "--group", default="all", help="template to group the samples by, e.g. {json[vendor]}"
+    )
+    parser.add_argument(
+        "--caption", default="{txt}", help="template of the caption (default: {txt})"
+    )
     parser.add_argument("--image-key", default="jpg;jpeg;png;webp", help="member that is the image")
-    parser.add_argument("--size", type=int, default=64, help="side of an image in pixels (default: 64)")
+    parser.add_argument(
+        "--size", type=int, default=64, help="side of an image in pixels (default: 64)"
+    )
     return parser.parse_args()
 
 
@@ -47,8 +55,14 @@ def choose(manifest: Manifest, args: argparse.Namespace) -> dict[int, str]:
     chosen = {}
     for group, ids in sorted(groups.items()):
         count = min(args.count, len(ids))
-        title = f"{group}: {count} of {len(ids):,}" if args.group != "all" else f"{count} of {len(ids):,}"
-        chosen |= {ids[(i * len(ids) // count + args.shift) % len(ids)]: title for i in range(count)}
+        title = (
+            f"{group}: {count} of {len(ids):,}"
+            if args.group != "all"
+            else f"{count} of {len(ids):,}"
+        )
+        chosen |= {
+            ids[(i * len(ids) // count + args.shift) % len(ids)]: title for i in range(count)
+        }
     return chosen
 
 
@@ -58,7 +72,9 @@ def read_blocks(shards: str, args: argparse.Namespace) -> dict[str, list[tuple[I
     chosen = choose(manifest, args)
     settings = DataSettings(shards=shards, image_key=args.image_key)
     blocks: dict[str, list[tuple[Image.Image, str]]] = {title: [] for title in chosen.values()}
-    for image, caption, index in read_all(manifest, settings, ImageSpec((args.size, args.size)), 0, 1, args.caption):
+    for image, caption, index in read_all(
+        manifest, settings, ImageSpec((args.size, args.size)), 0, 1, args.caption
+    ):
         if index in chosen:
             blocks[chosen[index]].append((to_pil_image(image), caption))
     return {f"{shards}, {title}": block for title, block in blocks.items()}
@@ -67,7 +83,10 @@ def read_blocks(shards: str, args: argparse.Namespace) -> dict[str, list[tuple[I
 def draw(blocks: dict[str, list[tuple[Image.Image, str]]], size: int) -> Image.Image:
     """All blocks below each other, every caption whole where three lines hold it."""
     fonts = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
-    small, bold = (ImageFont.truetype(str(fonts / name), 11) for name in ("DejaVuSans.ttf", "DejaVuSans-Bold.ttf"))
+    small, bold = (
+        ImageFont.truetype(str(fonts / name), 11)
+        for name in ("DejaVuSans.ttf", "DejaVuSans-Bold.ttf")
+    )
     width, height = max(WIDTH, size + 8), size + LINES * LINE + 12
     rows = [-(-len(block) // COLUMNS) for block in blocks.values()]
     sheet = Image.new("RGB", (COLUMNS * width, sum(rows) * height + len(blocks) * 24), "white")
@@ -79,9 +98,17 @@ def draw(blocks: dict[str, list[tuple[Image.Image, str]]], size: int) -> Image.I
         for place, (image, caption) in enumerate(block):
             left, line = place % COLUMNS * width, top + place // COLUMNS * height
             sheet.paste(image, (left + (width - size) // 2, line))
-            words = textwrap.wrap(" ".join(caption.split()), int(width / 6.5), max_lines=LINES, placeholder=" …")
+            words = textwrap.wrap(
+                " ".join(caption.split()), int(width / 6.5), max_lines=LINES, placeholder=" …"
+            )
             for number, text in enumerate(words):
-                pen.text((left + width // 2, line + size + 3 + number * LINE), text, "black", small, anchor="ma")
+                pen.text(
+                    (left + width // 2, line + size + 3 + number * LINE),
+                    text,
+                    "black",
+                    small,
+                    anchor="ma",
+                )
         top += count * height
     return sheet
 

@@ -16,10 +16,14 @@ from pathlib import Path
 from typing import IO
 
 LOG = Path("runs/demo.log")
-NOISE = re.compile(r"^(\[\d{4}-\d\d-\d\d |\[rank\d+\]:\[|\[Gloo\]|\[W\d|[\d:]+ \[|Warning: |\s*$)|NCCL INFO|cpu_count")
+NOISE = re.compile(
+    r"^(\[\d{4}-\d\d-\d\d |\[rank\d+\]:\[|\[Gloo\]|\[W\d|[\d:]+ \[|Warning: |\s*$)|NCCL INFO|cpu_count"
+)
 """Lines of DeepSpeed's and torch's loggers."""
 FOLDER = re.compile(r"^(.+): global batch [\d,]+ = ")
-MISSING = "{} is not installed beside this Python ({}): run `make demo`, which installs what it needs"
+MISSING = (
+    "{} is not installed beside this Python ({}): run `make demo`, which installs what it needs"
+)
 
 
 def main() -> int:
@@ -45,14 +49,21 @@ def main() -> int:
     with LOG.open("w", encoding="utf-8") as log:
         code, folder = follow(launch, environment, log)
     if code or folder is None or not (folder / "finished.json").exists():
-        print(f"\nthe run did not finish; the end of {LOG}:\n" + "".join(tail(LOG, 30)), file=sys.stderr)
+        print(
+            f"\nthe run did not finish; the end of {LOG}:\n" + "".join(tail(LOG, 30)),
+            file=sys.stderr,
+        )
         return code or 1
     return finish(folder)
 
 
 def trainer_arguments(ranks: int, given: list[str]) -> list[str]:
     """The quickstart's, changed as the command line says."""
-    own = [] if any(word.startswith("micro_batch=") for word in given) else [f"micro_batch={128 // ranks}"]
+    own = (
+        []
+        if any(word.startswith("micro_batch=") for word in given)
+        else [f"micro_batch={128 // ranks}"]
+    )
     return ["--config", "quickstart", *own, *given]
 
 
@@ -61,15 +72,27 @@ def front_end(arguments: list[str], gpus: int, ranks: int) -> list[str]:
 
     # As a module: the path of the script `deepspeed` stands in its first line, where a space would end it.
     command = [sys.executable, "-m", "deepspeed.launcher.runner"]
-    command += ["--num_gpus" if gpus else "--num_accelerators", str(ranks), "--master_port", str(free_port())]
+    command += [
+        "--num_gpus" if gpus else "--num_accelerators",
+        str(ranks),
+        "--master_port",
+        str(free_port()),
+    ]
     return [*command, "--module", "disco_ds.train", pack(arguments)]
 
 
-def follow(command: list[str], environment: dict[str, str], log: IO[str]) -> tuple[int, Path | None]:
+def follow(
+    command: list[str], environment: dict[str, str], log: IO[str]
+) -> tuple[int, Path | None]:
     """Run, show what is not noise, keep all of it. Returns: exit code, the run's folder once it was named."""
     folder = None
     with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
     ) as process:
         assert process.stdout is not None
         try:
@@ -87,7 +110,7 @@ def follow(command: list[str], environment: dict[str, str], log: IO[str]) -> tup
 
 def finish(folder: Path) -> int:
     """Export what was learnt."""
-    from disco_ds.training.export import export_run
+    from disco_ds.checkpoints.export import export_run
 
     print(f"exported for open_clip: {export_run(folder, folder / 'export')}")
     return 0

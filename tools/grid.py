@@ -12,7 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 
-def train_all(runs: Mapping[str, list[str]], out: Path, jobs: int, recipe: str) -> dict[str, dict[str, float]]:
+def train_all(
+    runs: Mapping[str, list[str]], out: Path, jobs: int, recipe: str
+) -> dict[str, dict[str, float]]:
     """Name -> what its finished.json holds. One process and one thread per run, `jobs` of them at a time.
 
     Args:   runs: name -> settings, key=value; out: folder of the runs; what has finished there is not done again.
@@ -20,7 +22,11 @@ def train_all(runs: Mapping[str, list[str]], out: Path, jobs: int, recipe: str) 
     """
     out.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(jobs) as pool:
-        return dict(zip(runs, pool.map(lambda name: train(name, runs[name], out, recipe), runs), strict=True))
+        return dict(
+            zip(
+                runs, pool.map(lambda name: train(name, runs[name], out, recipe), runs), strict=True
+            )
+        )
 
 
 def train(name: str, settings: list[str], out: Path, recipe: str) -> dict[str, float]:
@@ -29,7 +35,16 @@ def train(name: str, settings: list[str], out: Path, recipe: str) -> dict[str, f
         shutil.rmtree(finished.parent, ignore_errors=True)
         with open(out / f"{name}.log", "w", encoding="utf-8") as log:
             subprocess.run(
-                [sys.executable, "-m", "disco_ds.train", "--config", recipe, f"name={name}", f"runs={out}", *settings],
+                [
+                    sys.executable,
+                    "-m",
+                    "disco_ds.train",
+                    "--config",
+                    recipe,
+                    f"name={name}",
+                    f"runs={out}",
+                    *settings,
+                ],
                 env={"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"} | dict(os.environ),
                 stdout=log,
                 stderr=subprocess.STDOUT,

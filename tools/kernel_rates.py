@@ -25,7 +25,9 @@ class Call(NamedTuple):
     do: Callable[[], object]
 
 
-def measure_rates(precision: str, n: int, wide: int, widths: tuple[int, ...], record: Record) -> None:
+def measure_rates(
+    precision: str, n: int, wide: int, widths: tuple[int, ...], record: Record
+) -> None:
     """n: of a tile of which the weights are written; wide: of one of which nothing is."""
     matmul = matmul_tflops()
     for D in widths:
@@ -34,7 +36,15 @@ def measure_rates(precision: str, n: int, wide: int, widths: tuple[int, ...], re
                 chosen = launched(call)
                 ms = median_ms(call.do, *((10, 3) if torch.cuda.is_available() else (1, 0)))
                 tflops = 2 * call.n**2 * D / ms / 1e9
-                record(rate=call.name, D=D, n=call.n, ms=ms, tflops=tflops, share=tflops / matmul, **chosen)
+                record(
+                    rate=call.name,
+                    D=D,
+                    n=call.n,
+                    ms=ms,
+                    tflops=tflops,
+                    share=tflops / matmul,
+                    **chosen,
+                )
 
 
 def calls(precision: str, n: int, wide: int, D: int) -> Iterator[Call]:
@@ -43,22 +53,46 @@ def calls(precision: str, n: int, wide: int, D: int) -> Iterator[Call]:
     tiling, d = Tiling(None, precision, "triton"), device()
     r, c = (tiling.round(features(wide, D, d, seed, "contiguous")) for seed in (1, 2))
     R, C, many = r[:n], c[:n], torch.full((wide,), 14.3, device=d)
-    scale, bias, shift = many[:1], torch.tensor([-10.0], device=d), torch.tensor([SHIFT], dtype=torch.float64, device=d)
+    scale, bias, shift = (
+        many[:1],
+        torch.tensor([-10.0], device=d),
+        torch.tensor([SHIFT], dtype=torch.float64, device=d),
+    )
     whole = tiles.Tile(r, c, 0, tiling, None)
     yield Call("sums", "exp_sums", wide, lambda: tiles.exp_sums(whole, scale, shift, None, False))
-    yield Call("sums, maxima", "exp_sums", wide, lambda: tiles.exp_sums(whole, scale, shift, None, True))
+    yield Call(
+        "sums, maxima", "exp_sums", wide, lambda: tiles.exp_sums(whole, scale, shift, None, True)
+    )
     kept = torch.empty(wide, wide, dtype=torch.bfloat16, device=d)
-    yield Call("sums, kept", "exp_sums", wide, lambda: tiles.exp_sums(whole, scale, shift, kept, False))
-    a, out, total = torch.rand(n, device=d), torch.empty(n, n, dtype=r.dtype, device=d), torch.zeros(n, D, device=d)
+    yield Call(
+        "sums, kept", "exp_sums", wide, lambda: tiles.exp_sums(whole, scale, shift, kept, False)
+    )
+    a, out, total = (
+        torch.rand(n, device=d),
+        torch.empty(n, n, dtype=r.dtype, device=d),
+        torch.zeros(n, D, device=d),
+    )
     part = tiles.Tile(R, C, 0, tiling, out)
     yield Call("weights", "exp_weights", n, lambda: tiles.exp_weights(part, scale, shift, a, a))
     yield Call("kept weights", None, n, lambda: tiles.kept_weights(kept[:n, :n], a, a, tiling, out))
     yield Call("log sums", "log_sums", wide, lambda: tiles.log_sums(whole, many, many, False))
     some, moments = many[:n], tuple(torch.zeros(n, dtype=torch.float64, device=d) for _ in "ab")
     yield Call("log weights", "log_weights", n, lambda: tiles.log_weights(part, some, some, a, a))
-    yield Call("log weights, moments", "log_weights", n, lambda: tiles.log_weights(part, some, some, a, a, moments))
-    yield Call("sigmoid", "sigmoid_weights", n, lambda: tiles.sigmoid_weights(part, scale, bias, False))
-    yield Call("sigmoid, maxima", "sigmoid_weights", n, lambda: tiles.sigmoid_weights(part, scale, bias, True))
+    yield Call(
+        "log weights, moments",
+        "log_weights",
+        n,
+        lambda: tiles.log_weights(part, some, some, a, a, moments),
+    )
+    yield Call(
+        "sigmoid", "sigmoid_weights", n, lambda: tiles.sigmoid_weights(part, scale, bias, False)
+    )
+    yield Call(
+        "sigmoid, maxima",
+        "sigmoid_weights",
+        n,
+        lambda: tiles.sigmoid_weights(part, scale, bias, True),
+    )
     yield Call("torch: W columns", None, n, lambda: tiling.add_product(total, out, C))
     yield Call("torch: W^T rows", None, n, lambda: tiling.add_product(total, out.T, R))
 
@@ -82,7 +116,11 @@ def launched(call: Call) -> dict[str, Any]:
     code, found = compiled[-1], {"config": in_short(kernel.best_config)}
     if code is None:  # of the interpreter
         return found
-    return found | {"registers": code.n_regs, "spilled": code.n_spills, "shared": code.metadata.shared}
+    return found | {
+        "registers": code.n_regs,
+        "spilled": code.n_spills,
+        "shared": code.metadata.shared,
+    }
 
 
 def in_short(config: Any) -> str:
@@ -97,7 +135,11 @@ def table(rates: list[tuple[str, dict[str, Any]]]) -> Iterator[str]:
         f"{'configuration':<17}{'registers':>9}{'spilled':>8}{'shared KB':>10}"
     )
     for name, x in rates:
-        code = f"{x['registers']:>9}{x['spilled']:>8}{x['shared'] / 1024:>10.0f}" if "registers" in x else ""
+        code = (
+            f"{x['registers']:>9}{x['spilled']:>8}{x['shared'] / 1024:>10.0f}"
+            if "registers" in x
+            else ""
+        )
         yield (
             f"{name:<12}{x['rate']:<22}{x['n']:>7}{x['D']:>6}{x['ms']:>9.3f}{x['tflops']:>9.0f}"
             f"{100 * x['share']:>9.0f}%  {x.get('config', ''):<17}{code}"

@@ -83,12 +83,22 @@ def describe_missing() -> str | None:
     """What this machine lacks to be a cluster, in words; None: nothing."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "Linux and root are needed to make network namespaces"
-    lacking = {package for program, package in PACKAGES.items() if shutil.which(program, path=_path()) is None}
+    lacking = {
+        package
+        for program, package in PACKAGES.items()
+        if shutil.which(program, path=_path()) is None
+    }
     if lacking:
         return f"apt-get install --no-install-recommends {' '.join(sorted(lacking))}"
     links = "ip link add type veth && ip link add type bridge"
-    probe = subprocess.run(["unshare", *NAMESPACES, "sh", "-c", links], capture_output=True, text=True, env=_env())
-    return f"namespaces or virtual links are not allowed here: {probe.stderr.strip()}" if probe.returncode else None
+    probe = subprocess.run(
+        ["unshare", *NAMESPACES, "sh", "-c", links], capture_output=True, text=True, env=_env()
+    )
+    return (
+        f"namespaces or virtual links are not allowed here: {probe.stderr.strip()}"
+        if probe.returncode
+        else None
+    )
 
 
 class LocalCluster:
@@ -128,27 +138,50 @@ class LocalCluster:
             assert holder.stdout is not None
             holder.stdout.close()
 
-    def start(self, command: Sequence[str], host: str = "host-1", folder: Path | None = None, **options: Any) -> Any:
+    def start(
+        self,
+        command: Sequence[str],
+        host: str = "host-1",
+        folder: Path | None = None,
+        **options: Any,
+    ) -> Any:
         """The subprocess.Popen of a command on a host; `options` are Popen's. Its processes end with the host."""
         return subprocess.Popen(self._on(host, command, folder), env=_env(), **options)
 
     def run(self, command: Sequence[str], host: str = "host-1", given: str = "") -> str:
         """What a command prints on a host. Raises: RuntimeError when it fails."""
-        done = subprocess.run(self._on(host, command), env=_env(), input=given, capture_output=True, text=True)
+        done = subprocess.run(
+            self._on(host, command), env=_env(), input=given, capture_output=True, text=True
+        )
         if done.returncode:
-            raise RuntimeError(f"{' '.join(command)} failed on {host}: {done.stderr.strip() or done.returncode}")
+            raise RuntimeError(
+                f"{' '.join(command)} failed on {host}: {done.stderr.strip() or done.returncode}"
+            )
         return done.stdout
 
     def _on(self, host: str, command: Sequence[str], folder: Path | None = None) -> list[str]:
         pid = self.holders[host].pid
         # `unshare` itself stays in the outer process namespace: only its child, the holder, is in the new one.
         spaces = ["--mount", "--uts", "--net", f"--pid=/proc/{pid}/ns/pid_for_children"]
-        return ["nsenter", "--target", str(pid), *spaces, "env", "--chdir", str(folder or Path.cwd()), *command]
+        return [
+            "nsenter",
+            "--target",
+            str(pid),
+            *spaces,
+            "env",
+            "--chdir",
+            str(folder or Path.cwd()),
+            *command,
+        ]
 
     def _make(self) -> None:
         for host in (SWITCH, *self.addresses):
             command = ["unshare", *NAMESPACES, sys.executable, "-c", HOLD, str(self.timeout_s)]
-            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            pipes: dict[str, Any] = {
+                "stdin": subprocess.PIPE,
+                "stdout": subprocess.PIPE,
+                "text": True,
+            }
             # A session of its own: Ctrl-C is for the command.
             holder = subprocess.Popen(command, env=_env(), start_new_session=True, **pipes)
             self.holders[host] = holder
@@ -175,7 +208,9 @@ class LocalCluster:
         # Not self.run: there the process number would not be known.
         enter = ["nsenter", "--target", str(self.holders[SWITCH].pid), "--net"]
         peer = ["peer", "name", "eth0", "netns", str(self.holders[host].pid)]
-        subprocess.run([*enter, "ip", "link", "add", port, "type", "veth", *peer], check=True, env=_env())
+        subprocess.run(
+            [*enter, "ip", "link", "add", port, "type", "veth", *peer], check=True, env=_env()
+        )
         self.run(["ip", "link", "set", port, "up", "master", "bridge"], SWITCH)
 
     def _files(self) -> dict[str, str]:
@@ -184,7 +219,9 @@ class LocalCluster:
         names = [f"{address} {host}" for host, address in self.addresses.items()]
         # What sshd's shells would not know: DeepSpeed hands on only this file, PYTHON* and the like.
         known = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
-        known |= {key: _env()[key] for key in ("DS_ACCELERATOR", "OMP_NUM_THREADS") if key in _env()}
+        known |= {
+            key: _env()[key] for key in ("DS_ACCELERATOR", "OMP_NUM_THREADS") if key in _env()
+        }
         return {
             "/etc/ssh/key": self.run(["cat", "/etc/ssh/key"]),
             "/etc/ssh/key.pub": public,
@@ -210,7 +247,9 @@ class LocalCluster:
 
 def _path() -> str:
     """Programs beside this Python first, as in an activated environment; sbin is not in everybody's PATH."""
-    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+    return os.pathsep.join(
+        [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"]
+    )
 
 
 def _env() -> dict[str, str]:
@@ -221,10 +260,16 @@ def _env() -> dict[str, str]:
 
 def main() -> int:
     """Exit code: the command's; 2: no cluster can be made here; 124: it took longer than --timeout; 130: Ctrl-C."""
-    parser = argparse.ArgumentParser(description="Run a command on the first of several hosts made on this machine.")
+    parser = argparse.ArgumentParser(
+        description="Run a command on the first of several hosts made on this machine."
+    )
     parser.add_argument("--hosts", type=int, default=2, choices=range(1, 251), metavar="N")
-    parser.add_argument("--slots", type=int, default=1, metavar="N", help="ranks per host, as the hostfile says")
-    parser.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="end everything after S seconds")
+    parser.add_argument(
+        "--slots", type=int, default=1, metavar="N", help="ranks per host, as the hostfile says"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=3600.0, metavar="S", help="end everything after S seconds"
+    )
     parser.add_argument("command", nargs="+", help=f"after --; the hostfile is {HOSTFILE}")
     args = parser.parse_args()
     if problem := describe_missing():

@@ -34,7 +34,13 @@ TRUE = {"disco_fused": "clip", "inf_cl": "clip"}
 """The plain loss that answers in float64; the others by their own name."""
 KEEPS_STATE = ("fastclip_v2", "fastclip_v3", "isogclr")
 OWN_TAU = ("fastclip_v2", "isogclr")
-CASES = (("typical", 14.3), ("typical", 100.0), ("random", 100.0), ("aligned", 100.0), ("outlier", 100.0))
+CASES = (
+    ("typical", 14.3),
+    ("typical", 100.0),
+    ("random", 100.0),
+    ("aligned", 100.0),
+    ("outlier", 100.0),
+)
 LIMITS = {"fp32": 1e-4, "tf32": 2e-2, "fp16": 2e-2, "bf16": 1e-1}
 """The most that an error may be, lest Triton and torch be wrong alike: several times that of a CPU's rounding."""
 SCALARS = ("loss", "d scale", "d bias")
@@ -55,12 +61,17 @@ def check(precision: str, batch: int, D: int, record: Record) -> None:
                 true, state = truths[name]
                 settings = options | {"precision": precision}
                 mine, again, theirs = (
-                    answer(name, leaves, s, state, **settings, impl=impl) for impl in ("triton", "triton", "torch")
+                    answer(name, leaves, s, state, **settings, impl=impl)
+                    for impl in ("triton", "triton", "torch")
                 )
                 record(case=where, what="the same bits twice", ok=same(mine, again))
                 if "shift" in mine:
                     expected = kind != "outlier" and name not in OWN_TAU
-                    record(case=where, what="one shift for all rows, or not", ok=bool(mine["shift"]) == expected)
+                    record(
+                        case=where,
+                        what="one shift for all rows, or not",
+                        ok=bool(mine["shift"]) == expected,
+                    )
                 loose = LIMITS["bf16"] if options.keys() & {"store", "comm_dtype"} else limit
                 for key, value in true.items():
                     found = [distance(key, x[key], value, s / batch) for x in (mine, theirs)]
@@ -80,7 +91,12 @@ def check_reference(batch: int, D: int, record: Record) -> None:
                 for key, value in there.items():
                     if key != "shift":
                         wrong = distance(key, here[key].cpu(), value, s / len(leaves[0]))
-                        keep(record, f"{name}, {kind} pairs, s {s:.0f}", Check(key, wrong, 0.0), 1e-10)
+                        keep(
+                            record,
+                            f"{name}, {kind} pairs, s {s:.0f}",
+                            Check(key, wrong, 0.0),
+                            1e-10,
+                        )
 
 
 def make_leaves(kind: str, s: float, batch: int, D: int) -> list[Tensor]:
@@ -99,7 +115,9 @@ def make_leaves(kind: str, s: float, batch: int, D: int) -> list[Tensor]:
     return [x.to(device()) for x in (*rows, torch.tensor([s]), torch.tensor([-10.0]))]
 
 
-def reference(name: str, leaves: list[Tensor], s: float) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def reference(
+    name: str, leaves: list[Tensor], s: float
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The true answer, and the state of the loss that it starts from: that of a step before, if it keeps one."""
     state: dict[str, Any] = {}
     if name in KEEPS_STATE:
@@ -122,7 +140,12 @@ def build(name: str, s: float, batch: int, accuracy: bool = True, **options: Any
 
 
 def answer(
-    name: str, leaves: list[Tensor], s: float, state: dict[str, Any], impl: str | None = None, **options: Any
+    name: str,
+    leaves: list[Tensor],
+    s: float,
+    state: dict[str, Any],
+    impl: str | None = None,
+    **options: Any,
 ) -> dict[str, Tensor]:
     """The loss and its gradients; shift: whether there was one, of losses that look for it. impl None: by torch."""
     if impl is not None:
@@ -143,7 +166,9 @@ def run(loss: Any, values: list[Tensor]) -> dict[str, Tensor]:
         found["shift"] = torch.tensor(out.grad_fn.shift is not None)
     out.backward()
     names = ("d image", "d text", "d scale", "d bias")
-    return found | {name: x.grad for name, x in zip(names, leaves, strict=True) if x.grad is not None}
+    return found | {
+        name: x.grad for name, x in zip(names, leaves, strict=True) if x.grad is not None
+    }
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:

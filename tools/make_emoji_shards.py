@@ -104,21 +104,33 @@ class Sample:
         fields = {name: value for name, value in vars(self).items() if name != "png"}
         fields |= {"key": key, "width": SIZE, "height": SIZE}
         text = json.dumps(fields, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
-        return {f"{key}.json": text.encode(), f"{key}.png": self.png, f"{key}.txt": self.caption.encode()}
+        return {
+            f"{key}.json": text.encode(),
+            f"{key}.png": self.png,
+            f"{key}.txt": self.caption.encode(),
+        }
 
 
 def read_package(folder: Path, name: str, version: str) -> dict[str, bytes]:
     """The JSON files and the licence of a packed npm package: path inside the package -> content."""
     path = folder / f"{name.removeprefix('@').replace('/', '-')}-{version}.tgz"
     if not path.exists():
-        raise ValueError(f"no {path.name} in {folder}; `npm pack {name}@{version}` makes it, so does no --packages")
+        raise ValueError(
+            f"no {path.name} in {folder}; `npm pack {name}@{version}` makes it, so does no --packages"
+        )
     pattern = re.compile(r"package/((en/data|meta/[\w-]+|\w+)\.json|LICENSE)")
     with tarfile.open(path) as tar:
-        opened = ((member.name, tar.extractfile(member)) for member in tar if pattern.fullmatch(member.name))
+        opened = (
+            (member.name, tar.extractfile(member))
+            for member in tar
+            if pattern.fullmatch(member.name)
+        )
         files = {inside.removeprefix("package/"): file.read() for inside, file in opened if file}
     found = json.loads(files["package.json"])
     if (found["name"], found["version"]) != (name, version):
-        raise ValueError(f"{path} holds {found['name']} {found['version']}, expected {name} {version}")
+        raise ValueError(
+            f"{path} holds {found['name']} {found['version']}, expected {name} {version}"
+        )
     return files
 
 
@@ -129,7 +141,11 @@ def plain(text: str) -> str:
 
 def slug(label: str) -> str:
     """The icon name that the vendors' packages make of a label."""
-    text = unicodedata.normalize("NFKD", label.lower().replace("&", "and")).encode("ascii", "ignore").decode()
+    text = (
+        unicodedata.normalize("NFKD", label.lower().replace("&", "and"))
+        .encode("ascii", "ignore")
+        .decode()
+    )
     return re.sub(r"[^a-z0-9]+", "-", text).strip("-")
 
 
@@ -138,10 +154,14 @@ def without_selector(hexcode: str) -> str:
     return hexcode.upper().replace("-FE0F", "")
 
 
-def find_icon(icons: dict[str, Any], chars: dict[str, str], entry: dict[str, Any], unicode_name: str) -> str | None:
+def find_icon(
+    icons: dict[str, Any], chars: dict[str, str], entry: dict[str, Any], unicode_name: str
+) -> str | None:
     """The name of a vendor's drawing of an emoji, or None: by code point, else by the names the emoji has or had."""
     label, is_fxemoji = entry["label"], icons["prefix"] == "fxemoji"
-    told = chars.get(without_selector(entry["hexcode"])) or (FXEMOJI_NAMES if is_fxemoji else OLDER_NAMES).get(label)
+    told = chars.get(without_selector(entry["hexcode"])) or (
+        FXEMOJI_NAMES if is_fxemoji else OLDER_NAMES
+    ).get(label)
     if told:
         names = [told]
     elif is_fxemoji:
@@ -188,19 +208,28 @@ def draw_vendor(vendor: str, files: dict[str, bytes], labels: dict[str, bytes]) 
     """Every emoji of one vendor that has a label, drawn; skin tones and single letters are left out."""
     icons, chars, info = (json.loads(files[f"{name}.json"]) for name in ("icons", "chars", "info"))
     chars = {without_selector(code): name for code, name in chars.items()}
-    unicode_names, names = (json.loads(labels[f"meta/{name}.json"]) for name in ("unicode-names", "groups"))
+    unicode_names, names = (
+        json.loads(labels[f"meta/{name}.json"]) for name in ("unicode-names", "groups")
+    )
     licence = info["license"]["spdx"]
     samples = []
     for entry in tqdm(json.loads(labels["en/data.json"]), desc=vendor, unit="emoji"):
         label, code = entry["label"], entry["hexcode"]
         group = names["groups"].get(str(entry.get("group")), "component")
-        if group == "component":  # skin tones, hair, regional indicator letters: modifiers, no concepts
+        if (
+            group == "component"
+        ):  # skin tones, hair, regional indicator letters: modifiers, no concepts
             continue
         icon = find_icon(icons, chars, entry, unicode_names.get(without_selector(code), ""))
         svg = make_svg(icons, icon) if icon else None
         if svg and (png := render(svg)):
-            keywords, subgroup = plain(", ".join(entry["tags"])), names["subgroups"][str(entry["subgroup"])]
-            samples.append(Sample(png, vendor, licence, label, plain(label), keywords, group, subgroup, code))
+            keywords, subgroup = (
+                plain(", ".join(entry["tags"])),
+                names["subgroups"][str(entry["subgroup"])],
+            )
+            samples.append(
+                Sample(png, vendor, licence, label, plain(label), keywords, group, subgroup, code)
+            )
     return samples
 
 
@@ -215,9 +244,13 @@ def drop_duplicates(samples: list[Sample]) -> list[Sample]:
 def split(samples: list[Sample]) -> dict[str, list[Sample]]:
     """Samples per split: unseen labels are on no training image, validation labels are all on one."""
     trained = {sample.label for sample in samples if sample.vendor != HELD_OUT}
-    held_out = [sample for sample in samples if sample.vendor == HELD_OUT and sample.label in trained]
+    held_out = [
+        sample for sample in samples if sample.vendor == HELD_OUT and sample.label in trained
+    ]
     # in the order of groups and then of a hash, every n-th label: spread over the groups by their size
-    ordered = sorted(held_out, key=lambda s: (s.group, hashlib.sha256(s.label.encode()).hexdigest()))
+    ordered = sorted(
+        held_out, key=lambda s: (s.group, hashlib.sha256(s.label.encode()).hexdigest())
+    )
     unseen = {ordered[i * len(ordered) // NUM_UNSEEN].label for i in range(NUM_UNSEEN)}
     return {
         "train": [s for s in samples if s.vendor != HELD_OUT and s.label not in unseen],
@@ -242,12 +275,16 @@ def write_shards(samples: list[Sample], folder: Path, num_shards: int) -> None:
                     info.size = len(content)
                     tar.addfile(info, io.BytesIO(content))
         shards.append({"name": path.name, "samples": len(dealt), "bytes": path.stat().st_size})
-    (folder / "manifest.json").write_text(json.dumps({"version": 1, "shards": shards}, indent=1) + "\n", "utf-8")
+    (folder / "manifest.json").write_text(
+        json.dumps({"version": 1, "shards": shards}, indent=1) + "\n", "utf-8"
+    )
 
 
 def attribution(packages: dict[str, dict[str, bytes]], splits: dict[str, list[Sample]]) -> str:
     """ATTRIBUTION.md: whose work it is, under which licence, what was changed, how much of it is where."""
-    counts = Counter((name, sample.vendor) for name, samples in splits.items() for sample in samples)
+    counts = Counter(
+        (name, sample.vendor) for name, samples in splits.items() for sample in samples
+    )
     lines = [ATTRIBUTION_HEAD]
     for vendor, version in VENDORS.items():
         info = json.loads(packages[vendor]["info.json"])
@@ -257,8 +294,17 @@ def attribution(packages: dict[str, dict[str, bytes]], splits: dict[str, list[Sa
             f"| {vendor} | {info['name']}{edition} | {author['name']}, <{author['url']}> "
             f"| [{licence['spdx']}]({licence['url']}) | `@iconify-json/{vendor}` {version} |"
         )
-    lines += ["", "## Images per vendor and split", "", "| vendor | train | validation | unseen |", "|---|---|---|---|"]
-    lines += [f"| {vendor} | " + " | ".join(str(counts[name, vendor]) for name in splits) + " |" for vendor in VENDORS]
+    lines += [
+        "",
+        "## Images per vendor and split",
+        "",
+        "| vendor | train | validation | unseen |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| {vendor} | " + " | ".join(str(counts[name, vendor]) for name in splits) + " |"
+        for vendor in VENDORS
+    ]
     lines += ["| all | " + " | ".join(str(len(samples)) for samples in splits.values()) + " |", ""]
     mit = packages[LABELS[0]]["LICENSE"].decode().split("\n\n", 2)
     lines += [ATTRIBUTION_MIT, mit[1] + f" ({LABELS[0]})", "", mit[2].strip(), ""]
@@ -267,31 +313,55 @@ def attribution(packages: dict[str, dict[str, bytes]], splits: dict[str, list[Sa
 
 def main() -> None:
     """Read the packages, draw, split and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--packages", type=Path, help="folder with the packed npm packages (default: npm pack them)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--packages", type=Path, help="folder with the packed npm packages (default: npm pack them)"
+    )
     default = Path(__file__).resolve().parents[1] / "disco_ds" / "assets" / "emoji"
-    parser.add_argument("--out", type=Path, default=default, help="folder to write to (default: the package's)")
+    parser.add_argument(
+        "--out", type=Path, default=default, help="folder to write to (default: the package's)"
+    )
     args = parser.parse_args()
     if importlib.util.find_spec("resvg_py") is None:
-        parser.error(f"resvg-py draws and is missing; pip install resvg-py=={DRAWN_WITH['resvg-py']}")
+        parser.error(
+            f"resvg-py draws and is missing; pip install resvg-py=={DRAWN_WITH['resvg-py']}"
+        )
     for name, version in DRAWN_WITH.items():
         if (found := importlib.metadata.version(name)) != version:
-            print(f"{name} is {found}, the bundled files were made with {version}: bytes may differ", file=sys.stderr)
+            print(
+                f"{name} is {found}, the bundled files were made with {version}: bytes may differ",
+                file=sys.stderr,
+            )
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.packages or Path(temporary)
         if args.packages is None:
-            names = [f"@iconify-json/{vendor}@{version}" for vendor, version in VENDORS.items()] + ["@".join(LABELS)]
-            subprocess.run(["npm", "pack", "--silent", "--pack-destination", temporary, *names], check=True)
-        packages = {vendor: read_package(folder, f"@iconify-json/{vendor}", VENDORS[vendor]) for vendor in VENDORS}
+            names = [f"@iconify-json/{vendor}@{version}" for vendor, version in VENDORS.items()] + [
+                "@".join(LABELS)
+            ]
+            subprocess.run(
+                ["npm", "pack", "--silent", "--pack-destination", temporary, *names], check=True
+            )
+        packages = {
+            vendor: read_package(folder, f"@iconify-json/{vendor}", VENDORS[vendor])
+            for vendor in VENDORS
+        }
         packages[LABELS[0]] = read_package(folder, *LABELS)
-    drawn = [s for vendor in VENDORS for s in draw_vendor(vendor, packages[vendor], packages[LABELS[0]])]
+    drawn = [
+        s for vendor in VENDORS for s in draw_vendor(vendor, packages[vendor], packages[LABELS[0]])
+    ]
     samples = drop_duplicates(drawn)
     splits = split(samples)
     for name, part in splits.items():
         write_shards(part, args.out / name, NUM_SHARDS[name])
-        print(f"{name}: {len(part)} images, {len({s.label for s in part})} labels in {NUM_SHARDS[name]} shards")
+        print(
+            f"{name}: {len(part)} images, {len({s.label for s in part})} labels in {NUM_SHARDS[name]} shards"
+        )
     (args.out / "ATTRIBUTION.md").write_text(attribution(packages, splits), "utf-8")
-    print(f"{len(drawn)} drawn, {len({s.label for s in drawn})} labels, {len(drawn) - len(samples)} duplicates dropped")
+    print(
+        f"{len(drawn)} drawn, {len({s.label for s in drawn})} labels, {len(drawn) - len(samples)} duplicates dropped"
+    )
 
 
 if __name__ == "__main__":

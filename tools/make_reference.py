@@ -1,4 +1,4 @@
-"""Write docs/settings.md, docs/commands.md and the table of docs/from_open_clip.md from the code.
+"""Write docs/settings.md and the table of docs/from_open_clip.md from the code.
 
     python tools/make_reference.py
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType, UnionType
@@ -19,15 +18,30 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from disco_ds.cli.parser import COMMANDS, make_parsers
 from disco_ds.config import Config, SourceSettings
 from disco_ds.config.ds_config import DEFAULTS, OWNED_BY_RECIPE, REFUSED_KEYS
-from disco_ds.config.open_clip_flags import FLAGS
+from disco_ds.config.open_clip_flags import read_words
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-WIDTH = "100"
-"""Columns of a help text."""
 SIGNS = {Ge: (">=", "ge"), Gt: (">", "gt"), Le: ("<=", "le"), Lt: ("<", "lt")}
+FIRST = (
+    "global_batch",
+    "micro_batch",
+    "samples",
+    "data.shards",
+    "data.captions",
+    "model.name",
+    "model.pretrained",
+    "model.activation_checkpointing",
+    "loss.name",
+    "optim.lr",
+    "optim.warmup_steps",
+    "optim.weight_decay",
+    "checkpoint.every_minutes",
+    "eval.labeled",
+    "deepspeed",
+)
+"""The settings that matter most; the page opens with them."""
 MADE = "<!-- Made by tools/make_reference.py from the code: change that, and run it again. -->"
 
 
@@ -38,36 +52,51 @@ def settings_page() -> str:
         "",
         MADE,
         "",
-        "A recipe is a YAML file of these settings; each can be overridden on the command line by its dotted name, as",
-        "in `optim.lr=1e-3`. YAML writes None as `null`. A setting without a default must be given. What they do",
-        "together is in [training.md](training.md), [data.md](data.md) and [losses.md](losses.md).",
+        "A recipe is a YAML file of these settings. Override any of them on the command line by its dotted name:",
+        "`optim.lr=1e-3`. None is `null` in YAML. [training.md](training.md), [data.md](data.md) and",
+        "[losses.md](losses.md) explain how they work together.",
     ]
+    everything = {
+        row[0].strip("`"): row
+        for title, model in sections("", Config)
+        for row in rows(title, model)
+    }
+    lines += [
+        "",
+        "## The fifteen that matter",
+        "",
+        "| setting | default | meaning |",
+        "|---|---|---|",
+    ]
+    for name in FIRST:
+        setting, _, default, meaning = everything[name]
+        lines += [f"| {setting} | {default} | {meaning} |"]
     for title, model in sections("", Config):
         lines += ["", f"## {title.rstrip('.') or 'The run'}", "", text(inspect.getdoc(model) or "")]
         lines += ["", "| setting | type | default | meaning |", "|---|---|---|---|"]
         lines += [f"| {' | '.join(row)} |" for row in rows(title, model)]
-    lines += ["", "## loss.options", "", "Options of each registered loss, with their defaults; their meaning is in"]
+    lines += [
+        "",
+        "## loss.options",
+        "",
+        "Options of each registered loss, with their defaults. Their meaning is in",
+    ]
     lines += ["[losses.md](losses.md#options).", "", "| loss.name | options |", "|---|---|"]
     lines += [f"| {names} | {options} |" for options, names in loss_options().items()]
     lines += [
         "",
         "## deepspeed",
         "",
-        "The entry `deepspeed` of a recipe names a file in `ds_configs/`, is a path, or is a",
-    ]
-    lines += [
-        "mapping whose `base` names the file that it changes. Its keys are DeepSpeed's own. A key that DeepSpeed does"
-    ]
-    lines += [
-        "not know is refused. What a file leaves out is written into the `ds_config.json` of the run; two defaults",
-        "more depend on the run: see [operators.md](operators.md#deepspeed-on-a-gpu).",
+        "The setting `deepspeed` names a file in `ds_configs/`, a path, or a mapping whose `base` names the file",
+        "that it changes. Its keys are DeepSpeed's; unknown keys are refused. Keys that it leaves out get the values",
+        "below in the run's `ds_config.json`; [some depend on the run](training.md#deepspeed-defaults).",
         "",
     ]
-    lines += ["| key that the recipe owns | setting of the recipe |", "|---|---|"]
+    lines += ["| key set by the recipe | setting |", "|---|---|"]
     lines += [f"| `{key}` | {setting} |" for key, setting in OWNED_BY_RECIPE.items()]
-    lines += ["", "| key | value where the file does not say it |", "|---|---|"]
+    lines += ["", "| key | default |", "|---|---|"]
     lines += [f"| `{key}` | `{json.dumps(value)}` |" for key, value in flatten("", DEFAULTS)]
-    lines += ["", "| key that a file may not say | why |", "|---|---|"]
+    lines += ["", "| refused key | reason |", "|---|---|"]
     lines += [f"| `{key}` | {why} |" for key, why in REFUSED_KEYS.items()]
     return "\n".join(lines) + "\n"
 
@@ -105,12 +134,22 @@ def _type(annotation: Any) -> str:
     if origin is Literal:
         return " or ".join(f"`{value}`" for value in parts)
     if origin is tuple:
-        return f"list of {_type(parts[0])}" if parts[-1] is Ellipsis else f"{len(parts)} x {_type(parts[0])}"
+        return (
+            f"list of {_type(parts[0])}"
+            if parts[-1] is Ellipsis
+            else f"{len(parts)} x {_type(parts[0])}"
+        )
     if origin is dict:
         return f"mapping of {_type(parts[1])}"
     if hasattr(annotation, "__metadata__"):
         return _type(parts[0])
-    names = {str: "text", Path: "path", Any: "anything", SourceSettings: "`data.sources[]`", bool: "true or false"}
+    names = {
+        str: "text",
+        Path: "path",
+        Any: "anything",
+        SourceSettings: "`data.sources[]`",
+        bool: "true or false",
+    }
     return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
 
 
@@ -140,34 +179,41 @@ def loss_options() -> dict[str, str]:
     found: dict[str, list[str]] = {}
     for name in list_losses():
         options, _ = list_options(type(build_loss(name)))
-        shown = [f"`{key}: {show(option.default)}`" for key, option in options.items() if key != "group"]
+        shown = [
+            f"`{key}: {show(option.default)}`" for key, option in options.items() if key != "group"
+        ]
         found.setdefault(", ".join(shown) or "none", []).append(f"`{name}`")
     return {options: ", ".join(names) for options, names in found.items()}
 
 
-def commands_page() -> str:
-    """docs/commands.md: the help text of every command."""
-    lines = ["# All commands", "", MADE, "", "| command | what it does |", "|---|---|"]
-    lines += [f"| [`disco-ds {name}`](#disco-ds-{name}) | {text(item.summary)} |" for name, item in COMMANDS.items()]
-    for name, parser in make_parsers()[1].items():
-        lines += ["", f"## disco-ds {name}", "", "```", parser.format_help().rstrip(), "```"]
-    return "\n".join(lines) + "\n"
-
-
 def open_clip_page() -> str:
     """docs/from_open_clip.md with its table of flags renewed; the rest of the page is written by hand."""
-    begin, end = (f"<!-- {word} of what tools/make_reference.py makes -->" for word in ("Begin", "End"))
+    begin, end = (
+        f"<!-- {word} of what tools/make_reference.py makes -->" for word in ("Begin", "End")
+    )
     page = (DOCS / "from_open_clip.md").read_text(encoding="utf-8")
     before, _, rest = page.partition(begin)
     lines = [begin, "", "| open_clip_train | here | note |", "|---|---|---|"]
-    for name, (ours, note) in FLAGS.items():
-        lines += [f"| `--{name}` | {', '.join(f'`{key}`' for key in ours)} | {text(note)} |"]
+    groups: dict[tuple[tuple[str, ...], str], list[str]] = {}
+    for name, (ours, note) in read_words()["flags"].items():
+        groups.setdefault((tuple(ours), note), []).append(f"`--{name}`")
+    for (ours, note), names in groups.items():
+        if ours:
+            lines += [
+                f"| {', '.join(names)} | {', '.join(f'`{key}`' for key in ours)} | {text(note)} |"
+            ]
+    lines += ["", "Flags without a setting here:", ""]
+    for (ours, note), names in groups.items():
+        if not ours:
+            lines += [f"- {', '.join(names)}: {text(note)}"]
     return before + "\n".join([*lines, "", end]) + rest.partition(end)[2]
 
 
-PAGES = {"settings.md": settings_page, "commands.md": commands_page, "from_open_clip.md": open_clip_page}
+PAGES = {
+    "settings.md": settings_page,
+    "from_open_clip.md": open_clip_page,
+}
 
 if __name__ == "__main__":
-    os.environ["COLUMNS"] = WIDTH
     for page, make in PAGES.items():
         (DOCS / page).write_text(make(), encoding="utf-8")

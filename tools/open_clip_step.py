@@ -1,7 +1,7 @@
 """open_clip's own training step, by its own code: open_clip_train's train_one_epoch on pixels that are there already.
 
 What its main() does around that is repeated here, since main() does it inline: the model, AdamW's two groups, the
-schedule, torch.compile of the whole model, TF32 and cuDNN's benchmark. Its pixels are normalised before they reach the
+schedule, torch.compile of the whole model, TF32 and cuDNN's benchmark. Its pixels are normalized before they reach the
 device, ours on it.
 """
 
@@ -25,7 +25,9 @@ from disco_ds.models.clip import read_preprocessing, read_text_size
 class Pixels:
     """A data set and loader as train_one_epoch wants them: one batch, again and again, with a mark before each."""
 
-    num_batches = num_samples = 10**9  # so that no step but the first is logged, which waits for the device
+    num_batches = num_samples = (
+        10**9
+    )  # so that no step but the first is logged, which waits for the device
 
     def __init__(self, batch: tuple[torch.Tensor, torch.Tensor], steps: int, warmups: int):
         self.batch, self.steps, self.warmups = batch, steps, warmups
@@ -49,30 +51,64 @@ def step_ms(name: str, batch_size: int, compiled: bool, steps: int, warmups: int
     """Milliseconds of each step of training with amp_bf16. name: one that open_clip knows."""
     device = comm.local_device()
     args: Namespace = parse_args(
-        ["--model", name, "--batch-size", str(batch_size), "--precision", "amp_bf16", "--log-every-n-steps", "1000000"]
+        [
+            "--model",
+            name,
+            "--batch-size",
+            str(batch_size),
+            "--precision",
+            "amp_bf16",
+            "--log-every-n-steps",
+            "1000000",
+        ]
     )
     # What main() adds to its arguments.
-    alone = {"device": str(device), "rank": 0, "local_rank": 0, "world_size": 1, "distributed": False}
+    alone = {
+        "device": str(device),
+        "rank": 0,
+        "local_rank": 0,
+        "world_size": 1,
+        "distributed": False,
+    }
     vars(args).update(alone, distill=False, wandb=False)
     if torch.cuda.is_available():
         torch.backends.cuda.matmul.allow_tf32 = True
         torch.backends.cudnn.benchmark = True
     torch.manual_seed(args.seed)
-    model: Any = open_clip.create_model(args.model, precision=args.precision, device=device, output_dict=True)
+    model: Any = open_clip.create_model(
+        args.model, precision=args.precision, device=device, output_dict=True
+    )
     groups: dict[bool, list[torch.nn.Parameter]] = {False: [], True: []}
     for key, parameter in model.named_parameters():
-        decays = parameter.ndim >= 2 and not any(x in key for x in ("bn", "ln", "bias", "logit_scale"))
+        decays = parameter.ndim >= 2 and not any(
+            x in key for x in ("bn", "ln", "bias", "logit_scale")
+        )
         groups[decays].append(parameter)
     optimizer = torch.optim.AdamW(
-        [{"params": groups[False], "weight_decay": 0.0}, {"params": groups[True], "weight_decay": args.wd}],
+        [
+            {"params": groups[False], "weight_decay": 0.0},
+            {"params": groups[True], "weight_decay": args.wd},
+        ],
         lr=args.lr,
         betas=(args.beta1, args.beta2),
         eps=args.eps,
     )
     image = torch.randn(batch_size, 3, *read_preprocessing(model).size, device=device)
     context, vocabulary = read_text_size(model)
-    data = Pixels((image, torch.randint(1, vocabulary, (batch_size, context), device=device)), steps, warmups)
+    data = Pixels(
+        (image, torch.randint(1, vocabulary, (batch_size, context), device=device)), steps, warmups
+    )
     schedule = cosine_lr(optimizer, args.lr, args.warmup, 10**6)
     trained = torch.compile(model) if compiled else model
-    train_one_epoch(trained, {"train": data}, open_clip.create_loss(args), 0, optimizer, None, schedule, None, args)
+    train_one_epoch(
+        trained,
+        {"train": data},
+        open_clip.create_loss(args),
+        0,
+        optimizer,
+        None,
+        schedule,
+        None,
+        args,
+    )
     return data.clock.ms()

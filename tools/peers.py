@@ -27,13 +27,17 @@ class Peer:
     """The same on one rank of several; None where it does not run on several."""
 
 
-def open_clip(local: bool, autocast: bool = True, compiled: bool = False) -> Callable[[float], Method]:
+def open_clip(
+    local: bool, autocast: bool = True, compiled: bool = False
+) -> Callable[[float], Method]:
     """open_clip's loss; `autocast`: as its trainer calls it with --precision amp_bf16."""
 
     def build(_: float) -> Method:
         from open_clip.loss import ClipLoss
 
-        loss = ClipLoss(local_loss=local, gather_with_grad=local, rank=comm.rank(), world_size=comm.size())
+        loss = ClipLoss(
+            local_loss=local, gather_with_grad=local, rank=comm.rank(), world_size=comm.size()
+        )
         call = torch.compile(loss) if compiled else loss
 
         def run(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
@@ -50,9 +54,15 @@ def inf_cl(_: float) -> Method:
     from inf_cl import cal_flash_loss, cal_inf_loss
 
     def one_way(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
-        return cal_inf_loss(a, b, scale=scale) if comm.size() > 1 else cal_flash_loss(a, b, scale=scale).mean()
+        return (
+            cal_inf_loss(a, b, scale=scale)
+            if comm.size() > 1
+            else cal_flash_loss(a, b, scale=scale).mean()
+        )
 
-    return lambda image, text, scale, bias: (one_way(image, text, scale) + one_way(text, image, scale)) / 2
+    return lambda image, text, scale, bias: (
+        (one_way(image, text, scale) + one_way(text, image, scale)) / 2
+    )
 
 
 def memeff(dtype: torch.dtype) -> Callable[[float], Method]:

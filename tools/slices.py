@@ -86,13 +86,25 @@ class Results:
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str], folder: str) -> argparse.Namespace:
     """Adds the options of every tool that works in slices. folder: of the results, if --out does not say."""
-    parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help='slices, such as "losses *"')
-    parser.add_argument("--again", action="store_true", help="repeat slices whose results are in the file")
     parser.add_argument(
-        "--budget", type=float, default=float("inf"), metavar="SECONDS", help="start no slice beyond it"
+        "--only", nargs="+", default=["*"], metavar="PATTERN", help='slices, such as "losses *"'
     )
-    parser.add_argument("--rehearse", action="store_true", help="tiny shapes, on a CPU too: does every slice run?")
-    parser.add_argument("--out", type=Path, metavar="FILE", help=f"lines of JSON (default: {folder}/results.jsonl)")
+    parser.add_argument(
+        "--again", action="store_true", help="repeat slices whose results are in the file"
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=float("inf"),
+        metavar="SECONDS",
+        help="start no slice beyond it",
+    )
+    parser.add_argument(
+        "--rehearse", action="store_true", help="tiny shapes, on a CPU too: does every slice run?"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help=f"lines of JSON (default: {folder}/results.jsonl)"
+    )
     parser.add_argument("--slice", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     # A rehearsal's results are never taken for real ones.
@@ -101,7 +113,10 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str], folder: str) -> 
 
 
 def run(
-    slices: Sequence[Slice], args: argparse.Namespace, jobs: int, show: Callable[[str, Outcome], str]
+    slices: Sequence[Slice],
+    args: argparse.Namespace,
+    jobs: int,
+    show: Callable[[str, Outcome], str],
 ) -> tuple[dict[str, Outcome], int]:
     """Run the chosen slices by this program itself, called again with --slice NAME; print show(name, outcome) of each.
 
@@ -111,7 +126,9 @@ def run(
     results, deadline = Results(args.out), time.monotonic() + args.budget
     chosen = [x for x in slices if any(fnmatch.fnmatch(x.name, pattern) for pattern in args.only)]
     if not chosen:
-        sys.exit(f"no slice matches {' '.join(args.only)}; there are: {', '.join(x.name for x in slices)}")
+        sys.exit(
+            f"no slice matches {' '.join(args.only)}; there are: {', '.join(x.name for x in slices)}"
+        )
     before = {} if args.again else results.read()
     todo = [x for x in chosen if x.name not in before or before[x.name].end is None]
     ended: set[str] = set()
@@ -145,7 +162,9 @@ class Child:
         self.log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         command = [sys.executable, sys.argv[0], "--slice", of.name, "--out", str(args.out)]
         command += ["--rehearse"] if args.rehearse else []
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=self.log, stderr=subprocess.STDOUT)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=self.log, stderr=subprocess.STDOUT
+        )
 
     def follow(self, results: Results, deadline: float) -> bool:
         """Tell it to start and wait for its end. Returns: whether it has one, or was cut by the budget."""
@@ -216,8 +235,16 @@ def surroundings() -> dict[str, Any]:
     """Date, device and versions, for the head of a table."""
     import torch
 
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores"
-    return {"date": datetime.now().date().isoformat(), "device": device, "versions": dict(_versions())}
+    device = (
+        torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else f"CPU, {os.cpu_count()} cores"
+    )
+    return {
+        "date": datetime.now().date().isoformat(),
+        "device": device,
+        "versions": dict(_versions()),
+    }
 
 
 def _versions() -> Iterator[tuple[str, str]]:

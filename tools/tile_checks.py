@@ -66,7 +66,11 @@ def features(n: int, D: int, device: str, seed: int, layout: str = "strided") ->
 def lay_out(x: Tensor, strides: tuple[int, ...]) -> Tensor:
     """The same numbers at other places, with what is not a number between them."""
     size = 1 + sum((length - 1) * stride for length, stride in zip(x.shape, strides, strict=True))
-    return torch.full((size,), math.nan, dtype=x.dtype, device=x.device).as_strided(x.shape, strides).copy_(x)
+    return (
+        torch.full((size,), math.nan, dtype=x.dtype, device=x.device)
+        .as_strided(x.shape, strides)
+        .copy_(x)
+    )
 
 
 def check_tiles(
@@ -83,13 +87,18 @@ def check_tiles(
         yield Check(name, error(mine[name], value), error(theirs[name], value))
 
 
-def on_tile(tiles: ModuleType, r: Tensor, c: Tensor, pairs: int | None, tiling: Tiling) -> dict[str, Tensor]:
+def on_tile(
+    tiles: ModuleType, r: Tensor, c: Tensor, pairs: int | None, tiling: Tiling
+) -> dict[str, Tensor]:
     """What each function returns or writes, by name."""
     dtype, (n, m), device = torch.promote_types(r.dtype, torch.float32), (len(r), len(c)), r.device
     out = poisoned(n, m, dtype if tiles is torch_tiles else tiling.factor_dtype(r), device)
     scale, bias = (torch.tensor([x], dtype=dtype, device=device) for x in (14.3, -10.0))
     shift = torch.tensor([SHIFT], dtype=torch.float64, device=device)
-    a, beta = (torch.linspace(0.1, 1, k, dtype=dtype, device=device).mul_(tiling.gain() * 1e-6) for k in (n, m))
+    a, beta = (
+        torch.linspace(0.1, 1, k, dtype=dtype, device=device).mul_(tiling.gain() * 1e-6)
+        for k in (n, m)
+    )
     kept = poisoned(n, m + 8, torch.bfloat16, device)[:, :m]
     tile = torch_tiles.Tile(r, c, pairs, tiling, out)
     found = dict(zip(SUMS, tiles.exp_sums(tile, scale, shift, kept, True), strict=True))
@@ -98,16 +107,22 @@ def on_tile(tiles: ModuleType, r: Tensor, c: Tensor, pairs: int | None, tiling: 
     exact = torch.linspace(0.5, 2, n * m, dtype=dtype, device=device).view(n, m).bfloat16()
     found["kept weights"] = tiles.kept_weights(exact, a, beta, tiling, out).clone()
     row_scale, column_scale = many_scales(n, m, dtype, device)
-    lifted = [900 - math.log(tiling.gain()) * torch.ones(k, dtype=dtype, device=device) for k in (n, m)]
+    lifted = [
+        900 - math.log(tiling.gain()) * torch.ones(k, dtype=dtype, device=device) for k in (n, m)
+    ]
     moments = tuple(torch.zeros(k, dtype=torch.float64, device=device) for k in (n, m))
-    found["log weights"] = tiles.log_weights(tile, row_scale, column_scale, *lifted, moments).clone()
+    found["log weights"] = tiles.log_weights(
+        tile, row_scale, column_scale, *lifted, moments
+    ).clone()
     found |= {"moments of rows": moments[0], "moments of columns": moments[1]}
     loss, weight, W, row_max, column_max = tiles.sigmoid_weights(tile, scale, bias, True)
     found |= {"sigmoid loss": loss, "sigmoid sum": weight, "sigmoid weights": W}
     return found | {"sigmoid maxima of rows": row_max, "sigmoid maxima of columns": column_max}
 
 
-def sums_on_tile(tiles: ModuleType, r: Tensor, c: Tensor, pairs: int | None, tiling: Tiling) -> dict[str, Tensor]:
+def sums_on_tile(
+    tiles: ModuleType, r: Tensor, c: Tensor, pairs: int | None, tiling: Tiling
+) -> dict[str, Tensor]:
     """What the functions return that write nothing as large as the tile."""
     dtype, (n, m), device = torch.promote_types(r.dtype, torch.float32), (len(r), len(c)), r.device
     out = poisoned(n, m, dtype, device) if tiles is torch_tiles else None
@@ -121,7 +136,9 @@ def sums_on_tile(tiles: ModuleType, r: Tensor, c: Tensor, pairs: int | None, til
 
 def many_scales(n: int, m: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Exponents of up to 900, for which no single shift would do."""
-    return tuple(torch.linspace(1, top, k, dtype=dtype, device=device) for top, k in ((900, n), (700, m)))
+    return tuple(
+        torch.linspace(1, top, k, dtype=dtype, device=device) for top, k in ((900, n), (700, m))
+    )
 
 
 def poisoned(n: int, m: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -131,11 +148,15 @@ def poisoned(n: int, m: int, dtype: torch.dtype, device: torch.device) -> Tensor
     return memory
 
 
-def check_blocks(rows: Tensor, columns: Tensor, first: int | None, tiling: Tiling) -> Iterator[Check]:
+def check_blocks(
+    rows: Tensor, columns: Tensor, first: int | None, tiling: Tiling
+) -> Iterator[Check]:
     """The public functions on a block of several tiles; the reference has its factors rounded to the same precision."""
     exact = [tiling.round(x).double() for x in (rows, columns)]
     true = on_block(*exact, first, replace(tiling, impl="torch"))
-    mine, theirs = (on_block(rows, columns, first, replace(tiling, impl=impl)) for impl in ("triton", "torch"))
+    mine, theirs = (
+        on_block(rows, columns, first, replace(tiling, impl=impl)) for impl in ("triton", "torch")
+    )
     for name, value in true.items():
         yield Check(name, error(mine[name], value), error(theirs[name], value))
 
@@ -149,12 +170,19 @@ def on_block(rows: Tensor, columns: Tensor, first: int | None, tiling: Tiling) -
     block = Block(rows, columns, scale.expand(n), scale.expand(m), first, shift, tiling)
     kept = poisoned(n, m, torch.bfloat16, device)
     sums = softmax_sums(block, True, kept)
-    found = {"block rows": sums.rows.exp(), "block columns": sums.columns.exp(), "block maxima": sums.rows_max}
+    found = {
+        "block rows": sums.rows.exp(),
+        "block columns": sums.columns.exp(),
+        "block maxima": sums.rows_max,
+    }
     # A number in place of the logarithm of nothing, which a row alone with its pair has.
     shifts = [x.clamp(min=-1.0) for x in (sums.rows, sums.columns)]
     free = replace(block, shift=None)
     without = softmax_sums(free, False)
-    found |= {"block rows, no shift": without.rows.exp(), "block columns, no shift": without.columns.exp()}
+    found |= {
+        "block rows, no shift": without.rows.exp(),
+        "block columns, no shift": without.columns.exp(),
+    }
     for name, at_hand, keep in (
         ("gradient", block, None),
         ("gradient stored", block, kept),

@@ -15,7 +15,9 @@ def median_ms(call: Callable[[], object], repeats: int, warmups: int = 3) -> flo
     """Milliseconds of the device, by CUDA events; by the clock on a CPU."""
     for _ in range(warmups):
         call()
-    return statistics.median(_on_gpu(call) if torch.cuda.is_available() else _on_cpu(call) for _ in range(repeats))
+    return statistics.median(
+        _on_gpu(call) if torch.cuda.is_available() else _on_cpu(call) for _ in range(repeats)
+    )
 
 
 def _on_gpu(call: Callable[[], object]) -> float:
@@ -58,6 +60,8 @@ class Clock:
 def matmul_tflops() -> float:
     """Rate of torch's own product of two random fp16 matrices of 8192 x 8192, which others are set against; on a CPU,
     which has no such rate, of small ones in fp32."""
-    size, dtype, device = (8192, torch.float16, "cuda") if torch.cuda.is_available() else (256, torch.float32, "cpu")
+    size, dtype, device = (
+        (8192, torch.float16, "cuda") if torch.cuda.is_available() else (256, torch.float32, "cpu")
+    )
     a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
     return 2 * size**3 / median_ms(lambda: torch.mm(a, b), 20, warmups=10) / 1e9

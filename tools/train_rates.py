@@ -34,10 +34,10 @@ from disco_ds.config.ds_config import read_ds_config
 from disco_ds.data import MicroBatch, index_shards, write_manifest
 from disco_ds.distributed import comm
 from disco_ds.losses import build_loss
-from disco_ds.metrics.records import METRICS_FILE
+from disco_ds.metrics.logger import METRICS_FILE
 from disco_ds.models.clip import build_model, register_config
 from disco_ds.models.flops import count_flops
-from disco_ds.models.gpus import recognise
+from disco_ds.models.gpus import recognize
 from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.memory import GIB, plan_memory
 from disco_ds.plan.towers import make_batch, trace
@@ -70,7 +70,9 @@ class Setting:
 
     def __str__(self) -> str:
         words = [self.model, f"{self.count} x {self.micro_batch}", self.deepspeed]
-        words += ["checkpointing"] * self.checkpointing + ["pixels on the host"] * (self.pixels == "host")
+        words += ["checkpointing"] * self.checkpointing + ["pixels on the host"] * (
+            self.pixels == "host"
+        )
         return ", ".join(words)
 
 
@@ -118,7 +120,9 @@ def measure(name: str, rehearse: bool, record: slices.Record) -> None:
             record(missing=str(error))
 
 
-def settings(name: str, micro_batch: int, count: int = 1, rehearse: bool = False, **changes: Any) -> Config:
+def settings(
+    name: str, micro_batch: int, count: int = 1, rehearse: bool = False, **changes: Any
+) -> Config:
     """Of a run of one rank on random pixels. Args: name: of the model; changes: what replaces settings that are here,
     but for those of `model`, which are added to its name."""
     m = 8 if rehearse else micro_batch
@@ -151,7 +155,9 @@ def measure_step(label: str, rehearse: bool) -> dict[str, Any]:
         from open_clip_step import step_ms
 
         flops = count_flops(build_model(config.model.model_copy(update={"compile": False})))
-        ms = step_ms(register_config(config.model.name), config.micro_batch, compiled, steps, warmups)
+        ms = step_ms(
+            register_config(config.model.name), config.micro_batch, compiled, steps, warmups
+        )
     else:
         step, flops = build_step(config)
         ms = time_steps(step, steps, warmups)
@@ -205,7 +211,7 @@ def peak_flops() -> float | None:
     """Of this GPU in 16 bits, None if it is not known; of no meaning on a CPU, where a rehearsal needs a number."""
     if not torch.cuda.is_available():
         return 1e12
-    gpu = recognise(torch.cuda.get_device_name())
+    gpu = recognize(torch.cuda.get_device_name())
     return 1e12 * gpu.half if gpu else None
 
 
@@ -221,7 +227,9 @@ def measure_accumulation(model: str, rehearse: bool) -> dict[str, Any]:
     count, found = 2 if rehearse else 8, {}
     for name, k, steps in (("plain", 1, 2 * count), ("whole", count, 3)):
         config = settings(model, MICRO_BATCHES[model], k, rehearse)
-        found[name] = statistics.median(time_steps(build_step(config)[0], steps, 1 if rehearse else 3))
+        found[name] = statistics.median(
+            time_steps(build_step(config)[0], steps, 1 if rehearse else 3)
+        )
         gc.collect()  # the engine before makes room
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -281,7 +289,11 @@ def measure_peak(label: str, rehearse: bool) -> dict[str, Any]:
     towers = trace(config, config.micro_batch)
     bare = plan_memory(config, 1, towers, Assumptions(slack=0.0, context_gib=0.0))
     record = run_steps(config, 2 if rehearse else 3)[-1]
-    reserved = torch.cuda.max_memory_reserved() if torch.cuda.is_available() else record["peak_memory_bytes"]
+    reserved = (
+        torch.cuda.max_memory_reserved()
+        if torch.cuda.is_available()
+        else record["peak_memory_bytes"]
+    )
     return {
         "planned_bytes": bare.total,
         "moment": bare.peak,
@@ -334,12 +346,18 @@ def in_short(record: dict[str, Any]) -> str | None:
     return None
 
 
-def tables(outcomes: dict[str, slices.Outcome], problem: Callable[[slices.Outcome], str]) -> Iterator[str]:
+def tables(
+    outcomes: dict[str, slices.Outcome], problem: Callable[[slices.Outcome], str]
+) -> Iterator[str]:
     """Lines of Markdown: a table for each kind, and what has no figures. problem: of an outcome, in words."""
     rows = {"step": step_rows, "GradAccum": accumulation_rows, "peak": peak_rows, "data": data_rows}
     for kind in KINDS:
-        mine = {name.split(": ")[1]: x for name, x in outcomes.items() if name.startswith(f"{kind}: ")}
-        found = {label: x.records[0] for label, x in mine.items() if x.records and in_short(x.records[0])}
+        mine = {
+            name.split(": ")[1]: x for name, x in outcomes.items() if name.startswith(f"{kind}: ")
+        }
+        found = {
+            label: x.records[0] for label, x in mine.items() if x.records and in_short(x.records[0])
+        }
         if found:
             yield from rows[kind](found)
         left_out = [f"{label}: {problem(x)}" for label, x in mine.items() if label not in found]
@@ -355,7 +373,9 @@ def step_rows(found: dict[str, dict[str, Any]]) -> Iterator[str]:
     yield "\n### Training steps on one GPU, bf16 autocast, pixels on the device\n"
     yield "| model | step of | micro-batch | ms | samples/s | GFLOP a sample | MFU | goal | peak GiB |"
     yield "|---|---|---|---|---|---|---|---|---|"
-    for label in sorted(found, key=lambda label: list(MICRO_BATCHES).index(label.partition(", ")[0])):
+    for label in sorted(
+        found, key=lambda label: list(MICRO_BATCHES).index(label.partition(", ")[0])
+    ):
         x, (model, _, how) = found[label], label.partition(", ")
         who = how if "open_clip" in how else f"disco_ds {how}".strip()
         mfu = f"{x['mfu']:.0%}" if "mfu" in x else "GPU not known"

@@ -1,7 +1,10 @@
-"""Checks of a run before it is started: `disco-ds doctor` prints what they found and what to do about it.
+"""Checks of a run before it is started: `disco-ds doctor` prints what they find and what to do
+about it.
 
-versions.py checks the packages; here.py ds_config, batch, kernels and data on this host; hosts.py the hosts, on each of
-which it runs probe.py; ranks.py the step and the collectives on the user's ranks.
+    versions.py       installed packages
+    recipe_checks.py  ds_config, batch, kernels and data, on this host
+    hosts.py          the hosts, on each of which it runs probe.py
+    ranks.py          a step and the collectives, on the user's ranks
 """
 
 from __future__ import annotations
@@ -21,21 +24,29 @@ class Line(NamedTuple):
     remedy: str = ""
 
     def __str__(self) -> str:
-        remedy = f"\n{'':{6 + _WIDTH}}-> {self.remedy}" if self.remedy and self.status != "ok" else ""
-        return f"{self.status:4}  {self.check:{_WIDTH}}{self.found}{remedy}"
+        text = f"{self.status:4}  {self.check:{_WIDTH}}{self.found}"
+        if self.remedy and self.status != "ok":
+            text += f"\n{'':{6 + _WIDTH}}-> {self.remedy}"
+        return text
 
 
-def examine(check: str, look: Callable[[], Iterable[Line]], *errors: type[Exception]) -> list[Line]:
-    """The lines of a check: those with a problem, or else those that say it is fine.
+def examine(check: str, run: Callable[[], Iterable[Line]], *errors: type[Exception]) -> list[Line]:
+    """Run a check and collect its lines. A check with problems loses its ok lines.
 
-    One of `errors` becomes a line too, so that the other checks still run.
+    Args:
+        check: Name of the check.
+        run: Yields the lines.
+        errors: Exceptions that become a line too, so that the other checks still run.
     """
-    lines = []
+    lines: list[Line] = []
     try:
-        for line in look():
+        for line in run():
             lines.append(line)
     except errors as error:
-        speaks = isinstance(error, ValueError | OSError)  # for itself; other types name what happened
-        lines.append(Line("fail", check, str(error) if speaks else f"{type(error).__name__}: {error}"))
+        # A ValueError or OSError is written for the user; the message of another error needs its
+        # type.
+        user_error = isinstance(error, ValueError | OSError)
+        found = str(error) if user_error else f"{type(error).__name__}: {error}"
+        lines.append(Line("fail", check, found))
     wrong = {line.check for line in lines if line.status != "ok"}
     return [line for line in lines if line.status != "ok" or line.check not in wrong]

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from disco_ds.checks import Line, examine
 from disco_ds.checks.versions import check_versions
 from disco_ds.config import load_config
-from disco_ds.distributed.hostfile import read_hostfile
-from disco_ds.distributed.watchdog import die_with_launcher
+from disco_ds.launch.hostfile import read_hostfile
+from disco_ds.launch.watchdog import die_with_launcher
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,7 +39,7 @@ def look(args: argparse.Namespace, first: bool, size: int) -> Iterator[Line]:
     if first:
         # Not at the top: where these imports fail, the lines about the packages must be printed still.
         try:
-            from disco_ds.checks import here
+            from disco_ds.checks import recipe_checks as here
             from disco_ds.checks.hosts import check_hosts
         except (ImportError, RuntimeError):  # of a broken installation, which a line above explains
             return
@@ -49,7 +49,9 @@ def look(args: argparse.Namespace, first: bool, size: int) -> Iterator[Line]:
         loss = examine("loss", lambda: here.check_loss(config), Exception)
         model = examine("model", lambda: here.check_towers(config), Exception)
         yield from [*loss, *model]
-        yield from examine("data", lambda: here.check_data(config, ranks), Exception)
+        # 0: not known.
+        ranks_here = max(slots.values()) or int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+        yield from examine("data", lambda: here.check_data(config, ranks, ranks_here), Exception)
         yield from examine("eval", lambda: here.check_eval(config), Exception)
         # What is unknown above would only fail again under another name.
         if all(line.status != "fail" for line in loss):
@@ -57,6 +59,6 @@ def look(args: argparse.Namespace, first: bool, size: int) -> Iterator[Line]:
         if all(line.status != "fail" for line in model):
             yield from examine("hosts", lambda: check_hosts(config, slots), Exception)
     if size > 1 or args.gradients:
-        from disco_ds.checks.ranks import look_at_ranks
+        from disco_ds.checks.ranks import check_ranks
 
-        yield from look_at_ranks(config, ranks, first, args.gradients)
+        yield from check_ranks(config, ranks, first, args.gradients)

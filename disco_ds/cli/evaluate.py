@@ -12,9 +12,9 @@ from disco_ds.cli.messages import fail_rank, set_up_logging
 from disco_ds.config.ds_config import precision
 from disco_ds.config.text_file import write_text
 from disco_ds.distributed.comm import RendezvousError
-from disco_ds.distributed.slurm import adopt_slurm
-from disco_ds.distributed.watchdog import die_with_launcher
 from disco_ds.eval import Result, describe
+from disco_ds.launch.slurm import adopt_slurm
+from disco_ds.launch.watchdog import die_with_launcher
 from disco_ds.run import RefusedError, evaluate_session, evaluation_settings
 
 
@@ -52,5 +52,8 @@ def run(args: argparse.Namespace) -> int:
 def write_json(path: Path, model: str, results: Sequence[Result]) -> None:
     """Write the figures of the printed table to a JSON file, unrounded."""
     hidden = ("values", "examples")
-    sets = [{key: value for key, value in (vars(r) | r.values).items() if key not in hidden} for r in results]
+    sets = [
+        {key: value for key, value in (vars(r) | r.values).items() if key not in hidden}
+        for r in results
+    ]
     write_text(path, json.dumps({"model": model, "sets": sets}, indent=1) + "\n")

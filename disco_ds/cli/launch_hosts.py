@@ -1,9 +1,11 @@
-"""The hosts of a launch: asked whether they can be reached, waited for, and with --min-hosts left out."""
+"""The hosts of a launch: signal their ranks, wait for lost hosts, and with --min-hosts continue
+without them."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -13,19 +15,28 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from disco_ds.config import Config
 from disco_ds.config.recipe_yaml import split_override
 
 REACH = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=3")
 REACH_S = 6.0
-"""Seconds in which all hosts must have answered."""
+"""Seconds in which all hosts must answer."""
 BACK_OFF_S = (2, 4, 8, 16, 32, *[60] * 30)
 """Pauses between attempts to reach lost hosts."""
-CHOOSES_HOSTS = {"-H", "--hostfile", "-i", "--include", "-e", "--exclude"}
-CHOOSES_HOSTS |= {"--num_nodes", "--num_gpus", "--num_accelerators", "--master_addr"}
-"""Arguments of deepspeed that change which hosts and slots of the hostfile are used."""
+CHOOSES_HOSTS = {
+    "-H",
+    "--hostfile",
+    "-i",
+    "--include",
+    "-e",
+    "--exclude",
+    "--num_nodes",
+    "--num_gpus",
+    "--num_accelerators",
+    "--master_addr",
+}
+"""Arguments of deepspeed that select hosts and slots of the hostfile."""
 Stopped = Callable[[], bool]
 FIND = """
 import os, psutil, sys
@@ -39,56 +50,93 @@ for process in psutil.process_iter():
             found += 1
     except psutil.Error:
         pass
-print(found)
+print(f"{launch_id}={found}")
 """
-"""Program for a host: it signals the ranks of a launch, with SIGKILL its launchers too, and prints their number."""
+"""Program for a host: signal the ranks of a launch, with SIGKILL its launchers too, and print
+LAUNCH-ID=NUMBER."""
 
 
 def signal_ranks(hosts: Sequence[str], launch_id: str, number: int) -> dict[str, int | None]:
-    """Send a signal (0: none) to this launch's ranks, SIGKILL to their launchers too.
+    """Send a signal to the ranks of a launch; SIGKILL goes to their launchers too.
 
-    Returns: the number of processes found on each host; None for a host that could not be reached.
+    Args:
+        hosts: The hosts; empty: this host only.
+        launch_id: Id of the launch.
+        number: The signal; 0: none, only count the processes.
+
+    Returns:
+        Number of processes found on each host; None for a host that cannot be reached.
     """
     command = [sys.executable, "-c", FIND, launch_id, str(int(number))]
     reach = ["ssh", *REACH, *shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))]
     places = {host: [*reach, host, shlex.join(command)] for host in hosts} or {"localhost": command}
-    options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    started = {host: subprocess.Popen(place, start_new_session=True, **options) for host, place in places.items()}
-    # All hosts at once, within one deadline.
-    end, found = time.monotonic() + REACH_S, dict.fromkeys(places)
+    started = {
+        host: subprocess.Popen(
+            place,
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        for host, place in places.items()
+    }
+    # A login shell may print lines of its own before and after.
+    answer = re.compile(rf"{re.escape(launch_id)}=(\d+)".encode())
+    # One deadline for all hosts, which work in parallel.
+    end = time.monotonic() + REACH_S
+    found: dict[str, int | None] = dict.fromkeys(places)
     for host, process in started.items():
         try:
-            said, _ = process.communicate(timeout=max(end - time.monotonic(), 0.1))
-            found[host] = int(said)
-        except (subprocess.TimeoutExpired, ValueError):
+            printed, _ = process.communicate(timeout=max(end - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
+        else:
+            match = answer.search(printed)
+            found[host] = int(match[1]) if match else None
     return found
 
 
 def wait_for_hosts(
-    hosts: Iterable[str], last: Iterable[str], launch_id: str, least: int, patience_s: float, stopped: Stopped
+    hosts: Iterable[str],
+    last: Iterable[str],
+    launch_id: str,
+    least: int,
+    patience_s: float,
+    stopped: Stopped,
 ) -> list[str] | None:
-    """Wait until all hosts can be reached, and end what is left of the launch there.
+    """Wait until all hosts can be reached, and end the remaining processes of the launch there.
 
-    Args:    last: hosts of the attempt before: another one is asked once, and not waited for; least: number of hosts
-             that suffice after patience_s; stopped: asked whether to give up.
-    Returns: the hosts to go on with; None where too few came back in half an hour.
+    Args:
+        hosts: All hosts.
+        last: Hosts of the previous attempt. Other hosts are tried once, without waiting for them.
+        launch_id: Id of the previous attempt.
+        least: Number of hosts that suffice after patience_s.
+        patience_s: See `least`.
+        stopped: Returns whether to give up.
+
+    Returns:
+        The hosts for the next attempt; None if there are too few after half an hour.
     """
-    hosts, end = list(hosts), time.monotonic() + patience_s
+    hosts = list(hosts)
+    end = time.monotonic() + patience_s
     for pause_s in BACK_OFF_S:
         counts = signal_ranks(hosts, launch_id, signal.SIGKILL)
         missing = [host for host in hosts if counts[host] is None]
-        left, now = [host for host in hosts if host not in missing], time.monotonic()
+        left = [host for host in hosts if host not in missing]
         if not missing:
             return left
+        now = time.monotonic()
         enough = len(left) >= least
         if enough and (now >= end or not set(missing).intersection(last)):
-            away = f"{', '.join(missing)} {'does' if len(missing) == 1 else 'do'} not answer"
-            report(f"going on with {len(left)} of {len(hosts)} hosts: {away}")
+            away = f"no answer from {', '.join(missing)}"
+            report(f"continuing with {len(left)} of {len(hosts)} hosts: {away}")
             return left
         report(f"waiting for {', '.join(missing)}")
-        while time.monotonic() < now + (min(pause_s, end - now) if enough else pause_s):
+        retry_at = now + pause_s
+        if enough:
+            retry_at = min(retry_at, end)
+        while time.monotonic() < retry_at:
             time.sleep(0.2)
             if stopped():
                 return None
@@ -99,15 +147,16 @@ def wait_for_hosts(
 def narrow(
     args: argparse.Namespace, config: Config, slots: Mapping[str, int], hosts: Sequence[str]
 ) -> Iterator[argparse.Namespace]:
-    """The arguments for an attempt on some of the hosts, whose hostfile is there for the block."""
+    """Yield the arguments for an attempt on some of the hosts, with a hostfile that exists
+    inside the block."""
     if len(hosts) == len(slots):
         yield args
         return
     overrides = args.overrides
-    if config.ranks is not None:  # else any number is accepted
+    if config.ranks is not None:  # otherwise any number is accepted
         overrides = [item for item in overrides if split_override(item)[0] != ["ranks"]]
         overrides.append(f"ranks={sum(slots[host] for host in hosts)}")
-    # deepspeed would start a single host's ranks here, whichever host that is.
+    # For a single host, deepspeed would start the ranks here even if it is another host.
     deepspeed = f"{args.deepspeed} --force_multi" if len(hosts) == 1 else args.deepspeed
     with tempfile.NamedTemporaryFile("w", prefix="disco-ds-hosts-") as file:
         file.writelines(f"{host} slots={slots[host]}\n" for host in hosts)
@@ -117,26 +166,36 @@ def narrow(
 
 
 def check_min_hosts(args: argparse.Namespace, config: Config, slots: Mapping[str, int]) -> None:
-    """Raises: ValueError for a --min-hosts that a lost host would make fail."""
+    """Check the arguments that --min-hosts needs.
+
+    Raises:
+        ValueError: If the run could not continue after losing a host.
+    """
     if not args.min_hosts <= len(slots) > 1:
         raise ValueError(
-            f"--min-hosts {args.min_hosts} needs a hostfile of as many hosts, two at least; got {len(slots)}"
+            f"--min-hosts {args.min_hosts} needs a hostfile with at least that many hosts, and at least two; got "
+            f"{len(slots)}"
         )
     if not args.restarts:
-        raise ValueError(f"--min-hosts {args.min_hosts} goes with --restarts: without one a lost host ends the run")
+        raise ValueError(
+            f"--min-hosts {args.min_hosts} needs --restarts: without a restart a lost host ends the run"
+        )
     if args.patience < config.lost_after_s:
         raise ValueError(
-            f"--patience {args.patience:g} is below lost_after_s ({config.lost_after_s:g}): ranks of a host that is "
-            "cut off may still be running then; raise --patience, or lower lost_after_s"
+            f"--patience {args.patience:g} is below lost_after_s ({config.lost_after_s:g}), so ranks of a host that is "
+            "cut off may still be running; raise --patience or lower lost_after_s"
         )
     given = {word.partition("=")[0] for word in shlex.split(args.deepspeed)} & CHOOSES_HOSTS
     if given:
-        raise ValueError(f"--deepspeed {min(given)} with --min-hosts: say in the hostfile which hosts and slots to use")
+        raise ValueError(
+            f"--deepspeed {min(given)} cannot be used with --min-hosts: select hosts and slots in the hostfile"
+        )
     from disco_ds.plan.fewer_hosts import check_fewer_hosts, read_gpu_gib
 
     report(check_fewer_hosts(config, list(slots.values()), args.min_hosts, read_gpu_gib()))
 
 
 def report(text: str) -> None:
-    with suppress(OSError):  # of a terminal, or a `tee`, that is gone
+    """Print a message of the launch on stderr."""
+    with suppress(OSError):  # the terminal, or a `tee`, may be gone
         print(f"disco-ds launch: {text}", file=sys.stderr, flush=True)

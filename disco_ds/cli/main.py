@@ -10,14 +10,23 @@ from disco_ds.cli.parser import COMMANDS, parse_args
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command. Returns: its exit code, which the function `run` of each command's module describes."""
+    """Run a command.
+
+    Returns:
+        Its exit code; see the function `run` of each command's module.
+    """
     args = parse_args((sys.argv[1:] if argv is None else argv) or ["--help"])
-    if args.command != "train":  # DeepSpeed would say above the command's table that there is no GPU
-        logging.getLogger("DeepSpeed").addFilter(lambda record: not record.msg.startswith("Setting accelerator to CPU"))
-    # A dry run prints settings, for which the trainer and open_clip need not be imported.
-    dry = args.command == "train" and args.dry_run
+    # Outside of training, DeepSpeed would print that there is no GPU above the command's output.
+    if args.command != "train":
+        logging.getLogger("DeepSpeed").addFilter(
+            lambda record: not record.msg.startswith("Setting accelerator to CPU")
+        )
+    module = COMMANDS[args.command].module
+    # A dry run does not need the trainer, whose import takes seconds.
+    if args.command == "train" and args.dry_run:
+        module = "disco_ds.cli.dry_run"
     try:
-        code: int = import_module("disco_ds.cli.dry_run" if dry else COMMANDS[args.command].module).run(args)
+        code: int = import_module(module).run(args)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

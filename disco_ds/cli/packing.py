@@ -1,4 +1,4 @@
-"""Command lines packed into one argument, which arrives at every rank as it was typed."""
+"""Pack a command line into one argument, so that it reaches every rank unchanged."""
 
 from __future__ import annotations
 
@@ -8,28 +8,31 @@ from collections.abc import Sequence
 
 PACKED = "--packed="
 MAX_PACKED = 2**16
-"""Characters; Linux allows 2**17 in one argument, and ssh gets the whole command of a host as one."""
+"""Maximum number of characters. Linux allows 2**17 in one argument, and ssh passes a host's
+command as one."""
 
 
 def pack(argv: Sequence[str]) -> str:
-    """The trainer's arguments as a single one, which no shell on its way to the ranks can change.
+    """Pack the trainer's arguments into one that no shell on the way to the ranks can change.
 
-    Raises: ValueError where that would be longer than a command line may be.
+    Raises:
+        ValueError: If it would be too long for a command line.
     """
-    # Letters, digits, - and _ only; padding with = is left out.
+    # Only letters, digits, - and _: the padding with = is removed.
     text = base64.urlsafe_b64encode(json.dumps(argv).encode()).decode().rstrip("=")
     if len(text) > MAX_PACKED:
         raise ValueError(
-            f"the overrides take {len(text):,} characters on the way to the ranks, where {MAX_PACKED:,} have room: "
+            f"the packed overrides have {len(text):,} characters, but at most {MAX_PACKED:,} fit into a command line: "
             "write them into the recipe"
         )
     return PACKED + text
 
 
 def unpack(argv: Sequence[str]) -> list[str]:
-    """The arguments with those that `pack` has packed in their place.
+    """Replace packed arguments by what `pack` has packed.
 
-    Raises: ValueError for a packed argument that was changed on its way.
+    Raises:
+        ValueError: If a packed argument was changed on the way.
     """
     found: list[str] = []
     for argument in argv:
@@ -38,12 +41,14 @@ def unpack(argv: Sequence[str]) -> list[str]:
             continue
         text = argument.removeprefix(PACKED)
         try:
-            packed = json.loads(base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True))
+            packed = json.loads(
+                base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+            )
         except ValueError:
             packed = None
         if not isinstance(packed, list) or not all(isinstance(each, str) for each in packed):
             raise ValueError(
-                f"{argument} is not what disco-ds launch has packed: it was changed on its way to this rank"
+                f"{argument} was not packed by disco-ds launch, or was changed on the way to this rank"
             )
         found += packed
     return found

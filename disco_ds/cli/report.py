@@ -1,4 +1,4 @@
-"""`disco-ds report`: report.png of a run, drawn again."""
+"""`disco-ds report`: redraw report.png of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from disco_ds.metrics.report import write_report
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 0: drawn; 2: a mistake."""
+    """Run the command.
+
+    Returns:
+        Exit code 0: drawn. 2: invalid arguments.
+    """
     try:
         print(write_report(args.folder))
     except (ValueError, OSError) as error:

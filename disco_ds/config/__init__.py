@@ -1,6 +1,6 @@
-"""Settings of a run: the recipe (YAML), its `data` part, and DeepSpeed's own (JSON).
+"""Settings of a run: the recipe (YAML) and DeepSpeed's settings (JSON).
 
-Importing it brings in neither torch nor DeepSpeed.
+Import-light: neither torch nor DeepSpeed is imported.
 """
 
 from disco_ds.config.data import AugmentSettings, DataSettings, RemoteSettings, SourceSettings

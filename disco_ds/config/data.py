@@ -10,17 +10,28 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
-from disco_ds.config.own_code import PATTERN
 from disco_ds.config.secrets import refuse_secret
 from disco_ds.config.templates import check_template
+from disco_ds.names import CUSTOM_CODE
 
 MAX_SECONDS = 1e7
 """The longest timeout that a setting may have, four months: longer ones overflow the clocks of some libraries."""
 
 MAX_JITTER = 1.5
 """Pauses between attempts are random, from 2 - MAX_JITTER to MAX_JITTER times their mean."""
+
+LEAST_CACHE_GB = 100.0
+"""Default size of the cache of remote shards where its disk has room and the slots need no more, in 1e9 bytes."""
 
 Pixels = Literal["device", "host", "compressed"]
 """Where a step's images wait between GradAccum's two passes."""
@@ -30,7 +41,11 @@ class Settings(BaseModel):
     """Frozen, typed, without unknown keys; the docstring under a field is its help text."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
     )
 
     @field_validator("*", mode="before")
@@ -38,7 +53,10 @@ class Settings(BaseModel):
     def _plain_number(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse what pydantic would take, and no person means: true as a number, more than 64 bits, zero bytes; and
         secrets."""
-        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation is not bool:
+        if (
+            isinstance(value, bool)
+            and cls.model_fields[info.field_name or ""].annotation is not bool
+        ):
             raise ValueError(f"{str(value).lower()} is no value of it")
         if isinstance(value, int) and abs(value) >= 2**63:
             raise ValueError("the number has more than 64 bits")
@@ -62,17 +80,19 @@ class AugmentSettings(Settings):
     """Maximum relative change of size; the factor is uniform in 1 +- zoom."""
     shift: float = Field(0.0, ge=0, lt=1)
     """Maximum translation along each axis, as a fraction of the side; uniform in +-shift."""
-    colour_scale: float = Field(0.0, ge=0, lt=1)
-    """Maximum relative change of contrast; each channel's factor is uniform in 1 +- colour_scale."""
-    colour_offset: float = Field(0.0, ge=0, lt=1)
-    """Maximum change of brightness, with pixels in [0, 1]; each channel's offset is uniform in +-colour_offset."""
-    color_jitter: tuple[NotNegative, NotNegative, NotNegative, Annotated[float, Field(ge=0, le=0.5)]] = (0.0,) * 4
+    color_scale: float = Field(0.0, ge=0, lt=1)
+    """Maximum relative change of contrast; each channel's factor is uniform in 1 +- color_scale."""
+    color_offset: float = Field(0.0, ge=0, lt=1)
+    """Maximum change of brightness, with pixels in [0, 1]; each channel's offset is uniform in +-color_offset."""
+    color_jitter: tuple[
+        NotNegative, NotNegative, NotNegative, Annotated[float, Field(ge=0, le=0.5)]
+    ] = (0.0,) * 4
     """Brightness, contrast, saturation and hue of torchvision's ColorJitter: the first three factors are uniform in
-    [max(0, 1 - value), 1 + value], hue turns by +-value of the colour circle; in a random order for each image."""
+    [max(0, 1 - value), 1 + value], hue turns by +-value of the color circle; in a random order for each image."""
     color_jitter_prob: float = Field(1.0, ge=0, le=1)
-    """Fraction of the images whose colours color_jitter changes."""
+    """Fraction of the images whose colors color_jitter changes."""
     gray_scale_prob: float = Field(0.0, ge=0, le=1)
-    """Fraction of the images that are turned to grey scale."""
+    """Fraction of the images that are turned to gray scale."""
     re_prob: float = Field(0.0, ge=0, le=1)
     """Fraction of the images in which boxes are erased, that is filled with noise; sizes as timm's RandomErasing."""
     re_count: int = Field(1, ge=1, le=8)
@@ -89,9 +109,10 @@ class RemoteSettings(Settings):
     cache: Path = Path("~/.cache/disco_ds")
     """Folder on a local disk of each host, shared by all its processes. Fetched shards are kept in its sub-folder
     disco_ds-UID, which only this user can open, until others need the space; no other file is touched."""
-    cache_gb: float = Field(100.0, gt=0)
-    """Size limit of the cache in 1e9 bytes. A host has about data.slots / hosts shards of every source in use at a
-    time, and as many ahead."""
+    cache_gb: float | None = Field(None, gt=0)
+    """Size limit of the cache in 1e9 bytes, at most 90% of what is free on its disk. None: room for the shards that the
+    slots of this host read at a time and fetch ahead, and at least 100. A run whose slots read more at a time than the
+    cache can hold is refused at the start."""
     ahead: int = Field(1, ge=0, le=1000)
     """Shards that the workers fetch for every slot before they are needed, at least as many as the slot shuffles
     together, where the cache has room for more than those in use. 0: each is fetched when its first sample is read."""
@@ -115,7 +136,9 @@ class RemoteSettings(Settings):
 
 def _check_captions(captions: dict[str, float]) -> dict[str, float]:
     if not captions or min(captions.values()) < 0 or sum(captions.values()) <= 0:
-        raise ValueError(f"data.captions needs templates with weights >= 0 that do not sum to 0, got {captions}")
+        raise ValueError(
+            f"data.captions needs templates with weights >= 0 that do not sum to 0, got {captions}"
+        )
     if not math.isfinite(sum(captions.values())):
         raise ValueError(f"data.captions needs finite weights, got {captions}")
     for template in captions:
@@ -127,8 +150,10 @@ Captions = Annotated[dict[str, float], AfterValidator(_check_captions)]
 
 
 def _check_source(source: str) -> str:
-    if source not in ("shards", "synthetic") and not re.fullmatch(PATTERN, source):
-        raise ValueError(f"data.source is {source!r}; expected shards, synthetic, or your own as package.module:Class")
+    if source not in ("shards", "synthetic") and not re.fullmatch(CUSTOM_CODE, source):
+        raise ValueError(
+            f"data.source is {source!r}; expected shards, synthetic, or your own as package.module:Class"
+        )
     return source
 
 
@@ -179,14 +204,16 @@ class DataSettings(Settings):
     """Member names (extensions) that may hold the image, tried in this order; for a csv, the column of image paths."""
     captions: Captions = {"{txt}": 1.0}
     """Caption templates and their weights, e.g. {"{txt}": 0.5, "{json[keywords]}": 0.5}; a field in braces is a member,
-    or a column of a csv."""
+    an entry of a JSON member (of a list: {json[captions][0]}), or a column of a csv."""
     csv_separator: str | None = Field(None, min_length=1, max_length=1)
     """Separator of a csv's columns; None: a tab if its first line has one, else a comma."""
     slots: int | None = Field(None, gt=0, le=2**20)
     """Number of logical streams that make up the data order, a multiple of the number of ranks. None: 512, or fewer for
-    fewer shards."""
+    fewer shards and for large remote shards: all slots together read at most 128e9 bytes of them at a time. A resumed
+    run keeps its number."""
     window: int = Field(4096, gt=0)
-    """Number of consecutive entries of a slot that are shuffled together."""
+    """Number of consecutive entries of a slot that are shuffled together. Where a source is drawn with replacement, a
+    slot draws from as many, or from as many as a shard has if those are more."""
     workers: int | None = Field(None, ge=0, le=1024)
     """Decoding processes per rank. None: one for each of the rank's cores but one; 0: decode in the trainer's
     process."""
@@ -217,23 +244,33 @@ class DataSettings(Settings):
                     f"{where}.shards is missing: name a folder of .tar shards, or set {where}.source=synthetic"
                 )
             if part.source == "shards" and part.options:
-                raise ValueError(f"{where}.options are those of your own source, and {where}.source is shards")
+                raise ValueError(
+                    f"{where}.options are those of your own source, and {where}.source is shards"
+                )
         if self.sources and (self.shards or self.manifest):
-            raise ValueError("data.sources takes the place of data.shards and data.manifest: set one or the other")
+            raise ValueError(
+                "data.sources takes the place of data.shards and data.manifest: set one or the other"
+            )
         if len({source.weight is None for source in self.sources or ()}) > 1:
             raise ValueError("data.sources: give every source a weight, or none")
         if not any(part.strip() for part in self.image_key.split(";")):
             raise ValueError(f"data.image_key {self.image_key!r} names no member")
         if self.csv_separator in ('"', "\n", "\r"):
-            raise ValueError(f"data.csv_separator {self.csv_separator!r} has a meaning of its own in a csv")
+            raise ValueError(
+                f"data.csv_separator {self.csv_separator!r} has a meaning of its own in a csv"
+            )
         if (self.remote.http or self.remote.pipe) and self.remote.timeout_s >= self.timeout_s:
             raise ValueError(
                 f"data.remote.timeout_s ({self.remote.timeout_s:g}) must be below data.timeout_s ({self.timeout_s:g})"
             )
         if self.crop_scale is not None and not 0 < self.crop_scale[0] <= self.crop_scale[1] <= 1:
-            raise ValueError(f"data.crop_scale must be (low, high) with 0 < low <= high <= 1, got {self.crop_scale}")
+            raise ValueError(
+                f"data.crop_scale must be (low, high) with 0 < low <= high <= 1, got {self.crop_scale}"
+            )
         if not 0 < self.crop_ratio[0] <= self.crop_ratio[1]:
-            raise ValueError(f"data.crop_ratio must be (low, high) with 0 < low <= high, got {self.crop_ratio}")
+            raise ValueError(
+                f"data.crop_ratio must be (low, high) with 0 < low <= high, got {self.crop_ratio}"
+            )
         return self
 
     @property
@@ -241,10 +278,17 @@ class DataSettings(Settings):
         """The sources, one or more."""
         if self.source == "shards" and self.sources:
             return self.sources
-        own = {"source": self.source, "options": self.options, "shards": self.shards, "manifest": self.manifest}
+        own = {
+            "source": self.source,
+            "options": self.options,
+            "shards": self.shards,
+            "manifest": self.manifest,
+        }
         return (SourceSettings(**own),)
 
     def settings_of(self, part: SourceSettings) -> DataSettings:
         """The settings that apply to one source."""
         own = {"image_key": part.image_key, "captions": part.captions}
-        return self.model_copy(update={key: value for key, value in own.items() if value is not None})
+        return self.model_copy(
+            update={key: value for key, value in own.items() if value is not None}
+        )

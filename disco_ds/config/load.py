@@ -11,12 +11,11 @@ from pydantic import BaseModel, ValidationError
 
 from disco_ds.config.data import SourceSettings
 from disco_ds.config.ds_config import read_ds_config
-from disco_ds.config.hints import did_you_mean, shorten, suggest
 from disco_ds.config.open_clip_flags import explain_word
 from disco_ds.config.recipe import PACKAGE, Config
 from disco_ds.config.recipe_yaml import assign, find_line, parse, split_overrides
-from disco_ds.config.renamed import refuse_renamed, translate_renamed
 from disco_ds.config.text_file import read_text
+from disco_ds.names import did_you_mean, shorten, suggest
 
 MAX_PROBLEMS = 3
 """Problems of one recipe that a message names; the rest are counted."""
@@ -24,25 +23,23 @@ _OVERRIDE = "override: "
 
 
 def load_config(recipe: str | Path, overrides: list[str] | None = None) -> Config:
-    """Read a recipe, apply `a.b=value` overrides, each key once, check everything.
+    """Read a recipe, apply `a.b=value` overrides, each key once, and check every key and value.
+
+    What takes the losses, the model or the data to know is checked by the start, `train --dry-run` and doctor: whether
+    a loss or a model exists, and the shards.
 
     Args:    recipe: a name in disco_ds/recipes or a path; overrides: dotted keys, values in YAML.
     Raises:  ValueError naming the file, the key, what it got and the nearest valid name.
-
-    The config.yaml of a run that an older version has written may have keys that are called otherwise now.
     """
     path = find_recipe(recipe)
     text = read_text(path, "recipe")
     tree = parse(text, str(path))
     if not isinstance(tree, dict):
         raise ValueError(f"{path}: expected a mapping of settings, got {type(tree).__name__}")
-    if path.name == "config.yaml" and (path.parent / "ds_config.json").is_file():  # a run folder's, not a user's
-        tree = translate_renamed(tree)
     assigned = split_overrides(overrides or [])
     for keys, value in assigned:
         if keys == ["deepspeed"] or keys[0] != "deepspeed":
             assign(tree, keys, value)
-    refuse_renamed(tree, overrides or [], str(path))
     tree["deepspeed"] = read_ds_config(tree.get("deepspeed", "zero1"), folder=path.parent)
     for keys, value in assigned:
         if len(keys) > 1 and keys[0] == "deepspeed":
@@ -60,7 +57,9 @@ def load_config(recipe: str | Path, overrides: list[str] | None = None) -> Confi
     return check_config(tree, str(path), locate)
 
 
-def check_config(tree: dict[str, Any], origin: str, locate: Callable[[list[str]], str] = lambda path: "") -> Config:
+def check_config(
+    tree: dict[str, Any], origin: str, locate: Callable[[list[str]], str] = lambda path: ""
+) -> Config:
     """Build the Config of a plain mapping.
 
     Args:    origin: the file, named in errors; locate: where in it a key stands, or that an override has set it.
@@ -95,7 +94,11 @@ def find_recipe(recipe: str | Path) -> Path:
 
 def _is_foreign(item: Any) -> bool:
     """Whether a key is another trainer's; within a section it is rather one of ours in the wrong place."""
-    return item["type"] == "extra_forbidden" and len(item["loc"]) == 1 and bool(explain_word(str(item["loc"][0])))
+    return (
+        item["type"] == "extra_forbidden"
+        and len(item["loc"]) == 1
+        and bool(explain_word(str(item["loc"][0])))
+    )
 
 
 def _explain(item: Any) -> str:

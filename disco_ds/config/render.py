@@ -1,4 +1,4 @@
-"""The complete ds_config of a run: what DeepSpeed's file says, and the settings that the recipe owns."""
+"""Build the complete ds_config of a run from the DeepSpeed file and the recipe's settings."""
 
 from __future__ import annotations
 
@@ -10,25 +10,39 @@ from disco_ds.config.recipe import Config
 
 
 def render_ds_config(config: Config, ranks: int, run_folder: Path | None = None) -> dict[str, Any]:
-    """The complete ds_config of a run. Raises: ValueError, see complete_ds_config and Config.num_micro_batches."""
+    """Return the complete ds_config of a run.
+
+    Args:
+        config: The recipe.
+        ranks: World size.
+        run_folder: Folder for TensorBoard's files; None: no TensorBoard.
+
+    Raises:
+        ValueError: For combinations that do not work, see also complete_ds_config and
+            num_micro_batches.
+    """
     if config.model.compile and stage(config.deepspeed) == 3:
         raise ValueError(
-            "model.compile at ZeRO 3 is refused: torch.compile reads parameters that ZeRO has not gathered (those of "
-            "nn.MultiheadAttention); use ZeRO 0 to 2"
+            "model.compile at ZeRO 3 is refused: torch.compile reads parameters of nn.MultiheadAttention that ZeRO has "
+            "not gathered; use ZeRO 0 to 2"
         )
     if config.optim.name == "lamb" and stage(config.deepspeed) > 0:
         raise ValueError(
-            f"optim.name=lamb at ZeRO {stage(config.deepspeed)} is refused: its trust ratio is of a parameter's norm, "
-            "and ZeRO's optimizer sees flat parts of many (its updates would be half off); use deepspeed=zero0"
+            f"optim.name=lamb at ZeRO {stage(config.deepspeed)} is refused: its trust ratio needs the norm of each "
+            "parameter, but ZeRO's optimizer sees flat partitions, which changes updates by half; use deepspeed=zero0"
         )
     owned: dict[str, Any] = {
         "train_batch_size": config.global_batch,
         "train_micro_batch_size_per_gpu": config.micro_batch,
         "gradient_accumulation_steps": config.num_micro_batches(ranks),
         "gradient_clipping": config.optim.clip_norm,
-        # DeepSpeed's own progress lines and monitor points are off: metrics.py writes ours.
+        # DeepSpeed's progress lines and monitor points are off: metrics/logger.py writes ours.
         "steps_per_print": 2**31,
     }
     if run_folder is not None and config.log.tensorboard:
-        owned["tensorboard"] = {"enabled": True, "output_path": str(run_folder), "job_name": "tensorboard"}
+        owned["tensorboard"] = {
+            "enabled": True,
+            "output_path": str(run_folder),
+            "job_name": "tensorboard",
+        }
     return complete_ds_config(config.deepspeed, owned)

@@ -1,7 +1,9 @@
-"""Secrets in the text of settings: refused there, because recipes are copied into run folders, and hidden in messages.
+"""Detect secrets in settings. They are refused, because recipes are copied into run folders, and
+masked in messages.
 
-A recipe names an environment variable instead. In a URL, `https://host/{0..9}.tar?token=$TOKEN`, it is expanded when a
-shard is fetched; in `pipe:curl -H "Authorization: Bearer $TOKEN" ...` by the command's shell.
+A recipe names an environment variable instead. In a URL such as
+`https://host/{0..9}.tar?token=$TOKEN` it is expanded when a shard is fetched; in `pipe:curl -H
+"Authorization: Bearer $TOKEN" ...` the command's shell expands it.
 """
 
 from __future__ import annotations
@@ -29,31 +31,41 @@ _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 
 
 def refuse_secret(text: str) -> str:
-    """The text of a setting. Raises: ValueError for a password, token or signature that is written out in it."""
+    """Return the text of a setting unchanged.
+
+    Raises:
+        ValueError: If it contains a password, token or signature in plain text.
+    """
     for pattern in _PATTERNS:
         if found := pattern.search(text):
             what = found["what"].strip()
             raise ValueError(
-                f"a secret is written out after {what!r}, and settings are copied into run folders and logs: write "
-                f"{what}$NAME, and set the environment variable NAME on every host"
+                f"there is a secret after {what!r}, but settings are copied into run folders and logs: write "
+                f"{what}$NAME instead, and set the environment variable NAME on every host"
             )
     return text
 
 
 def redact(text: str) -> str:
-    """The text of a message without what refuse_secret would refuse."""
+    """Return a message with secrets, as refuse_secret detects them, replaced by ***."""
     for pattern in _PATTERNS:
         text = pattern.sub(r"\g<what>***", text)
     return text
 
 
 def expand(text: str) -> str:
-    """Put the values of environment variables in the place of $NAME and ${NAME}. Raises: ValueError for unset ones."""
+    """Replace $NAME and ${NAME} with the values of environment variables.
+
+    Raises:
+        ValueError: If a variable is not set.
+    """
 
     def value(found: re.Match[str]) -> str:
         name = found[1] or found[2]
         if name not in os.environ:
-            raise ValueError(f"the environment variable {name} is not set; a $ that names none is %24 in a URL")
+            raise ValueError(
+                f"the environment variable {name} is not set; in a URL, write %24 for a literal $"
+            )
         return os.environ[name]
 
     return _VARIABLE.sub(value, text)

@@ -1,4 +1,4 @@
-"""What a caption or label template of a recipe may say: {txt} or {json[key]}, and text around them."""
+"""Check caption and label templates: text with fields such as {txt} or {json[key]}."""
 
 from __future__ import annotations
 
@@ -6,18 +6,35 @@ import re
 import string
 
 FIELD = re.compile(r"[^\s{}\[\]!:]+(\[[^{}\[\]]+\])*")
-"""A member of the sample by its extension, or an entry of one that is JSON."""
+"""A sample member by its extension, or an entry of a JSON member."""
 
 
 def check_template(setting: str, template: str) -> None:
-    """Raises: ValueError naming the setting, for a template that no sample could fill, or that all fill alike."""
+    """Check the template of a setting.
+
+    Args:
+        setting: Name of the setting, for error messages.
+        template: The template.
+
+    Raises:
+        ValueError: If no sample could fill the template, or if it has no field.
+    """
     try:
-        parts = [(field, spec, conversion) for _, field, spec, conversion in string.Formatter().parse(template)]
+        parts = list(string.Formatter().parse(template))
     except ValueError as error:
-        raise ValueError(f"{setting}: template {template!r} cannot be read: {error}; a brace is written {{{{") from None
-    fields = [(field, spec, conversion) for field, spec, conversion in parts if field is not None]
-    if not fields:
-        raise ValueError(f"{setting}: template {template!r} has no field, such as {{txt}}: all samples would be alike")
-    for field, spec, conversion in fields:
+        raise ValueError(
+            f"{setting}: template {template!r} is malformed: {error}; write {{{{ for a literal brace"
+        ) from None
+    has_field = False
+    for _, field, spec, conversion in parts:
+        if field is None:
+            continue
+        has_field = True
         if spec or conversion or not FIELD.fullmatch(field):
-            raise ValueError(f"{setting}: template {template!r} has {{{field}}}, expected {{member}} or {{json[key]}}")
+            raise ValueError(
+                f"{setting}: template {template!r} has {{{field}}}, expected {{member}} or {{json[key]}}"
+            )
+    if not has_field:
+        raise ValueError(
+            f"{setting}: template {template!r} has no field such as {{txt}}, so all samples would get the same text"
+        )

@@ -1,4 +1,4 @@
-"""Text files: read with a message for every one that is none, written whole or not at all."""
+"""Read small text files with clear error messages, and write them atomically."""
 
 from __future__ import annotations
 
@@ -6,24 +6,34 @@ import os
 import stat
 from pathlib import Path
 
-from disco_ds.config.hints import shorten
+from disco_ds.names import shorten
 
 MAX_BYTES = 4_000_000
-"""No recipe or ds_config is this long; a mistaken path may name a file of gigabytes."""
+"""Longer than any recipe or ds_config. A wrong path may point to a file of gigabytes."""
 
 
 def read_text(path: Path, what: str) -> str:
-    """The text of a regular file. Raises: ValueError beginning with `what`, as "recipe"."""
+    """Return the text of a regular file.
+
+    Args:
+        path: The file.
+        what: What the file should be, such as "recipe"; error messages begin with it.
+
+    Raises:
+        ValueError: If it cannot be read as text.
+    """
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise ValueError(f"{what} {path} is not a file")
         if status.st_size > MAX_BYTES:
-            raise ValueError(f"{what} {path} has {status.st_size:,} bytes, which no settings need")
+            raise ValueError(
+                f"{what} {path} has {status.st_size:,} bytes, expected at most {MAX_BYTES:,}; is the path right?"
+            )
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{what} {path} is not text in UTF-8: byte {error.start} is {error.object[error.start]:#04x}"
+            f"{what} {path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}"
         ) from None
     except FileNotFoundError:
         raise ValueError(f"{what} {path} does not exist") from None
@@ -32,7 +42,11 @@ def read_text(path: Path, what: str) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file by a rename: whatever happens, it holds this text, or what it held before. Raises: OSError."""
+    """Write a file atomically: after a failure it still has its previous content.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:
@@ -42,4 +56,6 @@ def write_text(path: Path, text: str) -> None:
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        raise OSError(error.errno, f"{error.strerror}; make room, or choose another folder", str(path)) from None
+        raise OSError(
+            error.errno, f"{error.strerror}; make room, or choose another folder", str(path)
+        ) from None

@@ -1,1 +1,2 @@
-"""Ranks working together: collectives, agreement, heartbeat, signals. Only its comm.py uses torch.distributed."""
+"""How ranks work together: collectives, agreement, heartbeats, signals. Only comm.py uses
+torch.distributed."""

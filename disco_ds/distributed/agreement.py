@@ -1,7 +1,8 @@
-"""Refuses to run if ranks were given different settings, and names the keys, values, hosts and ranks.
+"""Check that all ranks have the same settings, and name the keys, values, hosts and ranks that
+differ.
 
-On several hosts a remote shell expands the arguments of a launcher, and the recipe may be a different file on each. A
-rank with other settings would train a wrong model or hang all the others.
+On several hosts, a remote shell expands the launcher's arguments, and the recipe may be a different
+file on each host. A rank with other settings would train a wrong model or make all others hang.
 """
 
 from __future__ import annotations
@@ -14,12 +15,10 @@ from typing import Any
 
 from disco_ds.distributed import comm
 
-SHOWN = 5
-"""Most settings, and most values of one setting, that a message names."""
+MAX_SHOWN = 5
+"""Maximum number of settings, and of values of one setting, in a message."""
 Report = tuple[str, dict[str, str]]
-"""A rank's host, and its settings as dotted key -> value in JSON."""
-
-
+"""A rank's host and its settings: dotted key -> value in JSON."""
 REMEDY = (
     "the remote shell expands the arguments of `deepspeed --hostfile`: start with `disco-ds launch`, or write "
     "them into the recipe, the same file on every host"
@@ -29,8 +28,12 @@ REMEDY = (
 def check_agreement(settings: dict[str, Any], remedy: str = REMEDY) -> None:
     """Check that all ranks have the same settings. Collective.
 
-    Args:   settings: a tree, as JSON would hold it; remedy: what the message ends with.
-    Raises: ValueError on every rank alike, naming the keys that differ, their values, and the hosts and ranks.
+    Args:
+        settings: Nested settings that JSON can represent.
+        remedy: Last part of the error message.
+
+    Raises:
+        ValueError: On every rank, naming the keys that differ, their values, hosts and ranks.
     """
     mine = dict(_flatten(settings))
     digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
@@ -42,22 +45,25 @@ def _describe(reports: list[Report], remedy: str = REMEDY) -> str:
     keys = sorted({key for _, settings in reports for key in settings})
     lines = []
     for key in keys:
-        places: dict[str, dict[str, list[str]]] = {}  # value -> host -> ranks, rank 0's first
+        ranks: dict[str, dict[str, list[str]]] = {}  # value -> host -> ranks, rank 0's value first
         for rank, (host, settings) in enumerate(reports):
-            places.setdefault(settings.get(key, "not given"), {}).setdefault(host, []).append(str(rank))
-        if len(places) > 1:
-            found = [f"{value} on {_name(hosts)}" for value, hosts in places.items()]
-            lines.append(f"{key}: {'; '.join(_first(found, 'more values'))}")
-    shown = "\n  ".join(_first(lines, "more settings"))
+            hosts = ranks.setdefault(settings.get(key, "not given"), {})
+            hosts.setdefault(host, []).append(str(rank))
+        if len(ranks) > 1:
+            found = [f"{value} on {_join_hosts(hosts)}" for value, hosts in ranks.items()]
+            lines.append(f"{key}: {'; '.join(_truncate(found, 'more values'))}")
+    shown = "\n  ".join(_truncate(lines, "more settings"))
     return f"the ranks were given different settings:\n  {shown}\n{remedy}"
 
 
-def _name(hosts: dict[str, list[str]]) -> str:
+def _join_hosts(hosts: dict[str, list[str]]) -> str:
     return ", ".join(f"{host} (rank {', '.join(ranks)})" for host, ranks in hosts.items())
 
 
-def _first(items: list[str], rest: str) -> list[str]:
-    return items if len(items) <= SHOWN else [*items[:SHOWN], f"and {len(items) - SHOWN} {rest}"]
+def _truncate(items: list[str], rest: str) -> list[str]:
+    if len(items) <= MAX_SHOWN:
+        return items
+    return [*items[:MAX_SHOWN], f"and {len(items) - MAX_SHOWN} {rest}"]
 
 
 def _flatten(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:

@@ -1,8 +1,10 @@
 """Collectives: the only user of deepspeed.comm and torch.distributed.
 
-`gather`, which has a gradient, sums over ranks in backward, so that a loss whose mean over ranks is the global mean
-gives N times the true gradient at the features, which the engine's mean over ranks turns into the true gradient at the
-parameters. Every function also works on one rank, and without a process group.
+`gather` is differentiable: its backward sums over ranks. A loss whose mean over ranks is the global
+mean therefore has N times the true gradient at the features, and the engine's mean over ranks turns
+that into the true gradient at the parameters.
+
+Every function also works on one rank and without a process group.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from disco_ds.distributed import flight_recorder
+from disco_ds.distributed import diagnostics
+from disco_ds.distributed.deepspeed_quirks import disable_custom_ops
 from disco_ds.distributed.device_memory import is_out_of_memory
 
 Group = Any
@@ -31,46 +34,59 @@ Result = TypeVar("Result")
 
 _received = 0.0
 _next_port: int | None = None
-"""Where the ranks of a launcher meet for another session, once they have left one."""
+"""Port of the next session; None if this process has not left a session yet."""
 
 
 def received_bytes() -> float:
-    """Bytes that this rank has received so far in this file's tensor collectives, counted as ring algorithms send."""
+    """Return the bytes that this rank has received so far, as the ring algorithms would send them.
+
+    Only the tensor collectives of this file are counted.
+    """
     return _received
 
 
 def _count(x: Tensor, times: float) -> None:
-    """Add to received_bytes: `times` the size of x."""
+    """Add `times` the size of x to received_bytes."""
     global _received
     _received += times * x.nbytes
 
 
 def init(timeout_s: float) -> None:
-    """Join the process group that the launcher describes by environment; a lone process makes a group of one.
+    """Join the process group that the launcher's environment variables describe.
 
-    Collective: every rank must call. The timeout holds for every group made afterwards, ZeRO's own included.
+    Without a launcher, create a group of one. Collective: every rank must call this.
+
+    Args:
+        timeout_s: Timeout of the collectives of all groups created from now on, including ZeRO's.
+
+    Raises:
+        ValueError: If the environment variables are incomplete.
+        RendezvousError: If the ranks cannot meet.
     """
     from torch.distributed import distributed_c10d
 
-    _probe_no_operations()
+    disable_custom_ops()
     timeout = timedelta(seconds=timeout_s)
+    # new_group and DeepSpeed's groups take these defaults.
     distributed_c10d.default_pg_timeout = timeout
     distributed_c10d.default_pg_nccl_timeout = timeout
     if "RANK" not in os.environ:
         for variable in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
             if int(os.environ.get(variable, "1")) > 1:
                 raise ValueError(
-                    f"{variable} is {os.environ[variable]} but RANK is not set: every process would train alone; start "
-                    "with deepspeed, torchrun or srun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
+                    f"{variable} is {os.environ[variable]} but RANK is not set, so every process would train alone. "
+                    "Start with deepspeed, torchrun or srun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
+                    "MASTER_PORT."
                 )
-        lone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
-        os.environ.update({key: str(value) for key, value in lone.items()})
-    missing = [key for key in ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+    required = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in required if name not in os.environ]
     if missing:
         raise ValueError(f"RANK is set but {', '.join(missing)} is not; a launcher sets them all")
     if get_accelerator().device_name() != "cpu":
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
-    flight_recorder.switch_on()
+    diagnostics.record_collectives()
     try:
         dist.init_distributed(
             dist_backend=get_accelerator().communication_backend_name(),
@@ -80,26 +96,37 @@ def init(timeout_s: float) -> None:
         )
     except (torch.distributed.DistNetworkError, torch.distributed.DistStoreError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        cause = "another process uses that port: choose one by --master_port" if "EADDRINUSE" in str(error) else error
-        raise RendezvousError(f"rank {os.environ['RANK']} cannot meet the others at {address}: {cause}") from None
+        cause = str(error)
+        if "EADDRINUSE" in cause:
+            cause = "another process uses that port; choose another with --master_port"
+        raise RendezvousError(
+            f"rank {os.environ['RANK']} cannot meet the others at {address}: {cause}"
+        ) from None
 
 
 class RendezvousError(ConnectionError):
-    """The ranks of a run cannot meet: the port is taken, or a rank cannot reach it or has not come in time."""
+    """The ranks cannot meet: the port is taken, or a rank cannot reach it, or a rank came too late."""
 
 
 @contextmanager
 def session(timeout_s: float) -> Iterator[None]:
-    """The process group for a `with` block, which all ranks leave together: a rank that just exits makes others abort.
+    """Join the process group for a `with` block. Collective.
 
-    A rank that raises leaves without waiting, so that the launcher notices its exit and ends the others.
+    All ranks leave the block together, because a rank that simply exits makes the others abort. A
+    rank that raises leaves without waiting, so that the launcher notices its exit and ends the
+    others.
 
-    Raises: ValueError where the process has joined a group already; RendezvousError.
+    Args:
+        timeout_s: See `init`.
+
+    Raises:
+        ValueError: If this process has joined a process group already.
+        RendezvousError: If the ranks cannot meet.
     """
     if torch.distributed.is_initialized():
         raise ValueError(
-            "this process has joined a process group already, and a run makes its own: start the run first, or call "
-            "torch.distributed.destroy_process_group() before it"
+            "this process has joined a process group already, but a run creates one itself. Start the run first, or "
+            "call torch.distributed.destroy_process_group() before it."
         )
     global _next_port
     if _next_port is not None:
@@ -108,40 +135,34 @@ def session(timeout_s: float) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if size() == 1:  # no other rank is left waiting, and the process may go on to another session
+        # No other rank is waiting, and this process may start another session.
+        if size() == 1:
             dist.destroy_process_group()
         raise
-    # Another session of these ranks meets elsewhere: this one's store may still be open on rank 0, and has its keys.
+    # The next session of these ranks uses another port: the store of this one may still be open on
+    # rank 0, and holds old keys.
     _next_port = broadcast(_free_port()) if size() > 1 else None
     dist.barrier()
     dist.destroy_process_group()
 
 
 def _joined() -> bool:
-    """Return True if there is a process group; every function of this file asks here, and adopts one it did not make.
+    """Return whether there is a process group, and make deepspeed.comm adopt one that torch has
+    created.
 
-    A group of torch.distributed alone, such as a loop of DDP or FSDP has, is handed on to deepspeed.comm: else each
-    rank would take its part of the batch for the whole.
+    A DDP or FSDP loop initializes torch.distributed only. Without the adoption each rank would take
+    its part of the batch for the whole batch.
     """
     if not dist.is_initialized() and torch.distributed.is_initialized():
-        _probe_no_operations()
+        disable_custom_ops()
         logger = logging.getLogger("DeepSpeed")
         level = logger.level
         logger.setLevel(logging.WARNING)
-        dist.init_distributed(torch.distributed.get_backend(), auto_mpi_discovery=False, verbose=False)
+        dist.init_distributed(
+            torch.distributed.get_backend(), auto_mpi_discovery=False, verbose=False
+        )
         logger.setLevel(level)
     return bool(dist.is_initialized())
-
-
-def _probe_no_operations() -> None:
-    """Keep DeepSpeed from its own operations, of which none is used.
-
-    Asking for one probes them all, with nvcc where there is a GPU; and its shared-memory collectives for CPUs would be
-    built with a compiler, leave memory behind and wait without a timeout.
-    """
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__ = {}
 
 
 def rank(group: Group = None) -> int:
@@ -153,11 +174,13 @@ def size(group: Group = None) -> int:
 
 
 def local_device() -> torch.device:
-    """The accelerator this process drives, else the CPU."""
+    """Return the accelerator that this process uses, or the CPU."""
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         return torch.device("cpu")
-    return torch.device(accelerator.device_name(int(os.environ.get("LOCAL_RANK", 0))))
+    if "LOCAL_RANK" not in os.environ:
+        return torch.device(accelerator.current_device_name())
+    return torch.device(accelerator.device_name(int(os.environ["LOCAL_RANK"])))
 
 
 def barrier() -> None:
@@ -166,44 +189,60 @@ def barrier() -> None:
 
 
 def open_store(timeout_s: float) -> Any:
-    """A new client of the rendezvous store (torch's TCPStore), which a thread can use beside the collectives."""
-    from torch.distributed import TCPStore
-
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    """Create a client of the rendezvous store (torch's TCPStore), for use in a thread of its own."""
+    return torch.distributed.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+    )
 
 
 # Errors
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Return True for the error of a collective, whose cause may be another rank. gloo's errors have no own type."""
+    """Return whether an error comes from a collective, so that its cause may be another rank."""
     if is_out_of_memory(error):
         return False
     if isinstance(error, torch.distributed.DistError):
         return True
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in ("gloo", "nccl"))
+    # gloo raises plain RuntimeErrors.
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and ("gloo" in text or "nccl" in text)
 
 
 # Tensors
 
 
 def gather(x: Tensor, reduction: Reduction = "reduce_scatter", group: Group = None) -> Tensor:
-    """Rows of every rank, in rank order; its backward sums the gradients that all ranks have at this rank's rows.
+    """Gather the rows of every rank, in rank order; backward sums all ranks' gradients of a row.
 
-    Collective, in forward and in backward: every rank must call.
-    Args:    x [b, ...], the same shape on every rank; reduction: the collective of the backward: reduce_scatter, or as
-             in DisCo-CLIP's Algorithm 1 an all_reduce of all rows' gradients, of which b are kept.
-    Returns: [N b, ...].
+    Collective, in forward and in backward: every rank must call this.
+
+    Args:
+        x: [b, ...], the same shape on every rank.
+        reduction: The collective of the backward. "reduce_scatter", or "all_reduce" as in
+            DisCo-CLIP's Algorithm 1, which reduces the gradients of all rows and keeps those of
+            this rank's b rows.
+        group: The ranks that take part.
+
+    Returns:
+        [N b, ...].
     """
     return _Gather.apply(x, reduction, group)
 
 
 def reduce_scatter_in_place(x: Tensor, group: Group = None) -> Tensor:
-    """Sum over ranks, of which each rank keeps its own rows, without gradient. Collective.
+    """Sum x over ranks and return this rank's rows of the sum, without gradient. Collective.
 
-    Args:    x [N b, ...], contiguous; its content is undefined afterwards, because nothing is copied.
-    Returns: [b, ...]; x itself at one rank.
+    Args:
+        x: [N b, ...], contiguous. Its content is undefined afterwards, because nothing is copied.
+        group: The ranks that take part.
+
+    Returns:
+        [b, ...]; x itself if there is one rank.
     """
     if size(group) == 1:
         return x
@@ -214,27 +253,36 @@ def reduce_scatter_in_place(x: Tensor, group: Group = None) -> Tensor:
 
 
 def all_reduce_sum(x: Tensor, group: Group = None) -> Tensor:
-    """Sum over ranks as a new tensor, without gradient. Collective."""
+    """Return the sum over ranks as a new tensor, without gradient. Collective."""
     return _all_reduce(x.detach(), group, dist.ReduceOp.SUM)
 
 
 def all_reduce_max(x: Tensor, group: Group = None) -> Tensor:
-    """Maximum over ranks as a new tensor, without gradient. Collective."""
+    """Return the maximum over ranks as a new tensor, without gradient. Collective."""
     return _all_reduce(x.detach(), group, dist.ReduceOp.MAX)
 
 
-def ring_exchange(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: Group) -> list[Any]:
-    """Start sending to the next rank and receiving from the one before, all at once. Returns: requests to wait for."""
+def ring_exchange(
+    outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: Group
+) -> list[Any]:
+    """Start sending to the next rank and receiving from the previous rank.
+
+    Returns:
+        The requests to wait for.
+    """
     if not outgoing and not incoming:
         return []
     N, n = size(group), rank(group)
-    next_rank, previous = (
-        peer if group is None else dist.get_global_rank(group, peer) for peer in ((n + 1) % N, (n - 1) % N)
-    )
+    following = (n + 1) % N
+    previous = (n - 1) % N
+    if group is not None:
+        following = dist.get_global_rank(group, following)
+        previous = dist.get_global_rank(group, previous)
     for x in incoming:
         _count(x, 1)
-    sends = [dist.P2POp(dist.isend, x, next_rank, group) for x in outgoing]
-    return dist.batch_isend_irecv([*sends, *(dist.P2POp(dist.irecv, x, previous, group) for x in incoming)])
+    sends = [dist.P2POp(dist.isend, x, following, group) for x in outgoing]
+    receives = [dist.P2POp(dist.irecv, x, previous, group) for x in incoming]
+    return dist.batch_isend_irecv(sends + receives)
 
 
 class _Gather(torch.autograd.Function):
@@ -251,7 +299,8 @@ class _Gather(torch.autograd.Function):
         return total.chunk(size(ctx.group))[rank(ctx.group)], None, None
 
 
-# None of these writes to its input: autograd may pass the same grad_output to another node.
+# These functions must not write to their input: autograd may pass the same gradient to another
+# node.
 
 
 def _all_gather(x: Tensor, group: Group) -> Tensor:
@@ -268,7 +317,7 @@ def _reduce_scatter(x: Tensor, group: Group) -> Tensor:
         return x.clone()
     out = x.new_empty(x.shape[0] // size(group), *x.shape[1:])
     _count(x, 1 - 1 / size(group))
-    # On a copy, because gloo reduces in place.
+    # A copy, because gloo reduces in place.
     dist.reduce_scatter_tensor(out, x.clone(memory_format=torch.contiguous_format), group=group)
     return out
 
@@ -285,7 +334,7 @@ def _all_reduce(x: Tensor, group: Group, op: Any) -> Tensor:
 
 
 def gather_objects(item: Any) -> list[Any]:
-    """Every rank's picklable object, in rank order. Collective."""
+    """Return every rank's picklable object, in rank order. Collective."""
     if not _joined():
         return [item]
     items: list[Any] = [None] * size()
@@ -294,7 +343,7 @@ def gather_objects(item: Any) -> list[Any]:
 
 
 def broadcast(item: Any) -> Any:
-    """Rank 0's picklable object. Collective."""
+    """Return rank 0's picklable object. Collective."""
     items = [item]
     if _joined():
         dist.broadcast_object_list(items, src=0)
@@ -302,23 +351,29 @@ def broadcast(item: Any) -> Any:
 
 
 class AgreedError(ValueError):
-    """A failure that every rank raises alike, so that all can end in order."""
+    """A failure that all ranks raise together, so that all can shut down in order."""
 
 
 @contextmanager
 def all_or_none(what: str) -> Iterator[None]:
-    """Run a block that may fail on some ranks so that it fails on all ranks or on none; it must not communicate.
+    """Run a block so that it fails on all ranks or on none. The block must not communicate.
 
     Collective: every rank must enter.
-    Raises: AgreedError on every rank, naming the ranks and hosts that failed and why.
+
+    Args:
+        what: What the block does, for the error message.
+
+    Raises:
+        AgreedError: On every rank, naming the ranks and hosts that failed, and why.
     """
     problem: str | None = None
     try:
         yield
     except Exception as error:
-        # A ValueError or OSError is written for the user; any other needs its type to be understood.
-        explains_itself = isinstance(error, ValueError | OSError)
-        problem = str(error) if explains_itself else f"{type(error).__name__}: {error}"
+        # A ValueError or OSError is written for the user; the message of another error needs its
+        # type.
+        user_error = isinstance(error, ValueError | OSError)
+        problem = str(error) if user_error else f"{type(error).__name__}: {error}"
     reports = gather_objects((problem, socket.gethostname()))
     failed = [number for number, (text, _) in enumerate(reports) if text is not None]
     if failed:
@@ -330,9 +385,14 @@ def all_or_none(what: str) -> Iterator[None]:
 
 
 def from_rank_0(what: str, work: Callable[[], Result]) -> Result:
-    """Call `work` on rank 0 only, and return its picklable result on every rank. Collective.
+    """Call `work` on rank 0 only and return its picklable result on every rank. Collective.
 
-    Raises: AgreedError on every rank if it fails; `what` says in the message what was done.
+    Args:
+        what: What `work` does, for the error message.
+        work: The function to call.
+
+    Raises:
+        AgreedError: On every rank, if `work` fails.
     """
     result: Any = None
     with all_or_none(what):

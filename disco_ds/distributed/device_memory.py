@@ -1,4 +1,4 @@
-"""How an accelerator that has no memory left shows: in errors of torch's own type, and in those of its libraries."""
+"""Recognize errors that mean that the accelerator is out of memory."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import torch
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if torch, cuBLAS, cuDNN or NCCL could not allocate memory on the accelerator."""
+    """Return whether torch, cuBLAS, cuDNN or NCCL could not allocate memory on the accelerator."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
-    texts = ("cuda out of memory", "cuda error: out of memory", "_status_alloc_failed", "failure 2 'out of memory'")
+    texts = (
+        "cuda out of memory",
+        "cuda error: out of memory",
+        "_status_alloc_failed",
+        "failure 2 'out of memory'",
+    )
     return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in texts)

@@ -1,4 +1,4 @@
-"""A rank's share of the cores and the memory of its host, which it has in common with other ranks."""
+"""Divide the cores and the memory of a host among the ranks that run on it."""
 
 from __future__ import annotations
 
@@ -14,36 +14,42 @@ import torch
 from disco_ds.distributed import comm
 
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-"""Files with a container's memory limit, of cgroups version 2 and 1."""
+"""Files with the memory limit of a container, of cgroups 2 and 1."""
 
 
 @dataclass(frozen=True)
 class HostShare:
+    """What one rank may use of its host."""
+
+    ranks: int
+    """Number of ranks on this host."""
     cores: int
     memory_bytes: int
-    """A share of the memory that was free when the run began."""
+    """Share of the memory that was free when the run began."""
 
 
 def share_host() -> HostShare:
-    """This rank's share of its host. Sets torch's threads to the rank's share of the cores. Collective.
+    """Return this rank's share of its host, and set torch's number of threads accordingly. Collective.
 
-    By default torch uses a thread per core in every rank, which `deepspeed` does not change; torchrun sets
-    OMP_NUM_THREADS=1. Where OMP_NUM_THREADS is set, it stays, and ranks that are bound to cores of their own, as by
-    --bind_cores_to_rank or srun --cpus-per-task, keep all of those.
+    Under `deepspeed`, torch starts one thread per core in every rank; torchrun sets
+    OMP_NUM_THREADS=1. A given OMP_NUM_THREADS is kept. Ranks that are bound to different cores, as
+    by --bind_cores_to_rank or srun --cpus-per-task, keep all of their cores.
     """
-    mine = socket.gethostname(), sorted(os.sched_getaffinity(0))
-    ranks = comm.gather_objects(mine)
-    sharing = ranks.count(mine)
+    host = socket.gethostname()
+    cores = sorted(os.sched_getaffinity(0))
+    ranks = comm.gather_objects((host, cores))
+    num_sharing = ranks.count((host, cores))
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(torch.get_num_threads() // sharing, 1))
-    on_host = [host for host, _ in ranks].count(mine[0])
-    return HostShare(max(len(mine[1]) // sharing, 1), free_memory_bytes() // on_host)
+        torch.set_num_threads(max(torch.get_num_threads() // num_sharing, 1))
+    num_on_host = [other for other, _ in ranks].count(host)
+    num_cores = max(len(cores) // num_sharing, 1)
+    return HostShare(num_on_host, num_cores, free_memory_bytes() // num_on_host)
 
 
 def free_memory_bytes() -> int:
-    """Free memory of this host, or of the container if that has less."""
+    """Return the free memory of this host, or the limit of its container if that is less."""
     limits = [psutil.virtual_memory().available]
     for path in _LIMITS:
-        with suppress(OSError, ValueError):  # not there, or "max"
+        with suppress(OSError, ValueError):  # the file is missing, or contains "max"
             limits.append(int(Path(path).read_text()))
     return min(limits)

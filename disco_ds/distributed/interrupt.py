@@ -1,7 +1,8 @@
-"""Requests to save or to stop a run between two steps: SIGTERM, SIGUSR1 or SIGINT (Ctrl-C) to any rank, and the clock.
+"""Requests to save or to stop a run between two steps.
 
-A signal only sets a flag. The flags are part of the all_reduce of every step (agree in training/loop.py), so that all
-ranks act after the same step. Who presses Ctrl-C once more wants the process to end at once, and it does.
+They come from SIGTERM, SIGUSR1 or SIGINT (Ctrl-C) to any rank, and from the clock. A signal only
+sets a flag. The flags are part of the all_reduce of every step (`agree` in training/loop.py), so
+that all ranks act after the same step. A second Ctrl-C ends the process at once.
 """
 
 from __future__ import annotations
@@ -17,58 +18,70 @@ from disco_ds.distributed.comm import rank
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 ONE_INTERRUPT_S = 2.0
-"""A terminal sends Ctrl-C to all of a job's processes, and torchrun sends it to the ranks again: within this time it
-counts once."""
-_ANSWER = b"\nCtrl-C: saving after this step; once more ends at once, unsaved\n"
+"""Several SIGINTs within this time count as one Ctrl-C.
+
+A terminal sends it to all processes of a job, and torchrun then sends it to the ranks again.
+"""
+_ANSWER = b"\nCtrl-C: saving after this step; press again to end at once without saving\n"
 
 
 class Interrupts:
-    """This rank's requests, and those that all ranks have agreed on.
+    """The requests that this rank has received, and those that all ranks have agreed on.
 
-    Args: save_every_s: time between two requests to save, by this rank's clock; 0: none.
+    Args:
+        save_every_s: Time between two requests to save, by this rank's clock; 0 for none.
+        is_writing: Returns whether this rank still writes a checkpoint in the background.
     """
 
-    def __init__(self, save_every_s: float = 0.0):
+    def __init__(
+        self, save_every_s: float = 0.0, is_writing: Callable[[], bool] = lambda: False
+    ) -> None:
         self.save_every_s = save_every_s
+        self.is_writing = is_writing
         self.since = time.monotonic()
+        """When the last save began."""
         self.asked: str | None = None
-        """The signal that was received."""
-        self.save = self.stop = False
-        """Agreed by all ranks for the step at hand."""
-        self.writing: Callable[[], bool] = lambda: False
-        """Whether this rank still writes a checkpoint beside the training."""
+        """Name of the signal that was received."""
+        self.save = False
+        """Agreed by all ranks: save after this step."""
+        self.stop = False
+        """Agreed by all ranks: stop after this step."""
         self.written = True
-        """Agreed: no rank does."""
-        self._interrupted: float | None = None
-        """When the first Ctrl-C came."""
+        """Agreed by all ranks: no rank is still writing a checkpoint."""
+        self._first_interrupt: float | None = None
+        """Time of the first Ctrl-C."""
         for number in SIGNALS:
-            # A shell starts a script's background jobs so that the Ctrl-C for others is ignored.
+            # A shell starts the background jobs of a script with SIGINT ignored.
             if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._ask)
+                signal.signal(number, self._handle)
 
     @property
     def requests(self) -> tuple[float, float, float]:
-        """(save, stop, still writing), 0 or 1 each, to take the maximum of over ranks."""
+        """(save, stop, still writing), 0 or 1 each, to be max-reduced over ranks."""
         late = 0 < self.save_every_s <= time.monotonic() - self.since
-        return float(late), float(self.asked is not None), float(self.writing())
+        return float(late), float(self.asked is not None), float(self.is_writing())
 
     def agree(self, save: bool, stop: bool, writing: bool) -> None:
-        """Set what all ranks have agreed on; a run that stops saves first."""
-        self.save, self.stop, self.written = save or stop, stop, not writing
+        """Set what all ranks have agreed on. A run that stops also saves."""
+        self.save = save or stop
+        self.stop = stop
+        self.written = not writing
 
     def saved(self) -> None:
-        """Start the clock of the next save, as this one begins, whether it succeeds or not."""
+        """Restart the clock as a save begins, whether it will succeed or not."""
         self.since = time.monotonic()
 
-    def _ask(self, number: int, frame: Any) -> None:
+    def _handle(self, number: int, frame: Any) -> None:
         self.asked = signal.Signals(number).name
-        if number == signal.SIGINT:
-            now = time.monotonic()
-            if self._interrupted is None:
-                self._interrupted = now
-                # Not print: a handler may run inside another print. A `tee` has been ended by the same Ctrl-C.
-                with suppress(OSError):
-                    os.write(2, _ANSWER if rank() == 0 else b"")
-            elif now - self._interrupted > ONE_INTERRUPT_S:
-                signal.signal(number, signal.SIG_DFL)
-                os.kill(os.getpid(), number)
+        if number != signal.SIGINT:
+            return
+        now = time.monotonic()
+        if self._first_interrupt is None:
+            self._first_interrupt = now
+            # Not print: a handler may run inside another print. The same Ctrl-C may have ended a
+            # `tee` that reads our output.
+            with suppress(OSError):
+                os.write(2, _ANSWER if rank() == 0 else b"")
+        elif now - self._first_interrupt > ONE_INTERRUPT_S:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)

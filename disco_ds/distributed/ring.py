@@ -1,6 +1,6 @@
-"""A ring of ranks: every rank's block visits every rank, so that nothing of the size of the global batch is held.
+"""Ring of ranks: every rank's block visits every rank, so that no rank holds the global batch.
 
-The one exchange it is made of is comm.py's. Any room may import this file.
+Any room may import this file. It communicates through comm.py only.
 """
 
 from __future__ import annotations
@@ -22,44 +22,54 @@ def circulate(
     join: Callable[[list[Tensor], list[Tensor]], None],
     group: Group = None,
 ) -> list[Tensor]:
-    """Let every rank's block pass by, this rank's own first; what the ranks add to it follows one hop behind it.
+    """Send every rank's block around the ring and collect what each rank adds to it.
 
-    There is one exchange per hop, which runs while `visit` does. Two blocks are held besides this rank's own, and three
-    sets of what was added. Collective: every rank must call.
+    A rank visits its own block first. The sum of what the ranks have added to a block follows it
+    one hop behind. There is one exchange per hop, which overlaps with `visit`. A rank holds two
+    blocks besides its own, and three sets of sums. Collective: every rank must call this.
 
-    Args:    block: tensors of the same shapes on every rank, which nobody may change meanwhile;
-             visit(owner, block, spare): returns what this rank adds to the block of rank `owner`, tensors of the same
-             shapes at each call, or nothing; spare: a set of such tensors that may be overwritten, if there is one;
-             join(mine, theirs): adds the second set to the first, in place.
-    Returns: what all ranks have added to this rank's own block.
+    Args:
+        block: Tensors of the same shapes on every rank. They must not change meanwhile.
+        visit: visit(owner, block, spare) returns what this rank adds to the block of rank `owner`:
+            a set of tensors, of the same shapes in every call, or an empty list. It may overwrite
+            and return `spare`, an earlier set that is no longer needed, or None.
+        join: join(mine, theirs) adds the second set to the first in place.
+        group: The ranks that take part.
+
+    Returns:
+        What all ranks together have added to this rank's block.
     """
     N, n = comm.size(group), comm.rank(group)
-    at_hand = [x.contiguous() for x in block]
-    # Two buffers take turns: one is visited, and sent on, while the other receives the next block.
-    buffers = [[torch.empty_like(x) for x in at_hand] for _ in range(min(N - 1, 2))]
-    parts: list[Tensor] = []
+    current = [x.contiguous() for x in block]
+    # Two buffers take turns: one is visited and sent, while the other receives the next block.
+    buffers = [[torch.empty_like(x) for x in current] for _ in range(min(N - 1, 2))]
+    sums: list[Tensor] = []
     free: list[list[Tensor]] = []
     for hop in range(N):
         following = buffers[hop % 2] if hop < N - 1 else []
-        arriving = _like(parts, free)
-        # The parts of the last hop belong to a block that has moved on to the next rank: they follow it there.
-        requests = comm.ring_exchange([*(at_hand if following else []), *parts], [*following, *arriving], group)
-        mine = visit((n - hop) % N, at_hand, free.pop() if free else None)
+        arriving = _allocate_like(sums, free)
+        # The sums of the last hop belong to a block that has moved on to the next rank.
+        outgoing = [*current, *sums] if following else sums
+        requests = comm.ring_exchange(outgoing, [*following, *arriving], group)
+        mine = visit((n - hop) % N, current, free.pop() if free else None)
         for request in requests:
             request.wait()
-        if arriving:  # what the ranks before this one have added to the block at hand
+        if arriving:  # what the previous ranks have added to the current block
             join(mine, arriving)
-            free += [arriving, parts]
-        parts, at_hand = mine, following
-    if N == 1 or not parts:
-        return parts
-    # The last block visited was the next rank's own: one more exchange brings every rank what is its own.
-    home = _like(parts, free)
-    for request in comm.ring_exchange(parts, home, group):
+            free += [arriving, sums]
+        sums = mine
+        current = following
+    if N == 1 or not sums:
+        return sums
+    # The last visited block belongs to the next rank: one more exchange returns every block's sums.
+    result = _allocate_like(sums, free)
+    for request in comm.ring_exchange(sums, result, group):
         request.wait()
-    return home
+    return result
 
 
-def _like(parts: list[Tensor], free: list[list[Tensor]]) -> list[Tensor]:
-    """Memory of the shapes of `parts`, used again where a set is free."""
-    return free.pop() if parts and free else [torch.empty_like(x) for x in parts]
+def _allocate_like(tensors: list[Tensor], free: list[list[Tensor]]) -> list[Tensor]:
+    """Return memory for tensors of these shapes, preferably a free set."""
+    if tensors and free:
+        return free.pop()
+    return [torch.empty_like(x) for x in tensors]

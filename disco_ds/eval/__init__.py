@@ -1,4 +1,4 @@
-"""Evaluation over all ranks: each rank takes its share of a set, and all make the same number of forward passes.
+"""Evaluation over all ranks: each rank takes its share of a set, and all make equally many passes.
 
 sets        what to evaluate on            zero_shot   accuracy on a set with labels
 encode      features of images and texts   retrieval   recall on a set with captions
@@ -41,49 +41,68 @@ Result = Accuracy | Recall | Validation
 def evaluate_sets(
     model: nn.Module, sets: Sequence[ImageSet], spec: ImageSpec, tokenize: Tokenize, chunk: int
 ) -> list[Result]:
-    """Evaluate the model on every set, in eval mode; its mode is restored, and no random number is drawn.
+    """Evaluate the model on every set, in eval mode. Collective: every rank must call this.
 
-    Collective: every rank must call. Statistics of batch normalisation, which each rank gathers from its own samples,
-    become those of rank 0 on all ranks: they are what a checkpoint has.
-    Args:   model: an engine or a module; chunk: number of images or texts per rank and forward pass.
-    Raises: AgreedError for images that cannot be read.
+    The mode of the model is restored, and no random number is drawn. The running statistics of
+    batch normalization differ between ranks; they are overwritten with those of rank 0, which are
+    also the ones in a checkpoint.
+
+    Args:
+        model: An engine or a module.
+        sets: What to evaluate on.
+        spec: Size and resizing of the images.
+        tokenize: The tokenizer.
+        chunk: Number of images or texts per rank and forward pass.
+
+    Raises:
+        AgreedError: If images cannot be read.
     """
     training = model.training
     model.eval()
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     buffers = [buffer for norm in norms for buffer in norm.buffers()]
     if sets and buffers:
-        for buffer, value in zip(buffers, comm.broadcast([buffer.cpu() for buffer in buffers]), strict=True):
+        of_rank_0 = comm.broadcast([buffer.cpu() for buffer in buffers])
+        for buffer, value in zip(buffers, of_rank_0, strict=True):
             buffer.copy_(value)
     results: list[Result] = []
     for item in sets:
-        evaluate = classify if item.classes else validate if item.batch else retrieve
-        results.append(evaluate(model, item, spec, tokenize, chunk))
+        if item.classes:
+            results.append(classify(model, item, spec, tokenize, chunk))
+        elif item.batch:
+            results.append(validate(model, item, spec, tokenize, chunk))
+        else:
+            results.append(retrieve(model, item, spec, tokenize, chunk))
     model.train(training)
     return results
 
 
 def record(results: Sequence[Result]) -> dict[str, float]:
-    """The results as points of metrics.jsonl and TensorBoard."""
-    return {f"eval/{result.name}_{kind}": value for result in results for kind, value in result.values.items()}
-
-
-def tabulate(results: Sequence[Result]) -> dict[str, list[dict[str, str | float]]]:
-    """The results by kind, a row of figures for each set."""
+    """Return the results as points for metrics.jsonl and TensorBoard."""
     return {
-        next(iter(first.row)): [{"set": result.name, **result.values} for result in (first, *rest)]
-        for first, *rest in (list(group) for _, group in groupby(results, key=type))
+        f"eval/{result.name}_{kind}": value
+        for result in results
+        for kind, value in result.values.items()
     }
 
 
+def tabulate(results: Sequence[Result]) -> dict[str, list[dict[str, str | float]]]:
+    """Return the metrics as a table for each kind of evaluation, with a row for each set."""
+    tables: dict[str, list[dict[str, str | float]]] = {}
+    for result in results:
+        kind = next(iter(result.row))
+        tables.setdefault(kind, []).append({"set": result.name, **result.values})
+    return tables
+
+
 def describe(results: Sequence[Result]) -> str:
-    """A table for each kind of result, with a line for each set."""
+    """Format a table for each kind of evaluation, with a line for each set."""
     lines = []
     for _, group in groupby(results, key=type):
         rows = [result.row for result in group]
         cells = [list(rows[0]), *(list(row.values()) for row in rows)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         for first, *rest in cells:
-            figures = (f"{cell:>{width}}" for cell, width in zip(rest, widths[1:], strict=True))
-            lines.append("  ".join((f"{first:{widths[0]}}", *figures)))
+            numbers = [f"{cell:>{width}}" for cell, width in zip(rest, widths[1:], strict=True)]
+            lines.append("  ".join([f"{first:{widths[0]}}", *numbers]))
     return "\n".join(lines)

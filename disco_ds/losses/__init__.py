@@ -1,9 +1,9 @@
-"""The contrastive losses: a registry, one file per loss. They take plain values, no settings and no engine.
+"""The contrastive losses, one per file. They take plain values and depend on no settings or engine.
 
-What a loss class must have is at the top of base.py.
+What a loss class must provide is documented in base.py. Importing a loss's file registers it.
 """
 
-from disco_ds.losses import clip, disco, disco_fused, fastclip, inf_cl, nt_xent, siglip  # noqa: F401  (registers them)
+from disco_ds.losses import clip, disco, disco_fused, fastclip, inf_cl, nt_xent, siglip  # noqa: F401
 from disco_ds.losses.base import (
     Embeddings,
     Loss,

@@ -1,22 +1,24 @@
-"""Two ways to compare a rank's rows with the columns of all ranks: columns gathered once, or sent around a ring.
+"""Compare a rank's rows with the columns of all ranks, either gathered or sent around a ring.
 
-Both give the sums over this rank's rows and over its columns, and the gradients of both sides. The losses differ in
-what they do with these. Only losses, and the plan of their cost, import this file.
+Both ways compute the sums over this rank's rows and over its columns, and the gradients of both
+sides. The losses differ in what they do with these. Only the losses and their cost in plan/ import
+this file.
 """
 
-# b local batch, B global = N b, D width, N ranks, n this rank; scales, shifts, moments [2, b]: of rows, of columns
+# b local batch, B global = N b, D width, N ranks, n this rank; scales, shifts, moments [2, b]: of
+# rows, of columns
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Protocol, TypedDict
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from disco_ds.distributed import comm, ring
-from disco_ds.losses.base import Loss
+from disco_ds.losses.base import Embeddings, Loss
 from disco_ds.losses.kernels import (
     Block,
     Impl,
@@ -29,25 +31,26 @@ from disco_ds.losses.kernels import (
 )
 
 CommDtype = Literal["fp32", "fp16", "bf16"]
-COMM_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-class TiledOptions(TypedDict, total=False):
-    """The options of every tiled loss, whose constructors pass them on to TiledLoss."""
-
-    comm_dtype: CommDtype | None
-    tile: Sequence[int] | None
-    precision: Precision
-    impl: Impl
-    group: Any
+COMM_DTYPES: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
 
 
 class TiledLoss(Loss):
     """The base of losses that compute similarities in tiles.
 
-    Args:   comm_dtype: dtype in which features of one side are sent to other ranks; None: as `precision` rounds them,
-            which loses nothing; tile, precision, impl: see kernels.Tiling; group: of ranks, None for all.
-    Raises: ValueError for an unknown comm_dtype, tile, precision or impl.
+    Args:
+        comm_dtype: Dtype in which the features of one side are sent to other ranks. None: the dtype
+            of `precision`, which loses nothing further.
+        tile: See kernels.Tiling.
+        precision: See kernels.Tiling.
+        impl: See kernels.Tiling.
+        group: Process group, None for all ranks.
+
+    Raises:
+        ValueError: For an unknown comm_dtype, tile, precision or impl.
     """
 
     def __init__(
@@ -60,76 +63,81 @@ class TiledLoss(Loss):
     ):
         super().__init__()
         if comm_dtype is not None and comm_dtype not in COMM_DTYPES:
-            raise ValueError(f"comm_dtype must be one of {', '.join(COMM_DTYPES)} or null, got {comm_dtype!r}")
+            raise ValueError(
+                f"comm_dtype must be one of {', '.join(COMM_DTYPES)} or null, got {comm_dtype!r}"
+            )
         self.tiling = Tiling(tile, precision, impl)
-        self.comm_dtype, self.group = None if comm_dtype is None else COMM_DTYPES[comm_dtype], group
-
-
-class Blocks(Protocol):
-    """The columns of all ranks, seen from one rank. Its methods are collective: every rank must call, in one order."""
-
-    own: Tensor
-    """This rank's columns as all ranks see them, rounded to the dtype in which they are sent, [b, D]."""
-
-    def sums(self, rows: Tensor, scales: Tensor, shift: Tensor | None, maxima: bool) -> Sums:
-        """Sums over all columns for this rank's rows, and over all rows for its columns, without the pairs. All [b].
-
-        Args: scales [2, b]: of rows, of columns; shift, maxima: see kernels.Block and kernels.softmax_sums.
-        """
-
-    def gradient(
-        self, rows: Tensor, scales: Tensor, shifts: Tensor, shift: Tensor | None, of_rows: bool, of_columns: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """softmax_gradient of this rank's rows over all columns, and of its columns over all ranks' rows, [b, D] each.
-
-        Args: scales, shifts [2, b]: of rows, of columns; of_rows, of_columns: which of the two to compute.
-        """
+        self.comm_dtype = None if comm_dtype is None else COMM_DTYPES[comm_dtype]
+        self.group = group
 
 
 class Gathered:
-    """Columns of all ranks in one tensor: the fastest way where B x D fits in memory, twice if they have a gradient.
+    """The columns of all ranks in one tensor, the fastest way if B x D fits in memory.
 
-    Args: columns [b, D], held (Tiling.hold); comm_dtype: dtype they are gathered in, None for their own; keep: `sums`
-          keeps the exponentials, b x B in bf16, so that `gradient` need not compute them again.
+    If the columns have a gradient, it takes the same memory once more.
+
+    `sums` and `gradient` are collective: every rank must call them, in the same order.
+
+    Args:
+        columns: [b, D], as returned by Tiling.hold.
+        comm_dtype: Dtype in which the columns are gathered, None for the one they have.
+        keep: Let `sums` store the exponentials, b x B in bf16, so that `gradient` need not
+            recompute them.
     """
 
-    def __init__(self, columns: Tensor, tiling: Tiling, comm_dtype: torch.dtype | None, group: Any, keep: bool = False):
-        self.tiling, self.group, self.comm_dtype, self.keep = tiling, group, comm_dtype, keep
+    own: Tensor
+    """This rank's columns, rounded to the dtype in which they are sent, [b, D]."""
+
+    def __init__(
+        self,
+        columns: Tensor,
+        tiling: Tiling,
+        comm_dtype: torch.dtype | None,
+        group: Any,
+        keep: bool = False,
+    ):
+        self.tiling = tiling
+        self.group = group
+        self.comm_dtype = comm_dtype
+        self.keep = keep
         self.columns = self._gather(columns)
         self.first = comm.rank(group) * len(columns)  # column of this rank's first pair
         self.mine = slice(self.first, self.first + len(columns))
         self.own = self.columns[self.mine]
         self.kept: Tensor | None = None
 
-    def _gather(self, side: Tensor) -> Tensor:
-        sent = as_sent(side, self.comm_dtype)
-        return comm.gather(sent, group=self.group) if comm.size(self.group) > 1 else sent
-
-    def _of_all(self, own: Tensor) -> Tensor:
-        """One number per column, from all ranks; without communication where it is one number for all."""
-        if own.stride(0) == 0:  # one number, expanded
-            return own[:1].expand(len(self.columns))
-        return comm.gather(own, group=self.group)
-
-    def _block(self, rows: Tensor, scales: Tensor, shift: Tensor | None) -> Block:
-        return Block(rows, self.columns, scales[0], self._of_all(scales[1]), self.first, shift, self.tiling)
-
     def sums(self, rows: Tensor, scales: Tensor, shift: Tensor | None, maxima: bool) -> Sums:
+        """Sum over this rank's rows and over its columns, leaving out the pairs.
+
+        Args:
+            rows: [b, D].
+            scales: [2, b], of rows and of columns.
+            shift: See kernels.Block.
+            maxima: Find the largest exponents too.
+
+        Returns:
+            Sums, [b] each.
+        """
         self.kept = None
         if self.keep and shift is not None:
-            self.kept = torch.empty(len(rows), len(self.columns), dtype=torch.bfloat16, device=rows.device)
+            shape = len(rows), len(self.columns)
+            self.kept = torch.empty(shape, dtype=torch.bfloat16, device=rows.device)
         part = softmax_sums(self._block(rows, scales, shift), maxima, self.kept)
         if comm.size(self.group) == 1:
             return part
-        # A rank has the columns' sums over its own rows only. They are logarithms: to add them over ranks, take exp
-        # against a base, which is the common shift, or else the largest of any rank.
-        base = comm.all_reduce_max(part.columns, self.group) if shift is None else shift.expand_as(part.columns)
-        base = base.clamp(min=-1e300)  # a sum of nothing is -inf, and -inf - -inf is not a number
+        # A rank has the columns' sums over its rows only. They are logarithms: to add them over
+        # ranks, take exp relative to a base, which is the common shift, or without one the largest
+        # logarithm of any rank.
+        base = shift
+        if base is None:
+            base = comm.all_reduce_max(part.columns, self.group)
+        base = base.clamp(min=-1e300)  # an empty sum is -inf, and -inf - -inf is NaN
         total = comm.all_reduce_sum((part.columns - base).exp_().to(full_dtype(rows)), self.group)
+        columns_max = part.columns_max
+        if columns_max is not None:
+            columns_max = comm.all_reduce_max(columns_max, self.group)[self.mine]
         columns = total.double().log_().add_(base)[self.mine]
-        if part.columns_max is None:
-            return Sums(part.rows, columns, None, None)
-        return Sums(part.rows, columns, part.rows_max, comm.all_reduce_max(part.columns_max, self.group)[self.mine])
+        return Sums(part.rows, columns, part.rows_max, columns_max)
 
     def gradient(
         self,
@@ -137,24 +145,60 @@ class Gathered:
         scales: Tensor,
         shifts: Tensor,
         shift: Tensor | None,
-        of_rows: bool,
-        of_columns: bool,
+        needs_rows: bool,
+        needs_columns: bool,
         moments: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """See Blocks. Args: moments [2, b] float64: receives softmax_gradient's, of this rank's rows and columns."""
-        d_rows = zeros(rows) if of_rows else None
-        # Every rank computes what its rows add to all columns; a reduce_scatter then sums and divides that.
-        d_columns = zeros(self.columns) if of_columns else None
+        """Compute the gradients of this rank's rows and columns, leaving out the pairs.
+
+        They are those of softmax_gradient, of the rows over all columns and of the columns over all
+        ranks' rows.
+
+        Args:
+            rows: [b, D].
+            scales: [2, b], of rows and of columns.
+            shifts: [2, b], of rows and of columns.
+            shift: See kernels.Block.
+            needs_rows: Compute the gradient of the rows.
+            needs_columns: Compute the gradient of the columns.
+            moments: [2, b] float64, receives softmax_gradient's moments of this rank's rows and
+                columns.
+
+        Returns:
+            The two gradients, [b, D] each; None if not needed.
+        """
+        d_rows = zero_gradient(rows) if needs_rows else None
+        # Every rank computes what its rows add to all columns; a reduce_scatter sums and
+        # distributes that.
+        d_columns = zero_gradient(self.columns) if needs_columns else None
         parts = None if moments is None else (moments[0], moments.new_zeros(len(self.columns)))
-        block, kept = self._block(rows, scales, shift), None if shift is None else self.kept
-        softmax_gradient(block, shifts[0], self._of_all(shifts[1]), d_rows, d_columns, kept, parts)
+        block = self._block(rows, scales, shift)
+        kept = None if shift is None else self.kept
+        column_shifts = self._gather_vector(shifts[1])
+        softmax_gradient(block, shifts[0], column_shifts, d_rows, d_columns, kept, parts)
         if moments is not None and parts is not None:
             moments[1] = comm.all_reduce_sum(parts[1], self.group)[self.mine]
-        return d_rows, None if d_columns is None else comm.reduce_scatter_in_place(d_columns, self.group)
+        if d_columns is not None:
+            d_columns = comm.reduce_scatter_in_place(d_columns, self.group)
+        return d_rows, d_columns
+
+    def _gather(self, side: Tensor) -> Tensor:
+        sent = to_comm_dtype(side, self.comm_dtype)
+        return comm.gather(sent, group=self.group) if comm.size(self.group) > 1 else sent
+
+    def _gather_vector(self, own: Tensor) -> Tensor:
+        """Gather one number per column; without communication if all are one expanded number."""
+        if own.stride(0) == 0:
+            return own[:1].expand(len(self.columns))
+        return comm.gather(own, group=self.group)
+
+    def _block(self, rows: Tensor, scales: Tensor, shift: Tensor | None) -> Block:
+        column_scale = self._gather_vector(scales[1])
+        return Block(rows, self.columns, scales[0], column_scale, self.first, shift, self.tiling)
 
 
 class GatheredBoth(Gathered):
-    """Gathers the rows too, so that each rank computes the whole gradient of its own columns.
+    """Gather the rows too, so that each rank computes the whole gradient of its columns.
 
     No gradients of features are sent, at the cost of one more product.
     """
@@ -165,46 +209,51 @@ class GatheredBoth(Gathered):
         scales: Tensor,
         shifts: Tensor,
         shift: Tensor | None,
-        of_rows: bool,
-        of_columns: bool,
+        needs_rows: bool,
+        needs_columns: bool,
         moments: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
+        """Compute the same as Gathered.gradient."""
         found: list[Tensor | None] = []
         # First this rank's rows against all columns, then its columns against all rows.
-        for side, (anchors, wanted) in enumerate(((rows, of_rows), (self.own, of_columns))):
-            into = zeros(anchors) if wanted else None
-            if wanted or moments is not None:
+        for side, (anchors, needed) in enumerate(((rows, needs_rows), (self.own, needs_columns))):
+            gradient = zero_gradient(anchors) if needed else None
+            if needed or moments is not None:
                 others = self._gather(rows) if side else self.columns
                 parts = None if moments is None else (moments[side], moments.new_zeros(len(others)))
-                other_scale, other_shift = (self._of_all(x[1 - side]) for x in (scales, shifts))
-                block = Block(anchors, others, scales[side], other_scale, self.first, shift, self.tiling)
-                softmax_gradient(block, shifts[side], other_shift, into, None, None, parts)
-            found.append(into)
+                other_scale = self._gather_vector(scales[1 - side])
+                other_shift = self._gather_vector(shifts[1 - side])
+                block = Block(
+                    anchors, others, scales[side], other_scale, self.first, shift, self.tiling
+                )
+                softmax_gradient(block, shifts[side], other_shift, gradient, None, None, parts)
+            found.append(gradient)
         return found[0], found[1]
 
 
 class Ring:
-    """The columns of one rank at a time: nothing of size B is held, whatever the global batch. All scales are equal.
+    """The columns of one rank at a time, so that no tensor grows with the global batch.
 
-    Args: columns [b, D], held (Tiling.hold); comm_dtype: dtype they are sent in, None for their own.
+    All scales must be equal. Its methods are those of Gathered, and collective too.
+
+    Args:
+        columns: [b, D], as returned by Tiling.hold.
+        comm_dtype: Dtype in which the columns are sent, None for the one they have.
     """
 
     def __init__(self, columns: Tensor, tiling: Tiling, comm_dtype: torch.dtype | None, group: Any):
-        self.tiling, self.group = tiling, group
-        self.own = as_sent(columns, comm_dtype)
+        self.tiling = tiling
+        self.group = group
+        self.own = to_comm_dtype(columns, comm_dtype)
 
     def sums(self, rows: Tensor, scales: Tensor, shift: Tensor | None, maxima: bool) -> Sums:
-        nothing: dict[str, Any] = {
-            "size": (len(rows),),
-            "fill_value": -math.inf,
-            "dtype": torch.float64,
-            "device": rows.device,
-        }
-        total, largest = torch.full(**nothing), torch.full(**nothing) if maxima else None
+        """See Gathered.sums."""
+        total = torch.full((len(rows),), -math.inf, dtype=torch.float64, device=rows.device)
+        largest = total.clone() if maxima else None
 
         def visit(owner: int, block: list[Tensor], spare: list[Tensor] | None) -> list[Tensor]:
             part = softmax_sums(self._block(rows, block[0], scales, owner, shift), maxima)
-            # Sums of this rank's rows stay here; those of the owner's columns travel on with them.
+            # Sums of this rank's rows stay here; those of the owner's columns follow the columns.
             torch.logaddexp(total, part.rows, out=total)
             if largest is None or part.rows_max is None or part.columns_max is None:
                 return [part.columns]
@@ -215,111 +264,154 @@ class Ring:
         return Sums(total, columns[0], largest, columns[1] if maxima else None)
 
     def gradient(
-        self, rows: Tensor, scales: Tensor, shifts: Tensor, shift: Tensor | None, of_rows: bool, of_columns: bool
+        self,
+        rows: Tensor,
+        scales: Tensor,
+        shifts: Tensor,
+        shift: Tensor | None,
+        needs_rows: bool,
+        needs_columns: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        d_rows = zeros(rows) if of_rows else None
+        """See Gathered.gradient."""
+        d_rows = zero_gradient(rows) if needs_rows else None
 
         def visit(owner: int, block: list[Tensor], spare: list[Tensor] | None) -> list[Tensor]:
-            columns, shift_of_columns = block
+            columns, column_shifts = block
             d_columns = None
-            if of_columns:
-                d_columns = zeros(columns) if spare is None else spare[0].zero_()
+            if needs_columns:
+                d_columns = zero_gradient(columns) if spare is None else spare[0].zero_()
             # The owner's shifts come with its columns: a weight needs the sum of its whole column.
-            at_hand = self._block(rows, columns, scales, owner, shift)
-            softmax_gradient(at_hand, shifts[0], shift_of_columns, d_rows, d_columns)
+            current = self._block(rows, columns, scales, owner, shift)
+            softmax_gradient(current, shifts[0], column_shifts, d_rows, d_columns)
             return [] if d_columns is None else [d_columns]
 
-        found = ring.circulate([self.own, shifts[1]], visit, add_parts, self.group)
+        found = ring.circulate([self.own, shifts[1]], visit, _add_parts, self.group)
         return d_rows, found[0] if found else None
 
-    def _block(self, rows: Tensor, columns: Tensor, scales: Tensor, owner: int, shift: Tensor | None) -> Block:
-        """The block of this rank's rows and the columns of rank `owner`. Only this rank's own block has pairs."""
+    def _block(
+        self, rows: Tensor, columns: Tensor, scales: Tensor, owner: int, shift: Tensor | None
+    ) -> Block:
+        """Return the block of this rank's rows and rank owner's columns; pairs are in its own."""
         first = 0 if owner == comm.rank(self.group) else None
         return Block(rows, columns, scales[0], scales[0], first, shift, self.tiling)
 
 
-def as_sent(held: Tensor, comm_dtype: torch.dtype | None) -> Tensor:
-    """Features as they are sent; float64 ones, which are for tests of exactness, are never rounded."""
+Blocks = Gathered | Ring
+
+
+def assign_sides(embeddings: Embeddings) -> tuple[Tensor, Tensor, bool]:
+    """Choose the rows, which stay on their rank, and the columns, which are sent to other ranks.
+
+    Rows are the images, unless only the texts have a gradient. With one tower locked, the columns
+    are thus its features, and no gradient is sent back.
+
+    Returns:
+        Rows, columns, and whether the rows are texts.
+    """
+    swap = embeddings.text.requires_grad and not embeddings.image.requires_grad
+    if swap:
+        return embeddings.text, embeddings.image, True
+    return embeddings.image, embeddings.text, False
+
+
+def to_comm_dtype(held: Tensor, comm_dtype: torch.dtype | None) -> Tensor:
+    """Round features for sending. Float64 features, as in tests of exactness, stay exact."""
     return held if comm_dtype is None or held.dtype == torch.float64 else held.to(comm_dtype)
 
 
-def chunks(*sides: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Cut into the rows that are worked on at a time where a temporary copy of them is made.
-
-    On a GPU, where each call has a cost, that is 64 MiB in fp32; on a CPU it is few enough for the cache.
-    """
+def row_chunks(*sides: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Cut tensors into chunks of rows, to limit the memory of temporary copies."""
     size = chunk_rows(sides[0].shape[-1], sides[0].device)
     return zip(*(side.split(size) for side in sides), strict=True)
 
 
 def chunk_rows(D: int, device: torch.device) -> int:
+    """Return the number of rows per chunk.
+
+    On a GPU, where each call has a cost, a chunk has 64 MiB in fp32. On a CPU it fits in the cache.
+    """
     return 1024 if device.type == "cpu" else max(2**24 // D, 1)
 
 
-def positives(rows: Tensor, columns: Tensor, tiling: Tiling) -> Tensor:
-    """Cosine of every pair, [b] float64, in chunks, because a float copy of the features would not be small.
+def pair_cosines(rows: Tensor, columns: Tensor, tiling: Tiling) -> Tensor:
+    """Compute the cosine of every pair, [b] float64.
 
-    It is computed from the factors that the tiles multiply, so that a duplicate of a sample has the same similarity.
+    It is computed in chunks, because a float copy of the features would be large, and from the
+    factors that the tiles multiply, so that a duplicate of a sample has the same similarity.
     """
     full = full_dtype(rows)
-    pairs = (
-        (tiling.factor(r).to(full) * tiling.factor(c)).sum(1, dtype=torch.float64) for r, c in chunks(rows, columns)
-    )
-    return _join(list(pairs))
+    cosines = [
+        (tiling.factor(r).to(full) * tiling.factor(c)).sum(1, dtype=torch.float64)
+        for r, c in row_chunks(rows, columns)
+    ]
+    return torch.cat(cosines) if len(cosines) > 1 else cosines[0]  # one launch less
 
 
-def _join(parts: list[Tensor]) -> Tensor:
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
+def overflow_shift(rows: Tensor, columns: Tensor, scale: Tensor, group: Any) -> Tensor:
+    """Return the smallest c >= 0 for which no sum of exp(x - c) overflows fp32.
 
-
-def largest_shift(rows: Tensor, columns: Tensor, scale: Tensor, group: Any) -> Tensor:
-    """The smallest c >= 0 for which no sum of exp(x - c) overflows fp32, the same on every rank, [1] float64.
-
-    It may be so large that the sums of some row underflow; `holds` finds that from the sums. Collective, one
-    all_reduce, for which the host does not wait.
+    It is [1] float64 and equal on all ranks. It may be so large that the sums of some row
+    underflow; `shift_fits` finds that from the sums. Collective, one all_reduce, for which the host
+    does not wait.
     """
-    # Cauchy-Schwarz bounds the exponents: x <= |row| |column| s, and a sum has at most B terms; exp(88) is within fp32.
+    # Cauchy-Schwarz bounds the exponents: x <= |row| |column| s, and a sum has at most B terms;
+    # exp(88) is within fp32.
     dtype = full_dtype(rows)
     norms = [
-        torch.linalg.vector_norm(x, dim=1, dtype=dtype).amax() for side in (rows, columns) for (x,) in chunks(side)
+        torch.linalg.vector_norm(x, dim=1, dtype=dtype).amax()
+        for side in (rows, columns)
+        for (x,) in row_chunks(side)
     ]
     mine = torch.stack([torch.stack(norms).amax(), scale.detach()[0].to(dtype)])
     norm, s = comm.all_reduce_max(mine, group).double().split(1)
     return (norm * norm * s + (math.log(len(rows) * comm.size(group)) - 88)).clamp_(min=0)
 
 
-def holds(shift: Tensor, *sums: Tensor, group: Any) -> bool:
-    """Return True if the shift suits the sums of every rank: no sum underflows fp32. Collective, one all_reduce.
+def shift_fits(shift: Tensor, *sums: Tensor, group: Any) -> bool:
+    """Return True if no sum of any rank underflows fp32 with this shift.
 
-    The limit is exp(-58) below the shift, where the reciprocal of a sum, times Tiling.gain, is still within fp32. The
-    host waits for the answer.
+    Collective, one all_reduce. The limit is exp(-58) below the shift, where the reciprocal of a
+    sum, times Tiling.gain, is still within fp32. The host waits for the answer.
     """
     lowest = torch.stack([x.min() for x in sums]).min()
-    # A NaN compares False, on every rank alike.
+    # A NaN compares False on every rank.
     return bool(-comm.all_reduce_max(-lowest, group) >= shift[0] - 58)
 
 
-def finish(gradient: Tensor | None, others: Tensor, weight: Tensor, factor: Tensor, tiling: Tiling) -> Tensor | None:
-    """Add the pairs' part to the gradient from the tiles, in place: factor x (gradient / gain + weight_i others_i).
+def add_pairs(
+    gradient: Tensor | None, others: Tensor, weight: Tensor, factor: Tensor, tiling: Tiling
+) -> None:
+    """Add the pairs' part to a gradient from the tiles, in place.
 
-    Args: gradient, others [b, D]; weight [b]; factor 0-d or [1]; gain is Tiling.gain.
+    The result is factor x (gradient / gain + weight_i others_i).
+
+    Args:
+        gradient: [b, D], gain (Tiling.gain) times the gradient without the pairs; None is returned
+            as it is.
+        others: [b, D], the other half of each pair.
+        weight: [b].
+        factor: 0-d or [1].
     """
     if gradient is None:
-        return None
+        return
     lifted = (weight * tiling.gain()).to(gradient.dtype)[:, None]
     factor = (factor / tiling.gain()).to(gradient.dtype)
-    for part, other, w in chunks(gradient, others, lifted):
+    for part, other, w in row_chunks(gradient, others, lifted):
         part.addcmul_(tiling.factor(other).to(part.dtype), w).mul_(factor)
-    return gradient
 
 
-def inner(a: Tensor, b: Tensor) -> Tensor:
-    """<a, b> over all rows, 0-d float64."""
-    parts = [(x.to(y.dtype) * y).sum(dtype=torch.float64) for x, y in chunks(a, b)]
-    return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
+def inner_product(a: Tensor, b: Tensor) -> Tensor:
+    """Return <a, b> over all rows, 0-d float64."""
+    parts = [(x.to(y.dtype) * y).sum(dtype=torch.float64) for x, y in row_chunks(a, b)]
+    return torch.stack(parts).sum()
 
 
-def add_parts(mine: list[Tensor], theirs: list[Tensor]) -> None:
+def zero_gradient(x: Tensor) -> Tensor:
+    """Return zeros of the shape of x, in the dtype in which gradients accumulate."""
+    return torch.zeros(x.shape, dtype=full_dtype(x), device=x.device)
+
+
+def _add_parts(mine: list[Tensor], theirs: list[Tensor]) -> None:
     for x, y in zip(mine, theirs, strict=True):
         x.add_(y)
 
@@ -328,7 +420,3 @@ def _join_sums(mine: list[Tensor], theirs: list[Tensor]) -> None:
     torch.logaddexp(mine[0], theirs[0], out=mine[0])
     for x, y in zip(mine[1:], theirs[1:], strict=True):
         torch.maximum(x, y, out=x)
-
-
-def zeros(x: Tensor) -> Tensor:
-    return torch.zeros(x.shape, dtype=full_dtype(x), device=x.device)

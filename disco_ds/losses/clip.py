@@ -1,4 +1,7 @@
-"""The contrastive loss of the original CLIP: every rank computes the whole B x B matrix. The papers' baseline."""
+"""The contrastive loss of the original CLIP, the baseline of the papers.
+
+Every rank computes the whole B x B matrix.
+"""
 
 # b local batch, B global = N b, D width, N ranks; I, T unit rows, s scale
 
@@ -18,8 +21,9 @@ from disco_ds.losses.base import Embeddings, Loss, LossOutput, global_metrics, r
 class ClipLoss(Loss):
     """InfoNCE over the global batch, O(B^2 D) work and O(B^2) memory on each rank.
 
-    Source: docs/losses.md section 1; DisCo-CLIP equation 1. Gathers in forward only: every rank holds the whole matrix,
-    so it knows its own rows' whole gradient. Collective: every rank must call.
+    It communicates in forward only: every rank has the whole matrix, and so the whole gradient of
+    its own rows. Collective: every rank must call this. Source: docs/losses.md section 1;
+    DisCo-CLIP equation 1.
     """
 
     def __init__(self, group: Any = None):
@@ -33,14 +37,14 @@ class ClipLoss(Loss):
         labels = torch.arange(len(logits), device=logits.device)
         loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
         with torch.no_grad():
-            i2t_hits, t2i_hits = (logits.argmax(dim) == labels for dim in (1, 0))
-            metrics = global_metrics(loss, (i2t_hits.sum(), t2i_hits.sum()), len(logits), self.group)
+            hits = [(logits.argmax(dim) == labels).sum() for dim in (1, 0)]
+            metrics = global_metrics(loss, hits, len(logits), self.group)
         return LossOutput(loss, metrics)
 
 
 def _gather_own_gradient(x: Tensor, group: Any) -> Tensor:
-    """Rows of all ranks, of which this rank's carry N times the gradient (base.py's contract), the others none."""
+    """Gather the rows of all ranks; only this rank's have a gradient, times N (see base.py)."""
     N, n, b = comm.size(group), comm.rank(group), len(x)
     rows = comm.gather(x.detach(), group=group)
-    own = x.detach() + N * (x - x.detach())  # the value of x to the bit, N times its gradient
+    own = x.detach() + N * (x - x.detach())  # bitwise the value of x, with N times its gradient
     return torch.cat([rows[: n * b], own, rows[(n + 1) * b :]])

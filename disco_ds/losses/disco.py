@@ -1,4 +1,4 @@
-"""DisCo-CLIP, Algorithm 1: two b x B blocks per rank instead of B x B, inter-rank gradients collected."""
+"""DisCo-CLIP, Algorithm 1: two b x B blocks per rank, whose gradients are sent to other ranks."""
 
 # b local batch, B global = N b, D width, N ranks; I, T unit rows, s scale
 
@@ -15,20 +15,27 @@ from disco_ds.losses.base import Embeddings, Loss, LossOutput, global_metrics, r
 
 @register_loss("disco")
 class DisCoLoss(Loss):
-    """InfoNCE over the global batch, O(B^2 D / N) work and O(B^2 / N) memory on each rank, equal to `clip`.
+    """InfoNCE over the global batch, equal to `clip`.
 
-    Source: DisCo-CLIP equations 3-7 and Algorithm 1. The paper averages the gathered gradients over ranks; under an
-    engine that averages again this would give 1/N of the gradient, so we sum (docs/losses.md section 1).
-    Collective in forward and backward: every rank must call.
+    O(B^2 D / N) work and O(B^2 / N) memory on each rank. Source: DisCo-CLIP equations 3-7 and
+    Algorithm 1. The paper averages the gathered gradients over ranks. Under an engine that averages
+    again, this would give 1/N of the gradient, so they are summed here (docs/losses.md section 1).
+    Collective in forward and backward: every rank must call this.
 
-    Args:   reduction: "reduce_scatter" receives each feature gradient once; "all_reduce" is the paper's.
-    Raises: ValueError for another reduction.
+    Args:
+        reduction: "reduce_scatter" receives each feature gradient once; "all_reduce" is the paper's
+            way.
+
+    Raises:
+        ValueError: For another reduction.
     """
 
     def __init__(self, reduction: comm.Reduction = "reduce_scatter", group: Any = None):
         super().__init__()
         if reduction not in get_args(comm.Reduction):
-            raise ValueError(f"disco: reduction must be one of {get_args(comm.Reduction)}, got {reduction!r}")
+            raise ValueError(
+                f"disco: reduction must be one of {get_args(comm.Reduction)}, got {reduction!r}"
+            )
         self.reduction: comm.Reduction = reduction
         self.group = group
 
@@ -37,13 +44,14 @@ class DisCoLoss(Loss):
         b, n = len(I_n), comm.rank(self.group)
         I_A = comm.gather(I_n, self.reduction, self.group)  # [B, D]
         T_A = comm.gather(T_n, self.reduction, self.group)
-        # Algorithm 1 takes its own rows from the gathered matrix, so that their gradient joins the reduction.
+        # As in Algorithm 1, this rank's rows are part of the gathered matrix, so that the reduction
+        # includes them.
         own = slice(n * b, (n + 1) * b)
         logits_image = s * (I_A[own] @ T_A.T)  # [b, B]
         logits_text = s * (T_A[own] @ I_A.T)
         labels = torch.arange(n * b, (n + 1) * b, device=I_n.device)
         loss = (F.cross_entropy(logits_image, labels) + F.cross_entropy(logits_text, labels)) / 2
         with torch.no_grad():
-            i2t_hits, t2i_hits = (logits.argmax(1) == labels for logits in (logits_image, logits_text))
-            metrics = global_metrics(loss, (i2t_hits.sum(), t2i_hits.sum()), b, self.group)
+            hits = [(logits.argmax(1) == labels).sum() for logits in (logits_image, logits_text)]
+            metrics = global_metrics(loss, hits, b, self.group)
         return LossOutput(loss, metrics)

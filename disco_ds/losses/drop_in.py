@@ -1,7 +1,8 @@
-"""open_clip's ClipLoss and SigLipLoss by signature and return, with this package's losses inside.
+"""Replacements for open_clip's ClipLoss and SigLipLoss, with the same arguments and return values.
 
-For a training loop that is not ours: under DistributedDataParallel, DeepSpeed or FSDP, all of which average gradients
-over ranks, the parameters get the gradient of the global batch. docs/own_loop.md shows how they are put in.
+They are for training loops outside of this package. Under DistributedDataParallel, DeepSpeed or
+FSDP, all of which average gradients over ranks, the parameters get the gradient of the global
+batch. docs/custom_loop.md shows how to use them.
 """
 
 from __future__ import annotations
@@ -12,24 +13,34 @@ import torch
 from torch import Tensor, nn
 
 from disco_ds.distributed import comm
-from disco_ds.losses.alike import check_alike, warn_of_unusual
 from disco_ds.losses.base import Embeddings, build_loss
+from disco_ds.losses.input_checks import check_alike, warn_of_unusual
 
 
 class _DropIn(nn.Module):
-    """A loss by name behind open_clip's signature.
+    """A loss by name, with the arguments of open_clip's losses.
 
-    Args:   rank, world_size: of the process group, with which they are only compared; None: not given.
-    Options, beside those of the loss (docs/losses.md):
-            loss: its name, as build_loss takes it;
-            group: of torch.distributed, or of one dimension of a DeviceMesh; None: all ranks;
-            check: compare the shapes of all ranks before each loss, at the cost of one small collective and a wait.
+    Args:
+        rank: Rank in the process group, only compared with it; None: not given.
+        world_size: Size of the process group, only compared with it; None: not given.
+        options: Options of the loss (docs/losses.md), and
+            loss: its name, as for build_loss;
+            group: process group of torch.distributed, or of one dimension of a DeviceMesh; None:
+                all ranks;
+            check: compare the shapes of all ranks before each loss, at the cost of one small
+                collective and a wait.
     """
+
+    global_mean = False
+    """Return the global mean loss instead of this rank's share of it; the gradient is the same."""
 
     def __init__(self, rank: int | None, world_size: int | None, options: dict[str, Any]):
         super().__init__()
-        self.given, self.calls = (rank, world_size), 0
-        self.check, self.group = options.pop("check", True), options.get("group")
+        self.rank = rank
+        self.world_size = world_size
+        self.group_checked = False
+        self.check = options.pop("check", True)
+        self.group = options.get("group")
         self.loss = build_loss(options.pop("loss"), **options)
         self.loss.accuracy = False
 
@@ -41,40 +52,55 @@ class _DropIn(nn.Module):
         logit_bias: Tensor | None = None,
         output_dict: bool = False,
     ) -> Tensor | dict[str, Tensor]:
-        """The loss of the global batch. Collective, in forward and in backward.
+        """Compute the loss of the global batch. Collective, in forward and in backward.
 
-        Args:    image_features, text_features [b, D] unit rows, the same b on every rank; logit_scale: exp of the
-                 learned parameter, 0-d or [1]; logit_bias: 0-d or [1]; output_dict: return a dict, as open_clip asks.
-        Returns: 0-d: this rank's share, whose mean over ranks is the global mean loss and whose gradients, averaged
-                 over ranks, are those of the global batch; or {"contrastive_loss": that}.
-        Raises:  ValueError on every rank alike for features that do not fit together.
+        Args:
+            image_features: [b, D], unit rows, with the same b on every rank.
+            text_features: [b, D], unit rows.
+            logit_scale: exp of the learned parameter, 0-d or [1].
+            logit_bias: 0-d or [1], None for a bias of zero.
+            output_dict: Return a dict, as open_clip does.
+
+        Returns:
+            A 0-d loss whose mean over ranks is the global mean loss and whose gradients, averaged
+            over ranks, are those of the global batch; or {"contrastive_loss": that}.
+
+        Raises:
+            ValueError: On every rank, if the features of the ranks do not have the same shape.
         """
         scale = torch.as_tensor(logit_scale, device=image_features.device).reshape(1)
-        if self.calls == 0:
+        if not self.group_checked:
             self._check_group()
             warn_of_unusual(image_features, text_features, scale, self.group)
+            self.group_checked = True
         if self.check:
             check_alike(image_features, text_features, self.group)
-        self.calls += 1
-        bias = None if logit_bias is None else logit_bias.reshape(1)
-        value = self.loss(Embeddings(image_features, text_features, scale, bias)).loss
+        bias = torch.zeros_like(scale) if logit_bias is None else logit_bias.reshape(1)
+        out = self.loss(Embeddings(image_features, text_features, scale, bias))
+        # InfoNCE does not depend on the bias, but DistributedDataParallel waits for a gradient of
+        # every parameter.
+        value = out.loss + 0 * bias.sum()
+        if self.global_mean:
+            value = out.metrics["loss"].to(value.dtype) + (value - value.detach())
         return {"contrastive_loss": value} if output_dict else value
 
     def _check_group(self) -> None:
-        rank, world_size = self.given
-        found = (comm.rank(self.group), comm.size(self.group))
-        if (found[0] if rank is None else rank, found[1] if world_size is None else world_size) != found:
+        rank, world_size = comm.rank(self.group), comm.size(self.group)
+        if self.rank not in (None, rank) or self.world_size not in (None, world_size):
             raise ValueError(
-                f"{type(self).__name__} was given rank {rank} of world_size {world_size}, and the process group has "
-                f"rank {found[0]} of {found[1]}: initialise torch.distributed first, or leave both out"
+                f"{type(self).__name__} was given rank={self.rank}, world_size={self.world_size}, "
+                f"but the process group has rank {rank} of {world_size}: initialize "
+                "torch.distributed first, or omit both"
             )
 
 
 class ClipLoss(_DropIn):
-    """open_clip's ClipLoss: InfoNCE over the global batch. Options: see _DropIn.
+    """open_clip's ClipLoss: InfoNCE over the global batch. For the options see _DropIn.
 
-    local_loss, gather_with_grad and cache_labels choose in open_clip how it is computed, and with that whether its
-    gradient is exact. They are accepted; here the gradient is that of the global batch at any setting.
+    In open_clip, local_loss, gather_with_grad and cache_labels select how the loss is computed, and
+    with that whether its gradient is exact. Here the gradient is always that of the global batch.
+    As in open_clip, the value is the global mean loss on every rank, and with local_loss=True the
+    mean over this rank's pairs. A logit_bias has no effect, since it cancels in both softmaxes.
 
     >>> features = torch.eye(4, 8)
     >>> loss = ClipLoss()(features, features, torch.tensor(5.0), output_dict=True)
@@ -93,14 +119,18 @@ class ClipLoss(_DropIn):
         **options: Any,
     ):
         if use_horovod:
-            raise ValueError("use_horovod=True: Horovod is not supported; start with torchrun or deepspeed")
+            raise ValueError(
+                "use_horovod=True: Horovod is not supported; start with torchrun or deepspeed"
+            )
         super().__init__(rank, world_size, {"loss": "disco_fused"} | options)
+        self.global_mean = not local_loss
 
 
 class SigLipLoss(_DropIn):
-    """open_clip's SigLipLoss: the sigmoid loss over the global batch. Options: see _DropIn.
+    """open_clip's SigLipLoss: the sigmoid loss over the global batch. For the options see _DropIn.
 
-    cache_labels and dist_impl choose in open_clip how texts travel. They are accepted; here they go round a ring.
+    In open_clip, cache_labels and dist_impl select how texts are exchanged. They are accepted and
+    ignored: here texts are sent around a ring.
     """
 
     def __init__(

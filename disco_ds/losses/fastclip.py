@@ -1,17 +1,19 @@
-"""FastCLIP and the methods it compares with: each sample's denominator is an estimate that is kept between batches.
+"""FastCLIP and related losses, which keep an estimate of each sample's denominator between batches.
 
-They are six presets of one loss, which differ in the objective and the temperature. The tiles are those of
-`disco_fused`, with other vectors of sums and weights. Source: FastCLIP (arXiv 2407.01445), docs/losses.md section 6.
+They are six presets of one loss, with different objectives and temperatures. The tiles are computed
+as in `disco_fused`, with other vectors of sums and weights. Source: FastCLIP (arXiv 2407.01445),
+docs/losses.md section 6.
 """
 
 # b local batch, B global = N b, D width, N ranks; h_ij = <I_i, T_j> - <I_i, T_i>; tau = 1 / scale
-# g_i = mean over the B - 1 others of exp(h_ij / tau_i); u_i its moving average; [2, b]: of row and of column anchors
+# g_i = mean over the B - 1 others of exp(h_ij / tau_i); u_i its moving average; [2, b]: of row and
+# of column anchors
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -22,33 +24,39 @@ from disco_ds.losses.blocks import (
     Gathered,
     GatheredBoth,
     TiledLoss,
-    TiledOptions,
-    finish,
-    holds,
-    inner,
-    largest_shift,
-    positives,
+    add_pairs,
+    assign_sides,
+    inner_product,
+    overflow_shift,
+    pair_cosines,
+    shift_fits,
 )
 from disco_ds.losses.sample_state import Memory, SampleState, TauStep
-
-if TYPE_CHECKING:
-    from typing import Unpack
 
 GammaSchedule = Literal["constant", "cosine", "fractional"]
 
 
 class FastCLIPLoss(TiledLoss):
-    """Half the mean over image anchors of tau_i (log(eps + u_i) + rho), plus the same of text anchors.
+    """Half the mean over image anchors of tau_i (log(eps + u_i) + rho), plus the same of texts.
 
-    u is the estimate after its update by this batch, and the gradient is that of g / (eps + u) with u held constant.
-    `fastclip_v0` has no factor tau. rho is 0 but for the presets that have an option of that name.
+    u is the estimate after its update with this batch, and the gradient is that of g / (eps + u)
+    with u held constant. `fastclip_v0` has no factor tau. rho is 0 except in presets that have an
+    option of that name.
 
-    Args:   gamma: weight of a batch in u, which is 1 in the first epoch: "constant" is gamma_min from then on; "cosine"
-            falls to gamma_min in gamma_epochs (None: half of the run's), by whole epochs; "fractional" is the same
-            sample by sample; eps: see above; tau: initial temperature, None: the preset's; memory: where the state
-            lies, see SampleState; gather_both: the paper's dataflow (its gradient reduction), which sends no sums of
-            features; options: see TiledLoss.
-    Raises: ValueError for values out of their range.
+    Args:
+        gamma: Schedule of the weight of a batch in u, which is 1 in the first epoch. "constant":
+            gamma_min after that. "cosine": falls to gamma_min within gamma_epochs, epoch by epoch.
+            "fractional": the same, sample by sample. None: the preset's schedule.
+        gamma_min: Final weight.
+        gamma_epochs: None: half of the epochs of the run.
+        eps: See above.
+        tau: Initial temperature, None: the preset's.
+        memory: Device of the state of the samples, see SampleState.
+        gather_both: Reduce gradients as the paper does, which sends no gradients of features.
+        options: See TiledLoss.
+
+    Raises:
+        ValueError: For values out of range.
     """
 
     weighs_by_tau: ClassVar[bool] = True
@@ -57,7 +65,7 @@ class FastCLIPLoss(TiledLoss):
     learns_scale = False
     rho: float = 0.0
     tau_step: TauStep | None = None
-    """How the temperatures of single samples learn; None: there is one temperature for all."""
+    """How the temperature of each sample is learned; None: one temperature for all samples."""
 
     def __init__(
         self,
@@ -68,18 +76,22 @@ class FastCLIPLoss(TiledLoss):
         tau: float | None = None,
         memory: Memory = "device",
         gather_both: bool = False,
-        **options: Unpack[TiledOptions],
+        **options: Any,
     ):
         super().__init__(**options)
         self.gamma_schedule = gamma or self.default_gamma
         if self.gamma_schedule not in get_args(GammaSchedule):
-            raise ValueError(f"gamma must be one of {', '.join(get_args(GammaSchedule))}, got {gamma!r}")
+            raise ValueError(
+                f"gamma must be one of {', '.join(get_args(GammaSchedule))}, got {gamma!r}"
+            )
         if not (0 < gamma_min <= 1 and (gamma_epochs is None or gamma_epochs >= 1) and eps >= 0):
             raise ValueError(
-                "needed: 0 < gamma_min <= 1, gamma_epochs >= 1, eps >= 0; "
+                "expected 0 < gamma_min <= 1, gamma_epochs >= 1 and eps >= 0; "
                 f"got gamma_min {gamma_min}, gamma_epochs {gamma_epochs}, eps {eps}"
             )
-        self.gamma_min, self.gamma_epochs, self.eps = gamma_min, gamma_epochs, eps
+        self.gamma_min = gamma_min
+        self.gamma_epochs = gamma_epochs
+        self.eps = eps
         self.tau = self.default_tau if tau is None else tau
         if self.tau <= 0:
             raise ValueError(f"tau must be positive, got {self.tau}")
@@ -96,7 +108,7 @@ class FastCLIPLoss(TiledLoss):
         self.state = SampleState(num_samples, self.memory, self.tau_step, self.group)
 
     def current_gamma(self) -> float:
-        """gamma of the next batch, from the number of samples committed so far."""
+        """Return gamma for the next batch, given the number of samples committed so far."""
         state = self._state()
         epoch = state.samples / state.num_samples
         if self.gamma_schedule != "fractional":
@@ -104,8 +116,8 @@ class FastCLIPLoss(TiledLoss):
         if self.gamma_schedule == "constant":
             return 1.0 if epoch == 0 else self.gamma_min
         assert self.gamma_epochs is not None
-        left = (1 + math.cos(math.pi * min(epoch / self.gamma_epochs, 1.0))) / 2
-        return self.gamma_min + (1 - self.gamma_min) * left
+        remaining = (1 + math.cos(math.pi * min(epoch / self.gamma_epochs, 1.0))) / 2
+        return self.gamma_min + (1 - self.gamma_min) * remaining
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
         state = self._state()
@@ -113,15 +125,16 @@ class FastCLIPLoss(TiledLoss):
             raise ValueError(f"{type(self).__name__} needs sample ids: Embeddings(..., index=[b])")
         b = len(embeddings.image)
         if b * comm.size(self.group) < 2:
-            raise ValueError("FastCLIP needs a global batch of at least 2, got 1: there are no other samples")
-        # A sample's estimates lie with the rank that owns its id, and are fetched for every batch.
-        held = state.fetch(embeddings.index)  # [b, 2] each, of image and of text anchors
-        # As in infonce: the columns are sent, so the side without a gradient takes their place.
-        swap = embeddings.text.requires_grad and not embeddings.image.requires_grad
-        rows, columns = (embeddings.text, embeddings.image) if swap else (embeddings.image, embeddings.text)
+            raise ValueError(
+                "FastCLIP compares each sample with others: global_batch must be at least 2, got 1"
+            )
+        # The estimates of a sample are stored on the rank that owns its id.
+        held = state.fetch(embeddings.index)  # [b, 2] each, for image and for text anchors
+        rows, columns, swap = assign_sides(embeddings)
         if self.tau_step is not None:
             leaf = held["tau"].detach().requires_grad_()
-            # The step of the temperatures takes the gradient of the sample's own term: undo the mean over 2b terms.
+            # A temperature is updated with the gradient of its sample's term alone: undo the mean
+            # over 2b terms.
             leaf.register_hook(lambda gradient: state.stage("tau_gradient", 2 * b * gradient))
             tau = (leaf.flip(1) if swap else leaf).T
         else:
@@ -134,14 +147,15 @@ class FastCLIPLoss(TiledLoss):
             hits.reverse()
         metrics = global_metrics(loss, hits, b, self.group) | {"gamma": torch.tensor(gamma)}
         if self.tau_step is not None:
-            metrics["tau"] = comm.all_reduce_sum(held["tau"].mean(), self.group) / comm.size(self.group)
+            total = comm.all_reduce_sum(held["tau"].mean(), self.group)
+            metrics["tau"] = total / comm.size(self.group)
         return LossOutput(loss, metrics)
 
     def commit(self) -> None:
         self._state().commit()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The state of the samples that this rank owns."""
+        """Return the state of the samples that this rank owns."""
         return self._state().state_dict()
 
     def load_state_parts(self, parts: Sequence[dict[str, Any]]) -> None:
@@ -149,83 +163,107 @@ class FastCLIPLoss(TiledLoss):
 
     def _state(self) -> SampleState:
         if self.state is None:
-            raise ValueError(f"{type(self).__name__} keeps numbers per sample: call set_num_samples first")
+            raise ValueError(
+                f"{type(self).__name__} keeps state for every sample: call set_num_samples first"
+            )
         return self.state
 
 
 class _FastCLIP(torch.autograd.Function):
-    """tau: [1], one for all, or [2, b]; float64."""
+    """The loss, a function of rows, columns and tau: float64, [1] for all samples, or [2, b]."""
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, columns: Tensor, tau: Tensor, log_u: Tensor, gamma: float, loss: FastCLIPLoss
+        ctx: Any,
+        rows: Tensor,
+        columns: Tensor,
+        tau: Tensor,
+        log_u: Tensor,
+        gamma: float,
+        loss: FastCLIPLoss,
     ) -> tuple[Tensor, ...]:
-        dtypes, b, group, tiling = (rows.dtype, columns.dtype), len(rows), loss.group, loss.tiling.on(rows.device)
+        dtypes = rows.dtype, columns.dtype
+        b = len(rows)
+        group = loss.group
+        tiling = loss.tiling.on(rows.device)
         rows, columns = tiling.hold(rows), tiling.hold(columns)
         cross = loss.blocks(columns, tiling, loss.comm_dtype, group)
-        cosines = positives(rows, cross.own, tiling)
+        cosines = pair_cosines(rows, cross.own, tiling)
         scales = tau.reciprocal().expand(2, b)
-        shift = largest_shift(rows, columns, scales[0, :1], group) if len(tau) == 1 else None
+        shift = overflow_shift(rows, columns, scales[0, :1], group) if len(tau) == 1 else None
         sums = cross.sums(rows, scales, shift, loss.accuracy)
-        # A row whose similarities are all far below the largest underflows; then every sum gets a maximum of its own.
-        if shift is not None and not holds(shift, sums.rows, sums.columns, group=group):
+        # A row whose similarities are all far below the largest underflows. Then each sum subtracts
+        # a separate maximum.
+        if shift is not None and not shift_fits(shift, sums.rows, sums.columns, group=group):
             shift = None
             sums = cross.sums(rows, scales, shift, loss.accuracy)
-        others, x = torch.stack([sums.rows, sums.columns]), scales * cosines
+        others = torch.stack([sums.rows, sums.columns])
+        x = scales * cosines
         # g is a mean: the sum of exp(logit - pair's logit), divided by the number of others.
         count = math.log(b * comm.size(group) - 1)
-        # u = (1 - gamma) u + gamma g in logarithms, and u = g for a sample that is seen for the first time.
+        # u = (1 - gamma) u + gamma g in logarithms, and u = g for a sample that is seen for the
+        # first time.
         log_g = others - x - count
-        kept = math.log1p(-gamma) if gamma < 1 else -math.inf
-        log_u = torch.where(log_u == -math.inf, log_g, torch.logaddexp(log_u + kept, log_g + math.log(gamma)))
-        # log(eps + u), whose part in the gradient is a constant.
-        log_sum = torch.logaddexp(log_u, torch.full_like(log_u, math.log(loss.eps) if loss.eps else -math.inf))
-        # The weight of entry j, exp(logit_ij - shift_i), is its part of gamma g_i / (eps + u_i). That is at most 1, as
-        # the tiles need it, because u >= gamma g.
+        log_kept = math.log1p(-gamma) if gamma < 1 else -math.inf
+        updated = torch.logaddexp(log_u + log_kept, log_g + math.log(gamma))
+        log_u = torch.where(log_u == -math.inf, log_g, updated)
+        # log(eps + u), which is a constant in the gradient.
+        log_eps = math.log(loss.eps) if loss.eps else -math.inf
+        log_sum = torch.logaddexp(log_u, torch.full_like(log_u, log_eps))
+        # The weight of entry j, exp(logit_ij - shift_i), is its part of gamma g_i / (eps + u_i).
+        # That is at most 1, as the tiles require, because u >= gamma g.
         shifts = x + count + log_sum - math.log(gamma)
-        ctx.cross, ctx.shift, ctx.gamma, ctx.loss, ctx.tiling, ctx.dtypes = cross, shift, gamma, loss, tiling, dtypes
+        ctx.cross = cross
+        ctx.shift = shift
+        ctx.gamma = gamma
+        ctx.loss = loss
+        ctx.tiling = tiling
+        ctx.dtypes = dtypes
         ctx.save_for_backward(rows, cross.own, tau, cosines, others, shifts, log_sum)
         value = (log_sum + loss.rho) * tau if loss.weighs_by_tau else log_sum
         hits = count_hits(sums.rows_max, x[0]), count_hits(sums.columns_max, x[1])
         ctx.mark_non_differentiable(log_u, *hits)
-        return (value.sum() / (2 * b)).to(torch.promote_types(dtypes[0], torch.float32)), log_u, *hits
+        total = (value.sum() / (2 * b)).to(torch.promote_types(dtypes[0], torch.float32))
+        return total, log_u, *hits
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         rows, columns, tau, cosines, others, shifts, log_sum = ctx.saved_tensors
         needs_rows, needs_columns, needs_tau, *_ = ctx.needs_input_grad
-        loss, gamma, b, tiling = ctx.loss, ctx.gamma, len(rows), ctx.tiling
+        loss: FastCLIPLoss = ctx.loss
+        gamma = ctx.gamma
+        tiling = ctx.tiling
+        b = len(rows)
         scales = tau.reciprocal().expand(2, b)
         moments = torch.zeros_like(shifts) if needs_tau and len(tau) == 2 else None
-        wanted = needs_rows or (needs_tau and moments is None), needs_columns
-        d_rows, d_columns = ctx.cross.gradient(rows, scales, shifts, ctx.shift, *wanted, moments)
+        needed = needs_rows or (needs_tau and moments is None), needs_columns
+        d_rows, d_columns = ctx.cross.gradient(rows, scales, shifts, ctx.shift, *needed, moments)
         # The pair is part of every h_ij of its row, so it gets minus the weight of all others.
         weights = (others - shifts).exp()
-        # The tiles' weights carry gamma, so the factor divides by it.
+        # The weights of the tiles contain gamma, so the factor divides by it.
         share = upstream.double() / (2 * b)
         factor = share / gamma if loss.weighs_by_tau else share / gamma / tau
-        d_rows = finish(d_rows, columns, -weights.sum(0), factor, tiling)
-        d_columns = finish(d_columns, rows, -weights.sum(0), factor, tiling)
+        add_pairs(d_rows, columns, -weights.sum(0), factor, tiling)
+        add_pairs(d_columns, rows, -weights.sum(0), factor, tiling)
         d_tau = None
         if needs_tau:
-            direct = share * (log_sum + loss.rho) if loss.weighs_by_tau else torch.zeros_like(log_sum)
+            direct = torch.zeros_like(log_sum)
+            if loss.weighs_by_tau:
+                direct = share * (log_sum + loss.rho)
             if moments is None:
-                assert d_rows is not None  # computed for tau too
                 # <rows, their gradient> is the sum of all weights times h
-                d_tau = direct.sum() - inner(rows, d_rows) / tau
+                d_tau = direct.sum() - inner_product(rows, d_rows) / tau
             else:
-                d_tau = direct - share / gamma * scales * (moments / tiling.gain() - cosines * weights)
-        return (
-            d_rows.to(ctx.dtypes[0]) if d_rows is not None and needs_rows else None,
-            d_columns.to(ctx.dtypes[1]) if d_columns is not None else None,
-            d_tau,
-            *[None] * 3,
-        )
+                weighted = moments / tiling.gain() - cosines * weights
+                d_tau = direct - share / gamma * scales * weighted
+        d_rows = d_rows.to(ctx.dtypes[0]) if needs_rows else None
+        d_columns = d_columns.to(ctx.dtypes[1]) if needs_columns else None
+        return d_rows, d_columns, d_tau, None, None, None
 
 
 @register_loss("fastclip_v0")
 class FastCLIPv0Loss(FastCLIPLoss):
-    """The global contrastive loss without its factor tau; one temperature, learned, which is the model's."""
+    """The global contrastive loss without the factor tau; its temperature is the logit scale."""
 
     weighs_by_tau = False
     learns_scale = True
@@ -233,16 +271,22 @@ class FastCLIPv0Loss(FastCLIPLoss):
 
 @register_loss("fastclip_v1")
 class FastCLIPv1Loss(FastCLIPLoss):
-    """The global contrastive loss (GCL); one temperature, constant."""
+    """The global contrastive loss (GCL); one constant temperature."""
 
 
 @register_loss("fastclip_v2")
 class FastCLIPv2Loss(FastCLIPLoss):
-    """The robust global contrastive loss (RGCL); a temperature per sample and side, learned by the loss itself.
+    """The robust global contrastive loss (RGCL), which learns a temperature per sample and side.
 
-    Args:   rho: see FastCLIPLoss; tau_lr: learning rate of the temperatures; tau_min, tau_max: bounds of them; options:
-            see FastCLIPLoss.
-    Raises: ValueError for values out of their range.
+    Args:
+        rho: See FastCLIPLoss.
+        tau_lr: Learning rate of the temperatures.
+        tau_min: Lower bound of the temperatures.
+        tau_max: Upper bound of the temperatures.
+        options: See FastCLIPLoss.
+
+    Raises:
+        ValueError: For values out of range.
     """
 
     default_tau = 0.03
@@ -257,15 +301,20 @@ class FastCLIPv2Loss(FastCLIPLoss):
     ):
         super().__init__(**options)
         if not 0 < tau_min <= self.tau <= tau_max:
-            raise ValueError(f"needed: 0 < tau_min <= tau <= tau_max, got {tau_min}, {self.tau}, {tau_max}")
-        self.rho, self.tau_step = rho, TauStep(self.tau, tau_lr, tau_min, tau_max)
+            raise ValueError(
+                f"expected 0 < tau_min <= tau <= tau_max, got {tau_min}, {self.tau}, {tau_max}"
+            )
+        self.rho = rho
+        self.tau_step = TauStep(self.tau, tau_lr, tau_min, tau_max)
 
 
 @register_loss("fastclip_v3")
 class FastCLIPv3Loss(FastCLIPLoss):
-    """The robust global contrastive loss with one temperature, learned, which is the model's (RGCL-g).
+    """The robust loss with one temperature, which is the logit scale of the model (RGCL-g).
 
-    Args: rho, options: see FastCLIPLoss.
+    Args:
+        rho: See FastCLIPLoss.
+        options: See FastCLIPLoss.
     """
 
     learns_scale = True

@@ -1,4 +1,4 @@
-"""Inf-CL: similarities in tiles, texts on a ring of ranks, so memory grows with the batch of one rank only."""
+"""Inf-CL: tiled similarities and texts on a ring, so memory grows with the local batch only."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from disco_ds.losses.infonce import infonce
 
 @register_loss("inf_cl")
 class InfCLLoss(TiledLoss):
-    """InfoNCE over the global batch, equal to `clip` and `disco`; nothing of size B D or larger is ever made.
+    """InfoNCE over the global batch, equal to `clip` and `disco`.
 
-    In forward the blocks of texts travel the ring once, in backward once more with their gradients. The next block is
-    received while the current one is multiplied. Memory: four blocks b x D + a tile. Options: see TiledLoss.
+    No tensor of B x D or more is allocated. The blocks of texts travel around the ring once in
+    forward, and once more in backward with their gradients. The next block is received while the
+    current one is multiplied. Memory: four blocks b x D + a tile. Options: see TiledLoss.
 
     Source: docs/losses.md section 1; Inf-CL (arXiv 2410.17243).
     """

@@ -1,6 +1,7 @@
-"""InfoNCE from sums over tiles: what `disco_fused`, `inf_cl` and `nt_xent` share."""
+"""InfoNCE from sums over tiles, shared by `disco_fused`, `inf_cl` and `nt_xent`."""
 
-# b local batch, B global = N b, D width, N ranks; x_ij = s <row i, column j>; P, Q row- and column-softmax
+# b local batch, B global = N b, D width, N ranks; x_ij = s <row i, column j>; P, Q row- and
+# column-softmax
 
 from __future__ import annotations
 
@@ -11,26 +12,43 @@ import torch
 from torch import Tensor
 
 from disco_ds.losses.base import Embeddings, LossOutput, count_hits, global_metrics
-from disco_ds.losses.blocks import Blocks, TiledLoss, finish, holds, inner, largest_shift, positives
+from disco_ds.losses.blocks import (
+    Blocks,
+    TiledLoss,
+    add_pairs,
+    assign_sides,
+    inner_product,
+    overflow_shift,
+    pair_cosines,
+    shift_fits,
+)
 from disco_ds.losses.kernels import Sums, Tiling
 
 MakeBlocks = Callable[[Tensor, Tiling, torch.dtype | None, Any], Blocks]
-"""Makes Blocks of this rank's columns [b, D], tiling, comm dtype and group: Gathered or Ring."""
+"""Gathered or Ring: from this rank's columns [b, D], the tiling, the comm dtype and the group."""
 
 
-def infonce(embeddings: Embeddings, make_blocks: MakeBlocks, loss: TiledLoss, shared: bool = False) -> LossOutput:
-    """InfoNCE by the contract of base.py, without the matrix of similarities. Collective in forward and backward.
+def infonce(
+    embeddings: Embeddings, make_blocks: MakeBlocks, loss: TiledLoss, shared: bool = False
+) -> LossOutput:
+    """Compute InfoNCE by the contract of base.py, without the matrix of similarities.
 
-    Args:   make_blocks: how this rank's rows meet the columns of all ranks; shared: images and texts are two views of
-            one thing, and the denominator of an image has all texts and all other images (NT-Xent). The upstream
-            gradient of the share must then be the same on every rank, as that of a mean over ranks is.
+    Collective in forward and backward.
+
+    Args:
+        make_blocks: Builds the comparison of this rank's rows with the columns of all ranks.
+        loss: Provides tiling, comm dtype and group.
+        shared: Images and texts are two views of one thing, and the denominator of an image
+            contains all texts and all other images (NT-Xent). The upstream gradient of the loss
+            must then be the same on every rank, as that of a mean over ranks is.
+
     Source: docs/losses.md sections 1 and 2.
     """
-    # The columns are sent to other ranks. With one tower locked these are its features, whose gradient nobody needs.
-    swap = embeddings.text.requires_grad and not embeddings.image.requires_grad
-    rows, columns = (embeddings.text, embeddings.image) if swap else (embeddings.image, embeddings.text)
+    rows, columns, swap = assign_sides(embeddings)
     value, *hits = _InfoNCE.apply(rows, columns, embeddings.scale, make_blocks, loss, shared)
-    return LossOutput(value, global_metrics(value, hits[::-1] if swap else hits, len(rows), loss.group))
+    if swap:
+        hits.reverse()
+    return LossOutput(value, global_metrics(value, hits, len(rows), loss.group))
 
 
 class _InfoNCE(torch.autograd.Function):
@@ -44,23 +62,29 @@ class _InfoNCE(torch.autograd.Function):
         loss: TiledLoss,
         shared: bool,
     ) -> tuple[Tensor, ...]:
-        ctx.dtypes, b, group, tiling = (rows.dtype, columns.dtype), len(rows), loss.group, loss.tiling.on(rows.device)
+        ctx.dtypes = rows.dtype, columns.dtype
+        group = loss.group
+        tiling = loss.tiling.on(rows.device)
         rows, columns = tiling.hold(rows), tiling.hold(columns)
         cross = make_blocks(columns, tiling, loss.comm_dtype, group)
         # With shared denominators, rows are also compared with rows, and columns with columns.
         same = (make_blocks(rows, tiling, loss.comm_dtype, group), cross) if shared else ()
-        x = scale.double() * positives(rows, cross.own, tiling)
-        scales = scale.detach().double().expand(2, b)
-        largest = largest_shift(rows, columns, scale, group)
-        shift: Tensor | None = largest
+        x = scale.double() * pair_cosines(rows, cross.own, tiling)
+        scales = scale.detach().double().expand(2, len(rows))
+        shift = overflow_shift(rows, columns, scale, group)
+        ctx.shift = shift
         sums = _sums(cross, same, rows, columns, scales, shift, loss.accuracy)
-        if not holds(largest, torch.logaddexp(sums.rows, x), torch.logaddexp(sums.columns, x), group=group):
-            shift = None
-            sums = _sums(cross, same, rows, columns, scales, shift, loss.accuracy)
-        # -log(pair / (pair + others)) = log1p(others / pair), which does not cancel where the others are small.
+        with_pairs = torch.logaddexp(sums.rows, x), torch.logaddexp(sums.columns, x)
+        if not shift_fits(shift, *with_pairs, group=group):
+            ctx.shift = None
+            sums = _sums(cross, same, rows, columns, scales, None, loss.accuracy)
+        # -log(pair / (pair + others)) = log1p(others / pair), which does not cancel where the
+        # others are small.
         zero = torch.zeros_like(x)
         per_pair = torch.logaddexp(zero, sums.rows - x) + torch.logaddexp(zero, sums.columns - x)
-        ctx.cross, ctx.same, ctx.shift, ctx.tiling = cross, same, shift, tiling
+        ctx.cross = cross
+        ctx.same = same
+        ctx.tiling = tiling
         ctx.save_for_backward(rows, cross.own, scale, x, sums.rows, sums.columns)
         hits = count_hits(sums.rows_max, x), count_hits(sums.columns_max, x)
         ctx.mark_non_differentiable(*hits)
@@ -73,48 +97,55 @@ class _InfoNCE(torch.autograd.Function):
         others = torch.stack([row_others, column_others])
         lse = torch.logaddexp(others, x)
         scales = scale.double().expand(2, len(x))
-        # The gradient at the scale is <rows, their gradient> / s, so either side's gradient gives it.
+        # The gradient of the scale is <rows, their gradient> / s, so the gradient of either side
+        # gives it.
         shared = bool(ctx.same)
-        wanted = needs_rows or needs_scale, needs_columns or (needs_scale and shared)
-        d_rows, d_columns = ctx.cross.gradient(rows, scales, lse, ctx.shift, *wanted)
-        if shared:  # one block has each view as an anchor and as another's negative, so its rows have both gradients
-            for block, views, own, total in zip(ctx.same, (rows, columns), lse, (d_rows, d_columns), strict=True):
-                total += block.gradient(views, scales, own.expand(2, -1), ctx.shift, True, False)[0]
-        # A pair has the weight P + Q - 2 = -(1 - P) - (1 - Q): minus the shares of the others in its row and column.
+        needed = needs_rows or needs_scale, needs_columns or (needs_scale and shared)
+        d_rows, d_columns = ctx.cross.gradient(rows, scales, lse, ctx.shift, *needed)
+        if shared:
+            # In one block each view is an anchor and a negative of others, so its rows get both
+            # gradients.
+            sides = zip(ctx.same, (rows, columns), lse, (d_rows, d_columns), strict=True)
+            for block, views, shifts, total in sides:
+                shifts = shifts.expand(2, -1)
+                total += block.gradient(views, scales, shifts, ctx.shift, True, False)[0]
+        # A pair has the weight P + Q - 2 = -(1 - P) - (1 - Q): minus the shares of the others in
+        # its row and column.
         pairs = -(others - lse).exp().sum(0)
         factor = upstream * scale / (2 * len(x))
-        d_rows = finish(d_rows, columns, pairs, factor, ctx.tiling)
-        d_columns = finish(d_columns, rows, pairs, factor, ctx.tiling)
+        add_pairs(d_rows, columns, pairs, factor, ctx.tiling)
+        add_pairs(d_columns, rows, pairs, factor, ctx.tiling)
         d_scale = None
         if needs_scale:
-            assert d_rows is not None  # for the scale it is computed too
-            both = inner(rows, d_rows)
+            total = inner_product(rows, d_rows)
             if shared:
-                assert d_columns is not None
-                both = (both + inner(columns, d_columns)) / 2
-            d_scale = (both / scale).to(scale.dtype)
-        return (
-            d_rows.to(ctx.dtypes[0]) if d_rows is not None and needs_rows else None,
-            d_columns.to(ctx.dtypes[1]) if d_columns is not None and needs_columns else None,
-            d_scale,
-            *[None] * 3,
-        )
+                total = (total + inner_product(columns, d_columns)) / 2
+            d_scale = (total / scale).to(scale.dtype)
+        d_rows = d_rows.to(ctx.dtypes[0]) if needs_rows else None
+        d_columns = d_columns.to(ctx.dtypes[1]) if needs_columns else None
+        return d_rows, d_columns, d_scale, None, None, None
 
 
 def _sums(
-    cross: Blocks, same: tuple[Blocks, ...], rows: Tensor, columns: Tensor, scales: Tensor, shift: Tensor | None,
+    cross: Blocks,
+    same: tuple[Blocks, ...],
+    rows: Tensor,
+    columns: Tensor,
+    scales: Tensor,
+    shift: Tensor | None,
     maxima: bool,
-) -> Sums:  # fmt: skip
-    """Sums over everything that a pair is compared with, `same` included."""
+) -> Sums:
+    """Sum over everything that a pair is compared with, including `same`."""
     sums = cross.sums(rows, scales, shift, maxima)
     if not same:
         return sums
-    of_rows, of_columns = same[0].sums(rows, scales, shift, maxima), same[1].sums(columns, scales, shift, maxima)
+    rows_with_rows = same[0].sums(rows, scales, shift, maxima)
+    columns_with_columns = same[1].sums(columns, scales, shift, maxima)
     return Sums(
-        torch.logaddexp(sums.rows, of_rows.rows),
-        torch.logaddexp(sums.columns, of_columns.rows),
-        _larger(sums.rows_max, of_rows.rows_max),
-        _larger(sums.columns_max, of_columns.rows_max),
+        torch.logaddexp(sums.rows, rows_with_rows.rows),
+        torch.logaddexp(sums.columns, columns_with_columns.rows),
+        _larger(sums.rows_max, rows_with_rows.rows_max),
+        _larger(sums.columns_max, columns_with_columns.rows_max),
     )
 
 

@@ -1,32 +1,32 @@
-"""NT-Xent: two views of an image against both views of all other images. Self-supervised training (SimCLR)."""
+"""NT-Xent, the self-supervised loss of SimCLR: two views of an image against all other images."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from disco_ds.losses.base import Embeddings, LossOutput, register_loss
-from disco_ds.losses.blocks import Gathered, Ring, TiledLoss, TiledOptions
+from disco_ds.losses.blocks import Gathered, Ring, TiledLoss
 from disco_ds.losses.infonce import infonce
-
-if TYPE_CHECKING:
-    from typing import Unpack
 
 
 @register_loss("nt_xent")
 class NTXentLoss(TiledLoss):
-    """Mean over all 2B views of -log(exp(pair) / sum over the 2B - 1 other views), with the scale 1 / temperature.
+    """Mean over all 2B views of -log(exp(pair) / sum over the 2B - 1 other views).
 
-    The second view takes the place of the text in Embeddings. Three blocks of similarities, in tiles: views against
-    views, and either kind against itself. Source: SimCLR (arXiv 2002.05709) equation 1; DisCo-CLIP section 4.1;
-    docs/losses.md section 7.
+    The scale is 1 / temperature. The second view takes the place of the text in Embeddings. There
+    are three blocks of similarities, in tiles: first against second views, and each kind against
+    itself. Source: SimCLR (arXiv 2002.05709) equation 1; DisCo-CLIP section 4.1; docs/losses.md
+    section 7.
 
-    Args: ring: views travel a ring (as in `inf_cl`) instead of being gathered (as in `disco_fused`); options:
-          see TiledLoss.
+    Args:
+        ring: Send views around a ring (as in `inf_cl`) instead of gathering them (as in
+            `disco_fused`).
+        options: See TiledLoss.
     """
 
     initial_scale = 10.0
 
-    def __init__(self, ring: bool = False, **options: Unpack[TiledOptions]):
+    def __init__(self, ring: bool = False, **options: Any):
         super().__init__(**options)
         self.ring = ring
 

@@ -1,7 +1,8 @@
-"""State that a loss keeps for every sample of the data: FastCLIP's estimates u, and temperatures per sample.
+"""State that a loss keeps for every sample: FastCLIP's estimates u, and temperatures per sample.
 
-Each rank owns the samples with id % N == rank. A forward fetches values from their owners and stages new ones; `commit`
-applies them. A sample takes 16 bytes, 68 with temperatures, divided by the ranks. Only losses import this file.
+Each rank owns the samples with id % N == rank. A forward fetches values from their owners and
+stages new ones; `commit` applies them. The state of a sample takes 16 bytes, or 68 with
+temperatures, and each rank has 1/N of it. Only losses import this file.
 """
 
 # b local batch, B global = N b, N ranks; side 0 has images as anchors, side 1 texts
@@ -19,47 +20,69 @@ from torch import Tensor
 from disco_ds.distributed import comm
 
 Memory = Literal["device", "host"]
-BETAS, EPS = (0.9, 0.999), 1e-8
+BETA1 = 0.9
+"""Adam's decay of the first moments of the temperatures' gradients."""
+BETA2 = 0.999
+"""Adam's decay of the second moments."""
+EPS = 1e-8
+"""Adam's epsilon."""
 
 
 @dataclass(frozen=True)
 class TauStep:
-    """How a sample's temperatures learn, by Adam with that sample's own count of steps."""
+    """Settings of Adam for the temperatures of the samples, each with a separate step count."""
 
     start: float
+    """Initial temperature."""
     lr: float
     low: float
+    """Lower bound of a temperature."""
     high: float
+    """Upper bound of a temperature."""
     clamp: float = 5.0
     """Largest absolute value of the gradient."""
 
 
 class SampleState:
-    """log u, and with `step` a temperature, for both sides of each sample.
+    """log u for both sides of each sample, and with `step` a temperature for both sides.
 
-    Args: num_samples: ids are below it; memory: where the values are kept; step: None: there are no temperatures.
+    Args:
+        num_samples: Number of samples in the data; ids are below it.
+        memory: Where the values are stored.
+        step: None: there are no temperatures.
+        group: Process group, None for all ranks.
     """
 
     def __init__(self, num_samples: int, memory: Memory, step: TauStep | None, group: Any):
-        self.num_samples, self.step, self.group = num_samples, step, group
+        self.num_samples = num_samples
+        self.step = step
+        self.group = group
         self.samples = 0
         """Samples committed so far."""
         device = comm.local_device() if memory == "device" else torch.device("cpu")
         num_own = len(range(comm.rank(group), num_samples, comm.size(group)))
-        shape: dict[str, Any] = {"size": (num_own, 2), "dtype": torch.float64, "device": device}
-        self.values = {"log_u": torch.full(fill_value=-math.inf, **shape)}
-        """By name [own samples, 2] float64; log u of a sample that was never seen is -inf."""
+        never_seen = torch.full((num_own, 2), -math.inf, dtype=torch.float64, device=device)
+        self.values = {"log_u": never_seen}
+        """By name, [own samples, 2] float64; log u of a sample that was never seen is -inf."""
         if step is not None:
-            self.values["tau"] = torch.full(fill_value=step.start, **shape)
-            self.values |= {name: torch.zeros(**shape) for name in ("exp_avg", "exp_avg_sq")}
+            self.values["tau"] = torch.full_like(never_seen, step.start)
+            self.values["exp_avg"] = torch.zeros_like(never_seen)
+            self.values["exp_avg_sq"] = torch.zeros_like(never_seen)
             self.values["steps"] = torch.zeros(num_own, dtype=torch.int32, device=device)
         self._ids: Tensor | None = None
         self._staged: dict[str, Tensor] = {}
 
     def fetch(self, index: Tensor) -> dict[str, Tensor]:
-        """log_u and tau of these samples, [b, 2] float64 each; forgets what is staged. Collective.
+        """Fetch log_u and tau of these samples and discard what is staged. Collective.
 
-        Raises: AgreedError for an id outside of the data.
+        Args:
+            index: [b] int64 ids.
+
+        Returns:
+            By name, [b, 2] float64.
+
+        Raises:
+            AgreedError: For an id outside of the data.
         """
         self._staged = {}
         self._ids = comm.gather(index.detach(), group=self.group)
@@ -67,13 +90,15 @@ class SampleState:
         if bool(wrong.any()):
             ids, ranks = self._ids[wrong], wrong.nonzero()[:, 0] // len(index)
             raise comm.AgreedError(
-                f"sample id {ids[0].item()} of rank {ranks[0].item()} is not in [0, {self.num_samples}), the data of "
-                f"set_num_samples ({len(ids)} such ids); ids and num_samples must be of one data set"
+                f"sample id {ids[0].item()} of rank {ranks[0].item()} is not in [0, "
+                f"{self.num_samples}), the range given to set_num_samples ({len(ids)} such ids); "
+                "take ids and num_samples from the same data set"
             )
         mine, slots = self._own()
         names = [name for name in ("log_u", "tau") if name in self.values]
         held = torch.cat([self.values[name][slots] for name in names], 1)
-        # Each row is its owner's value, and zero on the other ranks, so that the sum over ranks is the value.
+        # Each row is its owner's value, and zero on the other ranks, so that the sum over ranks is
+        # the value.
         out = torch.zeros(len(self._ids), held.shape[1], dtype=torch.float64, device=index.device)
         out[mine] = held.to(index.device)
         own = comm.reduce_scatter_in_place(out, self.group)
@@ -85,66 +110,89 @@ class SampleState:
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Apply what is staged. A sample that is in the batch several times gets the mean."""
+        """Apply what is staged. A sample that occurs several times in the batch gets the mean."""
         assert self._ids is not None, "nothing is staged"
         mine, slots = self._own()
         unique, inverse, counts = torch.unique(slots, return_inverse=True, return_counts=True)
-        where, counts = inverse[:, None].expand(-1, 2), counts[:, None]
+        where = inverse[:, None].expand(-1, 2)
+        counts = counts[:, None]
         staged = {name: value[mine].to(slots.device) for name, value in self._staged.items()}
-        empty = self.values["log_u"].new_zeros(len(unique), 2)
+        zeros = self.values["log_u"].new_zeros(len(unique), 2)
         log_u = staged["log_u"]
-        # The mean of u is taken through its logarithms, against the largest of each sample.
-        top = (empty - math.inf).scatter_reduce_(0, where, log_u, "amax")
-        total = empty.clone().scatter_add_(0, where, (log_u - top[inverse]).exp())
+        # The mean of u is computed from its logarithms, relative to the largest of each sample.
+        top = (zeros - math.inf).scatter_reduce_(0, where, log_u, "amax")
+        total = zeros.scatter_add(0, where, (log_u - top[inverse]).exp())
         self.values["log_u"][unique] = top + (total / counts).log()
         if self.step is not None:
-            gradient = empty.clone().scatter_add_(0, where, staged["tau_gradient"]) / counts
-            self._step(unique, gradient, self.step)
+            gradient = zeros.scatter_add(0, where, staged["tau_gradient"]) / counts
+            self._step_tau(unique, gradient, self.step)
         self.samples += len(self._ids)
-        self._ids, self._staged = None, {}
+        self._ids = None
+        self._staged = {}
 
-    def _step(self, slots: Tensor, gradient: Tensor, step: TauStep) -> None:
-        """One step of Adam on the temperatures of these samples, with that sample's own bias correction."""
+    def _step_tau(self, slots: Tensor, gradient: Tensor, step: TauStep) -> None:
+        """Take one step of Adam on the temperatures of these samples.
+
+        A sample is stepped only when it is in a batch, so each has separate moments, a separate
+        step count, and with that a separate bias correction.
+        """
         gradient = gradient.clamp(-step.clamp, step.clamp)
-        # A sample is stepped only when it is in a batch, so each has its own moments and its own count of steps.
-        first = self.values["exp_avg"][slots].lerp(gradient, 1 - BETAS[0])
-        second = BETAS[1] * self.values["exp_avg_sq"][slots] + (1 - BETAS[1]) * gradient.square()
+        first = self.values["exp_avg"][slots].lerp(gradient, 1 - BETA1)
+        second = BETA2 * self.values["exp_avg_sq"][slots] + (1 - BETA2) * gradient.square()
         steps = self.values["steps"][slots] + 1
-        corrected = [m / (1 - beta ** steps.double())[:, None] for m, beta in zip((first, second), BETAS, strict=True)]
-        tau = self.values["tau"][slots] - step.lr * corrected[0] / (corrected[1].sqrt() + EPS)
-        new = {"exp_avg": first, "exp_avg_sq": second, "steps": steps, "tau": tau.clamp(step.low, step.high)}
-        for name, value in new.items():
-            self.values[name][slots] = value
+        mean = first / (1 - BETA1 ** steps.double())[:, None]
+        variance = second / (1 - BETA2 ** steps.double())[:, None]
+        tau = self.values["tau"][slots] - step.lr * mean / (variance.sqrt() + EPS)
+        self.values["exp_avg"][slots] = first
+        self.values["exp_avg_sq"][slots] = second
+        self.values["steps"][slots] = steps
+        self.values["tau"][slots] = tau.clamp(step.low, step.high)
 
     def _own(self) -> tuple[Tensor, Tensor]:
-        """Masks the gathered ids that this rank owns, [B] bool, and gives their indices into its values."""
+        """Find the gathered ids that this rank owns.
+
+        Returns:
+            A mask of the gathered ids, [B] bool, and the indices of the owned ones into `values`.
+        """
         assert self._ids is not None
         N = comm.size(self.group)
         mine = self._ids % N == comm.rank(self.group)
         return mine, (self._ids[mine] // N).to(self.values["log_u"].device)
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state of the samples that this rank owns."""
         return {"num_samples": self.num_samples, "samples": self.samples, "values": self.values}
 
     def load_parts(self, parts: Sequence[dict[str, Any]]) -> None:
-        """Restore from every rank's state_dict, in rank order, whatever their number.
+        """Restore from the state_dict of every rank, in rank order, for any number of ranks.
 
-        Raises: ValueError for parts that are not of this state or of a data set of another size.
+        Raises:
+            ValueError: For parts of another kind of state, or of a data set of another size.
         """
         N, n, M = comm.size(self.group), comm.rank(self.group), len(parts)
-        # Rank m of M owned the ids m, m + M, ...; this rank owns those with id % N == n, of which rank m had some if
-        # m and n are equal modulo the greatest common divisor. A part that has none of them is not read.
+        # Rank m of M owned the ids m, m + M, ...; this rank owns those with id % N == n, of which
+        # rank m had some if m and n are equal modulo the greatest common divisor. A part that has
+        # none of them is not read.
         for m in range(n % math.gcd(M, N), M, math.gcd(M, N)):
             part = parts[m]
-            if part.keys() != self.state_dict().keys() or part["values"].keys() != self.values.keys():
-                raise ValueError(f"the checkpoint has no state per sample as this loss keeps it (of rank {m})")
+            if (
+                part.keys() != self.state_dict().keys()
+                or part["values"].keys() != self.values.keys()
+            ):
+                raise ValueError(
+                    "the checkpoint has no state per sample as this loss keeps it "
+                    f"({', '.join(self.values)}) in the part of rank {m}; resume with the loss "
+                    "that the run started with"
+                )
             if part["num_samples"] != self.num_samples:
                 raise ValueError(
-                    f"the checkpoint's loss has the state of {part['num_samples']:,} samples, the data have "
-                    f"{self.num_samples:,} now; resume with the data the run began with"
+                    f"the loss in the checkpoint has the state of {part['num_samples']:,} samples, "
+                    f"the data have {self.num_samples:,} now; resume with the data that the run "
+                    "started with"
                 )
             ids = torch.arange(m, self.num_samples, M)
             mine = ids % N == n
+            slots = ids[mine] // N
             for name, value in self.values.items():
-                value[(ids[mine] // N).to(value.device)] = part["values"][name][mine].to(value.device)
+                value[slots.to(value.device)] = part["values"][name][mine].to(value.device)
             self.samples = part["samples"]

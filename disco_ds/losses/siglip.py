@@ -1,6 +1,7 @@
-"""The sigmoid loss of SigLIP on the ring: each entry of the matrix has its own term, so no row or column sums occur."""
+"""The sigmoid loss of SigLIP, with texts on a ring. Each pair has a separate term: no row sums."""
 
-# b local batch, B global = N b, D width, N ranks; z_ij = s I_i.T_j + bias, y = +1 for pairs, else -1
+# b local batch, B global = N b, D width, N ranks; z_ij = s I_i.T_j + bias, y = +1 for pairs, else
+# -1
 
 from __future__ import annotations
 
@@ -12,7 +13,15 @@ from torch.nn import functional as F
 
 from disco_ds.distributed import comm, ring
 from disco_ds.losses.base import Embeddings, LossOutput, count_hits, global_metrics, register_loss
-from disco_ds.losses.blocks import TiledLoss, as_sent, finish, inner, positives, zeros
+from disco_ds.losses.blocks import (
+    TiledLoss,
+    add_pairs,
+    assign_sides,
+    inner_product,
+    pair_cosines,
+    to_comm_dtype,
+    zero_gradient,
+)
 from disco_ds.losses.kernels import Block, sigmoid_block
 
 
@@ -20,10 +29,14 @@ from disco_ds.losses.kernels import Block, sigmoid_block
 class SigLIPLoss(TiledLoss):
     """-1/B sum_ij log sigmoid(y_ij z_ij) over the global batch; scale and bias are learned.
 
-    Texts travel the ring once: a tile gives value and gradient at the same time, so no product is computed twice.
-    Memory: four blocks b x D + a tile. Source: docs/losses.md section 5; SigLIP (arXiv 2303.15343).
+    Texts travel around the ring once: a tile gives value and gradient at the same time, so no
+    product is computed twice. Memory: four blocks b x D + a tile. Source: docs/losses.md section 5;
+    SigLIP (arXiv 2303.15343).
 
-    Options: see TiledLoss. Raises: ValueError for embeddings without a bias.
+    Options: see TiledLoss.
+
+    Raises:
+        ValueError: For embeddings without a bias.
     """
 
     initial_scale = 10.0
@@ -31,38 +44,57 @@ class SigLIPLoss(TiledLoss):
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
         if embeddings.bias is None:
-            raise ValueError("siglip needs a bias: Embeddings(..., bias=[1])")
-        image, text = embeddings.image, embeddings.text
-        # The columns travel. With one tower locked they are its features, whose gradient nobody needs.
-        swap = text.requires_grad and not image.requires_grad
-        rows, columns = (text, image) if swap else (image, text)
-        value, *hits = _SigLIP.apply(rows, columns, embeddings.scale, embeddings.bias, self, torch.is_grad_enabled())
-        return LossOutput(value, global_metrics(value, hits[::-1] if swap else hits, len(image), self.group))
+            raise ValueError(
+                "siglip needs a bias: pass Embeddings(..., bias=[1]), or return logit_bias as the "
+                "fourth value of the forward of contrastive_step"
+            )
+        rows, columns, swap = assign_sides(embeddings)
+        value, *hits = _SigLIP.apply(
+            rows, columns, embeddings.scale, embeddings.bias, self, torch.is_grad_enabled()
+        )
+        if swap:
+            hits.reverse()
+        return LossOutput(value, global_metrics(value, hits, len(rows), self.group))
 
 
 class _SigLIP(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, columns: Tensor, scale: Tensor, bias: Tensor, loss: SigLIPLoss, trains: bool
+        ctx: Any,
+        rows: Tensor,
+        columns: Tensor,
+        scale: Tensor,
+        bias: Tensor,
+        loss: SigLIPLoss,
+        trains: bool,
     ) -> tuple[Tensor, ...]:
-        dtypes, b, group, tiling = (rows.dtype, columns.dtype), len(rows), loss.group, loss.tiling.on(rows.device)
-        needs_rows, needs_columns, needs_scale, *_ = (trains and needed for needed in ctx.needs_input_grad)
-        rows, sent = tiling.hold(rows), as_sent(tiling.hold(columns), loss.comm_dtype)
-        z = scale.double() * positives(rows, sent, tiling) + bias.double()
+        dtypes = rows.dtype, columns.dtype
+        b = len(rows)
+        group = loss.group
+        tiling = loss.tiling.on(rows.device)
+        needs_rows, needs_columns, needs_scale, *_ = (
+            trains and needed for needed in ctx.needs_input_grad
+        )
+        rows = tiling.hold(rows)
+        sent = to_comm_dtype(tiling.hold(columns), loss.comm_dtype)
+        z = scale.double() * pair_cosines(rows, sent, tiling) + bias.double()
         scales = scale.detach().expand(b)
-        d_rows = zeros(rows) if needs_rows or needs_scale else None
-        # The pairs' terms are computed here, those of all other entries in the tiles.
-        total, weight = F.softplus(-z, threshold=1e9).sum(), -(-z).sigmoid().sum()
+        d_rows = zero_gradient(rows) if needs_rows or needs_scale else None
+        # The terms of the pairs are computed here, those of all other entries in the tiles.
+        pair_weights = -(-z).sigmoid()
+        total = F.softplus(-z, threshold=1e9).sum()
+        weight = pair_weights.sum()
         largest = torch.full_like(z, -torch.inf)
 
         def visit(owner: int, block: list[Tensor], spare: list[Tensor] | None) -> list[Tensor]:
-            # Value, gradient and maxima of this rank's rows stay here; the columns' travel on with their block.
+            # Value, gradient and maxima of this rank's rows stay here; those of the columns follow
+            # their block.
             d_others = None
             if needs_columns:
-                d_others = zeros(block[0]) if spare is None else spare[-1].zero_()
+                d_others = zero_gradient(block[0]) if spare is None else spare[-1].zero_()
             first = 0 if owner == comm.rank(group) else None
-            at_hand = Block(rows, block[0], scales, scales, first, None, tiling)
-            sums = sigmoid_block(at_hand, bias, d_rows, d_others, loss.accuracy)
+            current = Block(rows, block[0], scales, scales, first, None, tiling)
+            sums = sigmoid_block(current, bias, d_rows, d_others, loss.accuracy)
             total.add_(sums.loss)
             weight.add_(sums.weight)
             if sums.rows_max is not None:
@@ -77,9 +109,10 @@ class _SigLIP(torch.autograd.Function):
 
         home = ring.circulate([sent], visit, join, group)
         d_columns = home[-1] if needs_columns else None
-        pairs, factor = -(-z).sigmoid(), scale / b
-        d_rows, d_columns = finish(d_rows, sent, pairs, factor, tiling), finish(d_columns, rows, pairs, factor, tiling)
-        d_scale = None if d_rows is None else (inner(rows, d_rows) / scale).to(scale.dtype)
+        factor = scale / b
+        add_pairs(d_rows, sent, pair_weights, factor, tiling)
+        add_pairs(d_columns, rows, pair_weights, factor, tiling)
+        d_scale = None if d_rows is None else (inner_product(rows, d_rows) / scale).to(scale.dtype)
         # The gradients are complete here; backward only multiplies them by the upstream gradient.
         ctx.gradients = (
             d_rows.to(dtypes[0]) if d_rows is not None and needs_rows else None,

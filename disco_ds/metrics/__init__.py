@@ -1,1 +1,1 @@
-"""Records of a run in its folder: figures, times of the phases, the report."""
+"""Metrics of a run: log records, times of the phases, anomalies, the report, and trackers."""

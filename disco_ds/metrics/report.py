@@ -1,7 +1,8 @@
-"""report.png of a run folder: loss, accuracy and pace against samples, and evaluated images with their best labels.
+"""Draw report.png: curves of loss, accuracy and throughput, and evaluated images with predictions.
 
-Drawn by rank 0 from metrics.jsonl and examples.npz alone, so that a run that was killed, or still runs, has one too.
-matplotlib is imported where a picture is drawn: training starts without it.
+Rank 0 draws it from metrics.jsonl and examples.npz only, so a run that was killed or is still
+running has a report too. matplotlib is imported only when a picture is drawn, so it does not slow
+down the start of training.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ import numpy
 from numpy.typing import NDArray
 from PIL import Image
 
-from disco_ds.metrics.figures import FIGURES
-from disco_ds.metrics.records import METRICS_FILE
-from disco_ds.metrics.run_folder import CHANGES, FINISHED
+from disco_ds.metrics.logger import METRICS_FILE
+from disco_ds.metrics.step_metrics import METRICS
+from disco_ds.runs.run_folder import CHANGES, FINISHED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,16 +36,30 @@ if TYPE_CHECKING:
 REPORT = "report.png"
 EXAMPLES = "examples.npz"
 MAX_POINTS = 2000
-"""Points of a curve: in a longer file, the lines are averaged in this many stretches."""
-
-_COLUMNS, _LETTERS = 4, 32
-BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#AA4499", "#595959"
-"""A palette for the colour-blind too; right and wrong also differ by a mark and a line style."""
+"""Maximum number of points per curve; consecutive lines of a longer file are averaged."""
+_COLUMNS = 4
+"""Number of example images in a row."""
+_MAX_LETTERS = 32
+"""Longer labels are cut."""
+# A color-blind-safe palette. Right and wrong predictions also differ by a mark and a line style.
+BLUE = "#0072B2"
+ORANGE = "#D55E00"
+GREEN = "#009E73"
+PURPLE = "#AA4499"
+GRAY = "#595959"
 STYLE: dict[str, Any] = {
-    **{"font.size": 9, "axes.titlelocation": "left", "axes.titleweight": "bold", "axes.titlesize": 10},
-    **{"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3},
-    **{"legend.edgecolor": "none", "axes.formatter.limits": (-3, 5), "figure.constrained_layout.w_pad": 0.1},
-    "text.parse_math": False,  # a label may hold dollar signs
+    "font.size": 9,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "legend.edgecolor": "none",
+    "axes.formatter.limits": (-3, 5),
+    "figure.constrained_layout.w_pad": 0.1,
+    "text.parse_math": False,  # labels may contain dollar signs
 }
 
 logger = logging.getLogger(__name__)
@@ -55,32 +70,31 @@ class History:
     """The content of a metrics.jsonl."""
 
     curves: dict[str, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
-    """Name -> (samples, value), NaN where a value is not finite."""
+    """Name -> (samples, value); NaN replaces values that are not finite."""
     step: int = 0
     samples: int = 0
     bad_lines: int = 0
-    bad_values: int = 0
+    """Number of lines that could not be read."""
 
     @property
     def global_batch(self) -> int:
+        """Samples per step."""
         return self.samples // self.step if self.step else 0
-
-    @property
-    def remarks(self) -> str:
-        """A note on what is left out of the curves; empty when nothing is."""
-        lines = [f"lines of {METRICS_FILE} that cannot be read: {self.bad_lines:,}"] if self.bad_lines else []
-        return "; ".join(lines + ([f"values that are not finite: {self.bad_values:,}"] if self.bad_values else []))
 
 
 def read_history(path: Path) -> History:
-    """Every curve of a metrics.jsonl, in bounded memory. Raises: ValueError when there is no such file."""
+    """Read all curves of a metrics.jsonl in bounded memory.
+
+    Raises:
+        ValueError: If the file does not exist.
+    """
     if not path.is_file():
         raise ValueError(f"{path.parent} is not a run folder: it has no {path.name}")
     history = History()
     with path.open(encoding="utf-8", errors="replace") as file:
-        stretch = math.ceil(sum(1 for _ in file) / MAX_POINTS)
+        lines_per_point = math.ceil(sum(1 for _ in file) / MAX_POINTS)
         file.seek(0)
-        while lines := list(islice(file, stretch)):
+        while lines := list(islice(file, lines_per_point)):
             points: dict[str, list[float]] = defaultdict(list)
             for line in lines:
                 _read_line(line, history, points)
@@ -90,6 +104,7 @@ def read_history(path: Path) -> History:
 
 
 def _read_line(line: str, history: History, points: dict[str, list[float]]) -> None:
+    """Add the values of a line to `points`, and its step to the history."""
     try:
         record = json.loads(line)
         step, samples = int(record.pop("step")), int(record.pop("samples"))
@@ -99,22 +114,28 @@ def _read_line(line: str, history: History, points: dict[str, list[float]]) -> N
     history.step, history.samples = step, samples
     for name, value in record.items():
         if isinstance(value, int | float):
-            fine = math.isfinite(value)
-            history.bad_values += not fine
-            points[name].append(value if fine else math.nan)
+            points[name].append(value if math.isfinite(value) else math.nan)
 
 
 @contextmanager
 def log_errors(what: str) -> Iterator[None]:
-    """Log any error of the block, which draws a picture: that is no reason to lose a run."""
+    """Log any error of the block instead of raising it: a missing picture must not stop a run."""
     try:
         yield
     except Exception as error:
         logger.warning("%s: %s: %s", what, type(error).__name__, error)
 
 
-def save_examples(folder: Path, name: str, examples: Sequence[tuple[NDArray[numpy.uint8], str, list[str]]]) -> None:
-    """Keep images of the set `name` for reports: (image [H, W, 3], label, its best labels, the best first)."""
+def save_examples(
+    folder: Path, name: str, examples: Sequence[tuple[NDArray[numpy.uint8], str, list[str]]]
+) -> None:
+    """Save evaluated images for the report.
+
+    Args:
+        folder: The run folder.
+        name: Name of the evaluation set.
+        examples: (image [H, W, 3], label, predicted labels from best to worst).
+    """
     images, labels, best = zip(*examples, strict=True)
     partial = folder / f"partial-{EXAMPLES}"
     numpy.savez_compressed(partial, name=name, image=images, label=labels, best=best)
@@ -122,22 +143,29 @@ def save_examples(folder: Path, name: str, examples: Sequence[tuple[NDArray[nump
 
 
 def write_report(folder: Path, writer: SummaryWriter | None = None) -> Path:
-    """Draw report.png of a run folder, and the same as TensorBoard images where a writer is given.
+    """Draw report.png of a run folder; with a writer, also add its parts as TensorBoard images.
 
-    Raises: ValueError for a folder without metrics.jsonl.
+    Returns:
+        The path of the picture.
+
+    Raises:
+        ValueError: If the folder has no metrics.jsonl.
     """
-    history = read_history(folder / METRICS_FILE)
-    if history.remarks:
-        logger.warning("%s: %s", folder, history.remarks)
-    state = "finished" if (folder / FINISHED).exists() else "not finished"
-    written = time.strftime("%Y-%m-%d %H:%M", time.localtime((folder / METRICS_FILE).stat().st_mtime))
-    steps = f"{history.step:,} steps of {history.global_batch:,} samples"
+    path = folder / METRICS_FILE
+    history = read_history(path)
+    if history.bad_lines:
+        logger.warning("%s: unreadable lines skipped: %d", path, history.bad_lines)
     examples: dict[str, Any] = {}
     if (folder / EXAMPLES).exists():
-        with numpy.load(folder / EXAMPLES) as kept:
-            examples = dict(kept)
-    steps += describe_changes(folder)
-    pictures = draw_report(history, f"{folder.resolve().name}: {steps}, {state}, last record {written}", examples)
+        with numpy.load(folder / EXAMPLES) as saved:
+            examples = dict(saved)
+    state = "finished" if (folder / FINISHED).exists() else "not finished"
+    written = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
+    title = (
+        f"{folder.resolve().name}: {history.step:,} steps of {history.global_batch:,} samples"
+        f"{describe_changes(folder)}, {state}, last record {written}"
+    )
+    pictures = draw_report(history, title, examples)
     partial = folder / f"{REPORT}.partial"
     Image.fromarray(numpy.concatenate(list(pictures.values()))).save(partial, format="png")
     partial.replace(folder / REPORT)
@@ -149,37 +177,49 @@ def write_report(folder: Path, writer: SummaryWriter | None = None) -> Path:
 
 
 def describe_changes(folder: Path) -> str:
-    """`; from step N on SETTING is NEW, was OLD` for every setting that a resume has changed; empty for none."""
+    """Describe all settings that were changed when the run was resumed; empty if there are none."""
     if not (folder / CHANGES).exists():
         return ""
     lines = map(json.loads, (folder / CHANGES).read_text(encoding="utf-8").splitlines())
-    return "".join("; from step {step:,} on {setting} is {new}, was {old}".format_map(line) for line in lines)
+    return "".join(
+        "; from step {step:,} on {setting} is {new}, was {old}".format_map(line) for line in lines
+    )
 
 
-def draw_report(history: History, title: str, examples: dict[str, Any]) -> dict[str, NDArray[numpy.uint8]]:
-    """The report's parts by name, from top to bottom, [H, W, 3] of one width."""
+def draw_report(
+    history: History, title: str, examples: dict[str, Any]
+) -> dict[str, NDArray[numpy.uint8]]:
+    """Draw the parts of the report.
+
+    Returns:
+        Pictures [H, W, 3] of the same width by name, from top to bottom.
+    """
     from matplotlib import style
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = math.ceil(len(examples["label"]) / _COLUMNS) if examples else 0
+    def draw(figure: Figure) -> NDArray[numpy.uint8]:
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        return numpy.asarray(canvas.buffer_rgba())[..., :3]
+
     pictures = {}
     with style.context(["default", STYLE]), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing")  # of a label in a script that the font lacks
-        for name, height in (("curves", 7.0), ("examples", 0.4 + 1.05 * rows))[: 1 + bool(rows)]:
-            figure = Figure((14, height), dpi=110, layout="constrained")
-            canvas = FigureCanvasAgg(figure)
-            if name == "curves":
-                draw_curves(figure, history, title)
-            else:
-                draw_examples(figure, examples, rows)
-            canvas.draw()
-            pictures[name] = numpy.asarray(canvas.buffer_rgba())[..., :3]
+        # The font may lack the script of a label.
+        warnings.filterwarnings("ignore", "Glyph .* missing")
+        figure = Figure((14, 7), dpi=110, layout="constrained")
+        draw_curves(figure, history, title)
+        pictures["curves"] = draw(figure)
+        if examples:
+            rows = math.ceil(len(examples["label"]) / _COLUMNS)
+            figure = Figure((14, 0.4 + 1.05 * rows), dpi=110, layout="constrained")
+            draw_examples(figure, examples, rows)
+            pictures["examples"] = draw(figure)
     return pictures
 
 
 def draw_curves(figure: Figure, history: History, title: str) -> None:
-    """Draw loss and accuracy, and below them the figures that have a curve of their own."""
+    """Draw loss and accuracy, and below them one panel for each metric with a curve label."""
     from matplotlib.ticker import PercentFormatter
 
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, weight="bold")
@@ -187,90 +227,103 @@ def draw_curves(figure: Figure, history: History, title: str) -> None:
     lower = figure.add_subfigure(grid[1])
     loss, accuracy = figure.add_subfigure(grid[0]).subplots(1, 2)
     draw_curve(loss, history, "loss", BLUE, "training loss")
-    if history.global_batch > 1:
-        guess = math.log(history.global_batch)
-        label = f"guessing among {history.global_batch:,} by softmax: ln {history.global_batch} = {guess:.2f}"
-        loss.axhline(guess, color=GREY, linestyle="--", linewidth=1, label=label)
+    B = history.global_batch
+    if B > 1:
+        chance = math.log(B)
+        label = f"guessing among {B:,} by softmax: ln {B} = {chance:.2f}"
+        loss.axhline(chance, color=GRAY, linestyle="--", linewidth=1, label=label)
     finish_axes(loss, "loss", "Loss")
     draw_accuracy(accuracy, history)
     accuracy.yaxis.set_major_formatter(PercentFormatter(1))
-    panels = [figure for figure in FIGURES if figure.curve]
-    for axes, each in zip(lower.subplots(1, len(panels)), panels, strict=True):
-        draw_curve(axes, history, each.name, BLUE)
-        finish_axes(axes, each.curve)
-    if history.remarks:
-        lower.supxlabel(history.remarks, x=0.01, ha="left", color=ORANGE, fontsize=9)
+    panels = [metric for metric in METRICS if metric.curve]
+    for axes, metric in zip(lower.subplots(1, len(panels)), panels, strict=True):
+        draw_curve(axes, history, metric.name, BLUE)
+        finish_axes(axes, metric.curve)
 
 
 def draw_accuracy(axes: Axes, history: History) -> None:
-    """Draw the accuracy in the batch, and of every evaluated set against chance."""
-    for name, label, colour in (("i2t", "image to text", BLUE), ("t2i", "text to image", GREEN)):
-        draw_curve(axes, history, f"{name}_accuracy", colour, f"in the batch, {label}")
+    """Draw the accuracy in the batch, and the zero-shot accuracy of every set next to chance."""
+    draw_curve(axes, history, "i2t_accuracy", BLUE, "in the batch, image to text")
+    draw_curve(axes, history, "t2i_accuracy", GREEN, "in the batch, text to image")
     sets = [name.removesuffix("_top1") for name in history.curves if name.endswith("_top1")]
-    for name, colour, marker in zip(sets, cycle((ORANGE, PURPLE, GREY)), cycle("osD"), strict=False):
+    looks = cycle(((ORANGE, "o"), (PURPLE, "s"), (GRAY, "D")))
+    for name, (color, marker) in zip(sets, looks, strict=False):
         samples, values = zip(*history.curves[f"{name}_top1"], strict=True)
         label = f"{name.removeprefix('eval/')}, zero-shot top-1: {values[-1]:.1%}"
-        if chance := history.curves.get(f"{name}_chance"):
-            axes.axhline(chance[-1][1], color=colour, linestyle="--", linewidth=1)
-            label += f" (chance, dashed: {chance[-1][1]:.2%})"
-        axes.plot(samples, values, color=colour, marker=marker, label=label)
+        if f"{name}_chance" in history.curves:
+            chance = history.curves[f"{name}_chance"][-1][1]
+            axes.axhline(chance, color=color, linestyle="--", linewidth=1)
+            label += f" (chance, dashed: {chance:.2%})"
+        axes.plot(samples, values, color=color, marker=marker, label=label)
     finish_axes(axes, "accuracy", "Learning")
     axes.set_ylim(bottom=0)
 
 
-def draw_curve(axes: Axes, history: History, name: str, colour: str, label: str | None = None) -> None:
-    """Draw a curve as a thin line, and its running mean as a thick one."""
-    samples, values = numpy.array(history.curves.get(name, []), dtype=numpy.float64).reshape(-1, 2).T
-    known, width = numpy.isfinite(values), len(values) // 25
+def draw_curve(
+    axes: Axes, history: History, name: str, color: str, label: str | None = None
+) -> None:
+    """Draw a curve as a thin line with its running mean as a thick line."""
+    points = numpy.array(history.curves.get(name, []), dtype=numpy.float64)
+    samples, values = points.reshape(-1, 2).T
+    known = numpy.isfinite(values)
     if not known.any():
         return
+    width = len(values) // 25
     if width < 2:
-        axes.plot(samples, values, color=colour, marker=".", label=label)
+        axes.plot(samples, values, color=color, marker=".", label=label)
         return
-    axes.plot(samples, values, color=colour, linewidth=0.6, alpha=0.35)
-    ones = numpy.ones(width)
-    sums, counts = (numpy.convolve(part, ones, "same") for part in (numpy.where(known, values, 0), known))
+    axes.plot(samples, values, color=color, linewidth=0.6, alpha=0.35)
+    sums = numpy.convolve(numpy.where(known, values, 0), numpy.ones(width), "same")
+    counts = numpy.convolve(known, numpy.ones(width), "same")
     with numpy.errstate(invalid="ignore"):
-        axes.plot(samples, sums / counts, color=colour, linewidth=1.8, label=label and f"{label}, running mean")
+        means = sums / counts
+    label = label and f"{label}, running mean"
+    axes.plot(samples, means, color=color, linewidth=1.8, label=label)
 
 
 def finish_axes(axes: Axes, label: str, title: str = "") -> None:
+    """Set labels, title and legend."""
     from matplotlib.ticker import EngFormatter
 
     axes.set(xlabel="samples seen", ylabel=label, title=title)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     if not axes.lines:
-        axes.text(0.5, 0.5, "nothing recorded", transform=axes.transAxes, ha="center", color=GREY)
+        axes.text(0.5, 0.5, "nothing recorded", transform=axes.transAxes, ha="center", color=GRAY)
     elif title:
-        # A fixed place, because matplotlib takes ten seconds to find the "best" one on a long curve.
+        # A fixed place: matplotlib needs ten seconds to find the "best" one on a long curve.
         axes.legend(loc="lower left" if label == "loss" else "upper left")
 
 
 def draw_examples(figure: Figure, examples: dict[str, Any], rows: int) -> None:
-    """Draw images, each beside its label in bold and the nearest labels below that, the right one marked."""
+    """Draw each image with its label in bold and, below it, the nearest labels, right or wrong."""
     from matplotlib.patches import Rectangle
 
     labels, best = examples["label"].tolist(), examples["best"].tolist()
-    first, found = (sum(label in top[:n] for label, top in zip(labels, best, strict=True)) for n in (1, len(best[0])))
-    title = f"{len(labels)} images of {examples['name']} and the labels nearest to each: {first} right at once"
-    title += f" (solid frame), {found} among the first {len(best[0])}"
+    num_shown = len(best[0])
+    num_first = sum(label == top[0] for label, top in zip(labels, best, strict=True))
+    num_found = sum(label in top for label, top in zip(labels, best, strict=True))
+    title = (
+        f"{len(labels)} images of {examples['name']} with the labels nearest to each: the first is "
+        f"right for {num_first} (solid frame), one of the first {num_shown} for {num_found}"
+    )
     figure.suptitle(title, x=0.01, ha="left", fontsize=10, weight="bold")
-    # Texts stay out of the layout, so that all columns have one width.
+    # Texts are excluded from the layout, so that all columns have the same width.
     text: dict[str, Any] = {"va": "center", "in_layout": False}
     grid = figure.subplots(rows, _COLUMNS, squeeze=False).flatten().tolist()
     for axes in grid:
         axes.axis("off")
     for axes, image, label, top in zip(grid, examples["image"], labels, best, strict=False):
-        colour, line = (BLUE, "-") if label == top[0] else (ORANGE, "--")
+        color, line = (BLUE, "-") if label == top[0] else (ORANGE, "--")
         axes.imshow(image, extent=(0, 1, 0, 1), interpolation="nearest")
-        axes.add_patch(Rectangle((0, 0), 1, 1, fill=False, clip_on=False, edgecolor=colour, linestyle=line, lw=2))
+        frame = Rectangle((0, 0), 1, 1, fill=False, clip_on=False, ec=color, ls=line, lw=2)
+        axes.add_patch(frame)
         axes.set(xlim=(0, 3.7), ylim=(0, 1))
         axes.text(1.1, 0.9, _shorten(label), weight="bold", **text)
         for place, guess in enumerate(top):
-            mark, colour = ("✓", BLUE) if guess == label else ("✗", ORANGE)
-            axes.text(1.1, 0.64 - 0.25 * place, f"{mark} {_shorten(guess)}", color=colour, **text)
+            mark, color = ("✓", BLUE) if guess == label else ("✗", ORANGE)
+            axes.text(1.1, 0.64 - 0.25 * place, f"{mark} {_shorten(guess)}", color=color, **text)
 
 
 def _shorten(label: str) -> str:
     label = " ".join(label.split())
-    return label if len(label) <= _LETTERS else f"{label[: _LETTERS - 1]}…"
+    return label if len(label) <= _MAX_LETTERS else f"{label[: _MAX_LETTERS - 1]}…"

@@ -1,7 +1,8 @@
-"""Time, memory and received bytes of a step's phases, measured on the steps that are logged and on no others.
+"""Measure time, memory and received bytes of a step's phases, on logged steps only.
 
-These are the columns of DisCo-CLIP's Table 4, and the figures that show a slow rank. On a GPU the times come from
-events, which are read when the step is logged, where the host waits for the device anyway; on the CPU from the clock.
+These are the columns of DisCo-CLIP's Table 4, and the numbers that reveal a slow rank. On a GPU the
+times come from events, which are read when the step is logged because the host waits for the device
+there anyway. On a CPU they come from the clock.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from torch.profiler import record_function
 from disco_ds.distributed import comm
 
 PHASES = {"step/forward": "forward", "step/loss": "loss", "step/backward and update": "update"}
-"""Name of a phase in step.py -> in records. `loss` includes its collectives, `update` the repeated forwards."""
+"""Name of a phase in step.py -> name in log records.
+
+`loss` includes its collectives, and `update` includes the repeated forwards.
+"""
 Timer = Callable[[str], AbstractContextManager[Any]]
 
 
@@ -28,16 +32,16 @@ class Phases:
 
     def __init__(self) -> None:
         self.peak_bytes = 0
-        """Highest memory of the accelerator so far, or of this process on the CPU."""
+        """Highest memory of the accelerator so far; without one, of this process."""
         self._spans: list[tuple[str, Any, Any, float, int]] = []
 
     def timer(self, sampled: bool) -> Timer:
-        """The context manager for the phases of the next step; it measures nothing if the step is not sampled."""
+        """Return a context manager for the phases of the next step; it measures if `sampled`."""
         self._spans.clear()
         return self._measure if sampled else record_function
 
     def note_peak(self) -> int:
-        """Highest memory since the last reset, in bytes; peak_bytes keeps the highest of all."""
+        """Return the highest memory since the last reset, in bytes, and update peak_bytes."""
         peak = _peak_resident() if _on_cpu() else get_accelerator().max_memory_allocated()
         self.peak_bytes = max(self.peak_bytes, peak)
         return peak
@@ -50,15 +54,22 @@ class Phases:
         received, start = comm.received_bytes(), _now()
         with record_function(name):
             yield
-        self._spans.append((PHASES[name], start, _now(), comm.received_bytes() - received, self.note_peak()))
+        self._spans.append(
+            (PHASES[name], start, _now(), comm.received_bytes() - received, self.note_peak())
+        )
 
     def read(self, wait_s: float) -> dict[str, float]:
-        """The measurements of this step; empty if it was not sampled. Collective.
+        """Return the measurements of this step; empty if it was not sampled. Collective.
 
-        Args:    wait_s: time that this rank waited for the step's data, which is part of the phases' times.
-        Returns: time/...: seconds, the mean over ranks, so that the phases add up to the step; memory/...: the maximum
-                 over ranks; comm/received_bytes: of the loss's collectives, not the engine's; ranks/slowest: the rank
-                 that came last to the first collective; ranks/slowest_s, ranks/median_s: the time until then.
+        Args:
+            wait_s: Time that this rank waited for the step's data; the phases include it.
+
+        Returns:
+            time/...: Seconds, mean over ranks, so that the phases add up to the step.
+            memory/...: Bytes, maximum over ranks.
+            comm/received_bytes: Received by the collectives of the loss, without the engine's.
+            ranks/slowest: The rank that arrived last at the first collective.
+            ranks/slowest_s, ranks/median_s: Seconds until its arrival, and the median of all ranks.
         """
         if not self._spans:
             return {}
@@ -66,17 +77,23 @@ class Phases:
         mine = {"time/data_wait_s": wait_s}
         for name, start, end in zip(names, starts, ends, strict=True):
             mine[f"time/{name}_s"] = end - start if _on_cpu() else start.elapsed_time(end) / 1000
-        mine |= {"comm/received_bytes": sum(received), "memory/host_bytes": psutil.Process().memory_info().rss}
+        mine |= {
+            "comm/received_bytes": sum(received),
+            "memory/host_bytes": psutil.Process().memory_info().rss,
+        }
         if not _on_cpu():
             mine |= {f"memory/{name}_bytes": peak for name, peak in zip(names, peaks, strict=True)}
             mine["memory/reserved_bytes"] = get_accelerator().max_memory_reserved()
-        # One gather of a row of numbers gives means, maxima and the slowest rank.
+        # A single gather provides the means, the maxima and the slowest rank.
         row = torch.tensor([list(mine.values())], dtype=torch.float64, device=comm.local_device())
         ranks = comm.gather(row).cpu()
-        # A rank waits for its data in the forward. At ZeRO 3 that has collectives, so the other ranks wait in it too.
+        # A rank waits for its data in the forward phase. At ZeRO 3 that phase has collectives, so
+        # the other ranks wait in it too.
         arrivals = ranks[:, list(mine).index("time/forward_s")]
         means, most, last = ranks.mean(0).tolist(), ranks.amax(0).tolist(), int(arrivals.argmax())
-        values = {name: (means if name.startswith("time/") else most)[k] for k, name in enumerate(mine)}
+        values = {
+            name: (means if name.startswith("time/") else most)[k] for k, name in enumerate(mine)
+        }
         values |= {"ranks/slowest": last, "ranks/slowest_s": arrivals[last].item()}
         return values | {"ranks/median_s": arrivals.quantile(0.5).item()}
 
@@ -86,7 +103,7 @@ def _on_cpu() -> bool:
 
 
 def _now() -> Any:
-    """The clock's time in seconds, or an event of the accelerator's stream."""
+    """Return the clock's time in seconds, or a recorded event of the accelerator's stream."""
     if _on_cpu():
         return time.perf_counter()
     event = get_accelerator().Event(enable_timing=True)

@@ -1,1 +1,1 @@
-"""The open_clip model a run trains, its optimizer's parameter groups, and what it costs on a GPU."""
+"""The model that a run trains, the parameter groups of its optimizer, and its cost on a GPU."""

@@ -1,7 +1,8 @@
-"""Builds the model that a run trains, fit for DeepSpeed: a scale of shape [1], one forward, locked towers.
+"""Build the model that a run trains, with the scale and the forward that DeepSpeed needs.
 
-It is one of open_clip's, or of the user's own (two_towers.py). The module stays theirs, with its keys in
-state_dict. The loss is in losses/, the optimizer and precision in training/engine.py.
+The scale has shape [1], and one forward serves both towers. The model is one of open_clip's or a
+custom one (two_towers.py). It stays their module and keeps the keys of its state_dict. The loss is
+in losses/, the optimizer and precision in training/engine.py.
 """
 
 from __future__ import annotations
@@ -12,31 +13,33 @@ import math
 import types
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 import open_clip
 import torch
 from open_clip.factory import add_model_config
+from open_clip.tokenizer import SigLipTokenizer
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from disco_ds.config import PACKAGE, ModelSettings
-from disco_ds.config.hints import did_you_mean
-from disco_ds.config.own_code import find_own
 from disco_ds.models import convnet  # noqa: F401  (registers disco_convnet with timm)
 from disco_ds.models.pretrained import TIMM, find_weights, load_image_tower, read_overrides
 from disco_ds.models.two_towers import TwoTowers, build_two_towers
+from disco_ds.names import did_you_mean, load_custom
 
 logger = logging.getLogger(__name__)
 
 Features = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]
-"""(image [b, D], text [b, D], scale [1], bias [1]), unit rows in fp32; None: not given, or no bias."""
+"""(image [b, D], text [b, D], scale [1], bias [1]): unit rows, in fp32; None if not computed."""
 
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Size and normalisation of the model's images, from open_clip's preprocess_cfg."""
+    """Size and normalization of the model's images, from open_clip's preprocess_cfg."""
 
     size: tuple[int, int]
     mean: tuple[float, ...]
@@ -54,14 +57,24 @@ def build_model(
 ) -> nn.Module:
     """Build the model of `settings`, in fp32 on the CPU, with this file's `forward`.
 
-    Args:   initial_scale: exp of the initial logit_scale; initial_bias: None for no bias; both come from the loss;
-            pretrained: load the weights that the settings name; else they are random, to be replaced.
-    Raises: ValueError for an unknown model, weights that are missing or do not fit, or settings it does not support.
+    The initial scale and bias come from the loss. A model config or pretrained weights may replace
+    them: docs/losses.md, "Where the scale and the bias start".
+
+    Args:
+        settings: The model settings of the recipe.
+        initial_scale: exp of the initial logit_scale.
+        initial_bias: None for a model without a bias.
+        learns_scale: Train the logit scale.
+        pretrained: Load the weights that the settings name; False: random weights, to be replaced.
+
+    Raises:
+        ValueError: For an unknown model, weights that are missing or do not fit, or settings that
+            the model does not support.
     """
     if settings.factory:
         model: Any = build_two_towers(settings, initial_scale, initial_bias)
     else:
-        model = _create(settings, initial_scale, initial_bias, pretrained)
+        model = _create(settings, initial_scale, initial_bias, learns_scale, pretrained)
     _lock(model, settings, learns_scale)
     if settings.token_embedding_std is not None and settings.pretrained is None:
         nn.init.normal_(_text_tower(model).token_embedding.weight, std=settings.token_embedding_std)
@@ -70,8 +83,8 @@ def build_model(
     preprocessing = read_preprocessing(model)
     model.two_views = settings.two_views
     model.image_mean, model.image_std = preprocessing.mean, preprocessing.std
-    # ZeRO 3 gathers a module's own parameters around its forward: a wrapper around open_clip's module would find
-    # logit_scale, text_projection and positional_embedding empty.
+    # ZeRO 3 gathers the direct parameters of a module around its forward: a wrapper around
+    # open_clip's module would find logit_scale, text_projection and positional_embedding empty.
     model.forward = types.MethodType(forward, model)
     if settings.compile:
         model.visual.compile()
@@ -80,12 +93,34 @@ def build_model(
     return model
 
 
-def _create(settings: ModelSettings, initial_scale: float, initial_bias: float | None, pretrained: bool) -> nn.Module:
-    """open_clip's model, as open_clip builds it. Raises: ValueError."""
+def _create(
+    settings: ModelSettings,
+    initial_scale: float,
+    initial_bias: float | None,
+    learns_scale: bool,
+    pretrained: bool,
+) -> nn.Module:
+    """Let open_clip build the model.
+
+    Raises:
+        ValueError: If it cannot.
+    """
     name = register_config(settings.name)
-    weights, image_weights = (find_weights(name, settings), settings.pretrained_image) if pretrained else (None, None)
+    weights = find_weights(name, settings) if pretrained else None
+    image_weights = settings.pretrained_image if pretrained else None
+    config = open_clip.get_model_config(name) or {}
+    logit_scale = config.get("init_logit_scale") if learns_scale else None
+    if logit_scale is None:
+        logit_scale = math.log(initial_scale)
+    logit_bias = initial_bias
+    if initial_bias is not None and config.get("init_logit_bias") is not None:
+        logit_bias = config["init_logit_bias"]
+    if initial_bias is None and weights is not None:
+        # open_clip cannot load weights with a bias into a model without one.
+        logit_bias = 0.0
     try:
-        logging.disable(logging.WARNING)  # open_clip warns of random weights, with which training begins
+        # open_clip warns about random weights, but training starts with them.
+        logging.disable(logging.WARNING)
         model = open_clip.create_model(
             name,
             pretrained=weights,
@@ -97,78 +132,139 @@ def _create(settings: ModelSettings, initial_scale: float, initial_bias: float |
             force_preprocess_cfg=read_overrides(name, settings),
             output_dict=True,
             nonscalar_logit_scale=True,
-            init_logit_scale=math.log(initial_scale),
-            init_logit_bias=initial_bias,
+            init_logit_scale=logit_scale,
+            init_logit_bias=logit_bias,
         )
     except Exception as error:
         # A wrong config or weight file may fail anywhere in torch, timm or pickle.
+        source = f" with the weights {weights}" if weights else ""
         raise ValueError(
-            f"model {settings.name}: open_clip could not build it: {type(error).__name__}: {error}"
+            f"model {settings.name}: open_clip could not build it{source}: "
+            f"{type(error).__name__}: {error}"
         ) from error
     finally:
         logging.disable(logging.NOTSET)
     if not isinstance(model, open_clip.CLIP | open_clip.CustomTextCLIP):
-        raise ValueError(f"model {settings.name} is a {type(model).__name__}; disco_ds trains two-tower CLIP models")
+        raise ValueError(
+            f"model {settings.name} is a {type(model).__name__}, but disco_ds trains two-tower "
+            "CLIP models; choose another model.name"
+        )
+    if initial_bias is None:
+        model.logit_bias = None
     if image_weights is not None and str(image_weights) != TIMM:
         load_image_tower(model, image_weights)
     return model
 
 
-def forward(model: Any, image: Tensor | None = None, text: Tensor | None = None) -> Features:
-    """Unit features of either or both towers; the only way through the model at every ZeRO stage.
+def check_image_size(settings: ModelSettings, model: Any) -> None:
+    """Refuse an image size that open_clip's image tower does not take, before the first step fails.
 
-    Args:    image [b, 3, H, W], uint8 or floating in [0, 1]; text [b, L] int64 tokens, or second views like image.
-    Returns: Features; scale = exp(logit_scale) always comes, so that every parameter can stay in every graph.
+    Custom towers are not tried, since they may run on an accelerator only.
+
+    Raises:
+        ValueError: For such a size.
     """
-    image_features = text_features = None
+    if settings.factory:
+        return
+    size = read_preprocessing(model).size
+    model.visual.eval()  # BatchNorm refuses to train on one value per channel
+    try:
+        forward_on_meta(model, "image")
+    except Exception:
+        # A tower may need real data, not only shapes.
+        try:
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                model(image=torch.zeros(1, 3, *size))
+        except Exception as error:  # AssertionError of timm, RuntimeError of torch, and others
+            raise ValueError(
+                f"model.image_size: the image tower of {settings.name} does not take images of "
+                f"{size[0]} x {size[1]}; choose another size, or omit the setting to use the size "
+                f"in the model's config. {error}"
+            ) from error
+    model.visual.train()
+
+
+def forward_on_meta(model: Any, side: str) -> None:
+    """Run one sample through the "image" or "text" side, on meta tensors and without compiling."""
+    tensors = {
+        name: each.detach().to("meta")
+        for name, each in chain(model.named_parameters(), model.named_buffers())
+    }
+    if side == "image" or model.two_views:
+        sample = torch.empty(1, 3, *read_preprocessing(model).size, device="meta")
+    else:
+        sample = torch.zeros(1, read_text_size(model)[0], dtype=torch.long, device="meta")
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        functional_call(model, tensors, args=(), kwargs={side: sample})
+
+
+def forward(model: Any, image: Tensor | None = None, text: Tensor | None = None) -> Features:
+    """Compute the unit features of one or both towers; every call of the model must use this.
+
+    Only this forward works at every ZeRO stage.
+
+    Args:
+        model: A model from build_model.
+        image: [b, 3, H, W], uint8, or floating point in [0, 1].
+        text: [b, L] int64 tokens, or second views with the shape and dtype of images.
+
+    Returns:
+        Features. The scale, exp(logit_scale), is always among them, so that every parameter can
+        stay in every graph.
+    """
+    image_features = text_features = bias = None
     if image is not None:
-        image_features = unit_rows(model.encode_image(_normalise(model, image)))
-    if text is not None:
-        encoded = model.encode_image(_normalise(model, text)) if model.two_views else model.encode_text(text)
-        text_features = unit_rows(encoded)
-    bias = getattr(model, "logit_bias", None)
-    return image_features, text_features, model.logit_scale.float().exp(), None if bias is None else bias.float()
+        image_features = unit_rows(model.encode_image(_normalize(model, image)))
+    if text is not None and model.two_views:
+        text_features = unit_rows(model.encode_image(_normalize(model, text)))
+    elif text is not None:
+        text_features = unit_rows(model.encode_text(text))
+    if model.logit_bias is not None:
+        bias = model.logit_bias.float()
+    return image_features, text_features, model.logit_scale.float().exp(), bias
 
 
-def _normalise(model: Any, image: Tensor) -> Tensor:
-    """(pixels - mean) / std in one pass over the images, in the precision of the tower's first layer."""
+def _normalize(model: Any, image: Tensor) -> Tensor:
+    """Compute (pixels - mean) / std in one pass, in the precision of the tower's first layer."""
     device = image.device
-    factor, offset = pixel_affine(
-        model.image_mean, model.image_std, 255.0 if image.dtype == torch.uint8 else 1.0, device
-    )
-    autocast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
-    dtype = torch.get_autocast_dtype(device.type) if autocast else model.logit_scale.dtype
+    largest = 255.0 if image.dtype == torch.uint8 else 1.0
+    factor, offset = pixel_affine(model.image_mean, model.image_std, largest, device)
+    dtype = model.logit_scale.dtype
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
     # Convolutions run faster on channels_last.
     out = torch.empty(image.shape, dtype=dtype, device=device, memory_format=torch.channels_last)
-    return torch.addcmul(offset, image, factor, out=out)  # computed in fp32, whatever the dtypes of input and output
+    # This computes in fp32 for all dtypes of input and output.
+    return torch.addcmul(offset, image, factor, out=out)
 
 
 @lru_cache
 def pixel_affine(
     mean: tuple[float, ...], std: tuple[float, ...], largest: float, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """1 / (largest x std) and -mean / std, [1, 3, 1, 1] fp32.
+    """Return 1 / (largest x std) and -mean / std, [1, 3, 1, 1] fp32.
 
-    Not buffers of the model: an engine with 16-bit weights would round them.
+    They are not buffers of the model, because an engine with 16-bit weights would round them.
     """
-    values = [1 / (largest * s) for s in std], [-m / s for m, s in zip(mean, std, strict=True)]
-    factor, offset = (torch.tensor(row, device=device).view(1, -1, 1, 1) for row in values)
-    return factor, offset
+    factor = torch.tensor([1 / (largest * s) for s in std], device=device)
+    offset = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=device)
+    return factor.view(1, -1, 1, 1), offset.view(1, -1, 1, 1)
 
 
 def unit_rows(x: Tensor) -> Tensor:
-    """x / |x| in fp32, also under autocast: 16-bit unit rows would cost the loss its precision."""
+    """Return x / |x| in fp32, also under autocast: 16-bit unit rows would make the loss inexact."""
     return F.normalize(x.float(), dim=-1)
 
 
 def trained_sides(model: Any) -> dict[str, bool]:
-    """By argument of `forward`, "image" and "text": True if its features have a gradient."""
-    image, text = (any(parameter.requires_grad for parameter in tower) for tower in _parameters_by_tower(model))
+    """Return for "image" and "text" whether their features have a gradient."""
+    towers = _parameters_by_tower(model)
+    image, text = (any(parameter.requires_grad for parameter in tower) for tower in towers)
     return {"image": image, "text": image if model.two_views else text}
 
 
 def _parameters_by_tower(model: Any) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    # open_clip's CLIP keeps its text tower's parameters beside its own.
+    # In open_clip's CLIP, the parameters of the text tower are direct parameters of the model.
     others = [
         parameter
         for name, parameter in model.named_parameters()
@@ -182,17 +278,21 @@ def read_preprocessing(model: nn.Module) -> Preprocessing:
     size = cfg["size"]
     height, width = (size, size) if isinstance(size, int) else size
     return Preprocessing(
-        (height, width), tuple(cfg["mean"]), tuple(cfg["std"]), cfg["interpolation"], cfg.get("resize_mode", "shortest")
+        (height, width),
+        tuple(cfg["mean"]),
+        tuple(cfg["std"]),
+        cfg["interpolation"],
+        cfg.get("resize_mode", "shortest"),
     )
 
 
 def read_architecture(settings: ModelSettings) -> dict[str, Any]:
-    """open_clip's config of the model, with the size and activation of the settings.
+    """Return open_clip's config of the model, with the image size and activation of the settings.
 
-    Of the user's own model it is the function and its options.
+    For a custom model, return the function and its options.
     """
     if settings.factory:
-        find_own(settings.factory, settings.options)
+        load_custom(settings.factory, settings.options)
         return {"factory": settings.factory, "options": settings.options}
     config = open_clip.get_model_config(register_config(settings.name))
     if settings.image_size is not None:
@@ -201,45 +301,61 @@ def read_architecture(settings: ModelSettings) -> dict[str, Any]:
 
 
 def read_text_size(model: Any) -> tuple[int, int]:
-    """(context length, vocabulary size)."""
+    """Return the context length and the vocabulary size."""
     if isinstance(model, TwoTowers):
         return model.context_length, model.vocab_size
     text = _text_tower(model)
-    vocab_size = text.vocab_size if hasattr(text, "vocab_size") else text.config.vocab_size  # the latter: Hugging Face
-    return text.context_length, vocab_size
+    # Towers of Hugging Face have it in their config.
+    owner = text if hasattr(text, "vocab_size") else text.config
+    return text.context_length, owner.vocab_size
 
 
 def build_tokenizer(settings: ModelSettings, model: nn.Module) -> Any:
-    """The tokenizer of this model: list of strings -> [n, L] int64.
+    """Build the tokenizer of this model, which turns a list of n strings into [n, L] int64.
 
-    Raises: ValueError if it cannot be loaded, or has tokens the model has no embedding for.
+    Raises:
+        ValueError: If it cannot be loaded, or has tokens for which the model has no embedding.
     """
     if isinstance(model, TwoTowers):
         return model.tokenizer
+    name = register_config(settings.name)
+    source = open_clip.get_model_config(name)["text_cfg"].get("hf_tokenizer_name")
+    if source is None and "siglip" in name.lower():
+        # open_clip chooses one of these by the name alone.
+        kind = "mc4" if "i18n" in name.lower() else "c4-en"
+        if "siglip2" in name.lower():
+            kind = "gemma"
+        source = f"{SigLipTokenizer.VOCAB_FILES[kind]}, because its name contains siglip"
     try:
-        tokenizer = open_clip.get_tokenizer(register_config(settings.name))
-    except OSError as error:
-        raise ValueError(f"model {settings.name}: its tokenizer could not be loaded: {error}") from error
+        tokenizer = open_clip.get_tokenizer(name)
+    except Exception as error:  # from the hub's client, from transformers, or a missing package
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(
+            f"model {settings.name}: its tokenizer ({source or 'CLIP BPE'}) could not be loaded; "
+            "to use a local one, set text_cfg.hf_tokenizer_name in a model config (.json) to a "
+            f"folder written by save_pretrained. {reason}"
+        ) from error
     _, vocab_size = read_text_size(model)
     if getattr(tokenizer, "vocab_size", 0) > vocab_size:
         raise ValueError(
-            f"model {settings.name}: text_cfg.vocab_size {vocab_size} is too small for its tokenizer's "
-            f"{tokenizer.vocab_size} tokens"
+            f"model {settings.name}: text_cfg.vocab_size {vocab_size} is smaller than the "
+            f"{tokenizer.vocab_size} tokens of its tokenizer; raise it, or choose another tokenizer"
         )
     return tokenizer
 
 
 def register_config(name: str) -> str:
-    """Make a model config file known to open_clip and return the name open_clip has for it.
+    """Register a model config file with open_clip and return its name there.
 
-    Raises: ValueError if the name is neither open_clip's, ours, nor a file.
+    Raises:
+        ValueError: If the name is not a model of open_clip or disco_ds, nor a file.
     """
     bundled = PACKAGE / "assets" / "models"
     path = bundled / f"{name}.json"
     if not path.is_file() and name.endswith(".json"):
         path = Path(name)
         if not path.is_file():
-            raise ValueError(f"model.name: no file {name}")
+            raise ValueError(f"model.name: there is no file {name}")
         try:
             json.loads(path.read_text(encoding="utf-8"))
         except json.JSONDecodeError as error:
@@ -251,7 +367,10 @@ def register_config(name: str) -> str:
     if name not in known:
         ours = sorted(item.stem for item in bundled.glob("*.json"))
         hint = did_you_mean(name, [*known, *ours])
-        raise ValueError(f"unknown model {name!r}{hint}; one of open_clip's, of ours ({', '.join(ours)}), or a .json")
+        raise ValueError(
+            f"unknown model {name!r}{hint}; expected a model of open_clip or of ours "
+            f"({', '.join(ours)}), or a .json file"
+        )
     return name
 
 
@@ -265,25 +384,34 @@ def _lock(model: Any, settings: ModelSettings, learns_scale: bool) -> None:
             model.lock_image_tower(unlocked_groups=settings.unlocked_layers, freeze_bn_stats=True)
         if settings.lock_text or settings.two_views:
             model.lock_text_tower(settings.unlocked_layers)
-    except (
-        AssertionError,
-        AttributeError,
-        KeyError,
-    ) as error:  # of a tower whose layers open_clip, or timm, cannot tell apart
-        raise ValueError(f"model.unlocked_layers={settings.unlocked_layers}: {settings.name}: {error}") from None
-    for side, tower in zip(("image", "text"), _parameters_by_tower(model), strict=True):
-        if settings.unlocked_layers and getattr(settings, f"lock_{side}") and all(p.requires_grad for p in tower):
-            trains = f"trains all of the {side} tower"
-            raise ValueError(f"model.unlocked_layers={settings.unlocked_layers} {trains}; leave model.lock_{side} out")
+    # Raised for a tower whose layers open_clip or timm cannot tell apart.
+    except (AssertionError, AttributeError, KeyError) as error:
+        raise ValueError(
+            f"model.unlocked_layers={settings.unlocked_layers}: {settings.name}: {error}"
+        ) from None
+    image, text = _parameters_by_tower(model)
+    for side, locked, tower in (
+        ("image", settings.lock_image, image),
+        ("text", settings.lock_text, text),
+    ):
+        if settings.unlocked_layers and locked and all(p.requires_grad for p in tower):
+            raise ValueError(
+                f"model.unlocked_layers={settings.unlocked_layers} trains all of the {side} tower; "
+                f"omit model.lock_{side}"
+            )
     model.logit_scale.requires_grad_(learns_scale)
 
 
 def _warn_of_batch_norm(model: nn.Module) -> None:
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    names = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+    ]
     if names:
         logger.warning(
-            "BatchNorm in %s (%d layers): its statistics are those of a micro-batch, so the gradient depends "
-            "on how the global batch is cut",
+            "BatchNorm in %s (%d layers) uses the statistics of a micro-batch, so the gradient "
+            "depends on how the global batch is cut; GroupNorm or LayerNorm do not",
             ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""),
             len(names),
         )

@@ -1,9 +1,10 @@
-"""Finds the modules of a model that draw random numbers in training, and refuses to compile them where it is unsafe.
+"""Refuse torch.compile for a model whose forward is repeated and draws random numbers.
 
-GradAccum runs a micro-batch's forward twice, without gradients and with them, and restores the generators in between.
-torch.compile makes a graph of each, and random numbers of two graphs need not be equal: their order is the compiler's
-(pytorch issue 192635), and on CUDA so are their offsets, up to wrong masks (issue 198333, also for activation
-checkpointing). That they have been equal on a CPU proves nothing for a GPU.
+GradAccum runs the forward of a micro-batch twice, first without gradients and then with them, from
+the same generator states. torch.compile builds a graph for each, and the two need not draw the same
+numbers: the compiler chooses their order (pytorch issue 192635) and on CUDA also their offsets,
+which has led to wrong masks (issue 198333, also for activation checkpointing). Equal numbers on a
+CPU prove nothing for a GPU.
 """
 
 from __future__ import annotations
@@ -15,69 +16,65 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.module_tracker import ModuleTracker
 
 from disco_ds.config import Config
-from disco_ds.models.clip import trained_sides
-from disco_ds.models.flops import forward_on_meta
+from disco_ds.models.clip import forward_on_meta, trained_sides
 
 
 def check_compiled(config: Config, model: Any, ranks: int) -> None:
     """Refuse a compiled model whose forward is repeated and draws random numbers.
 
-    Args:   model: open_clip's, before an engine has it.
-    Raises: ValueError naming the modules, and what to change.
+    Args:
+        config: The recipe.
+        model: The model, before an engine wraps it.
+        ranks: Number of ranks.
+
+    Raises:
+        ValueError: Naming the modules, and what to change.
     """
-    count, saves = config.num_micro_batches(ranks), config.model.activation_checkpointing
-    if not config.model.compile or not (count > 1 or saves):
+    count = config.num_micro_batches(ranks)
+    if not config.model.compile or (count == 1 and not config.model.activation_checkpointing):
         return
     try:
         names = find_draws(model)
     except Exception as error:  # a module may need real data, not only shapes
-        found = f"which may draw random numbers: tracing it failed ({type(error).__name__}: {error})"
+        problem = f"may draw random numbers: tracing it failed ({type(error).__name__}: {error})"
     else:
         if not names:
             return
-        found = f"which draws random numbers in {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
-    why = f"{count} micro-batches" if count > 1 else "activation checkpointing"
+        shown = [*names[:3], "..."] if len(names) > 3 else names
+        problem = f"draws random numbers in {', '.join(shown)}"
+    repeated_by = f"{count} micro-batches" if count > 1 else "activation checkpointing"
     raise ValueError(
-        f"model.compile with {why} is refused for model {config.model.label}, {found}: its forward is repeated, and a "
-        "compiled one need not draw the same again; set model.compile=false, or take the randomness out "
-        "(model.patch_dropout=0, and no dropout or drop path in the model's config), or give each rank its part of "
-        "the global batch as one micro-batch, without model.activation_checkpointing"
+        f"model.compile with {repeated_by} is refused for model {config.model.label}, which "
+        f"{problem}. A repeated forward that is compiled may draw other numbers. Set "
+        "model.compile=false; or remove the randomness (model.patch_dropout=0, and no dropout or "
+        "drop path in the model's config); or use one micro-batch per rank without "
+        "model.activation_checkpointing"
     )
 
 
 def find_draws(model: Any) -> list[str]:
-    """Names of the innermost modules of the trained towers that draw random numbers in training."""
-    modes = {module: module.training for module in model.modules()}
+    """Return the names of modules in trained towers that draw random numbers in training.
+
+    The model is left in training mode.
+    """
     model.train()
-    try:
-        with Draws() as draws:
-            for side, trains in trained_sides(model).items():
-                if trains:
-                    forward_on_meta(model, side)
-    finally:
-        for module, training in modes.items():
-            module.training = training
+    with ModuleTracker() as tracker, Draws(tracker) as draws:
+        for side, trains in trained_sides(model).items():
+            if trains:
+                forward_on_meta(model, side)
     return list(draws.names)
 
 
 class Draws(TorchDispatchMode):
-    """Collects the modules that call an operation which draws from a generator."""
+    """Collect the innermost modules that call an operation which draws from a generator."""
 
-    def __init__(self) -> None:
+    def __init__(self, tracker: ModuleTracker) -> None:
         super().__init__()
+        self.tracker = tracker
         self.names: dict[str, None] = {}
-        self._modules = ModuleTracker()
-
-    def __enter__(self) -> Draws:
-        self._modules.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._modules.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            innermost = max(self._modules.parents, key=lambda name: name.count("."))
+            innermost = max(self.tracker.parents, key=lambda name: name.count("."))
             self.names[innermost.partition(".")[2] or innermost] = None
         return func(*args, **(kwargs or {}))

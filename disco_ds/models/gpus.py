@@ -1,21 +1,28 @@
-"""GPUs by name: memory as torch reports it, and the rates of the data sheets."""
+"""Known GPUs: memory as torch reports it, and rates from the data sheets."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
 
+from disco_ds.names import did_you_mean
+
 
 @dataclass(frozen=True)
 class Gpu:
+    """One kind of GPU."""
+
     name: str
     gib: float
+    """Memory as torch reports it."""
     device: str = ""
-    """Pattern of the name in torch, after NVIDIA and GeForce."""
+    """Regular expression for the name in torch, without NVIDIA and GeForce."""
     half: float = 0.0
     """TFLOP/s of dense products in bf16 or fp16 with fp32 sums; 0: unknown."""
     tf32: float = 0.0
+    """TFLOP/s of dense products in tf32."""
     fp32: float = 0.0
+    """TFLOP/s of dense products in fp32."""
     link: float = 0.0
     """GB/s that it receives from the other GPUs of its host."""
 
@@ -38,32 +45,41 @@ GPUS = {
         Gpu("RTX-3090", 23.5, "RTX 3090", 71, 35.6, 35.6, 32),
     )
 }
-"""Rates of the makers' data sheets, without sparsity. A link of 32 is PCIe 4 and one of 64 is PCIe 5, because NVLink
-bridges join only a few cards."""
+"""Rates from the data sheets, without sparsity. A link of 32 is PCIe 4 and one of 64 is PCIe 5,
+because NVLink bridges connect only a few cards."""
 
 
-def recognise(device: str) -> Gpu | None:
-    """The GPU of this name in torch; None if it is unknown, or only a part or variant of a known one."""
-    found = (gpu for gpu in GPUS.values() if re.fullmatch(rf"(NVIDIA )?(GeForce )?({gpu.device})", device))
+def recognize(device: str) -> Gpu | None:
+    """Return the GPU of this name in torch; None for unknown ones, and parts and variants."""
+    found = (
+        gpu
+        for gpu in GPUS.values()
+        if re.fullmatch(rf"(NVIDIA )?(GeForce )?({gpu.device})", device)
+    )
     return next(found, None)
 
 
 def find_gpu(text: str, tflops: float | None = None, link: float | None = None) -> Gpu:
-    """A GPU of GPUS by name, or one of so many GiB; tflops (of all products) and link replace its own rates.
+    """Return a known GPU by name, or one with a memory in GiB.
 
-    Raises: ValueError for another name, or a memory that is not positive.
+    Args:
+        text: Name or GiB.
+        tflops: Replaces the rates of all products.
+        link: Replaces the link rate.
+
+    Raises:
+        ValueError: For another name, or a memory that is not positive.
     """
     known = {name.lower(): gpu for name, gpu in GPUS.items()}
     try:
-        gpu = known[text.lower()] if text.lower() in known else Gpu(f"{float(text):g} GiB", float(text))
+        gpu = known.get(text.lower()) or Gpu(f"{float(text):g} GiB", float(text))
     except ValueError:
-        # Here, since the parsers import this file for the names, and import no settings for a --help.
-        from disco_ds.config.hints import did_you_mean
-
         hint = did_you_mean(text, GPUS)
-        raise ValueError(f"--gpu-memory {text}: a number of GiB, or one of {', '.join(GPUS)}{hint}") from None
+        raise ValueError(
+            f"--gpu-memory {text}: expected a number of GiB, or one of {', '.join(GPUS)}{hint}"
+        ) from None
     if not 0 < gpu.gib < float("inf"):
-        raise ValueError(f"--gpu-memory {text}: the memory of a GPU is a positive number of GiB")
+        raise ValueError(f"--gpu-memory {text}: expected a positive number of GiB")
     if tflops is not None:
         gpu = replace(gpu, half=tflops, tf32=tflops, fp32=tflops)
     return gpu if link is None else replace(gpu, link=link)

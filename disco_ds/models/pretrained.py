@@ -1,6 +1,6 @@
-"""The weights that a model starts from: a tag of open_clip's, a local file or folder, or an image tower of its own.
+"""The weights that a model starts from: a tag of open_clip, a file or folder, or an image tower.
 
-What a run has trained is read by training/weights.py.
+Weights that a run of disco_ds has trained are read by checkpoints/weights.py.
 """
 
 from __future__ import annotations
@@ -16,46 +16,60 @@ from open_clip.factory import _find_checkpoint_in_dir, load_state_dict
 from open_clip.transform import merge_preprocess_dict
 
 from disco_ds.config import ModelSettings
-from disco_ds.config.hints import did_you_mean
+from disco_ds.names import did_you_mean
 
 logger = logging.getLogger(__name__)
 CONFIG = "open_clip_config.json"
 TIMM = "timm"
-"""The value of model.pretrained_image that stands for the timm tower's own weights."""
+"""The value of model.pretrained_image that selects the weights that timm has for the tower."""
 
 
 def find_weights(name: str, settings: ModelSettings) -> str | None:
-    """The tag or file that open_clip.create_model loads for model.pretrained.
+    """Return the tag or file that open_clip.create_model loads for model.pretrained.
 
-    Args:   name: of the model, as open_clip knows it.
-    Raises: ValueError for weights that are not there, and for a tag that this model does not have.
+    Args:
+        name: Name of the model in open_clip.
+        settings: The model settings of the recipe.
+
+    Raises:
+        ValueError: For weights that do not exist, and for a tag that this model does not have.
     """
-    image, path = settings.pretrained_image, settings.pretrained
+    image = settings.pretrained_image
+    path = settings.pretrained
     if image is not None and str(image) != TIMM and not image.is_file():
-        raise ValueError(f"model.pretrained_image: no file {image}; expected a file, or timm for the tower's own")
-    if str(image) == TIMM and "timm_model_name" not in open_clip.get_model_config(name)["vision_cfg"]:
-        raise ValueError(f"model.pretrained_image=timm: the image tower of {name} is not timm's; name a file")
+        raise ValueError(
+            f"model.pretrained_image: no file {image}; expected a file, or timm for timm's weights"
+        )
+    if (
+        str(image) == TIMM
+        and "timm_model_name" not in open_clip.get_model_config(name)["vision_cfg"]
+    ):
+        raise ValueError(
+            f"model.pretrained_image=timm: the image tower of {name} is not timm's; give a file"
+        )
     if path is None:
         return None
-    if open_clip.get_pretrained_cfg(name, str(path)):
+    if path.is_file() or open_clip.get_pretrained_cfg(name, str(path)):
         return str(path)
-    found = _find_checkpoint_in_dir(path) if path.is_dir() else str(path) if path.is_file() else None
-    if found is None:
-        tags = open_clip.list_pretrained_tags_by_model(name)
-        hint = did_you_mean(str(path), tags)
-        raise ValueError(
-            f"model.pretrained: no file {path}, no folder with weights, and no tag of {name}{hint}; "
-            f"its tags: {', '.join(tags) or 'none'}"
-        )
-    return found
+    if path.is_dir() and (found := _find_checkpoint_in_dir(path)):
+        return found
+    tags = open_clip.list_pretrained_tags_by_model(name)
+    hint = did_you_mean(str(path), tags)
+    raise ValueError(
+        f"model.pretrained: no file {path}, no folder with weights, and no tag of {name}{hint}; "
+        f"its tags: {', '.join(tags) or 'none'}"
+    )
 
 
 def download_weights(name: str, settings: ModelSettings) -> None:
-    """Fetch what `settings` name and no local file has into the cache of open_clip or timm, from where all ranks load.
+    """Download the weights of a tag or of timm into the cache, from which all ranks load them.
 
-    Raises: ValueError if it cannot be fetched, in one line.
+    Local files are not touched.
+
+    Raises:
+        ValueError: If they cannot be downloaded, in one line.
     """
-    cfg = open_clip.get_pretrained_cfg(name, str(settings.pretrained)) if settings.pretrained else {}
+    cfg = open_clip.get_pretrained_cfg(name, str(settings.pretrained))
     what = f"model.pretrained={settings.pretrained}"
     where = cfg.get("hf_hub") or cfg.get("url")
     try:
@@ -64,57 +78,77 @@ def download_weights(name: str, settings: ModelSettings) -> None:
             where = open_clip.get_model_config(name)["vision_cfg"]["timm_model_name"]
             what = f"model.pretrained_image={TIMM}"
             timm.create_model(where, pretrained=True)
-    except Exception as error:  # of the hub's client, of urllib, or timm's for a model without weights
+    except Exception as error:  # from the hub's client, from urllib, or timm has no weights
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ValueError(
-            f"{what}: its weights ({where}) are not in the cache and could not be fetched; fetch them on a machine "
-            f"that reaches the hub and name the file. {reason}"
+            f"{what}: its weights ({where}) are not in the cache and could not be fetched; "
+            f"download them on a machine with access to the hub and give the file. {reason}"
         ) from None
 
 
 def read_overrides(name: str, settings: ModelSettings) -> dict[str, Any]:
-    """The entries of open_clip's preprocess_cfg that come with the weights, then those of the settings."""
-    cfg = open_clip.get_pretrained_cfg(name, str(settings.pretrained)) if settings.pretrained else {}
+    """Return open_clip's preprocess_cfg of the weights, with the entries of the settings."""
+    cfg = open_clip.get_pretrained_cfg(name, str(settings.pretrained))
     if settings.pretrained is not None and (path := settings.pretrained / CONFIG).is_file():
         cfg = json.loads(path.read_text(encoding="utf-8")).get("preprocess_cfg", {})
-    own = {
+    overrides = {
         "mean": settings.image_mean,
         "std": settings.image_std,
         "interpolation": settings.interpolation,
         "resize_mode": settings.resize_mode,
     }
-    merged = merge_preprocess_dict(merge_preprocess_dict({}, cfg), own)
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in merged.items() if key != "size"}
+    merged = merge_preprocess_dict(merge_preprocess_dict({}, cfg), overrides)
+    return {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in merged.items()
+        if key != "size"
+    }
 
 
 def load_image_tower(model: Any, path: Path) -> None:
-    """Load the image tower from a file with its own weights, its timm trunk's, or those of a whole CLIP model.
+    """Load the image tower from a file with weights of the tower, its timm trunk or a CLIP model.
 
-    Raises: ValueError for a file that does not hold all of one of them.
+    Raises:
+        ValueError: For a file that does not contain all weights of one of them.
     """
     try:
         state = load_state_dict(str(path), device="cpu")
-        whole = {key.removeprefix("visual."): value for key, value in state.items() if key.startswith("visual.")}
+        whole = {
+            key.removeprefix("visual."): value
+            for key, value in state.items()
+            if key.startswith("visual.")
+        }
         tower: Any = model.visual
         if hasattr(tower, "trunk") and not any(key.startswith("trunk.") for key in whole or state):
-            tower = tower.trunk  # a file of timm's, which knows no projection behind the trunk
+            tower = tower.trunk  # a file from timm, without the projection after the trunk
         missing, unexpected = tower.load_state_dict(whole or state, strict=False)
     except Exception as error:  # an unknown file may fail anywhere in torch, pickle or safetensors
-        raise ValueError(f"model.pretrained_image: {path} does not fit: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"model.pretrained_image: {path} does not fit: {type(error).__name__}: {error}"
+        ) from error
     if missing:
-        raise ValueError(f"model.pretrained_image: {path} lacks {len(missing)} tensors of the tower, as {missing[0]}")
+        raise ValueError(
+            f"model.pretrained_image: {path} lacks {len(missing)} tensors of the tower, such as "
+            f"{missing[0]}; give a file of this architecture"
+        )
     if unexpected:
-        few = (len(unexpected), path, unexpected[0])
-        logger.warning("model.pretrained_image: %d tensors of %s are not used, as %s", *few)
+        logger.warning(
+            "model.pretrained_image: %d tensors of %s are not used, such as %s",
+            len(unexpected),
+            path,
+            unexpected[0],
+        )
 
 
 def warn_of_random_tower(settings: ModelSettings) -> None:
-    """Warn of a locked tower that no weights are named for. Hugging Face's text towers load their own."""
-    for side, locked in (("image", settings.lock_image), ("text", settings.lock_text)):
-        given = settings.pretrained or (side == "image" and settings.pretrained_image)
-        if locked and not given:
+    """Warn about a locked tower without weights. Text towers of Hugging Face load theirs anyway."""
+    for side, locked, weights in (
+        ("image", settings.lock_image, settings.pretrained or settings.pretrained_image),
+        ("text", settings.lock_text, settings.pretrained),
+    ):
+        if locked and not weights:
             logger.warning(
-                "model.lock_%s freezes a tower that no weights are named for: unless its architecture brings its own, "
-                "it stays random; set model.pretrained",
+                "model.lock_%s freezes a tower for which the recipe gives no weights: unless its "
+                "architecture comes with weights, it stays random; set model.pretrained",
                 side,
             )

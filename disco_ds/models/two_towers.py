@@ -1,7 +1,8 @@
-"""A model of any two towers, which a function of the user's builds: `model.factory` of a recipe.
+"""Custom models: any two towers, built by a user's function that a recipe names as `model.factory`.
 
-The function is called with `model.options` and returns a TwoTowers, with pretrained weights or without. What the
-trainer asks of a model is asked of open_clip's by the same names; docs/own_model.md has an example.
+The function is called with `model.options` and returns a TwoTowers, with or without pretrained
+weights. Its attributes and methods have the names of open_clip's models, so that the trainer uses
+both in the same way. docs/extending.md has an example.
 """
 
 from __future__ import annotations
@@ -17,18 +18,26 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from disco_ds.config import ModelSettings
-from disco_ds.config.own_code import find_own
+from disco_ds.names import load_custom
 
 
 class TwoTowers(nn.Module):
-    """An image and a text tower, and what must be known of their inputs.
+    """An image and a text tower with a description of their inputs.
 
-    The trainer makes unit rows of the features, and adds logit_scale and, where the loss has one, logit_bias.
+    The trainer normalizes the features to unit rows, and adds logit_scale and, if the loss has one,
+    logit_bias.
 
-    Args: visual: images [b, 3, H, W], normalised -> features [b, D]; text: tokens [b, L] int64 -> features [b, D];
-          tokenizer: list of n texts -> tokens [n, L] int64, sent to the data workers by pickle; context_length: L;
-          vocab_size: tokens are below it; image_size: H = W, or (H, W); mean, std: of pixels in [0, 1], per channel;
-          interpolation, resize_mode: of images that are evaluated.
+    Args:
+        visual: Turns normalized images [b, 3, H, W] into features [b, D].
+        text: Turns tokens [b, L] int64 into features [b, D].
+        tokenizer: Turns a list of n texts into tokens [n, L] int64. It is pickled for data workers.
+        context_length: L.
+        vocab_size: Tokens are below it.
+        image_size: H = W, or (H, W).
+        mean: Mean of the pixels in [0, 1], per channel.
+        std: Standard deviation of the pixels in [0, 1], per channel.
+        interpolation: How images are resized in evaluation.
+        resize_mode: Which side of images is resized to image_size in evaluation.
     """
 
     logit_scale: nn.Parameter
@@ -42,12 +51,25 @@ class TwoTowers(nn.Module):
         context_length: int,
         vocab_size: int,
         image_size: int | tuple[int, int],
-        **preprocessing: Any,
+        mean: tuple[float, ...] = open_clip.OPENAI_DATASET_MEAN,
+        std: tuple[float, ...] = open_clip.OPENAI_DATASET_STD,
+        interpolation: Literal["bicubic", "bilinear"] = "bicubic",
+        resize_mode: Literal["shortest", "longest", "squash"] = "shortest",
     ):
         super().__init__()
-        self.visual, self.text, self.tokenizer = visual, text, tokenizer
-        self.context_length, self.vocab_size = context_length, vocab_size
-        open_clip.set_model_preprocess_cfg(self, _preprocess_cfg(image_size, **preprocessing))
+        self.visual = visual
+        self.text = text
+        self.tokenizer = tokenizer
+        self.context_length = context_length
+        self.vocab_size = vocab_size
+        preprocessing = {
+            "size": image_size,
+            "mean": mean,
+            "std": std,
+            "interpolation": interpolation,
+            "resize_mode": resize_mode,
+        }
+        open_clip.set_model_preprocess_cfg(self, preprocessing)
 
     def encode_image(self, image: Tensor) -> Tensor:
         return self.visual(image)
@@ -56,57 +78,73 @@ class TwoTowers(nn.Module):
         return self.text(text)
 
     def set_scale(self, initial_scale: float, initial_bias: float | None) -> None:
-        """Add the parameters that a loss learns, [1] each. Args: initial_scale: exp of the initial logit_scale."""
+        """Add the parameters that a loss learns, [1] each.
+
+        Args:
+            initial_scale: exp of the initial logit_scale.
+            initial_bias: Initial logit_bias, None for none.
+        """
         self.logit_scale = nn.Parameter(torch.full((1,), math.log(initial_scale)))
-        self.logit_bias = None if initial_bias is None else nn.Parameter(torch.full((1,), initial_bias))
+        self.logit_bias = None
+        if initial_bias is not None:
+            self.logit_bias = nn.Parameter(torch.full((1,), initial_bias))
 
     def lock_image_tower(self, **_: Any) -> None:
-        self.visual = freeze_batch_norm_2d(self.visual.requires_grad_(False))  # whose statistics must stay as well
+        self.visual = freeze_batch_norm_2d(self.visual.requires_grad_(False))
 
     def lock_text_tower(self, *_: Any) -> None:
         self.text.requires_grad_(False)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute activations in towers of timm, transformers or open_clip. Raises: ValueError for another tower."""
+        """Recompute activations in towers of timm, transformers or open_clip.
+
+        Raises:
+            ValueError: For another tower.
+        """
         for name, tower in (("image", self.visual), ("text", self.text)):
-            # The first module inside that can do it: a tower may wrap the library's model.
-            modules = list(tower.modules())
-            timms: list[Any] = [module for module in modules if hasattr(module, "set_grad_checkpointing")]
-            transformers: list[Any] = [module for module in modules if hasattr(module, "gradient_checkpointing_enable")]
+            # A tower may wrap the library's model: take the first module inside that has a method.
+            modules: list[Any] = list(tower.modules())
+            timms = [m for m in modules if hasattr(m, "set_grad_checkpointing")]
+            transformers = [m for m in modules if hasattr(m, "gradient_checkpointing_enable")]
             if timms:
                 timms[0].set_grad_checkpointing(enable)
-            elif transformers:  # reentrant checkpointing drops the gradient where a tower's input needs none
+            elif transformers:
+                # Reentrant checkpointing drops the gradient if the input of a tower needs none.
                 transformers[0].gradient_checkpointing_enable({"use_reentrant": False})
             else:
-                raise ValueError(f"model.activation_checkpointing: the {name} tower has no method that switches it on")
+                raise ValueError(
+                    f"model.activation_checkpointing: the {name} tower has no method "
+                    "set_grad_checkpointing or gradient_checkpointing_enable; add one, or set "
+                    "model.activation_checkpointing=false"
+                )
 
 
-def _preprocess_cfg(
-    image_size: int | tuple[int, int],
-    mean: tuple[float, ...] = open_clip.OPENAI_DATASET_MEAN,
-    std: tuple[float, ...] = open_clip.OPENAI_DATASET_STD,
-    interpolation: Literal["bicubic", "bilinear"] = "bicubic",
-    resize_mode: Literal["shortest", "longest", "squash"] = "shortest",
-) -> dict[str, Any]:
-    """open_clip's preprocess_cfg."""
-    return {"size": image_size, "mean": mean, "std": std, "interpolation": interpolation, "resize_mode": resize_mode}
+def build_two_towers(
+    settings: ModelSettings, initial_scale: float, initial_bias: float | None
+) -> TwoTowers:
+    """Build the model with the user's function, in torch's default dtype.
 
-
-def build_two_towers(settings: ModelSettings, initial_scale: float, initial_bias: float | None) -> TwoTowers:
-    """The model that the user's function returns, in torch's default dtype. Raises: ValueError."""
+    Raises:
+        ValueError: If there is no such function, if it fails, or if it returns something else.
+    """
     assert settings.factory is not None
     try:
-        factory = find_own(settings.factory, settings.options)
+        factory = load_custom(settings.factory, settings.options)
     except ValueError as error:
         raise ValueError(f"model.factory: {error}") from None
-    # `disco-ds plan` traces tensors without values, and the user's code may look at values.
+    # `disco-ds plan` traces tensors without values, but the user's code may need values.
     with unset_fake_temporarily() as fake:
         try:
             model = factory(**settings.options)
-        except Exception as error:  # whatever the user's code raises
-            raise ValueError(f"model.factory: {settings.factory} failed: {type(error).__name__}: {error}") from error
+        except Exception as error:  # the user's code may raise anything
+            raise ValueError(
+                f"model.factory: {settings.factory} failed: {type(error).__name__}: {error}"
+            ) from error
         if not isinstance(model, TwoTowers):
-            raise ValueError(f"model.factory: {settings.factory} returned a {type(model).__name__}, not a TwoTowers")
+            raise ValueError(
+                f"model.factory: {settings.factory} returned a {type(model).__name__}, "
+                "not a TwoTowers"
+            )
         model.set_scale(initial_scale, initial_bias)
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.is_floating_point():
@@ -115,5 +153,7 @@ def build_two_towers(settings: ModelSettings, initial_scale: float, initial_bias
         for module in model.modules():
             tensors: Any
             for tensors in (module._parameters, module._buffers):
-                tensors.update({name: fake.from_tensor(value) for name, value in tensors.items() if value is not None})
+                for name, value in tensors.items():
+                    if value is not None:
+                        tensors[name] = fake.from_tensor(value)
     return model

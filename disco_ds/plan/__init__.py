@@ -1,1 +1,4 @@
-"""What a run will need before it is run: memory of each GPU and host by part, and the time of a step. No GPU needed."""
+"""Predict what a run will need: memory of each GPU and host, and the time of a step.
+
+No GPU is needed.
+"""

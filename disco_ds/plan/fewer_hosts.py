@@ -1,4 +1,4 @@
-"""The numbers of ranks that a run may get where hosts are lost (`disco-ds launch --min-hosts`), and their checks."""
+"""Check a recipe at every number of ranks that `disco-ds launch --min-hosts` may lead to."""
 
 from __future__ import annotations
 
@@ -7,103 +7,119 @@ import subprocess
 from collections.abc import Sequence
 
 from disco_ds.config import Config
-from disco_ds.data import choose_slots
-from disco_ds.data.source import load_sources
+from disco_ds.data.sources.load import count_slots, load_sources
 from disco_ds.plan.assumptions import Assumptions
-from disco_ds.plan.fit import LARGEST
 from disco_ds.plan.memory import GIB, plan_memory
 from disco_ds.plan.towers import trace
 
-MAX_SLOTS = 2**20
-"""Limit of data.slots."""
-
 
 def possible_ranks(slots: Sequence[int], at_least: int) -> list[int]:
-    """All numbers of ranks that `at_least` or more of the hosts have together. Args: slots: ranks of each host."""
+    """Return all possible numbers of ranks on `at_least` or more of the hosts.
+
+    Args:
+        slots: Number of ranks of each host.
+        at_least: Minimum number of hosts.
+    """
     sums = {(0, 0)}
     for ranks in slots:
         sums |= {(hosts + 1, total + ranks) for hosts, total in sums}
     return sorted({total for hosts, total in sums if hosts >= at_least})
 
 
-def check_fewer_hosts(config: Config, slots: Sequence[int], at_least: int, gib: float | None) -> str:
-    """Check a run at every number of ranks that `at_least` or more of its hosts have together.
+def check_fewer_hosts(
+    config: Config, slots: Sequence[int], at_least: int, gib: float | None
+) -> str:
+    """Check a run at every possible number of ranks on `at_least` or more of its hosts.
 
-    Args:    slots: ranks of each host; gib: memory of a GPU; None: not known.
-    Returns: what was found, in words.
-    Raises:  ValueError for ranks that do not divide the batch or the slots of the data order, naming those that work,
-             and for memory that does not suffice; also as load_sources raises it.
+    Args:
+        config: The recipe.
+        slots: Number of ranks of each host.
+        at_least: Minimum number of hosts.
+        gib: Memory of a GPU in GiB; None if unknown.
+
+    Returns:
+        The result, as a sentence.
+
+    Raises:
+        ValueError: If a number of ranks does not divide the batch or the slots of the data order
+            (the message has the required multiples), if the memory does not suffice, or if the data
+            cannot be opened.
     """
     if config.ranks not in (None, sum(slots)):
-        config.num_micro_batches(sum(slots))  # refuses all other ranks than the recipe's
-    sizes = [size for source in load_sources(config.data) for size in source.sizes]
-    num_slots = choose_slots(len(sizes), sum(sizes), config.data.slots, ranks=1)
-    refuse_undivided(config, slots, at_least, num_slots, min(sum(sizes), MAX_SLOTS))
+        config.num_micro_batches(sum(slots))  # raises: the recipe is for another number of ranks
+    sources = load_sources(config.data)
+    sizes = [size for source in sources for size in source.sizes]
+    num_slots = count_slots(config.data, sources, ranks=1)
+    refuse_undivided(config, slots, at_least, num_slots)
     ranks = possible_ranks(slots, at_least)
-    found = f"{_join(ranks, 'or')} ranks divide batch and slots"
+    result = f"the batch and the data slots are divisible by {_join(ranks, 'or')} ranks"
     if gib is None:
-        return f"{found}; memory is not planned, as there is no GPU here"
+        return f"{result}; memory is not checked because this host has no NVIDIA GPU"
     free = config.model_copy(update={"ranks": None})
     assumed = Assumptions(num_samples=sum(sizes), per_host=max(slots))
     try:
         towers = trace(config, config.micro_batch)
         needs = {n: plan_memory(free, n, towers, assumed).total / GIB for n in ranks}
-    except ValueError as error:  # a model or a loss of one's own, of which the plan may know too little
-        return f"{found}; memory is not planned: {error}"
-    if over := [n for n in ranks if needs[n] > gib]:
-        raise ValueError(
-            f"--min-hosts {at_least}: with {over[0]} ranks a GPU needs {needs[over[0]]:.1f} GiB, as planned, and has "
-            f"{gib:.1f}; lower micro_batch, or raise --min-hosts (`disco-ds plan` has the parts)"
-        )
-    return f"{found}; a GPU needs up to {max(needs.values()):.1f} GiB of {gib:.1f}, as planned"
+    except ValueError as error:
+        # For example a custom model that cannot be traced, or a custom loss of unknown cost.
+        return f"{result}; memory is not checked: {error}"
+    for n in ranks:
+        if needs[n] > gib:
+            raise ValueError(
+                f"--min-hosts {at_least}: with {n} ranks a GPU needs about {needs[n]:.1f} GiB and "
+                f"has {gib:.1f}; lower micro_batch, or raise --min-hosts (`disco-ds plan` shows "
+                "where the memory goes)"
+            )
+    return f"{result}; a GPU needs up to about {max(needs.values()):.1f} of {gib:.1f} GiB"
 
 
-def refuse_undivided(config: Config, hosts: Sequence[int], at_least: int, num_slots: int, max_slots: int) -> None:
-    """Raises: ValueError where a possible number of ranks does not divide batch or slots, naming those that work."""
+def refuse_undivided(config: Config, hosts: Sequence[int], at_least: int, num_slots: int) -> None:
+    """Refuse a recipe whose batch or slots are not divisible by every possible number of ranks.
+
+    Raises:
+        ValueError: With the required multiples, and a higher --min-hosts if one works.
+    """
     B, m = config.global_batch, config.micro_batch
 
-    def find(at_least: int) -> tuple[list[int], list[int]]:
-        ranks = possible_ranks(hosts, at_least)
-        return [n for n in ranks if B % (n * m)], [n for n in ranks if num_slots % n]
+    def find_problems(at_least: int) -> list[str]:
+        multiple = math.lcm(*possible_ranks(hosts, at_least))
+        problems = []
+        if B % (multiple * m):
+            problems.append(
+                f"global_batch {B} must be a multiple of {multiple * m:,} "
+                f"({multiple:,} x micro_batch {m})"
+            )
+        if num_slots % multiple:
+            problems.append(f"data.slots {num_slots} must be a multiple of {multiple:,}")
+        return problems
 
-    batch, slots = find(at_least)
-    if not batch and not slots:
+    problems = find_problems(at_least)
+    if not problems:
         return
-    multiple = math.lcm(*possible_ranks(hosts, at_least))
-    problems = []
-    if batch:
-        remedy = _nearest("global_batch", B, multiple * m, LARGEST)
-        remedy += f" or micro_batch={math.gcd(m, B // multiple)}" if B % multiple == 0 else ""
-        what = f"global_batch {B} is not a multiple of ranks x micro_batch ({m}) at {_join(batch)} ranks"
-        problems.append(f"{what}: {remedy}")
-    if slots:
-        remedy = _nearest("data.slots", num_slots, multiple, max_slots)
-        problems.append(f"the data order's {num_slots} slots are not a multiple of {_join(slots)} ranks: {remedy}")
-    enough = next((n for n in range(at_least + 1, len(hosts) + 1) if not any(find(n))), None)
-    if enough:
-        problems.append(f"or --min-hosts {enough}, with which the recipe can stay as it is")
-    raise ValueError(f"--min-hosts {at_least}: " + ";\n  ".join(problems))
+    ranks = _join(possible_ranks(hosts, at_least), "or")
+    message = f"--min-hosts {at_least}: the run may continue on {ranks} ranks, so "
+    message += " and ".join(problems)
+    works = [n for n in range(at_least + 1, len(hosts) + 1) if not find_problems(n)]
+    if works:
+        message += f"; or use --min-hosts {works[0]}, which works with the recipe as it is"
+    raise ValueError(message)
 
 
-def _nearest(key: str, value: int, part: int, most: int) -> str:
-    below = value // part * part
-    works = [number for number in (below, below + part) if 0 < number <= most]
-    if not works:
-        return f"no {key} up to {most} works for all of them"
-    return f"set {key}={min(works, key=lambda number: abs(number - value))}"
-
-
-def _join(numbers: Sequence[int], word: str = "and") -> str:
-    *most, last = map(str, numbers)
-    most = [*most[:3], "..."] if len(most) > 8 else most
-    return f"{', '.join(most)} {word} {last}" if most else last
+def _join(numbers: Sequence[int], word: str) -> str:
+    *first, last = map(str, numbers)
+    if len(first) > 8:
+        first = [*first[:3], "..."]
+    return f"{', '.join(first)} {word} {last}" if first else last
 
 
 def read_gpu_gib() -> float | None:
-    """Memory of this host's smallest GPU, without a CUDA context; None where there is none, or it is not NVIDIA's."""
+    """Return the memory of this host's smallest NVIDIA GPU in GiB, or None if there is none.
+
+    It creates no CUDA context.
+    """
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-        return min(map(int, said.split())) / 1024
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        return min(map(int, result.stdout.split())) / 1024
     except (OSError, subprocess.SubprocessError, ValueError):
         return None

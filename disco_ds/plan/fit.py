@@ -1,10 +1,11 @@
-"""The largest global batch that fits, and the settings that reach it, as a recipe."""
+"""Find the largest global batch that fits, and write the settings that reach it as a recipe."""
 
 from __future__ import annotations
 
 import json
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import yaml
 
@@ -15,75 +16,132 @@ from disco_ds.plan.memory import GIB, interpolate, plan_memory, search_largest
 from disco_ds.plan.towers import Towers, trace
 
 TRACED = (64, 1024)
-"""Micro-batches that are traced; others are interpolated. Below the first the peak is of temporaries of the weights."""
-TRIED = tuple(2**i for i in range(6, 13))
-LARGEST = 2**26
-"""Global batch at which the search ends."""
-NEARLY = 0.9
-"""Fraction of the largest global batch: of the settings that reach it, the fastest per sample is taken."""
+"""Micro-batches that are traced; others are interpolated.
+
+Below 64 the peak consists of temporary copies of the weights.
+"""
+MICRO_BATCHES = tuple(2**i for i in range(6, 13))
+"""Micro-batches that are tried."""
+MAX_GLOBAL_BATCH = 2**26
+"""The search ends here."""
+ENOUGH = 0.9
+"""Among settings that reach this fraction of the largest global batch, the fastest one wins."""
 
 
-def fit(config: Config, ranks: int, gib: float, host_gib: float | None, assumed: Assumptions) -> Config:
-    """The recipe with the largest global batch, over micro-batches, activation checkpointing and where pixels wait.
+class Candidate(NamedTuple):
+    """The largest global batch for one choice of the other settings."""
 
-    Args:   gib: memory of a GPU; host_gib: memory of a host, where pixels may wait; None: they stay on the device.
-    Raises: ValueError when nothing fits, with the least that is needed.
+    flops: float
+    """FLOPs per sample."""
+    config: Config
+
+
+def fit(
+    config: Config, ranks: int, gib: float, host_gib: float | None, assumed: Assumptions
+) -> Config:
+    """Find the recipe with the largest global batch.
+
+    The search tries micro-batches, activation checkpointing and places for the step's pixels.
+
+    Args:
+        config: The recipe.
+        ranks: Number of GPUs.
+        gib: Memory of a GPU in GiB.
+        host_gib: Memory of a host in GiB, where pixels may be held; None: they stay on the GPU.
+        assumed: What can be neither traced nor counted.
+
+    Raises:
+        ValueError: If nothing fits; the message has the least memory that is needed.
     """
     per_host = min(ranks, assumed.per_host)
 
-    def change(B: int, m: int, saves: bool, pixels: str) -> Config:
-        model = config.model.model_copy(update={"activation_checkpointing": saves})
-        update = {"global_batch": B, "micro_batch": m, "pixels": pixels, "model": model, "ranks": ranks}
+    def change(B: int, m: int, checkpointing: bool, pixels: str) -> Config:
+        model = config.model.model_copy(update={"activation_checkpointing": checkpointing})
+        update = {
+            "global_batch": B,
+            "micro_batch": m,
+            "pixels": pixels,
+            "model": model,
+            "ranks": ranks,
+        }
         return config.model_copy(update=update)
 
     def fits(tried: Config, towers: Towers) -> bool:
         memory = plan_memory(tried, ranks, towers, assumed)
-        on_host = host_gib is None or per_host * sum(memory.host.values()) <= host_gib * GIB
-        return memory.total <= gib * GIB and on_host
+        if host_gib is not None and per_host * sum(memory.host.values()) > host_gib * GIB:
+            return False
+        return memory.total <= gib * GIB
 
-    def reach(saves: bool, m: int, pixels: str) -> tuple[int, float, int, Config]:
-        """The largest global batch, then what it is ranked by (FLOPs per sample, larger micro-batches), the recipe."""
-        towers = interpolate([(n, trace(change(ranks, 1, saves, pixels), n)) for n in TRACED], m)
-        part = ranks * m
-        K = search_largest(lambda K: fits(change(part * K, m, saves, pixels), towers), LARGEST // part)
-        replays = (K - 1) / K if K else 0  # the last micro-batch is forwarded once, all others twice
-        return part * K, (towers.flops + replays * towers.replay_flops) / m, -m, change(part * K, m, saves, pixels)
+    def reach(checkpointing: bool, m: int, pixels: str) -> Candidate:
+        traces = [(n, trace(change(ranks, 1, checkpointing, pixels), n)) for n in TRACED]
+        towers = interpolate(traces, m)
+        step = ranks * m
+        K = search_largest(
+            lambda K: fits(change(step * K, m, checkpointing, pixels), towers),
+            MAX_GLOBAL_BATCH // step,
+        )
+        # All micro-batches but the last go through the forward twice.
+        replays = (K - 1) / K if K else 0
+        flops = (towers.flops + replays * towers.replay_flops) / m
+        return Candidate(flops, change(step * K, m, checkpointing, pixels))
 
     places = ("device",) if host_gib is None else ("device", "host", "compressed")
-    found = [reach(*choice) for choice in product((False, True), TRIED, places)]
-    # A little batch is given up where that saves much recomputation.
-    enough = max(1, NEARLY * max(B for B, *_ in found))
-    for *_, best in sorted((item for item in found if item[0] >= enough), key=lambda item: item[1:3]):
-        # Interpolated so far; what is written must fit by its own trace.
+    candidates = [reach(*choice) for choice in product((False, True), MICRO_BATCHES, places)]
+    # A slightly smaller batch is accepted if it saves much recomputation.
+    largest = max(candidate.config.global_batch for candidate in candidates)
+    candidates = [
+        candidate
+        for candidate in candidates
+        if candidate.config.global_batch >= max(1, ENOUGH * largest)
+    ]
+    candidates.sort(key=lambda candidate: (candidate.flops, -candidate.config.micro_batch))
+    for _, best in candidates:
+        # The search has used interpolated traces. The result must fit according to its own trace.
         if fits(best, trace(best, best.micro_batch)):
             return _shorten_warmup(best)
     # Nothing fits: report what the most modest settings would need.
-    least = change(ranks * TRIED[0], TRIED[0], True, "device")
-    memory = plan_memory(least, ranks, trace(least, TRIED[0]), assumed)
+    m = MICRO_BATCHES[0]
+    least = change(ranks * m, m, True, "device")
+    memory = plan_memory(least, ranks, trace(least, m), assumed)
     parts = ", ".join(f"{part} {size / GIB:.2f}" for part, size in memory.parts.items() if size)
     raise ValueError(
-        f"nothing fits {gib:g} GiB: a micro-batch of {TRIED[0]} alone, with activation checkpointing, needs "
-        f"{memory.total / GIB:.2f} ({parts}); use a higher ZeRO stage, smaller buckets, or more GPUs"
+        f"nothing fits {gib:g} GiB: a single micro-batch of {m}, with activation checkpointing, "
+        f"needs {memory.total / GIB:.2f} ({parts}); use a higher ZeRO stage, smaller buckets, or "
+        "more GPUs"
     )
 
 
 def _shorten_warmup(config: Config) -> Config:
-    """Warm up for a tenth of the run, where the larger batch has left fewer steps than the warm-up takes."""
-    if config.epochs is not None or config.optim.warmup_steps + config.optim.cooldown_steps <= config.num_steps:
+    """Warm up for a tenth of the run if the larger batch leaves fewer steps than the warmup has."""
+    optim = config.optim
+    if config.epochs is not None:
         return config
-    optim = config.optim.model_copy(update={"warmup_steps": (config.num_steps - config.optim.cooldown_steps) // 10})
+    if optim.warmup_steps + optim.cooldown_steps <= config.num_steps:
+        return config
+    warmup_steps = (config.num_steps - optim.cooldown_steps) // 10
+    optim = optim.model_copy(update={"warmup_steps": warmup_steps})
     return config.model_copy(update={"optim": optim})
 
 
 def write_recipe(config: Config, folder: Path, comment: str) -> Path:
-    """Write recipe.yaml and ds_config.json. Raises: ValueError where there is a recipe already, or settings clash."""
+    """Write recipe.yaml and ds_config.json.
+
+    Returns:
+        The path of recipe.yaml.
+
+    Raises:
+        ValueError: If the folder has a recipe already, or settings contradict each other.
+    """
     path = folder / "recipe.yaml"
     if path.exists():
-        raise ValueError(f"--fit {folder}: {path} is there already; name another folder")
-    tree = config.model_dump(mode="json", exclude_defaults=True)
-    check_config(config.model_dump(mode="json"), f"the recipe of global batch {config.global_batch:,} that fits")
+        raise ValueError(f"--fit {folder}: {path} already exists; name another folder")
+    where = f"the recipe of global batch {config.global_batch:,} that fits"
+    check_config(config.model_dump(mode="json"), where)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "ds_config.json").write_text(json.dumps(config.deepspeed, indent=2) + "\n", encoding="utf-8")
-    text = yaml.dump(tree | {"deepspeed": "ds_config.json"}, Dumper=Dumper, sort_keys=False, allow_unicode=True)
-    path.write_text("".join(f"# {line}\n" for line in comment.splitlines()) + text, encoding="utf-8")
+    ds_config = json.dumps(config.deepspeed, indent=2) + "\n"
+    (folder / "ds_config.json").write_text(ds_config, encoding="utf-8")
+    tree = config.model_dump(mode="json", exclude_defaults=True) | {"deepspeed": "ds_config.json"}
+    text = "".join(f"# {line}\n" for line in comment.splitlines())
+    text += yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True)
+    path.write_text(text, encoding="utf-8")
     return path

@@ -1,6 +1,10 @@
-"""Peak memory of a GPU and of a host, by part and moment of a step. DeepSpeed's own memory is that of version 0.19."""
+"""Predict the peak memory of a GPU and a host, by part and moment of a step.
 
-# b samples of this rank = K micro-batches x m, N ranks, D width; e bytes of a parameter, P trained, F frozen
+The memory of DeepSpeed is that of version 0.19.
+"""
+
+# b samples of this rank = K micro-batches x m, N ranks, D width; e bytes of a parameter,
+# P trained and F frozen parameters
 
 from __future__ import annotations
 
@@ -10,29 +14,40 @@ from typing import Any
 
 from disco_ds.config import Config, OptimSettings, render_ds_config
 from disco_ds.config.ds_config import precision, stage
-from disco_ds.data.staging import LEAST_AHEAD, count_buffers, count_on_device
+from disco_ds.data.pipeline.staging import LEAST_AHEAD, count_buffers, count_on_device
 from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.losses import LossCost, loss_cost
-from disco_ds.plan.towers import DTYPES, Towers
+from disco_ds.plan.towers import Towers
+from disco_ds.training.engine import DTYPES
 
 GIB = 2**30
-PARTS = ("parameters", "gradients", "optimizer", "activations", "features", "loss", "pixels", "communication", "slack")
+PARTS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "features",
+    "loss",
+    "pixels",
+    "communication",
+    "slack",
+)
 ALLREDUCE = 500_000_000
-"""Elements that DeepSpeed flattens at a time at ZeRO 0."""
+"""Number of elements that DeepSpeed flattens at a time at ZeRO 0."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory by part, as planned."""
+    """Planned memory by part."""
 
     moments: dict[str, dict[str, int]]
-    """Bytes of a GPU by moment of the step, and then by part."""
+    """Moment of the step -> part -> bytes of a GPU."""
     host: dict[str, int]
-    """Bytes of the host by part, for one rank."""
+    """Part -> bytes of the host, for one rank."""
 
     @property
     def peak(self) -> str:
-        """The moment that needs the most."""
+        """The moment that needs the most memory."""
         return max(self.moments, key=lambda name: sum(self.moments[name].values()))
 
     @property
@@ -46,136 +61,204 @@ class Memory:
         return sum(self.parts.values())
 
 
-def plan_memory(config: Config, ranks: int, towers: Towers, assumed: Assumptions | None = None) -> Memory:
-    """Memory of one of `ranks` GPUs under this recipe.
+def plan_memory(
+    config: Config, ranks: int, towers: Towers, assumed: Assumptions | None = None
+) -> Memory:
+    """Predict the memory of one of `ranks` GPUs.
 
-    Args:   towers: traced with the recipe's micro_batch; assumed: by default as Assumptions has it.
-    Raises: ValueError for a recipe that does not fit the ranks, or a loss or an offload that is not known here.
+    Args:
+        config: The recipe.
+        ranks: Number of GPUs.
+        towers: Traced with the recipe's micro_batch.
+        assumed: Default: Assumptions().
+
+    Raises:
+        ValueError: If the recipe does not fit the number of ranks, or its loss or offload target
+            is unknown here.
     """
-    ds_config, assumed = render_ds_config(config, ranks), assumed or Assumptions()
+    ds_config = render_ds_config(config, ranks)
+    assumed = assumed or Assumptions()
     b = config.global_batch // ranks
     num_samples = known_samples(config, assumed.num_samples)
     cost = loss_cost(config.loss.name, config.loss.options, b, ranks, towers.width, num_samples)
-    held, host = _states(config, ds_config, ranks, towers)
-    half_features = 2 * 4 * b * towers.width
-    waiting = config.micro_batch * count_on_device(config.num_micro_batches(ranks), config.pixels)
+    engine_moments, host = _plan_engine(config, ds_config, ranks, towers)
+    features = 2 * 4 * b * towers.width
+    # The features of the micro-batches; in the loss also the tensors joined from them; in the
+    # backward also the gradients.
     moments = {
-        # The features of the micro-batches; in the loss the leaves joined from them too; then also their gradients.
-        "forward": {"activations": max(towers.replay, towers.forward), "features": half_features},
-        "loss": {"activations": towers.held, "features": 2 * half_features, "loss": cost.peak},
-        "backward": {"activations": max(towers.backward, towers.forward), "features": 3 * half_features},
-        "update": {"features": 3 * half_features},
+        "forward": {"activations": max(towers.replay, towers.forward), "features": features},
+        "loss": {"activations": towers.held, "features": 2 * features, "loss": cost.peak},
+        "backward": {
+            "activations": max(towers.backward, towers.forward),
+            "features": 3 * features,
+        },
+        "update": {"features": 3 * features},
     }
+    num_pixels = config.micro_batch * count_on_device(
+        config.num_micro_batches(ranks), config.pixels
+    )
+    ordered = {}
     for name, moment in moments.items():
-        moment |= held[name] | {"pixels": waiting * towers.sample}
-        moment["loss"] = moment.get("loss", 0) + (0 if cost.state_on_host else cost.state)
+        moment |= engine_moments[name]
+        moment["pixels"] = num_pixels * towers.sample
+        if not cost.state_on_host:
+            moment["loss"] = moment.get("loss", 0) + cost.state
         moment["slack"] = int(assumed.slack * sum(moment.values()) + assumed.context_gib * GIB)
-    ordered = {name: {part: moment.get(part, 0) for part in PARTS} for name, moment in moments.items()}
-    host |= _host(config, b, towers, cost, assumed.image_bytes)
+        ordered[name] = {part: moment.get(part, 0) for part in PARTS}
+    host |= _plan_host(config, b, towers, cost, assumed.image_bytes)
     if config.checkpoint.asynchronous:
-        host["checkpoint, copied"] = _copied(config, ranks, towers, min(ranks, assumed.per_host)) + cost.state
+        copied = _count_copied(config, ranks, towers, min(ranks, assumed.per_host))
+        host["checkpoint, copied"] = copied + cost.state
     return Memory(ordered, host)
 
 
 def known_samples(config: Config, given: int | None) -> int:
-    """Number of samples in the data. Raises: ValueError where a loss needs it and it is not given."""
+    """Return the number of samples in the data, or 0 if it is unknown and no loss needs it.
+
+    Raises:
+        ValueError: If a loss needs the number and it is not given.
+    """
     if config.data.source == "synthetic" and given is None:
         return config.data.num_samples
     if given is None and loss_cost(config.loss.name, config.loss.options, 1, 1, 1, 1).state:
-        raise ValueError(f"loss {config.loss.name} keeps state for every sample: give their number, --data-samples N")
+        raise ValueError(
+            f"loss {config.loss.name} keeps state for every sample: pass the number of samples as "
+            "--data-samples N"
+        )
     return given or 0
 
 
-def _states(
+def _plan_engine(
     config: Config, ds_config: dict[str, Any], N: int, towers: Towers
 ) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
-    """Memory that the engine holds: by moment and part on the GPU, and by part on the host."""
+    """Predict the memory of the DeepSpeed engine.
+
+    Returns:
+        Moment of the step -> part -> bytes of the GPU, and part -> bytes of the host.
+    """
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    zero, level = DeepSpeedZeroConfig(**ds_config["zero_optimization"]), stage(ds_config)
-    e, K = DTYPES[precision(ds_config)].itemsize, config.num_micro_batches(N)
-    P, F = towers.trained, towers.frozen
-    share = -(-P // N)  # elements of the trained parameters whose states this rank keeps
-    numbers = count_moments(config.optim)
-    offloads = [_offloads(part) for part in (zero.offload_optimizer, zero.offload_param)]
-    # In fp32: the optimizer's numbers of each element, and at ZeRO 1 to 3 a master copy of the parameters.
-    states = 4 * share * (1 + numbers) if level else 4 * P * numbers
+    zero = DeepSpeedZeroConfig(**ds_config["zero_optimization"])
+    offloads_optimizer = _is_offloaded(zero.offload_optimizer)
+    offloads_parameters = _is_offloaded(zero.offload_param)
     overlaps = bool(zero.overlap_comm)
-    bucket = int(zero.reduce_bucket_size)
-    # With overlap_comm at ZeRO 2, engine.py widens the bucket to the largest parameter.
-    bucket = e * (max(bucket, towers.largest) if level == 2 and overlaps else bucket)
-    # Gradients: `left` of them after the backward, `gradients` at its peak.
-    parameters, left, always = (P + F) * e, P * e if level == 0 else share * e, 0
-    if level == 2 and K > 1:  # the sum over earlier micro-batches beside the new ones
-        left *= 2
-    gradients = left
-    if level == 1 and not (overlaps and K == 1):  # all gradients, until they are copied into the bucket
-        gradients += P * e - min(P * e, bucket)
-    elif level in (1, 2):  # besides, the one that autograd is computing
-        gradients += towers.largest * e
-    elif level == 3:
-        # This rank's share of the parameters, and as many gathered ones as the ds_config allows at a time.
-        own = 0 if offloads[1] else -(-(P + F) // N) * e
-        parameters = own + min(P + F, int(zero.max_live_parameters)) * e
-        always = bucket if zero.contiguous_gradients else 0
-    backward = min(P * e, bucket) if level else 0  # flattened for the reduction
-    if level in (1, 2) and zero.contiguous_gradients:
-        backward += bucket * (1 + overlaps)
-    # At ZeRO 0 the flattened gradients of the all_reduce, else the fp32 gradients of the share.
-    update = min(P, ALLREDUCE) * e if level == 0 else 4 * share
+    level = stage(ds_config)
+    e = DTYPES[precision(ds_config)].itemsize
+    K = config.num_micro_batches(N)
+    P, F = towers.trained, towers.frozen
+    share = -(-P // N)  # trained elements whose optimizer states this rank keeps
+    all_share = -(-(P + F) // N)
+    largest = towers.largest * e
+    bucket = e * int(zero.reduce_bucket_size)
+    if level == 2 and overlaps:  # engine.py widens the bucket to the largest parameter
+        bucket = max(bucket, largest)
+    flattened = min(P * e, bucket)  # for the reduction
+    num_buckets = 1 + overlaps if zero.contiguous_gradients else 0
+    # Optimizer states in fp32; at ZeRO 1 to 3 with a master copy of the parameters.
+    num_states = count_moments(config.optim)
+    states = 4 * share * (1 + num_states) if level else 4 * P * num_states
+
+    parameters = (P + F) * e
+    permanent_buffers = 0
+    # Gradients during and after the backward, and buffers during the backward and the update.
+    if level == 0:
+        gradients = gradients_after = P * e
+        backward_buffers = 0
+        update_buffers = min(P, ALLREDUCE) * e
+    elif level == 1:
+        gradients = gradients_after = share * e
+        if overlaps and K == 1:
+            gradients += largest  # the one that autograd is computing
+        else:
+            gradients += P * e - flattened  # all of them, until they are copied into the bucket
+        backward_buffers = flattened + num_buckets * bucket
+        update_buffers = 4 * share
+    elif level == 2:
+        # With several micro-batches, the sum over earlier ones and the new gradients.
+        gradients_after = share * e * (2 if K > 1 else 1)
+        gradients = gradients_after + largest  # the one that autograd is computing
+        backward_buffers = flattened + num_buckets * bucket
+        update_buffers = 4 * share
+    else:
+        # This rank's share, and as many gathered parameters as the ds_config allows at a time.
+        parameters = min(P + F, int(zero.max_live_parameters)) * e
+        if not offloads_parameters:
+            parameters += all_share * e
+        permanent_buffers = bucket if zero.contiguous_gradients else 0
+        gradients = gradients_after = share * e
+        backward_buffers = flattened
+        update_buffers = 4 * share
+
     host = {}
-    if offloads[0]:
-        host["optimizer"], states, update = states + share * (4 + e), 0, 0
+    if offloads_optimizer:
+        host["optimizer"] = states + share * (4 + e)
+        states = update_buffers = 0
         if level > 1:
-            backward, gradients, left = backward + towers.largest * e, 0, 0
-    if offloads[1]:
-        host["parameters"] = -(-(P + F) // N) * e
-    common = {"parameters": parameters, "optimizer": states}
-    moments = {
-        "forward": common | {"communication": always},
-        "loss": common | {"communication": always},
-        "backward": common | {"communication": always + backward, "gradients": gradients},
-        "update": common | {"communication": always + update, "gradients": left},
+            gradients = gradients_after = 0
+            backward_buffers += largest
+    if offloads_parameters:
+        host["parameters"] = all_share * e
+
+    idle = {
+        "parameters": parameters,
+        "optimizer": states,
+        "communication": permanent_buffers,
     }
+    backward = {"communication": permanent_buffers + backward_buffers, "gradients": gradients}
+    update = {"communication": permanent_buffers + update_buffers, "gradients": gradients_after}
+    moments = {"forward": idle, "loss": idle, "backward": idle | backward, "update": idle | update}
     return moments, host
 
 
 def count_moments(optim: OptimSettings) -> int:
-    """Numbers that the optimizer keeps for each trained element."""
+    """Return how many numbers the optimizer keeps for each trained element."""
     return {"adamw": 2, "lamb": 2, "lion": 1, "sgd": int(optim.momentum > 0)}[optim.name]
 
 
 def count_checkpoint(config: Config, towers: Towers) -> tuple[int, int]:
-    """Bytes of a checkpoint's parameters as the engine has them, and of its optimizer states with fp32 copies if any.
+    """Return the bytes of a checkpoint's model parameters, and of its optimizer states.
 
-    At ZeRO 3 the partitions of the trained parameters are their fp32 copies alone.
+    The optimizer states include the fp32 master copy at ZeRO 1 to 3. At ZeRO 3 that copy is the
+    only one of the trained parameters.
     """
-    level, itemsize = stage(config.deepspeed), DTYPES[precision(config.deepspeed)].itemsize
+    level = stage(config.deepspeed)
+    itemsize = DTYPES[precision(config.deepspeed)].itemsize
     parameters = towers.frozen + (0 if level == 3 else towers.trained)
     return itemsize * parameters, 4 * towers.trained * (count_moments(config.optim) + (level > 0))
 
 
-def _copied(config: Config, N: int, towers: Towers, per_host: int) -> int:
-    """Bytes of one rank's part of a checkpoint, but for the loss's state; rank 0's own part is spread over its host."""
+def _count_copied(config: Config, N: int, towers: Towers, per_host: int) -> int:
+    """Return the bytes of one rank's part of a checkpoint, without the loss's state.
+
+    Files that only rank 0 writes are counted in equal shares for all ranks of a host.
+    """
     parameters, states = count_checkpoint(config, towers)
     level = stage(config.deepspeed)
     return parameters // (N if level == 3 else per_host) + states // (N if level else per_host)
 
 
-def _offloads(settings: Any) -> bool:
-    """Whether this part is on the host. Raises: ValueError for any other place, which is not planned for."""
+def _is_offloaded(settings: Any) -> bool:
+    """Return True if this part is offloaded to the host.
+
+    Raises:
+        ValueError: If it is offloaded elsewhere, which cannot be planned.
+    """
     place = getattr(settings, "device", "none")
     if place not in ("none", "cpu"):
-        raise ValueError(f"plan does not know what is offloaded to {settings.device}; it knows cpu")
+        raise ValueError(
+            f"the plan does not support parameters or states offloaded to {place}; supported: cpu"
+        )
     return place == "cpu"
 
 
-def _host(config: Config, b: int, towers: Towers, cost: LossCost, image_bytes: int) -> dict[str, int]:
-    """Bytes that one rank holds on the host for data and loss, beside Python and its libraries."""
-    m, K = config.micro_batch, b // config.micro_batch
-    # A run chooses its workers by the cores of its host, which are not known here.
+def _plan_host(
+    config: Config, b: int, towers: Towers, cost: LossCost, image_bytes: int
+) -> dict[str, int]:
+    """Predict the bytes that one rank holds on the host for data and loss."""
+    m = config.micro_batch
+    # The number of workers of a run depends on the cores of its host, which are unknown here.
     workers = 1 if config.data.workers is None else config.data.workers
-    buffers = count_buffers(config.data.prefetch, K, config.pixels, workers, most=LEAST_AHEAD)
+    buffers = count_buffers(config.data.prefetch, b // m, config.pixels, workers, most=LEAST_AHEAD)
     host = {"pixels, in buffers": buffers * m * towers.sample}
     if config.pixels == "compressed":
         host["images, compressed"] = b * image_bytes
@@ -185,30 +268,37 @@ def _host(config: Config, b: int, towers: Towers, cost: LossCost, image_bytes: i
 
 
 def describe_pixels(b: int, towers: Towers, image_bytes: int) -> str:
-    """What it takes to hold the step's images, as pixels and compressed."""
+    """Describe how much memory the images of a step need as pixels and compressed."""
     return (
-        f"pixels: {b:,} samples a rank are {b * towers.sample / 1e9:,.1f} GB as uint8, held between the two passes; "
-        f"with pixels=compressed {b * image_bytes / 1e9:,.1f} GB (at {image_bytes / 1000:g} kB each), decoded twice"
+        f"pixels: {b:,} samples per rank are {b * towers.sample / 1e9:,.1f} GB as uint8, held "
+        f"between the two passes; with pixels=compressed {b * image_bytes / 1e9:,.1f} GB "
+        f"(at {image_bytes / 1000:g} kB each), decoded twice"
     )
 
 
 def search_largest(fits: Callable[[int], bool], at_most: int = 2**40) -> int:
-    """The largest n >= 0 with fits(n), by bisection: it must hold up to some n, and for none above."""
+    """Find the largest n >= 0 with fits(n) by bisection.
+
+    fits must be true up to some n and false above.
+    """
     high = 1
-    # Double until it fails, then halve the interval.
     while high <= at_most and fits(high):
         high *= 2
     low, high = high // 2, min(high, at_most + 1)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
     return low
 
 
 def interpolate(known: Sequence[tuple[int, Towers]], m: int) -> Towers:
-    """Towers of m samples from the traces of two micro-batches, on the straight line through them."""
+    """Interpolate or extrapolate linearly from the traces of two micro-batches to m samples."""
     (m0, first), (m1, second) = known
     values = {
-        name: value + (getattr(second, name) - value) * (m - m0) // (m1 - m0) for name, value in vars(first).items()
+        name: value + (getattr(second, name) - value) * (m - m0) // (m1 - m0)
+        for name, value in vars(first).items()
     }
     return Towers(**values)

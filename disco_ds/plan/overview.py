@@ -1,4 +1,4 @@
-"""The plan of a run as one value: memory, time of a step, and both at other numbers of GPUs."""
+"""The plan of a run: memory, time of a step, and both at other numbers of GPUs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from disco_ds.config import Config
 from disco_ds.models.gpus import Gpu, find_gpu
 from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.fit import fit
-from disco_ds.plan.interval import SaveInterval, plan_interval
 from disco_ds.plan.memory import GIB, Memory, plan_memory
 from disco_ds.plan.speed import Rates, Speed, plan_speed
 from disco_ds.plan.towers import Towers, trace
@@ -22,34 +21,30 @@ class Estimate:
     num_micro_batches: int
     memory: Memory
     speed: Speed | None
-    """None where the GPU's rates are not known."""
+    """None if the GPU's rates are unknown."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will need; the figures are of a step, with `assumed` for what cannot be counted."""
+    """What a run will need, for one step."""
 
     config: Config
-    """The recipe, with `largest` the one that was found."""
+    """The recipe; with `largest`, the one that was found."""
     gpu: Gpu
     assumed: Assumptions
     towers: Towers
     now: Estimate
-    """At the number of GPUs that was asked for."""
+    """At the requested number of GPUs."""
     scaling: tuple[Estimate, ...]
-    """At that number and at powers of two from an eighth of it to eight times as many, where they divide the batch."""
+    """At the requested number and at powers of two from an eighth of it to eight times as many.
+
+    Numbers that do not divide the batch are left out.
+    """
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within the memory of the GPU."""
+        """Whether the peak fits in the memory of the GPU."""
         return self.now.memory.total <= self.gpu.gib * GIB
-
-    @property
-    def interval(self) -> SaveInterval | None:
-        """How often to save; None unless a time between failures is assumed."""
-        if self.assumed.failure_hours is None:
-            return None
-        return plan_interval(self.config, self.now.ranks, self.towers, self.assumed)
 
     @property
     def ranks_per_host(self) -> int:
@@ -57,7 +52,7 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Memory of a host for all its ranks, beside Python and its libraries."""
+        """Memory of a host for all its ranks, without Python and its libraries."""
         return self.ranks_per_host * sum(self.now.memory.host.values())
 
 
@@ -69,14 +64,20 @@ def plan_run(
     largest: bool = False,
     host_gib: float | None = None,
 ) -> Plan:
-    """Plan the memory and the speed of a run, without a GPU: its towers are traced on tensors that have no memory.
+    """Plan the memory and speed of a run without a GPU, by tracing its towers on fake tensors.
 
-    Args:   ranks: number of GPUs (default: the recipe's ranks, else 1); gpu: a name or GiB, as `disco-ds plan` takes
-            it; assumed: what can be neither traced nor counted; largest: search the largest global batch that fits,
-            over micro-batches, activation checkpointing and, with host_gib, where the pixels wait; host_gib: GiB of
-            memory of a host.
-    Raises: ValueError for a batch that the ranks do not divide, a model that cannot be traced, a loss whose cost is
-            not known, or with `largest` where nothing fits.
+    Args:
+        config: The recipe.
+        ranks: Number of GPUs; by default the recipe's ranks, or 1.
+        gpu: A GPU, its name, or its memory in GiB, as for `disco-ds plan --gpu-memory`.
+        assumed: What can be neither traced nor counted.
+        largest: Whether to search for the largest global batch that fits, over micro-batches,
+            activation checkpointing and, with host_gib, where the step's pixels are held.
+        host_gib: Memory of a host in GiB.
+
+    Raises:
+        ValueError: If the ranks do not divide the batch, the model cannot be traced, the cost of
+            the loss is unknown, or, with `largest`, nothing fits.
 
     Example:
         >>> from disco_ds import load_config, plan_run
@@ -85,22 +86,28 @@ def plan_run(
         (True, 1, 'backward')
     """
     chosen = find_gpu(gpu) if isinstance(gpu, str) else gpu
-    ranks, assumed = ranks or config.ranks or 1, assumed or Assumptions()
+    ranks = ranks or config.ranks or 1
+    assumed = assumed or Assumptions()
     if largest:
         config = fit(config, ranks, chosen.gib, host_gib, assumed)
     known = config.data.num_samples if config.data.source == "synthetic" else assumed.num_samples
-    config = config.with_steps(known) if known else config
-    config.num_micro_batches(ranks)  # raises where the batch does not divide, before the trace
+    if known:
+        config = config.with_steps(known)
+    config.num_micro_batches(ranks)  # raises before the trace if the batch does not divide
     towers = trace(config, config.micro_batch)
-    # The recipe may fix its ranks, which would refuse all other numbers.
-    free, rates = config.model_copy(update={"ranks": None}), Rates(chosen, assumed)
+    rates = Rates(chosen, assumed)
+    # A recipe with fixed ranks would refuse all other numbers.
+    free = config.model_copy(update={"ranks": None})
 
     def estimate(n: int) -> Estimate:
-        memory, speed = plan_memory(free, n, towers, assumed), plan_speed(free, n, towers, rates)
-        return Estimate(n, free.num_micro_batches(n), memory, speed)
+        memory = plan_memory(free, n, towers, assumed)
+        return Estimate(n, free.num_micro_batches(n), memory, plan_speed(free, n, towers, rates))
 
-    # Up to 1,024 GPUs.
+    # Powers of two up to 1,024 GPUs.
     others = {n for n in (2**i for i in range(11)) if ranks / 8 <= n <= 8 * ranks}
-    possible = [n for n in sorted({ranks, *others}) if config.global_batch % (n * config.micro_batch) == 0]
-    scaling = tuple(estimate(n) for n in possible)
-    return Plan(config, chosen, assumed, towers, scaling[possible.index(ranks)], scaling)
+    scaling = {
+        n: estimate(n)
+        for n in sorted({ranks, *others})
+        if config.global_batch % (n * config.micro_batch) == 0
+    }
+    return Plan(config, chosen, assumed, towers, scaling[ranks], tuple(scaling.values()))

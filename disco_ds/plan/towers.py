@@ -1,7 +1,8 @@
-"""Traces what the towers need for a micro-batch: the recipe's own model goes through the step's own passes.
+"""Trace the memory and FLOPs that the towers need for a micro-batch.
 
-A trace runs on fake tensors, which have shapes but no memory, on a fake CPU, as the backward of a fake GPU needs a
-driver. measure.py runs the same passes on real tensors.
+The trace runs the recipe's model through the passes of a training step on fake tensors, which have
+shapes but no memory. They are on a fake CPU, because the backward of a fake GPU needs a driver.
+tools/measure_towers.py runs the same passes on real tensors.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -30,16 +30,18 @@ from disco_ds.config.ds_config import precision
 from disco_ds.data import MicroBatch, augment
 from disco_ds.losses import build_loss
 from disco_ds.models.clip import build_model, pixel_affine, read_preprocessing, read_text_size
+from disco_ds.training.engine import DTYPES
 from disco_ds.training.step import Forward
 
-DTYPES = {"autocast": torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Precision of the ds_config -> dtype of the parameters."""
 Watch = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
 class Towers:
-    """Needs of one micro-batch: bytes beside parameters, their gradients and uint8 pixels, and FLOPs of products."""
+    """What one micro-batch needs: memory and FLOPs of products.
+
+    Bytes do not include the parameters, their gradients and the uint8 pixels.
+    """
 
     replay: int
     """Bytes at the peak of the forward without a graph."""
@@ -52,23 +54,27 @@ class Towers:
     replay_flops: int
     """FLOPs of the forward without a graph."""
     flops: int
-    """FLOPs of the forward with a graph and of the backward, recomputation included."""
+    """FLOPs of the forward with a graph and the backward, including recomputation."""
     trained: int
     """Number of trained parameters."""
     frozen: int
     """Number of frozen parameters."""
     largest: int
-    """Number of elements in the largest trained parameter."""
+    """Number of elements of the largest trained parameter."""
     width: int
     """Width of the features."""
     sample: int
-    """Bytes of a decoded sample: uint8 image, tokens, id, epoch."""
+    """Bytes of a decoded sample: uint8 image, tokens, id and epoch."""
 
 
 class Allocations(TorchDispatchMode):
-    """Counts the bytes of the tensors that are made while it is active and still exist, and FLOPs.
+    """Counts FLOPs, and the bytes of tensors that were created while it is active and still exist.
 
-    torch's MemTracker refuses a tower that is called twice, and its FlopCounterMode keeps tensors alive.
+    torch's MemTracker refuses a tower that is called twice, and its FlopCounterMode keeps tensors
+    alive.
+
+    Args:
+        known: Existing tensors, which are not counted.
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
@@ -82,13 +88,15 @@ class Allocations(TorchDispatchMode):
         for tensor in tree_leaves(out):
             if not isinstance(tensor, Tensor) or tensor.is_meta:
                 continue
-            # Views share a storage, which counts once and until its last tensor is gone.
-            if (storage := tensor.untyped_storage()) not in self._known:
+            # Views share a storage, which counts once, until its last tensor is gone.
+            storage = tensor.untyped_storage()
+            if storage not in self._known:
                 self._known[storage] = True
                 self.current += storage.nbytes()
                 weakref.finalize(storage, self._free, storage.nbytes())
         self.peak = max(self.peak, self.current)
-        if count := flop_registry.get(func.overloadpacket):
+        count = flop_registry.get(func.overloadpacket)
+        if count is not None:
             self.flops += count(*args, **(kwargs or {}), out_val=out)
         return out
 
@@ -97,10 +105,11 @@ class Allocations(TorchDispatchMode):
 
 
 class _Engine:
-    """Stands for DeepSpeed's engine, as far as step.Forward needs one."""
+    """Replaces DeepSpeed's engine, with only what step.Forward needs."""
 
     def __init__(self, model: nn.Module, kind: str):
-        self.module, self.kind = model, kind
+        self.module = model
+        self.kind = kind
 
     def __call__(self, **inputs: Tensor) -> Any:
         device = next(iter(inputs.values())).device.type
@@ -108,8 +117,14 @@ class _Engine:
             return self.module(**inputs)
 
 
-def run_passes(model: Any, kind: str, batch: MicroBatch, settings: AugmentSettings, watch: Watch) -> int:
-    """Make the passes of step.py, each in watch(its name in Towers). Returns: the width of the features."""
+def run_passes(
+    model: Any, kind: str, batch: MicroBatch, settings: AugmentSettings, watch: Watch
+) -> int:
+    """Run the passes of step.py, each inside watch(NAME), where NAME is a field of Towers.
+
+    Returns:
+        The width of the features.
+    """
 
     def prepare(batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
         def view(number: int) -> Tensor:
@@ -123,27 +138,34 @@ def run_passes(model: Any, kind: str, batch: MicroBatch, settings: AugmentSettin
         forward(batch, keep_graph=False)
     with watch("forward"):
         features = forward(batch, keep_graph=True).features
-    # A new scalar only: what is counted here is what the graph holds.
+    # This creates scalars only, so what is counted here is what the graph holds.
     with watch("held"):
-        surrogate = torch.stack([x.sum() for x in features if x is not None and x.requires_grad]).sum()
+        sums = [x.sum() for x in features if x is not None and x.requires_grad]
+        surrogate = torch.stack(sums).sum()
     with watch("backward"):
         surrogate.backward()
     return next(x.shape[1] for x in features if x is not None)
 
 
 def prepare_model(config: Config) -> nn.Module:
-    """The recipe's model with random weights, in training mode and the run's dtype, with its gradients allocated."""
+    """Build the recipe's model in training mode and the run's dtype, with gradients allocated.
+
+    Its weights are random.
+    """
     loss = build_loss(config.loss.name, **config.loss.options)
-    # The origin of the weights makes no difference, and a compiled model cannot be traced.
-    settings = config.model.model_copy(update={"pretrained": None, "pretrained_image": None, "compile": False})
+    # Pretrained weights make no difference here, and a compiled model cannot be traced.
+    settings = config.model.model_copy(
+        update={"pretrained": None, "pretrained_image": None, "compile": False}
+    )
     before = torch.get_default_dtype()
-    # By the default dtype, as fake parameters cannot be cast in place.
+    # Fake parameters cannot be cast in place, so they are created in the right dtype.
     torch.set_default_dtype(DTYPES[precision(config.deepspeed)])
     try:
-        model = build_model(settings, loss.initial_scale, loss.initial_bias, loss.learns_scale).train()
+        model = build_model(settings, loss.initial_scale, loss.initial_bias, loss.learns_scale)
     finally:
         torch.set_default_dtype(before)
-    # DeepSpeed's gradients are planned apart: here they must not count as allocated by the backward.
+    model.train()
+    # plan/memory.py plans the gradients, so the backward must not count them as new memory.
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
@@ -151,32 +173,45 @@ def prepare_model(config: Config) -> nn.Module:
 
 
 def make_batch(model: nn.Module, m: int, device: torch.device | str = "cpu") -> MicroBatch:
-    """A micro-batch of random images and texts, of the sizes that the model takes."""
+    """Create a micro-batch of random images and texts in the sizes that the model takes."""
     context, vocabulary = read_text_size(model)
-    image = torch.randint(0, 256, (m, 3, *read_preprocessing(model).size), dtype=torch.uint8, device=device)
+    size = read_preprocessing(model).size
+    image = torch.randint(0, 256, (m, 3, *size), dtype=torch.uint8, device=device)
     text = torch.randint(1, vocabulary, (m, context), device=device)
-    return MicroBatch(image, text, torch.arange(m, device=device), torch.zeros(m, dtype=torch.int64, device=device))
+    index = torch.arange(m, device=device)
+    return MicroBatch(image, text, index, torch.zeros_like(index))
 
 
 def trace(config: Config, m: int, like_gpu: bool = True) -> Towers:
-    """Trace the towers with a micro-batch of m samples, without allocating memory. The result is cached.
+    """Trace the towers with a micro-batch of m samples, without allocating memory.
 
-    Args:   like_gpu: count copies that autocast makes on a GPU and not on a CPU.
-    Raises: ValueError for a model that cannot be traced.
+    Results are cached.
+
+    Args:
+        config: The recipe.
+        m: Number of samples.
+        like_gpu: Count the copies that autocast makes on a GPU but not on a CPU.
+
+    Raises:
+        ValueError: If the model cannot be traced.
     """
-    # The cache goes by JSON: settings without influence on the trace take one value, so that more calls hit it.
+    # The key of the cache is JSON. Settings that do not affect the trace are set to fixed values,
+    # so that more calls hit the cache.
     keys = {"name", "global_batch", "micro_batch", "model", "loss", "data", "deepspeed"}
     tree = config.model_dump(mode="json", include=keys) | {"steps": 1, "optim": {"warmup_steps": 0}}
-    tree |= {"global_batch": 1, "micro_batch": 1, "data": {"source": "synthetic", "augment": tree["data"]["augment"]}}
+    tree |= {
+        "global_batch": 1,
+        "micro_batch": 1,
+        "data": {"source": "synthetic", "augment": tree["data"]["augment"]},
+    }
     try:
         return _trace(Config.model_validate(tree).model_dump_json(), m, like_gpu)
     except ValueError:
         raise
     except Exception as error:
-        # Of any type: shapes that depend on values, operators that know no shapes.
-        raise ValueError(
-            f"model {config.model.label} cannot be traced: {type(error).__name__}: {str(error).splitlines()[0]}"
-        ) from error
+        # For example shapes that depend on values, or operators without fake tensor support.
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        raise ValueError(f"model {config.model.label} cannot be traced: {reason}") from error
 
 
 @lru_cache(maxsize=64)
@@ -190,12 +225,12 @@ def _trace(tree: str, m: int, like_gpu: bool) -> Towers:
         trained = [p.numel() for p in parameters if p.requires_grad]
         samples = [batch.image, batch.text, batch.index, batch.epoch]
         gradients = [p.grad for p in parameters if p.grad is not None]
-        # What is there before the passes is planned apart.
+        # plan/memory.py plans what exists before the passes.
         memory = Allocations([*parameters, *model.buffers(), *gradients, *samples])
 
         @contextmanager
         def watch(name: str) -> Iterator[None]:
-            memory.peak = memory.current  # the peak of this pass alone
+            memory.peak = memory.current  # measure the peak of this pass only
             before = memory.flops
             with memory:
                 yield
@@ -215,22 +250,34 @@ def _trace(tree: str, m: int, like_gpu: bool) -> Towers:
 
 @contextmanager
 def _fake(like_gpu: bool) -> Iterator[None]:
-    """Tensors made in this block have no memory, and none of them stays in a cache."""
+    """Give tensors created in this block no memory, and keep them out of caches."""
     pixel_affine.cache_clear()
     try:
         with ExitStack() as stack:
-            # open_clip moves the model to the device it is on, which fake parameters refuse.
-            stack.enter_context(patch.object(nn.Module, "to", lambda module, *_, **__: module))
-            for name in ("layer_norm", "group_norm") if like_gpu else ():
-                stack.enter_context(patch.object(F, name, _in_fp32(getattr(F, name))))
+            # open_clip moves the model to its device, which fails for fake parameters.
+            stack.enter_context(_replaced(nn.Module, "to", lambda module, *_, **__: module))
+            if like_gpu:
+                for name in ("layer_norm", "group_norm"):
+                    stack.enter_context(_replaced(F, name, _in_fp32(getattr(F, name))))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             yield
     finally:
         pixel_affine.cache_clear()
 
 
+@contextmanager
+def _replaced(owner: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
+    """Replace an attribute of a torch module or class during this block."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
 def _in_fp32(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A norm as autocast runs it on a GPU and not on a CPU: its input is copied, and the graph holds the copy."""
+    """Wrap a norm to run as autocast runs it on a GPU: on an fp32 copy, which the graph holds."""
 
     def wrapped(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return norm(x.float() if torch.is_autocast_enabled("cpu") else x, *args, **kwargs)

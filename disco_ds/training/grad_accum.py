@@ -1,9 +1,11 @@
-"""GradAccum (BASIC) around a contrastive loss: one loss on the features of all micro-batches, sent back through each.
+"""GradAccum (BASIC) around a contrastive loss: one loss on the features of all micro-batches.
 
-Always cut at the features, as DisCo-CLIP's Algorithm 1 does: forwards without graph first, one loss on all features,
-then each micro-batch forward again under its own RNG state, with the gradient that the loss left at its features. The
-last forward keeps its graph, so one micro-batch costs one forward, by the same path. How a surrogate is sent back
-(DeepSpeed, DDP, FSDP2) is the caller's: step.py for the trainer, own_loop.py for anybody's loop.
+As in DisCo-CLIP's Algorithm 1, the graph is always cut at the features. First every micro-batch is
+forwarded without a graph, then one loss is computed on all features, then each micro-batch is
+forwarded again under its first RNG state and the gradient that the loss left at its features is sent
+back through it. The last forward keeps its graph, so a single micro-batch costs a single forward, by
+the same code. The caller decides how a surrogate loss is sent back (DeepSpeed, DDP, FSDP2): step.py
+does so for the trainer, own_loop.py for custom training loops.
 """
 
 # b samples of this rank = K micro-batches x m, D width
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -24,20 +26,31 @@ from disco_ds.metrics.timers import Timer
 
 Features = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """(first side [m, D], second side [m, D], scale [1], bias [1] or None)."""
-Result = TypeVar("Result")
 
 
 class Rng:
-    """The states of the CPU's and the device's generators, from which dropout, patch dropout and drop path draw."""
+    """The states of the random generators of the CPU and one device, which dropout, patch dropout and drop path use.
 
-    def __init__(self) -> None:
-        self.cpu = torch.get_rng_state()
-        self.device = get_accelerator().get_rng_state() if get_accelerator().device_name() != "cpu" else None
+    Args:
+        device: The device; None: the current one of this process.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.device = device
+        self._cpu_state = torch.get_rng_state()
+        self._device_state = None
+        if get_accelerator().device_name() != "cpu":
+            self._device_state = get_accelerator().get_rng_state(self._index)
+
+    @property
+    def _index(self) -> int | None:
+        return None if self.device is None else self.device.index
 
     def restore(self) -> None:
-        torch.set_rng_state(self.cpu)
-        if self.device is not None:
-            get_accelerator().set_rng_state(self.device)
+        """Set the generators to these states."""
+        torch.set_rng_state(self._cpu_state)
+        if self._device_state is not None:
+            get_accelerator().set_rng_state(self._device_state, self._index)
 
 
 @dataclass(frozen=True)
@@ -45,30 +58,31 @@ class MicroFeatures:
     """The features of one micro-batch, and the RNG state that repeats its forward."""
 
     features: Any
-    """Features; a side is None where it is locked and was asked for again."""
+    """Features; the features of a locked tower are None in `Towers.again`."""
     index: Tensor | None
     """[m] sample ids."""
     rng: Rng
 
 
 class Towers(Protocol):
-    """Both towers on one micro-batch, first and again."""
+    """Both towers, run on one micro-batch."""
 
-    def __call__(self, batch: Any, keep_graph: bool) -> MicroFeatures: ...
+    def __call__(self, batch: Any, keep_graph: bool) -> MicroFeatures:
+        """Compute the features, with a graph or without."""
 
     def again(self, batch: Any, first: MicroFeatures) -> MicroFeatures:
-        """The trained towers' features once more, equal to the first, with graph."""
+        """Compute the features of the trained towers again, with a graph; they equal the first ones."""
 
 
 @dataclass(frozen=True)
 class Accumulated:
-    """One loss, and what its gradient was sent back with."""
+    """What `accumulate` returns."""
 
     out: LossOutput
     embeddings: Embeddings
     """This rank's features of all micro-batches, as leaves that hold the gradient of the loss."""
     result: Any
-    """Of `backward`."""
+    """What `backward` returned."""
 
 
 def accumulate(
@@ -81,73 +95,85 @@ def accumulate(
 ) -> Accumulated:
     """Send the full-batch gradient of these micro-batches (of all ranks) back once. Collective, as the loss is.
 
-    Args:   micro_batches: K of equal size, the same K and size on every rank; backward: gets K surrogate losses, each
-            built when it is asked for, and calls backward on each; agree: called with this rank's embeddings and the
-            loss's output before that; raises on all ranks together or on none; timer: opened with its name around each
-            phase.
+    Args:
+        towers: Run on each micro-batch, twice on all but the last one.
+        loss: Called once, with the features of all micro-batches.
+        micro_batches: K of equal size, with the same K and size on every rank.
+        backward: Gets K surrogate losses, each built when it is requested, and calls backward on each.
+        agree: Called with this rank's embeddings and the output of the loss before `backward`. It
+            must raise on all ranks or on none.
+        timer: Opened around each phase, with the name of the phase.
     """
     last = len(micro_batches) - 1
     with timer("step/forward"):
         parts = [towers(batch, keep_graph=k == last) for k, batch in enumerate(micro_batches)]
-    # Repeating a forward rewinds the generators. The next step has to draw on from here, whatever K is.
-    after = Rng()
-    leaves = _cut(parts)
+    # Repeating a forward rewinds the generators. The next step must continue from here, whatever K is.
+    after = Rng(parts[-1].rng.device)
+    leaves = _join_leaves(parts)
     with timer("step/loss"):
         out = loss(leaves)
         out.loss.backward()  # ends at the leaves, with the full-batch gradient there
-    # Nothing has been changed so far, so all ranks can still leave the step out together.
+    # Nothing has been changed yet, so all ranks can still abandon the step together.
     agree(leaves, out)
     try:
         with timer("step/backward and update"):
             result = backward(_surrogates(towers, micro_batches, parts, leaves))
-    finally:  # also where the batch is skipped for its gradient
+    finally:  # also if the batch is skipped because of its gradient
         after.restore()
     return Accumulated(out, leaves, result)
 
 
-def _cut(parts: Sequence[MicroFeatures]) -> Embeddings:
-    """All micro-batches' features as leaves: the loss's backward stops here and never sees loss scaling.
+def _join_leaves(parts: Sequence[MicroFeatures]) -> Embeddings:
+    """Join the features of all micro-batches as leaves, where the backward of the loss stops.
 
-    The last micro-batch has its graph, and so tells what is trained.
+    So the loss never sees loss scaling. The last micro-batch has a graph, which shows what is trained.
     """
     images, texts, scales, biases = zip(*(part.features for part in parts), strict=True)
     indices = [part.index for part in parts if part.index is not None]
+
+    def leaf(value: Tensor, last: Tensor) -> Tensor:
+        return value.detach().requires_grad_(last.requires_grad)
+
     return Embeddings(
-        torch.cat(images).detach().requires_grad_(images[-1].requires_grad),
-        torch.cat(texts).detach().requires_grad_(texts[-1].requires_grad),
-        scales[-1].detach().requires_grad_(scales[-1].requires_grad),
-        None if biases[-1] is None else biases[-1].detach().requires_grad_(biases[-1].requires_grad),
-        torch.cat(indices) if indices else None,
+        image=leaf(torch.cat(images), images[-1]),
+        text=leaf(torch.cat(texts), texts[-1]),
+        scale=leaf(scales[-1], scales[-1]),
+        bias=None if biases[-1] is None else leaf(biases[-1], biases[-1]),
+        index=torch.cat(indices) if indices else None,
     )
 
 
 def _surrogates(
     towers: Towers, batches: Sequence[Any], parts: list[MicroFeatures], leaves: Embeddings
 ) -> Iterator[Tensor]:
-    """For each micro-batch, a scalar whose gradient at the parameters is this micro-batch's part of the loss gradient.
+    """Yield a scalar for each micro-batch whose gradient is this micro-batch's part of the loss gradient.
 
-    The scalar is the inner product of the features and the gradient that the loss has left at them. Scale and bias are
-    counted once, in the last micro-batch. The others have their terms times 0: ZeRO 3 would apply a stale gradient to
-    a parameter that is not in the graph.
+    The scalar is the inner product of the features and the gradient that the loss left at them. Scale
+    and bias are counted once, in the last micro-batch. The others have their terms times 0, because
+    ZeRO 3 would apply a stale gradient to a parameter that is not in the graph.
     """
-    # The last micro-batch goes first, so that its backward frees its graph before the others make theirs.
-    held = parts.pop()
+    # The last micro-batch goes first, so that its backward frees its graph before the others build theirs.
+    with_graph = parts.pop()
     last = len(parts)
     m = len(leaves.image) // (last + 1)
     for k in (last, *range(last)):
-        image, text, scale, bias = (held if k == last else towers.again(batches[k], parts[k])).features
-        rows, once = slice(k * m, (k + 1) * m), float(k == last)
+        part = with_graph if k == last else towers.again(batches[k], parts[k])
+        image, text, scale, bias = part.features
+        rows = slice(k * m, (k + 1) * m)
+        once = float(k == last)
         terms = [
-            _inner(image, leaves.image, rows),
-            _inner(text, leaves.text, rows),
-            _inner(scale, leaves.scale, slice(None), once),
-            _inner(bias, leaves.bias, slice(None), once),
+            _inner_product(image, leaves.image, rows),
+            _inner_product(text, leaves.text, rows),
+            _inner_product(scale, leaves.scale, slice(None), once),
+            _inner_product(bias, leaves.bias, slice(None), once),
         ]
         yield torch.stack([term for term in terms if term is not None]).sum()
 
 
-def _inner(value: Tensor | None, leaf: Tensor | None, rows: slice, weight: float = 1.0) -> Tensor | None:
-    """weight x <value, leaf.grad[rows]>; None for what is not trained."""
+def _inner_product(
+    value: Tensor | None, leaf: Tensor | None, rows: slice, weight: float = 1.0
+) -> Tensor | None:
+    """Return weight x <value, leaf.grad[rows]>, or None if the value is not trained."""
     if value is None or leaf is None or not leaf.requires_grad:
         return None
     grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

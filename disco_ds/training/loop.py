@@ -1,6 +1,7 @@
-"""The training loop: steps, records, checkpoints and evaluations, how the ranks agree to stop, and the end of a run.
+"""The training loop: steps, logs, saves, evaluations, and the end of a run.
 
-What a run is made of is built in build.py. One step is in step.py. Only the command line calls this file.
+build.py builds what a run consists of, step.py is one step, and run.py calls this file, for Python
+programs and the command line.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import math
 import shlex
 import socket
 import sys
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -24,18 +24,16 @@ from disco_ds.config import CheckpointSettings, Config, EvalSettings
 from disco_ds.data import MicroBatch, StepData, augment
 from disco_ds.distributed import comm
 from disco_ds.distributed.interrupt import Interrupts
-from disco_ds.eval import Accuracy, describe, evaluate_sets, record, tabulate
 from disco_ds.losses import Embeddings, LossOutput
-from disco_ds.metrics.figures import LogPoint
-from disco_ds.metrics.report import REPORT, log_errors, save_examples, write_report
-from disco_ds.metrics.run_folder import mark_finished
-from disco_ds.metrics.run_log import say
+from disco_ds.metrics.anomalies import AnomalyDetector, features_spread
+from disco_ds.metrics.report import REPORT, log_errors, write_report
+from disco_ds.metrics.step_metrics import LogPoint
 from disco_ds.metrics.timers import Timer
-from disco_ds.metrics.trouble import Trouble, features_spread
+from disco_ds.runs.run_folder import mark_finished
+from disco_ds.runs.run_log import say
 from disco_ds.training.build import Run
 from disco_ds.training.engine import SpikeError, learning_rate, set_rates
 from disco_ds.training.grad_accum import Rng
-from disco_ds.training.saving import finish_save, save, save_before_stop
 from disco_ds.training.step import StepOutput, train_step
 
 logger = logging.getLogger(__name__)
@@ -46,157 +44,230 @@ class StopError(RuntimeError):
 
 
 class DataStopError(StopError):
-    """All ranks have agreed to stop because the data of one have failed; nothing was changed by that step."""
+    """All ranks have agreed to stop because one rank's data failed; that step changed nothing."""
 
 
 class AskedToStopError(RuntimeError):
-    """A signal has asked the run to stop, and all ranks have saved."""
+    """A signal requested the run to stop, and all ranks have saved."""
 
 
 def train(run: Run) -> None:
-    """Train from the run's first step to its last. Collective."""
-    config, engine, num_steps = run.config, run.engine, run.config.num_steps
-    engine.train()
-    done, skipped_in_a_row = run.first_step, 0
-    if 0 < done < num_steps and is_due(run, done, config.eval):
-        evaluate(run, done)  # an evaluation comes after the checkpoint of its step, so this run may not have it yet
-    while done < num_steps:
+    """Train from the run's first step to its last. Collective.
+
+    Raises:
+        StopError: If data cannot be read, or the ranks are at different steps.
+        FloatingPointError: If the loss is not finite.
+        AskedToStopError: After a signal, when a checkpoint is saved.
+        comm.AgreedError: If an evaluation or the last save fails.
+    """
+    run.engine.train()
+    step, num_steps = run.first_step, run.config.num_steps
+    # The checkpoint of a step is saved before its evaluation, which may thus be missing.
+    if 0 < step < num_steps and is_due(run, step, run.config.eval):
+        run.evaluation(step)
+    while step < num_steps:
+        is_logged = (step + 1) % run.config.log.every_steps == 0 or step + 1 == num_steps
         data = run.loader.read_step()
-        lr = learning_rate(done, num_steps, config.peak_lr, config.optim)
-        logged = (done + 1) % config.log.every_steps == 0 or done + 1 == num_steps
-        run.loss.accuracy = logged
-        before = Rng()
-        try:
-            out = train_step(
-                engine,
-                run.loss,
-                data.micro_batches,
-                prepare(config),
-                config.model.max_scale,
-                agree=partial(agree, done, data, run.interrupts, run.trouble),
-                set_rates=partial(set_rates, engine, lr, config.optim),
-                timer=mark_phases(run, done, run.metrics.phases.timer(sampled=logged)),
+        output = run_step(run, step, data, is_logged)
+        if output is None:  # the batch was skipped, and the next one takes its place
+            continue
+        step += 1
+        if is_logged:
+            log(run, step, output, data)
+        run.saver.poll(step, run.interrupts.written)
+        if step == num_steps or run.interrupts.save or is_due(run, step, run.config.checkpoint):
+            save(run, step)
+        if run.interrupts.stop and step < num_steps:
+            raise AskedToStopError(
+                f"asked to stop, saved after step {step:,}; --resume latest resumes from there"
             )
-        except SpikeError:  # on every rank alike, with nothing changed; run.trouble has said why
-            continue
-        except FloatingPointError as error:  # on every rank alike, with nothing changed
-            skipped_in_a_row += 1
-            skip_batch(error, skipped_in_a_row, config.skip_nonfinite)
-            continue
-        except DataStopError as error:
-            before.restore()
-            run.loader.drop_step()
-            raise DataStopError(f"{error}; {save_before_stop(run, done)}") from None
-        finally:
-            run.metrics.add_wait(data.wait_s)
-            run.metrics.name_broken(done, data.broken)
-        if out.grad_norm is not None:  # else fp16's loss scaler has skipped the update, and the loss's state stays too
-            run.loss.commit()
-        done, skipped_in_a_row = done + 1, 0
-        if logged:
-            log(run, done, lr, out, data)
-        if run.copies:
-            run.copies.poll()
-        if run.saving and run.interrupts.written:
-            finish_save(run)
-        if done == num_steps or run.interrupts.save or is_due(run, done, config.checkpoint):
-            save(run, done, last=done == num_steps or run.interrupts.stop)
-        if run.interrupts.stop and done < num_steps:
-            raise AskedToStopError(f"asked to stop, saved after step {done:,}; --resume latest goes on from there")
-        if done < num_steps and is_due(run, done, config.eval):  # `finish` evaluates after the last step
-            evaluate(run, done)
+        if step < num_steps and is_due(run, step, run.config.eval):
+            run.evaluation(step)  # `finish` evaluates after the last step
+
+
+def run_step(run: Run, step: int, data: StepData, is_logged: bool) -> StepOutput | None:
+    """Train one step, and handle what may go wrong in it. Collective.
+
+    All errors here are raised on every rank, before anything is changed.
+
+    Args:
+        run: The run.
+        step: Number of completed steps.
+        data: This rank's micro-batches.
+        is_logged: Whether the step's metrics are logged; accuracies are computed only then.
+
+    Returns:
+        The output of the step; None if its batch is skipped.
+
+    Raises:
+        DataStopError: If a rank could not read its data; progress is saved.
+        FloatingPointError: If the loss is not finite, more than config.skip_nonfinite times in a row.
+    """
+    config = run.config
+    run.loss.accuracy = is_logged
+    rate = learning_rate(step, config.num_steps, config.peak_lr, config.optim)
+    generators = Rng()
+    try:
+        output = train_step(
+            run.engine,
+            run.loss,
+            data.micro_batches,
+            prepare(config),
+            config.model.max_scale,
+            agree=partial(agree, step, data, run.interrupts, run.anomalies),
+            set_rates=partial(set_rates, run.engine, rate, config.optim),
+            refuses_norm=run.anomalies.check_norm,
+            timer=mark_phases(run, step, run.metrics.phases.timer(sampled=is_logged)),
+        )
+    except SpikeError:  # run.anomalies has logged it
+        return None
+    except FloatingPointError as error:
+        run.skipped_in_a_row += 1
+        skip_batch(error, run.skipped_in_a_row, config.skip_nonfinite)
+        return None
+    except DataStopError as error:
+        generators.restore()
+        run.loader.drop_step()
+        saved = run.saver.save_before_error(step, run.first_step)
+        raise DataStopError(f"{error}; {saved}") from None
+    finally:
+        run.metrics.add_wait(data.wait_s)
+        run.metrics.name_broken(step, data.broken)
+    run.skipped_in_a_row = 0
+    # If fp16's loss scaler has skipped the update, the loss's state must not change either.
+    if output.grad_norm is not None:
+        run.loss.commit()
+    return output
+
+
+def save(run: Run, step: int) -> None:
+    """Save a checkpoint after this step. Collective. Raises: see Saver.save."""
+    run.interrupts.saved()
+    if run.interrupts.stop:
+        run.heartbeat.stop_agreed()
+    run.saver.save(step, last=step == run.config.num_steps or run.interrupts.stop)
 
 
 def mark_phases(run: Run, step: int, timer: Timer) -> Timer:
-    """Extend the timer of the step's phases: the heartbeat learns of each phase as it begins."""
+    """Extend the timer of the step's phases so that the heartbeat publishes each phase as it begins."""
 
     def begin(name: str) -> AbstractContextManager[Any]:
-        # The first step compiles, and takes as long as that takes.
-        run.heart.mark(step, name.removeprefix("step/"), timed=step > run.first_step)
+        # The first step compiles, which may take any time.
+        run.heartbeat.mark(step, name.removeprefix("step/"), timed=step > run.first_step)
         return timer(name)
 
     return begin
 
 
-def is_due(run: Run, done: int, settings: CheckpointSettings | EvalSettings) -> bool:
-    """Return True if a checkpoint, or an evaluation, comes after this step: one of every_steps, or every_epochs."""
+def is_due(run: Run, step: int, settings: CheckpointSettings | EvalSettings) -> bool:
+    """Return whether settings.every_steps or settings.every_epochs asks for a save or an evaluation now."""
     if settings.every_epochs:
-        epochs = (run.config.global_batch * step / run.loader.num_samples for step in (done - 1, done))
-        before, now = (epoch // settings.every_epochs for epoch in epochs)
+        steps_per_epoch = run.loader.num_samples / run.config.global_batch
+        before = (step - 1) / steps_per_epoch // settings.every_epochs
+        now = step / steps_per_epoch // settings.every_epochs
         return before < now
-    return bool(settings.every_steps) and done % settings.every_steps == 0
+    return bool(settings.every_steps) and step % settings.every_steps == 0
 
 
 def agree(
-    step: int, data: StepData, interrupts: Interrupts, trouble: Trouble, embeddings: Embeddings, out: LossOutput
+    step: int,
+    data: StepData,
+    interrupts: Interrupts,
+    anomalies: AnomalyDetector,
+    embeddings: Embeddings,
+    out: LossOutput,
 ) -> None:
-    """Go on together or stop together, before anything is changed. Collective, one all_reduce.
+    """Let all ranks continue or stop together, before anything is changed. Collective, one all_reduce.
 
     The ranks also agree on requests to save or to stop, which are served after the step.
 
-    Raises: StopError for a data error, or ranks that are at different steps; FloatingPointError for a loss that is not
-            finite. Both name the step and the ranks. SpikeError for a loss to be skipped.
+    Raises:
+        StopError: For a data error, or ranks at different steps.
+        FloatingPointError: If the loss is not finite. The message names the step and the ranks.
+        SpikeError: If the batch is to be skipped because of its loss.
     """
-    loss, failed = out.loss, float(data.error is not None)
-    flags = torch.tensor([0.0, failed, *interrupts.requests, step, -step, 0.0], dtype=torch.float64)
-    # CUDA copies so few bytes without waiting; flags that were made on the device would have to be waited for.
+    loss = out.loss
+    has_error = float(data.error is not None)
+    flags = torch.tensor(
+        [0.0, has_error, *interrupts.requests, step, -step, 0.0], dtype=torch.float64
+    )
+    # CUDA copies so few bytes without waiting. Flags made on the device would have to be waited for.
     flags = flags.to(loss.device, non_blocking=True)
     flags[0] = ~torch.isfinite(loss.detach())
     flags[-1] = out.metrics["loss"]
-    not_finite, has_error, save, stop, writing, last, first, global_loss = comm.all_reduce_max(flags).tolist()
-    # The maxima of step and -step give the last and the first step that any rank is at.
-    if last != -first:  # a rank has left out a collective, so the others' were matched with its later ones
+    agreed = comm.all_reduce_max(flags).tolist()
+    not_finite, has_error, save, stop, writing, last, first, global_loss = agreed
+    # The maxima of step and -step are the last and the first step that any rank is at.
+    if last != -first:
+        # A rank left out a collective, so those of the others were matched with its later ones.
         places = comm.gather_objects(f"rank {comm.rank()} on {socket.gethostname()}: step {step}")
-        raise StopError(f"the ranks are not at one step, so what they trained is not one model: {'; '.join(places)}")
+        raise StopError(
+            "the ranks are at different steps, so they have not trained one model: "
+            f"{'; '.join(places)}"
+        )
     interrupts.agree(bool(save), bool(stop), bool(writing))
     if not (has_error or not_finite):
-        if trouble.spikes("loss", step + 1, global_loss):
+        if anomalies.check_spike("loss", step + 1, global_loss):
             raise SpikeError
         return
-    finite = all(bool(torch.isfinite(side).all()) for side in (embeddings.image, embeddings.text))
-    reports = comm.gather_objects((data.error, loss.item(), finite))
+    is_finite = all(bool(torch.isfinite(x).all()) for x in (embeddings.image, embeddings.text))
+    reports = comm.gather_objects((data.error, loss.item(), is_finite))
     if has_error:
         errors = {rank: error for rank, (error, *_) in enumerate(reports) if error is not None}
-        first_error = next(iter(errors.values()))
-        raise DataStopError(f"step {step}: data failed on rank {', '.join(map(str, errors))}: {first_error}")
-    # A NaN in one rank's features makes every rank's loss NaN, so the features say more than the losses.
-    culprits = [str(rank) for rank, (*_, fine) in enumerate(reports) if not fine]
-    ranks = [str(rank) for rank, (_, value, _) in enumerate(reports) if not math.isfinite(value)]
-    where = f"features of rank {', '.join(culprits)}" if culprits else f"loss of rank {', '.join(ranks)}"
-    raise FloatingPointError(f"step {step}: the loss is not finite, from the {where}; nothing was updated")
+        ranks = ", ".join(map(str, errors))
+        raise DataStopError(
+            f"step {step}: data failed on rank {ranks}: {next(iter(errors.values()))}"
+        )
+    # A NaN in one rank's features makes every rank's loss NaN, so the features are more specific.
+    sources = [str(rank) for rank, (*_, finite) in enumerate(reports) if not finite]
+    what = "features"
+    if not sources:
+        what = "loss"
+        sources = [str(rank) for rank, (_, x, _) in enumerate(reports) if not math.isfinite(x)]
+    raise FloatingPointError(
+        f"step {step}: the loss is not finite, from the {what} of rank {', '.join(sources)}; "
+        "nothing was updated"
+    )
 
 
 def skip_batch(error: FloatingPointError, in_a_row: int, at_most: int) -> None:
-    """Log that a batch is skipped; the step is done with the next one. Raises: `error`, after too many in a row."""
+    """Log that a batch is skipped. Raises `error` if too many were skipped in a row."""
     if in_a_row > at_most:
         raise error
     if comm.rank() == 0:
-        logger.warning("%s; the batch is skipped (%d in a row, at most %d)", error, in_a_row, at_most)
+        logger.warning(
+            "%s; the batch is skipped (%d in a row, at most %d)", error, in_a_row, at_most
+        )
 
 
-def log(run: Run, done: int, lr: float, out: StepOutput, data: StepData) -> None:
-    """Write the record of a step. Collective. What is in it is chosen in metrics/figures.py."""
-    now = LogPoint(
-        step=done,
-        metrics=out.metrics | features_spread(*out.features),
-        scale=out.scale,
-        bias=out.bias,
-        lr=lr,
-        grad_norm=out.grad_norm,
+def log(run: Run, step: int, output: StepOutput, data: StepData) -> None:
+    """Log the metrics of a step, chosen in metrics/step_metrics.py, and look for anomalies. Collective."""
+    config = run.config
+    point = LogPoint(
+        step=step,
+        metrics=output.metrics | features_spread(*output.features),
+        scale=output.scale,
+        bias=output.bias,
+        lr=learning_rate(step - 1, config.num_steps, config.peak_lr, config.optim),
+        grad_norm=output.grad_norm,
         index=torch.cat(data.index),
         broken=run.loader.broken,
-        skipped=run.loader.state_dict()["steps"] - done,
+        skipped=run.loader.state_dict()["steps"] - step,
         model=run.engine.module,
     )
-    run.trouble.look(run.metrics.log(now))
+    run.anomalies.check_record(run.metrics.log(point))
 
 
 def prepare(config: Config) -> Callable[[MicroBatch], tuple[Tensor, Tensor, Tensor]]:
-    """The function that turns a micro-batch into step.py's inputs; equal at each pass, for the augmentation is keyed by
-    (seed, epoch, id)."""
+    """Return the function that turns a micro-batch into the inputs of step.py: image, text or second view, ids.
+
+    Both passes get equal inputs, because the augmentation depends on (seed, epoch, id) only.
+    """
 
     def augmented(batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
-        view = partial(augment, batch.image, batch.epoch, batch.index, config.seed, config.data.augment)
+        view = partial(
+            augment, batch.image, batch.epoch, batch.index, config.seed, config.data.augment
+        )
         return view(), view(view=1) if config.model.two_views else batch.text, batch.index
 
     return augmented
@@ -204,40 +275,19 @@ def prepare(config: Config) -> Callable[[MicroBatch], tuple[Tensor, Tensor, Tens
 
 def finish(run: Run) -> None:
     """Evaluate, mark the run as finished, draw its report and print where its results are. Collective."""
-    config = run.config
-    values = evaluate(run, config.num_steps)
-    run.heart.mark(config.num_steps, "ending")
-    reached: dict[str, object] = {"steps": config.num_steps, **values}
+    num_steps = run.config.num_steps
+    values = run.evaluation(num_steps)
+    run.heartbeat.mark(num_steps, "ending")
+    reached: dict[str, object] = {"steps": num_steps, **values}
     comm.from_rank_0("marking the run as finished", partial(mark_finished, run.folder, reached))
-    if comm.rank() == 0:
-        with log_errors("report.png was not drawn"):
-            monitor = run.engine.monitor.tb_monitor
-            picture = write_report(run.folder, monitor.summary_writer if monitor else None)
-            if wandb := run.engine.monitor.wandb_monitor:
-                wandb.write_report(config.num_steps * config.global_batch, picture)
-        tensorboard = Path(sys.executable).with_name("tensorboard")
-        command = shlex.join(
-            [str(tensorboard) if tensorboard.exists() else "tensorboard", "--logdir", str(run.folder.parent)]
-        )
-        say(f"run folder: {run.folder}\npictures: {run.folder / REPORT}\ncurves: {command}")
-
-
-def evaluate(run: Run, step: int) -> dict[str, float]:
-    """Evaluate on all sets, and record and return the results. Collective. The training is not affected."""
-    run.heart.mark(step, "evaluating")
-    start = time.monotonic()
-    results = evaluate_sets(run.engine, run.sets, run.image, run.tokenizer, run.config.micro_batch)
-    values = record(results)
-    run.metrics.note(step, values)
-    run.metrics.skip(time.monotonic() - start)
-    if comm.rank() == 0 and results:
-        epoch = step * run.config.global_batch / run.loader.num_samples
-        say(f"step {step:,}, epoch {epoch:.2f}:\n{describe(results)}")
-        with log_errors("the images for report.png were not kept"):
-            shown = [result for result in results if isinstance(result, Accuracy)]
-            if shown:
-                save_examples(run.folder, shown[0].name, shown[0].examples)
-        if wandb := run.engine.monitor.wandb_monitor:
-            examples = [example for result in results if isinstance(result, Accuracy) for example in result.examples]
-            wandb.write_results(step * run.config.global_batch, tabulate(results), examples)
-    return values
+    if comm.rank() != 0:
+        return
+    with log_errors("report.png was not drawn"):
+        tensorboard = run.engine.monitor.tb_monitor
+        picture = write_report(run.folder, tensorboard.summary_writer if tensorboard else None)
+        if run.evaluation.wandb:
+            run.evaluation.wandb.write_report(num_steps * run.config.global_batch, picture)
+    program = Path(sys.executable).with_name("tensorboard")
+    name = str(program) if program.exists() else "tensorboard"
+    command = shlex.join([name, "--logdir", str(run.folder.parent)])
+    say(f"run folder: {run.folder}\npictures: {run.folder / REPORT}\ncurves: {command}")

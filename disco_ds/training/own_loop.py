@@ -1,28 +1,34 @@
 """The full-batch gradient in anybody's loop: grad_accum.py for any two towers under DeepSpeed, DDP or FSDP2.
 
-docs/own_loop.md shows its use. The trainer of this package has its own way in (step.py) to the same code.
+docs/custom_loop.md shows its use. The trainer of this package has its own way in (step.py) to the same code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
-from disco_ds.config.ds_config import check_precision
+from disco_ds.config.ds_config import check_gradient
 from disco_ds.distributed import comm
+from disco_ds.distributed.deepspeed_quirks import widen_bucket
 from disco_ds.losses import Embeddings, Loss, LossOutput
-from disco_ds.losses.alike import check_alike, warn_of_unusual
+from disco_ds.losses.input_checks import check_alike, warn, warn_of_unusual
 from disco_ds.training.engine import backward_and_step
 from disco_ds.training.grad_accum import Features, MicroFeatures, Rng, accumulate
+from disco_ds.training.micro_batches import DIVIDES, split
 
 Forward = Callable[[Any], tuple[Tensor, ...]]
 REPEAT_TOLERANCE = 0.05
-"""How far a feature of a repeated forward may be from the first; 16-bit kernels that add up in any order reach 0.01."""
+"""Largest distance of a row of a repeated forward from the first, relative to its length; 16-bit kernels reach 0.01."""
+RECHECK_STEPS = 200
+"""Steps after which a forward is compared with its repetition again."""
 
 
 def contrastive_step(
@@ -42,11 +48,10 @@ def contrastive_step(
     else the gradients are left in the parameters, averaged over ranks, for the loop's own clipping and optimizer.
 
     Args:    model: a DeepSpeed engine, DistributedDataParallel, a module of FSDP2's fully_shard, or a plain module of
-             one process; batch: this rank's samples, a tree of tensors [b, ...] (dicts, lists, tuples; what is no
-             tensor goes into every part); forward: the part of a micro-batch -> (features of one side [m, D], of the
-             other [m, D]), then the learned scale and bias, if there are any; it calls `model`, and draws no random
-             numbers but torch's; micro_batches: K, divides b; scale: of the logits, exp(logit_scale), where
-             forward gives none;
+             one process; batch: this rank's b samples, in a form that `split` can divide, or any if K is 1; forward:
+             the part of a micro-batch -> (features of one side [m, D], of the other [m, D]), then the learned scale
+             and bias, if there are any; it calls `model`, and draws no random numbers but torch's; micro_batches: K,
+             divides b; scale: of the logits, exp(logit_scale), where forward gives none;
              index [b]: sample ids, for FastCLIP; backward: what is called on each surrogate, such as
              `lambda x: scaler.scale(x).backward()`; not under DeepSpeed.
     Returns: the loss's output; `metrics["loss"]`, the mean over the global batch, is the figure to log.
@@ -54,124 +59,186 @@ def contrastive_step(
              than the engine's gradient_accumulation_steps, a step inside a step, a forward without a scale, or one that
              is another the second time; FloatingPointError from DeepSpeed engines, see backward_and_step.
     """
-    first_time = not getattr(model, "_contrastive_steps", 0)
-    if getattr(model, "_in_contrastive_step", False):
+    history = _histories.setdefault(model, _History())
+    if history.running:
         raise ValueError(
             "contrastive_step inside a contrastive_step of the same model: the loss takes all rows at once"
         )
     backend = _Engine(model) if isinstance(model, DeepSpeedEngine) else _Plain(model, backward)
     backend.check(micro_batches)
-    parts = _split_alike(
-        batch, micro_batches, model.device if isinstance(model, DeepSpeedEngine) else comm.local_device()
-    )
-    indices = [None] * micro_batches if index is None else list(index.chunk(micro_batches))
-    towers = _Towers(forward, backend, micro_batches, scale, model if first_time else None)
-    model._in_contrastive_step = True
+    device = None if micro_batches == 1 else find_device(model)
+    parts, num_samples = _split_alike({"batch": batch, "index": index}, micro_batches, device)
+    group = getattr(loss, "group", None)
+    mode = (micro_batches, model.training)
+    step = history.steps + 1
+    due = step - history.checked.get(mode, -RECHECK_STEPS) >= RECHECK_STEPS
+    towers = _Towers(forward, backend, micro_batches, scale, device, group, model if due else None)
 
     def agree(embeddings: Embeddings, out: LossOutput) -> None:
-        if first_time:
+        if due:
             warn_of_unusual(embeddings.image, embeddings.text, embeddings.scale)
 
     def checked(embeddings: Embeddings) -> LossOutput:
-        check_alike(embeddings.image, embeddings.text, getattr(loss, "group", None), model._contrastive_steps)
+        check_alike(embeddings.image, embeddings.text, group, step)
+        if num_samples is not None and len(embeddings.image) != num_samples:
+            raise ValueError(
+                f"forward returned {len(embeddings.image)} rows for {micro_batches} micro-batches of "
+                f"{num_samples // micro_batches} samples: it must return a row for each sample of its part; {DIVIDES}"
+            )
         return loss(embeddings)
 
+    history.running, history.steps = True, step
     try:
-        model._contrastive_steps = getattr(model, "_contrastive_steps", 0) + 1
-        done = accumulate(towers, checked, list(zip(parts, indices, strict=True)), backend.run, agree)
+        done = accumulate(towers, checked, parts, backend.run, agree)
     finally:
-        model._in_contrastive_step = False
-    if done.result:  # else a loss scaler has skipped the update, and the state of the loss stays too
+        history.running = False
+    if due:
+        history.checked[mode] = step
+    # Where a loss scaler skips the update, the state of the loss stays too.
+    if done.result and (not _has_state(loss) or backend.will_be_applied()):
         loss.commit()
     return done.out
 
 
-def _split_alike(batch: Any, count: int, device: torch.device) -> list[Any]:
+def _has_state(loss: Loss) -> bool:
+    return type(loss).commit is not Loss.commit
+
+
+@dataclass
+class _History:
+    """What is known of a model from the steps before."""
+
+    steps: int = 0
+    running: bool = False
+    checked: dict[tuple[int, bool], int] = field(default_factory=dict)
+    """(K, training mode) -> the last step whose forward was compared with its repetition, and that succeeded."""
+
+
+_histories: WeakKeyDictionary[Any, _History] = WeakKeyDictionary()
+
+
+def find_device(model: torch.nn.Module) -> torch.device:
+    """Return the accelerator that the parameters are on, or where all are on the CPU, that of this process.
+
+    Raises:
+        ValueError: If they are on several accelerators.
+    """
+    found = {p.device for p in model.parameters() if p.device.type != "cpu"}
+    if len(found) > 1:
+        raise ValueError(
+            f"the parameters are on {', '.join(sorted(map(str, found)))}: with several micro-batches only one "
+            "device's random numbers are replayed; put the model on one device, or use one micro-batch"
+        )
+    return found.pop() if found else comm.local_device()
+
+
+def _split_alike(
+    batch: Any, count: int, device: torch.device | None
+) -> tuple[list[Any], int | None]:
     """As split, but all ranks raise where one does: alone it would leave them waiting. Collective if count > 1."""
-    problem, parts = None, []
+    if count == 1:
+        return [batch], None
+    done: tuple[list[Any], int] | None = None
+    problem = ValueError(f"the batch of another rank does not divide into {count} micro-batches")
     try:
-        parts = split(batch, count)
+        done = split(batch, count)
     except ValueError as error:
         problem = error
-    failed = torch.tensor([float(problem is not None)], device=device)
-    if count > 1 and comm.all_reduce_max(failed).item():
-        raise problem or ValueError(f"the batch of another rank does not divide into {count} micro-batches")
-    if problem is not None:
+    failed = comm.all_reduce_max(torch.tensor([float(done is None)], device=device)).item()
+    if done is None or failed:
         raise problem
-    return parts
-
-
-def split(batch: Any, count: int) -> list[Any]:
-    """A tree of tensors as `count` trees, cut along the first dimension. Raises: ValueError if it does not divide."""
-    if isinstance(batch, Tensor):
-        if batch.dim() == 0 or len(batch) % count:
-            raise ValueError(f"a batch of shape {tuple(batch.shape)} does not divide into {count} micro-batches")
-        return list(batch.chunk(count))
-    if isinstance(batch, Mapping):
-        cut = {key: split(value, count) for key, value in batch.items()}
-        return [{key: values[k] for key, values in cut.items()} for k in range(count)]
-    if isinstance(batch, list | tuple):
-        rows = [split(value, count) for value in batch]
-        make = getattr(type(batch), "_make", type(batch))  # of a namedtuple
-        return [make(row[k] for row in rows) for k in range(count)]
-    return [batch] * count
+    return done
 
 
 class _Towers:
-    """A person's forward on one micro-batch, first and again."""
+    """A person's forward on one micro-batch, first and again. A `suspect` is watched for what is not repeated."""
 
-    def __init__(self, forward: Forward, backend: Any, num_micro_batches: int, scale: float | None, suspect: Any):
-        self.forward, self.backend, self.scale, self.suspect = forward, backend, scale, suspect
-        self.K = num_micro_batches
+    def __init__(
+        self,
+        forward: Forward,
+        backend: Any,
+        num_micro_batches: int,
+        scale: float | None,
+        device: torch.device | None,
+        group: Any,
+        suspect: Any,
+    ):
+        self.forward, self.backend, self.scale, self.device = forward, backend, scale, device
+        self.K, self.group, self.suspect = num_micro_batches, group, suspect
         self.buffers = {} if suspect is None else {n: b.clone() for n, b in suspect.named_buffers()}
 
     def __call__(self, batch: Any, keep_graph: bool) -> MicroFeatures:
-        rng = Rng()
-        with torch.set_grad_enabled(keep_graph), self.backend.synchronised(last=self.K == 1):
-            features = self._features(batch[0])
+        rng = Rng(self.device)
+        with torch.set_grad_enabled(keep_graph), self.backend.synchronized(last=self.K == 1):
+            features = self._features(batch["batch"])
         if self.K > 1:
             self._refuse_change()
-        return MicroFeatures(features if keep_graph else tuple(_detach(x) for x in features), batch[1], rng)
+        if keep_graph and self.suspect is not None and comm.size(self.group) > 1:
+            self.backend.warn_of_unaveraged(*features[2:])
+        return MicroFeatures(
+            features if keep_graph else tuple(_detach(x) for x in features), batch["index"], rng
+        )
 
     def again(self, batch: Any, first: MicroFeatures) -> MicroFeatures:
         first.rng.restore()
-        features = self._features(batch[0])
+        features = self._features(batch["batch"])
         if self.suspect is not None:
             self._refuse_other(features, first.features)
-        return MicroFeatures(features, batch[1], first.rng)
+        return MicroFeatures(features, batch["index"], first.rng)
 
     def _features(self, batch: Any) -> Features:
         found = self.forward(batch)
-        if not 2 <= len(found) <= 4:
-            raise ValueError(f"forward returned {len(found)} values; expected two sides, then the scale and the bias")
+        if not isinstance(found, tuple | list) or not 2 <= len(found) <= 4:
+            got = (
+                f"{len(found)} values"
+                if isinstance(found, tuple | list)
+                else f"a {type(found).__name__}"
+            )
+            raise ValueError(
+                f"forward returned {got}; expected a tuple: the features of both sides, then the scale and the bias, "
+                "if there are any"
+            )
         image, text = found[:2]
         if len(found) == 2 and self.scale is None:
             raise ValueError(
                 "forward returned no scale, and contrastive_step got none: return exp(logit_scale) as its third value, "
                 "or pass scale=, such as 20.0"
             )
-        scale = found[2].reshape(1) if len(found) > 2 else torch.tensor([self.scale], device=image.device)
+        scale = (
+            found[2].reshape(1)
+            if len(found) > 2
+            else torch.tensor([self.scale], device=image.device)
+        )
         return image, text, scale.float(), found[3].reshape(1).float() if len(found) > 3 else None
 
     def _refuse_other(self, again: Features, first: Features) -> None:
         """Raises: ValueError on every rank alike for features that a repeated forward does not repeat. Collective."""
-        apart = [(again[0].detach() - first[0]).abs().max(), (again[1].detach() - first[1]).abs().max()]
-        worst = comm.all_reduce_max(torch.stack(apart).max().float()).item()
+        apart = []
+        for new, old in zip(again[:2], first[:2], strict=True):
+            lengths = torch.linalg.vector_norm(old.float(), dim=-1)
+            distances = torch.linalg.vector_norm(new.detach().float() - old.float(), dim=-1)
+            apart.append((distances / lengths.clamp_min(1e-12)).max())
+        worst = comm.all_reduce_max(torch.stack(apart).max()).item()
         if not worst <= REPEAT_TOLERANCE:
             raise ValueError(
-                f"forward gave other features for a micro-batch the second time ({worst:.2f} apart): it draws random "
-                "numbers that are not torch's, or depends on what it has seen before"
+                f"forward gave other features for a micro-batch the second time ({worst:.2f} apart, relative to the "
+                "length of a row): it draws random numbers that are not torch's, or depends on what it has seen before"
             )
 
     def _refuse_change(self) -> None:
         """Raises: ValueError for a module that notes what it sees: with GradAccum it would see everything twice."""
         for name, buffer in self.suspect.named_buffers() if self.suspect is not None else ():
-            if name in self.buffers and not torch.equal(buffer, self.buffers[name]):
+            if name in self.buffers and not _equal(buffer, self.buffers[name]):
                 raise ValueError(
                     f"{name} changes in forward, as a BatchNorm's statistics do: with several micro-batches it would "
                     "be updated twice a step, and the gradient would depend on how the batch is cut; call .eval() on "
                     "that layer, or use one micro-batch"
                 )
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """torch.equal, but a NaN equals a NaN."""
+    return a.shape == b.shape and torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _detach(x: Tensor | None) -> Tensor | None:
@@ -196,14 +263,21 @@ class _Engine:
                 f"the engine is in the middle of a step ({self.engine.micro_steps % steps} of {steps} micro-batches): "
                 "its gradients of micro-batches before would be mixed with this step's"
             )
-        check_precision(self.engine._config._param_dict)
+        check_gradient(self.engine._config._param_dict)
+        widen_bucket(self.engine)
 
-    def synchronised(self, last: bool) -> AbstractContextManager[Any]:
+    def synchronized(self, last: bool) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def run(self, surrogates: Iterator[Tensor]) -> bool:
         """Return True if the update was applied."""
         return backward_and_step(self.engine, surrogates) is not None
+
+    def will_be_applied(self) -> bool:
+        return True
+
+    def warn_of_unaveraged(self, *learned: Tensor | None) -> None:
+        _warn_of_outside(self.engine, *learned)
 
 
 class _Plain:
@@ -214,19 +288,74 @@ class _Plain:
 
     def check(self, micro_batches: int) -> None:
         self.K = micro_batches
+        if micro_batches > 1 and getattr(self.model, "static_graph", False):
+            raise ValueError(
+                "DistributedDataParallel(static_graph=True) takes no gradients of several micro-batches: leave "
+                "static_graph out, or use one micro-batch"
+            )
 
     @contextmanager
-    def synchronised(self, last: bool) -> Iterator[None]:
+    def synchronized(self, last: bool) -> Iterator[None]:
         """Whether a forward and its backward reduce gradients over ranks."""
         if hasattr(self.model, "set_requires_gradient_sync"):  # FSDP2
             self.model.set_requires_gradient_sync(last)
             self.model.set_is_last_backward(last)
-        with nullcontext() if last or not hasattr(self.model, "no_sync") else self.model.no_sync():  # DDP
+        with (
+            nullcontext() if last or not hasattr(self.model, "no_sync") else self.model.no_sync()
+        ):  # DDP
             yield
 
     def run(self, surrogates: Iterator[Tensor]) -> bool:
         """Return True: the update is the loop's own."""
         for k in range(self.K):
-            with self.synchronised(last=k == self.K - 1):
+            with self.synchronized(last=k == self.K - 1):
                 self.backward(next(surrogates))
         return True
+
+    def will_be_applied(self) -> bool:
+        """Return False where torch's GradScaler will skip the update: for a gradient that is not finite. Collective."""
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        parts = [
+            grad.to_local() if hasattr(grad, "to_local") else grad for grad in gradients
+        ]  # FSDP2's shards
+        largest = torch.nn.utils.get_total_norm(
+            [part for part in parts if part.numel()], norm_type=torch.inf
+        )
+        return not comm.all_reduce_max((~torch.isfinite(largest)).float()).item()
+
+    def warn_of_unaveraged(self, *learned: Tensor | None) -> None:
+        """Warn of gradients that no wrapper averages over ranks."""
+        if hasattr(self.model, "set_requires_gradient_sync"):
+            return  # FSDP2's forward has other parameters than the module
+        if hasattr(self.model, "no_sync"):
+            _warn_of_outside(self.model, *learned)
+        elif comm.rank() == 0:
+            warn(
+                "the gradients of a plain module are not averaged over ranks: pass the DistributedDataParallel module, "
+                "or FSDP2's root module (fully_shard(model) after its parts), unless the loop averages them itself"
+            )
+
+
+def _warn_of_outside(model: Any, *learned: Tensor | None) -> None:
+    """Warn of a learned scale or bias that depends on no parameter of the model."""
+    own = {id(parameter) for parameter in model.parameters()}
+    for name, value in zip(("scale", "bias"), learned, strict=False):
+        leaves = _find_leaves(value)
+        if leaves and not any(id(leaf) in own for leaf in leaves) and comm.rank() == 0:
+            warn(
+                f"the {name} returned by forward is learned, but not a part of the model: its gradient is not averaged "
+                "over ranks; make it a parameter of the module that is wrapped, and return it from its forward"
+            )
+
+
+def _find_leaves(value: Tensor | None) -> list[Tensor]:
+    """Return the tensors whose gradient the backward of `value` computes."""
+    found, seen = [], set()
+    open_nodes = [] if value is None else [value.grad_fn]
+    while open_nodes:
+        node = open_nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found += [node.variable] if hasattr(node, "variable") else []
+            open_nodes += [following for following, _ in node.next_functions]
+    return found

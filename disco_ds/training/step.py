@@ -1,4 +1,7 @@
-"""One optimizer step of the trainer: grad_accum.py through a DeepSpeed engine, where a locked tower runs once."""
+"""One optimizer step of the trainer: GradAccum (grad_accum.py) through a DeepSpeed engine.
+
+A tower that is not trained ("locked") runs once per micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +15,32 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from disco_ds.losses import Embeddings, LossOutput
+from disco_ds.metrics.anomalies import SAMPLE
 from disco_ds.metrics.timers import Timer
-from disco_ds.metrics.trouble import SAMPLE
-from disco_ds.models.clip import Features, trained_sides
+from disco_ds.models.clip import trained_sides
 from disco_ds.training.engine import Engine, backward_and_step, clamp_scale
 from disco_ds.training.grad_accum import MicroFeatures, Rng, accumulate
 
 Prepare = Callable[[Any], tuple[Tensor, Tensor, Tensor]]
-"""Micro-batch -> (image [m, 3, H, W], text [m, L] or second views, index [m]) on the device; equal at each call."""
+"""Micro-batch -> (image [m, 3, H, W], text [m, L] or second views, index [m]), on the device.
+
+It returns the same values in every call with the same micro-batch."""
 
 
 @dataclass(frozen=True)
 class StepOutput:
+    """What train_step returns."""
+
     metrics: dict[str, Tensor]
     """LossOutput.metrics: 0-d each, the same on every rank."""
     scale: Tensor
-    """[1], the scale the loss was computed with."""
+    """[1], the scale that the loss was computed with."""
     grad_norm: Tensor | None
     """Norm of the whole gradient before clipping; None if a loss scaler skipped the step."""
     features: tuple[Tensor, ...]
-    """Both sides' first rows of this rank, at most SAMPLE."""
+    """The first rows of this rank's features of each side, at most SAMPLE."""
     bias: Tensor | None = None
-    """[1], the bias the loss was computed with; None: the model has none."""
+    """[1], the bias that the loss was computed with; None: the model has no bias."""
 
 
 def train_step(
@@ -44,58 +51,77 @@ def train_step(
     max_scale: float,
     agree: Callable[[Embeddings, LossOutput], None] = lambda embeddings, out: None,
     set_rates: Callable[[Tensor], None] = lambda scale: None,
+    refuses_norm: Callable[[int, Tensor], bool] | None = None,
     timer: Timer = record_function,
 ) -> StepOutput:
-    """Apply the full-batch gradient of these micro-batches (of all ranks) once. Collective: every rank must call.
+    """Apply the full-batch gradient of these micro-batches (of all ranks) once. Collective: every rank must call this.
 
-    Args:   micro_batches: K of equal size, the same K and size on every rank, K = gradient_accumulation_steps;
-            agree: called with this rank's embeddings and the loss's output before anything is changed; raises on all
-            ranks or on none; set_rates: called with the scale [1] before the update, to set its learning rates, because
-            that of the temperature may depend on the scale; timer: a context manager that is opened around each phase.
-    Raises: what `agree` raises, FloatingPointError or SpikeError (see backward_and_step), with model and optimizer
-            unchanged.
+    Args:
+        engine: The engine.
+        loss: The loss of the whole batch.
+        micro_batches: K of equal size, with the same K and size on every rank. K is the engine's
+            gradient_accumulation_steps.
+        prepare: Turns a micro-batch into the inputs of the towers.
+        max_scale: Upper bound of exp(logit_scale) after the update.
+        agree: Called with this rank's embeddings and the output of the loss before anything is
+            changed. It must raise on all ranks or on none.
+        set_rates: Called with the scale, [1], to set the learning rates of this update, because that
+            of the temperature may depend on the scale.
+        refuses_norm: `refuses` of backward_and_step.
+        timer: Context manager that is opened around each phase.
+
+    Raises:
+        FloatingPointError, SpikeError: See backward_and_step; model and optimizer are then unchanged.
+            The same is true of every error that `agree` raises.
     """
 
     def agree_and_set_rates(embeddings: Embeddings, out: LossOutput) -> None:
         agree(embeddings, out)
         set_rates(embeddings.scale)
 
-    update = partial(backward_and_step, engine)
-    done = accumulate(Forward(engine, prepare), loss, micro_batches, update, agree_and_set_rates, timer)
+    update = partial(backward_and_step, engine, refuses=refuses_norm)
+    towers = Forward(engine, prepare)
+    done = accumulate(towers, loss, micro_batches, update, agree_and_set_rates, timer)
     clamp_scale(engine, max_scale)
-    # A copy, so that the features of the whole batch are free before the next step.
-    features = tuple(side.detach()[:SAMPLE].clone() for side in (done.embeddings.image, done.embeddings.text))
-    return StepOutput(done.out.metrics, done.embeddings.scale.detach(), done.result, features, done.embeddings.bias)
+    sides = done.embeddings.image, done.embeddings.text
+    return StepOutput(
+        metrics=done.out.metrics,
+        scale=done.embeddings.scale.detach(),
+        grad_norm=done.result,
+        # Copies, so that the features of the whole batch are freed before the next step.
+        features=tuple(side.detach()[:SAMPLE].clone() for side in sides),
+        bias=done.embeddings.bias,
+    )
 
 
 class Forward:
-    """Runs the towers on a micro-batch, and again for its gradient. Towers that are not trained run only once."""
+    """Runs the towers on a micro-batch, and a second time for its gradient. Locked towers run only once."""
 
     def __init__(self, engine: Engine, prepare: Prepare):
-        self.engine, self.prepare = engine, prepare
-        self.trains = trained_sides(engine.module)
+        self.engine = engine
+        self.prepare = prepare
+        self.trained = trained_sides(engine.module)
 
     def __call__(self, batch: Any, keep_graph: bool) -> MicroFeatures:
+        """Compute the features of a micro-batch."""
         image, text, index = self.prepare(batch)
         with torch.no_grad():
-            locked = self._towers(image, text, trained=False)
-        rng = Rng()  # after the locked tower, because `again` does not repeat its draws
+            locked_image, locked_text, *_ = self._run_towers(image, text, trained=False)
+        rng = Rng()  # after the locked tower, whose random draws are not repeated in `again`
         with torch.set_grad_enabled(keep_graph):
-            features = self._towers(image, text, trained=True)
-        return MicroFeatures(_merge(features, locked), index, rng)
+            image, text, scale, bias = self._run_towers(image, text, trained=True)
+        image = locked_image if image is None else image
+        text = locked_text if text is None else text
+        return MicroFeatures((image, text, scale, bias), index, rng)
 
     def again(self, batch: Any, first: MicroFeatures) -> MicroFeatures:
-        """Compute the trained towers' features once more, with a graph; they equal the first ones."""
+        """Compute the features of the trained towers again, with a graph; they equal the first ones."""
         image, text, index = self.prepare(batch)
         first.rng.restore()
-        return MicroFeatures(self._towers(image, text, trained=True), index, first.rng)
+        return MicroFeatures(self._run_towers(image, text, trained=True), index, first.rng)
 
-    def _towers(self, image: Tensor, text: Tensor, trained: bool) -> Any:
-        chosen = {"image": image, "text": text}
-        chosen = {name: value for name, value in chosen.items() if self.trains[name] == trained}
+    def _run_towers(self, image: Tensor, text: Tensor, trained: bool) -> Any:
+        """Run either the trained or the locked towers; the features of the others are None."""
+        sides = {"image": image, "text": text}
+        chosen = {name: value for name, value in sides.items() if self.trained[name] == trained}
         return self.engine(**chosen) if chosen else (None, None, None, None)
-
-
-def _merge(trained: Features, locked: Features) -> Features:
-    image, text, scale, bias = trained
-    return locked[0] if image is None else image, locked[1] if text is None else text, scale, bias

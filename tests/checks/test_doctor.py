@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import torch
 import torchvision
 
 from disco_ds.checks import Line, examine
-from disco_ds.checks.here import check_batch, check_data, check_ds_config, check_kernels
+from disco_ds.checks.recipe_checks import check_batch, check_data, check_ds_config, check_kernels
 from disco_ds.checks.versions import check_versions
 from disco_ds.config import Config
 from disco_ds.config.ds_config import find_ds_configs, read_ds_config
@@ -24,6 +25,7 @@ from helpers.doctor import data_of, statuses, the
 from helpers.minimal import settings
 from helpers.paths import ROOT
 from helpers.shards import make_sample, write_shards
+from helpers.web import serve
 
 # Packages
 
@@ -32,12 +34,16 @@ def test_installed_packages_fit_together() -> None:
     assert statuses(examine("versions", check_versions)) == [("ok", "versions")]
 
 
-def test_package_outside_of_the_bounds_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_package_outside_of_the_bounds_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another version found first, as after an installation by hand."""
     for name, version in (("deepspeed", "0.18.1"), ("triton", "2.0.0")):
         folder = tmp_path / f"{name}-{version}.dist-info"
         folder.mkdir()
-        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (folder / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
     monkeypatch.syspath_prepend(tmp_path)
     lines = examine("versions", check_versions)
     assert {line.status for line in lines} == {"fail"}
@@ -52,10 +58,14 @@ def test_package_outside_of_the_bounds_is_named(tmp_path: Path, monkeypatch: pyt
 def test_torchvision_of_another_build_is_told_in_a_line(tmp_path: Path) -> None:
     """Its operators cannot be loaded: what a CPU build of torch beside a CUDA build of torchvision comes to."""
     original = Path(torchvision.__file__).parent
-    shutil.copytree(original, tmp_path / "torchvision", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    shutil.copytree(
+        original, tmp_path / "torchvision", ignore=shutil.ignore_patterns("*.so", "__pycache__")
+    )
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     command = [sys.executable, "-m", "disco_ds", "doctor", "--config", "quickstart"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 1
     assert (
         "fail  versions        import torchvision: RuntimeError: operator torchvision::nms does not exist"
@@ -70,7 +80,9 @@ def test_torchvision_of_another_build_is_told_in_a_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in find_ds_configs().glob("*.json")))
 def test_bundled_ds_config_has_nothing_wrong(name: str) -> None:
-    lines = examine("ds_config", lambda: check_ds_config(settings(deepspeed=read_ds_config(name, Path()))))
+    lines = examine(
+        "ds_config", lambda: check_ds_config(settings(deepspeed=read_ds_config(name, Path())))
+    )
     assert statuses(lines) == [("ok", "ds_config")]
 
 
@@ -86,7 +98,11 @@ def test_every_wrong_key_of_a_public_ds_config_has_a_line() -> None:
         "wallclock_breakdown": False,
         "overlap_comm": True,
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": 2, "offload_optimiser": {"device": "cpu"}, "communication_data_type": "fp16"},
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimiser": {"device": "cpu"},
+            "communication_data_type": "fp16",
+        },
     }
     lines = examine("ds_config", lambda: check_ds_config(settings(deepspeed=given)))
     failing = [line.found for line in lines if line.status == "fail"]
@@ -98,9 +114,9 @@ def test_every_wrong_key_of_a_public_ds_config_has_a_line() -> None:
         "ds_config key amp is not supported: use torch_autocast",
         "ds_config key elasticity is not supported: DeepSpeed 0.19 has removed it",
         "ds_config: unknown key wallclock_breakdown; did you mean wall_clock_breakdown?",
-        "ds_config: unknown key overlap_comm; it belongs into zero_optimization",
+        "ds_config: unknown key overlap_comm; it belongs in zero_optimization",
         "ds_config: unknown key zero_optimization.offload_optimiser; did you mean offload_optimizer?",
-        "ds_config: unknown key zero_optimization.communication_data_type; it belongs to the top level",
+        "ds_config: unknown key zero_optimization.communication_data_type; it belongs at the top level",
     ]
     assert len(failing) == len(expected)
     assert all(found.startswith(words) for found, words in zip(failing, expected, strict=True))
@@ -113,24 +129,42 @@ def test_every_wrong_key_of_a_public_ds_config_has_a_line() -> None:
             {"stage": 2, "cpu_offload": True},
             "zero_optimization.cpu_offload is deprecated in DeepSpeed 0.19: the name is ",
         ),
-        ({"stage": 2, "allgather_partitions": True}, "zero_optimization.allgather_partitions is not read by DeepSpeed"),
-        ({"stage": 2, "reduce_bucket_size": "auto"}, "zero_optimization.reduce_bucket_size is auto"),
-        ({"stage": 0, "overlap_comm": True}, "zero_optimization.overlap_comm has no effect at ZeRO 0"),
+        (
+            {"stage": 2, "allgather_partitions": True},
+            "zero_optimization.allgather_partitions is not read by DeepSpeed",
+        ),
+        (
+            {"stage": 2, "reduce_bucket_size": "auto"},
+            "zero_optimization.reduce_bucket_size is auto",
+        ),
+        (
+            {"stage": 0, "overlap_comm": True},
+            "zero_optimization.overlap_comm has no effect at ZeRO 0",
+        ),
         (
             {"stage": 1, "stage3_max_live_parameters": 1e9},
             "zero_optimization.stage3_max_live_parameters has no effect at",
         ),
-        ({"stage": 3, "allgather_bucket_size": 5e8}, "zero_optimization.allgather_bucket_size has no effect at ZeRO 3"),
+        (
+            {"stage": 3, "allgather_bucket_size": 5e8},
+            "zero_optimization.allgather_bucket_size has no effect at ZeRO 3",
+        ),
     ],
 )
 def test_key_without_effect_is_a_warning(given: dict[str, Any], words: str) -> None:
-    lines = examine("ds_config", lambda: check_ds_config(settings(deepspeed={"zero_optimization": given})))
+    lines = examine(
+        "ds_config", lambda: check_ds_config(settings(deepspeed={"zero_optimization": given}))
+    )
     assert statuses(lines) == [("warn", "ds_config")]
     assert lines[0].found.startswith(words)
 
 
 def test_switches_that_slow_every_step_and_towers_that_do_not_listen_are_warnings() -> None:
-    given = {"wall_clock_breakdown": True, "flops_profiler": {"enabled": False}, "comms_logger": {"enabled": True}}
+    given = {
+        "wall_clock_breakdown": True,
+        "flops_profiler": {"enabled": False},
+        "comms_logger": {"enabled": True},
+    }
     given["timers"] = {"throughput": {"enabled": True}}
     given["activation_checkpointing"] = {"partition_activations": True}
     lines = examine("ds_config", lambda: check_ds_config(settings(deepspeed=given)))
@@ -146,7 +180,10 @@ def test_switches_that_slow_every_step_and_towers_that_do_not_listen_are_warning
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"devce": "cpu"}}}, "offload_optimizer.devce"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"devce": "cpu"}}},
+            "offload_optimizer.devce",
+        ),
         ({"zero_optimization": {"stage": 2, "reduce_bucket_size": "large"}}, "reduce_bucket_size"),
         ({"fp16": {"enabled": True}}, "fp16.enabled at ZeRO 0 is refused"),
         ({"zero_optimization": []}, "zero_optimization must be a mapping"),
@@ -161,14 +198,20 @@ def test_value_that_deepspeed_or_we_refuse_is_a_line(given: dict[str, Any], word
 @pytest.mark.parametrize(
     ("changes", "ranks", "expected"),
     [
-        ({}, 4, "ok    batch           global batch 64 = 4 ranks x 16 micro-batch x 1 micro-batches per rank"),
+        (
+            {},
+            4,
+            "ok    batch           global batch 64 = 4 ranks x 16 micro-batch x 1 micro-batches per rank",
+        ),
         ({}, 3, "fail  batch           global_batch 64 is not a multiple of ranks x micro_batch"),
-        ({"ranks": 8}, 4, "fail  batch           the recipe is for 8 ranks, this run has 4"),
+        ({"ranks": 8}, 4, "fail  batch           the recipe expects 8 ranks, but this run has 4"),
         ({"micro_batch": 2}, 32, "warn  batch           micro_batch 2 leaves a GPU idle"),
         ({"global_batch": 8192}, 2, "warn  batch           256 micro-batches per rank and step"),
     ],
 )
-def test_batch_that_does_not_divide_or_is_odd_is_told(changes: dict[str, Any], ranks: int, expected: str) -> None:
+def test_batch_that_does_not_divide_or_is_odd_is_told(
+    changes: dict[str, Any], ranks: int, expected: str
+) -> None:
     (line,) = examine("batch", lambda: check_batch(settings(**changes), ranks), ValueError)
     assert str(line).startswith(expected)
 
@@ -176,13 +219,17 @@ def test_batch_that_does_not_divide_or_is_odd_is_told(changes: dict[str, Any], r
 # The data
 
 
-def look_at_data(config: Config, ranks: int = 1) -> list[Line]:
-    return examine("data", lambda: check_data(config, ranks), ValueError, OSError)
+def look_at_data(config: Config, ranks: int = 1, ranks_here: int | None = None) -> list[Line]:
+    return examine("data", lambda: check_data(config, ranks, ranks_here), ValueError, OSError)
 
 
-def test_kernels_that_do_not_run_are_a_warning_with_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_do_not_run_are_a_warning_with_their_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = settings(loss={"name": "disco_fused"})
-    assert statuses(list(check_kernels(config))) == [("ok", "kernels")]  # on a CPU torch computes the tiles
+    assert statuses(list(check_kernels(config))) == [
+        ("ok", "kernels")
+    ]  # on a CPU torch computes the tiles
     monkeypatch.setattr(comm, "local_device", lambda: torch.device("cuda", 7))
     (line,) = check_kernels(config)
     assert line.status == "warn"
@@ -192,11 +239,24 @@ def test_kernels_that_do_not_run_are_a_warning_with_their_reason(monkeypatch: py
 
 def test_shards_that_are_whole_are_fine(tmp_path: Path) -> None:
     write_shards(tmp_path / "data", [40, 30, 20])
-    lines = look_at_data(data_of(tmp_path / "data", captions={"{txt}": 0.5, "{json[keywords]}": 0.5}))
-    assert statuses(lines) == [("ok", "manifest"), ("ok", "samples"), ("ok", "data.slots"), ("ok", "length")]
+    lines = look_at_data(
+        data_of(tmp_path / "data", captions={"{txt}": 0.5, "{json[keywords][0]}": 0.5})
+    )
+    assert statuses(lines) == [
+        ("ok", "manifest"),
+        ("ok", "samples"),
+        ("ok", "data.slots"),
+        ("ok", "length"),
+    ]
     assert lines[1].found == "82 read, 0 broken, 0 without caption"
-    assert statuses(look_at_data(settings())) == [("ok", "samples"), ("ok", "data.slots"), ("ok", "length")]
-    (line,) = (line for line in look_at_data(settings(steps=None, epochs=1e-9)) if line.check == "length")
+    assert statuses(look_at_data(settings())) == [
+        ("ok", "samples"),
+        ("ok", "data.slots"),
+        ("ok", "length"),
+    ]
+    (line,) = (
+        line for line in look_at_data(settings(steps=None, epochs=1e-9)) if line.check == "length"
+    )
     assert (line.status, "is less than one global_batch" in line.found) == ("fail", True)
 
 
@@ -234,19 +294,30 @@ def test_manifest_that_is_stale_or_missing_fails(tmp_path: Path) -> None:
     (tmp_path / "data" / "manifest.json").unlink()
     (line,) = look_at_data(data_of(tmp_path / "data"))
     assert line.status == "fail"
-    assert f"there is no {tmp_path / 'data' / 'manifest.json'}; count the shards: disco-ds index" in line.found
+    assert (
+        f"there is no {tmp_path / 'data' / 'manifest.json'}; count the shards: disco-ds index"
+        in line.found
+    )
 
 
 def test_broken_images_and_missing_captions_are_counted_apart(tmp_path: Path) -> None:
     def damage(index: int, sample: dict[str, bytes]) -> dict[str, bytes]:
         if index % 10 == 3:
             return sample | {"png": sample["png"][:40]}
-        return {key: data for key, data in sample.items() if key != "txt"} if index % 10 == 5 else sample
+        return (
+            {key: data for key, data in sample.items() if key != "txt"}
+            if index % 10 == 5
+            else sample
+        )
 
-    write_shards(tmp_path / "few", [30] * 3, lambda index, sample: damage(index if index < 10 else 0, sample))
+    write_shards(
+        tmp_path / "few", [30] * 3, lambda index, sample: damage(index if index < 10 else 0, sample)
+    )
     line = the(look_at_data(data_of(tmp_path / "few")), "samples")
     assert line.status == "warn"
-    assert line.found.startswith("90 read, 1 broken, 1 without caption; the last: 00000.tar/0005: caption '{txt}'")
+    assert line.found.startswith(
+        "90 read, 1 broken, 1 without caption; the last: 00000.tar/0005: caption '{txt}'"
+    )
     write_shards(tmp_path / "many", [30] * 3, damage)
     line = the(look_at_data(data_of(tmp_path / "many")), "samples")
     assert line.status == "fail"
@@ -260,15 +331,36 @@ def test_rows_of_a_csv_whose_images_are_gone_fail(tmp_path: Path) -> None:
     (tmp_path / "0.png").write_bytes(make_sample(0)["png"])
     rows = [f"{number}.png,words {number}" for number in range(20)]
     (tmp_path / "pairs.csv").write_text("\n".join(["file,title", *rows]))
-    lines = look_at_data(data_of(tmp_path / "pairs.csv", image_key="file", captions={"{title}": 1.0}))
+    lines = look_at_data(
+        data_of(tmp_path / "pairs.csv", image_key="file", captions={"{title}": 1.0})
+    )
     assert the(lines, "samples").status == "fail"
     assert "19.png cannot be read" in the(lines, "samples").found
+
+
+def test_cache_without_room_for_the_shards_in_use_fails(tmp_path: Path) -> None:
+    shards = write_shards(tmp_path / "data", [20] * 8)
+    cache_gb = 6 * shards.shards[0].bytes / 1e9
+    with serve(shards.folder) as server:
+        remote = {"http": True, "cache": str(tmp_path / "cache"), "cache_gb": cache_gb}
+        names = {"manifest": str(shards.folder / "manifest.json"), "remote": remote, "window": 8}
+        config = data_of(f"{server.url}/{{00000..00007}}.tar", **names)
+        (line,) = [
+            line for line in look_at_data(config, ranks=2, ranks_here=2) if line.status == "fail"
+        ]
+        assert "the 8 slots of this host read up to" in line.found
+        assert re.search(r"data.slots=2$", line.found)
+        # On two hosts each has half of the slots.
+        assert "fail" not in [line.status for line in look_at_data(config, ranks=8, ranks_here=2)]
 
 
 def test_too_few_slots_and_samples_are_told(tmp_path: Path) -> None:
     write_shards(tmp_path, [10] * 4)
     (line,) = [line for line in look_at_data(data_of(tmp_path), ranks=3) if line.status == "fail"]
-    assert "the data order has 4 slots (the default for 4 shards), not a multiple of 3 ranks" in line.found
+    assert (
+        "the data order has 4 slots (the default for 4 shards), not a multiple of 3 ranks"
+        in line.found
+    )
     lines = look_at_data(data_of(tmp_path, workers=4), ranks=4)
     assert the(lines, "data.slots").status == "warn"
     assert "4 for 4 ranks x 4 workers" in the(lines, "data.slots").found

@@ -74,21 +74,23 @@ def test_what_a_host_says_is_held_against_this_one(own_report: dict[str, Any]) -
     def lines(
         mine: dict[str, Any] | None = None, slots: int = 2, need: int = 0, **changes: Any
     ) -> list[tuple[str, str]]:
-        return statuses(list(judge("host", own_report | changes, own_report | (mine or {}), slots, need)))
+        return statuses(
+            list(judge("host", own_report | changes, own_report | (mine or {}), slots, need))
+        )
 
     assert lines() == [("warn", "GPUs")]
     assert lines(devices=2) == []
     assert lines(devices=1, mine={"devices": 2}) == [("fail", "GPUs")]
     assert lines(driver=True) == [("fail", "GPUs")]
-    assert lines(devices=2, offset=2.5) == lines(devices=2, offset=-2.5) == [("warn", "clocks")]
-    assert lines(devices=2, offset=1.5) == []
     assert lines(devices=2, disk=1e9) == [("warn", "runs folder")]
     assert lines(devices=2, need=own_report["memory"] // 2) == []
     assert lines(devices=2, need=own_report["memory"] // 2 + 1) == [("fail", "memory")]
 
 
 def test_memory_that_the_buffers_of_the_data_would_fill_fails(tmp_path: Path) -> None:
-    config = settings(runs=str(tmp_path / "runs"), data={"source": "synthetic", "prefetch": 1_000_000})
+    config = settings(
+        runs=str(tmp_path / "runs"), data={"source": "synthetic", "prefetch": 1_000_000}
+    )
     lines = examine("hosts", lambda: check_hosts(config, {"this host": 0}), ValueError, OSError)
     line = the(lines, "memory")
     assert line.status == "fail"
@@ -108,8 +110,12 @@ def test_data_that_another_host_lacks_or_has_broken_are_told_with_its_name(tmp_p
     homes = [tmp_path / name for name in ("first", "other", "lacks", "broken")]
     for home in (*homes[:2], homes[3]):
         write_shards(home / "shards", [20, 20])
-    assert "ok    data            read on 1 more host(s)" in str(run_ranks(on_hosts, 2, list(map(str, homes)))[0][0])
-    write_shards(homes[3] / "shards", [20, 20], lambda index, sample: sample | {"png": sample["png"][:50]})
+    assert "ok    data            read on 1 more host(s)" in str(
+        run_ranks(on_hosts, 2, list(map(str, homes)))[0][0]
+    )
+    write_shards(
+        homes[3] / "shards", [20, 20], lambda index, sample: sample | {"png": sample["png"][:50]}
+    )
     lines = run_ranks(on_hosts, 3, [str(homes[i]) for i in (0, 2, 3)])[0]
     host = socket.gethostname()
     assert statuses(lines) == [("fail", "data"), ("fail", "samples")], lines
@@ -129,7 +135,11 @@ class Local(Loss):
 
 def small_settings(loss: str, given: dict[str, Any], ranks: int, micro_batches: int) -> Config:
     shape = {"micro_batch": 64, "global_batch": 64 * ranks * micro_batches}
-    two_views = {"model": {"two_views": True}, "data": {"augment": {"zoom": 0.1}}} if loss == "nt_xent" else {}
+    two_views = (
+        {"model": {"two_views": True}, "data": {"augment": {"zoom": 0.1}}}
+        if loss == "nt_xent"
+        else {}
+    )
     return shrink(settings(loss={"name": loss}, deepspeed=given, **shape, **two_views), ranks)
 
 
@@ -140,7 +150,9 @@ Case = tuple[str, dict[str, Any], int]
 def alone(cases: list[Case], ranks: int) -> bytes:
     """Pickled: torch would hand tensors on by files that end with this process."""
     register_loss("local")(Local)
-    return pickle.dumps([run_alone(small_settings(loss, given, ranks, count)) for loss, given, count in cases])
+    return pickle.dumps(
+        [run_alone(small_settings(loss, given, ranks, count)) for loss, given, count in cases]
+    )
 
 
 def on_ranks(cases: list[Case], answers: bytes) -> list[Line]:
@@ -157,18 +169,24 @@ def judge_steps(cases: list[Case], ranks: int = 2) -> list[Line]:
 
 
 def test_loss_that_forgets_the_other_ranks_is_found_by_its_gradient() -> None:
-    right, wrong = judge_steps([("disco", ds_config("fp32", 1), 2), ("local", ds_config("fp32", 1), 1)])
+    right, wrong = judge_steps(
+        [("disco", ds_config("fp32", 1), 2), ("local", ds_config("fp32", 1), 1)]
+    )
     assert right.status == "ok"
     assert "disco, 2 ranks x 2 micro-batches, ZeRO 1, fp32" in right.found
     assert right.found.endswith("allowed 1.0e-05; disco, 2 ranks x 2 micro-batches, ZeRO 1, fp32")
     assert wrong.status == "fail"
-    assert float(wrong.found.split()[0]) > 0.01
+    assert float(wrong.found.removeprefix("relative error ").split()[0]) > 0.01
 
 
 @pytest.mark.slow
 def test_step_of_every_precision_and_stage_is_right_and_a_wrong_loss_is_not() -> None:
     lines = judge_steps(
-        [case for pair in MATRIX for case in (("disco", ds_config(*pair), 2), ("local", ds_config(*pair), 1))]
+        [
+            case
+            for pair in MATRIX
+            for case in (("disco", ds_config(*pair), 2), ("local", ds_config(*pair), 1))
+        ]
     )
     assert [line.status for line in lines] == ["ok", "fail"] * len(MATRIX), lines
 
@@ -181,14 +199,22 @@ def test_step_of_every_loss_is_right() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_doctor_under_a_launcher_looks_at_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_under_a_launcher_looks_at_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     ports = ["--master_port", str(free_port())]
     command = [str(Path(sys.executable).parent / "deepspeed"), "--num_accelerators", "2", *ports]
     command += ["--module", "disco_ds.doctor", "--config", "quickstart", "--gradients"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    for words in ("ok    gradients", "ok    all_gather", "ok    reduce_scatter", "ok    all_reduce", "ok    samples"):
+    for words in (
+        "ok    gradients",
+        "ok    all_gather",
+        "ok    reduce_scatter",
+        "ok    all_reduce",
+        "ok    samples",
+    ):
         assert done.stdout.count(words) == 1
     assert not list(tmp_path.iterdir())
     command += ["global_batch=120", "micro_batch=32"]

@@ -17,7 +17,7 @@ from disco_ds.cli.main import main
         ("model.name=ViT-B-33", "model", "unknown model 'ViT-B-33'; did you mean ViT-B-32?"),
         ("model.pretrained=nowhere.pt", "model", "nowhere.pt"),
         ("data.shards=/nowhere", "data", "there is no folder /nowhere"),
-        ("eval.labelled.new=/nowhere", "eval", "eval.labelled.new: there is no folder /nowhere"),
+        ("eval.labeled.new=/nowhere", "eval", "eval.labeled.new: there is no folder /nowhere"),
         ("log.wandb.project=ours", "log", "wandb"),
     ],
 )

@@ -19,7 +19,7 @@ from disco_ds.cli.launch import front_end
 from disco_ds.cli.main import main
 from disco_ds.cli.packing import MAX_PACKED, pack
 from disco_ds.cli.parser import parse_args
-from disco_ds.distributed.hostfile import count_ranks
+from disco_ds.launch.hostfile import count_ranks
 from helpers.tool import load_tool
 
 # The dry run
@@ -27,13 +27,23 @@ from helpers.tool import load_tool
 
 def disco_ds(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "disco_ds", "train", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 def test_dry_run_counts_the_slots_of_the_hostfile(tmp_path: Path) -> None:
     hosts = tmp_path / "two hosts"
     hosts.write_text("# ours\nfirst slots=3\n\nsecond slots=1  # small\n")
-    done = disco_ds("--config", "quickstart", "--dry-run", "--hostfile", str(hosts), "micro_batch=8", folder=tmp_path)
+    done = disco_ds(
+        "--config",
+        "quickstart",
+        "--dry-run",
+        "--hostfile",
+        str(hosts),
+        "micro_batch=8",
+        folder=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     assert "global batch 128 = 4 ranks x 8 micro-batch x 4 micro-batches per rank" in done.stdout
     assert '"gradient_accumulation_steps": 4' in done.stdout
@@ -48,13 +58,26 @@ def test_dry_run_mistakes_exit_with_2_and_one_line(tmp_path: Path) -> None:
     assert done.stdout == ""
 
 
-def test_dry_run_finds_mistakes_in_settings_before_it_imports_the_model_libraries(tmp_path: Path) -> None:
+def test_dry_run_finds_mistakes_in_settings_before_it_imports_the_model_libraries(
+    tmp_path: Path,
+) -> None:
     script = (
         "import sys; from disco_ds.cli.main import main; code = main()"
         "; print('seen', code, {'open_clip', 'torchvision', 'timm', 'webdataset'} & set(sys.modules))"
     )
-    command = [sys.executable, "-c", script, "train", "--config", "quickstart", "--dry-run", "micro_batch=7"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+    command = [
+        sys.executable,
+        "-c",
+        script,
+        "train",
+        "--config",
+        "quickstart",
+        "--dry-run",
+        "micro_batch=7",
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True
+    )
     assert done.stdout.splitlines()[-1] == "seen 2 set()"
     assert "nearest: global_batch=" in done.stderr
 
@@ -65,15 +88,17 @@ def test_dry_run_finds_mistakes_in_settings_before_it_imports_the_model_librarie
         ("loss.name=disco_fusd", "unknown loss 'disco_fusd'; did you mean disco_fused?"),
         ("loss.options={tyle: 64}", "has no option tyle"),
         ("loss={name: fastclip_v1, options: {eps: -1}}", "eps >= 0"),
-        ("loss.name=nowhere.losses:Mine", "there is no module nowhere"),
+        ("loss.name=nowhere.losses:Mine", "No module named 'nowhere'"),
         ("model.name=ViT-B-23", "unknown model 'ViT-B-23'; did you mean ViT-B-32?"),
         ("model.pretrained=none.pt", "model.pretrained: no file none.pt"),
         ("data.shards=https://example.org/{0..9}.tar", "set data.remote.http=true"),
-        ("eval.labelled={far: 'pipe:cat x.tar'}", "set data.remote.pipe=true"),
+        ("eval.labeled={far: 'pipe:cat x.tar'}", "set data.remote.pipe=true"),
         ("data.shards=s3://bucket/{0..9}.tar", "s3://"),
     ],
 )
-def test_dry_run_refuses_what_a_start_would(override: str, words: str, tmp_path: Path, capfd: Any) -> None:
+def test_dry_run_refuses_what_a_start_would(
+    override: str, words: str, tmp_path: Path, capfd: Any
+) -> None:
     assert main(["train", "--config", "quickstart", "--dry-run", override]) == 2
     said = capfd.readouterr()
     assert said.out == ""
@@ -81,9 +106,22 @@ def test_dry_run_refuses_what_a_start_would(override: str, words: str, tmp_path:
     assert said.err.count("\n") < 3
 
 
-def test_dry_run_is_for_the_ranks_of_the_recipe_and_needs_no_data(tmp_path: Path, capfd: Any) -> None:
+def test_dry_run_is_for_the_ranks_of_the_recipe_and_needs_no_data(
+    tmp_path: Path, capfd: Any
+) -> None:
     assert (
-        main(["train", "--config", "quickstart", "--dry-run", "ranks=4", "micro_batch=8", "data.shards=/not/here"]) == 0
+        main(
+            [
+                "train",
+                "--config",
+                "quickstart",
+                "--dry-run",
+                "ranks=4",
+                "micro_batch=8",
+                "data.shards=/not/here",
+            ]
+        )
+        == 0
     )
     assert "= 4 ranks x" in capfd.readouterr().out
 
@@ -101,23 +139,34 @@ for argv in ([], ["--help"], *([name, "--help"] for name in COMMANDS)):
         print("\\nseen", end.code, {"torch", "deepspeed", "pydantic", "yaml", "open_clip"} & set(sys.modules))
 """
     command = [sys.executable, "-c", script]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
-    assert [line for line in done.stdout.splitlines() if line.startswith("seen")] == ["seen 0 set()"] * 10
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert [line for line in done.stdout.splitlines() if line.startswith("seen")] == [
+        "seen 0 set()"
+    ] * 10
     assert done.stdout.count("usage: disco-ds ") == 10
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"), [(["trian"], "'trian'"), (["--config", "x"], "COMMAND"), (["plan"], "--config")]
+    ("argv", "said"),
+    [(["trian"], "'trian'"), (["--config", "x"], "COMMAND"), (["plan"], "--config")],
 )
-def test_wrong_command_exits_with_2(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_command_exits_with_2(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         main(argv)
     assert caught.value.code == 2
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("text", "ranks"), [("a slots=2\nb slots=6\n", 8), ("localhost slots=1", 1)])
-def test_count_ranks_sums_the_slots(text: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("text", "ranks"), [("a slots=2\nb slots=6\n", 8), ("localhost slots=1", 1)]
+)
+def test_count_ranks_sums_the_slots(
+    text: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "hosts"
     path.write_text(text)
@@ -137,11 +186,20 @@ def test_count_ranks_without_a_hostfile() -> None:
 
 
 def test_parse_args_takes_overrides_and_the_launchers_rank() -> None:
-    args = parse_args(["train", "--local_rank=1", "--config", "x", "a=1", "b.c=2", "--resume", "latest"])
-    assert (args.config, args.overrides, args.resume, args.dry_run) == ("x", ["a=1", "b.c=2"], "latest", False)
+    args = parse_args(
+        ["train", "--local_rank=1", "--config", "x", "a=1", "b.c=2", "--resume", "latest"]
+    )
+    assert (args.config, args.overrides, args.resume, args.dry_run) == (
+        "x",
+        ["a=1", "b.c=2"],
+        "latest",
+        False,
+    )
 
 
-@pytest.mark.parametrize("argv", [[], ["--config"], ["--config", "x", "--ranks", "1", "--hostfile", "f"]])
+@pytest.mark.parametrize(
+    "argv", [[], ["--config"], ["--config", "x", "--ranks", "1", "--hostfile", "f"]]
+)
 def test_parse_args_refuses(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse_args(["train", *argv])
@@ -171,15 +229,30 @@ def arrived(words: list[str], shell: str, folder: Path) -> list[str]:
     command, *_ = runner.get_cmd({}, {"host-1": 1, "host-2": 1})
     ours = command[command.index("disco_ds.train") + 1 :]
     line = " ".join([sys.executable, "-c", f"'{PRINT}'", *ours])
-    done = subprocess.run([shell, "-c", line], cwd=folder, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [shell, "-c", line], cwd=folder, capture_output=True, text=True, timeout=60, check=True
+    )
     return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_launch_hands_the_ranks_what_was_typed_whatever_the_shell(shell: str, tmp_path: Path) -> None:
+def test_launch_hands_the_ranks_what_was_typed_whatever_the_shell(
+    shell: str, tmp_path: Path
+) -> None:
     (tmp_path / "x").touch()  # something for * and ? to find
     config, resume = "a recipe's $HOME {1,2}.yaml", "runs/{a,b} *"
-    args = parse_args(["launch", "--config", config, "--resume", resume, *HOSTILE, "--deepspeed", "--master_port 1"])
+    args = parse_args(
+        [
+            "launch",
+            "--config",
+            config,
+            "--resume",
+            resume,
+            *HOSTILE,
+            "--deepspeed",
+            "--master_port 1",
+        ]
+    )
     command = front_end(args, "id", args.resume)
     got = parse_args(["train", *arrived(command[3:], shell, tmp_path)])
     assert (got.config, got.resume, got.overrides, got.launch_id) == (config, resume, HOSTILE, "id")
@@ -191,7 +264,7 @@ def test_bare_overrides_do_not_arrive_as_typed(tmp_path: Path) -> None:
     typed = ["deepspeed", "--module", "disco_ds.train", "--config", "x", HOSTILE[0]]
     got = parse_args(["train", *arrived(typed[1:], "bash", tmp_path)])
     assert got.overrides == [f"data.shards=/data/{number:05}.tar" for number in range(4)]
-    # What docs/operators.md says of it.
+    # What docs/launch.md says of it.
     quoted = [f"'{HOSTILE[0]}'", r"name=a \$b", "data.captions={'{txt}': 1, \"x\": 2}"]
     got = parse_args(["train", *arrived([*typed[1:5], *quoted], "bash", tmp_path)])
     assert got.overrides == [HOSTILE[0], "name=a $b", "data.captions={'{txt}': 1, \"x\": 2}"]
@@ -200,7 +273,9 @@ def test_bare_overrides_do_not_arrive_as_typed(tmp_path: Path) -> None:
 def test_demo_hands_the_ranks_what_was_typed() -> None:
     demo = load_tool("demo")
     for given, ours in ((["name={a,b} c"], ["micro_batch=64"]), (["micro_batch=16"], [])):
-        words = demo.front_end(demo.trainer_arguments(2, [*given, "--resume", "latest"]), gpus=0, ranks=2)
+        words = demo.front_end(
+            demo.trainer_arguments(2, [*given, "--resume", "latest"]), gpus=0, ranks=2
+        )
         got = parse_args(["train", *arrived(words[3:], "sh", Path.cwd())])
         assert (got.config, got.resume, got.overrides) == ("quickstart", "latest", ours + given)
 
@@ -215,12 +290,16 @@ def test_pack_is_one_word_without_a_shells_characters_and_keeps_every_byte() -> 
         )
 
 
-@pytest.mark.parametrize("word", ["--packed=", "--packed=x", "--packed=e30", "--packed=WzFd", "--packed=a{b"])
-def test_packed_word_that_is_not_ours_is_refused(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "word", ["--packed=", "--packed=x", "--packed=e30", "--packed=WzFd", "--packed=a{b"]
+)
+def test_packed_word_that_is_not_ours_is_refused(
+    word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         parse_args(["train", word])
     assert caught.value.code == 2
-    assert f"{word} is not what disco-ds launch has packed" in capsys.readouterr().err
+    assert f"{word} was not packed by disco-ds launch" in capsys.readouterr().err
 
 
 def test_overrides_too_long_for_a_command_line_are_refused(tmp_path: Path) -> None:
@@ -234,16 +313,27 @@ def test_overrides_too_long_for_a_command_line_are_refused(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["launch", "--config", "quickstart", "--restarts", "-5"], "expected a number of at least 0, got -5"),
+        (
+            ["launch", "--config", "quickstart", "--restarts", "-5"],
+            "expected a number of at least 0, got -5",
+        ),
         (["launch", "--config", "quickstart", "--restarts", "two"], "invalid int value: 'two'"),
         (["index", "folder", "--workers", "-1"], "expected a number from 0 to 1024, got -1"),
-        (["plan", "--config", "quickstart", "--slack", "2"], "expected a number from 0 to 1, got 2"),
-        (["plan", "--config", "quickstart", "--flops", "nan"], "expected a number of at least 0.001, got nan"),
+        (
+            ["plan", "--config", "quickstart", "--slack", "2"],
+            "expected a number from 0 to 1, got 2",
+        ),
+        (
+            ["plan", "--config", "quickstart", "--flops", "nan"],
+            "expected a number of at least 0.001, got nan",
+        ),
         (["plan", "--config", "quickstart", "--bandwidth", "inf"], "got inf"),
         (["plan", "--config", "quickstart", "--host-memory", "-1"], "got -1"),
     ],
 )
-def test_number_that_means_nothing_is_refused(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_number_that_means_nothing_is_refused(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         parse_args(argv)
     assert ended.value.code == 2
@@ -252,25 +342,41 @@ def test_number_that_means_nothing_is_refused(argv: list[str], words: str, capsy
 
 def test_warning_of_deepspeed_that_there_is_no_gpu_precedes_no_table() -> None:
     code = "from disco_ds.cli.main import main; print(main(['index', '/missing']))\n"
-    code += "from deepspeed.accelerator import get_accelerator; print(get_accelerator().device_name())"
+    code += (
+        "from deepspeed.accelerator import get_accelerator; print(get_accelerator().device_name())"
+    )
     environment = {key: value for key, value in os.environ.items() if key != "DS_ACCELERATOR"}
     environment["CUDA_VISIBLE_DEVICES"] = ""
-    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+    )
     assert ran.stdout == "2\ncpu\n", ran
     assert "Setting accelerator" not in ran.stderr
 
 
-@pytest.mark.parametrize("command", [["train", "--config", "quickstart"], ["eval", "ViT-B-32", "eval.labelled.x=."]])
+@pytest.mark.parametrize(
+    "command", [["train", "--config", "quickstart"], ["eval", "ViT-B-32", "eval.labeled.x=."]]
+)
 def test_port_in_use_is_one_line(command: list[str], tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        ranks = {
+            "RANK": "0",
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
         whole = [sys.executable, "-m", "disco_ds", *command]
         environment = os.environ | ranks
-        done = subprocess.run(whole, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+        done = subprocess.run(
+            whole, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
+        )
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     (line,) = [line for line in done.stderr.splitlines() if "error" in line]
-    assert f"rank 0 cannot meet the others at 127.0.0.1:{port}: another process uses that port" in line
+    assert (
+        f"rank 0 cannot meet the others at 127.0.0.1:{port}: another process uses that port" in line
+    )

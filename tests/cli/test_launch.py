@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from disco_ds.metrics.run_folder import CHECKPOINTS, FINISHED
+from disco_ds.runs.run_folder import CHECKPOINTS, FINISHED
 from helpers.checkpoints import flip
 from helpers.cluster import marked
 from helpers.dist import free_port, run_ranks
@@ -46,7 +46,12 @@ def launched(arguments: list[str], folder: Path, *more: str) -> Iterator[subproc
     """Everything it starts has a marker in its environment; yields the wrapper."""
     name = f"DISCO_TEST_{free_port()}"
     with (folder / "log.txt").open("ab") as log:
-        options: dict[str, Any] = {"cwd": folder, "env": alone() | {name: "1"}, "stdout": log, "stderr": log}
+        options: dict[str, Any] = {
+            "cwd": folder,
+            "env": alone() | {name: "1"},
+            "stdout": log,
+            "stderr": log,
+        }
         process = subprocess.Popen(command(arguments, *more), start_new_session=True, **options)
     process.marker = name  # type: ignore[attr-defined]
     try:
@@ -61,7 +66,10 @@ def deepspeed_session(process: Any, folder: Path) -> int:
     """The session of the front end that is running."""
 
     def find() -> int | None:
-        return next((p.pid for p in marked(process.marker) if "deepspeed.launcher.runner" in p.cmdline()), None)
+        return next(
+            (p.pid for p in marked(process.marker) if "deepspeed.launcher.runner" in p.cmdline()),
+            None,
+        )
 
     return wait_for(find, "deepspeed", folder)
 
@@ -70,7 +78,11 @@ def deepspeed_session(process: Any, folder: Path) -> int:
 @pytest.mark.timeout(900)
 def test_killed_rank_is_restarted_from_the_last_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "a folder"
-    arguments = [*write_recipe(folder, CASES["zero1-fp32"]), f"steps={STEPS}", "checkpoint.every_steps=5"]
+    arguments = [
+        *write_recipe(folder, CASES["zero1-fp32"]),
+        f"steps={STEPS}",
+        "checkpoint.every_steps=5",
+    ]
     run_ranks(train_without_launcher, 2, folder, [*arguments, "name=whole"])
     run = folder / "runs" / "cut"
     with launched([*arguments, "name=cut"], folder, "--restarts", "1") as process:
@@ -87,7 +99,11 @@ def test_killed_rank_is_restarted_from_the_last_checkpoint(tmp_path: Path) -> No
 def test_launch_goes_on_before_a_damaged_checkpoint(tmp_path: Path) -> None:
     """Flipped while it is the newest one of a run that is killed: what restarts it is left to itself."""
     folder = tmp_path / "run"
-    arguments = [*write_recipe(folder, CASES["zero1-fp32"]), "steps=30", "checkpoint.every_steps=10"]
+    arguments = [
+        *write_recipe(folder, CASES["zero1-fp32"]),
+        "steps=30",
+        "checkpoint.every_steps=10",
+    ]
     run_ranks(train_without_launcher, 2, folder, [*arguments, "name=whole"])
     run = folder / "runs" / "cut"
     newest = run / CHECKPOINTS / "step-00000020"
@@ -98,7 +114,9 @@ def test_launch_goes_on_before_a_damaged_checkpoint(tmp_path: Path) -> None:
         assert process.wait(timeout=300) == 0, log_of(folder)[-3000:]
     log = log_of(folder)
     assert "launch: restart 1 of 1, from runs/cut, step-00000020" in log
-    assert re.search(r"step-00000020 is damaged: engine/.*; trying the one before it, step-00000010", log)
+    assert re.search(
+        r"step-00000020 is damaged: engine/.*; trying the one before it, step-00000010", log
+    )
     assert "runs/cut/checkpoints/step-00000020 is set aside as set-aside-step-00000020" in log
     same_as_uninterrupted(run, folder / "runs" / "whole")
     assert (run / CHECKPOINTS / "set-aside-step-00000020").is_dir()
@@ -113,14 +131,22 @@ VICTIMS = ("wrapper", "wrapper, killed", "front end", "launcher", "rank", "data 
 def test_signal_to_any_process_leaves_no_orphan(victim: str, tmp_path: Path) -> None:
     """SIGTERM, but for the wrapper's own SIGKILL."""
     folder = tmp_path / "run"
-    arguments = [*write_recipe(folder, CASES["zero1-fp32"]), "steps=20000", "checkpoint.every_steps=0"]
+    arguments = [
+        *write_recipe(folder, CASES["zero1-fp32"]),
+        "steps=20000",
+        "checkpoint.every_steps=0",
+    ]
     run = folder / "runs" / "tiny"
     with launched(arguments, folder) as process:
         wait_for(lambda: len(records(run)) > 3, "step 4", folder)
         session = deepspeed_session(process, folder)
         rank = ranks_of(session)[1]
         targets = {"wrapper": psutil.Process(process.pid), "front end": psutil.Process(session)}
-        targets |= {"launcher": _launcher(session), "rank": rank, "data worker": rank.children(recursive=True)[-1]}
+        targets |= {
+            "launcher": _launcher(session),
+            "rank": rank,
+            "data worker": rank.children(recursive=True)[-1],
+        }
         if victim == "data worker":  # it holds the signal back: its trainer ends it
             targets[victim].terminate()
             before = len(records(run))
@@ -134,7 +160,9 @@ def test_signal_to_any_process_leaves_no_orphan(victim: str, tmp_path: Path) -> 
         took = time.monotonic() - start
         end_s = 20 if victim == "wrapper, killed" else 5  # there nobody waits for them
         mark = process.marker  # type: ignore[attr-defined]
-        wait_for(lambda: not marked(mark) and not members(session), "every process to end", folder, end_s)
+        wait_for(
+            lambda: not marked(mark) and not members(session), "every process to end", folder, end_s
+        )
     print(f"signal to {victim}: exit code {code} after {took:.1f} s")
     saved = list((run / CHECKPOINTS).glob("step-*"))
     # DeepSpeed's front end ends at a signal, and its ranks with it; else the ranks save.
@@ -164,14 +192,22 @@ def test_mistakes_are_told_once_and_not_restarted(tmp_path: Path) -> None:
 def test_tasks_of_srun_are_the_ranks_of_one_run(tmp_path: Path) -> None:
     """srun emulated: what it sets, and nothing else."""
     folder = tmp_path / "run"
-    words = [sys.executable, "-m", "disco_ds.train", *write_recipe(folder, CASES["zero1-fp32"]), "steps=2"]
+    words = [
+        sys.executable,
+        "-m",
+        "disco_ds.train",
+        *write_recipe(folder, CASES["zero1-fp32"]),
+        "steps=2",
+    ]
     step = {"STEP_ID": "0", "JOB_ID": str(free_port()), "NTASKS": "2", "NODELIST": "localhost"}
     tasks = []
     with (folder / "log.txt").open("ab") as log:
         for number in range(2):
             mine = {f"SLURM_{name}": value for name, value in step.items()}
             mine |= {"SLURM_PROCID": str(number), "SLURM_LOCALID": str(number)}
-            tasks.append(subprocess.Popen(words, cwd=folder, env=alone() | mine, stdout=log, stderr=log))
+            tasks.append(
+                subprocess.Popen(words, cwd=folder, env=alone() | mine, stdout=log, stderr=log)
+            )
     try:
         assert [task.wait(timeout=200) for task in tasks] == [0, 0], log_of(folder)[-3000:]
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from disco_ds.checkpoints.retention import META
 from disco_ds.cli.launch import Signals, find_run, judge, newest_checkpoint, run_once
-from disco_ds.distributed.slurm import adopt_slurm
-from disco_ds.metrics.run_folder import CHECKPOINTS, FINISHED, LAUNCHED, mark_launch
-from disco_ds.training.retention import META
+from disco_ds.launch.slurm import adopt_slurm
+from disco_ds.runs.run_folder import CHECKPOINTS, FINISHED, LAUNCHED, mark_launch
 from helpers.cluster import words
 
 RANK = "import time; time.sleep(100)"
@@ -26,11 +27,34 @@ print({says!r}, file=sys.stderr, flush=True)
 """
 
 
+WATCH = """
+import os, resource, subprocess
+from disco_ds.launch.watchdog import _wait_for_end
+resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
+_wait_for_end(subprocess.Popen(["sleep", "0.3"]).pid)
+"""
+
+
+def test_rank_with_many_open_files_ends_with_its_front_end() -> None:
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", WATCH], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert time.monotonic() - start > 0.3
+
+
 @pytest.mark.parametrize(
     ("says", "then", "apart", "codes"),
     [
         ("", "sys.exit(0)", True, {0}),
-        ("pdsh@here: host-2: ssh exited with exit code 255", "import time; time.sleep(100)", False, {255}),
+        (
+            "pdsh@here: host-2: ssh exited with exit code 255",
+            "import time; time.sleep(100)",
+            False,
+            {255},
+        ),
     ],
 )
 def test_what_a_front_end_leaves_behind_is_ended(
@@ -46,10 +70,15 @@ def test_what_a_front_end_leaves_behind_is_ended(
     What is apart is found by its word, as on other hosts; what is not, such as ssh, by its group.
     """
     monkeypatch.setattr("disco_ds.cli.launch.NAMING_S", 1.0)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    handlers = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    }
     handlers[signal.SIGUSR1] = signal.getsignal(signal.SIGUSR1)
     word = f"word-{os.getpid()}-{len(codes)}-{len(says)}"
-    script = FRONT.format(rank=RANK, word=word if apart else f"{word}-not", says=says, then=then, apart=apart)
+    script = FRONT.format(
+        rank=RANK, word=word if apart else f"{word}-not", says=says, then=then, apart=apart
+    )
     start = time.monotonic()
     try:
         assert run_once([sys.executable, "-c", script], [], word, Signals(), patience_s=60) == codes
@@ -111,7 +140,12 @@ def test_run_is_found_among_the_launch_files_of_other_programs(tmp_path: Path) -
 
 def test_newest_checkpoint_is_the_last_complete_one(tmp_path: Path) -> None:
     assert newest_checkpoint(None) == newest_checkpoint(tmp_path) == ""
-    for name in ("step-99999999", "step-100000000", "set-aside-step-200000000", ".step-300000000.removed"):
+    for name in (
+        "step-99999999",
+        "step-100000000",
+        "set-aside-step-200000000",
+        ".step-300000000.removed",
+    ):
         (tmp_path / CHECKPOINTS / name).mkdir(parents=True)
         (tmp_path / CHECKPOINTS / name / META).touch()
     (tmp_path / CHECKPOINTS / "step-400000000").mkdir()
@@ -129,9 +163,25 @@ def test_newest_checkpoint_is_the_last_complete_one(tmp_path: Path) -> None:
         ("", "10.0.0.9"),
     ],
 )
-def test_sruns_variables_become_a_launchers(nodes: str, lead: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    slurm = {"STEP_ID": "2", "JOB_ID": "4711", "PROCID": "13", "LOCALID": "5", "NTASKS": "16", "NODELIST": nodes}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"):
+def test_sruns_variables_become_a_launchers(
+    nodes: str, lead: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm = {
+        "STEP_ID": "2",
+        "JOB_ID": "4711",
+        "PROCID": "13",
+        "LOCALID": "5",
+        "NTASKS": "16",
+        "NODELIST": nodes,
+    }
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "CUDA_VISIBLE_DEVICES",
+    ):
         monkeypatch.delenv(name, raising=False)
     for name, value in (slurm | {"LAUNCH_NODE_IPADDR": "10.0.0.9"}).items():
         monkeypatch.setenv(f"SLURM_{name}", value)
@@ -145,7 +195,10 @@ def test_sruns_variables_become_a_launchers(nodes: str, lead: str, monkeypatch: 
         monkeypatch.delenv(name)
     monkeypatch.delenv("RANK")
     adopt_slurm()
-    found = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")]
+    found = [
+        os.environ[name]
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    ]
     assert found == ["13", "16", "5", lead, str(12_000 + 471_102 % 20_000)]
     # A task that sees one GPU of its own has no sixth.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")

@@ -14,7 +14,7 @@ import pytest
 from disco_ds.cli.parser import parse_args
 from disco_ds.config import load_config
 from disco_ds.data import resolve_shards
-from disco_ds.metrics.run_folder import CHANGES, CONFIG
+from disco_ds.runs.run_folder import CHANGES, CONFIG
 from helpers.cluster import cluster_launch, of_the_run, tool, words
 from helpers.dist import run_ranks
 from helpers.launched import (
@@ -34,7 +34,11 @@ STEPS = 60
 
 def rank_on(name: str, host: str) -> psutil.Process:
     number = str(int(host.removeprefix("host-")) - 1)
-    found = [p for p in of_the_run(name) if p.environ().get("RANK") == number and "disco_ds.train" in words(p)]
+    found = [
+        p
+        for p in of_the_run(name)
+        if p.environ().get("RANK") == number and "disco_ds.train" in words(p)
+    ]
     return min(found, key=lambda p: p.create_time())
 
 
@@ -47,12 +51,19 @@ def fault(kind: str, cluster: Any, name: str) -> None:
 
 def cluster_recipe(folder: Path) -> list[str]:
     arguments = write_recipe(folder, CASES["zero1-fp32"])
-    return [*arguments, f"steps={STEPS}", "checkpoint.every_steps=5", f"lost_after_s={LOST_AFTER_S}"]
+    return [
+        *arguments,
+        f"steps={STEPS}",
+        "checkpoint.every_steps=5",
+        f"lost_after_s={LOST_AFTER_S}",
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_overrides_arrive_on_both_hosts_as_typed(tmp_path: Path, possible: None, marker: str) -> None:
+def test_overrides_arrive_on_both_hosts_as_typed(
+    tmp_path: Path, possible: None, marker: str
+) -> None:
     folder = tmp_path / "run"
     _, name = write_recipe(folder, CASES["zero1-fp32"])
     recipe = f"a $HOME's {{1,2}} {name}"
@@ -66,7 +77,9 @@ def test_overrides_arrive_on_both_hosts_as_typed(tmp_path: Path, possible: None,
     ]
     run = folder / "runs" / "Füße 猫"
     with tool.LocalCluster(hosts=2, slots=1, timeout_s=550) as cluster:
-        with cluster_launch(cluster, folder, "--config", recipe, *typed, f"steps={STEPS}") as process:
+        with cluster_launch(
+            cluster, folder, "--config", recipe, *typed, f"steps={STEPS}"
+        ) as process:
             wait_for(lambda: records(run) or process.poll() is not None, "the first step", folder)
             for host in ("host-1", "host-2"):
                 command = words(rank_on(marker, host))
@@ -97,11 +110,15 @@ def test_lost_host_ends_the_launch_and_the_run_goes_on(
         # The hosts' own keep-alives are away: the launch has to bring its own.
         cluster.run(["sed", "-i", "/ServerAlive/d", "/etc/ssh/ssh_config"])
         with cluster_launch(cluster, folder, *arguments) as process:
-            wait_for(lambda: any(record["step"] >= 15 for record in records(run)), "step 15", folder)
+            wait_for(
+                lambda: any(record["step"] >= 15 for record in records(run)), "step 15", folder
+            )
             start = time.monotonic()
             fault(kind, cluster, marker)
             named = "error on host-1: rank 0 stops: rank 1 on host-2 (last step "
-            wait_for(lambda: named in log_of(folder), "the lost rank's name", folder, LOST_AFTER_S + 10)
+            wait_for(
+                lambda: named in log_of(folder), "the lost rank's name", folder, LOST_AFTER_S + 10
+            )
             times["named"] = time.monotonic() - start
             assert process.wait(timeout=60) == 1
             times["returned"] = time.monotonic() - start
@@ -109,19 +126,33 @@ def test_lost_host_ends_the_launch_and_the_run_goes_on(
             times["nothing left"] = time.monotonic() - start
         assert max(times.values()) < 30, times
         cluster.run(["ip", "link", "set", "port-2", "up"], "switch")
-        with cluster_launch(cluster, folder, *arguments, "--resume", "latest", "--restarts", "1") as process:
-            wait_for(lambda: any(record["step"] >= 35 for record in records(run)), "step 35", folder)
+        with cluster_launch(
+            cluster, folder, *arguments, "--resume", "latest", "--restarts", "1"
+        ) as process:
+            wait_for(
+                lambda: any(record["step"] >= 35 for record in records(run)), "step 35", folder
+            )
             start = time.monotonic()
             fault(kind, cluster, marker)
             if kind == "cut":
-                wait_for(lambda: "launch: waiting for host-2" in log_of(folder), "the wait", folder, 60)
+                wait_for(
+                    lambda: "launch: waiting for host-2" in log_of(folder), "the wait", folder, 60
+                )
                 cluster.run(["ip", "link", "set", "port-2", "up"], "switch")
-            wait_for(lambda: "launch: restart 1 of 1, from runs/cut, step-000000" in log_of(folder), "it", folder, 60)
+            wait_for(
+                lambda: "launch: restart 1 of 1, from runs/cut, step-000000" in log_of(folder),
+                "it",
+                folder,
+                60,
+            )
             times["restarted"] = time.monotonic() - start
             assert process.wait(timeout=300) == 0, log_of(folder)[-3000:]
             assert not of_the_run(marker)
     with capsys.disabled():
-        print(f"\nhost-2 {kind}: " + ", ".join(f"{what} after {took:.1f} s" for what, took in times.items()))
+        print(
+            f"\nhost-2 {kind}: "
+            + ", ".join(f"{what} after {took:.1f} s" for what, took in times.items())
+        )
     same_as_uninterrupted(run, folder / "runs" / "whole")
 
 
@@ -134,7 +165,9 @@ def test_run_goes_on_without_a_lost_host(
     """Two of three hosts have the same samples and losses, in three micro-batches of a rank instead of two."""
     folder = tmp_path / "run"
     arguments = [*cluster_recipe(folder), "global_batch=24", "data.slots=6"]
-    arguments.append(f"model.name={write_tiny(folder, BPE_SIZE)}")  # without dropout, whose draws differ by the ranks
+    arguments.append(
+        f"model.name={write_tiny(folder, BPE_SIZE)}"
+    )  # without dropout, whose draws differ by the ranks
     run_ranks(train_without_launcher, 3, folder, [*arguments, "name=whole"])
     arguments, run = [*arguments, "ranks=3", "name=cut"], folder / "runs" / "cut"
     arguments += ["--restarts", "2", "--min-hosts", "2", "--patience", str(LOST_AFTER_S)]
@@ -148,7 +181,7 @@ def test_run_goes_on_without_a_lost_host(
         cluster.run(["ip", "link", "set", "port-3", "down"], "switch")
         if not returns:
             cluster.holders["host-3"].kill()
-        left_out = "launch: going on with 2 of 3 hosts: host-3 does not answer"
+        left_out = "launch: continuing with 2 of 3 hosts: no answer from host-3"
         wait_for(lambda: left_out in log_of(folder), "host-3 to be left out", folder, 90)
         times["restarted"] = time.monotonic() - start
         last = records(run)[-1]["step"]
@@ -156,16 +189,25 @@ def test_run_goes_on_without_a_lost_host(
         times["trained on"] = time.monotonic() - start
         if returns:
             cluster.run(["ip", "link", "set", "port-3", "up"], "switch")
-            wait_for(lambda: records(run)[-1]["step"] >= last + 11, "a checkpoint of two hosts", folder, 90)
+            wait_for(
+                lambda: records(run)[-1]["step"] >= last + 11,
+                "a checkpoint of two hosts",
+                folder,
+                90,
+            )
             rank_on(marker, "host-2").kill()
         assert process.wait(timeout=300) == 0, log_of(folder)[-3000:]
         wait_for(lambda: not of_the_run(marker), "every process to end", folder, 20)
     ranks = re.findall(r"global batch 24 = (\d) ranks x 4 micro-batch x (\d) ", log_of(folder))
     assert ranks == [("3", "2"), ("2", "3"), *([("3", "2")] if returns else [])]
     changes = [json.loads(line) for line in (run / CHANGES).read_text().splitlines()]
-    assert [(change["setting"], change["new"]) for change in changes] == [("ranks", int(n)) for n, _ in ranks[1:]]
+    assert [(change["setting"], change["new"]) for change in changes] == [
+        ("ranks", int(n)) for n, _ in ranks[1:]
+    ]
     pairs = list(zip(records(run), records(folder / "runs" / "whole"), strict=True))
-    assert all((mine["step"], mine["ids"]) == (other["step"], other["ids"]) for mine, other in pairs)
+    assert all(
+        (mine["step"], mine["ids"]) == (other["step"], other["ids"]) for mine, other in pairs
+    )
     off = max(abs(mine["loss"] - other["loss"]) for mine, other in pairs)
     with capsys.disabled():
         took = ", ".join(f"{what} after {seconds:.1f} s" for what, seconds in times.items())

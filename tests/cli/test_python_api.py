@@ -23,7 +23,9 @@ BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 def python(script: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", script, *arguments]
-    return subprocess.run(command, cwd=folder, env=alone(), capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(
+        command, cwd=folder, env=alone(), capture_output=True, text=True, timeout=300, check=False
+    )
 
 
 def test_code_of_the_page_runs_as_it_stands(tmp_path: Path) -> None:
@@ -59,7 +61,7 @@ AGAIN = """
 import os, signal, sys, threading
 import torch
 from disco_ds import *
-from disco_ds.metrics.records import METRICS_FILE
+from disco_ds.metrics.logger import METRICS_FILE
 
 state = lambda: (dict(os.environ), [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)],
                  sys.excepthook, torch.distributed.is_initialized())
@@ -102,7 +104,7 @@ act = None
 thread = threading.Thread(target=lambda: print(raised(run_training, load())))
 thread.start()
 thread.join()
-print(raised(evaluate_run, first, ["eval.labelled.x=nowhere"]))
+print(raised(evaluate_run, first, ["eval.labeled.x=nowhere"]))
 print(raised(run_training, load("name=nan", "optim.lr=1e30")))
 assert state() == before
 torch.distributed.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store", rank=0, world_size=1)
@@ -122,12 +124,15 @@ def test_process_can_go_on_whatever_a_run_came_to(tmp_path: Path) -> None:
         line for line in done.stdout.splitlines() if not progress.match(line)
     ]
     assert refused.startswith("RefusedError: loss: unknown loss 'disko'; did you mean disco?")
-    assert stopped == "AskedToStopError: asked to stop, saved after step 1; --resume latest goes on from there"
+    assert (
+        stopped
+        == "AskedToStopError: asked to stop, saved after step 1; --resume latest resumes from there"
+    )
     assert same == "same 4 True"
     assert explained[0].startswith("OutOfMemory: out of memory in forward: CUDA out of memory.")
-    assert explained[3:5] == ["what helps in forward, in this order:", "  micro_batch=2 (now 4)"]
+    assert explained[2:4] == ["what helps in forward, in this order:", "  micro_batch=2 (now 4)"]
     assert thread.startswith("RefusedError: run_training must be called in the main thread")
-    assert evaluated == "RefusedError: data: eval.labelled.x: there is no folder nowhere"
+    assert evaluated == "RefusedError: data: eval.labeled.x: there is no folder nowhere"
     assert nan.startswith("FloatingPointError: step 1: the loss is not finite")
     assert joined.startswith("this process has joined a process group already")
     assert "error on" not in done.stderr, "what is raised is not printed too"
@@ -141,7 +146,7 @@ environment, config = dict(os.environ), load_config(sys.argv[-1])
 folders, values = [], []
 for _ in range(2):
     folders.append(str(run_training(config)))
-    results = evaluate_run(folders[-1], ["eval.labelled.unseen=bundled:emoji/unseen"])
+    results = evaluate_run(folders[-1], ["eval.labeled.unseen=bundled:emoji/unseen"])
     values.append([result.values for result in results])
     assert dict(os.environ) == environment
 seen = {"folders": folders, "values": values, "size": os.environ["WORLD_SIZE"]}
@@ -156,10 +161,22 @@ def test_users_own_script_under_a_launcher(launcher: str, tmp_path: Path) -> Non
     """Four functions one after the other, each with a process group of its own of the launcher's ranks."""
     (tmp_path / "script.py").write_text(RANKS)
     program, *option = launcher.split()
-    command = [str(BIN / program), *option, "2", "--master_port", str(free_port()), "script.py", str(recipe(tmp_path))]
-    done = subprocess.run(command, cwd=tmp_path, env=alone(), capture_output=True, text=True, timeout=300, check=False)
+    command = [
+        str(BIN / program),
+        *option,
+        "2",
+        "--master_port",
+        str(free_port()),
+        "script.py",
+        str(recipe(tmp_path)),
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=alone(), capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    first, second = (json.loads((tmp_path / f"rank-{number}.json").read_text()) for number in range(2))
+    first, second = (
+        json.loads((tmp_path / f"rank-{number}.json").read_text()) for number in range(2)
+    )
     assert first == second
     assert first["size"] == "2"
     assert [Path(folder).name for folder in first["folders"]] == ["tiny", "tiny-2"]
@@ -179,12 +196,19 @@ def test_plan_is_a_value(tmp_path: Path) -> None:
     assert [estimate.ranks for estimate in plan.scaling] == [1, 2, 4]
     assert plan.now.num_micro_batches == 2
     assert plan.now.speed is not None
-    assert plan.now.memory.moments["loss"]["slack"] < 2**30 < plan_run(small(tmp_path)).now.memory.parts["slack"]
+    assert (
+        plan.now.memory.moments["loss"]["slack"]
+        < 2**30
+        < plan_run(small(tmp_path)).now.memory.parts["slack"]
+    )
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
-    [({"ranks": 3}, "not a multiple of ranks x micro_batch"), ({"gpu": "A100-40"}, "did you mean A100-40G")],
+    [
+        ({"ranks": 3}, "not a multiple of ranks x micro_batch"),
+        ({"gpu": "A100-40"}, "did you mean A100-40G"),
+    ],
 )
 def test_plan_refuses(given: dict[str, object], words: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=words):

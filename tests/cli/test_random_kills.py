@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from disco_ds.cli.launch import newest_checkpoint
-from disco_ds.metrics.run_folder import CHECKPOINTS, FINISHED
+from disco_ds.runs.run_folder import CHECKPOINTS, FINISHED
 from helpers.checkpoints import flip
 from helpers.cluster import cluster_launch, of_the_run, tool, words
 from helpers.dist import run_ranks
@@ -63,7 +63,11 @@ def test_ten_random_kills_and_a_flipped_bit_end_bit_identical(
     tmp_path: Path, possible: None, marker: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, draw = tmp_path / "run", random.Random(SEED)
-    arguments = [*write_recipe(folder, CASES["zero1-fp32"]), f"steps={STEPS}", "checkpoint.every_steps=5"]
+    arguments = [
+        *write_recipe(folder, CASES["zero1-fp32"]),
+        f"steps={STEPS}",
+        "checkpoint.every_steps=5",
+    ]
     run_ranks(train_without_launcher, 2, folder, [*arguments, "name=whole"])
     run, whole = folder / "runs" / "cut", folder / "runs" / "whole"
     arguments += ["name=cut", "--restarts", str(2 * KILLS)]
@@ -80,9 +84,16 @@ def test_ten_random_kills_and_a_flipped_bit_end_bit_identical(
         for number, kind in enumerate(kinds):
             before = records(run)[-1]["step"] if records(run) else 0
             goal = before + draw.randint(1, 12)
-            wait_for(lambda goal=goal: records(run) and records(run)[-1]["step"] >= goal, f"step {goal}", folder)
+            wait_for(
+                lambda goal=goal: records(run) and records(run)[-1]["step"] >= goal,
+                f"step {goal}",
+                folder,
+            )
             time.sleep(draw.random() * 0.3)
-            reached, restarts = records(run)[-1]["step"], (folder / "log.txt").read_text().count(RESTART)
+            reached, restarts = (
+                records(run)[-1]["step"],
+                (folder / "log.txt").read_text().count(RESTART),
+            )
             kill_one(kind, marker, draw)
             start = time.monotonic()
             if number == flipped:
@@ -97,18 +108,31 @@ def test_ten_random_kills_and_a_flipped_bit_end_bit_identical(
                         left.kill()
                 wait_for(lambda: not of_the_run(marker), "every process to end", folder, 120)
                 launches.close()
-                process = launches.enter_context(cluster_launch(cluster, folder, *arguments, "--resume", "latest"))
+                process = launches.enter_context(
+                    cluster_launch(cluster, folder, *arguments, "--resume", "latest")
+                )
             else:
                 wait_for(
-                    lambda n=restarts: (folder / "log.txt").read_text().count(RESTART) > n, "a restart", folder, 120
+                    lambda n=restarts: (folder / "log.txt").read_text().count(RESTART) > n,
+                    "a restart",
+                    folder,
+                    120,
                 )
-            wait_for(lambda step=reached: records(run)[-1]["step"] > step, f"step {reached + 1}", folder, 240)
+            wait_for(
+                lambda step=reached: records(run)[-1]["step"] > step,
+                f"step {reached + 1}",
+                folder,
+                240,
+            )
             report.append(f"{kind} at step {reached}: {time.monotonic() - start:.0f} s")
         assert process.wait(timeout=600) == 0, (folder / "log.txt").read_text()[-3000:]
         assert not of_the_run(marker)
     with capsys.disabled():
         print(f"\nseconds until training was further than before a kill: {', '.join(report)}")
-    assert re.search(r"step-\d+ is damaged: engine/.*; trying the one before it", (folder / "log.txt").read_text())
+    assert re.search(
+        r"step-\d+ is damaged: engine/.*; trying the one before it",
+        (folder / "log.txt").read_text(),
+    )
     assert (run / FINISHED).exists()
     for mine, other in zip(records(run), records(whole), strict=True):
         assert [mine.get(key) for key in SAME] == [other.get(key) for key in SAME]

@@ -16,7 +16,7 @@ import yaml
 from disco_ds.cli.dry_run import describe_run
 from disco_ds.config import PACKAGE, load_config
 from disco_ds.config.ds_config import find_ds_configs
-from disco_ds.distributed.hostfile import count_ranks
+from disco_ds.launch.hostfile import count_ranks
 from helpers.minimal import MINIMAL
 
 TEXT = yaml.safe_dump(MINIMAL)
@@ -52,20 +52,17 @@ def write(folder: Path, text: str | bytes, name: str = "recipe.yaml") -> Path:
     return path
 
 
-ALIASES = "\n".join(f"  a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9))
 TEXTS = {
     "lists in lists": ("a: " + "[" * 3_000 + "]" * 3_000, "nested too deeply"),
     "many lists in lists": ("a: " + "[" * 100_000 + "]" * 100_000, "nested too deeply"),
     "mappings in mappings": ("\n".join(" " * n + "a:" for n in range(1_500)), "nested too deeply"),
-    "anchors that multiply": (
-        f"{TEXT}\neval:\n  a0: &a0 [x, x, x, x]\n{ALIASES}",
-        "more than 100,000 values",
-    ),
-    "an anchor in itself": (f"{TEXT}\nloss: &l {{name: disco, options: {{a: *l}}}}", "contains itself"),
-    "Latin-1": (f"name: café\n{TEXT}".encode("latin-1"), "not text in UTF-8: byte 9 is 0xe9"),
+    "Latin-1": (f"name: café\n{TEXT}".encode("latin-1"), "not UTF-8 text: byte 9 is 0xe9"),
     "a zero byte": ("name: a\0b", "not valid YAML"),
     "two documents": (f"{TEXT}\n---\n{TEXT}", "line 12: but found another document"),
-    "a long integer": (TEXT.replace("steps: 100", "steps: 1" + "0" * 5_000), "not valid YAML: Exceeds the limit"),
+    "a long integer": (
+        TEXT.replace("steps: 100", "steps: 1" + "0" * 5_000),
+        "not valid YAML: Exceeds the limit",
+    ),
     "a line that is wrong": (f"{TEXT}\n  a: b: c\n", "line 12: "),
     "a value that is wrong": (
         TEXT.replace("steps: 100", "steps: many"),
@@ -90,7 +87,11 @@ def test_recipe_that_is_no_file_is_refused(tmp_path: Path) -> None:
     with (tmp_path / "big.yaml").open("wb") as file:
         file.truncate(10**10)
     for name, words in (
-        *(("fifo.yaml", "is not a file"), ("folder.yaml", "is not a file"), ("big.yaml", "10,000,000,000 bytes")),
+        *(
+            ("fifo.yaml", "is not a file"),
+            ("folder.yaml", "is not a file"),
+            ("big.yaml", "10,000,000,000 bytes"),
+        ),
         *(
             ("/dev/zero", "is not a file"),
             ("a" * 5_000 + ".yaml", "File name too long"),
@@ -119,19 +120,19 @@ OVERRIDES = [
     ('runs="a\\0b"', "zero byte"),
     ('data.captions={"plain": 1}', "has no field"),
     ('data.captions={"": 1}', "has no field"),
-    ('data.captions={"{": 1}', "cannot be read"),
+    ('data.captions={"{": 1}', "is malformed"),
     ('data.captions={"{}": 1}', "expected {member}"),
     ('data.captions={"{txt!r:>99999999}": 1}', "expected {member}"),
     ("eval.label_key=plain", "eval.label_key: template 'plain' has no field"),
     ("eval.caption_key=", "eval.caption_key"),
-    ("eval.classes={a: b}", "eval.classes: there is no labelled set a"),
-    ("eval.templates={a: b}", "eval.templates: there is no labelled set a"),
+    ("eval.classes={a: b}", "eval.classes: there is no labeled set a"),
+    ("eval.templates={a: b}", "eval.templates: there is no labeled set a"),
     ("data.image_key=;", "names no member"),
     ('data.csv_separator="\\n"', "has a meaning"),
     ("data.remote={http: true, timeout_s: 400}", "below data.timeout_s"),
     ("data.workers=1000000", "less than or equal to 1024"),
     ("data.slots=1000000000", "less than or equal to"),
-    ("checkpoint.copy_command=cp {path} {nam}", "says {nam}"),
+    ("checkpoint.copy_command=cp {path} {nam}", "contains {nam}"),
     ("deepspeed.zero_optimization.reduce_bucket_size=-5", "reduce_bucket_size: Input should be greater than 0, got -5"),
     ("deepspeed.zero_optimization.reduce_bucket_size=big", "reduce_bucket_size"),
     ("deepspeed.zero_optimization.reduce_bucket_size=.nan", "must be finite"),
@@ -154,14 +155,18 @@ OVERRIDES = [
 
 
 @pytest.mark.parametrize(("override", "words"), OVERRIDES)
-def test_override_that_no_run_could_mean_is_refused(override: str, words: str, tmp_path: Path) -> None:
+def test_override_that_no_run_could_mean_is_refused(
+    override: str, words: str, tmp_path: Path
+) -> None:
     assert words in dry_run(write(tmp_path, TEXT), override)
 
 
 def test_name_that_looks_like_a_date_is_a_name(tmp_path: Path) -> None:
     path = write(tmp_path, TEXT.replace("name: test", "name: 2026-01-31"))
     assert load_config(path).name == "2026-01-31"
-    assert load_config(write(tmp_path, load_config(path).to_yaml(), "again.yaml")) == load_config(path)
+    assert load_config(write(tmp_path, load_config(path).to_yaml(), "again.yaml")) == load_config(
+        path
+    )
 
 
 @pytest.mark.parametrize(
@@ -172,14 +177,19 @@ def test_name_that_looks_like_a_date_is_a_name(tmp_path: Path) -> None:
             "'zero_optimization' is given twice",
         ),
         ('{"zero_optimization": {"stage": 1, "stage": 3}}', "'stage' is given twice"),
-        ('{"zero_optimization": {"reduce_bucket_size": Infinity}}', "Infinity is no JSON number"),
+        (
+            '{"zero_optimization": {"reduce_bucket_size": Infinity}}',
+            "Infinity is not a JSON number",
+        ),
         ("[" * 100_000 + "]" * 100_000, "nested too deeply"),
         ('{"a":' * 3_000 + "1" + "}" * 3_000, "nested too deeply"),
-        (b"\xff\xfe{}", "not text in UTF-8"),
+        (b"\xff\xfe{}", "not UTF-8 text"),
         ("[1]", "expected a JSON object"),
     ],
 )
-def test_ds_config_that_is_none_is_refused_naming_the_file(text: str | bytes, words: str, tmp_path: Path) -> None:
+def test_ds_config_that_is_none_is_refused_naming_the_file(
+    text: str | bytes, words: str, tmp_path: Path
+) -> None:
     said = dry_run(write(tmp_path, TEXT), f"deepspeed={write(tmp_path, text, 'ours.json')}")
     assert words in said
     assert "ours.json" in said
@@ -188,7 +198,15 @@ def test_ds_config_that_is_none_is_refused_naming_the_file(text: str | bytes, wo
 @pytest.mark.parametrize(
     "line",
     [
-        *("host slots=4x", "host slots=4 more", "host slots=-1", "host slots=0", "host slots=4.0", "host", "slots=4"),
+        *(
+            "host slots=4x",
+            "host slots=4 more",
+            "host slots=-1",
+            "host slots=0",
+            "host slots=4.0",
+            "host",
+            "slots=4",
+        ),
         *(
             "ho$t slots=4",
             "h;ls slots=4",
@@ -200,20 +218,41 @@ def test_ds_config_that_is_none_is_refused_naming_the_file(text: str | bytes, wo
         *("hôst slots=4", "host slots=99999999999999", "host\0 slots=4"),
     ],
 )
-def test_hostfile_line_that_deepspeed_would_read_as_another_is_refused(line: str, tmp_path: Path) -> None:
+def test_hostfile_line_that_deepspeed_would_read_as_another_is_refused(
+    line: str, tmp_path: Path
+) -> None:
     path = write(tmp_path, f"# ours\nfirst slots=2\n{line}\n", "hosts")
     assert f"{path}, line 3: expected `host slots=GPUs`" in refusal(lambda: count_ranks(None, path))
 
 
 def test_hostfile_of_what_deepspeed_reads_is_read(tmp_path: Path) -> None:
-    path = write(tmp_path, "\n# ours\nuser@node-1.example.org\tslots=8\nnode_2   slots=8  # spare\n\n", "hosts")
+    path = write(
+        tmp_path,
+        "\n# ours\nuser@node-1.example.org\tslots=8\nnode_2   slots=8  # spare\n\n",
+        "hosts",
+    )
     assert count_ranks(None, path) == 16
 
 
 # Mutations
 
 
-ODD = (".nan", "-1", "1e999", "null", "[]", "{}", "yes", '"', "*a", "&a x", "!!int x", "0x" + "f" * 30, "é\0", "2**9")
+ODD = (
+    ".nan",
+    "-1",
+    "1e999",
+    "null",
+    "[]",
+    "{}",
+    "yes",
+    '"',
+    "*a",
+    "&a x",
+    "!!int x",
+    "0x" + "f" * 30,
+    "é\0",
+    "2**9",
+)
 
 
 def mutate(text: str, rng: random.Random) -> bytes:
@@ -235,7 +274,9 @@ def mutate(text: str, rng: random.Random) -> bytes:
         elif kind == 5:
             lines[at] = "".join(rng.sample(line, len(line)))
         else:
-            lines[at] = line.replace(rng.choice(line or " "), rng.choice("{}[]:,'\"&*!|>%@`#\n\0é-"))
+            lines[at] = line.replace(
+                rng.choice(line or " "), rng.choice("{}[]:,'\"&*!|>%@`#\n\0é-")
+            )
         lines = lines or ["\n"]
     data = bytearray("".join(lines).encode())
     if data and rng.random() < 0.1:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from disco_ds.config import PACKAGE, load_config
-from disco_ds.metrics.run_folder import FINISHED
 from disco_ds.models.gpus import find_gpu
 from disco_ds.plan.memory import GIB, plan_memory
 from disco_ds.plan.towers import trace
+from disco_ds.runs.run_folder import FINISHED
 from disco_ds.training.build import build
 from disco_ds.training.loop import finish, train
 from helpers.dist import run_ranks
@@ -27,9 +27,25 @@ LARGE = {
 }
 """Recipe -> the GPU it is for."""
 SMALL = [
-    *("ranks=2", "global_batch=64", "micro_batch=16", "steps=2", "samples=null", "optim.warmup_steps=1"),
-    *("model.name=quickstart", "data.shards=bundled:emoji/train", "data.image_key=png", "data.workers=0"),
-    *("data.captions={'{json[caption]}': 1}", "log.tensorboard=false", "deepspeed.torch_autocast.enabled=false"),
+    *(
+        "ranks=2",
+        "global_batch=64",
+        "micro_batch=16",
+        "steps=2",
+        "samples=null",
+        "optim.warmup_steps=1",
+    ),
+    *(
+        "model.name=quickstart",
+        "data.shards=bundled:emoji/train",
+        "data.image_key=png",
+        "data.workers=0",
+    ),
+    *(
+        "data.captions={'{json[caption]}': 1}",
+        "log.tensorboard=false",
+        "deepspeed.torch_autocast.enabled=false",
+    ),
 ]
 
 
@@ -41,7 +57,11 @@ def run_small(name: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name != "vit_l_14_4m" else []) for name in LARGE]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name != "vit_l_14_4m" else [])
+        for name in LARGE
+    ],
 )
 def test_recipe_runs_scaled_down(name: str, tmp_path: Path) -> None:
     run_ranks(run_small, 2, name, tmp_path)
@@ -56,4 +76,6 @@ def test_recipe_fits_the_gpu_it_is_for(name: str) -> None:
     memory = plan_memory(config, config.ranks or 1, trace(config, config.micro_batch))
     assert memory.total <= find_gpu(LARGE[name]).gib * GIB
     text = (PACKAGE / "recipes" / f"{name}.yaml").read_text()
-    assert f"{memory.total / GIB:.1f} of {find_gpu(LARGE[name]).gib:g} GiB" in text, "the figures in its comment"
+    assert f"{memory.total / GIB:.1f} of {find_gpu(LARGE[name]).gib:g} GiB" in text, (
+        "the figures in its comment"
+    )

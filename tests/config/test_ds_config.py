@@ -17,6 +17,7 @@ from disco_ds.config.ds_config import (
     GRADIENT_BUCKET,
     OWNED_BY_RECIPE,
     REFUSED_KEYS,
+    check_gradient,
     find_ds_configs,
     precision,
     read_ds_config,
@@ -43,7 +44,9 @@ def test_bundled_ds_configs_are_these() -> None:
 
 
 @pytest.mark.parametrize("name", BUNDLED)
-def test_bundled_ds_config_is_rendered_whole_and_accepted_by_deepspeed(name: str, recipe: Path) -> None:
+def test_bundled_ds_config_is_rendered_whole_and_accepted_by_deepspeed(
+    name: str, recipe: Path
+) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     given = json.loads((find_ds_configs() / f"{name}.json").read_text())
@@ -71,13 +74,20 @@ def test_rendered_ds_config_states_every_default(recipe: Path) -> None:
 def test_rendered_ds_config_keeps_what_the_file_says_and_changes_nothing_else() -> None:
     before = copy.deepcopy(DEFAULTS)
     given: dict[str, Any] = {
-        "zero_optimization": {"stage": 2, "reduce_scatter": False, "offload_optimizer": {"device": "cpu"}},
+        "zero_optimization": {
+            "stage": 2,
+            "reduce_scatter": False,
+            "offload_optimizer": {"device": "cpu"},
+        },
         "communication_data_type": "bf16",
     }
     config = settings(deepspeed=copy.deepcopy(given))
     rendered = render_ds_config(config, 1)
     buckets = {"reduce_bucket_size": GRADIENT_BUCKET, "overlap_comm": False}
-    assert rendered["zero_optimization"] == DEFAULTS["zero_optimization"] | buckets | given["zero_optimization"]
+    assert (
+        rendered["zero_optimization"]
+        == DEFAULTS["zero_optimization"] | buckets | given["zero_optimization"]
+    )
     assert rendered["communication_data_type"] == "bf16"
     rendered["zero_optimization"]["stage"] = 9
     rendered["zero_optimization"]["offload_optimizer"]["device"] = "nvme"
@@ -86,7 +96,9 @@ def test_rendered_ds_config_keeps_what_the_file_says_and_changes_nothing_else() 
 
 
 @pytest.mark.parametrize("name", BUNDLED)
-def test_gradients_travel_in_buckets_and_beside_the_backward_where_the_step_does_not_accumulate(name: str) -> None:
+def test_gradients_travel_in_buckets_and_beside_the_backward_where_the_step_does_not_accumulate(
+    name: str,
+) -> None:
     for ranks, micro_batch in ((2, 32), (2, 8), (1, 64)):
         config = settings(deepspeed=read_ds_config(name, Path()), micro_batch=micro_batch)
         zero = render_ds_config(config, ranks)["zero_optimization"]
@@ -132,7 +144,9 @@ def test_autocast_reduces_in_fp32_unless_modules_are_given() -> None:
 @pytest.mark.parametrize("key", OWNED_BY_RECIPE)
 def test_key_owned_twice_names_both_owners(key: str) -> None:
     for value in (1, {}, None, "auto"):
-        with pytest.raises(ValueError, match=f"ds_config key {key} and the recipe's {OWNED_BY_RECIPE[key]} own"):
+        with pytest.raises(
+            ValueError, match=f"ds_config key {key} and the recipe's {OWNED_BY_RECIPE[key]} own"
+        ):
             render_ds_config(settings(deepspeed={key: value}), 1)
 
 
@@ -149,24 +163,41 @@ def test_keys_owned_by_the_recipe_are_at_least_these() -> None:
 
 @pytest.mark.parametrize("key", REFUSED_KEYS)
 def test_key_that_deepspeed_lost_or_we_refuse_says_why(key: str) -> None:
-    with pytest.raises(ValueError, match=f"ds_config key {key} is not supported: {REFUSED_KEYS[key]}"):
+    with pytest.raises(
+        ValueError, match=f"ds_config key {key} is not supported: {REFUSED_KEYS[key]}"
+    ):
         render_ds_config(settings(deepspeed={key: {}}), 1)
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"zero_optimisation": {}}, r"unknown key zero_optimisation; did you mean zero_optimization\?"),
+        (
+            {"zero_optimisation": {}},
+            r"unknown key zero_optimisation; did you mean zero_optimization\?",
+        ),
         ({"stage": 3}, "unknown key stage"),
         ({"overlap_comm": True}, "unknown key overlap_comm"),
-        ({"zero_optimization": {"stge": 3}}, r"unknown key zero_optimization.stge; did you mean stage\?"),
-        ({"zero_optimization": {"zero_allow_untested_optimizer": True}}, "unknown key zero_optimization.zero_allow"),
+        (
+            {"zero_optimization": {"stge": 3}},
+            r"unknown key zero_optimization.stge; did you mean stage\?",
+        ),
+        (
+            {"zero_optimization": {"zero_allow_untested_optimizer": True}},
+            "unknown key zero_optimization.zero_allow",
+        ),
         ({"bf16": {"loss_scale": 0}}, "unknown key bf16.loss_scale"),
         ({"fp16": {"enabeld": True}}, r"unknown key fp16.enabeld; did you mean enabled\?"),
-        ({"torch_autocast": {"dtpe": "bfloat16"}}, r"unknown key torch_autocast.dtpe; did you mean dtype\?"),
+        (
+            {"torch_autocast": {"dtpe": "bfloat16"}},
+            r"unknown key torch_autocast.dtpe; did you mean dtype\?",
+        ),
         ({"zero_optimization": 3}, "zero_optimization must be a mapping, got 3"),
         ({"bf16": None}, "bf16 must be a mapping, got None"),
-        ({"timers": {"thruput": {"enabled": True}}}, r"unknown key timers.thruput; did you mean throughput\?"),
+        (
+            {"timers": {"thruput": {"enabled": True}}},
+            r"unknown key timers.thruput; did you mean throughput\?",
+        ),
         ({"timers": None}, "timers must be a mapping, got None"),
         ({"zero_optimization": {"stage": 4}}, "stage must be 0, 1, 2 or 3, got 4"),
         ({"zero_optimization": {"stage": True}}, "stage must be 0, 1, 2 or 3, got True"),
@@ -194,7 +225,9 @@ def test_read_ds_config_path_beside_the_recipe_and_base(tmp_path: Path) -> None:
     assert load_config(path).deepspeed == {"zero_optimization": {"stage": 1, "overlap_comm": True}}
 
 
-@pytest.mark.parametrize(("text", "words"), [("{", "is not valid JSON"), ("[]", "expected a JSON object, got list")])
+@pytest.mark.parametrize(
+    ("text", "words"), [("{", "is not valid JSON"), ("[]", "expected a JSON object, got list")]
+)
 def test_read_ds_config_malformed_file_is_named(text: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(text)
@@ -216,7 +249,9 @@ def test_read_ds_config_malformed_file_is_named(text: str, words: str, tmp_path:
         ({"fp16": {"enabled": False}, "bf16": {"enabled": False}}, "fp32"),
     ],
 )
-def test_precision_at_each_stage_is_accepted_or_refused(given: dict[str, Any], kind: str, level: int) -> None:
+def test_precision_at_each_stage_is_accepted_or_refused(
+    given: dict[str, Any], kind: str, level: int
+) -> None:
     given = given | {"zero_optimization": {"stage": level}}
     assert precision(given) == kind
     if level == 0 and kind in ("bf16", "fp16"):
@@ -234,10 +269,14 @@ def test_precision_stage_is_zero_when_the_file_is_silent() -> None:
 @pytest.mark.parametrize("dtype", ["float16", "torch.float16", "fp16", "float32"])
 def test_autocast_of_another_dtype_is_refused(dtype: str) -> None:
     with pytest.raises(ValueError, match=f"torch_autocast.dtype {dtype} is refused"):
-        render_ds_config(settings(deepspeed={"torch_autocast": {"enabled": True, "dtype": dtype}}), 1)
+        render_ds_config(
+            settings(deepspeed={"torch_autocast": {"enabled": True, "dtype": dtype}}), 1
+        )
 
 
-@pytest.mark.parametrize("pair", [("bf16", "fp16"), ("torch_autocast", "bf16"), ("torch_autocast", "fp16")])
+@pytest.mark.parametrize(
+    "pair", [("bf16", "fp16"), ("torch_autocast", "bf16"), ("torch_autocast", "fp16")]
+)
 def test_two_precisions_at_once_are_refused(pair: tuple[str, str]) -> None:
     given = {"zero_optimization": {"stage": 1}} | {name: {"enabled": True} for name in pair}
     with pytest.raises(ValueError, match=f"{pair[0]} and {pair[1]} are both enabled"):
@@ -245,14 +284,19 @@ def test_two_precisions_at_once_are_refused(pair: tuple[str, str]) -> None:
 
 
 def test_bf16_without_its_overflow_check_is_refused() -> None:
-    given = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True, "check_grad_overflow": False}}
+    given = {
+        "zero_optimization": {"stage": 2},
+        "bf16": {"enabled": True, "check_grad_overflow": False},
+    }
     with pytest.raises(ValueError, match="check_grad_overflow=false is refused"):
         render_ds_config(settings(deepspeed=given), 1)
 
 
 @pytest.mark.parametrize("value", [1, "true", "yes"])
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
-def test_precision_enabled_by_another_word_for_true_is_refused_or_understood(name: str, value: Any) -> None:
+def test_precision_enabled_by_another_word_for_true_is_refused_or_understood(
+    name: str, value: Any
+) -> None:
     with pytest.raises(ValueError, match=f"{name}.enabled"):
         render_ds_config(settings(deepspeed={name: {"enabled": value}}), 1)
 
@@ -260,7 +304,12 @@ def test_precision_enabled_by_another_word_for_true_is_refused_or_understood(nam
 @pytest.mark.parametrize(
     "key",
     [
-        *("prescale_gradients", "compile", "zero_optimization.zenflow", "zero_optimization.zero_quantized_gradients"),
+        *(
+            "prescale_gradients",
+            "compile",
+            "zero_optimization.zenflow",
+            "zero_optimization.zero_quantized_gradients",
+        ),
         *("zero_optimization.compute_grad_norm", "bf16.bf16_master_weights_and_grads"),
     ],
 )
@@ -269,3 +318,40 @@ def test_ds_config_key_that_changes_the_gradient_is_refused(key: str) -> None:
     tree: dict[str, Any] = {section: {inner: True}} if section else {inner: True}
     with pytest.raises(ValueError, match=f"ds_config key {re.escape(key)} is not supported"):
         render_ds_config(settings(deepspeed=tree), 1)
+
+
+def test_settings_of_another_loop_are_refused_only_where_they_change_the_gradient() -> None:
+    fine = {
+        "optimizer": {"type": "AdamW"},
+        "gradient_clipping": 1.0,
+        "prescale_gradients": False,
+        "gradient_predivide_factor": 1.0,
+        "gradient_allreduce_op": "Mean",
+        "managed_gradient_accumulation": True,
+        "amp": {"enabled": False},
+        "zero_optimization": {"stage": 2, "zenflow": None, "zero_quantized_gradients": False},
+        "comet": {"enabled": True, "api_key": "given"},
+        "a key of the loop": 3,
+    }
+    check_gradient(fine)
+    zero = fine["zero_optimization"]
+    for changes, key in (
+        ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
+        ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation"),
+        ({"data_types": {"grad_accum_dtype": "fp16"}}, "data_types"),
+        ({"bfloat16": {"enabled": True}}, "bfloat16"),
+        (
+            {"zero_optimization": zero | {"zero_quantized_gradients": True}},
+            "zero_optimization.zero_quantized_gradients",
+        ),
+        (
+            {"zero_optimization": zero | {"compute_grad_norm": False}},
+            "zero_optimization.compute_grad_norm",
+        ),
+    ):
+        with pytest.raises(
+            ValueError, match=f"ds_config key {key} is not supported: {REFUSED_KEYS[key]}"
+        ):
+            check_gradient(fine | changes)
+    with pytest.raises(ValueError, match=r"bf16\.enabled at ZeRO 0"):
+        check_gradient(fine | {"bf16": {"enabled": True}, "zero_optimization": {}})

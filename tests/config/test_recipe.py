@@ -32,7 +32,10 @@ def test_bundled_recipe_loads_and_dry_runs(name: str, ranks: int) -> None:
     config = load_config(name)
     ranks = config.ranks or ranks
     text = describe_run(config, ranks)
-    assert f"global batch {config.global_batch:,} = {ranks} ranks x {config.micro_batch:,} micro-batch" in text
+    assert (
+        f"global batch {config.global_batch:,} = {ranks} ranks x {config.micro_batch:,} micro-batch"
+        in text
+    )
     settings_text, _, ds_config_text = text.partition("\nds_config.json:\n")
     assert yaml.safe_load(settings_text)["name"] == config.name
     ds_config, _ = json.JSONDecoder().raw_decode(ds_config_text)
@@ -44,12 +47,18 @@ def test_bundled_recipes_include_the_quickstart() -> None:
 
 
 def test_recipe_unknown_name_lists_the_known() -> None:
-    with pytest.raises(ValueError, match=r"unknown recipe 'quikstart'; did you mean quickstart\?; known: .*quickstart"):
+    with pytest.raises(
+        ValueError,
+        match=r"unknown recipe 'quikstart'; did you mean quickstart\?; known: .*quickstart",
+    ):
         load_config("quikstart")
 
 
 def test_recipe_missing_file_is_named(tmp_path: Path) -> None:
-    for path, problem in ((tmp_path / "missing.yaml", "does not exist"), (tmp_path, "is not a file")):
+    for path, problem in (
+        (tmp_path / "missing.yaml", "does not exist"),
+        (tmp_path, "is not a file"),
+    ):
         with pytest.raises(ValueError, match=re.escape(f"recipe {path} {problem}")):
             load_config(path)
     assert find_recipe("quickstart") == PACKAGE / "recipes" / "quickstart.yaml"
@@ -94,20 +103,24 @@ def test_recipe_without_a_loss_has_the_one_that_the_readme_recommends(recipe: Pa
     [
         ("seed: 1\nseed: 1", "seed"),
         ("loss: {name: clip, options: {}, name: disco}", "name"),
-        ("eval: &a {labelled: {'b': x, b: y}}", "b"),
+        ("eval: &a {labeled: {'b': x, b: y}}", "b"),
         ("optim: {}", "optim"),  # with the one before
     ],
 )
 def test_recipe_key_given_twice_is_refused(text: str, key: str, recipe: Path) -> None:
     with recipe.open("a") as file:
         file.write(f"{text}\n")
-    with pytest.raises(ValueError, match=f"(?s){re.escape(str(recipe))}.*key '{key}' is given twice"):
+    with pytest.raises(
+        ValueError, match=f"(?s){re.escape(str(recipe))}.*key '{key}' is given twice"
+    ):
         load_config(recipe)
 
 
 def test_recipe_may_override_what_it_merges(recipe: Path) -> None:
     with recipe.open("a") as file:
-        file.write("model: &base {name: RN50, max_scale: 50}\nloss: {options: {<<: *base, name: x}}\n")
+        file.write(
+            "model: &base {name: RN50, max_scale: 50}\nloss: {options: {<<: *base, name: x}}\n"
+        )
     assert load_config(recipe).loss.options == {"name": "x", "max_scale": 50}
 
 
@@ -144,24 +157,36 @@ def test_override_reaches_its_setting(override: str, path: str, value: Any, reci
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
-        (["data.shards=/data/0.tar", "data.shards=/data/1.tar", "data.shards=/data/2.tar"], "data.shards"),
+        (
+            ["data.shards=/data/0.tar", "data.shards=/data/1.tar", "data.shards=/data/2.tar"],
+            "data.shards",
+        ),
         (["seed=1", "optim.eps=1e-8", "seed=1"], "seed"),
         (["optim={eps: 1e-8}", "optim={lr: 1}"], "optim"),
         (["optim={lr: 1e-3}", "optim.lr=1e-4"], "optim.lr"),
         (["optim.lr=1e-4", "optim={lr: 1e-3}"], "optim.lr"),
         (["optim={image: {lr_factor: 2}}", "optim.image={weight_decay: 0}"], "optim.image"),
         (["deepspeed=zero1", "deepspeed=zero2"], "deepspeed"),
-        (["deepspeed={zero_optimization: {stage: 1}}", "deepspeed.zero_optimization.stage=2"], "deepspeed.zero"),
+        (
+            ["deepspeed={zero_optimization: {stage: 1}}", "deepspeed.zero_optimization.stage=2"],
+            "deepspeed.zero",
+        ),
         (["loss.options={a: 1, a: 2}"], "a"),
     ],
 )
-def test_override_of_a_key_given_twice_is_refused(overrides: list[str], key: str, recipe: Path) -> None:
+def test_override_of_a_key_given_twice_is_refused(
+    overrides: list[str], key: str, recipe: Path
+) -> None:
     with pytest.raises(ValueError, match=rf"{re.escape(key)}\S* is given twice"):
         load_config(recipe, overrides)
 
 
 def test_override_of_a_whole_mapping_leaves_what_others_put_into_it(recipe: Path) -> None:
-    words = ["data.augment.shift=0.2", "data.augment={zoom: 0.1}", "deepspeed.zero_optimization.stage=2"]
+    words = [
+        "data.augment.shift=0.2",
+        "data.augment={zoom: 0.1}",
+        "deepspeed.zero_optimization.stage=2",
+    ]
     words += ["deepspeed=zero1", "loss.options.tile=[4, 4]", "loss={name: inf_cl}"]
     one, other = load_config(recipe, words), load_config(recipe, words[::-1])
     assert one == other
@@ -169,8 +194,10 @@ def test_override_of_a_whole_mapping_leaves_what_others_put_into_it(recipe: Path
     assert (stage(one.deepspeed), one.loss.options) == (2, {"tile": [4, 4]})
 
 
-def test_override_leaves_its_neighbours_and_replaces_a_whole_mapping(recipe: Path) -> None:
-    config = load_config(recipe, ["optim.warmup_steps=3", "data.augment={zoom: 0.1}", "data.augment.shift=0.2"])
+def test_override_leaves_its_neighbors_and_replaces_a_whole_mapping(recipe: Path) -> None:
+    config = load_config(
+        recipe, ["optim.warmup_steps=3", "data.augment={zoom: 0.1}", "data.augment.shift=0.2"]
+    )
     assert (config.optim.lr, config.optim.warmup_steps) == (1e-3, 3)
     assert (config.data.augment.zoom, config.data.augment.shift) == (0.1, 0.2)
     assert config.data.source == "synthetic"
@@ -179,7 +206,9 @@ def test_override_leaves_its_neighbours_and_replaces_a_whole_mapping(recipe: Pat
 
 @pytest.mark.parametrize("item", ["seed", "=3", "optim.=3", ".lr=3", "optim..lr=3"])
 def test_override_of_another_form_is_refused(item: str, recipe: Path) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"override {item!r} is not of the form a.b=value")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"override {item!r} is not of the form a.b=value")
+    ):
         load_config(recipe, [item])
 
 
@@ -195,10 +224,16 @@ def test_override_deeper_than_a_value_is_refused_naming_it(recipe: Path) -> None
 
 @pytest.mark.parametrize("swap", [False, True])
 def test_override_of_the_ds_config_then_deeper(swap: bool, recipe: Path) -> None:
-    overrides = ["deepspeed=zero3_offload", "deepspeed.zero_optimization.stage=2", "deepspeed.fp16.loss_scale=1e2"]
+    overrides = [
+        "deepspeed=zero3_offload",
+        "deepspeed.zero_optimization.stage=2",
+        "deepspeed.fp16.loss_scale=1e2",
+    ]
     config = load_config(recipe, overrides[::-1] if swap else overrides)
     bundled = read_ds_config("zero3_offload", recipe.parent)
-    assert config.deepspeed == merge(bundled, {"zero_optimization": {"stage": 2}, "fp16": {"loss_scale": 100.0}})
+    assert config.deepspeed == merge(
+        bundled, {"zero_optimization": {"stage": 2}, "fp16": {"loss_scale": 100.0}}
+    )
     assert config.deepspeed["zero_optimization"]["offload_param"]["device"] == "cpu"
 
 

@@ -36,12 +36,21 @@ HARMLESS = [
 
 
 @pytest.mark.parametrize("text", WRITTEN_OUT)
-def test_secret_that_is_written_out_is_refused_and_not_repeated(text: str, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match=r"write .*\$NAME, and set the environment variable") as caught:
+def test_secret_that_is_written_out_is_refused_and_not_repeated(
+    text: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(
+        ValueError, match=r"write .*\$NAME instead, and set the environment variable"
+    ) as caught:
         refuse_secret(text)
     assert "hunter2" not in str(caught.value) + redact(text)
     assert redact(text).replace("***", "hunter2") in (text, text.replace("hunter2:", ""))
-    for override in (f"data.shards={text}", f"eval.labelled.x={text}", f"data.sources=[{{shards: {text!r}}}]", text):
+    for override in (
+        f"data.shards={text}",
+        f"eval.labeled.x={text}",
+        f"data.sources=[{{shards: {text!r}}}]",
+        text,
+    ):
         assert main(["train", "--dry-run", "--config", "quickstart", override]) == 2
         said = "".join(capfd.readouterr())
         assert said.startswith("error")
@@ -65,7 +74,7 @@ def test_variables_are_expanded_in_both_forms(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_attempts_that_together_outlast_the_other_ranks_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"data.remote.tries \(5\) .* may last 742.5 s: keep"):
+    with pytest.raises(ValueError, match=r"data.remote.tries \(5\) .* may take 742.5 s: keep"):
         load_config("quickstart", ["data.remote.http=true", "data.remote.timeout_s=120"])
     assert load_config("quickstart", ["data.remote.timeout_s=120"]).data.remote.longest_s == 742.5
     without = ["data.remote.timeout_s=120", "data.remote.ahead=0"]

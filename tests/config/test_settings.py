@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from disco_ds.config import BASE_BATCH, PACKAGE, check_config, load_config, render_ds_config
-from helpers.minimal import MINIMAL, settings
+from helpers.minimal import settings
 
 RECIPES = sorted(path.stem for path in (PACKAGE / "recipes").glob("*.yaml"))
 
@@ -25,34 +24,16 @@ RECIPES = sorted(path.stem for path in (PACKAGE / "recipes").glob("*.yaml"))
         ("optim.learning_rate=3", r"unknown key optim.learning_rate; here it is optim.lr"),
         ("optim.warmup=3", r"unknown key optim.warmup; here it is optim.warmup_steps"),
         ("optim.warm_up=3", r"unknown key optim.warm_up; did you mean warmup_steps\?"),
-        ("data.augment.rotate=3", r"unknown key data.augment.rotate; did you mean rotate_degrees\?"),
+        (
+            "data.augment.rotate=3",
+            r"unknown key data.augment.rotate; did you mean rotate_degrees\?",
+        ),
         ("data.zzz=3", "unknown key data.zzz; valid: source, shards"),
     ],
 )
 def test_unknown_key_names_the_nearest(override: str, words: str, recipe: Path) -> None:
     with pytest.raises(ValueError, match=words):
         load_config(recipe, [override])
-
-
-@pytest.mark.parametrize("override", ["loss.options.wire=bf16", "loss={name: inf_cl, options: {wire: bf16}}"])
-def test_renamed_key_is_refused_naming_the_new_one(override: str, recipe: Path, tmp_path: Path) -> None:
-    path = tmp_path / "old.yaml"
-    path.write_text(yaml.safe_dump(MINIMAL | {"loss": {"name": "inf_cl", "options": {"wire": "bf16"}}}))
-    for arguments, origin in (([recipe, [override]], f"override {override!r}"), ([path], str(path))):
-        with pytest.raises(ValueError) as caught:
-            load_config(*arguments)
-        assert str(caught.value) == f"{origin}: loss.options.wire is now called loss.options.comm_dtype"
-    own = load_config(recipe, ["loss.name=package.module:Own", "loss.options.wire=bf16"])
-    assert own.loss.options == {"wire": "bf16"}, "an option of a user's own loss is called as the user likes"
-
-
-def test_renamed_key_in_a_run_folders_settings_is_translated(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(MINIMAL | {"loss": {"name": "inf_cl", "options": {"wire": "bf16", "tile": [8, 8]}}}))
-    with pytest.raises(ValueError, match="now called"):
-        load_config(path)
-    (tmp_path / "ds_config.json").write_text("{}")
-    assert load_config(path).loss.options == {"tile": [8, 8], "comm_dtype": "bf16"}
 
 
 @pytest.mark.parametrize(
@@ -68,13 +49,25 @@ def test_renamed_key_in_a_run_folders_settings_is_translated(tmp_path: Path) -> 
         (["optim.name=adam"], "optim.name: .*'adamw', 'lamb', 'lion' or 'sgd'.*got 'adam'"),
         (["optim.betas=[0.9]"], "optim.betas.1 is missing"),
         (["optim.schedule=linear"], "optim.schedule: "),
-        (["optim.schedule=cooldown"], r"optim.cooldown_steps \(0\) goes with optim.schedule=cooldown"),
-        (["optim.cooldown_steps=5"], r"optim.cooldown_steps \(5\) goes with .* \(cosine\)"),
-        (["optim.warmup_steps=101"], r"101 \+ 0\) exceed the run's 100 steps; set optim.warmup_steps=10, for instance"),
-        (["optim.schedule=cooldown", "optim.cooldown_steps=91"], r"10 \+ 91\) exceed the run's 100 steps"),
+        (
+            ["optim.schedule=cooldown"],
+            r"optim.cooldown_steps \(0\) and optim.schedule=cooldown",
+        ),
+        (["optim.cooldown_steps=5"], r"optim.cooldown_steps \(5\) .* \(got cosine\)"),
+        (
+            ["optim.warmup_steps=101"],
+            r"101 \+ 0\) exceed the run's 100 steps; set optim.warmup_steps=10, for instance",
+        ),
+        (
+            ["optim.schedule=cooldown", "optim.cooldown_steps=91"],
+            r"10 \+ 91\) exceed the run's 100 steps",
+        ),
         (["model.patch_dropout=1"], "model.patch_dropout: .*less than 1"),
         (["model.lock_image=true", "model.lock_text=true"], "nothing is left to train"),
-        (["model.lock_text=true", "optim.text.lr_factor=2"], "optim.text is of a tower that is not trained"),
+        (
+            ["model.lock_text=true", "optim.text.lr_factor=2"],
+            "optim.text: the text tower is not trained",
+        ),
         (["optim.image.layer_decay=1.1"], "optim.image.layer_decay: .*less than or equal to 1"),
         (["model=3"], "model: .*got 3"),
         (["data.source=shards"], "data.shards is missing"),
@@ -84,8 +77,11 @@ def test_renamed_key_in_a_run_folders_settings_is_translated(tmp_path: Path) -> 
         (["data.crop_scale=[0.5, 1.1]"], "data.crop_scale must be"),
         (["data.crop_ratio=[2, 1]"], "data.crop_ratio must be"),
         (["checkpoint.keep_last=0"], "checkpoint.keep_last: "),
-        (["steps=null"], "give one of steps, samples and epochs, got steps=None, samples=None, epochs=None"),
-        (["samples=6400"], "got steps=100, samples=6400, epochs=None; NAME=null takes one away"),
+        (
+            ["steps=null"],
+            "give one of steps, samples and epochs, got steps=None, samples=None, epochs=None",
+        ),
+        (["samples=6400"], "got steps=100, samples=6400, epochs=None; NAME=null removes one"),
         (["steps=null", "samples=63"], r"samples \(63\) is less than one global_batch \(64\)"),
         (["steps=0"], "steps: .*greater than 0"),
         (["deepspeed=zero9"], "no file 'zero9'; bundled: zero0, zero1"),
@@ -112,9 +108,12 @@ def test_settings_are_frozen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("global_batch", "micro_batch", "ranks", "count"), [(64, 16, 1, 4), (64, 16, 2, 2), (64, 16, 4, 1), (96, 8, 3, 4)]
+    ("global_batch", "micro_batch", "ranks", "count"),
+    [(64, 16, 1, 4), (64, 16, 2, 2), (64, 16, 4, 1), (96, 8, 3, 4)],
 )
-def test_batch_algebra_is_exact(global_batch: int, micro_batch: int, ranks: int, count: int) -> None:
+def test_batch_algebra_is_exact(
+    global_batch: int, micro_batch: int, ranks: int, count: int
+) -> None:
     config = settings(global_batch=global_batch, micro_batch=micro_batch)
     assert config.num_micro_batches(ranks) == count
     rendered = render_ds_config(config, ranks)
@@ -130,7 +129,9 @@ def test_batch_algebra_is_exact(global_batch: int, micro_batch: int, ranks: int,
 def test_batch_that_does_not_divide_names_the_nearest_that_does(
     global_batch: int, micro_batch: int, ranks: int
 ) -> None:
-    with pytest.raises(ValueError, match=f"{ranks} x {micro_batch} = {ranks * micro_batch}") as caught:
+    with pytest.raises(
+        ValueError, match=f"{ranks} x {micro_batch} = {ranks * micro_batch}"
+    ) as caught:
         settings(global_batch=global_batch, micro_batch=micro_batch).num_micro_batches(ranks)
     nearest = int(str(caught.value).rpartition("nearest: global_batch=")[2])
     assert settings(global_batch=nearest, micro_batch=micro_batch).num_micro_batches(ranks) >= 1
@@ -141,14 +142,14 @@ def test_batch_that_does_not_divide_names_the_nearest_that_does(
 def test_ranks_other_than_the_recipes_name_a_missing_hostfile() -> None:
     config = settings(ranks=4)
     assert config.num_micro_batches(4) == 1
-    with pytest.raises(ValueError, match="is for 4 ranks, this run has 1: the likely cause is a missing hostfile"):
+    with pytest.raises(ValueError, match="expects 4 ranks, but this run has 1"):
         config.num_micro_batches(1)
     assert settings().num_micro_batches(1) == 4
 
 
 @pytest.mark.parametrize("ranks", [0, -1])
 def test_ranks_below_one_are_refused(ranks: int) -> None:
-    with pytest.raises(ValueError, match="ranks"):
+    with pytest.raises(ValueError, match="1 rank"):
         settings().num_micro_batches(ranks)
 
 
@@ -186,10 +187,17 @@ def test_to_yaml_of_every_kind_of_value_loads_as_the_same_settings(tmp_path: Pat
         samples=10_000,
         model={"pretrained": "weights dir/w.pt", "patch_dropout": 1e-7, "name": "é 'quoted' = #1"},
         loss={"options": {"a": 1e-7, "b": [1, {"c": None}], "d": "yes", "e": True}},
-        data={"captions": {"{json[a: b]}": 1e-5, "{txt}": 3}, "crop_scale": [0.25, 1], "shards": "bundled:x"},
+        data={
+            "captions": {"{json[a: b]}": 1e-5, "{txt}": 3},
+            "crop_scale": [0.25, 1],
+            "shards": "bundled:x",
+        },
         optim={"lr": 1e-22, "eps": 1e-8, "betas": [0.9, 0.999], "weight_decay": 1e16},
-        eval={"labelled": {"null": "x", "1": "y"}},
-        deepspeed={"zero_optimization": {"stage": 3, "reduce_bucket_size": 5e8}, "bf16": {"enabled": True}},
+        eval={"labeled": {"null": "x", "1": "y"}},
+        deepspeed={
+            "zero_optimization": {"stage": 3, "reduce_bucket_size": 5e8},
+            "bf16": {"enabled": True},
+        },
     )
     path = tmp_path / "config.yaml"
     path.write_text(config.to_yaml(), encoding="utf-8")
@@ -199,7 +207,9 @@ def test_to_yaml_of_every_kind_of_value_loads_as_the_same_settings(tmp_path: Pat
 
 
 @pytest.mark.parametrize("changes", [{"name": "1e3"}, {"loss": {"options": {"mode": "2e-7"}}}])
-def test_to_yaml_of_text_that_looks_like_a_number_loads_as_text(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_to_yaml_of_text_that_looks_like_a_number_loads_as_text(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
     config = settings(**changes)
     path = tmp_path / "config.yaml"
     path.write_text(config.to_yaml(), encoding="utf-8")
@@ -229,13 +239,15 @@ def test_lamb_above_zero_0_is_refused() -> None:
 
 def test_epochs_become_steps_when_the_samples_are_counted() -> None:
     config = settings(steps=None, epochs=2.5)
-    with pytest.raises(ValueError, match="only when the samples of the data are counted"):
+    with pytest.raises(ValueError, match="only once the samples are counted"):
         _ = config.num_steps
-    assert "2.5 epochs, whose steps are known when the samples of the data are counted" in config.describe(1)
+    assert "2.5 epochs (steps are known once the samples are counted)" in config.describe(1)
     counted = config.with_steps(1000)
     assert (counted.num_steps, counted.steps, counted.epochs) == (39, 39, None)  # 2500 // 64
     assert check_config(counted.model_dump(mode="json"), "again") == counted
-    with pytest.raises(ValueError, match=r"epochs \(2.5 of 25 samples\) is less than one global_batch \(64\)"):
+    with pytest.raises(
+        ValueError, match=r"epochs \(2.5 of 25 samples\) is less than one global_batch \(64\)"
+    ):
         config.with_steps(25)
     with pytest.raises(ValueError, match="exceed the run's 9 steps"):
         config.with_steps(250)
@@ -244,13 +256,16 @@ def test_epochs_become_steps_when_the_samples_are_counted() -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("batch_size=256", r"unknown key batch_size; here it is micro_batch or global_batch; samples per rank"),
+        (
+            "batch_size=256",
+            r"unknown key batch_size; here it is micro_batch or global_batch; samples per rank",
+        ),
         ("accum_freq=2", r"unknown key accum_freq; here it is global_batch"),
         ("optim.wd=0.1", r"unknown key optim.wd; here it is optim.weight_decay"),
         ("lr=1e-3", r"unknown key lr; here it is optim.lr$"),
         ("precision=amp", r"unknown key precision; here it is deepspeed; bf16 autocast"),
-        ("ema=0.999", r"unknown key ema; there is no moving average"),
-        ("local-loss=true", r"unknown key local-loss; not needed: no loss here holds"),
+        ("ema=0.999", r"unknown key ema; no moving average"),
+        ("local-loss=true", r"unknown key local-loss; not needed: only loss"),
     ],
 )
 def test_word_of_another_trainer_is_explained(override: str, words: str, recipe: Path) -> None:
@@ -260,6 +275,9 @@ def test_word_of_another_trainer_is_explained(override: str, words: str, recipe:
 
 def test_words_of_another_trainer_are_all_explained() -> None:
     with pytest.raises(ValueError, match="unknown key") as caught:
-        load_config("quickstart", ["lr=1", "wd=1", "beta1=1", "accum_freq=2", "batch_size=3", "precision=fp32"])
+        load_config(
+            "quickstart",
+            ["lr=1", "wd=1", "beta1=1", "accum_freq=2", "batch_size=3", "precision=fp32"],
+        )
     assert str(caught.value).count("here it is") == 6
     assert "more problems" not in str(caught.value)

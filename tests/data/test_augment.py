@@ -12,8 +12,8 @@ from torchvision.transforms import functional as TF
 
 from disco_ds.config import AugmentSettings
 from disco_ds.data import augment
-from disco_ds.data.colour import ORDERS
-from disco_ds.data.keyed import AUGMENT_COLUMN, COLOUR_COLUMN, keyed_uniform
+from disco_ds.data.images.color import ORDERS
+from disco_ds.data.order.counter_rng import AUGMENT_COLUMN, COLOR_COLUMN, keyed_uniform
 
 
 def images(num: int, height: int = 20, width: int = 28) -> tuple[Tensor, Tensor, Tensor]:
@@ -22,9 +22,11 @@ def images(num: int, height: int = 20, width: int = 28) -> tuple[Tensor, Tensor,
     return image, torch.arange(num) % 2, torch.arange(num) * 7
 
 
-STRONG = AugmentSettings(rotate_degrees=14, zoom=0.2, shift=0.12, colour_scale=0.25, colour_offset=0.1)
+STRONG = AugmentSettings(
+    rotate_degrees=14, zoom=0.2, shift=0.12, color_scale=0.25, color_offset=0.1
+)
 EVERYTHING = AugmentSettings(
-    **STRONG.model_dump(include={"rotate_degrees", "zoom", "shift", "colour_scale", "colour_offset"}),
+    **STRONG.model_dump(include={"rotate_degrees", "zoom", "shift", "color_scale", "color_offset"}),
     color_jitter=(0.4, 0.4, 0.4, 0.1),
     color_jitter_prob=0.8,
     gray_scale_prob=0.2,
@@ -39,16 +41,21 @@ def test_augment_zero_settings_is_the_image() -> None:
     assert torch.equal(out, image)
 
 
-COLOURS = AugmentSettings(color_jitter=(0.4, 0.3, 0.5, 0.2), color_jitter_prob=0.7, gray_scale_prob=0.3)
+COLORS = AugmentSettings(
+    color_jitter=(0.4, 0.3, 0.5, 0.2), color_jitter_prob=0.7, gray_scale_prob=0.3
+)
 
 
-@pytest.mark.parametrize("kind", [STRONG, COLOURS, AugmentSettings(re_prob=0.9), EVERYTHING])
+@pytest.mark.parametrize("kind", [STRONG, COLORS, AugmentSettings(re_prob=0.9), EVERYTHING])
 def test_augment_does_not_depend_on_the_grouping(kind: AugmentSettings) -> None:
     image, epoch, index = images(13)
     whole = augment(image, epoch, index, 5, kind)
     assert whole.min() >= 0
     assert whole.max() <= 1
-    parts = [augment(image[rows], epoch[rows], index[rows], 5, kind) for rows in torch.arange(13).split(4)]
+    parts = [
+        augment(image[rows], epoch[rows], index[rows], 5, kind)
+        for rows in torch.arange(13).split(4)
+    ]
     assert torch.equal(torch.cat(parts), whole)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(augment(image, epoch, index, 5, kind), whole)
@@ -59,9 +66,9 @@ def test_augment_does_not_depend_on_the_grouping(kind: AugmentSettings) -> None:
 
 def test_color_jitter_and_gray_scale_equal_torchvision_s() -> None:
     image, epoch, index = images(60)
-    drawn = keyed_uniform(3, epoch, index, 7, COLOUR_COLUMN)
+    drawn = keyed_uniform(3, epoch, index, 7, COLOR_COLUMN)
     adjust = [TF.adjust_brightness, TF.adjust_contrast, TF.adjust_saturation, TF.adjust_hue]
-    ours = augment(image, epoch, index, 3, COLOURS)
+    ours = augment(image, epoch, index, 3, COLORS)
     for i, row in enumerate(drawn.tolist()):
         theirs = image[i].float() / 255
         if row[0] < 0.7:
@@ -76,13 +83,15 @@ def test_color_jitter_and_gray_scale_equal_torchvision_s() -> None:
 
 def test_color_jitter_takes_every_order_and_each_probability() -> None:
     index = torch.arange(20_000)
-    drawn = keyed_uniform(0, torch.zeros_like(index), index, 7, COLOUR_COLUMN)
+    drawn = keyed_uniform(0, torch.zeros_like(index), index, 7, COLOR_COLUMN)
     counts = (24 * drawn[:, 5]).long().bincount(minlength=24)
     assert sorted(ORDERS) == sorted(set(ORDERS))
     assert counts.min() > 700
-    image = torch.randint(0, 256, (2000, 3, 2, 2), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    image = torch.randint(
+        0, 256, (2000, 3, 2, 2), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
+    )
     epoch, index = torch.zeros(2000).long(), torch.arange(2000)
-    for settings, share in ((AugmentSettings(gray_scale_prob=0.2), 0.2), (COLOURS, 1 - 0.3 * 0.7)):
+    for settings, share in ((AugmentSettings(gray_scale_prob=0.2), 0.2), (COLORS, 1 - 0.3 * 0.7)):
         out = augment(image, epoch, index, 1, settings)
         changed = (out - image / 255).abs().amax((1, 2, 3)) > 1e-6
         assert abs(changed.float().mean() - share) < 0.03
@@ -114,7 +123,9 @@ def test_random_erasing_takes_one_to_re_count_boxes() -> None:
     image, epoch, index = images(300, 64, 64)
     image[:] = 7
     share = [
-        (augment(image, epoch, index, 2, AugmentSettings(re_prob=1.0, re_count=count)) != 7 / 255).float().mean()
+        (augment(image, epoch, index, 2, AugmentSettings(re_prob=1.0, re_count=count)) != 7 / 255)
+        .float()
+        .mean()
         for count in (1, 4)
     ]
     # The boxes share the area between them, as timm's do.
@@ -124,8 +135,10 @@ def test_random_erasing_takes_one_to_re_count_boxes() -> None:
 
 def test_augment_moves_alone_keep_white_white() -> None:
     white = torch.full((4, 3, 16, 24), 255, dtype=torch.uint8)
-    moves = STRONG.model_copy(update={"colour_scale": 0.0, "colour_offset": 0.0})
-    assert torch.allclose(augment(white, torch.zeros(4).long(), torch.arange(4), 0, moves), torch.ones(()))
+    moves = STRONG.model_copy(update={"color_scale": 0.0, "color_offset": 0.0})
+    assert torch.allclose(
+        augment(white, torch.zeros(4).long(), torch.arange(4), 0, moves), torch.ones(())
+    )
 
 
 @pytest.mark.parametrize(("height", "width"), [(32, 32), (24, 40)])
@@ -133,26 +146,34 @@ def test_augment_equals_torchvisions_affine(height: int, width: int) -> None:
     coarse = torch.rand(6, 3, 5, 5, generator=torch.Generator().manual_seed(0))
     smooth = torch.nn.functional.interpolate(coarse, (height, width), mode="bicubic").clamp(0, 1)
     image, epoch, index = (smooth * 255).byte(), torch.zeros(6).long(), torch.arange(6)
-    moves = STRONG.model_copy(update={"colour_scale": 0.0, "colour_offset": 0.0})
+    moves = STRONG.model_copy(update={"color_scale": 0.0, "color_offset": 0.0})
     drawn = 2 * keyed_uniform(3, epoch, index, 4, AUGMENT_COLUMN) - 1
     ours = augment(image, epoch, index, 3, moves)
     for i in range(6):
         angle, zoom = 14 * drawn[i, 0].item(), 1 + 0.2 * drawn[i, 1].item()
         shift = [0.12 * drawn[i, 2].item() * width, 0.12 * drawn[i, 3].item() * height]
         # It takes translations as whole pixels, so it works on 8 x 8 pixels for each of ours.
-        padded = torch.nn.functional.interpolate(image[i : i + 1].float() / 255, scale_factor=8, mode="nearest")
+        padded = torch.nn.functional.interpolate(
+            image[i : i + 1].float() / 255, scale_factor=8, mode="nearest"
+        )
         theirs = TF.affine(
-            padded, angle, [round(8 * s) for s in shift], zoom, [0.0, 0.0], InterpolationMode.BILINEAR, fill=[1.0]
+            padded,
+            angle,
+            [round(8 * s) for s in shift],
+            zoom,
+            [0.0, 0.0],
+            InterpolationMode.BILINEAR,
+            fill=[1.0],
         )
         theirs = torch.nn.functional.avg_pool2d(theirs, 8)[0]
         inner = (slice(None), slice(4, -4), slice(4, -4))
         assert (ours[i] - theirs)[inner].abs().mean() < 0.02
 
 
-def test_augment_colours_are_gain_and_offset_per_channel() -> None:
+def test_augment_colors_are_gain_and_offset_per_channel() -> None:
     image = torch.full((500, 3, 2, 2), 128, dtype=torch.uint8)
-    colours = AugmentSettings(colour_scale=0.25, colour_offset=0.1)
-    out = augment(image, torch.zeros(500).long(), torch.arange(500), 0, colours)
+    colors = AugmentSettings(color_scale=0.25, color_offset=0.1)
+    out = augment(image, torch.zeros(500).long(), torch.arange(500), 0, colors)
     assert torch.equal(out[:, :, 0, 0], out[:, :, 1, 1])
     values = out[:, :, 0, 0] / (128 / 255)
     assert abs(values.mean() - 1) < 0.02

@@ -45,7 +45,9 @@ def damage(index: int, sample: dict[str, bytes]) -> dict[str, bytes]:
     if index % 10 != 4:
         return sample
     way = ways[index // 10 % len(ways)]
-    return {name: data for name, data in (sample | way).items() if "gif" not in way or name != "png"}
+    return {
+        name: data for name, data in (sample | way).items() if "gif" not in way or name != "png"
+    }
 
 
 REASONS = (
@@ -66,7 +68,9 @@ def test_broken_samples_are_skipped_alike_counted_and_named(tmp_path: Path) -> N
     assert {index for index, epoch in read if epoch == 0} == set(range(NUM_SAMPLES)) - lost
     assert not {index for index, _ in read} & lost
     for size, workers in [(2, 0), (4, 0), (1, 3)]:
-        assert read_global(manifest, settings(max_broken=0.2, workers=workers), size, 12) == expected
+        assert (
+            read_global(manifest, settings(max_broken=0.2, workers=workers), size, 12) == expected
+        )
     # The count goes on after a resume, at the sum over ranks.
     middle = read_global(manifest, settings(max_broken=0.2), 2, 5)[1]
     batches, state, broken = read_global(manifest, settings(max_broken=0.2), 4, 7, state=middle)
@@ -96,7 +100,9 @@ def test_broken_sample_says_why(tmp_path: Path, way: int, reason: str) -> None:
     assert any(word in data.broken[0] for word in reason.split("|")), data.broken
 
 
-def test_truncated_shard_costs_its_lost_samples(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_truncated_shard_costs_its_lost_samples(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = write_shards(tmp_path, [20, 20]).folder
     path = folder / "00001.tar"
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
@@ -108,7 +114,9 @@ def test_truncated_shard_costs_its_lost_samples(tmp_path: Path, caplog: pytest.L
     steps, read = [], []
     for _ in range(3):
         steps.append(read_step(loader))
-        read += [i for batch in steps[-1].micro_batches for i in batch.index[batch.epoch == 0].tolist()]
+        read += [
+            i for batch in steps[-1].micro_batches for i in batch.index[batch.epoch == 0].tolist()
+        ]
     loader.close()
     assert set(read) >= set(range(20))
     assert 5 <= 40 - len(set(read)) <= 15
@@ -118,8 +126,12 @@ def test_truncated_shard_costs_its_lost_samples(tmp_path: Path, caplog: pytest.L
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("max_broken", [0.01, 1.0])
-def test_wrong_image_key_ends_with_the_members_seen(manifest: Manifest, workers: int, max_broken: float) -> None:
-    loader = make_loader(manifest, settings(image_key="jpg;webp", workers=workers, max_broken=max_broken))
+def test_wrong_image_key_ends_with_the_members_seen(
+    manifest: Manifest, workers: int, max_broken: float
+) -> None:
+    loader = make_loader(
+        manifest, settings(image_key="jpg;webp", workers=workers, max_broken=max_broken)
+    )
     data = read_step(loader)
     assert data.error is not None
     assert "no image under jpg;webp; the sample has png, txt, json" in data.error
@@ -149,7 +161,9 @@ def test_missing_field_and_limit_stop_the_run(tmp_path: Path) -> None:
     def change(index: int, sample: dict[str, bytes]) -> dict[str, bytes]:
         return sample if index % 4 else {"png": sample["png"]}
 
-    loader = make_loader(write_shards(tmp_path, [60] * 4, change), settings(captions={"{json[label]}": 1.0}))
+    loader = make_loader(
+        write_shards(tmp_path, [60] * 4, change), settings(captions={"{json[label]}": 1.0})
+    )
     errors = [read_step(loader).error for _ in range(8)]
     loader.close()
     assert errors[0] is None
@@ -202,7 +216,9 @@ def stall(texts: list[str]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_code_that_fails_for_all_samples_is_an_error_with_its_traceback(manifest: Manifest, workers: int) -> None:
+def test_code_that_fails_for_all_samples_is_an_error_with_its_traceback(
+    manifest: Manifest, workers: int
+) -> None:
     loader = make_loader(manifest, settings(workers=workers), tokenize=fail)
     errors = [read_step(loader).error for _ in range(8)]
     loader.close()
@@ -213,7 +229,13 @@ def test_code_that_fails_for_all_samples_is_an_error_with_its_traceback(manifest
 
 
 def test_wrong_context_length_is_an_error(manifest: Manifest) -> None:
-    loader = Loader(settings(), [manifest], SampleForm(SPEC, tokenize, CONTEXT + 1, VOCAB), Share(0, 1, 24, 12), 0)
+    loader = Loader(
+        settings(),
+        [manifest],
+        SampleForm(SPEC, tokenize, CONTEXT + 1, VOCAB),
+        Share(0, 1, 24, 12),
+        0,
+    )
     error = read_step(loader).error
     loader.close()
     assert error is not None

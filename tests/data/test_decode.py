@@ -17,7 +17,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as TF
 
 from disco_ds.data import BrokenSample, ImageSpec, read_all, read_labels
-from disco_ds.data.decode import (
+from disco_ds.data.images.decode import (
     Captions,
     _crop_box,
     decode_image,
@@ -36,12 +36,21 @@ MAX_PIXELS = 10**8
 @pytest.mark.parametrize("mode", ["shortest", "longest", "squash"])
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
 @pytest.mark.parametrize("target", [(32, 32), (24, 40)])
-def test_evaluation_resize_equals_open_clip(mode: str, interpolation: str, target: tuple[int, int]) -> None:
+def test_evaluation_resize_equals_open_clip(
+    mode: str, interpolation: str, target: tuple[int, int]
+) -> None:
     transform = open_clip.image_transform(
-        target, is_train=False, mean=(0,) * 3, std=(1,) * 3, resize_mode=mode, interpolation=interpolation
+        target,
+        is_train=False,
+        mean=(0,) * 3,
+        std=(1,) * 3,
+        resize_mode=mode,
+        interpolation=interpolation,
     )
     spec = ImageSpec(target, interpolation, mode)  # type: ignore[arg-type]
-    for size in [(100, 75), (75, 101), (64, 64), (20, 17), (13, 300), (32, 32)] + [(2000, 13)] * (mode == "shortest"):
+    for size in [(100, 75), (75, 101), (64, 64), (20, 17), (13, 300), (32, 32)] + [(2000, 13)] * (
+        mode == "shortest"
+    ):
         image = noise(*size)
         ours = resize_for_evaluation(image, spec)
         assert ours.shape == (3, *target)
@@ -55,7 +64,12 @@ def test_evaluation_resize_equals_open_clip(mode: str, interpolation: str, targe
 def test_evaluation_pixels_are_those_of_the_model_s_own_preprocessing(name: str) -> None:
     side = open_clip.get_model_config(register_config(name))["vision_cfg"]["image_size"]
     transform = open_clip.image_transform(side, is_train=False, mean=(0,) * 3, std=(1,) * 3)
-    for mode, size in [("RGB", (300, 231)), ("L", (231, 300)), ("RGBA", (side, side)), ("P", (side - 1, 2 * side))]:
+    for mode, size in [
+        ("RGB", (300, 231)),
+        ("L", (231, 300)),
+        ("RGBA", (side, side)),
+        ("P", (side - 1, 2 * side)),
+    ]:
         data = encode(noise(*size).convert(mode))
         # RGB first, as webdataset and torchvision's image folders hand images to the transform.
         expected = transform(Image.open(io.BytesIO(data)).convert("RGB"))
@@ -66,16 +80,28 @@ def test_evaluation_pixels_are_those_of_the_model_s_own_preprocessing(name: str)
 def test_evaluation_resize_of_a_thread_does_not_fill_the_memory() -> None:
     image = Image.new("RGB", (2, 1_000_000), (9, 9, 9))
     for mode in ("shortest", "longest", "squash"):
-        assert resize_for_evaluation(image, ImageSpec((224, 224), resize_mode=mode)).shape == (3, 224, 224)  # type: ignore[arg-type]
+        assert resize_for_evaluation(image, ImageSpec((224, 224), resize_mode=mode)).shape == (
+            3,
+            224,
+            224,
+        )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
 def test_random_crop_resizes_its_box_as_pil(interpolation: Literal["bicubic", "bilinear"]) -> None:
-    image, numbers = noise(90, 60), torch.rand(22, generator=torch.Generator().manual_seed(0)).tolist()
+    image, numbers = (
+        noise(90, 60),
+        torch.rand(22, generator=torch.Generator().manual_seed(0)).tolist(),
+    )
     left, top, width, height = _crop_box(90, 60, (0.2, 0.6), (0.75, 4 / 3), numbers)
-    expected = TF.resized_crop(image, top, left, height, width, [16, 24], InterpolationMode(interpolation))
+    expected = TF.resized_crop(
+        image, top, left, height, width, [16, 24], InterpolationMode(interpolation)
+    )
     pixels, spec = TF.pil_to_tensor(image), ImageSpec((16, 24), interpolation)
-    difference = resize_random_crop(pixels, spec, (0.2, 0.6), (0.75, 4 / 3), numbers) - TF.pil_to_tensor(expected).int()
+    difference = (
+        resize_random_crop(pixels, spec, (0.2, 0.6), (0.75, 4 / 3), numbers)
+        - TF.pil_to_tensor(expected).int()
+    )
     assert difference.abs().max() <= 1
     assert difference.abs().float().mean() < 0.1
 
@@ -107,15 +133,23 @@ def test_crop_boxes_follow_area_and_ratio() -> None:
     assert any(x + w == 300 for x, _, w, _ in boxes)
 
 
-@pytest.mark.parametrize(("size", "box"), [((1000, 10), (493, 0, 13, 10)), ((10, 1000), (0, 493, 10, 13))])
-def test_crop_of_a_shape_that_never_fits_is_the_centre(size: tuple[int, int], box: tuple[int, int, int, int]) -> None:
+@pytest.mark.parametrize(
+    ("size", "box"), [((1000, 10), (493, 0, 13, 10)), ((10, 1000), (0, 493, 10, 13))]
+)
+def test_crop_of_a_shape_that_never_fits_is_the_centre(
+    size: tuple[int, int], box: tuple[int, int, int, int]
+) -> None:
     assert _crop_box(*size, (0.9, 1.0), (0.75, 4 / 3), [0.5] * 22) == box
 
 
 @pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "1", "I;16", "LA"])
 def test_every_mode_becomes_rgb(mode: str) -> None:
     kind = "TIFF" if mode == "CMYK" else "PNG"
-    source = Image.new(mode, (6, 4)) if mode in ("I;16", "LA") else Image.new("RGB", (6, 4), (255, 0, 0)).convert(mode)
+    source = (
+        Image.new(mode, (6, 4))
+        if mode in ("I;16", "LA")
+        else Image.new("RGB", (6, 4), (255, 0, 0)).convert(mode)
+    )
     image = decode_image(encode(source, kind), MAX_PIXELS)
     assert (image.mode, image.size) == ("RGB", (6, 4))
 
@@ -158,12 +192,20 @@ def test_image_keys_are_tried_in_order() -> None:
         find_image({"png": b"p", "jpg": b"j"}, "webp;gif")
 
 
-FIELDS = {"txt": b" a cat \n", "json": json.dumps({"n": 3, "list": ["a", "b"], "none": None}).encode()}
+FIELDS = {
+    "txt": b" a cat \n",
+    "json": json.dumps({"n": 3, "list": ["a", "b"], "none": None}).encode(),
+}
 
 
 @pytest.mark.parametrize(
     ("template", "caption"),
-    [("{txt}", "a cat"), ("{json[n]}: {json[list]}", "3: a, b"), ("photo of {txt}", "photo of  a cat"), ("x", "x")],
+    [
+        ("{txt}", "a cat"),
+        ("{json[n]}: {json[list][1]}", "3: b"),
+        ("photo of {txt}", "photo of  a cat"),
+        ("x", "x"),
+    ],
 )
 def test_template_is_filled(template: str, caption: str) -> None:
     assert fill_template(template, FIELDS) == caption
@@ -171,7 +213,15 @@ def test_template_is_filled(template: str, caption: str) -> None:
 
 @pytest.mark.parametrize(
     ("template", "reason"),
-    [("{cap}", "KeyError: 'cap'"), ("{json[x]}", "KeyError"), ("{json[none]}", "null"), ("", "is empty"), ("{}", "")],
+    [
+        ("{cap}", "KeyError: 'cap'"),
+        ("{json[x]}", "KeyError"),
+        ("{json[none]}", "null"),
+        ("{json[list]}", "{json[list]} is a list of 2 entries; {json[list][0]} is the first"),
+        ("{json[list][2]}", "IndexError"),
+        ("", "is empty"),
+        ("{}", ""),
+    ],
 )
 def test_template_that_cannot_be_filled_names_the_members(template: str, reason: str) -> None:
     with pytest.raises(BrokenSample, match=r"the sample has txt, json") as error:
@@ -204,16 +254,23 @@ def test_read_all_gives_every_rank_its_samples_in_order(tmp_path: Path) -> None:
     broken: list[str] = []
     for rank in range(3):
         read = list(read_all(manifest, settings(), SPEC, rank, 3, "{json[label]}", broken.append))
-        assert [index for _, _, index in read] == [i for i in range(rank, 50, 3) if i not in (7, 11)]
+        assert [index for _, _, index in read] == [
+            i for i in range(rank, 50, 3) if i not in (7, 11)
+        ]
         for image, label, index in read:
             assert image[:, 3, 3].tolist() == [index, 0, 7]
             assert label == f"label {index % 3}"
-    assert [text.partition(": ")[0] for text in sorted(broken)] == ["00000.tar/0007", "00000.tar/0011"]
+    assert [text.partition(": ")[0] for text in sorted(broken)] == [
+        "00000.tar/0007",
+        "00000.tar/0011",
+    ]
     labels = read_labels(manifest, "{json[label]}")
     assert labels == [None if index == 11 else f"label {index % 3}" for index in range(50)]
 
 
-def test_read_all_of_a_truncated_shard_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_read_all_of_a_truncated_shard_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     manifest = write_shards(tmp_path, [10, 10])
     path = tmp_path / "00000.tar"
     path.write_bytes(path.read_bytes()[:9000])

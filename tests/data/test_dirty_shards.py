@@ -12,7 +12,16 @@ import torch
 from PIL import Image
 
 from disco_ds.config.data import DataSettings
-from disco_ds.data import ImageSpec, Loader, Manifest, SampleForm, Share, index_shards, load_manifest, write_manifest
+from disco_ds.data import (
+    ImageSpec,
+    Loader,
+    Manifest,
+    SampleForm,
+    Share,
+    index_shards,
+    load_manifest,
+    write_manifest,
+)
 from helpers.shards import bomb, encode, read_step, write_tar
 
 SHARDS, ENTRIES, BATCH = 1000, 20, 100
@@ -25,7 +34,12 @@ def write_all(folder: Path, dirty: bool) -> Manifest:
     folder.mkdir()
     generator = numpy.random.default_rng(0)
     images = [
-        encode(Image.fromarray(generator.integers(0, 256, (6, 6, 3), dtype=numpy.uint8)).resize((96, 96)), "JPEG")
+        encode(
+            Image.fromarray(generator.integers(0, 256, (6, 6, 3), dtype=numpy.uint8)).resize(
+                (96, 96)
+            ),
+            "JPEG",
+        )
         for _ in range(200)
     ]
     for shard in range(SHARDS):
@@ -58,7 +72,9 @@ def tokenize(texts: list[str]) -> torch.Tensor:
 def read_epoch(manifest: Manifest, workers: int) -> tuple[set[int], list[str], float]:
     """(ids seen in the first epoch, names of broken samples, samples per second)."""
     settings = DataSettings(shards=str(manifest.folder), workers=workers, max_broken=0.1)
-    loader = Loader(settings, [manifest], SampleForm(SPEC, tokenize, 2, 50_000), Share(0, 1, BATCH, BATCH), 0)
+    loader = Loader(
+        settings, [manifest], SampleForm(SPEC, tokenize, 2, 50_000), Share(0, 1, BATCH, BATCH), 0
+    )
     seen: set[int] = set()
     broken: list[str] = []
     try:
@@ -78,7 +94,10 @@ def read_epoch(manifest: Manifest, workers: int) -> tuple[set[int], list[str], f
 
 @pytest.mark.slow
 def test_thousand_dirty_shards_are_read_to_the_end_as_fast_as_clean_ones(tmp_path: Path) -> None:
-    clean, dirty = write_all(tmp_path / "clean", dirty=False), write_all(tmp_path / "dirty", dirty=True)
+    clean, dirty = (
+        write_all(tmp_path / "clean", dirty=False),
+        write_all(tmp_path / "dirty", dirty=True),
+    )
     pairs = [(read_epoch(clean, 1), read_epoch(dirty, 1)) for _ in range(5)]
     seen, broken, _ = pairs[0][1]
     lost = {index for index in range(SHARDS * ENTRIES) if index % 100 in (7, 57)} | {4242}

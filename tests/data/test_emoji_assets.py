@@ -45,10 +45,16 @@ def splits() -> dict[str, list[dict[str, Any]]]:
     """Every sample of every split, in the order of shards and keys, with its decoded pixels."""
     result: dict[str, list[dict[str, Any]]] = {}
     for split in NUM_SHARDS:
-        result[split] = [s for path in sorted((ASSETS / split).glob("*.tar")) for s in read_shard(path)]
+        result[split] = [
+            s for path in sorted((ASSETS / split).glob("*.tar")) for s in read_shard(path)
+        ]
         for sample in result[split]:
             with Image.open(io.BytesIO(sample["png"])) as image:
-                sample["format"], sample["mode"], sample["size"] = image.format, image.mode, image.size
+                sample["format"], sample["mode"], sample["size"] = (
+                    image.format,
+                    image.mode,
+                    image.size,
+                )
                 sample["pixels"] = image.convert("RGB").tobytes()
             sample["fields"] = json.loads(sample["json"])
     return result
@@ -72,7 +78,11 @@ def test_manifest_matches_shards(splits: dict[str, list[dict[str, Any]]], split:
     counts = Counter(sample["tar_key"][:5] + ".tar" for sample in splits[split])
     for shard in manifest["shards"]:
         path = ASSETS / split / shard["name"]
-        assert shard == {"name": path.name, "samples": counts[path.name], "bytes": path.stat().st_size}
+        assert shard == {
+            "name": path.name,
+            "samples": counts[path.name],
+            "bytes": path.stat().st_size,
+        }
     sizes = [shard["samples"] for shard in manifest["shards"]]
     assert max(sizes) - min(sizes) <= 1
 
@@ -96,12 +106,20 @@ def test_samples_are_complete(splits: dict[str, list[dict[str, Any]]], split: st
 def test_vendors_and_labels_keep_to_their_split(splits: dict[str, list[dict[str, Any]]]) -> None:
     vendors = {split: {s["fields"]["vendor"] for s in samples} for split, samples in splits.items()}
     labels = {split: {s["fields"]["label"] for s in samples} for split, samples in splits.items()}
-    assert vendors == {"train": TRAINING_VENDORS, "validation": {HELD_OUT_VENDOR}, "unseen": {HELD_OUT_VENDOR}}
+    assert vendors == {
+        "train": TRAINING_VENDORS,
+        "validation": {HELD_OUT_VENDOR},
+        "unseen": {HELD_OUT_VENDOR},
+    }
     assert not labels["unseen"] & labels["train"]
     assert labels["validation"] <= labels["train"]
     assert len(labels["unseen"]) == len(splits["unseen"]) == 155
     assert len({s["fields"]["group"] for s in splits["unseen"]}) == 9
-    captions = {(s["fields"]["label"], s["fields"]["caption"]) for samples in splits.values() for s in samples}
+    captions = {
+        (s["fields"]["label"], s["fields"]["caption"])
+        for samples in splits.values()
+        for s in samples
+    }
     assert len(captions) == len({caption for _, caption in captions}), "two labels share a caption"
 
 
@@ -112,12 +130,16 @@ def test_no_image_occurs_twice(splits: dict[str, list[dict[str, Any]]]) -> None:
 
 def test_shards_mix_vendors(splits: dict[str, list[dict[str, Any]]]) -> None:
     for shard in {sample["tar_key"][:5] for sample in splits["train"]}:
-        vendors = Counter(s["fields"]["vendor"] for s in splits["train"] if s["tar_key"][:5] == shard)
+        vendors = Counter(
+            s["fields"]["vendor"] for s in splits["train"] if s["tar_key"][:5] == shard
+        )
         assert vendors.keys() == TRAINING_VENDORS
         assert max(vendors.values()) < 0.5 * vendors.total()
 
 
-def test_attribution_names_every_vendor_licence_and_count(splits: dict[str, list[dict[str, Any]]]) -> None:
+def test_attribution_names_every_vendor_licence_and_count(
+    splits: dict[str, list[dict[str, Any]]],
+) -> None:
     lines = (ASSETS / "ATTRIBUTION.md").read_text(encoding="utf-8").splitlines()
     samples = [(split, s["fields"]) for split, part in splits.items() for s in part]
     licences = {fields["vendor"]: fields["licence"] for _, fields in samples}
@@ -127,13 +149,25 @@ def test_attribution_names_every_vendor_licence_and_count(splits: dict[str, list
         work, numbers = [line for line in lines if line.startswith(f"| {vendor} |")]
         assert f"[{licence}](" in work
         assert f"`@iconify-json/{vendor}` " in work
-        assert numbers == f"| {vendor} | " + " | ".join(str(counts[vendor, split]) for split in NUM_SHARDS) + " |"
+        assert (
+            numbers
+            == f"| {vendor} | "
+            + " | ".join(str(counts[vendor, split]) for split in NUM_SHARDS)
+            + " |"
+        )
 
 
 def make_samples(tool: ModuleType, count: int) -> list[Any]:
     names = {"licence": "MIT", "keywords": "a, b", "group": "objects", "subgroup": "tool"}
     return [
-        tool.Sample(b"png%d" % i, vendor=f"v{i % 3}", label=f"L{i} é", caption=f"l{i} é", hexcode=f"{i:X}", **names)
+        tool.Sample(
+            b"png%d" % i,
+            vendor=f"v{i % 3}",
+            label=f"L{i} é",
+            caption=f"l{i} é",
+            hexcode=f"{i:X}",
+            **names,
+        )
         for i in range(count)
     ]
 
@@ -142,16 +176,25 @@ def test_writer_is_deterministic_whatever_the_order(tool: ModuleType, tmp_path: 
     samples = make_samples(tool, 11)
     tool.write_shards(samples, tmp_path / "one", 5)
     tool.write_shards(samples[::-1], tmp_path / "two", 5)
-    tool.write_shards(samples, tmp_path / "two", 3)  # a second run leaves nothing of the first behind
+    tool.write_shards(
+        samples, tmp_path / "two", 3
+    )  # a second run leaves nothing of the first behind
     tool.write_shards(samples[::-1], tmp_path / "three", 3)
-    files = {folder: {p.name: p.read_bytes() for p in (tmp_path / folder).iterdir()} for folder in ("two", "three")}
+    files = {
+        folder: {p.name: p.read_bytes() for p in (tmp_path / folder).iterdir()}
+        for folder in ("two", "three")
+    }
     assert files["two"] == files["three"]
     assert sorted(files["two"]) == ["00000.tar", "00001.tar", "00002.tar", "manifest.json"]
     shards = json.loads(files["two"]["manifest.json"])["shards"]
     assert [shard["samples"] for shard in shards] == [4, 4, 3]
     with tarfile.open(tmp_path / "one" / "00001.tar") as tar:
-        assert {(m.mtime, m.uid, m.gid, m.uname, m.gname, m.mode) for m in tar} == {(0, 0, 0, "", "", 0o644)}
-        assert tar.getnames() == [f"00001{i:04d}.{end}" for i in range(2) for end in ("json", "png", "txt")]
+        assert {(m.mtime, m.uid, m.gid, m.uname, m.gname, m.mode) for m in tar} == {
+            (0, 0, 0, "", "", 0o644)
+        }
+        assert tar.getnames() == [
+            f"00001{i:04d}.{end}" for i in range(2) for end in ("json", "png", "txt")
+        ]
     written = [s for path in sorted((tmp_path / "one").glob("*.tar")) for s in read_shard(path)]
     assert sorted(s["txt"].decode() for s in written) == sorted(s.caption for s in samples)
 
@@ -162,6 +205,11 @@ def test_duplicates_keep_one_of_a_label_and_none_of_several(tool: ModuleType) ->
         Image.new("RGB", (4, 4), colour).save(buffer, "PNG")
         return tool.Sample(buffer.getvalue(), vendor, "MIT", label, label, "k", "g", "s", "1F600")
 
-    samples = [draw("red", "noto", "a"), draw("red", "twemoji", "a"), draw("blue", "noto", "b"), draw("lime", "x", "c")]
+    samples = [
+        draw("red", "noto", "a"),
+        draw("red", "twemoji", "a"),
+        draw("blue", "noto", "b"),
+        draw("lime", "x", "c"),
+    ]
     samples += [draw("blue", "twemoji", "d")]
     assert tool.drop_duplicates(samples) == [samples[0], samples[3]]

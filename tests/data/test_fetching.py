@@ -12,8 +12,9 @@ import pytest
 
 from disco_ds.config.data import DataSettings, RemoteSettings
 from disco_ds.data import DataError, Manifest, load_sources
-from disco_ds.data.fetching import describe, fetch_temporary
-from disco_ds.data.shard_cache import ShardCache
+from disco_ds.data.remote.fetching import describe, fetch_temporary
+from disco_ds.data.remote.shard_cache import ShardCache
+from helpers.machine import many_open_files
 from helpers.remote import ALL, open_cache, remote
 from helpers.shards import make_loader, read_global, read_rank, read_step, settings
 from helpers.waiting import wait_for
@@ -24,27 +25,39 @@ def read_both(sources: Any, data: DataSettings) -> Any:
     """What two ranks at a time read in 8 steps, and where they stand then."""
     loaders = [make_loader(sources, data, rank, 2) for rank in range(2)]
     try:
-        return [read_rank(loader, 8) for loader in loaders], [loader.state_dict() for loader in loaders]
+        return [read_rank(loader, 8) for loader in loaders], [
+            loader.state_dict() for loader in loaders
+        ]
     finally:
         for loader in loaders:
             loader.close()
 
 
-def test_shards_of_a_server_are_those_of_the_folder(shards: Manifest, server: Server, tmp_path: Path) -> None:
-    data = remote(f"{server.url}/{ALL}", shards.folder / "manifest.json", tmp_path / "cache", workers=2)
+def test_shards_of_a_server_are_those_of_the_folder(
+    shards: Manifest, server: Server, tmp_path: Path
+) -> None:
+    data = remote(
+        f"{server.url}/{ALL}", shards.folder / "manifest.json", tmp_path / "cache", workers=2
+    )
     assert read_both(load_sources(data), data) == read_both(shards, settings())
     # Four processes want them at once, and each comes over the wire once.
     assert server.asked == {f"/{shard.name}": 1 for shard in shards.shards}
 
 
 def test_shards_of_commands_are_those_of_the_folder(shards: Manifest, tmp_path: Path) -> None:
-    data = remote(f"pipe:cat '{shards.folder}/{ALL}' | cat", shards.folder / "manifest.json", tmp_path / "cache")
+    data = remote(
+        f"pipe:cat '{shards.folder}/{ALL}' | cat",
+        shards.folder / "manifest.json",
+        tmp_path / "cache",
+    )
     assert read_global(load_sources(data), data, 2, 4) == read_global(shards, settings(), 2, 4)
 
 
 def test_passing_failures_are_tried_again(shards: Manifest, server: Server, tmp_path: Path) -> None:
     server.failures["/00001.tar"] = [503]
-    with open_cache(shards, server.url.replace("//", "//me:pass%20word@"), tmp_path / "cache").open(1) as file:
+    with open_cache(shards, server.url.replace("//", "//me:pass%20word@"), tmp_path / "cache").open(
+        1
+    ) as file:
         assert file.read() == (shards.folder / "00001.tar").read_bytes()
     assert server.asked == {"/00001.tar": 2}
     assert server.authorizations[-1] == "Basic bWU6cGFzcyB3b3Jk"
@@ -54,7 +67,9 @@ def test_passing_failures_are_tried_again(shards: Manifest, server: Server, tmp_
     ("failures", "tries", "words"),
     [
         ([404, 200], 1, "HTTP status 404 Not Found; tries: 1"),
-        pytest.param([500, 502], 2, "HTTP status 502 Bad Gateway; tries: 2", marks=pytest.mark.slow),
+        pytest.param(
+            [500, 502], 2, "HTTP status 502 Bad Gateway; tries: 2", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_lasting_failure_names_url_and_status_without_secrets(
@@ -68,7 +83,10 @@ def test_lasting_failure_names_url_and_status_without_secrets(
 ) -> None:
     server.failures["/00001.tar"] = failures
     monkeypatch.setenv("DISCO_TEST_SECRET", "secret")
-    url = server.url.replace("//", "//me:$DISCO_TEST_SECRET@") + f"/{ALL}?token=${{DISCO_TEST_SECRET}}"
+    url = (
+        server.url.replace("//", "//me:$DISCO_TEST_SECRET@")
+        + f"/{ALL}?token=${{DISCO_TEST_SECRET}}"
+    )
     data = remote(url, shards.folder / "manifest.json", tmp_path / "cache", slots=2)
     loader = make_loader(load_sources(data), data, batch=160)
     error = read_step(loader).error
@@ -90,7 +108,9 @@ def fetch_broken(shards: Manifest, server: Server, folder: Path, **changes: Any)
     return server.sent
 
 
-def test_attempt_goes_on_where_the_one_before_has_failed(shards: Manifest, server: Server, tmp_path: Path) -> None:
+def test_attempt_goes_on_where_the_one_before_has_failed(
+    shards: Manifest, server: Server, tmp_path: Path
+) -> None:
     assert fetch_broken(shards, server, tmp_path / "cache", timeout_s=0.5) == shards.shards[1].bytes
     assert server.asked == {"/00001.tar": 3}
 
@@ -101,7 +121,10 @@ def test_without_a_strong_version_an_attempt_begins_anew(
 ) -> None:
     server.tag = tag
     size = shards.shards[1].bytes
-    assert fetch_broken(shards, server, tmp_path / "cache", timeout_s=0.5) == size + size // 4 + size // 2
+    assert (
+        fetch_broken(shards, server, tmp_path / "cache", timeout_s=0.5)
+        == size + size // 4 + size // 2
+    )
 
 
 @pytest.mark.parametrize("ignores_if_range", [False, True])
@@ -126,7 +149,9 @@ def test_shard_that_changes_between_attempts_is_fetched_from_its_beginning(
     thread.join(20)
 
 
-@pytest.mark.parametrize("said", ["bytes 0-5/6", "bytes 1-2/3", "nonsense", "bytes 99999999-99999999/*"])
+@pytest.mark.parametrize(
+    "said", ["bytes 0-5/6", "bytes 1-2/3", "nonsense", "bytes 99999999-99999999/*"]
+)
 def test_answer_with_another_range_is_not_written_into_the_shard(
     shards: Manifest, server: Server, tmp_path: Path, said: str
 ) -> None:
@@ -134,25 +159,35 @@ def test_answer_with_another_range_is_not_written_into_the_shard(
     assert fetch_broken(shards, server, tmp_path / "cache", timeout_s=0.5) > shards.shards[1].bytes
 
 
-def test_shard_that_is_cut_short_or_another_is_not_kept(shards: Manifest, server: Server, tmp_path: Path) -> None:
+def test_shard_that_is_cut_short_or_another_is_not_kept(
+    shards: Manifest, server: Server, tmp_path: Path
+) -> None:
     cache = open_cache(shards, server.url, tmp_path / "cache", tries=1)
     server.resume.set()
     server.halves.add("/00000.tar")
     size = shards.shards[0].bytes
-    with pytest.raises(DataError, match=f"the connection ended after {size // 2:,} of {size:,} bytes"):
+    with pytest.raises(
+        DataError, match=f"the connection ended after {size // 2:,} of {size:,} bytes"
+    ):
         cache.open(0)
     for change, words in ((b"x", f"more than {shards.shards[1].bytes:,}"), (None, "10,240 of")):
         path = shards.folder / "00001.tar"
         path.write_bytes(path.read_bytes() + change if change else path.read_bytes()[:10_240])
-        with pytest.raises(DataError, match=f"{words}.* bytes as its manifest counts them; if it was written anew"):
+        with pytest.raises(
+            DataError, match=f"{words}.* bytes as its manifest counts them; if it was written anew"
+        ):
             cache.open(1)
     assert [path.name for path in cache.folder.iterdir()] == [".lock"]
 
 
-def test_failing_command_tells_its_status_and_nothing_else(shards: Manifest, tmp_path: Path) -> None:
+def test_failing_command_tells_its_status_and_nothing_else(
+    shards: Manifest, tmp_path: Path
+) -> None:
     names = [shard.name for shard in shards.shards]
     urls = [f"pipe:echo secret; exit 3 # {name}" for name in names]
-    cache = ShardCache(urls, names, [7] * len(names), RemoteSettings(cache=tmp_path / "cache", tries=1))
+    cache = ShardCache(
+        urls, names, [7] * len(names), RemoteSettings(cache=tmp_path / "cache", tries=1)
+    )
     with pytest.raises(DataError) as error:
         cache.open(2)
     assert str(error.value) == (
@@ -161,14 +196,36 @@ def test_failing_command_tells_its_status_and_nothing_else(shards: Manifest, tmp
     assert describe("https://u:p@h:81/x?y#z") == "https://h:81/x"
 
 
-def test_command_that_hangs_is_ended_with_all_it_has_started(shards: Manifest, tmp_path: Path) -> None:
+def test_command_is_read_by_a_process_with_many_open_files(tmp_path: Path) -> None:
+    cache = ShardCache(
+        ["pipe:echo a shard"], ["0.tar"], [8], RemoteSettings(cache=tmp_path, tries=1)
+    )
+    with many_open_files(), cache.open(0) as file:
+        assert file.fileno() >= 1024
+        assert file.read() == b"a shard\n"
+
+
+def test_command_that_hangs_is_ended_with_all_it_has_started(
+    shards: Manifest, tmp_path: Path
+) -> None:
     start, pids = time.monotonic(), tmp_path / "pids"
     for command, words in (
-        (f"sleep 600 & echo $! >> {pids}; cat /dev/null; wait", "wrote nothing for data.remote.timeout_s=0.3 s"),
-        (f"sleep 600 >/dev/null & echo $! >> {pids}; exec >&-; wait", "did not end within data.remote.timeout_s=0.3 s"),
+        (
+            f"sleep 600 & echo $! >> {pids}; cat /dev/null; wait",
+            "wrote nothing for data.remote.timeout_s=0.3 s",
+        ),
+        (
+            f"sleep 600 >/dev/null & echo $! >> {pids}; exec >&-; wait",
+            "did not end within data.remote.timeout_s=0.3 s",
+        ),
         (f"yes & echo $! >> {pids}; wait", "more than 7 bytes as its manifest counts them"),
     ):
-        cache = ShardCache([f"pipe:{command}"], ["0.tar"], [7], RemoteSettings(cache=tmp_path, tries=1, timeout_s=0.3))
+        cache = ShardCache(
+            [f"pipe:{command}"],
+            ["0.tar"],
+            [7],
+            RemoteSettings(cache=tmp_path, tries=1, timeout_s=0.3),
+        )
         with pytest.raises(DataError, match=words):
             cache.open(0)
     assert time.monotonic() - start < 20
@@ -181,7 +238,9 @@ def test_body_without_a_length_is_read_no_further_than_the_shard_may_be(
     shards: Manifest, server: Server, tmp_path: Path
 ) -> None:
     server.endless.add("/00000.tar")
-    with pytest.raises(DataError, match=f"more than {shards.shards[0].bytes:,} bytes as its manifest counts them"):
+    with pytest.raises(
+        DataError, match=f"more than {shards.shards[0].bytes:,} bytes as its manifest counts them"
+    ):
         open_cache(shards, server.url, tmp_path / "cache", tries=1).open(0)
     settings = RemoteSettings(tries=2, cache_gb=0.005)
     with (
@@ -215,14 +274,20 @@ def test_attempts_that_last_longer_than_a_worker_may_be_silent_end_with_their_ow
     assert time.monotonic() - start > 1.5 * data.timeout_s
 
 
-def test_variable_of_a_url_that_is_not_set_is_named_before_anything_is_fetched(shards: Manifest) -> None:
+def test_variable_of_a_url_that_is_not_set_is_named_before_anything_is_fetched(
+    shards: Manifest,
+) -> None:
     url = "https://host/{00000..00007}.tar?token=$DISCO_TEST_NOT_SET"
-    with pytest.raises(ValueError, match=r"data.shards: the environment variable DISCO_TEST_NOT_SET is not set"):
+    with pytest.raises(
+        ValueError, match=r"data.shards: the environment variable DISCO_TEST_NOT_SET is not set"
+    ):
         load_sources(settings(url, manifest=shards.folder / "manifest.json", remote={"http": True}))
 
 
 def test_server_that_is_not_there_is_an_error(shards: Manifest, tmp_path: Path) -> None:
     with serve(tmp_path) as server:
         url = server.url
-    with pytest.raises(DataError, match=r"from http://127.0.0.1:\d+/00000.tar: .*refused; tries: 1"):
+    with pytest.raises(
+        DataError, match=r"from http://127.0.0.1:\d+/00000.tar: .*refused; tries: 1"
+    ):
         open_cache(shards, url, tmp_path / "cache", tries=1).open(0)

@@ -20,9 +20,17 @@ from PIL import Image
 from webdataset.tariterators import base_plus_ext
 
 from disco_ds.data import BrokenSample, ImageFolder, Manifest, index_shards, load_sources
-from disco_ds.data.decode import decode_image, fill_template, shorten_caption
-from disco_ds.data.tar import TarReader, split_name
-from helpers.shards import encode, make_loader, make_sample, read_step, settings, tokenize, write_shards
+from disco_ds.data.images.decode import decode_image, fill_template, shorten_caption
+from disco_ds.data.sources.tar import TarReader, split_name
+from helpers.shards import (
+    encode,
+    make_loader,
+    make_sample,
+    read_step,
+    settings,
+    tokenize,
+    write_shards,
+)
 
 Members = list[tuple[tarfile.TarInfo, bytes]]
 
@@ -30,7 +38,18 @@ Members = list[tuple[tarfile.TarInfo, bytes]]
 def tiff_of_one_tile(side: int) -> bytes:
     """A TIFF of 10 x 10 pixels, compressed, in one tile of side x side pixels."""
     data = bytes(64)
-    tags = [(256, 10), (257, 10), (258, 8), (259, 8), (262, 1), (277, 1), (322, side), (323, side), (324, 8), (325, 64)]
+    tags = [
+        (256, 10),
+        (257, 10),
+        (258, 8),
+        (259, 8),
+        (262, 1),
+        (277, 1),
+        (322, side),
+        (323, side),
+        (324, 8),
+        (325, 64),
+    ]
     entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
     directory = struct.pack("<H", len(tags)) + entries + struct.pack("<I", 0)
     return b"II*\0" + struct.pack("<I", 8 + len(data)) + data + directory
@@ -44,7 +63,9 @@ BAD = {
     "a lone surrogate": {"json": b'{"label": "\\ud800"}'},
     "a huge number": {"json": b'{"label": ' + b"9" * 5000 + b"}"},
     "a huge tile": {"png": tiff_of_one_tile(46_000)},
-    "an image without height": {"png": encode(Image.new("RGB", (10, 10)), "GIF").replace(b"\n\0\n\0", b"\n\0\0\0")},
+    "an image without height": {
+        "png": encode(Image.new("RGB", (10, 10)), "GIF").replace(b"\n\0\n\0", b"\n\0\0\0")
+    },
     "an image of a line": {"png": encode(Image.new("L", (90_000_000, 1)), "PNG")},
 }
 
@@ -60,21 +81,28 @@ def upset(texts: list[str]) -> torch.Tensor:
 @pytest.mark.parametrize("what", BAD)
 def test_sample_costs_itself_alone(tmp_path: Path, what: str) -> None:
     (line,) = check_costs(
-        write_shards(tmp_path, [12], lambda i, sample: {**sample, **BAD[what]} if i == 4 else sample), {4}
+        write_shards(
+            tmp_path, [12], lambda i, sample: {**sample, **BAD[what]} if i == 4 else sample
+        ),
+        {4},
     )
     assert line.startswith("00000.tar/0004: ")
 
 
 def test_samples_cost_themselves_alone_in_a_worker(tmp_path: Path) -> None:
     bad = list(BAD.values())
-    manifest = write_shards(tmp_path, [30], lambda i, sample: {**sample, **(bad[i] if i < len(bad) else {})})
+    manifest = write_shards(
+        tmp_path, [30], lambda i, sample: {**sample, **(bad[i] if i < len(bad) else {})}
+    )
     check_costs(manifest, set(range(len(bad))), workers=1, max_broken=1.0)
 
 
 def check_costs(manifest: Manifest, lost: set[int], **changes: Any) -> set[str]:
     """Read one epoch, and return how the broken samples are named."""
     captions = {"{json[label]}": 1.0}
-    loader = make_loader(manifest, settings(captions=captions, **changes), batch=manifest.num_samples, tokenize=upset)
+    loader = make_loader(
+        manifest, settings(captions=captions, **changes), batch=manifest.num_samples, tokenize=upset
+    )
     data = read_step(loader)
     loader.close()
     assert data.error is None
@@ -167,11 +195,17 @@ def test_header_of_a_name_has_any_size(tmp_path: Path, kind: bytes, size: int) -
     assert index_shards(tmp_path).sizes[0] in (1, 3)
 
 
-@pytest.mark.parametrize("name", ["caf\udce9", "new\nline\x1b[31m", "tab\there", "\udcff\udcfe", "a" * 300])
+@pytest.mark.parametrize(
+    "name", ["caf\udce9", "new\nline\x1b[31m", "tab\there", "\udcff\udcfe", "a" * 300]
+)
 def test_names_are_told_on_one_line_of_utf8(tmp_path: Path, name: str) -> None:
-    members = [(f"{name}{i}.{kind}", data) for i in range(4) for kind, data in make_sample(i).items()]
+    members = [
+        (f"{name}{i}.{kind}", data) for i in range(4) for kind, data in make_sample(i).items()
+    ]
     members = [(key, b"" if key == f"{name}1.png" else data) for key, data in members]
-    with tarfile.open(tmp_path / "0.tar", "w", format=tarfile.GNU_FORMAT, errors="surrogateescape") as tar:
+    with tarfile.open(
+        tmp_path / "0.tar", "w", format=tarfile.GNU_FORMAT, errors="surrogateescape"
+    ) as tar:
         for key, data in members:
             info = tarfile.TarInfo(key)
             info.size = len(data)
@@ -188,7 +222,12 @@ def test_names_are_told_on_one_line_of_utf8(tmp_path: Path, name: str) -> None:
 
 def test_name_of_slashes_takes_no_time(tmp_path: Path) -> None:
     start = time.monotonic()
-    for name in ("/" * 40_000 + "a.png", "a" + "/." * 20_000, "." + "/" * 40_000, "/" * 40_000 + "\n.png"):
+    for name in (
+        "/" * 40_000 + "a.png",
+        "a" + "/." * 20_000,
+        "." + "/" * 40_000,
+        "/" * 40_000 + "\n.png",
+    ):
         (tmp_path / "0.tar").write_bytes(header(name, 3, b"png") + AFTER + END)
         index_shards(tmp_path)
     assert time.monotonic() - start < 2
@@ -235,7 +274,14 @@ def test_row_or_file_that_is_no_regular_file(tmp_path: Path, kind: str) -> None:
 
 
 def test_caption_is_shortened_where_a_tokenizer_would_take_long() -> None:
-    for text in ("a b", "x" * 2048, "\u732b" * 682, "word " * 3000, "\n".join(["line of words"] * 900), "\ud800 b"):
+    for text in (
+        "a b",
+        "x" * 2048,
+        "\u732b" * 682,
+        "word " * 3000,
+        "\n".join(["line of words"] * 900),
+        "\ud800 b",
+    ):
         assert shorten_caption(text) == text
     assert shorten_caption("a " + "x" * 16_000 + " b") == "a " + "x" * 2048 + " b"
     assert shorten_caption("\u732b" * 1000) == "\u732b" * 682
@@ -277,7 +323,12 @@ def test_json_in_levels_is_read_as_ever() -> None:
     ],
 )
 def test_csv_row_that_cannot_be_read_costs_itself_and_open_quotes_are_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, row: str, rows: int, lost: set[int], words: str | None
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    row: str,
+    rows: int,
+    lost: set[int],
+    words: str | None,
 ) -> None:
     for i in range(4):
         (tmp_path / f"{i}.png").write_bytes(make_sample(i)["png"])

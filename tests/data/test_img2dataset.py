@@ -1,7 +1,7 @@
 """What the real img2dataset writes: a stored sample of it, and (slow) the program itself against a loopback web server.
 
 It needs webdataset < 0.3, so it runs in an environment of its own. tests/img2dataset was written by `download` below:
-emoji of disco_ds/assets/emoji/validation, see there for their licence.
+emoji of disco_ds/assets/emoji/validation, see there for their license.
 """
 
 from __future__ import annotations
@@ -23,8 +23,17 @@ import pytest
 
 from disco_ds.cli.main import main
 from disco_ds.config.data import DataSettings
-from disco_ds.data import Loader, Manifest, SampleForm, Share, load_manifest, load_sources, read_all, resolve_shards
-from disco_ds.data.tar import TarReader
+from disco_ds.data import (
+    Loader,
+    Manifest,
+    SampleForm,
+    Share,
+    load_manifest,
+    load_sources,
+    read_all,
+    resolve_shards,
+)
+from disco_ds.data.sources.tar import TarReader
 from helpers.shards import CONTEXT, SPEC, VOCAB, tokenize
 
 STORED = Path(__file__).parent / "img2dataset"
@@ -56,7 +65,9 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 @contextmanager
 def serve(folder: Path) -> Iterator[str]:
     """The folder at a URL on this host."""
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder)) as server:
+    with http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), partial(Quiet, directory=folder)
+    ) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
@@ -74,28 +85,56 @@ def download(program: Path, scratch: Path) -> tuple[Path, list[str]]:
         with open(scratch / "urls.csv", "w", newline="") as file:
             rows = csv.writer(file)
             rows.writerow(["url", "caption"])
-            rows.writerows([f"{url}/{number}.png", caption] for number, caption in enumerate(captions))
+            rows.writerows(
+                [f"{url}/{number}.png", caption] for number, caption in enumerate(captions)
+            )
         command = [str(program), f"--url_list={scratch / 'urls.csv'}", "--input_format=csv"]
-        command += ["--url_col=url", "--caption_col=caption", "--output_format=webdataset", "--compute_hash=None"]
-        command += [f"--output_folder={scratch / 'shards'}", f"--number_sample_per_shard={PER_SHARD}"]
-        command += ["--image_size=32", "--resize_mode=center_crop", "--processes_count=1", "--thread_count=4"]
+        command += [
+            "--url_col=url",
+            "--caption_col=caption",
+            "--output_format=webdataset",
+            "--compute_hash=None",
+        ]
+        command += [
+            f"--output_folder={scratch / 'shards'}",
+            f"--number_sample_per_shard={PER_SHARD}",
+        ]
+        command += [
+            "--image_size=32",
+            "--resize_mode=center_crop",
+            "--processes_count=1",
+            "--thread_count=4",
+        ]
         quiet = {**os.environ, "NO_ALBUMENTATIONS_UPDATE": "1"}
-        subprocess.run(command, check=True, timeout=180, cwd=scratch, env=quiet, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            command, check=True, timeout=180, cwd=scratch, env=quiet, stdout=subprocess.DEVNULL
+        )
     return scratch / "shards", captions
 
 
 def check_folder(folder: Path, captions: list[str]) -> None:
     """Index the folder, and train from what is in it."""
-    assert {path.name for path in folder.iterdir()} >= {"00000.tar", "00000.parquet", "00000_stats.json"}
+    assert {path.name for path in folder.iterdir()} >= {
+        "00000.tar",
+        "00000.parquet",
+        "00000_stats.json",
+    }
     manifest = load_manifest(folder)
     stats = [
-        json.loads((folder / shard.name).with_suffix("").with_name(f"{shard.name[:5]}_stats.json").read_text())
+        json.loads(
+            (folder / shard.name)
+            .with_suffix("")
+            .with_name(f"{shard.name[:5]}_stats.json")
+            .read_text()
+        )
         for shard in manifest.shards
     ]
     assert manifest.sizes == [stat["successes"] for stat in stats]
     assert manifest.num_samples == NUM - len(MISSING)
     expected = sorted(caption for number, caption in enumerate(captions) if number not in MISSING)
-    data = DataSettings(shards=str(folder), workers=0, captions={"{txt}": 0.5, "{json[caption]}": 0.5})
+    data = DataSettings(
+        shards=str(folder), workers=0, captions={"{txt}": 0.5, "{json[caption]}": 0.5}
+    )
     broken: list[str] = []
     read = list(read_all(manifest, data, SPEC, 0, 1, "{txt}", broken.append))
     assert sorted(caption for _, caption, _ in read) == expected
@@ -110,7 +149,9 @@ def check_training(data: DataSettings, captions: list[str]) -> None:
     loader = Loader(data, [manifest], SampleForm(SPEC, tokenize, CONTEXT, VOCAB), share, 0)
     batches = list(loader.read_step().micro_batches)
     loader.close()
-    assert sorted(int(i) for batch in batches for i in batch.index) == list(range(manifest.num_samples))
+    assert sorted(int(i) for batch in batches for i in batch.index) == list(
+        range(manifest.num_samples)
+    )
     assert loader.broken == 0
     seen = {bytes(row[row > 0].tolist()) for batch in batches for row in batch.text}
     assert seen <= {caption.encode()[:CONTEXT] for caption in captions}
@@ -131,7 +172,16 @@ def test_stored_output_of_img2dataset_is_indexed_and_read(tmp_path: Path) -> Non
 def test_real_img2dataset_into_training(tmp_path: Path) -> None:
     venv.create(tmp_path / "env", with_pip=True)
     programs = tmp_path / "env" / "bin"
-    pip = [str(programs / "python"), "-m", "pip", "install", "--quiet", "--no-compile", "img2dataset", "webdataset<0.3"]
+    pip = [
+        str(programs / "python"),
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-compile",
+        "img2dataset",
+        "webdataset<0.3",
+    ]
     subprocess.run(pip, check=True, timeout=600)
     folder, captions = download(programs / "img2dataset", tmp_path)
     assert main(["index", str(folder), "--workers=0"]) == 0

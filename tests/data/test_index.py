@@ -9,8 +9,8 @@ import pytest
 
 from disco_ds.cli.main import main
 from disco_ds.data import Manifest, load_manifest, load_sources
-from disco_ds.data.listing import NAME
-from disco_ds.data.tar import TarIndex
+from disco_ds.data.sources.listing import NAME
+from disco_ds.data.sources.tar import TarIndex
 from helpers.shards import SIZES, settings, write_shards, write_tar
 from helpers.web import serve
 
@@ -27,7 +27,9 @@ def run(*words: object) -> int:
     return main(["index", *map(str, words), "--workers=0"])
 
 
-def test_index_writes_then_counts_only_what_has_changed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_index_writes_then_counts_only_what_has_changed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(folder) == 0
     assert capsys.readouterr().out == f"{folder / NAME}: 3 shards, 10 samples\n"
     # Other contents under the same size and time: the count is kept, so it was not looked at.
@@ -48,7 +50,9 @@ def test_index_writes_then_counts_only_what_has_changed(folder: Path, capsys: py
     assert load_manifest(folder).num_samples == 7
 
 
-def test_check_tells_what_has_changed_and_writes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_tells_what_has_changed_and_writes_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(folder, "--check") == 2
     assert "manifest.json is not a manifest (FileNotFoundError" in capsys.readouterr().err
     run(folder)
@@ -73,7 +77,9 @@ def test_check_tells_what_has_changed_and_writes_nothing(folder: Path, capsys: p
     assert (folder / NAME).read_text() == before
 
 
-def test_index_elsewhere_and_of_a_part(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_index_elsewhere_and_of_a_part(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     part = folder / "{00000..00001}.tar"
     assert run(part) == 2
     assert "say --to FILE" in capsys.readouterr().err
@@ -100,13 +106,16 @@ def test_index_of_a_server_and_a_command(
         url = f"{server.url}/{{00000..00007}}.tar?token=secret"
         assert run(url, "--to", tmp_path / "remote.json") == 0
         named = url.replace("secret", "$DISCO_TEST_TOKEN")
-        (found,) = load_sources(settings(named, manifest=tmp_path / "remote.json", remote={"http": True}))
+        (found,) = load_sources(
+            settings(named, manifest=tmp_path / "remote.json", remote={"http": True})
+        )
         assert run(url, "--to", tmp_path / "remote.json", "--check") == 0
         assert capsys.readouterr().out.count("8 shards, 166 samples") == 2
         server.failures["/00003.tar"] = [403]
         assert run(url, "--to", tmp_path / "none.json") == 2
-        assert f"error: shard 00003.tar cannot be fetched from {server.url}/00003.tar: HTTP status 403" in (
-            capsys.readouterr().err
+        assert (
+            f"error: shard 00003.tar cannot be fetched from {server.url}/00003.tar: HTTP status 403"
+            in (capsys.readouterr().err)
         )
     assert isinstance(found, Manifest)
     assert found.fingerprint == local.fingerprint
@@ -132,7 +141,9 @@ def test_index_refuses(text: str, words: str, capsys: pytest.CaptureFixture[str]
     assert words in capsys.readouterr().err
 
 
-def test_data_after_the_end_mark_are_reported(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_data_after_the_end_mark_are_reported(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     one, two, three = (folder / f"{i:05d}.tar" for i in range(3))
     data = bytearray(two.read_bytes())
     sample = data.index(b"0002.")  # the header of the third of five
@@ -150,7 +161,9 @@ def test_data_after_the_end_mark_are_reported(folder: Path, caplog: pytest.LogCa
     )
     assert first.endswith("counted 2 samples")
     end = find_end(three)
-    assert f"00002.tar has an end mark at byte {end:,} and data after it, from byte {size:,}" in second
+    assert (
+        f"00002.tar has an end mark at byte {end:,} and data after it, from byte {size:,}" in second
+    )
 
 
 def find_end(path: Path) -> int:

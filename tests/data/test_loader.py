@@ -16,13 +16,13 @@ from PIL import Image
 
 from disco_ds.config.data import Pixels
 from disco_ds.data import DataError, Loader, Manifest, MicroBatch, merge_states
-from disco_ds.data.staging import count_buffers
+from disco_ds.data.pipeline.staging import count_buffers
 from helpers.shards import (
     CONTEXT,
     NUM_SAMPLES,
     SIZES,
     VOCAB,
-    colour,
+    color,
     encode,
     make_loader,
     read_global,
@@ -64,11 +64,15 @@ def test_order_stays_what_it_is(reference: Any) -> None:
     assert steps[7][:3] == [(51, 1), (72, 1), (12, 1)]
 
 
-@pytest.mark.parametrize(("size", "workers", "micro_batch"), [(2, 0, 3), (4, 0, 1), (8, 0, 3), (1, 1, 24), (2, 3, 2)])
+@pytest.mark.parametrize(
+    ("size", "workers", "micro_batch"), [(2, 0, 3), (4, 0, 1), (8, 0, 3), (1, 1, 24), (2, 3, 2)]
+)
 def test_global_batches_do_not_depend_on_ranks_workers_micro_batch(
     manifest: Manifest, reference: Any, size: int, workers: int, micro_batch: int
 ) -> None:
-    batches, state, _ = read_global(manifest, settings(workers=workers), size, 12, micro_batch=micro_batch)
+    batches, state, _ = read_global(
+        manifest, settings(workers=workers), size, 12, micro_batch=micro_batch
+    )
     assert batches == reference[0]
     assert state == reference[1][12]
 
@@ -79,7 +83,9 @@ def test_resume_at_another_number_of_ranks_goes_on_exactly(
 ) -> None:
     _, middle, _ = read_global(manifest, settings(), 4, done)
     assert middle == reference[1][done]
-    batches, state, _ = read_global(manifest, settings(workers=workers), size, 12 - done, state=middle)
+    batches, state, _ = read_global(
+        manifest, settings(workers=workers), size, 12 - done, state=middle
+    )
     assert batches == reference[0][done:]
     assert state == reference[1][12]
 
@@ -149,7 +155,9 @@ def test_buffers_hold_a_step_ahead_within_memory(
 
 
 @pytest.mark.parametrize("pixels", ["device", "host", "compressed"])
-def test_step_that_is_not_read_to_its_end_is_passed_over(manifest: Manifest, pixels: Pixels) -> None:
+def test_step_that_is_not_read_to_its_end_is_passed_over(
+    manifest: Manifest, pixels: Pixels
+) -> None:
     loader = make_loader(manifest, settings(workers=1), micro_batch=3, pixels=pixels)
     try:
         for num_read in (0, 3, 8):
@@ -165,7 +173,9 @@ def test_step_that_is_not_read_to_its_end_is_passed_over(manifest: Manifest, pix
 
 def test_micro_batches_are_read_while_the_step_goes_on(manifest: Manifest, tmp_path: Path) -> None:
     """The first is there before the others are decoded; the workers prepare a step while nobody asks."""
-    loader = make_loader(manifest, settings(workers=1), tokenize=partial(count_and_wait, tmp_path), micro_batch=3)
+    loader = make_loader(
+        manifest, settings(workers=1), tokenize=partial(count_and_wait, tmp_path), micro_batch=3
+    )
     try:
         data = loader.read_step()
         _ = data.micro_batches[0]
@@ -183,7 +193,7 @@ def test_micro_batches_are_read_while_the_step_goes_on(manifest: Manifest, tmp_p
 def check_whole(batch: MicroBatch) -> None:
     """Nothing has been copied over it: images, texts and ids belong together."""
     for image, text, index in zip(batch.image, batch.text, batch.index, strict=True):
-        assert image[:, 4, 4].tolist() == list(colour(int(index)))
+        assert image[:, 4, 4].tolist() == list(color(int(index)))
         assert bytes(text[text > 0].tolist()) == b"%d" % index
 
 
@@ -198,7 +208,10 @@ def test_micro_batches_are_the_same_in_both_passes(
     def change(index: int, sample: dict[str, bytes]) -> dict[str, bytes]:
         return sample | {"png": sample["png"][:40]} if index % 7 == 3 else sample
 
-    manifest, options = write_shards(tmp_path, SIZES, change), {"workers": workers, "max_broken": 1.0}
+    manifest, options = (
+        write_shards(tmp_path, SIZES, change),
+        {"workers": workers, "max_broken": 1.0},
+    )
     reference = make_loader(manifest, settings(workers=0, max_broken=1.0), micro_batch=micro_batch)
     loader = make_loader(manifest, settings(**options), micro_batch=micro_batch, pixels=pixels)
     K = 24 // micro_batch
@@ -235,7 +248,9 @@ def test_only_what_waits_on_the_device_is_kept_there(manifest: Manifest) -> None
 
 def test_worker_lost_between_the_passes_is_an_error(manifest: Manifest) -> None:
     """Before the loss it is told as every error of the data; after it nothing may stand in for the images."""
-    loader = make_loader(manifest, settings(workers=1, prefetch=1), micro_batch=3, pixels="compressed")
+    loader = make_loader(
+        manifest, settings(workers=1, prefetch=1), micro_batch=3, pixels="compressed"
+    )
     try:
         data = loader.read_step()
         assert len(list(data.micro_batches)) == 8
@@ -262,12 +277,16 @@ def count_and_wait(folder: Path, texts: list[str]) -> torch.Tensor:
     return tokenize(texts)
 
 
-def read_pixels(loader: Loader, steps: int) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
+def read_pixels(
+    loader: Loader, steps: int
+) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
     for _ in range(steps):
         data = read_step(loader)
         assert data.error is None
         for b in data.micro_batches:
-            yield from zip(b.index.tolist(), b.epoch.tolist(), b.image.clone(), b.text.clone(), strict=True)
+            yield from zip(
+                b.index.tolist(), b.epoch.tolist(), b.image.clone(), b.text.clone(), strict=True
+            )
 
 
 def test_synthetic_source_is_a_function_of_the_id() -> None:
@@ -297,7 +316,7 @@ def test_synthetic_source_is_a_function_of_the_id() -> None:
 
 
 def test_pixels_do_not_depend_on_ranks_but_on_the_epoch(tmp_path: Path) -> None:
-    """With a crop that matters: a gradient instead of one colour."""
+    """With a crop that matters: a gradient instead of one color."""
 
     def change(index: int, sample: dict[str, bytes]) -> dict[str, bytes]:
         picture = Image.linear_gradient("L").resize((40, 30)).convert("RGB")
@@ -309,7 +328,9 @@ def test_pixels_do_not_depend_on_ranks_but_on_the_epoch(tmp_path: Path) -> None:
     def pixels(size: int, workers: int, data: Any = data) -> dict[tuple[int, int], bytes]:
         found = {}
         for rank in range(size):
-            loader = make_loader(manifest, data.model_copy(update={"workers": workers}), rank, size, batch=12)
+            loader = make_loader(
+                manifest, data.model_copy(update={"workers": workers}), rank, size, batch=12
+            )
             found |= {(i, e): image.numpy().tobytes() for i, e, image, _ in read_pixels(loader, 4)}
             loader.close()
         return found

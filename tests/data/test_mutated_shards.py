@@ -25,14 +25,14 @@ import torch
 
 from disco_ds.config import DataSettings
 from disco_ds.data import BrokenSample, SampleForm, Source, index_shards, load_sources
-from disco_ds.data.broken import breaks_sample, name_broken
+from disco_ds.data.images.broken import breaks_sample, name_broken
 from helpers.shards import CONTEXT, SPEC, VOCAB, encode, noise, settings, tokenize
 
 SEED = 20_261_123
 FEW, MANY, MOST_S = 250, 20_000, 20
 FORMS = (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)
 KINDS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-CAPTIONS = {"{txt}": 1.0, "{json[label]} {json[list]}": 1.0}
+CAPTIONS = {"{txt}": 1.0, "{json[label]} {json[list][0]}": 1.0}
 NUMBERS = (-1, 0, 1, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**45, 2**63 - 1, 2**63, -(2**40))
 SETTINGS = settings(image_key="png;jpeg;webp;gif;bmp;tiff", captions=CAPTIONS, max_pixels=2**22)
 Mutation = Callable[[random.Random, bytearray], None]
@@ -49,7 +49,9 @@ def members(rng: random.Random) -> list[tuple[str, bytes]]:
     for i in range(3):
         name = rng.choice(("", "folder/", "d.v1/", "x" * 120 + "/", "caf\u00e9/")) + f"{i:03d}"
         kind = rng.choice(KINDS)
-        text = json.dumps({"label": f"label {i}", "list": ["a", i, None], "nested": {"a": [1.5, {"b": 2}]}})
+        text = json.dumps(
+            {"label": f"label {i}", "list": ["a", i, None], "nested": {"a": [1.5, {"b": 2}]}}
+        )
         found += [(f"{name}.{kind.lower()}", image(kind)), (f"{name}.txt", b"text %d" % i)]
         found += [(f"{name}.json", text.encode())]
     return found
@@ -78,7 +80,9 @@ def flip_early(rng: random.Random, data: bytearray) -> None:
     """Where formats have their sizes and counts."""
     for _ in range(rng.choice((1, 2, 4))):
         if data:
-            data[rng.randrange(min(len(data), 64))] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)))
+            data[rng.randrange(min(len(data), 64))] = rng.choice(
+                (0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256))
+            )
 
 
 def cut(rng: random.Random, data: bytearray) -> None:
@@ -139,7 +143,9 @@ def change_header(rng: random.Random, data: bytearray) -> None:
     elif way == 1:
         data[at + 156] = rng.choice(b"01234567SLKxgNV\0 Z\xff")
     elif way == 2:
-        name = rng.choice((b"", b"/" * 99, b"." * 99, b"a.b/c", b"\xff\xfe.png", b"\x1b[1m\n.txt", b"a" * 100))
+        name = rng.choice(
+            (b"", b"/" * 99, b"." * 99, b"a.b/c", b"\xff\xfe.png", b"\x1b[1m\n.txt", b"a" * 100)
+        )
         data[at : at + 100] = name.ljust(100, b"\0")
     elif way == 3:
         for _ in range(rng.randrange(1, 5)):
@@ -167,14 +173,27 @@ def prefix_pax(rng: random.Random, data: bytearray) -> None:
     """Records before a member that say what they like."""
     key = rng.choice(("size", "path", "GNU.sparse.size", "GNU.sparse.map", "hdrcharset", "mtime"))
     value = rng.choice(("", "x", "../../etc", "1,2,3", "1e400", "nan", *map(str, NUMBERS)))
-    records = {key: value, **({"GNU.sparse.major": "1", "GNU.sparse.minor": "0"} if rng.random() < 0.3 else {})}
+    records = {
+        key: value,
+        **({"GNU.sparse.major": "1", "GNU.sparse.minor": "0"} if rng.random() < 0.3 else {}),
+    }
     info = tarfile.TarInfo("x")
     info.pax_headers = records
     at = rng.choice(headers(data))
     data[at:at] = info.create_pax_header(info.get_info(), "utf-8")[:-512]
 
 
-TAR: tuple[Mutation, ...] = (flip, cut, zero, change_header, change_header, swap_blocks, zero_block, double, prefix_pax)
+TAR: tuple[Mutation, ...] = (
+    flip,
+    cut,
+    zero,
+    change_header,
+    change_header,
+    swap_blocks,
+    zero_block,
+    double,
+    prefix_pax,
+)
 
 
 def make_tar(rng: random.Random) -> tuple[bytes, bytes]:
@@ -228,7 +247,9 @@ def read(source: Source, data: DataSettings) -> Iterator[str]:
                         pixels = decode()
                     assert pixels.shape == (3, *SPEC.size)
                     assert pixels.dtype == torch.uint8
-                    yield hashlib.sha256(pixels.numpy().tobytes() + text.numpy().tobytes()).hexdigest()
+                    yield hashlib.sha256(
+                        pixels.numpy().tobytes() + text.numpy().tobytes()
+                    ).hexdigest()
                 except BrokenSample as error:
                     line = name_broken(samples.name, shard, entry, error)
                     assert line.isprintable()
@@ -324,4 +345,6 @@ def test_many_mutations_end_in_samples_or_broken_samples(tmp_path: Path) -> None
     good, broken = map(sum, zip(*counts, strict=True))
     assert good > MANY
     assert broken > MANY // 4
-    print(f"{MANY:,} mutations, seed {SEED}: {good:,} read, {broken:,} broken, {time.monotonic() - start:.0f} s")
+    print(
+        f"{MANY:,} mutations, seed {SEED}: {good:,} read, {broken:,} broken, {time.monotonic() - start:.0f} s"
+    )

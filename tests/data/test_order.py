@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from disco_ds.data import DataOrder, choose_slots, keyed_uniform
-from disco_ds.data.keyed import keyed_bits, keyed_permutation, keyed_row
+from disco_ds.data.order.counter_rng import keyed_bits, keyed_permutation, keyed_row
 
 
-@pytest.mark.parametrize(("sizes", "slots"), [([7, 3, 12, 5, 9], 4), ([50], 6), ([1] * 9, 9), ([400, 1, 1], 8)])
+@pytest.mark.parametrize(
+    ("sizes", "slots"), [([7, 3, 12, 5, 9], 4), ([50], 6), ([1] * 9, 9), ([400, 1, 1], 8)]
+)
 def test_order_any_sizes_covers_every_epoch_exactly_once(sizes: list[int], slots: int) -> None:
     order = DataOrder(sizes, slots, seed=1, window=5)
     everything = sorted((shard, entry) for shard, size in enumerate(sizes) for entry in range(size))
@@ -29,7 +31,9 @@ def test_order_over_many_epochs_no_slot_drifts() -> None:
 def test_order_is_a_function_of_its_arguments() -> None:
     def read(seed: int = 1, window: int = 5) -> list[tuple[int, int]]:
         order = DataOrder([30, 20, 30], 4, seed, window)
-        return [order.locate(slot, epoch, i) for epoch in (3, 0) for slot in (2, 1) for i in range(20)]
+        return [
+            order.locate(slot, epoch, i) for epoch in (3, 0) for slot in (2, 1) for i in range(20)
+        ]
 
     assert read() == read()
     assert read() != read(seed=2)
@@ -40,13 +44,22 @@ def test_order_is_a_function_of_its_arguments() -> None:
 
 def test_order_differs_between_epochs_and_slots() -> None:
     order = DataOrder([64], 2, seed=0, window=32)
-    first = [[order.locate(slot, epoch, i)[1] % 32 for i in range(32)] for epoch in (0, 1) for slot in (0, 1)]
+    first = [
+        [order.locate(slot, epoch, i)[1] % 32 for i in range(32)]
+        for epoch in (0, 1)
+        for slot in (0, 1)
+    ]
     assert all(first[i] != first[j] for i in range(4) for j in range(i))
 
 
 def test_order_ids_are_contiguous_in_manifest_order() -> None:
     order = DataOrder([3, 4], 1, seed=0, window=8)
-    assert [order.index(0, 0), order.index(0, 2), order.index(1, 0), order.index(1, 3)] == [0, 2, 3, 6]
+    assert [order.index(0, 0), order.index(0, 2), order.index(1, 0), order.index(1, 3)] == [
+        0,
+        2,
+        3,
+        6,
+    ]
     with pytest.raises(IndexError, match="slot 0 has 7 samples"):
         order.locate(0, 0, 7)
 
@@ -59,7 +72,13 @@ def test_choose_slots_default_follows_the_shards(shards: int, slots: int) -> Non
 @pytest.mark.parametrize(
     ("shards", "samples", "requested", "ranks", "words"),
     [
-        (3, 100, None, 2, ["3 slots", "default for 3 shards", "data.slots=2 or data.slots=4", "more shards"]),
+        (
+            3,
+            100,
+            None,
+            2,
+            ["3 slots", "default for 3 shards", "data.slots=2 or data.slots=4", "more shards"],
+        ),
         (3, 100, None, 8, ["not a multiple of 8 ranks", "data.slots=8"]),
         (600, 10**6, 100, 8, ["100 slots", "set by data.slots", "data.slots=96 or data.slots=104"]),
         (600, 50, 100, 1, ["data.slots is 100", "50 samples", "at most 50"]),
@@ -93,7 +112,9 @@ def test_keyed_bits_equal_the_algorithm_in_integers() -> None:
     epoch, index = torch.tensor([0, 5, 1]), torch.tensor([0, 7, 2**40 + 3])
     bits = keyed_bits(2**63 + 11, epoch, index, 4, first=2)
     for row, (e, i) in enumerate(zip(epoch.tolist(), index.tolist(), strict=True)):
-        assert [int(x) & (2**64 - 1) for x in bits[row]] == [_splitmix(2**63 + 11, e, i, c) for c in range(2, 6)]
+        assert [int(x) & (2**64 - 1) for x in bits[row]] == [
+            _splitmix(2**63 + 11, e, i, c) for c in range(2, 6)
+        ]
 
 
 def test_keyed_numbers_stay_what_they_are() -> None:
@@ -134,11 +155,16 @@ def test_keyed_uniform_is_uniform_and_uncorrelated() -> None:
 
 def test_keyed_permutation_is_a_permutation_by_its_keys() -> None:
     assert sorted(keyed_permutation(100, 1, 2).tolist()) == list(range(100))
-    orders = {tuple(keyed_permutation(20, *keys).tolist()) for keys in [(1, 2), (2, 1), (1, 2, 0), (0, 1, 2), (1,)]}
+    orders = {
+        tuple(keyed_permutation(20, *keys).tolist())
+        for keys in [(1, 2), (2, 1), (1, 2, 0), (0, 1, 2), (1,)]
+    }
     assert len(orders) == 5
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_keyed_uniform_on_the_gpu_equals_the_cpu() -> None:
     epoch, index = torch.arange(100) % 3, torch.arange(100) * 12_345
-    assert torch.equal(keyed_uniform(7, epoch, index, 12), keyed_uniform(7, epoch.cuda(), index.cuda(), 12).cpu())
+    assert torch.equal(
+        keyed_uniform(7, epoch, index, 12), keyed_uniform(7, epoch.cuda(), index.cuda(), 12).cpu()
+    )

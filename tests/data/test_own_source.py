@@ -1,4 +1,4 @@
-"""A user's own source, `package.module:Class`: the example of docs/own_source.md in a recipe, resumed and mixed."""
+"""A user's own source, `package.module:Class`: the example of docs/extending.md in a recipe, resumed and mixed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,21 @@ import pytest
 
 from disco_ds.config import check_config, load_config
 from disco_ds.data import load_sources
-from disco_ds.metrics.records import METRICS_FILE
-from disco_ds.metrics.run_folder import FINISHED
+from disco_ds.metrics.logger import METRICS_FILE
+from disco_ds.runs.run_folder import FINISHED
 from helpers.dist import run_ranks
 from helpers.minimal import MINIMAL
 from helpers.own_code import disco_ds
 from helpers.paths import ROOT
-from helpers.shards import colour, make_loader, make_sample, read_global, read_step, settings, write_shards
+from helpers.shards import (
+    color,
+    make_loader,
+    make_sample,
+    read_global,
+    read_step,
+    settings,
+    write_shards,
+)
 from helpers.tiny_run import recipe, refused
 
 NAME = "our_package.my_sources:Pairs"
@@ -47,8 +55,17 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder on PYTHONPATH that holds our_package."""
     folder = tmp_path / "path"
     (folder / "our_package").mkdir(parents=True)
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own_source.md").read_text(), re.DOTALL)
-    for name, text in {"__init__": "", "my_sources": code, "others": OTHERS, "fails": "1 / 0"}.items():
+    (code,) = re.findall(
+        r'```python\n("""my_sources.py.*?)```',
+        (ROOT / "docs" / "extending.md").read_text(),
+        re.DOTALL,
+    )
+    for name, text in {
+        "__init__": "",
+        "my_sources": code,
+        "others": OTHERS,
+        "fails": "1 / 0",
+    }.items():
         (folder / "our_package" / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setenv("PYTHONPATH", str(folder))
@@ -69,14 +86,20 @@ def write_pairs(path: Path, first: int, num: int, without: int = -1) -> str:
 
 
 def own(path: str, **changes: Any) -> Any:
-    return settings(**{"shards": None, "source": NAME, "options": {"path": path}, "slots": 4, **changes})
+    return settings(
+        **{"shards": None, "source": NAME, "options": {"path": path}, "slots": 4, **changes}
+    )
 
 
-def test_global_batches_do_not_depend_on_ranks_workers_and_resume(package: Path, tmp_path: Path) -> None:
+def test_global_batches_do_not_depend_on_ranks_workers_and_resume(
+    package: Path, tmp_path: Path
+) -> None:
     data = own(write_pairs(tmp_path / "a.sqlite", 0, 50, without=7))
     found = load_sources(data)
     batches, state, broken = read_global(found, data, 1, 6)
-    assert {index for step in batches for index, epoch in step if epoch == 0} == set(range(50)) - {7}
+    assert {index for step in batches for index, epoch in step if epoch == 0} == set(range(50)) - {
+        7
+    }
     assert broken >= 1
     middle = read_global(found, data, 2, 2, workers=0)[1]
     rest = read_global(found, data.model_copy(update={"workers": 1}), 2, 4, state=middle)
@@ -89,8 +112,14 @@ def test_global_batches_do_not_depend_on_ranks_workers_and_resume(package: Path,
 
 def test_own_source_is_mixed_with_shards(package: Path, tmp_path: Path) -> None:
     write_shards(tmp_path / "shards", [20, 20])
-    part = {"source": NAME, "options": {"path": write_pairs(tmp_path / "a.sqlite", 40, 20)}, "weight": 1}
-    data = settings(shards=None, sources=[{"shards": str(tmp_path / "shards"), "weight": 2}, part], slots=2)
+    part = {
+        "source": NAME,
+        "options": {"path": write_pairs(tmp_path / "a.sqlite", 40, 20)},
+        "weight": 1,
+    }
+    data = settings(
+        shards=None, sources=[{"shards": str(tmp_path / "shards"), "weight": 2}, part], slots=2
+    )
     batches = read_global(load_sources(data), data, 2, 3)[0]
     counts = [sum(index < 40 for index, _ in step) for step in batches]
     assert all(abs(count - 16) <= 2 for count in counts), counts
@@ -103,7 +132,9 @@ def test_recipe_with_an_own_source_trains_and_resumes(package: Path, tmp_path: P
     data = {"source": NAME, "options": {"path": path}, "workers": 1, "slots": 4}
     config = str(recipe(tmp_path, data=data, steps=4, log={"every_steps": 1}))
     done = disco_ds("doctor", "--config", config, cwd=tmp_path)
-    assert re.search(r"ok +samples +\d+ read, 0 broken, 0 without caption", done.stdout), done.stdout + done.stderr
+    assert re.search(r"ok +samples +\d+ read, 0 broken, 0 without caption", done.stdout), (
+        done.stdout + done.stderr
+    )
     done = disco_ds("train", "--config", config, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     whole = ids(tmp_path / "runs" / "tiny")
@@ -127,7 +158,11 @@ def ids(folder: Path) -> list[tuple[int, str]]:
 
 def missing_on_one_rank(folder: str) -> str:
     rank = int(os.environ["RANK"])
-    data = {"source": "disco_ds.data:ImageFolder", "options": {"folder": f"{folder}/rank{rank}"}, "slots": 4}
+    data = {
+        "source": "disco_ds.data:ImageFolder",
+        "options": {"folder": f"{folder}/rank{rank}"},
+        "slots": 4,
+    }
     return refused(load_config(recipe(Path(folder) / f"of{rank}", data=data), []))
 
 
@@ -145,13 +180,29 @@ def test_mistake_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("nowhere.at_all:Source", {}, "ModuleNotFoundError: No module named 'nowhere'; its package must be installed"),
+        (
+            "nowhere.at_all:Source",
+            {},
+            "cannot be imported: ModuleNotFoundError: No module named 'nowhere'",
+        ),
         ("our_package.fails:Source", {}, "cannot be imported: ZeroDivisionError"),
-        ("our_package.my_sources:Pear", {}, "has no attribute 'Pear'"),
-        ("our_package.others:NotOne", {}, "is not a Source: derive the class from disco_ds.data.Source"),
+        ("our_package.my_sources:Pear", {}, "my_sources has no Pear"),
+        (
+            "our_package.others:NotOne",
+            {},
+            "is not a Source: derive the class from disco_ds.data.Source",
+        ),
         (NAME, {"pth": "x"}, "missing a required argument: 'path'; its options: path, table"),
-        (NAME, {"path": "x", "tabel": "y"}, "got an unexpected keyword argument 'tabel'; its options: path, table"),
-        (NAME, {"path": "nowhere.sqlite"}, "cannot be constructed: OperationalError: unable to open database file"),
+        (
+            NAME,
+            {"path": "x", "tabel": "y"},
+            "got an unexpected keyword argument 'tabel'; its options: path, table",
+        ),
+        (
+            NAME,
+            {"path": "nowhere.sqlite"},
+            "cannot be constructed: OperationalError: unable to open database file",
+        ),
         ("our_package.others:Bare", {}, "NotImplementedError: Bare has no sizes"),
         ("our_package.others:Empty", {}, "`sizes` must sum to at least one sample"),
         ("our_package.others:Unnamed", {}, "`fingerprint` be a text"),
@@ -162,7 +213,9 @@ def test_mistake_is_named(name: str, options: dict[str, Any], words: str, packag
         load_sources(own("unused", source=name, options=options))
     assert str(caught.value).startswith(f"data.source: {name}")
     assert words in str(caught.value)
-    mixed = settings(shards=None, sources=[{"source": "synthetic"}, {"source": name, "options": options}])
+    mixed = settings(
+        shards=None, sources=[{"source": "synthetic"}, {"source": name, "options": options}]
+    )
     with pytest.raises(ValueError, match=re.escape("data.sources[1]: ") + re.escape(name)):
         load_sources(mixed)
 
@@ -215,10 +268,14 @@ def test_image_folder_is_a_source(tmp_path: Path) -> None:
     step = read_step(loader)
     loader.close()
     assert step.error is None
-    rows = [row for batch in step.micro_batches for row in zip(batch.index, batch.image, batch.text, strict=True)]
+    rows = [
+        row
+        for batch in step.micro_batches
+        for row in zip(batch.index, batch.image, batch.text, strict=True)
+    ]
     order = [0, 2, 4, 6, 1, 3, 5, 7]
     for index, image, text in rows:
-        assert image[:, 4, 4].tolist() == list(colour(order[index]))
+        assert image[:, 4, 4].tolist() == list(color(order[index]))
         assert bytes(text[text > 0].tolist()) == f"a c{order[index] % 2}".encode()
     assert sorted(int(index) for index, _, _ in rows) == list(range(8))
     before = folder.fingerprint

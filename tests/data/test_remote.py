@@ -1,16 +1,28 @@
-"""Shards by braces, from a web server and from commands: named, allowed, fetched once, kept within bounds."""
+"""Shards by braces, from a web server and from commands: named, allowed, fetched once, kept within bounds; and the room
+that they need by default."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from disco_ds.config import DataSettings
 from disco_ds.config.data import RemoteSettings
-from disco_ds.data import Manifest, list_shards, load_sources
+from disco_ds.data import Manifest, Mixture, Shard, list_shards, load_sources, merge_states
+from disco_ds.data.remote.cache_size import fit_cache
+from disco_ds.data.remote.shard_cache import ShardCache, find_limit
+from disco_ds.data.sources import listing
+from disco_ds.data.sources.load import count_slots
 from helpers.remote import ALL
-from helpers.shards import SIZES, settings
+from helpers.shards import SIZES, make_loader, read_step, settings, write_shards
+from helpers.web import Server, serve
 
 
 @pytest.mark.parametrize(
@@ -38,7 +50,9 @@ from helpers.shards import SIZES, settings
         ("pipe:cat /x/one.tar", ["one.tar"], "pipe:cat /x/one.tar"),
     ],
 )
-def test_shards_by_braces_have_names_without_secrets(text: str, names: list[str], first: str | None) -> None:
+def test_shards_by_braces_have_names_without_secrets(
+    text: str, names: list[str], first: str | None
+) -> None:
     listing = list_shards(text)
     assert list(listing.names) == names
     assert listing.urls[:1] == ((first,) if first else ())
@@ -49,6 +63,11 @@ def test_shards_by_braces_have_names_without_secrets(text: str, names: list[str]
     ("text", "words"),
     [
         ("/data/{0..", "do not match"),
+        ("/data/{0..99999999}.tar", "{0..99999999}.tar names more than 10,000,000 shards"),
+        (
+            "http://h/{a,b}/{-1..9999999..1}.tar",
+            "{-1..9999999..1}.tar names more than 10,000,000 shards",
+        ),
         ("/data/{a,a}.tar", "names a shard twice"),
         ("http://h/shards", "names its shards by braces"),
         ("pipe:aws s3 ls", "names its shards by braces"),
@@ -59,7 +78,17 @@ def test_shards_by_braces_that_make_no_sense_are_refused(text: str, words: str) 
         list_shards(text)
 
 
-def test_local_braces_take_their_part_of_the_folders_manifest(shards: Manifest, tmp_path: Path) -> None:
+def test_product_of_braces_is_counted_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listing, "MAX_SHARDS", 100)
+    assert len(list_shards("/data/{a,b}/{0..980..20}.tar").names) == 100
+    for text in ("/data/{a,b,c}/{0..980..20}.tar", "/data/{0..9}{0..9}{a,b}.tar"):
+        with pytest.raises(ValueError, match="names more than 100 shards"):
+            list_shards(text)
+
+
+def test_local_braces_take_their_part_of_the_folders_manifest(
+    shards: Manifest, tmp_path: Path
+) -> None:
     (part,) = load_sources(settings(shards.folder / "{00002..00004}.tar"))
     assert isinstance(part, Manifest)
     assert part.shards == shards.shards[2:5]
@@ -67,10 +96,13 @@ def test_local_braces_take_their_part_of_the_folders_manifest(shards: Manifest, 
     assert one.sizes == SIZES[7:]
     (whole,) = load_sources(settings(shards.folder / ALL))
     assert whole.fingerprint == shards.fingerprint
-    with pytest.raises(ValueError, match=r"data.shards: .*manifest.json does not list 00008.tar, 00009.tar; count"):
+    with pytest.raises(
+        ValueError, match=r"data.shards: .*manifest.json does not list 00008.tar, 00009.tar; count"
+    ):
         load_sources(settings(shards.folder / "{00007..00009}.tar"))
     with pytest.raises(
-        ValueError, match=r"there is no .*manifest.json; count the shards: disco-ds index 'SHARDS' --to"
+        ValueError,
+        match=r"there is no .*manifest.json; count the shards: disco-ds index 'SHARDS' --to",
     ):
         load_sources(settings(tmp_path / "{a,b}.tar"))
     (shards.folder / "00003.tar").unlink()
@@ -79,20 +111,206 @@ def test_local_braces_take_their_part_of_the_folders_manifest(shards: Manifest, 
 
 
 def test_remote_shards_are_off_unless_allowed(tmp_path: Path) -> None:
-    both = settings(shards=None, sources=[{"shards": "http://h/{0..1}.tar"}, {"shards": "pipe:touch /x {0..1}.tar"}])
+    both = settings(
+        shards=None,
+        sources=[{"shards": "http://h/{0..1}.tar"}, {"shards": "pipe:touch /x {0..1}.tar"}],
+    )
     with pytest.raises(ValueError, match=r"data.sources\[0\]: .* data.remote.http=true"):
         load_sources(both)
     only = both.model_copy(update={"remote": RemoteSettings(http=True)})
     manifest = tmp_path / "m.json"
     manifest.write_text(
-        json.dumps({"version": 1, "shards": [{"name": f"{i}.tar", "samples": 1, "bytes": 1} for i in (0, 1)]})
+        json.dumps(
+            {
+                "version": 1,
+                "shards": [{"name": f"{i}.tar", "samples": 1, "bytes": 1} for i in (0, 1)],
+            }
+        )
     )
     parts = [part.model_copy(update={"manifest": manifest}) for part in both.sources or ()]
     with pytest.raises(
-        ValueError, match=r"data.sources\[1\]: a pipe: runs its command in a shell.*data.remote.pipe=true"
+        ValueError,
+        match=r"data.sources\[1\]: a pipe: runs its command in a shell.*data.remote.pipe=true",
     ):
         load_sources(only.model_copy(update={"sources": tuple(parts)}))
-    with pytest.raises(ValueError, match=r"data.shards: remote shards need a manifest; count them: disco-ds index"):
+    with pytest.raises(
+        ValueError, match=r"data.shards: remote shards need a manifest; count them: disco-ds index"
+    ):
         load_sources(settings("http://h/{0..1}.tar", remote={"http": True}))
     with pytest.raises(ValueError, match=r"s3:// is not read directly: .* or a pipe:"):
         load_sources(settings("s3://b/{0..1}.tar", remote={"http": True, "pipe": True}))
+
+
+# The room that they need. Shards, window and cache have the ratios of LAION-400M: windows of 0.4 shards.
+
+SLOTS, SAMPLES, WINDOW, NUM_SHARDS = 8, 20, 8, 120
+BATCH = 16
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Manifest, Server]]:
+    shards = write_shards(tmp_path_factory.mktemp("many"), [SAMPLES] * NUM_SHARDS)
+    with serve(shards.folder) as server:
+        yield shards, server
+
+
+def name_many(
+    many: tuple[Manifest, Server], cache: Path, again: bool = False, **changes: Any
+) -> DataSettings:
+    shards, server = many
+    text = f"{server.url}/{{00000..{NUM_SHARDS - 1:05d}}}.tar"
+    part = {"shards": text, "manifest": shards.folder / "manifest.json", "replacement": again}
+    own = {"http": True, "cache": cache, "timeout_s": 20.0, **changes.pop("remote", {})}
+    return settings(
+        None,
+        shards=None,
+        sources=[part],
+        **{"slots": SLOTS, "window": WINDOW, "remote": own, **changes},
+    )
+
+
+def fetched_per_used(many: tuple[Manifest, Server], data: DataSettings, size: int = 1) -> float:
+    """Bytes fetched by the host of rank 0, of `size` hosts, per byte of the samples that it reads in an epoch."""
+    shards, server = many
+    steps = SAMPLES * NUM_SHARDS // BATCH
+    server.asked.clear()
+    with closing(make_loader(None, data, 0, size, BATCH, ranks_here=1)) as loader:
+        for _ in range(steps):
+            assert read_step(loader).error is None
+    sizes = {f"/{shard.name}": shard.bytes for shard in shards.shards}
+    fetched = sum(sizes[name] * count for name, count in server.asked.items())
+    return fetched / (sum(sizes.values()) / size)
+
+
+def set_default_room(monkeypatch: pytest.MonkeyPatch, shard_bytes: float) -> None:
+    """As little as 512 slots of LAION-400M find in 100 GB: less than a shard for each."""
+    monkeypatch.setattr(
+        "disco_ds.data.remote.shard_cache.LEAST_CACHE_GB", 0.8 * SLOTS * shard_bytes / 1e9
+    )
+
+
+@pytest.mark.parametrize(("again", "most"), [(False, 1.1), (True, 2.1)])
+@pytest.mark.parametrize(
+    ("size", "workers"), [(1, 0), pytest.param(1, 8, marks=pytest.mark.slow), (4, 1)]
+)
+def test_default_cache_holds_the_shards_in_use(
+    many: tuple[Manifest, Server],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    size: int,
+    workers: int,
+    again: bool,
+    most: float,
+) -> None:
+    set_default_room(monkeypatch, many[0].shards[0].bytes)
+    data = name_many(many, tmp_path, again, workers=workers, remote={"ahead": int(workers > 0)})
+    # What is fetched ahead at the end has not been read yet: up to two shards for each slot.
+    ahead = (2 if again else 1) * SLOTS / NUM_SHARDS if workers else 0
+    assert fetched_per_used(many, data, size) < most + ahead
+
+
+def test_cache_that_is_too_small_is_refused_and_the_numbers_named_work(
+    many: tuple[Manifest, Server], tmp_path: Path
+) -> None:
+    cache_gb = 1.2 * SLOTS * many[0].shards[0].bytes / 1e9
+    small = {"cache_gb": cache_gb}
+    with pytest.raises(ValueError, match=r"8 slots of this host read up to \S+ GB") as refused:
+        make_loader(None, name_many(many, tmp_path, remote=small), batch=BATCH)
+    slots = int(re.findall(r"data.slots=(\d+)", str(refused.value))[0])
+    enough = float(re.findall(r"cache_gb=([\d.e-]+)", str(refused.value))[0])
+    assert slots == 4
+    assert cache_gb < enough
+    assert fetched_per_used(many, name_many(many, tmp_path / "a", slots=slots, remote=small)) < 1.1
+    assert (
+        fetched_per_used(many, name_many(many, tmp_path / "b", remote={"cache_gb": enough})) < 1.1
+    )
+
+
+def set_free(monkeypatch: pytest.MonkeyPatch, free_bytes: float) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=int(free_bytes)))
+
+
+def sized(num_shards: int, gb: float, remote: bool = True) -> Manifest:
+    """Shards of 10,000 samples that are not there."""
+    names = [f"{number:06d}.tar" for number in range(num_shards)]
+    return Manifest(
+        Path(),
+        tuple(Shard(name, 10_000, int(1e9 * gb)) for name in names),
+        tuple(names) if remote else (),
+    )
+
+
+LAION, DATACOMP = (41_455, 0.24), (140_000, 0.352)
+
+
+@pytest.mark.parametrize(
+    ("shape", "slots", "one_host_gb", "eight_hosts_gb"),
+    [(LAION, 256, 184.3, 100), (DATACOMP, 128, 135.2, 100)],
+)
+def test_default_slots_and_cache_follow_the_data_set(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    shape: tuple[int, float],
+    slots: int,
+    one_host_gb: float,
+    eight_hosts_gb: float,
+) -> None:
+    set_free(monkeypatch, 1e12)
+    data = settings(window=4096, remote={"cache": tmp_path})
+    source = sized(*shape)
+    assert count_slots(data, [source], 64) == slots
+    assert count_slots(data, [sized(*shape, remote=False)], 64) == 512
+    assert count_slots(data, [sized(1000, shape[1] / 10)], 64) == 512
+    for ranks, gb in ((8, one_host_gb), (64, eight_hosts_gb)):
+        (found,) = fit_cache(data, [source], slots, ranks, 8)
+        assert isinstance(found, Manifest)
+        assert found.remote.cache_gb == pytest.approx(gb, rel=1e-3)
+
+
+def test_default_cache_takes_no_more_than_its_disk_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    data, source = settings(window=4096, remote={"cache": tmp_path}), sized(*LAION)
+    set_free(monkeypatch, 150e9)
+    (found,) = fit_cache(data, [source], 256, 8, 8)
+    assert isinstance(found, Manifest)
+    assert found.remote.cache_gb == pytest.approx(135)
+    set_free(monkeypatch, 100e9)
+    with pytest.raises(
+        ValueError,
+        match=r"256 slots .* 122.9 GB .* 90 GB: .*cache_gb=122.88, with 136.534.*slots=184",
+    ):
+        fit_cache(data, [source], 256, 8, 8)
+    set_free(monkeypatch, 4e9)
+    with pytest.raises(ValueError, match=r"has room for 3.6 GB: [^;]*$"):
+        fit_cache(data, [source], 256, 8, 8)
+    # What the cache has taken already is its own.
+    folder = ShardCache([], [], [], data.remote).folder
+    folder.mkdir()
+    (folder / f"{0:064d}.shard").write_bytes(bytes(2**20))
+    assert find_limit(data.remote) == int(0.9 * (4e9 + 2**20))
+
+
+def test_resumed_run_keeps_its_slots_and_windows(
+    many: tuple[Manifest, Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = name_many(many, tmp_path, again=True, slots=None)
+    with closing(make_loader(None, data, batch=96)) as loader:
+        read_step(loader)
+        state = loader.state_dict()
+    assert state["slots"] == 96
+    # As if the default had been another one when the checkpoint was written.
+    monkeypatch.setattr(
+        "disco_ds.data.remote.cache_size._DEFAULT_BYTES", 20 * many[0].shards[0].bytes
+    )
+    with closing(make_loader(None, data, batch=96)) as new:
+        assert new.num_slots == 8
+    for windows in ([SAMPLES], [WINDOW]):
+        order = Mixture([[SAMPLES] * NUM_SHARDS], [1.0], [True], 96, 3, windows)
+        second = [
+            order.locate(slot, *order.settle(slot, *state["cursor"][slot])) for slot in range(96)
+        ]
+        with closing(make_loader(None, data, batch=96, state=merge_states([state]))) as loader:
+            read = [int(index) for part in read_step(loader).index for index in part]
+        assert read == [order.index(*place) for place in second]
+        state.pop("windows", None)  # which older checkpoints do not have

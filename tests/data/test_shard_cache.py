@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from disco_ds.data import DataError, Manifest
-from disco_ds.data.shard_cache import ShardCache
-from disco_ds.data.tar import CacheFullError, TarReader
+from disco_ds.data.remote.shard_cache import ShardCache
+from disco_ds.data.sources.tar import CacheFullError, TarReader
 from helpers.paths import ROOT
 from helpers.remote import open_cache
 from helpers.shards import write_shards
@@ -75,7 +75,13 @@ def test_files_of_the_user_stay_and_are_neither_read_nor_counted(
     mine = [
         folder / name
         for folder in (tmp_path / "cache", cache.folder)
-        for name in ("mine.tar", "mine.shard", "x.partial", f"{first.stem[:32]}.tar", f"{first.stem}.tar")
+        for name in (
+            "mine.tar",
+            "mine.shard",
+            "x.partial",
+            f"{first.stem[:32]}.tar",
+            f"{first.stem}.tar",
+        )
     ]
     for path in mine:
         path.write_bytes(path.name.encode() * 100_000)
@@ -87,7 +93,9 @@ def test_files_of_the_user_stay_and_are_neither_read_nor_counted(
     assert [path.read_bytes() for path in mine] == [path.name.encode() * 100_000 for path in mine]
 
 
-def test_folders_and_files_of_the_cache_are_the_users_alone(shards: Manifest, server: Server, tmp_path: Path) -> None:
+def test_folders_and_files_of_the_cache_are_the_users_alone(
+    shards: Manifest, server: Server, tmp_path: Path
+) -> None:
     before = os.umask(0)
     try:
         cache = open_cache(shards, server.url, tmp_path / "a" / "b")
@@ -99,7 +107,9 @@ def test_folders_and_files_of_the_cache_are_the_users_alone(shards: Manifest, se
     assert {oct(path.stat().st_mode & 0o777) for path in cache.folder.iterdir()} == {"0o600"}
 
 
-def test_cached_shard_that_was_cut_short_is_fetched_again(shards: Manifest, server: Server, tmp_path: Path) -> None:
+def test_cached_shard_that_was_cut_short_is_fetched_again(
+    shards: Manifest, server: Server, tmp_path: Path
+) -> None:
     cache = open_cache(shards, server.url, tmp_path / "cache")
     cache.open(1).close()
     (path,) = cache.folder.glob("*.shard")
@@ -118,7 +128,12 @@ def test_cached_shard_that_was_cut_short_is_fetched_again(shards: Manifest, serv
     ],
 )
 def test_file_in_the_place_of_a_cached_shard_is_refused(
-    shards: Manifest, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, words: str
+    shards: Manifest,
+    server: Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    words: str,
 ) -> None:
     cache = open_cache(shards, server.url, tmp_path / "cache")
     cache.open(1).close()
@@ -131,7 +146,9 @@ def test_file_in_the_place_of_a_cached_shard_is_refused(
         path.unlink()
         (tmp_path / "other").write_bytes(content)
         path.symlink_to(tmp_path / "other") if kind == "link" else os.mkfifo(path)
-    with pytest.raises(DataError, match=f"{path} is in the way of a cached shard: {words}; remove it"):
+    with pytest.raises(
+        DataError, match=f"{path} is in the way of a cached shard: {words}; remove it"
+    ):
         cache.open(1)
     assert server.asked == {"/00001.tar": 1}
     assert os.path.lexists(path)
@@ -146,7 +163,12 @@ def test_file_in_the_place_of_a_cached_shard_is_refused(
     ],
 )
 def test_cache_in_a_folder_of_somebody_else_is_refused(
-    shards: Manifest, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, words: str
+    shards: Manifest,
+    server: Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    words: str,
 ) -> None:
     cache = open_cache(shards, server.url, tmp_path / "cache")
     cache.folder.parent.mkdir()
@@ -158,7 +180,9 @@ def test_cache_in_a_folder_of_somebody_else_is_refused(
         cache.folder.chmod(0o777 if kind == "open" else 0o700)
     if kind == "foreign":
         change_owners(monkeypatch, {cache.folder.stat().st_ino: os.geteuid() + 1})
-    with pytest.raises(DataError, match=f"{cache.folder} must be a folder of this user alone, and is {words}"):
+    with pytest.raises(
+        DataError, match=f"{cache.folder} must be a folder of this user alone, and is {words}"
+    ):
         cache.open(1)
     assert not server.asked
     assert not list(cache.folder.iterdir())
@@ -252,9 +276,13 @@ def opened_by(pid: int) -> set[str]:
     return found
 
 
-def test_fetch_that_is_killed_leaves_no_trace(shards: Manifest, server: Server, tmp_path: Path) -> None:
+def test_fetch_that_is_killed_leaves_no_trace(
+    shards: Manifest, server: Server, tmp_path: Path
+) -> None:
     server.halves.add("/00001.tar")
-    cache = open_cache(shards, server.url, tmp_path / "cache", cache_gb=1.5 * shards.shards[1].bytes / 1e9)
+    cache = open_cache(
+        shards, server.url, tmp_path / "cache", cache_gb=1.5 * shards.shards[1].bytes / 1e9
+    )
     with start_fetch(cache) as process:
         wait_for(lambda: server.asked["/00001.tar"] == 1)
         (partial,) = cache.folder.glob("*.partial")

@@ -9,8 +9,16 @@ from pathlib import Path
 import pytest
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
-from disco_ds.data import BrokenSample, Manifest, Shard, index_shards, load_manifest, resolve_shards, write_manifest
-from disco_ds.data.tar import TarReader
+from disco_ds.data import (
+    BrokenSample,
+    Manifest,
+    Shard,
+    index_shards,
+    load_manifest,
+    resolve_shards,
+    write_manifest,
+)
+from disco_ds.data.sources.tar import TarReader
 from helpers.shards import write_shards, write_tar
 
 LONG = "directory/" * 12 + "a" * 90
@@ -46,7 +54,9 @@ def test_samples_are_those_of_webdataset(tmp_path: Path, form: int) -> None:
 
 
 def test_repeated_extension_begins_a_new_sample(tmp_path: Path) -> None:
-    write_tar(tmp_path / "0.tar", [("a.jpg", b"1"), ("a.txt", b"2"), ("a.jpg", b"3"), ("a.txt", b"4")])
+    write_tar(
+        tmp_path / "0.tar", [("a.jpg", b"1"), ("a.txt", b"2"), ("a.jpg", b"3"), ("a.txt", b"4")]
+    )
     reader = TarReader(tmp_path, ["0.tar"], 1)
     assert [reader.read(0, entry)["jpg"] for entry in range(2)] == [b"1", b"3"]
     reader.close()
@@ -61,8 +71,13 @@ def test_directories_and_links_are_no_members(tmp_path: Path) -> None:
     assert index_shards(tmp_path).sizes == [1]
 
 
-def test_every_truncation_keeps_the_complete_samples(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    whole = write_tar(tmp_path / "whole.tar", [(f"{i}.{ext}", b"z" * 700) for i in range(4) for ext in ("jpg", "txt")])
+def test_every_truncation_keeps_the_complete_samples(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = write_tar(
+        tmp_path / "whole.tar",
+        [(f"{i}.{ext}", b"z" * 700) for i in range(4) for ext in ("jpg", "txt")],
+    )
     data = whole.read_bytes()
     whole.unlink()
     sample = 2 * (512 + 1024)
@@ -76,7 +91,9 @@ def test_every_truncation_keeps_the_complete_samples(tmp_path: Path, caplog: pyt
     assert index_shards(tmp_path).sizes == [4]
 
 
-def test_bytes_that_are_no_header_end_the_shard(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_bytes_that_are_no_header_end_the_shard(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = write_tar(tmp_path / "0.tar", [(f"{i}.txt", b"text") for i in range(5)])
     data = bytearray(path.read_bytes())
     data[3 * 1024 + 20] = 1
@@ -102,7 +119,9 @@ def test_reader_keeps_no_more_than_it_is_told(tmp_path: Path) -> None:
     write_shards(tmp_path, [2] * 70)
     reader = TarReader(tmp_path, [f"{i:05d}.tar" for i in range(70)], 5)
     for _ in range(2):
-        assert [reader.read(shard, 1)["txt"] for shard in range(70)] == [b"%d" % (2 * i + 1) for i in range(70)]
+        assert [reader.read(shard, 1)["txt"] for shard in range(70)] == [
+            b"%d" % (2 * i + 1) for i in range(70)
+        ]
     assert reader._index.cache_info().currsize == 5
     assert len(reader._files) == 64
     reader.close()
@@ -126,7 +145,9 @@ def test_manifest_roundtrip(tmp_path: Path) -> None:
         "bytes": status.st_size,
         "mtime": int(status.st_mtime),
     }
-    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".tar") == ["manifest.json"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".tar") == [
+        "manifest.json"
+    ]
 
 
 def test_indexing_with_processes_counts_the_same(tmp_path: Path) -> None:
@@ -136,8 +157,14 @@ def test_indexing_with_processes_counts_the_same(tmp_path: Path) -> None:
 
 def test_fingerprint_follows_names_and_samples_alone() -> None:
     manifest = Manifest(Path("a"), (Shard("0.tar", 5, 100), Shard("1.tar", 6, 100)))
-    assert manifest.fingerprint == Manifest(Path("b"), (Shard("0.tar", 5, 1), Shard("1.tar", 6, 1))).fingerprint
-    assert manifest.fingerprint != Manifest(Path("a"), (Shard("0.tar", 6, 100), Shard("1.tar", 5, 100))).fingerprint
+    assert (
+        manifest.fingerprint
+        == Manifest(Path("b"), (Shard("0.tar", 5, 1), Shard("1.tar", 6, 1))).fingerprint
+    )
+    assert (
+        manifest.fingerprint
+        != Manifest(Path("a"), (Shard("0.tar", 6, 100), Shard("1.tar", 5, 100))).fingerprint
+    )
     assert manifest.fingerprint == "355df8e02e312601"
 
 
@@ -177,19 +204,26 @@ def test_manifest_refusals_name_the_remedy(tmp_path: Path) -> None:
     assert "manifest.json does not list x.tar; count" in refusal(tmp_path)
 
 
-def test_shard_of_another_size_is_only_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_shard_of_another_size_is_only_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     manifest = write_shards(tmp_path, [2, 2])
     with open(tmp_path / "00001.tar", "ab") as file:
         file.write(b"\0" * 512)
     assert load_manifest(tmp_path) == manifest
-    assert "1 of 2 shards have another size or time than when they were counted: 00001.tar" in caplog.text
+    assert (
+        "1 of 2 shards have another size or time than when they were counted: 00001.tar"
+        in caplog.text
+    )
     assert "disco-ds index --check" in caplog.text
 
 
 def test_index_refuses_shards_without_samples(tmp_path: Path) -> None:
     for i in range(7):
         write_tar(tmp_path / f"{i}.tar", [])
-    with pytest.raises(ValueError, match=r"0.tar, 1.tar, 2.tar, 3.tar, 4.tar and 2 more; remove them"):
+    with pytest.raises(
+        ValueError, match=r"0.tar, 1.tar, 2.tar, 3.tar, 4.tar and 2 more; remove them"
+    ):
         index_shards(tmp_path)
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from disco_ds.checkpoints.changes import refuse_changes
+from disco_ds.checkpoints.checkpoint import identity
 from disco_ds.config import check_config
 from disco_ds.config.data import DataSettings
 from disco_ds.data import Mixture, Source, load_sources, merge_states
-from disco_ds.training.changes import refuse_changes
-from disco_ds.training.checkpoint import identity
 from helpers.minimal import MINIMAL
-from helpers.shards import colour, make_loader, read_global, read_step, settings, write_shards
+from helpers.shards import color, make_loader, read_global, read_step, settings, write_shards
 
 A, B, C = [17, 30, 9, 25], [13, 20, 22], [10, 12]
 FIRST_B, FIRST_C, END = sum(A), sum(A + B), sum(A + B + C)
@@ -26,7 +26,9 @@ Sources = list[Source]
 
 
 def mixed(**changes: Any) -> DataSettings:
-    sources = [{"shards": name, "weight": weight} for name, weight in zip("abc", WEIGHTS, strict=True)]
+    sources = [
+        {"shards": name, "weight": weight} for name, weight in zip("abc", WEIGHTS, strict=True)
+    ]
     sources[2]["replacement"] = True
     return settings(**{"shards": None, "sources": sources, "slots": 8, **changes})
 
@@ -36,7 +38,9 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
     """Three, whose ids follow each other."""
     parts = {"a": (A, 0), "b": (B, FIRST_B), "c": (C, FIRST_C)}
     folder = tmp_path_factory.mktemp("sources")
-    return [write_shards(folder / name, sizes, first=first) for name, (sizes, first) in parts.items()]
+    return [
+        write_shards(folder / name, sizes, first=first) for name, (sizes, first) in parts.items()
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +52,8 @@ def reference(sources: Sources) -> Any:
 def test_shares_follow_the_weights_and_epochs_are_whole(reference: Any) -> None:
     read = [sample for step in reference[0] for sample in step]
     a, b, c = (
-        [s for s in read if low <= s[0] < high] for low, high in ((0, FIRST_B), (FIRST_B, FIRST_C), (FIRST_C, END))
+        [s for s in read if low <= s[0] < high]
+        for low, high in ((0, FIRST_B), (FIRST_B, FIRST_C), (FIRST_C, END))
     )
     assert abs(len(a) - 144) < 8
     assert abs(len(b) - 96) < 8
@@ -88,7 +93,9 @@ def test_resume_goes_on_exactly(sources: Sources, reference: Any, done: int, siz
     assert state == reference[1]
 
 
-def test_broken_samples_are_skipped_inside_their_source(sources: Sources, reference: Any, tmp_path: Path) -> None:
+def test_broken_samples_are_skipped_inside_their_source(
+    sources: Sources, reference: Any, tmp_path: Path
+) -> None:
     def change(index: int, sample: dict[str, bytes]) -> dict[str, bytes]:
         return sample if index % 5 else {**sample, "png": b"no image"}
 
@@ -109,10 +116,15 @@ def test_captions_and_image_key_may_be_a_sources_own(tmp_path: Path) -> None:
     def change(index: int, sample: dict[str, bytes]) -> dict[str, bytes]:
         return {"picture.png": sample["png"], "alt": sample["txt"]}
 
-    found: Sources = [write_shards(tmp_path / "a", [20]), write_shards(tmp_path / "b", [20], change, first=20)]
+    found: Sources = [
+        write_shards(tmp_path / "a", [20]),
+        write_shards(tmp_path / "b", [20], change, first=20),
+    ]
     own = {"shards": "b", "weight": 1, "image_key": "picture.png", "captions": {"{alt}": 1}}
     data = settings(shards=None, sources=[{"shards": "a", "weight": 1}, own], slots=4)
-    assert {index for step in read_global(found, data, 1, 2)[0] for index, _ in step} == set(range(40))
+    assert {index for step in read_global(found, data, 1, 2)[0] for index, _ in step} == set(
+        range(40)
+    )
 
 
 def test_state_of_other_sources_is_refused(sources: Sources) -> None:
@@ -135,22 +147,43 @@ def test_state_of_other_sources_is_refused(sources: Sources) -> None:
 
 def test_resume_names_what_changed_of_the_sources() -> None:
     def known(*sources: dict[str, Any]) -> dict[str, Any]:
-        config = check_config({**MINIMAL, "data": {"sources": list(sources)}, "deepspeed": {}}, "test")
+        config = check_config(
+            {**MINIMAL, "data": {"sources": list(sources)}, "deepspeed": {}}, "test"
+        )
         return identity(config, "same", {})
 
     before = known({"shards": "a", "weight": 2.0}, {"shards": "b", "weight": 1.0})
-    refuse_changes(before, known({"shards": "moved/a", "weight": 2.0}, {"shards": "b", "weight": 1.0, "manifest": "m"}))
-    with pytest.raises(ValueError, match=r"data.sources: .*'weight': 2.0.* in the checkpoint, .*'weight': 3.0.* now"):
-        refuse_changes(before, known({"shards": "a", "weight": 3.0}, {"shards": "b", "weight": 1.0}))
+    refuse_changes(
+        before,
+        known(
+            {"shards": "moved/a", "weight": 2.0}, {"shards": "b", "weight": 1.0, "manifest": "m"}
+        ),
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"data.sources: .*'weight': 2.0.* in the checkpoint, .*'weight': 3.0.* now",
+    ):
+        refuse_changes(
+            before, known({"shards": "a", "weight": 3.0}, {"shards": "b", "weight": 1.0})
+        )
 
 
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ({"shards": "a", "sources": [{"shards": "b"}]}, "data.sources takes the place of data.shards"),
-        ({"sources": [{"shards": "a", "weight": 1}, {"shards": "b"}]}, "give every source a weight, or none"),
+        (
+            {"shards": "a", "sources": [{"shards": "b"}]},
+            "data.sources takes the place of data.shards",
+        ),
+        (
+            {"sources": [{"shards": "a", "weight": 1}, {"shards": "b"}]},
+            "give every source a weight, or none",
+        ),
         ({"sources": []}, "data.sources: tuple should have at least 1 item"),
-        ({"sources": [{"shards": "a", "wieght": 1}]}, "data.sources.0.wieght; did you mean weight?"),
+        (
+            {"sources": [{"shards": "a", "wieght": 1}]},
+            "data.sources.0.wieght; did you mean weight?",
+        ),
         ({"sources": [{"shards": "a", "captions": {}}]}, "data.captions needs templates"),
         ({"sources": [{"weight": 1}]}, "data.sources.0.shards is missing"),
     ],
@@ -163,7 +196,7 @@ def test_settings_that_make_no_sense_are_refused(data: dict[str, Any], words: st
 
 def test_mixture_is_even_in_every_slot_and_over_them() -> None:
     weights = [1.0, 5.0, 0.5]
-    mixture = Mixture([[50], [70, 7], [900]], weights, [False] * 3, 64, seed=3, window=9)
+    mixture = Mixture([[50], [70, 7], [900]], weights, [False] * 3, 64, seed=3, windows=[9] * 3)
     total = Counter()
     for slot in range(64):
         chosen = [mixture.stream(slot, number) for number in range(1000)]
@@ -173,13 +206,15 @@ def test_mixture_is_even_in_every_slot_and_over_them() -> None:
         for source, weight in enumerate(weights):
             assert abs(counts[source] - 1000 * weight / 6.5) < 4
     # A batch of one sample from each slot: the slots' phases are independent.
-    shares = [sum(mixture.stream(slot, number) >= 2 * 64 for slot in range(64)) for number in range(200)]
+    shares = [
+        sum(mixture.stream(slot, number) >= 2 * 64 for slot in range(64)) for number in range(200)
+    ]
     assert abs(sum(shares) / len(shares) - 64 * 0.5 / 6.5) < 0.5
     assert len(set(shares)) > 5
 
 
 def test_mixture_source_smaller_than_the_slots_keeps_its_epochs() -> None:
-    mixture = Mixture([[3], [100]], [1.0, 1.0], [False, False], 8, seed=0, window=4)
+    mixture = Mixture([[3], [100]], [1.0, 1.0], [False, False], 8, seed=0, windows=[4, 4])
     read = Counter()
     for slot in range(8):
         epoch, offset = 0, 0
@@ -194,7 +229,7 @@ def test_mixture_source_smaller_than_the_slots_keeps_its_epochs() -> None:
 @pytest.mark.parametrize("window", [7, 1000])
 def test_draws_are_uniform_and_independent(window: int) -> None:
     sizes = [3, 40, 1, 16]
-    mixture = Mixture([sizes], [1.0], [True], 16, seed=5, window=window)
+    mixture = Mixture([sizes], [1.0], [True], 16, seed=5, windows=[window])
     counts, repeated, total = Counter(), 0, 0
     for slot in range(16):
         epoch, offset, last = 0, 0, None
@@ -209,7 +244,9 @@ def test_draws_are_uniform_and_independent(window: int) -> None:
     assert set(counts) == set(range(60))
     expected = total / 60
     # Chi-square with 59 degrees of freedom: 98.3 at p = 0.001; runs of 7 are 7 draws of one place.
-    assert sum((count - expected) ** 2 / expected for count in counts.values()) < 98.3 * (7 if window == 7 else 1)
+    assert sum((count - expected) ** 2 / expected for count in counts.values()) < 98.3 * (
+        7 if window == 7 else 1
+    )
     rate = 1 / min(window, 60)
     assert abs(repeated / total - rate) < 0.25 * rate
 
@@ -218,7 +255,7 @@ def test_draws_are_uniform_and_independent(window: int) -> None:
 
 
 def write_table(folder: Path, num: int, separator: str = "\t", missing: int = -1) -> Path:
-    """A csv of images of one colour and captions that both tell the row's number."""
+    """A csv of images of one color and captions that both tell the row's number."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
     path = folder / "pairs.csv"
     with open(path, "w", newline="") as file:
@@ -227,8 +264,10 @@ def write_table(folder: Path, num: int, separator: str = "\t", missing: int = -1
         for row in range(num):
             name = f"images/{row}.png"
             if row != missing:
-                Image.new("RGB", (12, 10), colour(row)).save(folder / name)
-            writer.writerow([name if row % 2 else str(folder / name), row, f'a "quoted{separator}"\nline {row}'])
+                Image.new("RGB", (12, 10), color(row)).save(folder / name)
+            writer.writerow(
+                [name if row % 2 else str(folder / name), row, f'a "quoted{separator}"\nline {row}']
+            )
     return path
 
 
@@ -250,7 +289,9 @@ def test_csv_rows_are_samples_and_ids(tmp_path: Path, separator: str) -> None:
     assert "images/7.png cannot be read" in broken[0]
 
 
-def test_csv_paths_may_be_relative_to_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_csv_paths_may_be_relative_to_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_table(tmp_path, 6)
     moved = tmp_path / "tables" / "pairs.csv"
     moved.parent.mkdir()
@@ -292,12 +333,22 @@ def test_csv_fingerprint_follows_its_rows(tmp_path: Path) -> None:
         ("filepath\ttitle\n", CSV, "no row below"),
         ("", CSV, "has the columns , captions name title"),
         ("filepath\ttitle\na\tb\n", {}, "captions name txt"),
-        ("filepath\ttitle\na\tb\n", {"captions": {"{title}": 1}}, "image_key is jpg;jpeg;png;webp: set, for instance"),
+        (
+            "filepath\ttitle\na\tb\n",
+            {"captions": {"{title}": 1}},
+            "image_key is jpg;jpeg;png;webp: set, for instance",
+        ),
         ("filepath;title\na;b\n", CSV, "has the columns filepath;title"),
-        ("filepath\ttitle\na.png\tb\nc.png\tb\n", CSV, "none of the first 2 rows can be read; the first: image "),
+        (
+            "filepath\ttitle\na.png\tb\nc.png\tb\n",
+            CSV,
+            "none of the first 2 rows can be read; the first: image ",
+        ),
     ],
 )
-def test_csv_that_cannot_be_used_is_refused(tmp_path: Path, text: str | None, changes: Any, words: str) -> None:
+def test_csv_that_cannot_be_used_is_refused(
+    tmp_path: Path, text: str | None, changes: Any, words: str
+) -> None:
     path = tmp_path / "pairs.csv"
     if text is not None:
         path.write_text(text)

@@ -41,18 +41,24 @@ def test_settings_that_differ_are_named_on_every_rank() -> None:
     zero, one = (f"on {host} (rank {number})" for number in range(2))
     shards, stage, kinds, many = (said.split("\n  ") for said in first)
     assert shards[0] == "the ranks were given different settings:"
-    assert shards[1].startswith(f'data.shards: "/data/Fü0.tar" {zero}; "/data/Fü1.tar" {one}\nthe remote shell expands')
+    assert shards[1].startswith(
+        f'data.shards: "/data/Fü0.tar" {zero}; "/data/Fü1.tar" {one}\nthe remote shell expands'
+    )
     assert stage[1] == f"deepspeed: not given {zero}; {{}} {one}"
     assert stage[2].startswith(f"deepspeed.stage: null {zero}; not given {one}\n")
     assert kinds[1] == f'--resume: null {zero}; "latest" {one}'
     assert kinds[2].startswith(f'runs: "1" {zero}; 1 {one}\n')
-    assert [line.partition(":")[0] for line in many[1:6]] == [f"key-{number}" for number in range(1, 6)]
+    assert [line.partition(":")[0] for line in many[1:6]] == [
+        f"key-{number}" for number in range(1, 6)
+    ]
     assert many[6].startswith("and 3 more settings\n")
 
 
 def test_many_hosts_are_grouped_by_value_and_few_values_shown() -> None:
     said = _describe([(f"node-{rank // 2}", {"a": str(rank % 2)}) for rank in range(4)])
-    assert "a: 0 on node-0 (rank 0), node-1 (rank 2); 1 on node-0 (rank 1), node-1 (rank 3)\n" in said
+    assert (
+        "a: 0 on node-0 (rank 0), node-1 (rank 2); 1 on node-0 (rank 1), node-1 (rank 3)\n" in said
+    )
     said = _describe([("node", {"a": str(rank)}) for rank in range(9)])
     assert "; 4 on node (rank 4); and 4 more values\n" in said
 
@@ -71,7 +77,9 @@ def test_trainer_stops_before_any_work_where_a_rank_has_other_settings(
 ) -> None:
     assert run_ranks(start_trainer, 2, recipe, "seed={rank}", joined=False) == [2, 2]
     said = capfd.readouterr().out  # where run_ranks sends both
-    assert f"seed: 0 on {socket.gethostname()} (rank 0); 1 on {socket.gethostname()} (rank 1)" in said
+    assert (
+        f"seed: 0 on {socket.gethostname()} (rank 0); 1 on {socket.gethostname()} (rank 1)" in said
+    )
     assert said.count("error on") == 1
     assert run_ranks(start_trainer, 2, recipe, "--resume={rank}", joined=False) == [2, 2]
     assert '--resume: "0" on ' in capfd.readouterr().out
@@ -80,7 +88,11 @@ def test_trainer_stops_before_any_work_where_a_rank_has_other_settings(
 
 def build_in_own_folder(folder: Path) -> str:
     os.chdir(folder / f"host{comm.rank()}")
-    return refused(load_config(recipe(folder, data={"shards": "data", "workers": 0, "slots": 2, "image_key": "jpg"})))
+    return refused(
+        load_config(
+            recipe(folder, data={"shards": "data", "workers": 0, "slots": 2, "image_key": "jpg"})
+        )
+    )
 
 
 def test_hosts_whose_shards_differ_are_refused(tmp_path: Path) -> None:

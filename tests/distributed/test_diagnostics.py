@@ -12,32 +12,34 @@ from pathlib import Path
 import pytest
 import torch
 
-from disco_ds.distributed import comm, diagnostics, flight_recorder
+from disco_ds.distributed import comm, diagnostics
 from helpers.dist import run_ranks
 
 dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_file", None)
 
 
 def test_stacks_name_every_thread(tmp_path):
-    run_ranks(leave_stacks, 1, tmp_path / "hangs")
-    assert "in leave_stacks" in (tmp_path / "hangs" / "stacks_rank_3.txt").read_text()
+    run_ranks(write_stacks, 1, tmp_path / "hangs")
+    assert "in write_stacks" in (tmp_path / "hangs" / "stacks_rank_3.txt").read_text()
     assert not list(tmp_path.glob("hangs/nccl_trace*"))  # gloo has none
 
 
-def leave_stacks(folder: Path) -> None:
-    diagnostics.leave(folder, 3)
+def write_stacks(folder: Path) -> None:
+    diagnostics.write_diagnostics(folder, 3)
     diagnostics.cancel_end()
 
 
 def test_folder_that_cannot_be_written_is_no_reason_to_stay(tmp_path):
     (tmp_path / "file").touch()
-    run_ranks(leave_stacks, 1, tmp_path / "file" / "hangs")
+    run_ranks(write_stacks, 1, tmp_path / "file" / "hangs")
 
 
 def test_process_ends_while_python_is_blocked():
     blocked = "import ctypes; from disco_ds.distributed.diagnostics import end_process_after as end; end(1); "
     start = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", blocked + "ctypes.PyDLL(None).sleep(60)"], capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", blocked + "ctypes.PyDLL(None).sleep(60)"], capture_output=True
+    )
     assert done.returncode == 1
     assert b"Timeout (0:00:01)!" in done.stderr
     assert time.monotonic() - start < 40
@@ -46,7 +48,7 @@ def test_process_ends_while_python_is_blocked():
 def test_users_own_settings_of_the_recorder_stay(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "/own/file_")
     monkeypatch.delenv("TORCH_FR_DUMP_TEMP_FILE", raising=False)
-    flight_recorder.send_to(tmp_path / diagnostics.TRACE)
+    diagnostics.name_dump_file(tmp_path)
     assert "TORCH_FR_DUMP_TEMP_FILE" not in os.environ
 
 
@@ -61,10 +63,10 @@ def test_torch_asks_for_the_name_of_its_file_when_it_writes(tmp_path):
 
 def write_record(folder: Path) -> None:
     comm.all_reduce_sum(torch.ones(2))
-    flight_recorder.send_to(folder / diagnostics.TRACE)
+    diagnostics.name_dump_file(folder)
     dump(comm.rank())
 
 
 def test_record_of_nccl_can_be_read_without_a_group():
-    """What `read` calls is there, and answers, in this torch."""
+    """The private function of torch that writes the record exists, and answers."""
     assert "entries" in pickle.loads(torch._C._distributed_c10d._dump_nccl_trace())

@@ -28,8 +28,9 @@ from disco_ds.distributed.heartbeat import (
     parse_beat,
     parse_verdict,
 )
-from disco_ds.distributed.marks import Place
+from disco_ds.distributed.progress import Place
 from helpers.dist import free_port, start_server
+from helpers.machine import many_open_files
 from helpers.waiting import sleep_for_ever, wait_for
 
 SIZE = 3
@@ -49,7 +50,9 @@ class Gpu:
         def query(self) -> bool:
             if self.state == "breaks":
                 raise RuntimeError("CUDA error: an illegal memory access was encountered")
-            if self.state == "blocks":  # the driver does not answer, and torch holds the global lock meanwhile
+            if (
+                self.state == "blocks"
+            ):  # the driver does not answer, and torch holds the global lock meanwhile
                 ctypes.PyDLL(None).sleep(1000)
             return self.state == "fine"
 
@@ -61,10 +64,11 @@ def enter(number: int, port: int, folder: Path, kind: str, lost_after_s: float) 
     os.environ.update(RANK=str(number), WORLD_SIZE=str(SIZE), LOCAL_RANK=str(number))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     timeout_s = LOST_AFTER_S if "hang" in kind or "GPU" in kind or kind == "fine" else 60
     event = Gpu.Event if "GPU" in kind else None
-    with comm.session(60), Heartbeat(lost_after_s, timeout_s, event) as heart:
+    with many_open_files(), comm.session(60), Heartbeat(lost_after_s, timeout_s, event) as heart:
         heart.folder = folder / "hangs"
         for step in range(10 if kind == "fine" else 10**6):
             heart.mark(step, "reading data", timed=True)
@@ -74,6 +78,12 @@ def enter(number: int, port: int, folder: Path, kind: str, lost_after_s: float) 
             if step == 10 and "GPU" in kind:
                 sleep_for_ever()  # every host waits for its device
             comm.all_reduce_sum(torch.ones(1))
+            if step == 20 and kind == "stops":
+                heart.mark(step, "saving")
+                heart.stop_agreed()
+                (folder / f"{number}.saves").touch()
+                wait_for((folder / "saved").exists, 100)
+                return
             if step == 9:
                 if kind == "fine":
                     heart.mark(step, "saving")
@@ -87,7 +97,7 @@ def misbehave(kind: str) -> None:
         raise ValueError("bad luck")
     if "GPU" in kind:
         Gpu.state = kind.split()[-1]
-    elif "hang" in kind:
+    elif "hang" in kind or kind == "interrupted":
         sleep_for_ever()
 
 
@@ -109,7 +119,9 @@ class Ranks:
         self.since = 0.0
 
     def wait_ready(self) -> None:
-        wait_for(lambda: all((self.folder / f"{number}.ready").exists() for number in range(SIZE)), 120)
+        wait_for(
+            lambda: all((self.folder / f"{number}.ready").exists() for number in range(SIZE)), 120
+        )
 
     def send(self, number: int, *ranks: int) -> None:
         self.wait_ready()
@@ -130,7 +142,10 @@ class Ranks:
         process = self.processes[number]
         process.join(max(self.since + within_s - time.monotonic(), 0))
         assert process.exitcode == 1, (number, process.exitcode, self.log(number))
-        return next(line for line in self.log(number).splitlines() if f"rank {number} stops: " in line)
+        assert "Exception in thread" not in self.log(number)
+        return next(
+            line for line in self.log(number).splitlines() if f"rank {number} stops: " in line
+        )
 
     def stacks(self, number: int) -> str:
         return (self.folder / "hangs" / f"stacks_rank_{number}.txt").read_text()
@@ -153,7 +168,9 @@ def check_fine(group: Ranks) -> None:
 def write_garbage(group: Ranks) -> None:
     """Somebody on the network writes into the store."""
     group.wait_ready()
-    store = torch.distributed.TCPStore("127.0.0.1", group.port, is_master=False, wait_for_workers=False)
+    store = torch.distributed.TCPStore(
+        "127.0.0.1", group.port, is_master=False, wait_for_workers=False
+    )
     end = time.monotonic() + LOST_AFTER_S / 3
     while time.monotonic() < end:  # rank 2 writes over it meanwhile
         for garbage in GARBAGE:
@@ -164,16 +181,20 @@ def write_garbage(group: Ranks) -> None:
 
 def check_unimpressed(group: Ranks) -> None:
     """It is said once by a rank of those that have seen it, and a rank that is lost later is named."""
-    assert all(process.is_alive() for process in group.processes), [group.log(number) for number in range(SIZE)]
+    assert all(process.is_alive() for process in group.processes), [
+        group.log(number) for number in range(SIZE)
+    ]
     group.send(signal.SIGKILL, FAULTY)
     group.check_named(FAULTY, SILENT)
     said = [
-        line for number in range(SIZE) for line in group.log(number).splitlines() if "was written by no rank" in line
+        line
+        for number in range(SIZE)
+        for line in group.log(number).splitlines()
+        if "was written by no rank" in line
     ]
-    assert sorted(line.partition(": ")[2].partition(" in the")[0] for line in said) == [
-        "the heartbeat of rank 2",
-        "the verdict",
-    ]
+    reported = sorted(line.partition(": ")[2].partition(" in the")[0] for line in said)
+    # Rank 2 overwrites its heartbeat, so its watcher may never read the garbage.
+    assert reported in (["the verdict"], ["the heartbeat of rank 2", "the verdict"])
     assert f"in the rendezvous store at 127.0.0.1:{group.port} was written by no rank" in said[0]
 
 
@@ -194,9 +215,19 @@ def check_hung(group: Ranks) -> None:
     assert "misbehave" not in group.stacks(0)
 
 
+def check_interrupted(group: Ranks) -> None:
+    """Ctrl-C before a run has its own handler: some ranks are in Python then, others wait in a collective."""
+    for number, process in enumerate(group.processes):
+        process.join(10)
+        assert (process.exitcode, group.log(number)) == (130, "" if number else "interrupted\n")
+
+
 def check_all_hung(group: Ranks) -> None:
     for number in range(SIZE):
-        assert "no rank has made progress for 3 s: ranks 0-2 at step 10, reading data" in group.said(number)
+        assert (
+            "no rank has made progress for 3 s: ranks 0-2 at step 10, reading data"
+            in group.said(number)
+        )
         assert "misbehave" in group.stacks(number)
 
 
@@ -230,17 +261,14 @@ GARBAGE = [
     b'"x"',
     b"[[]]",
 ]
-GARBAGE += [
-    b'[true, [1, 2, "x"], [1, 2, "x"], true]',
-    b'[1, [1, 2, "a\\u0000b"], [1, 2, "x"], true]',
-    b"[1, [1, 2], 3, 4]",
-]
+GARBAGE += [b'[1, [1, 2, "x"], [1, 2, "x"], 1]', b"[1, [1, 2], 3, 4]"]
 CASES: dict[str, tuple[Callable[[Ranks], Any], Callable[[Ranks], None]]] = {
     "fine": (Ranks.wait_ready, check_fine),
     "fails": (
         Ranks.wait_ready,
         lambda r: r.check_named(FAULTY, "last step 10, reading", "failed: ValueError: bad luck"),
     ),
+    "interrupted": (lambda r: r.send(signal.SIGINT), check_interrupted),
     "killed": (lambda r: r.send(signal.SIGKILL, FAULTY), lambda r: r.check_named(FAULTY, SILENT)),
     "stopped": (lambda r: r.send(signal.SIGSTOP, FAULTY), lambda r: r.check_named(FAULTY, SILENT)),
     "hangs": (Ranks.wait_ready, check_hung),
@@ -258,10 +286,12 @@ CASES: dict[str, tuple[Callable[[Ranks], Any], Callable[[Ranks], None]]] = {
 @pytest.mark.parametrize(
     "kinds",
     [
-        ("fails", "killed", "stopped", "garbage"),
+        ("fails", "killed", "stopped", "garbage", "interrupted"),
         ("all hang", "GPU hangs"),
         pytest.param(("hangs", "GPU breaks", "all GPU blocks"), marks=pytest.mark.slow),
-        pytest.param(("fine", "store killed", "store stopped", "all frozen"), marks=pytest.mark.slow),
+        pytest.param(
+            ("fine", "store killed", "store stopped", "all frozen"), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_every_survivor_names_the_lost_rank(kinds: tuple[str, ...], tmp_path: Path) -> None:
@@ -290,14 +320,23 @@ def test_beats_are_read_as_written_and_nothing_else_is() -> None:
 
 def test_every_set_of_lost_ranks_has_a_rank_that_watches_one() -> None:
     for size in (2, 3, 5, 8):
-        watched = {rank: {(rank + i) % size for i in range(1, min(WATCHED + 1, size))} for rank in range(size)}
+        watched = {
+            rank: {(rank + i) % size for i in range(1, min(WATCHED + 1, size))}
+            for rank in range(size)
+        }
         assert all(rank not in others for rank, others in watched.items())
-        for lost in (set(ranks) for count in range(1, size) for ranks in combinations(range(size), count)):
+        for lost in (
+            set(ranks) for count in range(1, size) for ranks in combinations(range(size), count)
+        ):
             assert any(watched[rank] & lost for rank in set(range(size)) - lost)
 
 
 def test_ranks_are_joined_in_words() -> None:
-    assert [join_ranks(ranks) for ranks in ([3], [0, 1], [2, 0, 1, 7])] == ["rank 3", "ranks 0-1", "ranks 0-2, 7"]
+    assert [join_ranks(ranks) for ranks in ([3], [0, 1], [2, 0, 1, 7])] == [
+        "rank 3",
+        "ranks 0-1",
+        "ranks 0-2, 7",
+    ]
 
 
 @pytest.mark.slow
@@ -308,5 +347,24 @@ def test_signal_of_a_launcher_shortens_the_wait(tmp_path: Path) -> None:
         group.send(signal.SIGSTOP, FAULTY)
         group.send(signal.SIGTERM, 0)
         group.check_named(FAULTY, SILENT, within_s=HURRY_S + 8)
+    finally:
+        group.end()
+
+
+@pytest.mark.slow
+def test_signal_that_the_ranks_have_agreed_on_leaves_time_for_the_save(tmp_path: Path) -> None:
+    group = Ranks(tmp_path, "stops", lost_after_s=60.0)
+    try:
+        group.send(signal.SIGTERM, 0, 2)
+        for number in range(SIZE):
+            wait_for((group.folder / f"{number}.saves").exists, 60)
+        group.send(signal.SIGTERM, 0, 2)  # launchers repeat it
+        group.send(signal.SIGSTOP, FAULTY)  # as a file system that holds all of a rank up
+        time.sleep(HURRY_S + 8)
+        group.send(signal.SIGCONT, FAULTY)
+        (group.folder / "saved").touch()
+        for process in group.processes:
+            process.join(60)
+        assert [process.exitcode for process in group.processes] == [0] * SIZE
     finally:
         group.end()

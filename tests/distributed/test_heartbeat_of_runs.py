@@ -50,7 +50,7 @@ def die_in_evaluation(number: int, port: int, folder: Path, model: Path) -> None
             os.kill(os.getpid(), signal.SIGKILL)
 
     torch.nn.modules.module.register_module_forward_pre_hook(before_forward)
-    sets = ["eval.labelled.unseen=bundled:emoji/unseen", "data.image_key=png", "lost_after_s=5"]
+    sets = ["eval.labeled.unseen=bundled:emoji/unseen", "data.image_key=png", "lost_after_s=5"]
     sys.exit(main(["eval", str(model), *sets]))
 
 
@@ -60,7 +60,10 @@ def test_rank_that_an_evaluation_loses_is_named(tmp_path: Path) -> None:
     name = write_tiny(tmp_path, BPE_SIZE)
     model = write_run(tmp_path / "run", build_model(ModelSettings(name=name)), name)
     context, port = multiprocessing.get_context("forkserver"), free_port()
-    ranks = [context.Process(target=die_in_evaluation, args=(number, port, tmp_path, model)) for number in range(2)]
+    ranks = [
+        context.Process(target=die_in_evaluation, args=(number, port, tmp_path, model))
+        for number in range(2)
+    ]
     for process in ranks:
         process.start()
     try:
@@ -72,14 +75,20 @@ def test_rank_that_an_evaluation_loses_is_named(tmp_path: Path) -> None:
         for process in ranks:
             process.kill()
             process.join()
-    assert f"rank 0 stops: rank 1 on {socket.gethostname()} (last step 0, evaluating) has sent no heartbeat" in log
+    assert (
+        f"rank 0 stops: rank 1 on {socket.gethostname()} (last step 0, evaluating) has sent no heartbeat"
+        in log
+    )
 
 
 @pytest.mark.slow
 def test_run_names_the_phase_in_which_a_rank_hangs(tmp_path: Path) -> None:
     start_server()
     context, port, path = multiprocessing.get_context("forkserver"), free_port(), recipe(tmp_path)
-    ranks = [context.Process(target=hang_in_forward, args=(number, port, tmp_path, path)) for number in range(2)]
+    ranks = [
+        context.Process(target=hang_in_forward, args=(number, port, tmp_path, path))
+        for number in range(2)
+    ]
     for process in ranks:
         process.start()
     try:
@@ -94,6 +103,7 @@ def test_run_names_the_phase_in_which_a_rank_hangs(tmp_path: Path) -> None:
     for log in logs:
         assert f"for rank 1 on {socket.gethostname()} (last step 1, forward)" in log
     stacks = [
-        (tmp_path / "runs" / "tiny" / "diagnostics" / f"stacks_rank_{number}.txt").read_text() for number in range(2)
+        (tmp_path / "runs" / "tiny" / "diagnostics" / f"stacks_rank_{number}.txt").read_text()
+        for number in range(2)
     ]
     assert ["sleep_for_ever" in text for text in stacks] == [False, True]

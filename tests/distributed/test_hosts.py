@@ -18,7 +18,7 @@ import pytest
 
 from disco_ds.data import resolve_shards
 from disco_ds.distributed import comm
-from disco_ds.distributed.hostfile import count_ranks
+from disco_ds.launch.hostfile import count_ranks
 from disco_ds.training.build import build, open_folder
 from helpers.cluster import marked, tool
 from helpers.dist import free_port, run_ranks
@@ -29,7 +29,12 @@ BIN = Path(sys.executable).parent
 TOOL = ROOT / "tools" / "local_cluster.py"
 SAME = ("step", "ids", "loss", "lr", "scale", "grad_norm")
 QUICKSTART = ["--config", "quickstart", "samples=null", "global_batch=128", "micro_batch=64"]
-QUICKSTART += ["optim.warmup_steps=5", "log.every_steps=1", "checkpoint.every_steps=0", "eval.labelled={}"]
+QUICKSTART += [
+    "optim.warmup_steps=5",
+    "log.every_steps=1",
+    "checkpoint.every_steps=0",
+    "eval.labeled={}",
+]
 
 
 def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 120) -> Any:
@@ -53,7 +58,9 @@ def test_hostfiles_are_read_by_deepspeed() -> None:
     from deepspeed.launcher.runner import fetch_hostfile
 
     read = {
-        path.name: dict(fetch_hostfile(str(path))) for path in (ROOT / "hostfiles").iterdir() if "env" not in path.name
+        path.name: dict(fetch_hostfile(str(path)))
+        for path in (ROOT / "hostfiles").iterdir()
+        if "env" not in path.name
     }
     assert read == {
         "local": {"localhost": 8},
@@ -63,7 +70,9 @@ def test_hostfiles_are_read_by_deepspeed() -> None:
     }
 
 
-def test_deepspeed_env_example_is_what_deepspeed_reads_once_its_comments_are_gone(tmp_path: Path) -> None:
+def test_deepspeed_env_example_is_what_deepspeed_reads_once_its_comments_are_gone(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "hostfiles").symlink_to(ROOT / "hostfiles")
     example = tmp_path / "hostfiles" / "deepspeed_env.example"
     command = next(line for line in example.read_text().splitlines() if line.startswith("#   grep"))
@@ -82,7 +91,9 @@ def test_dry_run_refuses_a_working_directory_that_the_launcher_cannot_change_to(
     Path("one").write_text("localhost slots=4\n")
     Path("two").write_text("first slots=1\nsecond slots=1\n")
     assert count_ranks(None, Path("one")) == 4
-    with pytest.raises(ValueError, match=r"a folder'.*without quotes.*start from a folder without spaces"):
+    with pytest.raises(
+        ValueError, match=r"a folder'.*without quotes.*start from a folder without spaces"
+    ):
         count_ranks(None, Path("two"))
 
 
@@ -117,7 +128,9 @@ def seen_by_some(folder: Path) -> None:
         assert [path.name for path in Path("runs/shared").iterdir()] == [".lock"]
 
 
-def test_run_folder_that_is_not_shared_and_data_missing_on_one_rank_are_told_on_all(tmp_path: Path) -> None:
+def test_run_folder_that_is_not_shared_and_data_missing_on_one_rank_are_told_on_all(
+    tmp_path: Path,
+) -> None:
     run_ranks(seen_by_some, 2, tmp_path)
 
 
@@ -126,7 +139,15 @@ def test_run_folder_that_is_not_shared_and_data_missing_on_one_rank_are_told_on_
 
 def front_end(hostfile: str, *arguments: str) -> list[str]:
     port = ["--master_port", str(free_port())]
-    return [str(BIN / "deepspeed"), "--hostfile", hostfile, *port, "--module", "disco_ds.train", *arguments]
+    return [
+        str(BIN / "deepspeed"),
+        "--hostfile",
+        hostfile,
+        *port,
+        "--module",
+        "disco_ds.train",
+        *arguments,
+    ]
 
 
 @pytest.mark.slow
@@ -138,7 +159,12 @@ def test_missing_or_malformed_hostfile_is_no_silent_local_run(tmp_path: Path, ma
         assert not (tmp_path / "runs").exists()
         return done.returncode, done.stderr
 
-    texts = {"typo": "host slot=8", "spaced": "host slots = 8", "empty": "", "comments": "# host slots=8\n"}
+    texts = {
+        "typo": "host slot=8",
+        "spaced": "host slots = 8",
+        "empty": "",
+        "comments": "# host slots=8\n",
+    }
     for name, text in (texts | {"twice": "host slots=1\nhost slots=2\n"}).items():
         (tmp_path / name).write_text(text)
         code, said = launch(name)
@@ -146,25 +172,31 @@ def test_missing_or_malformed_hostfile_is_no_silent_local_run(tmp_path: Path, ma
         assert "ValueError: Hostfile" in said
     code, said = launch("missing")
     assert code == 2
-    assert "no hostfile missing: deepspeed has started this host alone" in said
+    assert "no hostfile missing: deepspeed has started ranks on this host only" in said
     # DeepSpeed reads 1 here, and would train: stopped by the recipe's ranks.
     (tmp_path / "fraction").write_text("localhost slots=1.5\n")
     ssh = [*front_end("fraction", "--config", "quickstart", "ranks=16")]
     ssh[1:1] = ["--no_ssh_check", "--master_addr", "127.0.0.1"]
     done = subprocess.run(ssh, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 2
-    assert "the recipe is for 16 ranks, this run has 1: the likely cause is a missing hostfile" in done.stderr
+    assert (
+        "the recipe expects 16 ranks, but this run has 1. Is the hostfile missing?" in done.stderr
+    )
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_two_hosts_train_as_one_and_their_mistakes_are_named(tmp_path: Path, possible: None, marker: str) -> None:
+def test_two_hosts_train_as_one_and_their_mistakes_are_named(
+    tmp_path: Path, possible: None, marker: str
+) -> None:
     mounts = Path("/proc/mounts").read_text()
 
     def launch(*arguments: str, folder: Path = tmp_path) -> tuple[int, str]:
         command = front_end(str(tool.HOSTFILE), *QUICKSTART, "steps=20", *arguments)
-        process = cluster.start(command, folder=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        process = cluster.start(
+            command, folder=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         said, _ = process.communicate(timeout=300)
         return process.returncode, said
 
@@ -179,7 +211,10 @@ def test_two_hosts_train_as_one_and_their_mistakes_are_named(tmp_path: Path, pos
         # What the shells between make of overrides that `deepspeed` hands on as they are.
         code, said = launch("name=braces", "data.shards=/data/{00000..00003}.tar")
         assert code == 2
-        assert "data.shards is given twice, by 'data.shards=/data/00000.tar' and 'data.shards=/data/00001.tar'" in said
+        assert (
+            "data.shards is given twice, by 'data.shards=/data/00000.tar' and 'data.shards=/data/00001.tar'"
+            in said
+        )
         code, said = launch("name=$(hostname)", "seed=1")
         assert code == 2
         assert 'name: "host-1" on host-1 (rank 0); "host-2" on host-2 (rank 1)\n' in said
@@ -188,7 +223,10 @@ def test_two_hosts_train_as_one_and_their_mistakes_are_named(tmp_path: Path, pos
         cluster.run(["mount", "-t", "tmpfs", "tmpfs", str(tmp_path / "runs")], "host-2")
         code, said = launch("name=apart")
         assert code == 2
-        assert "run folder runs/apart of host-1 is not seen, or not writable, on host-2 (rank 1): every host" in said
+        assert (
+            "run folder runs/apart of host-1 is not seen, or not writable, on host-2 (rank 1): every host"
+            in said
+        )
         assert not (tmp_path / "runs" / "apart").exists()
 
         (tmp_path / "data").symlink_to(resolve_shards("bundled:emoji/train"))
@@ -209,7 +247,8 @@ def test_two_hosts_train_as_one_and_their_mistakes_are_named(tmp_path: Path, pos
     command += ["--module", "disco_ds.train", *QUICKSTART, "steps=20", "name=one"]
     subprocess.run(command, cwd=tmp_path, timeout=300, check=True, capture_output=True)
     one, two = (
-        [{key: record.get(key) for key in SAME} for record in records(tmp_path / "runs" / n)] for n in ("one", "two")
+        [{key: record.get(key) for key in SAME} for record in records(tmp_path / "runs" / n)]
+        for n in ("one", "two")
     )
     assert len(one) >= 20
     assert one == two, "bit for bit: gloo adds two ranks in either order alike"
@@ -217,7 +256,11 @@ def test_two_hosts_train_as_one_and_their_mistakes_are_named(tmp_path: Path, pos
 
 def namespaces(cluster: Any) -> set[int]:
     kinds = ("net", "mnt", "uts", "pid_for_children")
-    return {os.stat(f"/proc/{holder.pid}/ns/{kind}").st_ino for holder in cluster.holders.values() for kind in kinds}
+    return {
+        os.stat(f"/proc/{holder.pid}/ns/{kind}").st_ino
+        for holder in cluster.holders.values()
+        for kind in kinds
+    }
 
 
 def marked_namespaces(spaces: set[int]) -> list[str]:
@@ -234,7 +277,9 @@ def marked_namespaces(spaces: set[int]) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_interrupt_ends_the_hosts_jobs_and_none_of_this_machine(tmp_path: Path, possible: None, marker: str) -> None:
+def test_interrupt_ends_the_hosts_jobs_and_none_of_this_machine(
+    tmp_path: Path, possible: None, marker: str
+) -> None:
     """DeepSpeed's front end ends every process of this name that it finds on its hosts."""
     python = (BIN / "deepspeed").read_text().splitlines()[0].removeprefix("#!")
     job = ["bash", "-c", f"exec -a '{python} -u -m deepspeed.launcher.launch' sleep 500"]
@@ -242,7 +287,9 @@ def test_interrupt_ends_the_hosts_jobs_and_none_of_this_machine(tmp_path: Path, 
         inside = cluster.start(job, host="host-2")
         command = front_end(str(tool.HOSTFILE), *QUICKSTART, "steps=5000")
         with (tmp_path / "log").open("w") as log:
-            process = cluster.start(command, folder=tmp_path, stdout=log, stderr=log, start_new_session=True)
+            process = cluster.start(
+                command, folder=tmp_path, stdout=log, stderr=log, start_new_session=True
+            )
         wait_for(lambda: records(tmp_path / "runs" / "quickstart"), "the first step")
         os.killpg(process.pid, signal.SIGINT)
         wait_for(lambda: inside.poll() is not None, "the other host's job to end", 60)
@@ -253,26 +300,46 @@ def test_interrupt_ends_the_hosts_jobs_and_none_of_this_machine(tmp_path: Path, 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_cluster_returns_the_commands_exit_code_and_leaves_nothing(possible: None, marker: str) -> None:
+def test_cluster_returns_the_commands_exit_code_and_leaves_nothing(
+    possible: None, marker: str
+) -> None:
     def start(*arguments: str) -> subprocess.Popen[str]:
-        return subprocess.Popen([sys.executable, str(TOOL), *arguments], stdout=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            [sys.executable, str(TOOL), *arguments], stdout=subprocess.PIPE, text=True
+        )
 
     with start(
-        "--hosts", "3", "--slots", "4", "--", "sh", "-c", f"cat {tool.HOSTFILE}; ssh host-3 hostname; exit 7"
+        "--hosts",
+        "3",
+        "--slots",
+        "4",
+        "--",
+        "sh",
+        "-c",
+        f"cat {tool.HOSTFILE}; ssh host-3 hostname; exit 7",
     ) as done:
-        assert done.communicate(timeout=60)[0] == "host-1 slots=4\nhost-2 slots=4\nhost-3 slots=4\nhost-3\n"
+        assert (
+            done.communicate(timeout=60)[0]
+            == "host-1 slots=4\nhost-2 slots=4\nhost-3 slots=4\nhost-3\n"
+        )
         assert done.returncode == 7
     with start("--timeout", "1", "--", "sleep", "200") as late:
         assert late.wait(timeout=60) == 124
     for number, code in ((signal.SIGTERM, 143), (signal.SIGKILL, -9)):
         # One that has turned into a daemon, on the other host.
         with start(
-            "--", "sh", "-c", f"ssh host-2 'export {marker}=1; setsid sleep 200 >/dev/null 2>&1 &'; echo up; sleep 200"
+            "--",
+            "sh",
+            "-c",
+            f"ssh host-2 'export {marker}=1; setsid sleep 200 >/dev/null 2>&1 &'; echo up; sleep 200",
         ) as ended:
             assert ended.stdout is not None
             assert ended.stdout.readline() == "up\n"
             wait_for(
-                lambda: sum(process.cmdline() == ["sleep", "200"] for process in marked(marker)) == 2, "both sleeps"
+                lambda: (
+                    sum(process.cmdline() == ["sleep", "200"] for process in marked(marker)) == 2
+                ),
+                "both sleeps",
             )
             ended.send_signal(number)
             assert ended.wait(timeout=60) == code

@@ -21,7 +21,9 @@ from helpers.launched import hear_interrupts
 @pytest.fixture(autouse=True)
 def put_back() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests are a background job
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # ignored where the tests are a background job
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -43,7 +45,9 @@ def test_background_job_of_a_script_ignores_the_interrupt_of_others() -> None:
     assert interrupts.asked is None
 
 
-def test_interrupt_whose_terminal_is_gone_asks_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_whose_terminal_is_gone_asks_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """`2>&1 | tee log`: the same Ctrl-C has ended the tee."""
 
     def gone(*arguments: object) -> int:
@@ -68,7 +72,10 @@ print("not reached")
 
 
 def test_interrupt_once_more_ends_the_process() -> None:
-    command, options = [sys.executable, "-c", AGAIN], {"capture_output": True, "text": True, "timeout": 60}
+    command, options = (
+        [sys.executable, "-c", AGAIN],
+        {"capture_output": True, "text": True, "timeout": 60},
+    )
     done = subprocess.run(command, preexec_fn=hear_interrupts, check=False, **options)  # type: ignore[call-overload]
     assert done.returncode == -signal.SIGINT
     assert done.stdout == "SIGINT\n"
@@ -89,7 +96,10 @@ def test_interrupt_of_a_command_is_one_line() -> None:
     options: dict[str, Any] = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True}
     with subprocess.Popen(command, preexec_fn=hear_interrupts, **options) as process:
         end = time.monotonic() + 60
-        while not any("sleep" in child.name() for child in psutil.Process(process.pid).children(recursive=True)):
+        while not any(
+            "sleep" in child.name()
+            for child in psutil.Process(process.pid).children(recursive=True)
+        ):
             assert time.monotonic() < end  # Python's own imports end in a traceback of Python's
             time.sleep(0.1)
         os.killpg(process.pid, signal.SIGINT)

@@ -24,7 +24,9 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 def anchors(page: Path) -> set[str]:
     """What GitHub makes of a page's headings."""
     found: list[str] = []
-    for heading in re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE):
+    for heading in re.findall(
+        r"^#+ (.*)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE
+    ):
         anchor = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
         found.append(f"{anchor}-{found.count(anchor)}" if anchor in found else anchor)
     return set(found)
@@ -42,7 +44,9 @@ def broken_links(page: Path, text: str) -> list[str]:
     for target in links(text):
         path, _, anchor = target.partition("#")
         place = page.parent / path if path else page
-        if not place.exists() or (anchor and (place.suffix != ".md" or anchor not in anchors(place))):
+        if not place.exists() or (
+            anchor and (place.suffix != ".md" or anchor not in anchors(place))
+        ):
             broken.append(target)
     return broken
 
@@ -57,12 +61,21 @@ def code(text: str) -> Iterator[str]:
 
 def unknown_commands(text: str) -> list[str]:
     """Lines of code with a command, an option, a recipe, a tool, a test or a module of ours that there is not."""
-    return [line for line in code(text) if any(missing(line.split(" #")[0].replace('"', " ").split()))]
+    return [
+        line for line in code(text) if any(missing(line.split(" #")[0].replace('"', " ").split()))
+    ]
 
 
 def missing(command: list[str]) -> Iterator[str]:
-    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    if command[:1] == ["make"] and command[1:] and re.fullmatch(r"[a-z-]+", command[1]) and command[1] not in targets:
+    targets = re.findall(
+        r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    if (
+        command[:1] == ["make"]
+        and command[1:]
+        and re.fullmatch(r"[a-z-]+", command[1])
+        and command[1] not in targets
+    ):
         yield command[1]
     for word, name in pairwise(["", *command]):
         if word == "disco-ds" and re.fullmatch(r"[a-z]+", name):
@@ -97,7 +110,9 @@ def test_command_exists(name: str) -> None:
     assert not unknown_commands((ROOT / name).read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("text", ["[a](nowhere.md)", "[a](docs/losses.md#nothing)", "![a](docs/none.png)", "[a](#no)"])
+@pytest.mark.parametrize(
+    "text", ["[a](nowhere.md)", "[a](docs/losses.md#nothing)", "![a](docs/none.png)", "[a](#no)"]
+)
 def test_broken_link_is_found(text: str) -> None:
     assert broken_links(ROOT / "README.md", text)
 
@@ -123,7 +138,11 @@ def test_readme_is_short() -> None:
 
 
 def test_readme_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = (block for kind, block in FENCE.findall((ROOT / "README.md").read_text("utf-8")) if kind == "python")
+    (example,) = (
+        block
+        for kind, block in FENCE.findall((ROOT / "README.md").read_text("utf-8"))
+        if kind == "python"
+    )
     exec(example, {})
     assert "torch.Size([4096, 512])" in capsys.readouterr().out
 
@@ -135,12 +154,18 @@ def test_index_names_every_page() -> None:
 
 
 def test_section_of_the_losses_that_the_code_cites_exists() -> None:
-    sections = set(re.findall(r"^## (\d)\. ", (ROOT / "docs" / "losses.md").read_text(encoding="utf-8"), re.MULTILINE))
+    sections = set(
+        re.findall(
+            r"^## (\d)\. ", (ROOT / "docs" / "losses.md").read_text(encoding="utf-8"), re.MULTILINE
+        )
+    )
     cited = {
         number
         for folder in ("disco_ds", "tests")
         for path in (ROOT / folder).rglob("*.py")
-        for words in re.findall(r"losses\.md sections? (\d(?:(?: and | to |, )\d)*)", path.read_text(encoding="utf-8"))
+        for words in re.findall(
+            r"losses\.md sections? (\d(?:(?: and | to |, )\d)*)", path.read_text(encoding="utf-8")
+        )
         for number in re.findall(r"\d", words)
     }
     assert {"1", "2", "3", "5", "6"} <= cited <= sections

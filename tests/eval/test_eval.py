@@ -25,11 +25,11 @@ from disco_ds.config import DataSettings, EvalSettings, ModelSettings, load_conf
 from disco_ds.data import ImageSpec, load_manifest, read_all, resolve_shards
 from disco_ds.distributed import comm
 from disco_ds.eval import Accuracy, Recall, evaluate_sets, load_sets
-from disco_ds.metrics.records import METRICS_FILE
+from disco_ds.metrics.logger import METRICS_FILE
 from disco_ds.models.clip import build_model
 from disco_ds.run import evaluation_settings, load_model
 from disco_ds.training.build import build
-from disco_ds.training.loop import evaluate, train
+from disco_ds.training.loop import train
 from helpers.checkpoints import flip
 from helpers.dist import run_ranks
 from helpers.eval_sets import CAPTIONS, TEMPLATES, WNIDS, write_benchmark, write_folder
@@ -49,21 +49,27 @@ def accuracies(path: Path, stage: int) -> tuple[Accuracy, tuple[float, float]]:
         "data.crop_scale=null",
         "model={name: quickstart, token_embedding_std: 0.5}",
         f"name=stage{stage}-{comm.size()}",
-        "eval={labelled: {unseen: bundled:emoji/unseen}, label_key: '{json[caption]}'}",
+        "eval={labeled: {unseen: bundled:emoji/unseen}, label_key: '{json[caption]}'}",
     ]
     with ExitStack() as stack:
         config = load_config(path, overrides)
         run = build(config, None, stack)
         train(run)
-        tokenize = run.tokenizer
-        (found,) = evaluate_sets(run.engine, run.sets, run.image, tokenize, config.micro_batch)
+        tokenize = run.evaluation.tokenizer
+        (found,) = evaluate_sets(
+            run.engine, run.evaluation.sets, run.evaluation.image, tokenize, config.micro_batch
+        )
         assert isinstance(found, Accuracy)
         manifest = load_manifest(resolve_shards("bundled:emoji/unseen"))
-        samples = list(read_all(manifest, config.data, run.image, 0, 1, "{json[caption]}"))
+        samples = list(
+            read_all(manifest, config.data, run.evaluation.image, 0, 1, "{json[caption]}")
+        )
         labels = sorted({label for _, label, _ in samples})
         with torch.no_grad():
             run.engine.eval()
-            image, text, *_ = run.engine(torch.stack([picture for picture, _, _ in samples]), tokenize(labels))
+            image, text, *_ = run.engine(
+                torch.stack([picture for picture, _, _ in samples]), tokenize(labels)
+            )
         best = (image @ text.T).topk(5, dim=1).indices
         right = best == torch.tensor([labels.index(label) for _, label, _ in samples])[:, None]
         return found, (right[:, 0].float().mean().item(), right.any(1).float().mean().item())
@@ -77,15 +83,17 @@ def test_accuracy_of_all_ranks_is_that_of_a_plain_loop(size, stage, tmp_path):
         assert (found.num_images, found.num_classes, found.num_broken) == (155, 155, 0)
         assert (found.top1, found.top5) == pytest.approx(plain, abs=1.5 / 155)
         assert found.recall == pytest.approx(found.top1)
-        assert found.top5 > 1.5 * 5 * found.chance, "training must show, or the two agree on nothing"
+        assert found.top5 > 1.5 * 5 * found.chance, (
+            "training must show, or the two agree on nothing"
+        )
 
 
 DATA = {"shards": "bundled:emoji/unseen", "image_key": "png", "workers": 1}
 
 
 def settings(folder: Path) -> EvalSettings:
-    labelled = {name: str(folder / name) for name in ("folder", "benchmark", "single")}
-    return EvalSettings(labelled=labelled, retrieval={"captioned": str(folder / "captioned")})
+    labeled = {name: str(folder / name) for name in ("folder", "benchmark", "single")}
+    return EvalSettings(labeled=labeled, retrieval={"captioned": str(folder / "captioned")})
 
 
 def encoders(model: Any) -> tuple[Any, Any, Any]:
@@ -94,15 +102,21 @@ def encoders(model: Any) -> tuple[Any, Any, Any]:
     tokenize = open_clip.tokenize
 
     def image(pictures: list[Image.Image]) -> Tensor:
-        return F.normalize(model.encode_image(torch.stack([transform(picture) for picture in pictures])), dim=-1)
+        return F.normalize(
+            model.encode_image(torch.stack([transform(picture) for picture in pictures])), dim=-1
+        )
 
     def text(words: list[str]) -> Tensor:
-        return F.normalize(model.encode_text(tokenize(words, context_length=model.context_length)), dim=-1)
+        return F.normalize(
+            model.encode_text(tokenize(words, context_length=model.context_length)), dim=-1
+        )
 
     def classes(words: list[str], templates: list[str]) -> Tensor:
         rows = []
         for word in words:
-            row = text([template.replace("{}", word).replace("{c}", word) for template in templates]).mean(dim=0)
+            row = text(
+                [template.replace("{}", word).replace("{c}", word) for template in templates]
+            ).mean(dim=0)
             rows.append(row / row.norm())
         return torch.stack(rows)
 
@@ -114,13 +128,20 @@ def expected(model: Any, folder: Path) -> tuple[list[float], list[float]]:
     image, text, classes = encoders(model)
     imagenet = [fill("{}") for fill in open_clip.OPENAI_IMAGENET_TEMPLATES]
     figures = []
-    names = [(0, "alpha.png"), (0, "grey.png"), (0, "wide.JPEG"), (1, "a.webp"), (1, "b.bmp")]
-    pictures = [Image.open(folder / "folder" / list(WNIDS)[k] / name).convert("RGB") for k, name in names]
+    names = [(0, "alpha.png"), (0, "gray.png"), (0, "wide.JPEG"), (1, "a.webp"), (1, "b.bmp")]
+    pictures = [
+        Image.open(folder / "folder" / list(WNIDS)[k] / name).convert("RGB") for k, name in names
+    ]
     best = (image(pictures) @ classes(list(WNIDS.values()), imagenet).T).argmax(dim=1)
     right = best == torch.tensor([k for k, _ in names])
-    figures += [right.float().mean().item(), (right[:3].float().mean().item() + right[3:].float().mean().item()) / 2]
+    figures += [
+        right.float().mean().item(),
+        (right[:3].float().mean().item() + right[3:].float().mean().item()) / 2,
+    ]
     pictures = [Image.open(io.BytesIO(encode(noise(40 + n, 50), "WEBP"))) for n in range(7)]
-    best = (image(pictures) @ classes(["red", "green", "blue", "never seen"], TEMPLATES).T).argmax(dim=1)
+    best = (image(pictures) @ classes(["red", "green", "blue", "never seen"], TEMPLATES).T).argmax(
+        dim=1
+    )
     right = (best == torch.arange(7) % 3).float()
     figures += [right.mean().item(), sum(right[k::3].mean().item() for k in range(3)) / 3]
     pictures = [Image.open(io.BytesIO(encode(noise(40 + n, 50), "WEBP"))) for n in range(11)]
@@ -130,7 +151,9 @@ def expected(model: Any, folder: Path) -> tuple[list[float], list[float]]:
     i2t = [int((scores[:, n] > scores[owner == n, n].max()).sum()) + 1 for n in range(11)]
     recalls = []
     for ranks in (i2t, t2i):
-        recalls += [float(np.mean(np.array(ranks) <= k)) for k in (1, 5, 10)] + [float(np.median(ranks))]
+        recalls += [float(np.mean(np.array(ranks) <= k)) for k in (1, 5, 10)] + [
+            float(np.median(ranks))
+        ]
     return figures, recalls
 
 
@@ -142,7 +165,9 @@ def everywhere(folder: Path, config: str) -> tuple[list[Any], tuple[list[float],
     model.train()
     sets = load_sets(settings(folder), DataSettings(source="synthetic"))
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    results = evaluate_sets(model, sets, ImageSpec((IMAGE_SIZE, IMAGE_SIZE)), tokenizer(model), chunk=2)
+    results = evaluate_sets(
+        model, sets, ImageSpec((IMAGE_SIZE, IMAGE_SIZE)), tokenizer(model), chunk=2
+    )
     assert torch.equal(before[0], torch.get_rng_state())
     assert before[1:] == (random.getstate(), np.random.get_state()[1].tolist())
     assert model.training
@@ -169,32 +194,48 @@ def with_and_without(path: Path, stage: int, folder: Path) -> dict[str, list[dic
     found = {}
     for every in (0, 1):
         overrides = [f"eval.every_steps={every}", f"name=every{every}-{stage}"]
-        overrides += [f"eval.labelled.benchmark={folder / 'benchmark'}", f"deepspeed.zero_optimization.stage={stage}"]
+        overrides += [
+            f"eval.labeled.benchmark={folder / 'benchmark'}",
+            f"deepspeed.zero_optimization.stage={stage}",
+        ]
         overrides += [f"eval.retrieval.captioned={folder / 'captioned'}"]
         with ExitStack() as stack:
             run = build(load_config(path, overrides), None, stack)
             train(run)
-            evaluate(run, 4)
+            run.evaluation(4)
             comm.barrier()
-            found[str(every)] = [json.loads(line) for line in (run.folder / METRICS_FILE).read_text().splitlines()]
+            found[str(every)] = [
+                json.loads(line) for line in (run.folder / METRICS_FILE).read_text().splitlines()
+            ]
             for what in ("", "/checkpoints/step-00000004")[:every]:
-                config = evaluation_settings(f"{run.folder}{what}", ["eval.retrieval={}"], None, None)
+                config = evaluation_settings(
+                    f"{run.folder}{what}", ["eval.retrieval={}"], None, None
+                )
                 model, tokenize = load_model(f"{run.folder}{what}")
                 sets = load_sets(config.eval, config.data)
-                mine, other = (evaluate_sets(m, sets, run.image, tokenize, chunk=4) for m in (model, run.engine))
+                mine, other = (
+                    evaluate_sets(m, sets, run.evaluation.image, tokenize, chunk=4)
+                    for m in (model, run.engine)
+                )
                 assert [result.values for result in mine] == [result.values for result in other]
     return found
 
 
 def whole(folder: Path, path: Path, stage: int) -> tuple[Any, Any]:
-    return everywhere(folder, yaml.safe_load(path.read_text())["model"]["name"]), with_and_without(path, stage, folder)
+    return everywhere(folder, yaml.safe_load(path.read_text())["model"]["name"]), with_and_without(
+        path, stage, folder
+    )
 
 
-@pytest.mark.parametrize(("size", "stage"), [(2, 1), *(pytest.param(n, 3, marks=pytest.mark.slow) for n in (1, 3))])
+@pytest.mark.parametrize(
+    ("size", "stage"), [(2, 1), *(pytest.param(n, 3, marks=pytest.mark.slow) for n in (1, 3))]
+)
 def test_every_layout_at_any_number_of_ranks_and_training_goes_on_undisturbed(size, stage, layouts):
     model = {"name": write_tiny(layouts, BPE_SIZE, patch_dropout=0.5)}
     batch = {"global_batch": 4 * size, "data": DATA | {"slots": 2 * size}}
-    for found, runs in run_ranks(whole, size, layouts, recipe(layouts, model=model, **batch), stage):
+    for found, runs in run_ranks(
+        whole, size, layouts, recipe(layouts, model=model, **batch), stage
+    ):
         check_figures(*found)
         check_runs(runs)
 
@@ -203,7 +244,9 @@ def check_figures(results: list[Any], plain: tuple[list[float], list[float]]) ->
     """Fewer images than ranks and one label only (single), a class without images and a broken image (folder)."""
     folder, benchmark, single, captioned = results
     accuracies, recalls = plain
-    assert [folder.top1, folder.recall, benchmark.top1, benchmark.recall] == pytest.approx(accuracies)
+    assert [folder.top1, folder.recall, benchmark.top1, benchmark.recall] == pytest.approx(
+        accuracies
+    )
     assert (folder.num_images, folder.num_classes, folder.num_broken) == (5, 3, 1)
     assert (benchmark.num_images, benchmark.num_classes, benchmark.num_broken) == (7, 4, 0)
     assert (single.top1, single.top5, single.num_images, single.num_classes) == (1, 1, 1, 1)
@@ -213,12 +256,16 @@ def check_figures(results: list[Any], plain: tuple[list[float], list[float]]) ->
 
 def check_runs(found: dict[str, list[dict[str, Any]]]) -> None:
     kept = ("step", "loss", "ids", "grad_norm", "lr", "scale")
-    plain, evaluated = ([[r[key] for key in kept] for r in records if "loss" in r] for records in found.values())
+    plain, evaluated = (
+        [[r[key] for key in kept] for r in records if "loss" in r] for records in found.values()
+    )
     assert plain == evaluated
     assert len(plain) == 4
     points = [record for record in found["1"] if "eval/benchmark_top1" in record]
     assert [record["step"] for record in points] == [1, 2, 3, 4]
-    assert {"eval/benchmark_recall", "eval/captioned_i2t_r1", "eval/captioned_t2i_median"} <= set(points[0])
+    assert {"eval/benchmark_recall", "eval/captioned_i2t_r1", "eval/captioned_t2i_median"} <= set(
+        points[0]
+    )
     assert len([record for record in found["0"] if "eval/benchmark_top1" in record]) == 1
 
 
@@ -228,19 +275,36 @@ def test_flipped_bit_is_not_evaluated(tmp_path: Path) -> None:
     load_model(newest)
     flip(newest / "engine" / "mp_rank_00_model_states.pt")
     for model in (newest, tmp_path / "run"):
-        with pytest.raises(ValueError, match=r"engine/mp_rank_00_model_states.pt is not what was written"):
+        with pytest.raises(
+            ValueError, match=r"engine/mp_rank_00_model_states.pt is not what was written"
+        ):
             load_model(model)
+
+
+def test_weights_with_a_logit_bias_are_evaluated(tmp_path: Path) -> None:
+    name = write_tiny(tmp_path, BPE_SIZE)
+    source: Any = build_model(ModelSettings(name=name), initial_bias=-10.0).eval()
+    torch.save(source.state_dict(), tmp_path / "saved.pt")
+    model, tokenize = load_model(name, tmp_path / "saved.pt")
+    for inputs in (
+        {"image": torch.rand(2, 3, IMAGE_SIZE, IMAGE_SIZE)},
+        {"text": tokenize(["a", "b c"])},
+    ):
+        for got, true in zip(model(**inputs)[:3], source(**inputs)[:3], strict=True):
+            assert got is true or torch.equal(got, true)
 
 
 def run_eval(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "disco_ds", "eval", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=200, check=False
+    )
 
 
 def test_command_prints_a_table_and_writes_json(layouts):
     name = write_tiny(layouts, BPE_SIZE)
     torch.save(build_model(ModelSettings(name=name)).state_dict(), layouts / "tiny.pt")
-    sets = [f"eval.labelled.{name}={layouts / name}" for name in ("folder", "benchmark")]
+    sets = [f"eval.labeled.{name}={layouts / name}" for name in ("folder", "benchmark")]
     done = run_eval(
         name,
         "--weights",
@@ -252,12 +316,17 @@ def test_command_prints_a_table_and_writes_json(layouts):
         cwd=layouts,
     )
     assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in done.stdout.splitlines() if not line.startswith("[")]  # DeepSpeed's
+    lines = [
+        line.split() for line in done.stdout.splitlines() if not line.startswith("[")
+    ]  # DeepSpeed's
     assert [line[0] for line in lines] == ["zero-shot", "folder", "benchmark", "retrieval", "c"]
     assert lines[1][-3:] == ["3", "5", "1"]
     folder, _, captioned = json.loads((layouts / "out.json").read_text())["sets"]
     assert f"{folder['top1']:.2%}" == lines[1][1]
-    assert (captioned["num_texts"], captioned["i2t_r10"] >= captioned["i2t_r1"]) == (sum(map(len, CAPTIONS)), True)
+    assert (captioned["num_texts"], captioned["i2t_r10"] >= captioned["i2t_r1"]) == (
+        sum(map(len, CAPTIONS)),
+        True,
+    )
     assert "broken.jpg" in done.stderr
 
 
@@ -266,11 +335,13 @@ def test_command_stops_with_1_when_no_image_can_be_read(layouts):
     name = write_tiny(layouts, BPE_SIZE)
     torch.save(build_model(ModelSettings(name=name)).state_dict(), layouts / "tiny.pt")
     (layouts / "single" / "n01440764" / "one.png").write_bytes(b"?")
-    done = run_eval(name, "--weights", "tiny.pt", f"eval.labelled.single={layouts / 'single'}", cwd=layouts)
+    done = run_eval(
+        name, "--weights", "tiny.pt", f"eval.labeled.single={layouts / 'single'}", cwd=layouts
+    )
     assert done.returncode == 1, done.stderr
     assert "zero-shot" not in done.stdout
     assert "no image could be read" in done.stderr
-    done = run_eval("nowhere", f"eval.labelled.single={layouts / 'single'}", cwd=layouts)
+    done = run_eval("nowhere", f"eval.labeled.single={layouts / 'single'}", cwd=layouts)
     assert done.returncode == 2
     assert "--weights FILE" in done.stderr
 
@@ -279,8 +350,8 @@ def test_command_stops_with_1_when_no_image_can_be_read(layouts):
     ("arguments", "words"),
     [
         (["model"], "nothing to evaluate on"),
-        (["model", "eval.labelled.x=y", "--json", "no/where.json"], "there is no folder no"),
-        (["model", "eval.labeled.x=y"], "did you mean labelled"),
+        (["model", "eval.labeled.x=y", "--json", "no/where.json"], "there is no folder no"),
+        (["model", "eval.labeled.x=y"], "did you mean labeled"),
         (["model", "--config", "quickstar"], "unknown recipe"),
         (["model", "eval"], "not of the form"),
     ],

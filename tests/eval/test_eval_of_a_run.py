@@ -12,12 +12,12 @@ import pytest
 
 from disco_ds.config import load_config
 from disco_ds.config.ds_config import precision
-from disco_ds.metrics.records import METRICS_FILE
+from disco_ds.metrics.logger import METRICS_FILE
 from helpers.launched import finish
 from helpers.tiny_run import recipe
 
 SETS = {
-    "labelled": {"emoji": "bundled:emoji/unseen"},
+    "labeled": {"emoji": "bundled:emoji/unseen"},
     "retrieval": {"emoji_r": "bundled:emoji/unseen"},
     "validation": {"pairs": "bundled:emoji/unseen"},
     "label_key": "{json[caption]}",
@@ -36,17 +36,25 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("kind", "ranks"), [("fp32", 2), ("autocast", 1), ("bf16", 1)])
-def test_figures_of_a_run_are_those_of_its_checkpoint(kind: str, ranks: int, tmp_path: Path) -> None:
+def test_figures_of_a_run_are_those_of_its_checkpoint(
+    kind: str, ranks: int, tmp_path: Path
+) -> None:
     deepspeed = {"base": "zero1", **PRECISIONS[kind]}
-    path = recipe(tmp_path, eval=SETS, log={"every_steps": 1, "tensorboard": False}, deepspeed=deepspeed)
+    path = recipe(
+        tmp_path, eval=SETS, log={"every_steps": 1, "tensorboard": False}, deepspeed=deepspeed
+    )
     assert precision(load_config(path).deepspeed) == kind
     finish("torchrun", ranks, ["--config", str(path)], tmp_path)
     run = tmp_path / "runs" / "tiny"
     records = [json.loads(line) for line in (run / METRICS_FILE).read_text().splitlines()]
-    during = {key: value for record in records for key, value in record.items() if key.startswith("eval/")}
+    during = {
+        key: value for record in records for key, value in record.items() if key.startswith("eval/")
+    }
     assert len(during) >= 8
     command = [sys.executable, "-m", "disco_ds", "eval", str(run), "--json", "after.json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert (f"Evaluated in {kind}" in done.stdout) == (kind != "fp32")
     after = {

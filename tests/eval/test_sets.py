@@ -22,8 +22,8 @@ DATA = DataSettings(source="synthetic")
 
 
 def load(folder: Path, **changes: object) -> ImageSet:
-    """The one labelled set of a folder."""
-    (found,) = load_sets(EvalSettings(labelled={"x": str(folder)}, **changes), DATA)  # type: ignore[arg-type]
+    """The one labeled set of a folder."""
+    (found,) = load_sets(EvalSettings(labeled={"x": str(folder)}, **changes), DATA)  # type: ignore[arg-type]
     return found
 
 
@@ -37,7 +37,7 @@ def make_folder(folder: Path, names: list[str]) -> Path:
 
 def refused(folder: Path | str, *words: str, **changes: object) -> None:
     with pytest.raises(ValueError) as error:
-        load_sets(EvalSettings(labelled={"x": str(folder)}, **changes), DATA)  # type: ignore[arg-type]
+        load_sets(EvalSettings(labeled={"x": str(folder)}, **changes), DATA)  # type: ignore[arg-type]
     for word in words:
         assert word in str(error.value), error.value
 
@@ -50,33 +50,40 @@ def test_imagenet_folders_have_open_clips_names_and_templates(tmp_path: Path) ->
     assert some.templates == tuple(fill("{c}") for fill in open_clip.OPENAI_IMAGENET_TEMPLATES)
     numbered = load(make_folder(tmp_path / "v2", [str(number) for number in range(1000)]))
     assert list(numbered.classes.values()) == list(open_clip.IMAGENET_CLASSNAMES)
-    assert list(numbered.classes) == [str(number) for number in range(1000)], "in the order of the numbers"
+    assert list(numbered.classes) == [str(number) for number in range(1000)], (
+        "in the order of the numbers"
+    )
 
 
 def test_shards_keep_their_labels_and_may_be_given_words_and_prompts(tmp_path: Path) -> None:
     write_shards(tmp_path / "shards", [9])
     plain = load(tmp_path / "shards")
-    assert (plain.templates, plain.classes) == (PLAIN, {f"label {k}": f"label {k}" for k in range(3)})
+    assert (plain.templates, plain.classes) == (
+        PLAIN,
+        {f"label {k}": f"label {k}" for k in range(3)},
+    )
     (tmp_path / "names.json").write_text(json.dumps({f"label {k}": f"thing {k}" for k in range(5)}))
-    given = load(tmp_path / "shards", classes={"x": tmp_path / "names.json"}, templates={"x": "imagenet"})
+    given = load(
+        tmp_path / "shards", classes={"x": tmp_path / "names.json"}, templates={"x": "imagenet"}
+    )
     assert given.classes == {f"label {k}": f"thing {k}" for k in range(3)}
     assert len(given.templates) == 80
 
 
 def test_benchmark_layout_brings_its_classes_templates_and_captions(tmp_path: Path) -> None:
-    found = load(write_benchmark(tmp_path / "labelled", None))
+    found = load(write_benchmark(tmp_path / "labeled", None))
     assert found.classes == {"0": "red", "1": "green", "2": "blue", "3": "never seen"}
     assert found.templates == ("a photo of a {c}.", "{}, drawn")
     captioned = write_benchmark(tmp_path / "captioned", CAPTIONS)
     (found,) = load_sets(EvalSettings(retrieval={"c": str(captioned)}), DATA)
     assert (found.classes, found.source.num_samples, found.text) == ({}, 11, "{txt}")
     refused(captioned, "says retrieval, expected classification")
-    (tmp_path / "labelled" / "classnames.txt").write_text("red\ngreen\n")
-    refused(tmp_path / "labelled", "names 2 classes", "3 labels", "'2'")
-    (tmp_path / "labelled" / "classnames.txt").unlink()
-    refused(tmp_path / "labelled", "classnames.txt cannot be read")
-    (tmp_path / "labelled" / "test" / "nshards.txt").write_text("3")
-    refused(tmp_path / "labelled", "nshards.txt says 3", "has 2 .tar")
+    (tmp_path / "labeled" / "classnames.txt").write_text("red\ngreen\n")
+    refused(tmp_path / "labeled", "names 2 classes", "3 labels", "'2'")
+    (tmp_path / "labeled" / "classnames.txt").unlink()
+    refused(tmp_path / "labeled", "classnames.txt cannot be read")
+    (tmp_path / "labeled" / "test" / "nshards.txt").write_text("3")
+    refused(tmp_path / "labeled", "nshards.txt says 3", "has 2 .tar")
 
 
 LABELS = ["n2", "n10", "n3"]
@@ -85,15 +92,32 @@ LABELS = ["n2", "n10", "n3"]
 @pytest.mark.parametrize(
     ("name", "text", "labels", "words"),
     [
-        ("a.txt", "n10 ten, 10\nn2 two\nn3 three\nn4 four\n", LABELS, {"n10": "ten, 10", "n2": "two", "n3": "three"}),
-        ("a.txt", "a cat\na dog\na bird\n", LABELS, {"n10": "a cat", "n2": "a dog", "n3": "a bird"}),
+        (
+            "a.txt",
+            "n10 ten, 10\nn2 two\nn3 three\nn4 four\n",
+            LABELS,
+            {"n10": "ten, 10", "n2": "two", "n3": "three"},
+        ),
+        (
+            "a.txt",
+            "a cat\na dog\na bird\n",
+            LABELS,
+            {"n10": "a cat", "n2": "a dog", "n3": "a bird"},
+        ),
         ("a.txt", "zero\none\ntwo\n", ["2", "0"], {"0": "zero", "1": "one", "2": "two"}),
         ("a.json", '["zero", "one"]', ["1"], {"0": "zero", "1": "one"}),
         ("a.json", '{"n2": "two", "n9": "nine"}', ["n2"], {"n2": "two"}),
-        ("a.json", '{"0": ["n2", "two"], "1": ["n3", "three"]}', ["n3", "n2"], {"n2": "two", "n3": "three"}),
+        (
+            "a.json",
+            '{"0": ["n2", "two"], "1": ["n3", "three"]}',
+            ["n3", "n2"],
+            {"n2": "two", "n3": "three"},
+        ),
     ],
 )
-def test_class_file_gives_words_to_labels(tmp_path: Path, name: str, text: str, labels: list[str], words) -> None:
+def test_class_file_gives_words_to_labels(
+    tmp_path: Path, name: str, text: str, labels: list[str], words
+) -> None:
     (tmp_path / name).write_text(text)
     assert read_classes(tmp_path / name, labels) == words
 
@@ -101,13 +125,15 @@ def test_class_file_gives_words_to_labels(tmp_path: Path, name: str, text: str, 
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("a.txt", "one\ntwo\n", "names 2 classes, the images have 3 labels"),
+        ("a.txt", "one\ntwo\n", "names 2 classes, .* 3 labels"),
         ("a.txt", "one\ntwo\nthree\nfour\n", "names 4 classes"),
-        ("a.json", '{"n2": "two"}', "2 of them without a name, such as 'n10'"),
+        ("a.json", '{"n2": "two"}', "2 of them without a name, .*'n10'"),
         ("a.json", "{", "not valid JSON"),
     ],
 )
-def test_class_file_that_does_not_fit_is_refused(tmp_path: Path, name: str, text: str, said: str) -> None:
+def test_class_file_that_does_not_fit_is_refused(
+    tmp_path: Path, name: str, text: str, said: str
+) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=said):
         read_classes(tmp_path / name, LABELS)
@@ -126,20 +152,26 @@ def test_template_file_needs_a_place_for_the_class(tmp_path: Path) -> None:
 
 
 def test_folders_that_are_no_set_are_refused(tmp_path: Path) -> None:
-    refused(tmp_path / "nowhere", "eval.labelled.x: there is no folder")
+    refused(tmp_path / "nowhere", "eval.labeled.x: there is no folder")
     refused(tmp_path, "no sub-folders", "sub-folder per class")
     (tmp_path / "empty" / "n01440764").mkdir(parents=True)
     refused(tmp_path / "empty", "1 sub-folders without an image")
     refused(make_folder(tmp_path / "few", ["0", "1"]), "neither wnids", "eval.classes.x=FILE")
     refused(make_folder(tmp_path / "wnids", ["n01440764", "n99999999"]), "neither wnids")
-    refused(tmp_path / "few", "eval.templates: there is no labelled set y; eval.labelled has x", templates={"y": "f"})
-    with pytest.raises(ValueError, match=r"holds no \.tar shards"):
+    refused(
+        tmp_path / "few",
+        "eval.templates: there is no labeled set y; eval.labeled has x",
+        templates={"y": "f"},
+    )
+    with pytest.raises(ValueError, match=r"no \.tar shards"):
         load_sets(EvalSettings(retrieval={"x": str(tmp_path / "few")}), DATA)
     write_tar(tmp_path / "few" / "0.tar", [("a.cls", b"1")])
     refused(tmp_path / "few", "disco-ds index")
     write_shards(tmp_path / "shards", [3])
     with pytest.raises(ValueError, match=r"no sample of .* has a caption {cap}"):
-        load_sets(EvalSettings(retrieval={"x": str(tmp_path / "shards")}, caption_key="{cap}"), DATA)
+        load_sets(
+            EvalSettings(retrieval={"x": str(tmp_path / "shards")}, caption_key="{cap}"), DATA
+        )
 
 
 def test_ranks_are_those_of_a_whole_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +181,9 @@ def test_ranks_are_those_of_a_whole_matrix(monkeypatch: pytest.MonkeyPatch) -> N
     image, text = (torch.nn.functional.normalize(torch.randn(n, 4), dim=1) for n in (50, 120))
     image_id, text_id = torch.arange(50), torch.cat([torch.arange(50), torch.randint(50, (70,))])
     scores = image @ text.T
-    own = scores.masked_fill(image_id[:, None] != text_id, -torch.inf).max(dim=1, keepdim=True).values
+    own = (
+        scores.masked_fill(image_id[:, None] != text_id, -torch.inf).max(dim=1, keepdim=True).values
+    )
     assert torch.equal(find_ranks(image, image_id, text, text_id), (scores > own).sum(dim=1) + 1)
     expected = (scores.T.gather(1, text_id[:, None]) < scores.T).sum(dim=1) + 1
     assert torch.equal(find_ranks(text, text_id, image, image_id), expected)
@@ -158,6 +192,8 @@ def test_ranks_are_those_of_a_whole_matrix(monkeypatch: pytest.MonkeyPatch) -> N
 def test_features_that_are_all_alike_or_nan_find_nothing() -> None:
     ids = torch.arange(40)
     alike = torch.nn.functional.normalize(torch.ones(40, 8), dim=1)
-    assert torch.equal(find_ranks(alike, ids, alike, ids), ids + 1), "one of forty comes first, as by chance"
+    assert torch.equal(find_ranks(alike, ids, alike, ids), ids + 1), (
+        "one of forty comes first, as by chance"
+    )
     lost = torch.full((40, 8), torch.nan)
     assert find_ranks(lost, ids, lost, ids).min() > 10

@@ -40,7 +40,11 @@ def losses(model_file: str, batch: int) -> tuple[Validation, list[float]]:
             image = model(image=torch.stack([picture for picture, _, _ in part]))[0].double()
             text = model(text=tokenize([caption for _, caption, _ in part]))[1].double()
             logits, labels = 20 * image @ text.T, torch.arange(len(part))
-            total += len(part) * float(F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+            total += (
+                len(part)
+                * float(F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels))
+                / 2
+            )
             for way, side in enumerate((logits, logits.T)):
                 hits[way] += int((side.argmax(dim=1) == labels).sum())
             num += len(part)
@@ -52,7 +56,9 @@ SLOW = [pytest.param(1, 40, marks=pytest.mark.slow), pytest.param(2, 4096, marks
 
 
 @pytest.mark.parametrize(("size", "batch"), [(3, 40), *SLOW])
-def test_validation_loss_is_that_of_a_plain_loop_at_any_number_of_ranks(size: int, batch: int, tmp_path: Path) -> None:
+def test_validation_loss_is_that_of_a_plain_loop_at_any_number_of_ranks(
+    size: int, batch: int, tmp_path: Path
+) -> None:
     for found, plain in run_ranks(losses, size, write_tiny(tmp_path, BPE_SIZE), batch):
         assert [found.loss, found.i2t, found.t2i] == pytest.approx(plain, rel=1e-5)
         named = min(batch, found.num_pairs)
@@ -68,25 +74,31 @@ def test_validation_pairs_may_be_a_csv_with_open_clips_columns(tmp_path: Path) -
         Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / f"{number}.png")
     rows = "".join(f"{number}.png\tpicture {number}\n" for number in range(3))
     (tmp_path / "val.csv").write_text(f"filepath\ttitle\n{rows}")
-    sets = EvalSettings(validation={"pairs": str(tmp_path / "val.csv")}, retrieval={"r": str(tmp_path / "val.csv")})
+    sets = EvalSettings(
+        validation={"pairs": str(tmp_path / "val.csv")}, retrieval={"r": str(tmp_path / "val.csv")}
+    )
     for found in load_sets(sets, DATA):
         read = list(read_all(found.source, found.data, ImageSpec((4, 4)), 0, 1, found.text))
         assert [(int(picture[0, 0, 0]), caption) for picture, caption, _ in read] == [
             (number, f"picture {number}") for number in range(3)
         ]
     named = EvalSettings(validation={"pairs": str(tmp_path / "val.csv")}, caption_key="{text}")
-    with pytest.raises(ValueError, match=r"^eval\.validation\.pairs: .* has the columns filepath, title"):
+    with pytest.raises(
+        ValueError, match=r"^eval\.validation\.pairs: .* has the columns filepath, title"
+    ):
         load_sets(named, DATA)
 
 
 class Norm(torch.nn.Module):
-    """Two towers of one batch normalisation each."""
+    """Two towers of one batch normalization each."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm = torch.nn.BatchNorm1d(3)
 
-    def forward(self, image: torch.Tensor | None = None, text: torch.Tensor | None = None) -> list[torch.Tensor]:
+    def forward(
+        self, image: torch.Tensor | None = None, text: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
         rows = image.float().mean(dim=(2, 3)) if image is not None else text[:, :3].float()  # type: ignore[index]
         return [F.normalize(self.norm(rows), dim=1)] * 2 + [torch.ones(1)] * 2
 
@@ -102,7 +114,7 @@ def losses_with_statistics(batch: int) -> float:
     return found.loss
 
 
-def test_statistics_of_batch_normalisation_are_rank_0s() -> None:
+def test_statistics_of_batch_normalization_are_rank_0s() -> None:
     """A checkpoint holds those, so that its evaluation is the one during the run."""
     (alone,) = run_ranks(losses_with_statistics, 1, 40)
     assert run_ranks(losses_with_statistics, 2, 40) == pytest.approx([alone] * 2, rel=1e-5)
@@ -115,6 +127,8 @@ def test_sub_folders_named_after_their_classes_are_taken_with_a_warning(
         (tmp_path / name).mkdir()
         Image.new("RGB", (8, 8)).save(tmp_path / name / "0.png")
     with caplog.at_level(logging.WARNING):
-        (found,) = load_sets(EvalSettings(labelled={"pets": str(tmp_path)}), DATA)
+        (found,) = load_sets(EvalSettings(labeled={"pets": str(tmp_path)}), DATA)
     assert found.classes == {"dog": "dog", "tabby_cat": "tabby cat"}
-    assert "eval.labelled.pets: the names of the sub-folders (dog ... tabby_cat) are taken as classes" in caplog.text
+    assert (
+        "eval.labeled.pets: using the names of the sub-folders (dog ... tabby_cat)" in caplog.text
+    )

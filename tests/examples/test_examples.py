@@ -34,8 +34,18 @@ B, STEPS = 8, 3
 
 def launch(name: str, ranks: int, *arguments: str) -> str:
     """What an example prints under torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc_per_node={ranks}",
+        "--standalone",
+    ]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONPATH": str(ROOT),
+    }
     command += [str(ROOT / "examples" / name), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -61,7 +71,10 @@ def test_bi_encoder_learns(arguments: tuple[str, ...]) -> None:
 
 @pytest.mark.slow
 def test_fsdp_learns_alike_in_any_micro_batches() -> None:
-    said = [launch("fsdp_clip.py", 2, "--steps", "4", "--batch", "16", "--micro-batches", k) for k in ("1", "8")]
+    said = [
+        launch("fsdp_clip.py", 2, "--steps", "4", "--batch", "16", "--micro-batches", k)
+        for k in ("1", "8")
+    ]
     ends = [re.findall(r"loss ([\d.]+) -> ([\d.]+)", text)[0] for text in said]
     assert ends[0] == ends[1]
     assert float(ends[0][1]) < float(ends[0][0])
@@ -69,9 +82,13 @@ def test_fsdp_learns_alike_in_any_micro_batches() -> None:
 
 @pytest.mark.slow
 def test_losses_alone_say_the_same_on_two_ranks() -> None:
-    alone, together = (re.findall(r"^(\w+) +loss +(-?[\d.]+)", launch("losses_alone.py", N), re.M) for N in (1, 2))
+    alone, together = (
+        re.findall(r"^(\w+) +loss +(-?[\d.]+)", launch("losses_alone.py", N), re.M) for N in (1, 2)
+    )
     assert [name for name, _ in alone] == [name for name, _ in together] == list_losses()
-    assert [float(value) for _, value in together] == pytest.approx([float(value) for _, value in alone], abs=2e-4)
+    assert [float(value) for _, value in together] == pytest.approx(
+        [float(value) for _, value in alone], abs=2e-4
+    )
 
 
 class Batches:
@@ -124,13 +141,15 @@ def test_loop_of_open_clip_trains_as_on_one_rank(size: int) -> None:
     alone = train(open_clip.ClipLoss(), slice(None), wrap=False)
     for weights in run_ranks(train_with_ours, size, joined=False):
         for name, value in alone.items():
-            torch.testing.assert_close(torch.from_numpy(weights[name]), value, rtol=1e-4, atol=1e-5, msg=name)
+            torch.testing.assert_close(
+                torch.from_numpy(weights[name]), value, rtol=1e-4, atol=1e-5, msg=name
+            )
 
 
 def test_every_example_is_run_and_named_in_the_manual(request: pytest.FixtureRequest) -> None:
     source = Path(__file__).read_text()
-    page = (ROOT / "docs" / "own_loop.md").read_text()
-    # A recipe names own_model.py, in tests/models/test_own_model.py and docs/own_model.md.
+    page = (ROOT / "docs" / "custom_loop.md").read_text()
+    # A recipe names own_model.py, in tests/models/test_own_model.py and docs/extending.md.
     for path in {*(ROOT / "examples").glob("*.py")} - {ROOT / "examples" / "own_model.py"}:
         assert f'launch("{path.name}"' in source
         assert f"(../examples/{path.name})" in page

@@ -16,9 +16,9 @@ from open_clip_train.params import parse_args
 from disco_ds.cli.main import main
 from disco_ds.cli.parser import make_parsers
 from disco_ds.config import Config, load_config
-from disco_ds.config.open_clip_flags import FLAGS, OTHER_WORDS
-from disco_ds.metrics.run_folder import FINISHED
+from disco_ds.config.open_clip_flags import read_words
 from disco_ds.models.clip import register_config
+from disco_ds.runs.run_folder import FINISHED
 from disco_ds.training.build import build
 from disco_ds.training.loop import finish, train
 from helpers.dist import run_ranks
@@ -29,7 +29,14 @@ from helpers.tool import load_tool
 RECIPES = sorted((ROOT / "examples" / "open_clip").glob("*.yaml"))
 RANKS = {"laion400m": 176, "cc3m": 8, "lit": 8, "fine_tune": 8}
 SMALL = [
-    *("global_batch=64", "micro_batch=16", "steps=2", "epochs=null", "samples=null", "optim.warmup_steps=1"),
+    *(
+        "global_batch=64",
+        "micro_batch=16",
+        "steps=2",
+        "epochs=null",
+        "samples=null",
+        "optim.warmup_steps=1",
+    ),
     *("data.workers=0", "log.wandb.project=null", "deepspeed.torch_autocast.enabled=false"),
 ]
 EMOJI_KEYS = [
@@ -61,22 +68,28 @@ def open_clip_flags() -> set[str]:
 
 
 def test_table_has_every_flag_of_the_installed_open_clip() -> None:
-    assert {f"--{name}" for name in FLAGS} == open_clip_flags()
+    assert {f"--{name}" for name in read_words()["flags"]} == open_clip_flags()
 
 
 def test_table_names_settings_and_options_that_exist() -> None:
     reference = load_tool("make_reference")
     known = {
-        row[0].strip("`") for title, model in reference.sections("", Config) for row in reference.rows(title, model)
+        row[0].strip("`")
+        for title, model in reference.sections("", Config)
+        for row in reference.rows(title, model)
     }
     known |= {title.rstrip(".") for title, _ in reference.sections("", Config)}
-    known |= {word for action in make_parsers()[1]["train"]._actions for word in action.option_strings}
-    for name, flag in (FLAGS | OTHER_WORDS).items():
+    known |= {
+        word for action in make_parsers()[1]["train"]._actions for word in action.option_strings
+    }
+    for name, flag in (read_words()["flags"] | read_words()["other_words"]).items():
         assert set(flag.ours) <= known, name
         assert flag.ours or flag.note, name
 
 
-def test_flag_of_open_clip_on_the_command_line_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+def test_flag_of_open_clip_on_the_command_line_is_explained(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["train", "--config", "quickstart", "--batch-size", "256", "--dry-run"])
     assert caught.value.code == 2
@@ -97,14 +110,23 @@ def test_there_is_a_recipe_for_each_of_open_clip_s_examples() -> None:
     assert {path.stem for path in RECIPES} == set(RANKS)
     for path in RECIPES:
         assert len(path.read_text().splitlines()) <= 20
-        assert f"examples/open_clip/{path.name}" in (ROOT / "docs" / "from_open_clip.md").read_text()
+        assert (
+            f"examples/open_clip/{path.name}" in (ROOT / "docs" / "from_open_clip.md").read_text()
+        )
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_recipe_passes_dry_run_and_plan(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    overrides = ["log.wandb.project=null", *weights(path.stem, tmp_path, load_config(path).model.name)]
+def test_recipe_passes_dry_run_and_plan(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = [
+        "log.wandb.project=null",
+        *weights(path.stem, tmp_path, load_config(path).model.name),
+    ]
     ranks = RANKS[path.stem]
-    assert main(["train", "--config", str(path), "--dry-run", "--ranks", str(ranks), *overrides]) == 0
+    assert (
+        main(["train", "--config", str(path), "--dry-run", "--ranks", str(ranks), *overrides]) == 0
+    )
     assert f"{ranks} ranks x " in capsys.readouterr().out
     assert main(["plan", "--config", str(path), "--ranks", str(ranks), *overrides]) == 0
 
@@ -115,8 +137,13 @@ def test_doctor_misses_but_the_data_of_a_recipe(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    overrides = ["log.wandb.project=null", *weights(path.stem, tmp_path, load_config(path).model.name)]
-    assert main(["doctor", "--config", str(path), "--ranks", str(RANKS[path.stem]), *overrides]) == 1
+    overrides = [
+        "log.wandb.project=null",
+        *weights(path.stem, tmp_path, load_config(path).model.name),
+    ]
+    assert (
+        main(["doctor", "--config", str(path), "--ranks", str(RANKS[path.stem]), *overrides]) == 1
+    )
     lines = capsys.readouterr().out.splitlines()
     assert {line.split()[1] for line in lines if line.startswith("fail")} == {"data", "eval"}
 
@@ -130,7 +157,10 @@ def run_config(path: Path, folder: Path, overrides: list[str]) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, marks=[pytest.mark.slow] if path.stem != "cc3m" else [], id=path.stem) for path in RECIPES],
+    [
+        pytest.param(path, marks=[pytest.mark.slow] if path.stem != "cc3m" else [], id=path.stem)
+        for path in RECIPES
+    ],
 )
 def test_recipe_runs_scaled_down(path: Path, tmp_path: Path) -> None:
     config = load_config(path)
@@ -146,7 +176,7 @@ def test_recipe_runs_scaled_down(path: Path, tmp_path: Path) -> None:
         overrides += [f"data.shards={tmp_path / 'train.csv'}", "eval={}"]
     else:
         overrides += [f"data.shards={EMOJI}", "data.manifest=null", *EMOJI_KEYS]
-        for kind in ("labelled", "retrieval"):
+        for kind in ("labeled", "retrieval"):
             overrides += [f"eval.{kind}.{name}={EMOJI}" for name in getattr(config.eval, kind)]
     run_ranks(run_config, 2, path, tmp_path / "runs", overrides)
     (finished,) = (tmp_path / "runs").glob(f"*/{FINISHED}")

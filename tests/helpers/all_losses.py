@@ -27,7 +27,12 @@ TILED = [(name, options) for name, options in LOSSES if options is TILE]
 
 
 def evaluate(
-    name: str, options: dict[str, Any], image: torch.Tensor, text: torch.Tensor, scale: float, upstream: float = 1.0
+    name: str,
+    options: dict[str, Any],
+    image: torch.Tensor,
+    text: torch.Tensor,
+    scale: float,
+    upstream: float = 1.0,
 ) -> Answer:
     """This loss on this rank's rows, with the engine's mean over ranks done by hand; the same Answer on every rank."""
     N, n = comm.size(), comm.rank()
@@ -37,7 +42,9 @@ def evaluate(
     out = build_loss(name, **options)(Embeddings(I, T, s))
     (upstream * out.loss).backward()
     mine = answer(out.loss.item(), I, T, s)
-    loss, ds = (comm.all_reduce_sum(torch.tensor([mine.loss, mine.ds], dtype=torch.float64)) / N).tolist()
+    loss, ds = (
+        comm.all_reduce_sum(torch.tensor([mine.loss, mine.ds], dtype=torch.float64)) / N
+    ).tolist()
     assert out.metrics["loss"].item() == pytest.approx(loss, rel=1e-5)
     dI, dT = (comm.gather(grad) / (N * upstream) for grad in (mine.dI, mine.dT))
     return Answer(loss, dI, dT, ds / upstream)

@@ -9,14 +9,16 @@ from typing import Any
 
 import torch
 
-from disco_ds.metrics.run_folder import CHECKPOINTS
-from disco_ds.training.checkpoint import _rng_state, identity, shape
-from disco_ds.training.retention import FORMAT, META, seal
+from disco_ds.checkpoints.checkpoint import _rng_state, identity, prepare, shape, start_save
+from disco_ds.checkpoints.retention import FORMAT, META, seal
+from disco_ds.runs.run_folder import CHECKPOINTS
 from helpers.towers import TINY, tiny_config
 
 
 def identify(fingerprint: str = "abc", **changes: Any) -> dict[str, Any]:
-    return identity(tiny_config("tiny", {"zero_optimization": {"stage": 1}}, **changes), fingerprint, TINY)
+    return identity(
+        tiny_config("tiny", {"zero_optimization": {"stage": 1}}, **changes), fingerprint, TINY
+    )
 
 
 SHAPE = shape(tiny_config("tiny", {"zero_optimization": {"stage": 1}}), 2)
@@ -30,15 +32,33 @@ def write_checkpoint(run: Path, step: int, ranks: int = 2) -> Path:
     for rank in range(ranks):
         state = {"rng": _rng_state(), "data": {"rank": rank}, "loss": torch.arange(rank)}
         torch.save(state, path / f"rank_{rank:05d}.pt")
-    describe(path, {"format": FORMAT, "step": step, "num_steps": 10, "identity": identify(), "shape": SHAPE})
+    describe(
+        path,
+        {"format": FORMAT, "step": step, "num_steps": 10, "identity": identify(), "shape": SHAPE},
+    )
     return path
+
+
+def save_now(
+    folder: Path,
+    meta: dict[str, Any],
+    engine: Any,
+    data_state: dict[str, Any],
+    loss_state: dict[str, Any],
+) -> Path:
+    """Write a complete checkpoint and wait for it. Collective. Returns its folder."""
+    prepared = prepare(folder, meta["step"], engine)
+    return start_save(prepared, meta, engine, data_state, loss_state).finish()
 
 
 def describe(path: Path, meta: dict[str, Any]) -> None:
     """checkpoint.json of the files that are there."""
     files = [file for file in path.rglob("*") if file.is_file() and file.name != META]
     sums = {str(file.relative_to(path)): sha256(file.read_bytes()).hexdigest() for file in files}
-    meta["files"] = {name: {"bytes": (path / name).stat().st_size, "sha256": value} for name, value in sums.items()}
+    meta["files"] = {
+        name: {"bytes": (path / name).stat().st_size, "sha256": value}
+        for name, value in sums.items()
+    }
     (path / META).write_text(json.dumps(meta | {"seal": seal(meta)}, indent=1))
 
 

@@ -38,7 +38,11 @@ def marker(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(variable, raising=False)
     # PYTHON*, for DeepSpeed hands those on to the other hosts.
-    for key, value in {f"PYTHON_{name}": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}.items():
+    for key, value in {
+        f"PYTHON_{name}": "1",
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+    }.items():
         monkeypatch.setenv(key, value)
     yield f"PYTHON_{name}"
     monkeypatch.delenv(f"PYTHON_{name}")
@@ -56,12 +60,16 @@ def possible() -> None:
 
 
 @contextmanager
-def cluster_launch(cluster: Any, folder: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+def cluster_launch(
+    cluster: Any, folder: Path, *arguments: str
+) -> Iterator[subprocess.Popen[bytes]]:
     """`disco-ds launch` on all hosts, from the first; its output goes to log.txt."""
     front = ["--hostfile", str(tool.HOSTFILE), "--deepspeed", f"--master_port {free_port()}"]
     with (folder / "log.txt").open("ab") as log:
         words = [sys.executable, "-m", "disco_ds", "launch", *front, *arguments]
-        process = cluster.start(words, folder=folder, stdout=log, stderr=log, start_new_session=True)
+        process = cluster.start(
+            words, folder=folder, stdout=log, stderr=log, start_new_session=True
+        )
     try:
         yield process
     finally:
@@ -72,7 +80,11 @@ def cluster_launch(cluster: Any, folder: Path, *arguments: str) -> Iterator[subp
 def of_the_run(name: str) -> list[psutil.Process]:
     """Launchers, ranks, data workers and ssh of the launch, on all hosts; not the hosts' own sshd."""
     kinds = ("disco_ds", "deepspeed", "multiprocessing", "pdsh")
-    return [process for process in marked(name) if any(kind in " ".join(words(process)) for kind in kinds)]
+    return [
+        process
+        for process in marked(name)
+        if any(kind in " ".join(words(process)) for kind in kinds)
+    ]
 
 
 def words(process: psutil.Process) -> list[str]:

@@ -27,7 +27,7 @@ def run_ranks(
     method: str = "forkserver",
     joined: bool = True,
 ) -> list[Any]:
-    """function(*args) on `size` ranks with comm initialised; what each returned, in rank order.
+    """function(*args) on `size` ranks with comm initialized; what each returned, in rank order.
 
     `method` "spawn": processes that have imported nothing yet, for what reads the environment as it is imported.
     Without `joined` the ranks only have a launcher's variables, and no process group.
@@ -77,14 +77,18 @@ def _collect(pipes: list[Connection], processes: list[Any], deadline: float) -> 
         waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
         ready = wait(waiting, timeout=max(deadline - time.monotonic(), 0))
         if not ready:
-            pytest.fail(f"ranks {[r for r in range(len(pipes)) if r not in results]} did not finish in time")
+            pytest.fail(
+                f"ranks {[r for r in range(len(pipes)) if r not in results]} did not finish in time"
+            )
         for pipe in ready:
             rank = pipes.index(pipe)  # type: ignore[arg-type]
             try:
                 fine, value = pipe.recv()  # type: ignore[union-attr]
             except EOFError:
                 processes[rank].join(10)
-                pytest.fail(f"rank {rank} ended without a result, exit code {processes[rank].exitcode}")
+                pytest.fail(
+                    f"rank {rank} ended without a result, exit code {processes[rank].exitcode}"
+                )
             if not fine:
                 pytest.fail(f"rank {rank} failed:\n{value}", pytrace=False)
             results[rank] = value

@@ -18,7 +18,7 @@ def write_folder(folder: Path) -> Path:
         (folder / wnid).mkdir(parents=True)
     first, second, _ = (folder / wnid for wnid in WNIDS)
     noise(90, 41).save(first / "wide.JPEG")
-    noise(33, 80).convert("L").save(first / "grey.png")
+    noise(33, 80).convert("L").save(first / "gray.png")
     noise(40, 40).convert("RGBA").save(first / "alpha.png")
     noise(50, 37).save(second / "a.webp")
     noise(64, 64).save(second / "b.bmp")
@@ -49,4 +49,6 @@ def write_benchmark(folder: Path, captions: list[list[str]] | None) -> Path:
     return folder
 
 
-CAPTIONS = [[f"image {n}", f"number {n} again", "the same words everywhere"][: 1 + n % 3] for n in range(11)]
+CAPTIONS = [
+    [f"image {n}", f"number {n} again", "the same words everywhere"][: 1 + n % 3] for n in range(11)
+]

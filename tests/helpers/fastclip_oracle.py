@@ -33,8 +33,20 @@ class Sample:
 class Oracle:
     """Steps over global batches; the state of samples is two dictionaries of numbers."""
 
-    def __init__(self, name: str, num_samples: int, eps: float = 1e-14, tau: float = 0.03, gamma_epochs: int = 2):
-        self.name, self.num_samples, self.eps, self.gamma_epochs = name, num_samples, eps, gamma_epochs
+    def __init__(
+        self,
+        name: str,
+        num_samples: int,
+        eps: float = 1e-14,
+        tau: float = 0.03,
+        gamma_epochs: int = 2,
+    ):
+        self.name, self.num_samples, self.eps, self.gamma_epochs = (
+            name,
+            num_samples,
+            eps,
+            gamma_epochs,
+        )
         self.rho = RHO.get(name, 0.0)
         self.seen = 0
         self.samples = [[Sample(tau) for _ in range(num_samples)] for _ in range(2)]
@@ -47,7 +59,9 @@ class Oracle:
             return 0.2
         return 0.5 * (1 + math.cos(math.pi * epoch / self.gamma_epochs)) * (1 - 0.2) + 0.2
 
-    def step(self, image: Tensor, text: Tensor, ids: Tensor, tau: float) -> tuple[float, Tensor, Tensor, float]:
+    def step(
+        self, image: Tensor, text: Tensor, ids: Tensor, tau: float
+    ) -> tuple[float, Tensor, Tensor, float]:
         """Loss, gradients at the features [B, D], gradient at the one temperature; the state goes on by a step."""
         I, T = (x.detach().double().requires_grad_() for x in (image, text))  # noqa: E741
         B, gamma, numbers = len(I), self.gamma(), ids.tolist()
@@ -75,7 +89,9 @@ class Oracle:
             d_tau += gradient.sum().item() / (2 * B)
             for number in set(numbers):
                 mine = ids == number
-                self._update(self.samples[side][number], u[mine].mean().item(), gradient[mine].mean().item())
+                self._update(
+                    self.samples[side][number], u[mine].mean().item(), gradient[mine].mean().item()
+                )
         self.seen += B
         return total, *torch.autograd.grad(surrogate, (I, T)), d_tau
 

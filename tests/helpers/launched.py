@@ -22,8 +22,8 @@ import torch
 
 from disco_ds.cli.parser import parse_args
 from disco_ds.config import load_config
-from disco_ds.metrics.records import METRICS_FILE
-from disco_ds.metrics.run_folder import CHECKPOINTS
+from disco_ds.metrics.logger import METRICS_FILE
+from disco_ds.runs.run_folder import CHECKPOINTS
 from disco_ds.training.build import build
 from disco_ds.training.loop import train
 from helpers.dist import free_port
@@ -39,14 +39,31 @@ SAME = ("step", "ids", "loss", "lr", "scale", "grad_norm")
 
 def launch_command(kind: str, ranks: int, arguments: list[str]) -> list[str]:
     if kind == "deepspeed":
-        front = [str(BIN / "deepspeed"), "--num_accelerators", str(ranks), "--master_port", str(free_port())]
+        front = [
+            str(BIN / "deepspeed"),
+            "--num_accelerators",
+            str(ranks),
+            "--master_port",
+            str(free_port()),
+        ]
         return [*front, "--module", "disco_ds.train", *arguments]
-    if kind == "torchrun":
-        front = [str(BIN / "torchrun"), "--nproc_per_node", str(ranks), "--master_port", str(free_port())]
+    if kind.startswith("torchrun"):
+        _, *options = kind.split()
+        port = [] if "--standalone" in options else ["--master_port", str(free_port())]
+        front = [str(BIN / "torchrun"), *options, "--nproc_per_node", str(ranks), *port]
         return [*front, "-m", "disco_ds.train", *arguments]
-    world = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(ranks))}).encode()).decode()
+    world = base64.urlsafe_b64encode(
+        json.dumps({"localhost": list(range(ranks))}).encode()
+    ).decode()
     front = [sys.executable, "-m", "deepspeed.launcher.launch", f"--world_info={world}"]
-    return [*front, "--master_addr=127.0.0.1", f"--master_port={free_port()}", "--module", "disco_ds.train", *arguments]
+    return [
+        *front,
+        "--master_addr=127.0.0.1",
+        f"--master_port={free_port()}",
+        "--module",
+        "disco_ds.train",
+        *arguments,
+    ]
 
 
 def hear_interrupts() -> None:
@@ -55,7 +72,9 @@ def hear_interrupts() -> None:
 
 
 @contextmanager
-def launched(kind: str, ranks: int, arguments: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+def launched(
+    kind: str, ranks: int, arguments: list[str], folder: Path
+) -> Iterator[subprocess.Popen[bytes]]:
     """A run in a session of its own; every process of it is ended at the end, whatever happens."""
     with (folder / "log.txt").open("ab") as log:
         process = subprocess.Popen(
@@ -89,13 +108,23 @@ def members(session: int) -> list[psutil.Process]:
 
 def ranks_of(session: int) -> list[psutil.Process]:
     """The trainers among them, by rank; data workers are their children."""
-    trainers = [p for p in members(session) if p.environ().get("LOCAL_RANK") and "disco_ds.train" in p.cmdline()]
-    by_rank = {int(p.environ()["LOCAL_RANK"]): p for p in sorted(trainers, key=lambda p: -p.create_time())}
+    trainers = [
+        p
+        for p in members(session)
+        if p.environ().get("LOCAL_RANK") and "disco_ds.train" in p.cmdline()
+    ]
+    by_rank = {
+        int(p.environ()["LOCAL_RANK"]): p for p in sorted(trainers, key=lambda p: -p.create_time())
+    }
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def wait_for(
-    condition: Callable[[], Any], what: str, folder: Path, timeout_s: float = 600, poll_s: float = 0.05
+    condition: Callable[[], Any],
+    what: str,
+    folder: Path,
+    timeout_s: float = 600,
+    poll_s: float = 0.05,
 ) -> Any:
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
@@ -145,7 +174,10 @@ def equal_checkpoints(first: Path, second: Path) -> None:
     names = sorted(str(path.relative_to(first)) for path in first.rglob("*.pt"))
     assert names == sorted(str(path.relative_to(second)) for path in second.rglob("*.pt"))
     for name in names:
-        mine, other = (torch.load(path / name, weights_only=False, map_location="cpu") for path in (first, second))
+        mine, other = (
+            torch.load(path / name, weights_only=False, map_location="cpu")
+            for path in (first, second)
+        )
         for noise in ("global_samples", "dp_world_size", "ds_config", "ds_version"):
             for tree in (mine, other):
                 tree.pop(noise, None)
@@ -184,7 +216,7 @@ def write_recipe(folder: Path, deepspeed: dict[str, Any]) -> list[str]:
         runs="runs",
         steps=8,
         model=model,
-        data=data | {"augment": {"rotate_degrees": 10, "colour_scale": 0.1}},
+        data=data | {"augment": {"rotate_degrees": 10, "color_scale": 0.1}},
         checkpoint={"every_steps": 3, "keep_last": 3},
         lost_after_s=10,
         deepspeed=deepspeed,

@@ -9,6 +9,9 @@ servers of tests are asked without a proxy. fp16 is asked for: DeepSpeed refuses
 from __future__ import annotations
 
 import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -39,6 +42,20 @@ def _has_fp16() -> bool:
 HAS_FP16 = _has_fp16()
 
 needs_fp16 = pytest.mark.skipif(not HAS_FP16, reason="this processor has no fp16")
+
+
+@contextmanager
+def many_open_files() -> Iterator[None]:
+    """Descriptors that are opened in the block are beyond the 1,024 that select() takes."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(limits[1], 4096), limits[1]))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
+    try:
+        yield
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def runnable(names: list[str]) -> list[str]:

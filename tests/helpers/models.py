@@ -13,11 +13,21 @@ from disco_ds.config import ModelSettings
 from disco_ds.models.clip import build_model
 from helpers.towers import TINY, batches
 
-RESNET = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "patch_size": None, "head_width": 16}
+RESNET = {
+    "image_size": 32,
+    "layers": [1, 1, 1, 1],
+    "width": 8,
+    "patch_size": None,
+    "head_width": 16,
+}
 
 
 def build(name: str, seed: int = 0, **settings: Any) -> nn.Module:
-    arguments = {key: settings.pop(key) for key in ("initial_scale", "initial_bias", "learns_scale") if key in settings}
+    arguments = {
+        key: settings.pop(key)
+        for key in ("initial_scale", "initial_bias", "learns_scale")
+        if key in settings
+    }
     torch.manual_seed(seed)
     return build_model(ModelSettings(name=name, **settings), **arguments)
 

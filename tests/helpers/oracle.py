@@ -60,7 +60,9 @@ def errors(got: Answer, true: Answer, scale: float) -> dict[str, float]:
     floor = scale / len(true.dI)
 
     def rows(mine: Tensor, truth: Tensor) -> float:
-        return ((mine.double() - truth).norm(dim=1).max() / max(truth.norm(dim=1).max().item(), floor)).item()
+        return (
+            (mine.double() - truth).norm(dim=1).max() / max(truth.norm(dim=1).max().item(), floor)
+        ).item()
 
     return {
         "loss": abs(got.loss - true.loss) / max(abs(true.loss), 1),
@@ -70,7 +72,9 @@ def errors(got: Answer, true: Answer, scale: float) -> dict[str, float]:
     }
 
 
-def features(B: int, D: int, dtype: torch.dtype, kind: str = "random", seed: int = 0) -> tuple[Tensor, Tensor]:
+def features(
+    B: int, D: int, dtype: torch.dtype, kind: str = "random", seed: int = 0
+) -> tuple[Tensor, Tensor]:
     """Unit rows: "random" pairs that agree a little, "aligned" pairs that are nearly equal, "repeated" captions."""
     generator = torch.Generator().manual_seed(seed)
     image, other = (torch.randn(B, D, generator=generator, dtype=torch.float64) for _ in range(2))

@@ -12,5 +12,10 @@ from helpers.paths import ROOT
 
 def disco_ds(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "disco_ds", *words]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((os.environ["PYTHONPATH"], str(ROOT)))}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((os.environ["PYTHONPATH"], str(ROOT))),
+    }
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )

@@ -31,7 +31,9 @@ class Checkpointed(nn.Sequential):
 
 
 def encoder() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, 24), nn.GELU(), Drop(), nn.LayerNorm(24), nn.Linear(24, D))
+    return nn.Sequential(
+        nn.Linear(WIDTH, 24), nn.GELU(), Drop(), nn.LayerNorm(24), nn.Linear(24, D)
+    )
 
 
 class TwoTowers(nn.Module):
@@ -43,7 +45,10 @@ class TwoTowers(nn.Module):
         self.log_scale = nn.Parameter(torch.tensor([2.0]))
 
     def forward(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        sides = (F.normalize(tower(x).float(), dim=-1) for tower, x in ((self.first, first), (self.second, second)))
+        sides = (
+            F.normalize(tower(x).float(), dim=-1)
+            for tower, x in ((self.first, first), (self.second, second))
+        )
         return *sides, self.log_scale.float().exp()
 
 
@@ -62,7 +67,9 @@ MODELS: dict[str, type[nn.Module]] = {"image-text": TwoTowers, "text-text": BiEn
 SCALE = 9.0
 
 
-def forward_of(kind: str, model: nn.Module, dtype: torch.dtype, autocast: bool = False) -> Callable[[Batch], Any]:
+def forward_of(
+    kind: str, model: nn.Module, dtype: torch.dtype, autocast: bool = False
+) -> Callable[[Batch], Any]:
     def forward(batch: Batch) -> tuple[Tensor, ...]:
         sides = batch["first"].to(dtype), batch["nested"][0].to(dtype)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):

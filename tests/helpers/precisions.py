@@ -33,7 +33,11 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 ZERO3_ONLY = ("offload", "partitioned")
 
 
-REFUSED = {("bf16", 0), ("bf16_wire", 0), ("fp16", 0)}  # tests/config/test_ds_config.py has their refusals
+REFUSED = {
+    ("bf16", 0),
+    ("bf16_wire", 0),
+    ("fp16", 0),
+}  # tests/config/test_ds_config.py has their refusals
 
 
 MATRIX = [

@@ -8,14 +8,21 @@ from typing import Any
 from disco_ds.config import DataSettings
 from disco_ds.config.data import RemoteSettings
 from disco_ds.data import Manifest
-from disco_ds.data.shard_cache import ShardCache
+from disco_ds.data.remote.shard_cache import ShardCache
 from helpers.shards import settings
 
 ALL = "{00000..00007}.tar"
 
 
 def remote(shards: str, manifest: Path | None, cache: Path, **changes: Any) -> DataSettings:
-    own = {"http": True, "pipe": True, "cache": cache, "tries": 2, "timeout_s": 20.0, **changes.pop("remote", {})}
+    own = {
+        "http": True,
+        "pipe": True,
+        "cache": cache,
+        "tries": 2,
+        "timeout_s": 20.0,
+        **changes.pop("remote", {}),
+    }
     return settings(shards, manifest=manifest, remote=own, **changes)
 
 

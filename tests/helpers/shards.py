@@ -1,4 +1,4 @@
-"""Small tar shards for tests: images of one colour that tells the sample's id, captions that tell it too."""
+"""Small tar shards for tests: images of one color that tells the sample's id, captions that tell it too."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def tokenize(texts: list[str]) -> torch.Tensor:
     return torch.tensor([row + [0] * (CONTEXT - len(row)) for row in rows])
 
 
-def colour(index: int) -> tuple[int, int, int]:
+def color(index: int) -> tuple[int, int, int]:
     return index % 256, index // 256, 7
 
 
@@ -57,7 +57,7 @@ def encode(image: Image.Image, kind: str = "PNG") -> bytes:
 
 
 def make_sample(index: int) -> dict[str, bytes]:
-    image = Image.new("RGB", (12, 10), colour(index))
+    image = Image.new("RGB", (12, 10), color(index))
     fields = {"label": f"label {index % 3}", "keywords": [f"k{index}", "x"], "nothing": None}
     return {"png": encode(image), "txt": b"%d" % index, "json": json.dumps(fields).encode()}
 
@@ -67,9 +67,16 @@ def bomb(side: int = 50_000) -> bytes:
     header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
 
     def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        return (
+            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        )
 
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(b""))
+        + chunk(b"IEND", b"")
+    )
 
 
 def write_tar(path: Path, members: list[tuple[str, bytes]], **options: Any) -> Path:
@@ -81,7 +88,9 @@ def write_tar(path: Path, members: list[tuple[str, bytes]], **options: Any) -> P
     return path
 
 
-def write_shards(folder: Path, sizes: list[int], change: Change | None = None, first: int = 0) -> Manifest:
+def write_shards(
+    folder: Path, sizes: list[int], change: Change | None = None, first: int = 0
+) -> Manifest:
     """Shards of these sizes with their manifest, ids from `first` on; `change` may damage the members of a sample, by
     id."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -100,7 +109,9 @@ def write_shards(folder: Path, sizes: list[int], change: Change | None = None, f
 
 
 def settings(folder: Path | str = "unused", **changes: Any) -> DataSettings:
-    return DataSettings(**{"shards": str(folder), "workers": 0, "window": 5, "timeout_s": 240.0, **changes})
+    return DataSettings(
+        **{"shards": str(folder), "workers": 0, "window": 5, "timeout_s": 240.0, **changes}
+    )
 
 
 def make_loader(
@@ -112,7 +123,13 @@ def make_loader(
     **changes: Any,
 ) -> Loader:
     sources = [sources] if isinstance(sources, Source) else sources or load_sources(data)
-    options = {"micro_batch": batch // size // 2, "seed": 3, "tokenize": tokenize, "pixels": "device", **changes}
+    options = {
+        "micro_batch": batch // size // 2,
+        "seed": 3,
+        "tokenize": tokenize,
+        "pixels": "device",
+        **changes,
+    }
     return Loader(
         data,
         sources,
@@ -120,7 +137,7 @@ def make_loader(
         Share(rank, size, batch, options["micro_batch"]),
         options["seed"],
         options.get("state"),
-        Staging(options["pixels"]),
+        Staging(options["pixels"], ranks_here=options.get("ranks_here")),
     )
 
 
@@ -139,15 +156,19 @@ def read_rank(loader: Loader, steps: int) -> list[list[tuple[int, int]]]:
         assert data.error is None, data.error
         step = []
         for batch in data.micro_batches:
-            for image, text, index, epoch in zip(batch.image, batch.text, batch.index, batch.epoch, strict=True):
-                assert image[:, 4, 4].tolist() == list(colour(int(index)))
+            for image, text, index, epoch in zip(
+                batch.image, batch.text, batch.index, batch.epoch, strict=True
+            ):
+                assert image[:, 4, 4].tolist() == list(color(int(index)))
                 assert bytes(text[text > 0].tolist()) == b"%d" % index
                 step.append((int(index), int(epoch)))
         read.append(step)
     return read
 
 
-def read_global(sources: Any, data: DataSettings, size: int, steps: int, batch: int = 24, **changes: Any) -> Any:
+def read_global(
+    sources: Any, data: DataSettings, size: int, steps: int, batch: int = 24, **changes: Any
+) -> Any:
     """The global batches of `steps` steps, in order of position, the loaders' merged state and their broken samples."""
     ranks, states, broken = [], [], []
     for rank in range(size):
@@ -165,5 +186,9 @@ def read_global(sources: Any, data: DataSettings, size: int, steps: int, batch: 
 def noise(width: int, height: int) -> Image.Image:
     """Random at two scales: pixels alone would average out, blocks alone would hide a shift."""
     rng = np.random.default_rng(width * 1000 + height)
-    blocks = Image.fromarray(rng.integers(0, 256, (5, 5, 3), dtype=np.uint8)).resize((width, height))
-    return Image.blend(blocks, Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)), 0.4)
+    blocks = Image.fromarray(rng.integers(0, 256, (5, 5, 3), dtype=np.uint8)).resize(
+        (width, height)
+    )
+    return Image.blend(
+        blocks, Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)), 0.4
+    )

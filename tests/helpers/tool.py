@@ -10,7 +10,7 @@ from helpers.paths import TOOLS
 
 
 def load_tool(name: str) -> ModuleType:
-    """tools/NAME.py, which finds its neighbours as it does when it is run."""
+    """tools/NAME.py, which finds its neighbors as it does when it is run."""
     if str(TOOLS) not in sys.path:
         sys.path.insert(0, str(TOOLS))
     return importlib.import_module(name)

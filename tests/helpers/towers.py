@@ -18,8 +18,20 @@ IMAGE_SIZE, CONTEXT, VOCABULARY = 32, 12, 100
 BPE_SIZE = 49_408  # of open_clip's tokenizer
 TINY: dict[str, Any] = {
     "embed_dim": 16,
-    "vision_cfg": {"image_size": IMAGE_SIZE, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8},
-    "text_cfg": {"context_length": CONTEXT, "vocab_size": VOCABULARY, "width": 32, "heads": 2, "layers": 2},
+    "vision_cfg": {
+        "image_size": IMAGE_SIZE,
+        "layers": 2,
+        "width": 32,
+        "head_width": 16,
+        "patch_size": 8,
+    },
+    "text_cfg": {
+        "context_length": CONTEXT,
+        "vocab_size": VOCABULARY,
+        "width": 32,
+        "heads": 2,
+        "layers": 2,
+    },
 }
 Batch = dict[str, Tensor]
 
@@ -28,7 +40,9 @@ def write_tiny(folder: Path, vocab_size: int = VOCABULARY, **vision: Any) -> str
     """A model config file; vision: changes of its image tower."""
     path = folder / "tiny.json"
     text_cfg = TINY["text_cfg"] | {"vocab_size": vocab_size}
-    path.write_text(json.dumps(TINY | {"vision_cfg": TINY["vision_cfg"] | vision, "text_cfg": text_cfg}))
+    path.write_text(
+        json.dumps(TINY | {"vision_cfg": TINY["vision_cfg"] | vision, "text_cfg": text_cfg})
+    )
     return str(path)
 
 
@@ -41,7 +55,13 @@ def tiny_config(model: str, ds_config: dict[str, Any], **changes: Any) -> Config
         "steps": 10,
         "model": {"name": model},
         "data": {"source": "synthetic", "workers": 0},
-        "optim": {"name": "sgd", "momentum": 0.0, "weight_decay": 0.0, "lr": 1.0, "warmup_steps": 0},
+        "optim": {
+            "name": "sgd",
+            "momentum": 0.0,
+            "weight_decay": 0.0,
+            "lr": 1.0,
+            "warmup_steps": 0,
+        },
         "log": {"tensorboard": False},
         "deepspeed": ds_config,
     }
@@ -74,14 +94,20 @@ def prepare(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
 def build_towers(config: Config, text_dropout: float = 0.0) -> nn.Module:
     """The model of the settings; open_clip's own text tower has no dropout, others have."""
     torch.manual_seed(config.seed)
-    model: Any = build_model(config.model, initial_bias=-3.0 if config.loss.name == "siglip" else None)
+    model: Any = build_model(
+        config.model, initial_bias=-3.0 if config.loss.name == "siglip" else None
+    )
     if text_dropout:
         model.ln_final = nn.Sequential(model.ln_final, nn.Dropout(text_dropout))
     return model
 
 
 def reference(
-    config: Config, chunks: list[Batch], states: list[Tensor], cast: str = "fp32", text_dropout: float = 0.0
+    config: Config,
+    chunks: list[Batch],
+    states: list[Tensor],
+    cast: str = "fp32",
+    text_dropout: float = 0.0,
 ) -> tuple[dict[str, Tensor], float]:
     """Gradient of the full-batch loss by one graph in one process, and the loss.
 
@@ -104,10 +130,14 @@ def reference(
     # 16-bit gradients of a mean over the batch would be subnormal in fp16; any engine scales them.
     factor = 256.0 if cast == "fp16" else 1.0
     (factor * loss).backward()
-    return {name: p.grad.float() / factor for name, p in model.named_parameters() if p.grad is not None}, loss.item()
+    return {
+        name: p.grad.float() / factor for name, p in model.named_parameters() if p.grad is not None
+    }, loss.item()
 
 
-def write_down(loss: str, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+def write_down(
+    loss: str, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor | None
+) -> Tensor:
     """The loss's formula over the whole batch, with matrices of similarities."""
     labels = torch.arange(len(image))
     logits = scale * image @ text.T
@@ -116,7 +146,9 @@ def write_down(loss: str, image: Tensor, text: Tensor, scale: Tensor, bias: Tens
         return F.softplus(-signs * (logits + bias)).sum() / len(image)
     if loss == "nt_xent":
         views = torch.cat([image, text])
-        logits = (scale * views @ views.T).masked_fill(torch.eye(len(views), dtype=torch.bool), -torch.inf)
+        logits = (scale * views @ views.T).masked_fill(
+            torch.eye(len(views), dtype=torch.bool), -torch.inf
+        )
         return F.cross_entropy(logits, torch.arange(len(views)).roll(len(image)))
     return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
 

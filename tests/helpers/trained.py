@@ -6,11 +6,11 @@ from pathlib import Path
 
 from torch import nn
 
-from disco_ds.metrics.run_folder import CHECKPOINTS
+from disco_ds.checkpoints.background_save import Save
+from disco_ds.checkpoints.checkpoint import identity, shape
+from disco_ds.checkpoints.retention import FORMAT
 from disco_ds.models.clip import read_architecture
-from disco_ds.training.background_save import Save
-from disco_ds.training.checkpoint import identity, shape
-from disco_ds.training.retention import FORMAT
+from disco_ds.runs.run_folder import CHECKPOINTS
 from helpers.towers import tiny_config
 
 
@@ -23,8 +23,14 @@ def write_run(folder: Path, model: nn.Module, name: str, step: int = 7) -> Path:
     partial = final.with_name(".partial")
     (partial / "engine").mkdir(parents=True)
     same = identity(config, "abc", read_architecture(config.model))
-    meta = {"format": FORMAT, "step": step, "num_steps": 9, "identity": same, "shape": shape(config, 1)}
+    meta = {
+        "format": FORMAT,
+        "step": step,
+        "num_steps": 9,
+        "identity": same,
+        "shape": shape(config, 1),
+    }
     states = {partial / "engine" / "mp_rank_00_model_states.pt": {"module": model.state_dict()}}
-    save = Save(final, partial, meta, states, background=False)
+    save = Save(final, partial, meta, states)
     save.start()
     return save.finish()

@@ -49,7 +49,10 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
         start = int(wanted.removeprefix("bytes=").removesuffix("-")) if wanted else 0
         if wanted and (self.headers["If-Range"] == tag or self.server.ignores_if_range):
             self.send_response(206)
-            self.send_header("Content-Range", self.server.content_range or f"bytes {start}-{len(data) - 1}/{len(data)}")
+            self.send_header(
+                "Content-Range",
+                self.server.content_range or f"bytes {start}-{len(data) - 1}/{len(data)}",
+            )
         else:
             start = 0
             self.send_response(200)

@@ -28,7 +28,9 @@ def cosine_options(name: str) -> dict[str, Any]:
 def batch(step: int) -> tuple[Tensor, Tensor, Tensor]:
     """Features that agree now more, now less, and ids of which some are repeated."""
     generator = torch.Generator().manual_seed(step)
-    image, text = features(B, D, torch.float64, "repeated" if step % 3 == 0 else "random", seed=step)
+    image, text = features(
+        B, D, torch.float64, "repeated" if step % 3 == 0 else "random", seed=step
+    )
     return image, text, torch.randint(0, NUM_SAMPLES, (B,), generator=generator)
 
 
@@ -50,7 +52,10 @@ def run_rank(
 def whole_state(loss: FastCLIPLoss) -> dict[str, Tensor]:
     """By name [num_samples, 2], put together from every rank's part."""
     parts = comm.gather_objects(loss.state_dict())
-    whole = {name: value.new_zeros(NUM_SAMPLES, *value.shape[1:]) for name, value in parts[0]["values"].items()}
+    whole = {
+        name: value.new_zeros(NUM_SAMPLES, *value.shape[1:])
+        for name, value in parts[0]["values"].items()
+    }
     for rank, part in enumerate(parts):
         for name, value in part["values"].items():
             whole[name][rank :: len(parts)] = value
@@ -64,7 +69,10 @@ def trajectories(names: tuple[str, ...], **options: Any) -> list[str]:
         loss = make_loss(name, **cosine_options(name), **options)
         oracle = Oracle(name, NUM_SAMPLES)
         learned = {key: as_tensor([1 / 0.07]).log().requires_grad_() for key in ("mine", "true")}
-        adam = {key: torch.optim.AdamW([value], lr=2e-2, weight_decay=0.0) for key, value in learned.items()}
+        adam = {
+            key: torch.optim.AdamW([value], lr=2e-2, weight_decay=0.0)
+            for key, value in learned.items()
+        }
         for step in range(STEPS):
             image, text, ids = batch(step)
             scale = learned["mine"].detach().exp()
@@ -72,7 +80,11 @@ def trajectories(names: tuple[str, ...], **options: Any) -> list[str]:
             loss.commit()
             tau = 1 / learned["true"].exp().item()
             true = oracle.step(image, text, ids, tau)
-            found = {"loss": (as_tensor([value]), as_tensor([true[0]])), "dI": (dI, true[1]), "dT": (dT, true[2])}
+            found = {
+                "loss": (as_tensor([value]), as_tensor([true[0]])),
+                "dI": (dI, true[1]),
+                "dT": (dT, true[2]),
+            }
             if loss.learns_scale:
                 # d tau / d log scale = -tau
                 gradients = {"mine": ds * scale, "true": as_tensor([-tau * true[3]])}
@@ -87,11 +99,18 @@ def trajectories(names: tuple[str, ...], **options: Any) -> list[str]:
                 u = as_tensor([0.0 if sample.u is None else sample.u for sample in known])
                 found[f"log u {side}"] = state["log_u"][:, side][u > 0], u[u > 0].log()
                 if not torch.equal(state["log_u"][:, side] == -torch.inf, u == 0):
-                    failures.append(f"{name} step {step}: other samples than the oracle's were seen")
+                    failures.append(
+                        f"{name} step {step}: other samples than the oracle's were seen"
+                    )
                 if name in PER_SAMPLE:
-                    found[f"tau {side}"] = state["tau"][:, side], as_tensor([sample.tau for sample in known])
+                    found[f"tau {side}"] = (
+                        state["tau"][:, side],
+                        as_tensor([sample.tau for sample in known]),
+                    )
             for what, (mine, truth) in found.items():
-                error = ((mine.double() - truth.double()).norm() / truth.double().norm().clamp(min=1e-3)).item()
+                error = (
+                    (mine.double() - truth.double()).norm() / truth.double().norm().clamp(min=1e-3)
+                ).item()
                 if not error <= 1e-10:
                     failures.append(f"{name} step {step} {what}: {error}")
         if loss.learns_scale and abs(learned["mine"].item() - 2.659) < 0.05:
@@ -112,7 +131,9 @@ def test_twenty_steps_equal_the_oracle(size, names):
 
 
 def in_the_papers_way() -> list[str]:
-    return trajectories(("fastclip_v2", "fastclip_v3"), gather_both=True) + one_sided(gather_both=True)
+    return trajectories(("fastclip_v2", "fastclip_v3"), gather_both=True) + one_sided(
+        gather_both=True
+    )
 
 
 @pytest.mark.slow
@@ -133,7 +154,9 @@ def no_positive(image: Tensor, text: Tensor, scale: float) -> Answer:
     return Answer(value.item(), dI, dT, ds.item())
 
 
-@pytest.mark.parametrize(("name", "factor"), [("fastclip_v0", 1.0), ("fastclip_v1", 0.04), ("sogclr", 0.04)])
+@pytest.mark.parametrize(
+    ("name", "factor"), [("fastclip_v0", 1.0), ("fastclip_v1", 0.04), ("sogclr", 0.04)]
+)
 def test_first_epoch_is_infonce_without_the_pair_in_the_denominator(name, factor):
     image, text = features(B, D, torch.float64)
     loss = make_loss(name, eps=0.0)
@@ -164,10 +187,15 @@ def no_overflow() -> list[str]:
     """tau 0.01, where one number cannot hold all exponents, and u from e^-200 to e^200."""
     failures = []
     ids = torch.arange(B)
-    cases = [(name, kind, dtype) for name in PRESETS for kind in ("apart", "alone") for dtype in LIMIT]
+    cases = [
+        (name, kind, dtype) for name in PRESETS for kind in ("apart", "alone") for dtype in LIMIT
+    ]
     for name, kind, dtype in cases:
         eps = {"apart": 1e-6, "alone": 0.0}[kind]
-        loss, oracle = make_loss(name, eps=eps, **tau_of(name)), Oracle(name, NUM_SAMPLES, eps, tau=0.01)
+        loss, oracle = (
+            make_loss(name, eps=eps, **tau_of(name)),
+            Oracle(name, NUM_SAMPLES, eps, tau=0.01),
+        )
         image, text = (x.to(dtype) for x in extreme(kind))
         for _ in range(2):
             _, *got, _ = run_rank(loss, image, text, ids, torch.tensor([100.0], dtype=dtype))
@@ -203,7 +231,9 @@ def mistakes() -> None:
     for wrong in (NUM_SAMPLES, -1):
         index = torch.arange(len(image))
         index[3] = wrong if n == 1 else 3
-        with pytest.raises(comm.AgreedError, match=rf"sample id {wrong} of rank 1 is not in \[0, {NUM_SAMPLES}\)"):
+        with pytest.raises(
+            comm.AgreedError, match=rf"sample id {wrong} of rank 1 is not in \[0, {NUM_SAMPLES}\)"
+        ):
             loss(Embeddings(image, text, scale, index=index))
     with pytest.raises(ValueError, match="call set_num_samples first"):
         build_loss("fastclip_v2")(Embeddings(image, text, scale, index=torch.arange(len(image))))
@@ -222,7 +252,11 @@ def test_wrong_ids_and_foreign_state_are_refused_on_every_rank():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("sogclr", {"rho": 1.0}, "loss 'sogclr' has no option rho; its options: gamma, .*tau, .*comm_dtype"),
+        (
+            "sogclr",
+            {"rho": 1.0},
+            "loss 'sogclr' has no option rho; its options: gamma, .*tau, .*comm_dtype",
+        ),
         (
             "fastclip_v3",
             {"tau_lr": 1e-3, "tau_max": 1.0},
@@ -275,7 +309,14 @@ def parts_after(path: Path, name: str, steps: int, load: Path | None) -> None:
 @pytest.mark.slow
 def test_state_goes_on_at_any_number_of_ranks(tmp_path):
     def after(label: str, size: int, steps: int, load: str | None) -> dict[str, Any]:
-        run_ranks(parts_after, size, tmp_path / label, "fastclip_v2", steps, tmp_path / load if load else None)
+        run_ranks(
+            parts_after,
+            size,
+            tmp_path / label,
+            "fastclip_v2",
+            steps,
+            tmp_path / load if load else None,
+        )
         return torch.load(tmp_path / label)
 
     written = after("three", 3, 3, None)
@@ -326,7 +367,9 @@ def one_sided(gather_both: bool) -> list[str]:
                 value.requires_grad_(trains in (side, "both"))
             loss(Embeddings(**sides, scale=s, index=ids)).loss.backward()
             loss.commit()
-            found[trains] = {side: value.grad for side, value in sides.items() if value.grad is not None}
+            found[trains] = {
+                side: value.grad for side, value in sides.items() if value.grad is not None
+            }
             found[trains] |= loss.state_dict()["values"]
             if s.grad is not None:
                 found[trains]["scale"] = comm.all_reduce_sum(s.grad)

@@ -24,22 +24,34 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 def all_cases(shapes: list[tuple[int, int]]) -> list[str]:
     """Runs on every rank; returns the failures in words."""
     failures = []
-    for (b, D), scale, dtype in [(shape, s, t) for shape in shapes for s in SCALES for t in TOLERANCE]:
+    for (b, D), scale, dtype in [
+        (shape, s, t) for shape in shapes for s in SCALES for t in TOLERANCE
+    ]:
         for kind in ("random", "repeated", "aligned"):
             image, text = features(b * comm.size(), D, dtype, kind)
             true = infonce(image, text, scale)
             converged = kind == "aligned" and scale == 100
-            limit = max(2 * max(errors(naive(image, text, scale), true, scale).values()), TOLERANCE[dtype])
+            limit = max(
+                2 * max(errors(naive(image, text, scale), true, scale).values()), TOLERANCE[dtype]
+            )
             for name, options in LOSSES:
                 allowed = limit if converged and (name, options) not in TILED else TOLERANCE[dtype]
                 for upstream in (1.0, -3.7) if kind == "random" else (1.0,):
                     got = evaluate(name, options, image, text, scale, upstream)
                     wrong = errors(got, true, scale)
                     if not max(wrong.values()) <= allowed:
-                        failures.append(f"{name} {options} {(b, D)} s {scale} {dtype} {kind} x{upstream}: {wrong}")
+                        failures.append(
+                            f"{name} {options} {(b, D)} s {scale} {dtype} {kind} x{upstream}: {wrong}"
+                        )
                     # Where the naive computation cancels, the tiled ones keep the gradient's own digits.
-                    if converged and (name, options) in TILED and not (purely := relative(got, true)) <= 5e-5:
-                        failures.append(f"{name} {options} {(b, D)} {dtype} aligned, purely relative: {purely}")
+                    if (
+                        converged
+                        and (name, options) in TILED
+                        and not (purely := relative(got, true)) <= 5e-5
+                    ):
+                        failures.append(
+                            f"{name} {options} {(b, D)} {dtype} aligned, purely relative: {purely}"
+                        )
     return failures
 
 
@@ -75,10 +87,16 @@ def half_products() -> list[str]:
             limit = 2 * max(errors(rounded, true, scale).values()) + 1e-6
             for name, options in TILED:
                 for changes in ({"precision": half}, {"precision": half, "comm_dtype": half}):
-                    wrong = errors(evaluate(name, options | changes, image, text, scale), true, scale)
+                    wrong = errors(
+                        evaluate(name, options | changes, image, text, scale), true, scale
+                    )
                     if not max(wrong.values()) <= limit:
-                        failures.append(f"{name} {changes} s {scale} {kind}: {wrong}, limit {limit}")
-            stored = errors(evaluate("disco_fused", TILE | {"store": True}, image, text, scale), true, scale)
+                        failures.append(
+                            f"{name} {changes} s {scale} {kind}: {wrong}, limit {limit}"
+                        )
+            stored = errors(
+                evaluate("disco_fused", TILE | {"store": True}, image, text, scale), true, scale
+            )
             if not max(stored.values()) <= 2**-7:  # a few roundings to bf16
                 failures.append(f"stored exponentials s {scale} {kind}: {stored}")
     return failures
@@ -116,7 +134,9 @@ def layouts() -> list[str]:
         for trains in ("image", "text"):
             parts = {"image": image[own].clone(), "text": text[own].clone()}
             parts[trains].requires_grad_()
-            build_loss(name, **options)(Embeddings(**parts, scale=torch.tensor([scale]))).loss.backward()
+            build_loss(name, **options)(
+                Embeddings(**parts, scale=torch.tensor([scale]))
+            ).loss.backward()
             truth = {"image": true.dI, "text": true.dT}[trains]
             # scale as float32 14.3 differs from 14.3 by 2e-8
             if not torch.allclose(parts[trains].grad / N, truth[own], atol=1e-8):
@@ -248,7 +268,9 @@ def test_group_of_torch_distributed_alone_is_adopted_by_every_loss_and_collectiv
 
 
 def test_unknown_loss_names_the_known_ones():
-    with pytest.raises(ValueError, match=r"unknown loss 'disko'; did you mean disco\? known: clip, disco, "):
+    with pytest.raises(
+        ValueError, match=r"unknown loss 'disko'; did you mean disco\?; known: clip, disco, "
+    ):
         build_loss("disko")
 
 
@@ -257,6 +279,17 @@ def test_unknown_option_names_the_known_ones():
         build_loss("disco", tile=64)
     with pytest.raises(ValueError, match="reduction must be one of"):
         build_loss("disco", reduction="average")
+
+
+def test_loss_that_is_called_as_open_clips_says_what_it_takes():
+    features, scale = torch.eye(4, 8), torch.ones(1)
+    with pytest.raises(
+        TypeError,
+        match=r"takes one Embeddings.*, got Tensor, Tensor, Tensor; ClipLoss and SigLipLoss",
+    ):
+        build_loss("disco")(features, features, scale)
+    with pytest.raises(TypeError, match=r"takes one Embeddings.*, got dict"):
+        build_loss("disco")({"image": features})
 
 
 def test_duplicate_registration_is_refused():

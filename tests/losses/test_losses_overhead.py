@@ -18,8 +18,29 @@ from helpers.oracle import features
 D = 512
 TILES = ("exp_sums", "exp_weights", "log_sums", "log_weights", "sigmoid_weights")
 LAUNCHES_NOTHING = {
-    *("alias", "as_strided", "detach", "diagonal", "empty", "empty_like", "expand", "permute", "promote_types"),
-    *("select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view"),
+    *(
+        "alias",
+        "as_strided",
+        "detach",
+        "diagonal",
+        "empty",
+        "empty_like",
+        "expand",
+        "permute",
+        "promote_types",
+    ),
+    *(
+        "select",
+        "slice",
+        "split",
+        "split_with_sizes",
+        "squeeze",
+        "t",
+        "transpose",
+        "unbind",
+        "unsqueeze",
+        "view",
+    ),
 }
 
 
@@ -55,7 +76,10 @@ def test_a_pass_takes_few_calls_beside_its_tile(name, monkeypatch):
     for tile in TILES:
         monkeypatch.setattr(torch_tiles, tile, calls.leave_out(getattr(torch_tiles, tile)))
     image, text = (x.requires_grad_() for x in features(64, D, torch.float32))
-    scale, bias = torch.tensor([14.3], requires_grad=True), torch.tensor([-10.0], requires_grad=True)
+    scale, bias = (
+        torch.tensor([14.3], requires_grad=True),
+        torch.tensor([-10.0], requires_grad=True),
+    )
     loss = build_loss(name)
     loss.accuracy = False  # as in steps that are not logged
     with calls:
@@ -69,7 +93,9 @@ def test_a_pass_takes_few_calls_beside_its_tile(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["disco_fused", "inf_cl", "siglip", "nt_xent"])
 def test_accuracies_are_left_out_where_nobody_asks(name):
-    embeddings = Embeddings(*features(40, 16, torch.float32), torch.tensor([14.3]), torch.tensor([-10.0]))
+    embeddings = Embeddings(
+        *features(40, 16, torch.float32), torch.tensor([14.3]), torch.tensor([-10.0])
+    )
     loss = build_loss(name, tile=(16, 16))
     whole = loss(embeddings)
     loss.accuracy = False

@@ -1,4 +1,4 @@
-"""A person's own loss, `package.module:Class`: docs/own_loss.md's own example, through every command."""
+"""A person's own loss, `package.module:Class`: docs/extending.md's own example, through every command."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from disco_ds.distributed import comm
 from disco_ds.losses import Embeddings, build_loss
-from disco_ds.metrics.records import METRICS_FILE
-from disco_ds.metrics.run_log import LOG
+from disco_ds.metrics.logger import METRICS_FILE
 from disco_ds.plan.losses import loss_cost
+from disco_ds.runs.run_log import LOG
 from helpers.dist import run_ranks
 from helpers.minimal import settings
 from helpers.own_code import disco_ds
@@ -76,8 +76,17 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder on PYTHONPATH with our_package in it."""
     folder = tmp_path / "path"
     (folder / "our_package").mkdir(parents=True)
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own_loss.md").read_text(), re.DOTALL)
-    for name, text in {"__init__": "", "my_losses": code, "others": OTHERS, "broken": "import no_such_library"}.items():
+    (code,) = re.findall(
+        r'```python\n("""my_losses.py.*?)```',
+        (ROOT / "docs" / "extending.md").read_text(),
+        re.DOTALL,
+    )
+    for name, text in {
+        "__init__": "",
+        "my_losses": code,
+        "others": OTHERS,
+        "broken": "import no_such_library",
+    }.items():
         (folder / "our_package" / f"{name}.py").write_text(text)
     (folder / "our_package" / "fails.py").write_text("1 / 0")
     monkeypatch.syspath_prepend(folder)
@@ -88,11 +97,19 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_recipe_with_an_own_loss_trains_two_steps(package, tmp_path):
-    path = recipe(tmp_path, loss={"name": NAME, "options": {"smoothing": 0.2}}, steps=2, log={"every_steps": 1})
+    path = recipe(
+        tmp_path,
+        loss={"name": NAME, "options": {"smoothing": 0.2}},
+        steps=2,
+        log={"every_steps": 1},
+    )
     done = disco_ds("train", "--config", str(path), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "INFO step 2/2" in (tmp_path / "runs" / "tiny" / LOG).read_text()
-    records = [json.loads(line) for line in (tmp_path / "runs" / "tiny" / METRICS_FILE).read_text().splitlines()]
+    records = [
+        json.loads(line)
+        for line in (tmp_path / "runs" / "tiny" / METRICS_FILE).read_text().splitlines()
+    ]
     losses = [record["loss"] for record in records if "loss" in record]
     assert len(losses) == 2
     assert all(1 < loss < 5 for loss in losses), losses
@@ -105,25 +122,35 @@ def test_dry_run_plan_and_doctor_take_an_own_loss(package, tmp_path):
     assert (done.returncode, f"name: {NAME}" in done.stdout) == (0, True), done.stderr
     done = disco_ds("doctor", "--config", path, "--gradients", cwd=tmp_path)
     assert f"{NAME} has none of its own" in done.stdout, done.stderr
-    line = next(line for line in done.stdout.splitlines() if "off one process" in line)
+    line = next(line for line in done.stdout.splitlines() if "against one process" in line)
     assert line.split()[0] == "ok", line
     assert "warn  gather" in done.stdout, "one rank does not show whether the loss gathers"
 
 
-def oracle(image: torch.Tensor, text: torch.Tensor, scale: torch.Tensor, smoothing: float) -> torch.Tensor:
+def oracle(
+    image: torch.Tensor, text: torch.Tensor, scale: torch.Tensor, smoothing: float
+) -> torch.Tensor:
     logits, labels = scale * image @ text.T, torch.arange(len(image))
-    return sum(F.cross_entropy(x, labels, label_smoothing=smoothing) for x in (logits, logits.T)) / 2  # type: ignore
+    return (
+        sum(F.cross_entropy(x, labels, label_smoothing=smoothing) for x in (logits, logits.T)) / 2
+    )  # type: ignore
 
 
 def gradients_of_ranks(folder: str) -> list[torch.Tensor]:
     sys.path.insert(0, folder)
     generator = torch.Generator().manual_seed(0)
-    both = [F.normalize(torch.randn(8, 5, generator=generator, dtype=torch.float64)) for _ in range(2)]
+    both = [
+        F.normalize(torch.randn(8, 5, generator=generator, dtype=torch.float64)) for _ in range(2)
+    ]
     own = slice(4 * comm.rank(), 4 * comm.rank() + 4)
-    leaves = [x[own].clone().requires_grad_() for x in both] + [torch.tensor([9.0]).double().requires_grad_()]
+    leaves = [x[own].clone().requires_grad_() for x in both] + [
+        torch.tensor([9.0]).double().requires_grad_()
+    ]
     out = build_loss(NAME, smoothing=0.3)(Embeddings(*leaves))
     out.loss.backward()
-    everyone = [x.clone().requires_grad_() for x in both] + [torch.tensor([9.0]).double().requires_grad_()]
+    everyone = [x.clone().requires_grad_() for x in both] + [
+        torch.tensor([9.0]).double().requires_grad_()
+    ]
     true = oracle(*everyone, smoothing=0.3)
     true.backward()
     torch.testing.assert_close(out.metrics["loss"], true.detach())
@@ -140,17 +167,37 @@ def test_example_keeps_the_contract_on_two_ranks(package):
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("nowhere.at_all:Loss", {}, r"no module nowhere; install it, or put .* on PYTHONPATH, on every host"),
-        ("our_package.nothing:Loss", {}, r"no module our_package\.nothing; "),
-        ("our_package.broken:Loss", {}, r"our_package\.broken cannot be imported: No module named 'no_such_library'"),
-        ("our_package.fails:Loss", {}, r"our_package\.fails cannot be imported: ZeroDivisionError"),
-        ("our_package.my_losses:Smooth", {}, r"my_losses has no Smooth; its losses: SmoothedLoss$"),
-        ("our_package.others:Plain", {}, r"Plain is not a Loss: derive it from disco_ds\.losses\.Loss"),
-        ("our_package.others:NoForward", {}, r"NoForward is not a Loss.*forward\(embeddings\)"),
+        (
+            "nowhere.at_all:Loss",
+            {},
+            r"No module named 'nowhere'; .*PYTHONPATH, on every host",
+        ),
+        ("our_package.nothing:Loss", {}, r"No module named 'our_package\.nothing'"),
+        (
+            "our_package.broken:Loss",
+            {},
+            r"our_package\.broken:Loss cannot be imported: .*'no_such_library'",
+        ),
+        (
+            "our_package.fails:Loss",
+            {},
+            r"our_package\.fails:Loss cannot be imported: ZeroDivisionError",
+        ),
+        (
+            "our_package.my_losses:Smooth",
+            {},
+            r"my_losses has no Smooth; did you mean SmoothedLoss\?$",
+        ),
+        (
+            "our_package.others:Plain",
+            {},
+            r"Plain is not a Loss: .*disco_ds\.losses\.Loss",
+        ),
+        ("our_package.others:NoForward", {}, r"NoForward needs .*forward\(embeddings\)"),
         ("our_package.others:torch", {}, r"torch is not a Loss"),
-        ("our_package.others:", {}, r"not of the form package\.module:Class"),
-        (":Loss", {}, r"not of the form package\.module:Class"),
-        (".others:Loss", {}, r"not of the form package\.module:Class"),
+        ("our_package.others:", {}, r"not of the form package\.module:name"),
+        (":Loss", {}, r"not of the form package\.module:name"),
+        (".others:Loss", {}, r"not of the form package\.module:name"),
         (NAME, {"smooth": 1}, r"has no option smooth; its options: smoothing$"),
         ("our_package.others:Bare", {"tile": 1}, r"has no option tile; its options: none$"),
         (
@@ -159,7 +206,11 @@ def test_example_keeps_the_contract_on_two_ranks(package):
             r"has no option wire; its options: margin, store, comm_dtype, tile, ",
         ),
         ("our_package.others:Needy", {}, r"needs the option weight: set loss\.options\.weight"),
-        ("our_package.others:Fails", {}, r"cannot be constructed: KeyError: 'key' \(others\.py, line \d+\)$"),
+        (
+            "our_package.others:Fails",
+            {},
+            r"cannot be constructed: KeyError: 'key' \(others\.py, line \d+\)$",
+        ),
     ],
 )
 def test_mistake_is_named(name, options, words, package):
@@ -176,7 +227,10 @@ def test_mistake_is_named(name, options, words, package):
         ("Output(loss)", r"must return the metric 'loss', the mean over ranks, and returned \[\]$"),
         ("Output(loss, {'loss': loss.item()})", r"0-d tensors, and the metric 'loss' is a float$"),
         ("Output(loss[None], out.metrics)", r"0-d tensors, and the loss is \[1\]$"),
-        ("Output(loss.detach(), out.metrics)", r"a loss without a gradient: it must depend on the features"),
+        (
+            "Output(loss.detach(), out.metrics)",
+            r"a loss without a gradient: it must depend on the features",
+        ),
     ],
 )
 def test_output_that_breaks_the_contract_is_named(what, words, package):
@@ -187,11 +241,15 @@ def test_output_that_breaks_the_contract_is_named(what, words, package):
 
 
 def test_output_that_breaks_the_contract_ends_the_run_in_one_line(package, tmp_path):
-    path = recipe(tmp_path, loss={"name": "our_package.others:Returns", "options": {"what": "loss"}}, steps=2)
+    path = recipe(
+        tmp_path, loss={"name": "our_package.others:Returns", "options": {"what": "loss"}}, steps=2
+    )
     done = disco_ds("train", "--config", str(path), cwd=tmp_path)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
-    assert re.search(r"error on .*: our_package\.others:Returns\.forward must return a LossOutput", done.stderr)
+    assert re.search(
+        r"error on .*: our_package\.others:Returns\.forward must return a LossOutput", done.stderr
+    )
 
 
 def test_options_that_a_constructor_passes_on_are_those_of_its_base(package):
@@ -202,7 +260,10 @@ def test_options_that_a_constructor_passes_on_are_those_of_its_base(package):
 
 def test_plan_asks_the_class_what_it_costs(package):
     assert loss_cost(NAME, {}, 8, 2, 4).received_bytes == 16 * 16 * 4
-    with pytest.raises(ValueError, match=r"plan does not know what loss our_package\.others:Unplanned costs.* cost\("):
+    with pytest.raises(
+        ValueError,
+        match=r"our_package\.others:Unplanned.* cost\(",
+    ):
         loss_cost("our_package.others:Unplanned", {}, 8, 2, 4)
 
 

@@ -41,7 +41,9 @@ def test_fastclip_weights_stay_in_the_range_of_fp16(factor):
         loss = build_loss("fastclip_v3", gamma="constant", gamma_min=0.05, precision=precision)
         loss.set_num_samples(B, 10 * B)
         leaves = [x.to(dtype).requires_grad_() for x in (image, text)]
-        embeddings = Embeddings(*leaves, torch.tensor([1 / 0.07], dtype=dtype), None, torch.arange(B))
+        embeddings = Embeddings(
+            *leaves, torch.tensor([1 / 0.07], dtype=dtype), None, torch.arange(B)
+        )
         loss(embeddings)
         loss.commit()
         loss.state.values["log_u"] += math.log(factor)

@@ -14,9 +14,14 @@ from helpers.oracle import features
 LIMIT = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
-def oracle(image: torch.Tensor, text: torch.Tensor, scale: float, bias: float) -> list[torch.Tensor]:
+def oracle(
+    image: torch.Tensor, text: torch.Tensor, scale: float, bias: float
+) -> list[torch.Tensor]:
     """Loss and its gradients at image, text, scale and bias."""
-    leaves = [x.detach().double().requires_grad_() for x in (image, text, torch.tensor([scale]), torch.tensor([bias]))]
+    leaves = [
+        x.detach().double().requires_grad_()
+        for x in (image, text, torch.tensor([scale]), torch.tensor([bias]))
+    ]
     I, T, s, beta = leaves  # noqa: E741
     y = 2 * torch.eye(len(I), dtype=torch.float64) - 1
     loss = F.softplus(-y * (s * I @ T.T + beta), threshold=1e9).sum() / len(I)
@@ -40,20 +45,28 @@ def cases() -> list[str]:
                 I, T = image[own].clone(), text[own].clone()  # noqa: E741
                 I.requires_grad_(trains != "text")
                 T.requires_grad_(trains != "image")
-                s, beta = (torch.tensor([x], dtype=dtype, requires_grad=True) for x in (scale, bias))
+                s, beta = (
+                    torch.tensor([x], dtype=dtype, requires_grad=True) for x in (scale, bias)
+                )
                 out = build_loss("siglip", tile=(64, 64))(Embeddings(I, T, s, beta))
                 (2 * out.loss).backward()
                 got = [out.metrics["loss"], *(x.grad for x in (I, T, s, beta))]
                 # The mean over ranks of the scale's and the bias's gradient; N times the features'.
                 got[3:] = [comm.all_reduce_sum(x) / N for x in got[3:]]
                 truth = [true[0], *(N * x[own] for x in true[1:3]), *true[3:]]
-                for name, mine, right, factor in zip("LITsb", got, truth, (1, 2, 2, 2, 2), strict=True):
+                for name, mine, right, factor in zip(
+                    "LITsb", got, truth, (1, 2, 2, 2, 2), strict=True
+                ):
                     if mine is None:
                         continue
-                    error = (mine.double() / factor - right).norm() / max(right.norm().item(), N * scale / (N * b))
+                    error = (mine.double() / factor - right).norm() / max(
+                        right.norm().item(), N * scale / (N * b)
+                    )
                     limit = 1e-6 if name == "L" else LIMIT[dtype]  # metrics are fp32
                     if not error <= limit:
-                        failures.append(f"{name} {(b, D)} s {scale} {bias} {dtype} {kind} {trains}: {error}")
+                        failures.append(
+                            f"{name} {(b, D)} s {scale} {bias} {dtype} {kind} {trains}: {error}"
+                        )
     return failures
 
 
@@ -72,7 +85,9 @@ def test_siglip_needs_a_bias_and_starts_where_its_paper_does():
 
 def test_siglip_counts_hits_of_both_directions():
     text = torch.eye(4)[[0, 1, 3, 2]]
-    out = build_loss("siglip")(Embeddings(torch.eye(4), text, torch.tensor([10.0]), torch.tensor([-10.0])))
+    out = build_loss("siglip")(
+        Embeddings(torch.eye(4), text, torch.tensor([10.0]), torch.tensor([-10.0]))
+    )
     assert out.metrics["i2t_accuracy"] == out.metrics["t2i_accuracy"] == 0.5
 
 
@@ -83,5 +98,7 @@ def test_siglip_in_16_bits_is_as_good_as_its_inputs():
         rounded = oracle(image.to(dtype).float(), text.to(dtype).float(), 30.0, -5.0)
         leaf = image.clone().requires_grad_()
         bias = torch.tensor([-5.0])
-        build_loss("siglip", precision=half)(Embeddings(leaf, text, torch.tensor([30.0]), bias)).loss.backward()
+        build_loss("siglip", precision=half)(
+            Embeddings(leaf, text, torch.tensor([30.0]), bias)
+        ).loss.backward()
         assert (leaf.grad - true[1]).norm() <= 2 * (rounded[1] - true[1]).norm()

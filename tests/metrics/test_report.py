@@ -22,9 +22,16 @@ from disco_ds.cli.main import main
 from disco_ds.config import load_config
 from disco_ds.data import load_manifest, read_all, resolve_shards
 from disco_ds.distributed import comm
-from disco_ds.metrics.records import METRICS_FILE
-from disco_ds.metrics.report import EXAMPLES, MAX_POINTS, REPORT, read_history, save_examples, write_report
-from disco_ds.metrics.run_folder import FINISHED
+from disco_ds.metrics.logger import METRICS_FILE
+from disco_ds.metrics.report import (
+    EXAMPLES,
+    MAX_POINTS,
+    REPORT,
+    read_history,
+    save_examples,
+    write_report,
+)
+from disco_ds.runs.run_folder import FINISHED
 from disco_ds.training.build import build
 from disco_ds.training.loop import finish
 from helpers.dist import run_ranks
@@ -40,12 +47,26 @@ def line(step: int, **values: Any) -> str:
 
 
 def logged(step: int) -> str:
-    values = {"i2t_accuracy": 0.1, "t2i_accuracy": 0.2, "scale": 14.0, "lr": 1e-3, "grad_norm": None}
+    values = {
+        "i2t_accuracy": 0.1,
+        "t2i_accuracy": 0.2,
+        "scale": 14.0,
+        "lr": 1e-3,
+        "grad_norm": None,
+    }
     return line(step, loss=10.0 / step, samples_per_s=300.0, **values)
 
 
 def evaluated(step: int) -> str:
-    return line(step, **{"eval/a_top1": step / 100, "eval/a_top5": 0.5, "eval/a_chance": 0.01, "eval/b_top1": 0.3})
+    return line(
+        step,
+        **{
+            "eval/a_top1": step / 100,
+            "eval/a_top5": 0.5,
+            "eval/a_chance": 0.01,
+            "eval/b_top1": 0.3,
+        },
+    )
 
 
 def write(folder: Path, *lines: str) -> Path:
@@ -58,17 +79,28 @@ def pixels(picture: Path | bytes) -> numpy.ndarray:
 
 
 def some_examples(*labels: str) -> list[tuple[Any, str, list[str]]]:
-    images = numpy.random.default_rng(0).integers(0, 256, (len(labels), 16, 16, 3), dtype=numpy.uint8)
-    return [(image, label, [label, "$x_{", "a\nb"]) for image, label in zip(images, labels, strict=True)]
+    images = numpy.random.default_rng(0).integers(
+        0, 256, (len(labels), 16, 16, 3), dtype=numpy.uint8
+    )
+    return [
+        (image, label, [label, "$x_{", "a\nb"]) for image, label in zip(images, labels, strict=True)
+    ]
 
 
 def test_history_is_what_was_logged_and_bad_lines_are_counted(tmp_path):
-    bad = ["\n", "[1]\n", '{"step": null, "samples": 3}\n', '{"step": 4}\n', "\x00\x00\n", '{"step": 5, "sam']
+    bad = [
+        "\n",
+        "[1]\n",
+        '{"step": null, "samples": 3}\n',
+        '{"step": 4}\n',
+        "\x00\x00\n",
+        '{"step": 5, "sam',
+    ]
     history = read_history(
-        write(tmp_path, logged(1), evaluated(1), *bad[:5], line(2, loss=math.nan), bad[5]) / METRICS_FILE
+        write(tmp_path, logged(1), evaluated(1), *bad[:5], line(2, loss=math.nan), bad[5])
+        / METRICS_FILE
     )
     assert history.bad_lines == len(bad)
-    assert history.bad_values == 1
     assert (history.step, history.samples, history.global_batch) == (2, 64, 32)
     assert history.curves["loss"][0] == (32, 10.0)
     assert math.isnan(history.curves["loss"][1][1])
@@ -79,7 +111,13 @@ def test_history_is_what_was_logged_and_bad_lines_are_counted(tmp_path):
 
 def test_history_of_a_long_run_is_thinned_to_means(tmp_path):
     steps = 40 * MAX_POINTS
-    write(tmp_path, *(f'{{"step": {step}, "samples": {2 * step}, "loss": {step}}}\n' for step in range(1, steps + 1)))
+    write(
+        tmp_path,
+        *(
+            f'{{"step": {step}, "samples": {2 * step}, "loss": {step}}}\n'
+            for step in range(1, steps + 1)
+        ),
+    )
     start = time.monotonic()
     (loss,) = read_history(tmp_path / METRICS_FILE).curves.values()
     assert time.monotonic() - start < 20
@@ -89,22 +127,29 @@ def test_history_of_a_long_run_is_thinned_to_means(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("lines", "blue", "orange", "remark"),
+    ("lines", "blue", "orange", "warning"),
     [
         ([], False, False, ""),
         ([logged(1)], True, False, ""),
-        ([line(1, loss=math.nan, scale=math.inf)] * 60, False, False, "values that are not finite: 120"),
-        ([evaluated(5), "{\n"], False, True, "lines of metrics.jsonl that cannot be read: 1"),
+        (
+            [line(1, loss=math.nan, scale=math.inf)] * 60,
+            False,
+            False,
+            "",
+        ),
+        ([evaluated(5), "{\n"], False, True, "unreadable lines skipped: 1"),
     ],
     ids=["empty", "one step", "not finite", "evaluation only"],
 )
-def test_curves_of_a_short_or_damaged_record(lines, blue, orange, remark, tmp_path, caplog):
+def test_curves_of_a_short_or_damaged_record(lines, blue, orange, warning, tmp_path, caplog):
     picture = pixels(write_report(write(tmp_path, *lines)))
     assert picture.shape == (770, 1540, 3)
-    # Above the remark: blue is the loss, orange the first evaluated set.
-    seen = [(picture[:700] == colour).all(axis=-1).any() for colour in ((0, 0x72, 0xB2), (0xD5, 0x5E, 0))]
+    # Blue is the loss, orange the first evaluated set.
+    seen = [(picture == color).all(axis=-1).any() for color in ((0, 0x72, 0xB2), (0xD5, 0x5E, 0))]
     assert seen == [blue, orange]
-    assert [record.message for record in caplog.records] == ([f"{tmp_path}: {remark}"] if remark else [])
+    assert [record.message for record in caplog.records] == (
+        [f"{tmp_path / METRICS_FILE}: {warning}"] if warning else []
+    )
 
 
 def test_report_of_a_whole_record_with_odd_labels(tmp_path):
@@ -113,11 +158,17 @@ def test_report_of_a_whole_record_with_odd_labels(tmp_path):
     with SummaryWriter(tmp_path / "tensorboard") as writer:
         picture = pixels(write_report(tmp_path, writer))
     assert picture.shape[1] == 1540
-    assert len(numpy.unique(picture[770:].reshape(-1, 3), axis=0)) > 1000, "random pixels are among it"
-    assert sorted(path.name for path in tmp_path.glob("*.*")) == sorted([EXAMPLES, METRICS_FILE, REPORT])
+    assert len(numpy.unique(picture[770:].reshape(-1, 3), axis=0)) > 1000, (
+        "random pixels are among it"
+    )
+    assert sorted(path.name for path in tmp_path.glob("*.*")) == sorted(
+        [EXAMPLES, METRICS_FILE, REPORT]
+    )
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     images = [events.Images(f"report/{part}")[0] for part in ("curves", "examples")]
-    assert numpy.array_equal(numpy.concatenate([pixels(image.encoded_image_string) for image in images]), picture)
+    assert numpy.array_equal(
+        numpy.concatenate([pixels(image.encoded_image_string) for image in images]), picture
+    )
     assert [image.step for image in images] == [3200, 3200]
 
 
@@ -133,7 +184,9 @@ def test_command_draws_and_refuses_what_is_no_run_folder(tmp_path, monkeypatch, 
 def end_a_run(path: Path) -> list[Any] | None:
     """Twice: where report.png cannot be written, and where it can. The nearest labels, found by a plain loop."""
     with ExitStack() as stack:
-        config = load_config(path, [f"eval={{labelled: {{unseen: '{UNSEEN}'}}, label_key: '{LABEL}'}}"])
+        config = load_config(
+            path, [f"eval={{labeled: {{unseen: '{UNSEEN}'}}, label_key: '{LABEL}'}}"]
+        )
         run = build(config, None, stack)
         if comm.rank() == 0:
             (run.folder / REPORT).mkdir()
@@ -144,10 +197,12 @@ def end_a_run(path: Path) -> list[Any] | None:
         finish(run)
         run.engine.eval()
         data, manifest = config.data, load_manifest(resolve_shards(UNSEEN))
-        samples = list(read_all(manifest, data, run.image, 0, 1, LABEL))
+        samples = list(read_all(manifest, data, run.evaluation.image, 0, 1, LABEL))
         labels = sorted({label for _, label, _ in samples})
         with torch.no_grad():
-            image, text, *_ = run.engine(torch.stack([image for image, _, _ in samples]), run.tokenizer(labels))
+            image, text, *_ = run.engine(
+                torch.stack([image for image, _, _ in samples]), run.evaluation.tokenizer(labels)
+            )
         best = (image @ text.T).topk(3, dim=1).indices.tolist()
         return [
             (image.permute(1, 2, 0).numpy(), label, [labels[n] for n in near])
@@ -175,7 +230,9 @@ def test_finished_run_has_its_pictures_and_keeps_what_it_did_without(tmp_path):
 def test_contact_sheet_shows_what_its_rule_says(tmp_path, monkeypatch, capsys):
     tool = load_tool("contact_sheet")
     out = tmp_path / "sheet.png"
-    monkeypatch.setattr(sys, "argv", ["sheet", UNSEEN, "--count", "14", "--shift", "2", "--out", str(out)])
+    monkeypatch.setattr(
+        sys, "argv", ["sheet", UNSEEN, "--count", "14", "--shift", "2", "--out", str(out)]
+    )
     assert tool.main() == 0
     sheet = pixels(out)
     assert sheet.shape == (24 + 2 * (64 + 54), 12 * 120, 3), "two rows below a title"
@@ -185,9 +242,13 @@ def test_contact_sheet_shows_what_its_rule_says(tmp_path, monkeypatch, capsys):
     settings = load_config("quickstart").data
     spec_64 = tool.ImageSpec((64, 64))
     captions = [caption for _, caption, _ in read_all(manifest, settings, spec_64, 0, 1, LABEL)]
-    assert [caption for _, caption in block] == [captions[(i * 155 // 14 + 2) % 155] for i in range(14)]
+    assert [caption for _, caption in block] == [
+        captions[(i * 155 // 14 + 2) % 155] for i in range(14)
+    ]
     left = 13 % 12 * 120 + (120 - 64) // 2
-    assert numpy.array_equal(sheet[24 + 118 : 24 + 118 + 64, left : left + 64], numpy.asarray(block[13][0]))
+    assert numpy.array_equal(
+        sheet[24 + 118 : 24 + 118 + 64, left : left + 64], numpy.asarray(block[13][0])
+    )
     monkeypatch.setattr(sys, "argv", ["sheet", "bundled:emoji/none", "--out", str(out)])
     assert tool.main() == 2
     assert "known: bundled:emoji/train" in capsys.readouterr().err

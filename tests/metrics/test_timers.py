@@ -17,7 +17,7 @@ from disco_ds.losses import Embeddings, build_loss
 from disco_ds.metrics.timers import Phases
 from disco_ds.models.clip import build_model
 from disco_ds.models.flops import count_flops, peak_samples_per_s
-from disco_ds.models.gpus import recognise
+from disco_ds.models.gpus import recognize
 from helpers.dist import run_ranks
 from helpers.tool import load_tool
 from helpers.towers import CONTEXT, IMAGE_SIZE, TINY, write_tiny
@@ -96,12 +96,21 @@ def test_flops_are_those_of_the_matrix_products(
 ) -> None:
     model: Any = build_model(ModelSettings(name=write_tiny(tmp_path), **settings))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    width, patches = TINY["vision_cfg"]["width"], (IMAGE_SIZE // TINY["vision_cfg"]["patch_size"]) ** 2
+    width, patches = (
+        TINY["vision_cfg"]["width"],
+        (IMAGE_SIZE // TINY["vision_cfg"]["patch_size"]) ** 2,
+    )
     project = 2 * width * TINY["embed_dim"]
-    image = 2 * patches * width * 3 * TINY["vision_cfg"]["patch_size"] ** 2 + tower(patches + 1, width) + project
+    image = (
+        2 * patches * width * 3 * TINY["vision_cfg"]["patch_size"] ** 2
+        + tower(patches + 1, width)
+        + project
+    )
     text = tower(CONTEXT, TINY["text_cfg"]["width"]) + project
     assert count_flops(model) == weights[0] * image + weights[1] * text
-    assert peak_samples_per_s(model, 1e9) == pytest.approx(1e9 / (weights[0] * image + weights[1] * text))
+    assert peak_samples_per_s(model, 1e9) == pytest.approx(
+        1e9 / (weights[0] * image + weights[1] * text)
+    )
     assert peak_samples_per_s(model, None) is None, "of a CPU nothing is known"
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -127,8 +136,8 @@ def test_flops_are_those_of_the_matrix_products(
         ("NVIDIA A10G", "A10G"),
     ],
 )
-def test_gpu_is_recognised_by_the_name_of_its_device(device: str, name: str) -> None:
-    gpu = recognise(device)
+def test_gpu_is_recognized_by_the_name_of_its_device(device: str, name: str) -> None:
+    gpu = recognize(device)
     assert gpu is not None
     assert gpu.name == name
 
@@ -149,4 +158,4 @@ def test_gpu_is_recognised_by_the_name_of_its_device(device: str, name: str) -> 
     ],
 )
 def test_gpu_that_is_not_known_is_no_other(device: str) -> None:
-    assert recognise(device) is None
+    assert recognize(device) is None

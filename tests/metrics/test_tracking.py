@@ -16,13 +16,13 @@ import pytest
 import yaml
 
 from disco_ds.checks import examine
-from disco_ds.checks.here import check_trackers
+from disco_ds.checks.recipe_checks import check_trackers
 from disco_ds.config import load_config, render_ds_config
 from disco_ds.config.ds_config import read_ds_config
 from disco_ds.metrics.report import EXAMPLES
-from disco_ds.metrics.run_folder import CHECKPOINTS
 from disco_ds.metrics.tracking import WANDB_ID, check_packages
 from disco_ds.run import RefusedError, run_training
+from disco_ds.runs.run_folder import CHECKPOINTS
 from disco_ds.training.build import check_without_data
 from helpers.dist import run_ranks
 from helpers.launched import records
@@ -89,9 +89,12 @@ def teardown():
 
 def wandb_recipe(folder: Path, **changes: Any) -> Path:
     """Two steps, logged to W&B, with an evaluation on the bundled images."""
-    log = {"every_steps": 1, "wandb": {"project": "clip", "name": "one", "group": "tiny", "entity": "team"}}
-    labelled = {"labelled": {"unseen": "bundled:emoji/unseen"}, "label_key": "{json[caption]}"}
-    return recipe(folder, **{"steps": 2, "log": log, "eval": labelled, **changes})
+    log = {
+        "every_steps": 1,
+        "wandb": {"project": "clip", "name": "one", "group": "tiny", "entity": "team"},
+    }
+    labeled = {"labeled": {"unseen": "bundled:emoji/unseen"}, "label_key": "{json[caption]}"}
+    return recipe(folder, **{"steps": 2, "log": log, "eval": labeled, **changes})
 
 
 def refused_everywhere(path: Path) -> None:
@@ -114,14 +117,18 @@ def test_missing_package_is_refused_by_start_dry_run_and_doctor(
     assert "log.wandb needs the package wandb" in line.found
 
 
-def test_package_of_comet_is_looked_for_where_its_monitor_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_package_of_comet_is_looked_for_where_its_monitor_is_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "comet_ml", None)
     check_packages(settings(deepspeed={"comet": {"enabled": False}}))
     with pytest.raises(ValueError, match=r"deepspeed\.comet needs the package comet_ml"):
         check_packages(settings(deepspeed={"comet": {"enabled": True}}))
 
 
-def test_folder_that_wandb_leaves_is_not_taken_for_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_that_wandb_leaves_is_not_taken_for_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "wandb").mkdir()
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
@@ -131,7 +138,9 @@ def test_folder_that_wandb_leaves_is_not_taken_for_the_package(tmp_path: Path, m
 
 
 def use_stand_in(folder: Path) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "wandb"]:  # another library's, if installed
+    for name in [
+        name for name in sys.modules if name.partition(".")[0] == "wandb"
+    ]:  # another library's, if installed
         del sys.modules[name]
     sys.path.insert(0, str(folder))
     os.environ["STAND_IN_CALLS"] = str(folder / "calls.jsonl")
@@ -147,7 +156,9 @@ def train(path: Path, *overrides: str, problem: str = "", resume: Path | None = 
 
 def called(kind: str | None = None) -> list[dict[str, Any]]:
     """The calls of the last run, or those of a kind."""
-    made = [json.loads(line) for line in Path(os.environ["STAND_IN_CALLS"]).read_text().splitlines()]
+    made = [
+        json.loads(line) for line in Path(os.environ["STAND_IN_CALLS"]).read_text().splitlines()
+    ]
     return [call for call in made if kind in (None, call["kind"])]
 
 
@@ -172,7 +183,14 @@ def new_and_extended(path: Path, folder: Path) -> None:
 
 def look_at_new_run(path: Path, run: Path) -> None:
     (init,), made = called("init"), called()
-    given = {"project": "clip", "name": "one", "group": "tiny", "entity": "team", "dir": str(run), "id": None}
+    given = {
+        "project": "clip",
+        "name": "one",
+        "group": "tiny",
+        "entity": "team",
+        "dir": str(run),
+        "id": None,
+    }
     assert given.items() <= init.items()
     assert init["resume"] == "allow"
     assert init["config"] == load_config(path).model_dump(mode="json") | {"ranks": 2}
@@ -184,19 +202,27 @@ def look_at_new_run(path: Path, run: Path) -> None:
     assert len(losses) == 2
     ((samples, table),) = logged("eval/zero-shot")
     top1 = json.loads((run / "finished.json").read_text())["eval/unseen_top1"]
-    assert (samples, table["columns"][:2], table["data"][0][:2]) == (32, ["set", "top1"], ["unseen", top1])
+    assert (samples, table["columns"][:2], table["data"][0][:2]) == (
+        32,
+        ["set", "top1"],
+        ["unseen", top1],
+    )
     ((_, examples),) = logged("eval/examples")
     with numpy.load(run / EXAMPLES) as shown:
         named = zip(shown["label"], shown["best"], strict=True)
         assert [each["caption"] for each in examples] == [
             f"{label}; nearest: {', '.join(best)}" for label, best in named
         ]
-        assert [each["image"] for each in examples] == [list(image.shape) for image in shown["image"]]
+        assert [each["image"] for each in examples] == [
+            list(image.shape) for image in shown["image"]
+        ]
     assert len(examples) > 10
     assert logged("report") == [(32, {"image": str(run / "report.png"), "caption": None})]
 
 
-def test_wandb_gets_settings_points_images_and_table_and_a_resume_goes_on_in_its_run(tmp_path: Path) -> None:
+def test_wandb_gets_settings_points_images_and_table_and_a_resume_goes_on_in_its_run(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "wandb.py").write_text(STAND_IN)
     run_ranks(new_and_extended, 2, wandb_recipe(tmp_path), tmp_path, joined=False)
 
@@ -204,7 +230,11 @@ def test_wandb_gets_settings_points_images_and_table_and_a_resume_goes_on_in_its
 def troubles(path: Path, folder: Path) -> None:
     use_stand_in(folder)
     run = train(path, problem="no network")
-    assert [call["kind"] for call in called() if call["kind"] in ("init", "teardown")] == ["init", "teardown", "init"]
+    assert [call["kind"] for call in called() if call["kind"] in ("init", "teardown")] == [
+        "init",
+        "teardown",
+        "init",
+    ]
     assert [call["mode"] for call in called("init")] == [None, "offline"]
     assert len(logged("train/loss")) == 2
 
@@ -221,14 +251,18 @@ def troubles(path: Path, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_no_run_fails_for_wandb_but_a_missing_key_is_refused_and_a_failed_run_is_shown(tmp_path: Path) -> None:
+def test_no_run_fails_for_wandb_but_a_missing_key_is_refused_and_a_failed_run_is_shown(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "wandb.py").write_text(STAND_IN)
     run_ranks(troubles, 1, wandb_recipe(tmp_path), tmp_path, joined=False)
 
 
 def offline(path: Path) -> tuple[str, str]:
     """A run of two steps and two more after a resume: its folder, and the id that W&B has given it."""
-    home = dict.fromkeys(("WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR"), str(path.parent))
+    home = dict.fromkeys(
+        ("WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR"), str(path.parent)
+    )
     os.environ.update(home, WANDB_MODE="offline")
     run = run_training(load_config(path))
     kept = (run / WANDB_ID).read_text()
@@ -247,7 +281,10 @@ def test_offline_run_is_resumed_under_the_same_id(tmp_path: Path) -> None:
     for session in sessions:
         assert (session / f"run-{kept}.wandb").stat().st_size > 0
         content = (session / f"run-{kept}.wandb").read_bytes()
-        assert all(word in content for word in (b"train/loss", b"clip", b"global_batch", b"eval/unseen_top1"))
+        assert all(
+            word in content
+            for word in (b"train/loss", b"clip", b"global_batch", b"eval/unseen_top1")
+        )
         media = session / "files" / "media"
         (table,) = (media / "table" / "eval").glob("zero-shot_*.table.json")
         assert json.loads(table.read_text())["data"][0][0] == "unseen"
@@ -256,16 +293,23 @@ def test_offline_run_is_resumed_under_the_same_id(tmp_path: Path) -> None:
 
 
 def test_blocks_of_the_manual_are_settings() -> None:
-    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "logging.md").read_text(encoding="utf-8"), re.DOTALL)
+    blocks = re.findall(
+        r"```yaml\n(.*?)```", (ROOT / "docs" / "logging.md").read_text(encoding="utf-8"), re.DOTALL
+    )
     first, second = (yaml.safe_load(block) for block in blocks)
     assert settings(**first).log.wandb.entity == "my-team"
     read = read_ds_config(second["deepspeed"], ROOT)
-    assert second["deepspeed"]["comet"].items() <= render_ds_config(settings(deepspeed=read), 1)["comet"].items()
+    assert (
+        second["deepspeed"]["comet"].items()
+        <= render_ds_config(settings(deepspeed=read), 1)["comet"].items()
+    )
 
 
 def with_csv(path: Path, folder: Path) -> str:
     given = {"enabled": True, "output_path": str(folder), "job_name": "points"}
-    return str(run_training(load_config(path, ["steps=2", f"deepspeed.csv_monitor={json.dumps(given)}"])))
+    return str(
+        run_training(load_config(path, ["steps=2", f"deepspeed.csv_monitor={json.dumps(given)}"]))
+    )
 
 
 def test_csv_monitor_of_deepspeed_gets_every_point(tmp_path: Path) -> None:

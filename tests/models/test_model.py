@@ -63,12 +63,16 @@ def test_forward_is_open_clips_own_features(tiny: str) -> None:
     mean, std = model.visual.image_mean, model.visual.image_std
     pixels = transforms.Normalize(mean, std)(image.float() / 255)
     rows, columns, scale, _ = model(image, text)
-    torch.testing.assert_close(rows, model.encode_image(pixels, normalize=True), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(columns, model.encode_text(text, normalize=True), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        rows, model.encode_image(pixels, normalize=True), rtol=1e-5, atol=1e-6
+    )
+    torch.testing.assert_close(
+        columns, model.encode_text(text, normalize=True), rtol=1e-5, atol=1e-6
+    )
     assert torch.equal(scale, model.logit_scale.exp())
 
 
-def test_forward_normalises_with_the_models_own_mean_and_std(tmp_path: Path) -> None:
+def test_forward_normalizes_with_the_models_own_mean_and_std(tmp_path: Path) -> None:
     model = build("quickstart").eval()
     preprocessing = read_preprocessing(model)
     assert preprocessing.size == (32, 32)
@@ -108,7 +112,10 @@ class Passes(TorchDispatchMode):
 def test_pixels_become_the_towers_input_in_one_pass(tiny: str, dtype: torch.dtype) -> None:
     model = build(tiny).eval()
     image = one_batch()[0]
-    with Passes(image.numel()) as passes, torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+    with (
+        Passes(image.numel()) as passes,
+        torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16),
+    ):
         model(image)
     assert passes.begun
     assert passes.names == [f"empty {dtype}", f"addcmul {dtype}"]
@@ -176,7 +183,12 @@ def test_lock_freezes_exactly_that_tower(tower: str, kind: str, tmp_path: Path) 
     assert image
     assert text
     if kind != "custom_text":
-        assert {"text_projection", "positional_embedding", "token_embedding.weight", "ln_final.weight"} <= text
+        assert {
+            "text_projection",
+            "positional_embedding",
+            "token_embedding.weight",
+            "ln_final.weight",
+        } <= text
     assert trained(model) == (text if tower == "image" else image) | {"logit_scale"}
 
 
@@ -200,7 +212,9 @@ def test_token_embedding_std_is_that_of_the_embedding_alone(tiny: str) -> None:
     plain, wide = build(tiny), build(tiny, token_embedding_std=0.5)
     assert plain.token_embedding.weight.std().item() == pytest.approx(0.02, rel=0.1)
     assert wide.token_embedding.weight.std().item() == pytest.approx(0.5, rel=0.1)
-    assert wide.positional_embedding.std().item() == pytest.approx(plain.positional_embedding.std().item(), rel=0.2)
+    assert wide.positional_embedding.std().item() == pytest.approx(
+        plain.positional_embedding.std().item(), rel=0.2
+    )
 
 
 def test_activation_checkpointing_changes_no_gradient(tiny: str) -> None:
@@ -208,7 +222,9 @@ def test_activation_checkpointing_changes_no_gradient(tiny: str) -> None:
     model = build(tiny, activation_checkpointing=True).train()
     calls = count_blocks(model)
     again = gradients(model)
-    assert sorted(calls) == 4 * ["transformer"] + 4 * ["visual.transformer"], "two blocks each, each run twice"
+    assert sorted(calls) == 4 * ["transformer"] + 4 * ["visual.transformer"], (
+        "two blocks each, each run twice"
+    )
     assert set(plain) == set(again)
     for name, value in plain.items():
         torch.testing.assert_close(again[name], value, rtol=0, atol=1e-7, msg=name)
@@ -226,7 +242,9 @@ def count_blocks(model: Any) -> list[str]:
 def test_patch_dropout_drops_in_training_only(tiny: str) -> None:
     model = build(tiny, patch_dropout=0.75)
     tokens: list[int] = []
-    model.visual.transformer.register_forward_pre_hook(lambda _, inputs: tokens.append(inputs[0].shape[1]))
+    model.visual.transformer.register_forward_pre_hook(
+        lambda _, inputs: tokens.append(inputs[0].shape[1])
+    )
     image = one_batch()[0]
     model.train()(image)
     model.eval()(image)

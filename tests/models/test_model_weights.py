@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from pathlib import Path
+from typing import Any
 
 import open_clip
 import pytest
@@ -32,14 +34,20 @@ def test_state_dict_has_open_clips_keys_and_loads_there(tiny: str, tmp_path: Pat
     preprocessing = read_preprocessing(model)
     pixels = transforms.Normalize(preprocessing.mean, preprocessing.std)(image.float() / 255)
     rows, columns, scale, bias = model(image, text)
-    torch.testing.assert_close(rows, theirs.encode_image(pixels, normalize=True), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(columns, theirs.encode_text(text, normalize=True), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        rows, theirs.encode_image(pixels, normalize=True), rtol=1e-5, atol=1e-6
+    )
+    torch.testing.assert_close(
+        columns, theirs.encode_text(text, normalize=True), rtol=1e-5, atol=1e-6
+    )
     assert torch.equal(scale, theirs.logit_scale.exp())
     assert torch.equal(bias, theirs.logit_bias)
 
 
 @pytest.mark.parametrize("scalar", [False, True])
-def test_pretrained_weights_are_loaded_over_every_option(scalar: bool, tiny: str, tmp_path: Path) -> None:
+def test_pretrained_weights_are_loaded_over_every_option(
+    scalar: bool, tiny: str, tmp_path: Path
+) -> None:
     source = build(tiny, seed=1, initial_scale=33.0).eval()
     state = source.state_dict()
     if scalar:  # as every published open_clip model has it
@@ -52,9 +60,54 @@ def test_pretrained_weights_are_loaded_over_every_option(scalar: bool, tiny: str
         assert torch.equal(got, true)
 
 
+@pytest.mark.parametrize("wants_bias", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_weights_with_and_without_a_bias_fit_every_loss(
+    has_bias: bool, wants_bias: bool, tiny: str, tmp_path: Path
+) -> None:
+    source = build(tiny, seed=1, initial_bias=-7.0 if has_bias else None).eval()
+    path = tmp_path / "saved.pt"
+    torch.save(source.state_dict(), path)
+    model = build(tiny, pretrained=path, initial_bias=-10.0 if wants_bias else None).eval()
+    *got, bias = model(*one_batch())
+    for value, true in zip(got, source(*one_batch())[:3], strict=True):
+        assert torch.equal(value, true)
+    assert ("logit_bias" in model.state_dict()) == wants_bias
+    assert (bias is None) if not wants_bias else bias.item() == (-7.0 if has_bias else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("start", "loads", "expected"),
+    [
+        ({"initial_bias": -10.0}, False, (math.exp(3), -4.0)),
+        ({}, False, (math.exp(3), None)),
+        ({"initial_bias": -10.0, "learns_scale": False}, False, (10.0, -4.0)),
+        ({"initial_bias": -10.0}, True, (33.0, -7.0)),
+    ],
+)
+def test_scale_and_bias_start_at_the_weights_else_at_the_config_else_at_the_loss(
+    start: dict[str, Any],
+    loads: bool,
+    expected: tuple[float, float | None],
+    tiny: str,
+    tmp_path: Path,
+) -> None:
+    weights = tmp_path / "saved.pt"
+    torch.save(build(tiny, initial_scale=33.0, initial_bias=-7.0).state_dict(), weights)
+    path = tmp_path / "starts.json"
+    path.write_text(json.dumps(TINY | {"init_logit_scale": 3.0, "init_logit_bias": -4}))
+    _, _, scale, bias = build(
+        str(path), initial_scale=10.0, pretrained=weights if loads else None, **start
+    )()
+    assert scale.item() == pytest.approx(expected[0])
+    assert (None if bias is None else bias.item()) == expected[1]
+
+
 def test_pretrained_missing_file_is_named(tiny: str, tmp_path: Path) -> None:
     for value in (tmp_path / "missing.pt", tmp_path, Path("laion2b_s34b_b79k")):
-        with pytest.raises(ValueError, match=f"model.pretrained: no file {value}, no folder with weights"):
+        with pytest.raises(
+            ValueError, match=f"model.pretrained: no file {value}, no folder with weights"
+        ):
             build(tiny, pretrained=value)
 
 
@@ -109,30 +162,39 @@ def test_gradient_of_the_quickstart_model_does_not_depend_on_the_cut() -> None:
     torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-6)
 
 
-def test_batch_norm_model_is_warned_of_naming_layers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_batch_norm_model_is_warned_of_naming_layers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         model = build(write_resnet(tmp_path))
     count = sum(isinstance(m, nn.BatchNorm2d) for m in model.modules())
     assert count > 3
     (record,) = caplog.records
-    assert f"BatchNorm in visual.bn1, visual.bn2, visual.bn3, ... ({count} layers)" in record.getMessage()
+    assert (
+        f"BatchNorm in visual.bn1, visual.bn2, visual.bn3, ... ({count} layers)"
+        in record.getMessage()
+    )
 
 
-def test_model_without_batch_norm_is_not_warned_of(tiny: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_model_without_batch_norm_is_not_warned_of(
+    tiny: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         build(tiny)
     assert not caplog.records
 
 
 def test_unknown_model_lists_the_nearest_and_ours() -> None:
-    with pytest.raises(ValueError, match=r"unknown model 'ViT-B/32'; did you mean ViT-B-32\?; .* ours \(quickstart"):
+    with pytest.raises(
+        ValueError, match=r"unknown model 'ViT-B/32'; did you mean ViT-B-32\?; .* ours \(quickstart"
+    ):
         build("ViT-B/32")
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (None, "model.name: no file .*odd.json"),
+        (None, "model.name: .*no file .*odd.json"),
         ("{", "odd.json is not valid JSON"),
         ("{}", "open_clip could not build it"),
         (json.dumps(TINY | {"vision_cfg": {"layrs": 3}}), "layrs"),
@@ -142,7 +204,9 @@ def test_unknown_model_lists_the_nearest_and_ours() -> None:
         ),
     ],
 )
-def test_model_config_file_malformed_is_refused(text: str | None, words: str, tmp_path: Path) -> None:
+def test_model_config_file_malformed_is_refused(
+    text: str | None, words: str, tmp_path: Path
+) -> None:
     path = tmp_path / "odd.json"
     if text is not None:
         path.write_text(text)
@@ -154,7 +218,11 @@ def test_model_of_another_kind_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "captioner.json"
     path.write_text(
         json.dumps(
-            TINY | {"custom_text": True, "multimodal_cfg": {"width": 32, "heads": 2, "layers": 1, "context_length": 12}}
+            TINY
+            | {
+                "custom_text": True,
+                "multimodal_cfg": {"width": 32, "heads": 2, "layers": 1, "context_length": 12},
+            }
         )
     )
     with pytest.raises(ValueError, match="disco_ds trains two-tower CLIP models"):

@@ -14,8 +14,14 @@ import torch
 from torch import nn
 
 from disco_ds.config import ModelSettings
-from disco_ds.metrics.records import METRICS_FILE
-from disco_ds.models.clip import build_model, build_tokenizer, read_architecture, read_text_size, trained_sides
+from disco_ds.metrics.logger import METRICS_FILE
+from disco_ds.models.clip import (
+    build_model,
+    build_tokenizer,
+    read_architecture,
+    read_text_size,
+    trained_sides,
+)
 from disco_ds.models.param_groups import parameter_groups
 from helpers.minimal import settings
 from helpers.own_code import disco_ds
@@ -83,9 +89,12 @@ def own(function: str = "build", **changes: Any) -> ModelSettings:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ({"factory": "my_towers:build", "name": "RN50"}, "leave out model.name: the function builds the model itself"),
-        ({"factory": "my_towers:build", "pretrained": "w.pt"}, "leave out model.pretrained"),
-        ({"options": {"size": 16}}, "leave out model.options: there is no model.factory"),
+        (
+            {"factory": "my_towers:build", "name": "RN50"},
+            "remove model.name: model.factory builds the model itself",
+        ),
+        ({"factory": "my_towers:build", "pretrained": "w.pt"}, "remove model.pretrained"),
+        ({"options": {"size": 16}}, "remove model.options"),
         ({"factory": "my_towers.build"}, "model.factory"),
     ],
 )
@@ -97,8 +106,11 @@ def test_settings_that_do_not_go_together(model, message):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ({"factory": "no_towers:build"}, "No module named 'no_towers'; its package must be installed"),
-        ({"factory": "my_towers:none"}, "my_towers:none cannot be imported: AttributeError"),
+        (
+            {"factory": "no_towers:build"},
+            "no_towers:build cannot be imported: ModuleNotFoundError: No module named 'no_towers'",
+        ),
+        ({"factory": "my_towers:none"}, "my_towers has no none"),
         ({"factory": "my_towers:number"}, "my_towers:number is neither a function nor a class"),
         (
             {"factory": "my_towers:fails", "options": {"size": 3}},
@@ -106,7 +118,10 @@ def test_settings_that_do_not_go_together(model, message):
         ),
         ({"factory": "my_towers:fails"}, "my_towers:fails failed: RuntimeError: no such weights"),
         ({"factory": "my_towers:plain"}, "my_towers:plain returned a Linear, not a TwoTowers"),
-        ({"factory": "my_towers:build", "activation_checkpointing": True}, "the image tower has no method"),
+        (
+            {"factory": "my_towers:build", "activation_checkpointing": True},
+            "the image tower has no method",
+        ),
     ],
 )
 def test_factories_that_cannot_be_used(package, model, message):
@@ -115,7 +130,9 @@ def test_factories_that_cannot_be_used(package, model, message):
 
 
 def test_model_is_what_the_trainer_asks_for(package):
-    model: Any = build_model(own(options={"mean": (0.5, 0.5, 0.5)}), initial_scale=10.0, initial_bias=-10.0)
+    model: Any = build_model(
+        own(options={"mean": (0.5, 0.5, 0.5)}), initial_scale=10.0, initial_bias=-10.0
+    )
     image = torch.randint(0, 256, (4, 3, 16, 16), dtype=torch.uint8)
     tokens = build_tokenizer(own(), model)(["a", "bc", "def", ""])
     features = model.eval()(image, tokens)
@@ -124,9 +141,14 @@ def test_model_is_what_the_trainer_asks_for(package):
     torch.testing.assert_close(features[1], nn.functional.normalize(model.text(tokens), dim=-1))
     assert (features[2].item(), features[3].item()) == (pytest.approx(10), -10)
     assert read_text_size(model) == (6, 128)
-    names = {group["name"]: len(group["params"]) for group in parameter_groups(model, settings().optim)}
+    names = {
+        group["name"]: len(group["params"]) for group in parameter_groups(model, settings().optim)
+    }
     assert names == {"matrices": 2, "vectors": 1, "scale": 2}
-    assert read_architecture(own(options={"size": 16})) == {"factory": "my_towers:build", "options": {"size": 16}}
+    assert read_architecture(own(options={"size": 16})) == {
+        "factory": "my_towers:build",
+        "options": {"size": 16},
+    }
 
 
 @pytest.mark.parametrize("side", ["image", "text"])
@@ -156,23 +178,28 @@ def test_resumed_run_is_the_uninterrupted_one_and_other_options_are_refused(pack
     check(disco_ds("train", "--config", str(path), "name=half", cwd=tmp_path))
     (half / "finished.json").unlink()
     first = str(half / "checkpoints" / "step-00000002")
-    changed = disco_ds("train", "--config", str(path), "--resume", first, "model.options.size=32", cwd=tmp_path)
+    changed = disco_ds(
+        "train", "--config", str(path), "--resume", first, "model.options.size=32", cwd=tmp_path
+    )
     assert changed.returncode == 2
     assert "model.config.options.size: 16 in the checkpoint, 32 now" in changed.stderr
     check(disco_ds("train", "--config", str(path), "name=half", "--resume", first, cwd=tmp_path))
     assert losses(half) == losses(whole)
     weights = [
-        torch.load(next(run.glob("checkpoints/step-00000004/engine/mp*")), weights_only=False) for run in (whole, half)
+        torch.load(next(run.glob("checkpoints/step-00000004/engine/mp*")), weights_only=False)
+        for run in (whole, half)
     ]
     for name, value in weights[0]["module"].items():
         assert torch.equal(value, weights[1]["module"][name]), name
 
 
 @pytest.mark.slow
-def test_example_with_a_hugging_face_tower_plans_trains_exports_and_evaluates(tmp_path, monkeypatch):
+def test_example_with_a_hugging_face_tower_plans_trains_exports_and_evaluates(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "examples"))
     path, run = str(ROOT / "examples" / "own_model.yaml"), tmp_path / "runs" / "own_model"
-    few = ["samples=2560", "optim.warmup_steps=2", "log.every_steps=4", "eval.labelled={}"]
+    few = ["samples=2560", "optim.warmup_steps=2", "log.every_steps=4", "eval.labeled={}"]
     assert "fits" in check(disco_ds("plan", "--config", path, "--ranks", "2", cwd=tmp_path))
     check(disco_ds("train", "--config", path, "--dry-run", *few, cwd=tmp_path))
     check(disco_ds("train", "--config", path, *few, cwd=tmp_path))
@@ -183,7 +210,8 @@ def test_example_with_a_hugging_face_tower_plans_trains_exports_and_evaluates(tm
     check(disco_ds("export", str(run), "--to", "exported", "--format", "pt", cwd=tmp_path))
     assert "own_model:build" in (tmp_path / "exported" / "README.md").read_text()
     tables = [
-        check(disco_ds("eval", str(each), "--config", path, cwd=tmp_path)) for each in (run, "exported/weights.pt")
+        check(disco_ds("eval", str(each), "--config", path, cwd=tmp_path))
+        for each in (run, "exported/weights.pt")
     ]
     assert tables[0].splitlines()[-1] == tables[1].splitlines()[-1]
     assert "unseen" in tables[0]
@@ -195,7 +223,9 @@ def test_batch_statistics_of_a_locked_tower_stay(package):
     image = torch.randint(0, 256, (4, 3, 16, 16), dtype=torch.uint8)
     before = {name: value.clone() for name, value in model.visual.state_dict().items()}
     model(image=image)
-    assert all(torch.equal(value, before[name]) for name, value in model.visual.state_dict().items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in model.visual.state_dict().items()
+    )
 
 
 @pytest.mark.slow
@@ -207,12 +237,14 @@ def test_example_trains_the_same_when_recomputed_or_compiled(change, tmp_path, m
         "micro_batch=128",
         "optim.warmup_steps=1",
         "log.every_steps=1",
-        "eval.labelled={}",
+        "eval.labeled={}",
         "name=run",
         "model.options.dropout=0.0",  # a compiled model draws other random numbers
     ]
     found = []
-    for number, changes in enumerate(([], [f"model.{key}={str(value).lower()}" for key, value in change.items()])):
+    for number, changes in enumerate(
+        ([], [f"model.{key}={str(value).lower()}" for key, value in change.items()])
+    ):
         (tmp_path / str(number)).mkdir()
         path = str(ROOT / "examples" / "own_model.yaml")
         check(disco_ds("train", "--config", path, *few, *changes, cwd=tmp_path / str(number)))

@@ -32,7 +32,12 @@ def test_parameter_groups_decay_matrices_only(tmp_path: Path) -> None:
     assert decays == {"matrices": 0.2, "vectors": 0.0, "scale": 0.0}
     members = {group["name"]: {names[id(p)] for p in group["params"]} for group in groups}
     assert members["scale"] == {"logit_scale", "logit_bias"}
-    assert {"visual.proj", "text_projection", "token_embedding.weight", "visual.conv1.weight"} <= members["matrices"]
+    assert {
+        "visual.proj",
+        "text_projection",
+        "token_embedding.weight",
+        "visual.conv1.weight",
+    } <= members["matrices"]
     assert {"ln_final.weight", "ln_final.bias", "visual.class_embedding"} <= members["vectors"]
     assert not [name for name in members["matrices"] if name.endswith("bias") or ".ln_" in name]
     assert sum(len(group["params"]) for group in groups) == len(names), "none twice"
@@ -55,7 +60,11 @@ def table(model: Any, optim: OptimSettings) -> dict[str, tuple[float, float]]:
     names = {id(p): name for name, p in model.named_parameters()}
     groups = parameter_groups(model, optim)
     assert len({group["name"] for group in groups}) == len(groups)
-    return {names[id(p)]: (group["lr_factor"], group["weight_decay"]) for group in groups for p in group["params"]}
+    return {
+        names[id(p)]: (group["lr_factor"], group["weight_decay"])
+        for group in groups
+        for p in group["params"]
+    }
 
 
 def test_tower_has_its_own_rate_and_decay(tmp_path: Path) -> None:
@@ -68,12 +77,14 @@ def test_tower_has_its_own_rate_and_decay(tmp_path: Path) -> None:
 
 def test_layers_of_a_tower_slow_down_towards_its_input(tmp_path: Path) -> None:
     model = build(tmp_path)
-    found = table(model, settings(image={"layer_decay": 0.5}, text={"lr_factor": 3.0, "layer_decay": 0.1}))
+    found = table(
+        model, settings(image={"layer_decay": 0.5}, text={"lr_factor": 3.0, "layer_decay": 0.1})
+    )
     blocks = len(model.visual.transformer.resblocks)
     assert found["visual.proj"][0] == found["visual.ln_post.weight"][0] == 1.0
-    assert [found[f"visual.transformer.resblocks.{k}.attn.in_proj_weight"][0] for k in range(blocks)] == [
-        0.5 ** (blocks - k) for k in range(blocks)
-    ]
+    assert [
+        found[f"visual.transformer.resblocks.{k}.attn.in_proj_weight"][0] for k in range(blocks)
+    ] == [0.5 ** (blocks - k) for k in range(blocks)]
     stem = ("conv1.weight", "class_embedding", "positional_embedding", "ln_pre.weight")
     assert {found[f"visual.{name}"][0] for name in stem} == {0.5 ** (blocks + 1)}
     assert found["text_projection"][0] == 3.0
@@ -95,11 +106,27 @@ def test_layers_of_a_tower_slow_down_towards_its_input(tmp_path: Path) -> None:
             4,
             13,
         ),
-        ("ViT-B-16-SigLIP", "text", "text.token_embedding.weight", "text.transformer.resblocks.11.ln_1.bias", 12, 13),
-        ("convnext_base", "image", "visual.trunk.stem.0.weight", "visual.trunk.stages.0.blocks.0.gamma", 1, 37),
+        (
+            "ViT-B-16-SigLIP",
+            "text",
+            "text.token_embedding.weight",
+            "text.transformer.resblocks.11.ln_1.bias",
+            12,
+            13,
+        ),
+        (
+            "convnext_base",
+            "image",
+            "visual.trunk.stem.0.weight",
+            "visual.trunk.stages.0.blocks.0.gamma",
+            1,
+            37,
+        ),
     ],
 )
-def test_layers_of_models_as_they_are(name: str, side: str, stem: str, block: str, layer: int, last: int) -> None:
+def test_layers_of_models_as_they_are(
+    name: str, side: str, stem: str, block: str, layer: int, last: int
+) -> None:
     with torch.device("meta"):
         model = open_clip.create_model(name, device="meta")
     layers = number_layers(model, side)
@@ -109,6 +136,7 @@ def test_layers_of_models_as_they_are(name: str, side: str, stem: str, block: st
 def test_tower_without_known_layers_is_refused() -> None:
     model = build_model(ModelSettings(name="quickstart"))
     with pytest.raises(
-        ValueError, match=r"optim.image.layer_decay: the layers of this model's image tower are unknown"
+        ValueError,
+        match=r"optim.image.layer_decay: the layers of this model's image tower are unknown",
     ):
         parameter_groups(model, settings(image={"layer_decay": 0.9}))

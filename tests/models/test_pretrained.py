@@ -15,16 +15,27 @@ import torch
 import yaml
 from huggingface_hub import constants
 
+from disco_ds.checkpoints.export import export_run
+from disco_ds.checkpoints.weights import build_from, read_weights
 from disco_ds.config import ModelSettings, load_config
-from disco_ds.models.clip import build_model, read_architecture, read_preprocessing, trained_sides
+from disco_ds.models.clip import (
+    build_model,
+    build_tokenizer,
+    read_architecture,
+    read_preprocessing,
+    trained_sides,
+)
 from disco_ds.models.pretrained import download_weights, warn_of_random_tower
 from disco_ds.run import RefusedError, run_training
-from disco_ds.training.export import export_run
-from disco_ds.training.weights import build_from, read_weights
 from helpers.tiny_run import recipe
-from helpers.towers import TINY
+from helpers.towers import BPE_SIZE, TINY
 
-TIMM = {"timm_model_name": "test_vit", "timm_model_pretrained": False, "timm_pool": "", "timm_proj": "linear"}
+TIMM = {
+    "timm_model_name": "test_vit",
+    "timm_model_pretrained": False,
+    "timm_pool": "",
+    "timm_proj": "linear",
+}
 
 
 def build(name: str, seed: int = 0, **settings: Any) -> Any:
@@ -34,7 +45,10 @@ def build(name: str, seed: int = 0, **settings: Any) -> Any:
 
 def write_timm(folder: Path) -> str:
     path = folder / "small-timm.json"
-    path.write_text(json.dumps(TINY | {"vision_cfg": TIMM | {"image_size": 160}}))
+    text_cfg = TINY["text_cfg"] | {"vocab_size": BPE_SIZE}
+    path.write_text(
+        json.dumps(TINY | {"vision_cfg": TIMM | {"image_size": 160}, "text_cfg": text_cfg})
+    )
     return str(path)
 
 
@@ -42,19 +56,29 @@ def write_timm(folder: Path) -> str:
 
 
 def test_a_tag_of_another_model_names_this_models_tags() -> None:
-    with pytest.raises(ValueError, match=r"no tag of ViT-B-32; did you mean laion2b_s34b_b79k\?.*its tags: openai, "):
+    with pytest.raises(
+        ValueError,
+        match=r"no tag of ViT-B-32; did you mean laion2b_s34b_b79k\?.*its tags: openai, ",
+    ):
         build("ViT-B-32", pretrained=Path("laion2b_s34b_b88k"))
 
 
-def test_a_tag_that_cannot_be_fetched_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_tag_that_cannot_be_fetched_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     with pytest.raises(ValueError, match=r"its weights .laion/CLIP.*not be fetched") as said:
         download_weights("ViT-B-32", ModelSettings(pretrained=Path("laion2b_s34b_b79k")))
     assert "\n" not in str(said.value)
-    with pytest.raises(RefusedError, match=r"model.*pretrained=laion2b_s34b_b79k.*could not be fetched"):
+    with pytest.raises(
+        RefusedError, match=r"model.*pretrained=laion2b_s34b_b79k.*could not be fetched"
+    ):
         run_training(
-            load_config(recipe(tmp_path), ["model={name: ViT-B-32, pretrained: laion2b_s34b_b79k}", "steps=1"])
+            load_config(
+                recipe(tmp_path),
+                ["model={name: ViT-B-32, pretrained: laion2b_s34b_b79k}", "steps=1"],
+            )
         )
     assert not (tmp_path / "runs").exists(), "refused before any work"
 
@@ -64,7 +88,10 @@ def test_a_folder_gives_weights_and_preprocessing(tiny: str, tmp_path: Path) -> 
     folder = tmp_path / "release"
     folder.mkdir()
     torch.save(source.state_dict(), folder / "open_clip_pytorch_model.bin")
-    about = {"model_cfg": TINY, "preprocess_cfg": {"mean": [0.5] * 3, "std": [0.25] * 3, "size": 64}}
+    about = {
+        "model_cfg": TINY,
+        "preprocess_cfg": {"mean": [0.5] * 3, "std": [0.25] * 3, "size": 64},
+    }
     (folder / "open_clip_config.json").write_text(json.dumps(about))
     model = build(tiny, pretrained=folder)
     assert torch.equal(model.visual.proj, source.visual.proj)
@@ -74,7 +101,9 @@ def test_a_folder_gives_weights_and_preprocessing(tiny: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", ["whole", "tower"])
-def test_an_image_tower_of_its_own_leaves_the_text_tower_alone(kind: str, tiny: str, tmp_path: Path) -> None:
+def test_an_image_tower_of_its_own_leaves_the_text_tower_alone(
+    kind: str, tiny: str, tmp_path: Path
+) -> None:
     source = build(tiny, seed=1)
     torch.save((source if kind == "whole" else source.visual).state_dict(), tmp_path / "tower.pt")
     model, plain = build(tiny, pretrained_image=tmp_path / "tower.pt"), build(tiny)
@@ -86,7 +115,9 @@ def test_an_image_tower_of_its_own_leaves_the_text_tower_alone(kind: str, tiny: 
 def test_a_trunk_of_timm_is_loaded_from_timms_own_file(tmp_path: Path) -> None:
     name = write_timm(tmp_path)
     source = build(name, seed=1)
-    torch.save(source.visual.trunk.state_dict() | {"head.weight": torch.zeros(2, 2)}, tmp_path / "trunk.pt")
+    torch.save(
+        source.visual.trunk.state_dict() | {"head.weight": torch.zeros(2, 2)}, tmp_path / "trunk.pt"
+    )
     model = build(name, pretrained_image=tmp_path / "trunk.pt")
     assert torch.equal(model.visual.trunk.pos_embed, source.visual.trunk.pos_embed)
 
@@ -94,17 +125,21 @@ def test_a_trunk_of_timm_is_loaded_from_timms_own_file(tmp_path: Path) -> None:
 def test_an_image_tower_that_does_not_fit_is_refused(tiny: str, tmp_path: Path) -> None:
     path = tmp_path / "tower.pt"
     torch.save({"proj": build(tiny).visual.proj}, path)
-    with pytest.raises(ValueError, match=r"model.pretrained_image: .*tower.pt lacks \d+ tensors of the tower"):
+    with pytest.raises(
+        ValueError, match=r"model.pretrained_image: .*tower.pt lacks \d+ tensors of the tower"
+    ):
         build(tiny, pretrained_image=path)
     with pytest.raises(ValueError, match=r"model.pretrained_image: no file nowhere.pt"):
         build(tiny, pretrained_image=Path("nowhere.pt"))
-    with pytest.raises(ValueError, match="the image tower of tiny is not timm's"):
+    with pytest.raises(ValueError, match=r"model.pretrained_image=timm: the image tower of tiny"):
         build(tiny, pretrained_image=Path("timm"))
 
 
-def test_a_locked_tower_without_weights_is_warned_of(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_a_locked_tower_without_weights_is_warned_of(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     for settings, warned in (
-        ({"lock_image": True}, "model.lock_image freezes a tower that no weights are named for"),
+        ({"lock_image": True}, "model.lock_image freezes"),
         ({"lock_text": True, "pretrained_image": tmp_path}, "model.lock_text freezes"),
         ({"lock_image": True, "pretrained_image": tmp_path}, ""),
         ({"lock_text": True, "pretrained": tmp_path}, ""),
@@ -117,6 +152,32 @@ def test_a_locked_tower_without_weights_is_warned_of(caplog: pytest.LogCaptureFi
         assert bool(caplog.text) == bool(warned)
 
 
+def test_tokenizer_that_a_name_with_siglip_asks_for_is_named_with_its_remedy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ImportError('HTTPFileSystem requires "requests" and "aiohttp" to be installed')
+
+    monkeypatch.setattr("fsspec.open", fail)
+    for stem, url in (
+        ("our-siglip", r"t5-data/vocabs/cc_en.32000/"),
+        ("our-SigLIP2", r"big_vision/gemma_tokenizer"),
+    ):
+        path = tmp_path / f"{stem}.json"
+        path.write_text(json.dumps(TINY))
+        settings = ModelSettings(name=str(path))
+        with pytest.raises(
+            ValueError, match=rf"{stem}.json.*{url}.*text_cfg.hf_tokenizer_name"
+        ) as said:
+            build_tokenizer(settings, build(str(path)))
+        assert "\n" not in str(said.value)
+    path.write_text(
+        json.dumps(TINY | {"text_cfg": TINY["text_cfg"] | {"hf_tokenizer_name": str(tmp_path)}})
+    )
+    with pytest.raises(ValueError, match=rf"our-SigLIP2.json.*{tmp_path}"):
+        build_tokenizer(settings, build(str(path)))
+
+
 # Partly trained towers
 
 
@@ -127,16 +188,28 @@ def test_unlocked_layers_are_those_of_open_clip(side: str, layers: int, tiny: st
     theirs = open_clip.create_model(Path(tiny).stem)
     getattr(theirs, f"lock_{side}_tower")(layers)
     names = {name for name, parameter in theirs.named_parameters() if parameter.requires_grad}
-    assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == names
-    assert trained_sides(model) == {"image": True, "text": True}, "a tower that is partly trained is a trained one"
+    assert {
+        name for name, parameter in model.named_parameters() if parameter.requires_grad
+    } == names
+    assert trained_sides(model) == {"image": True, "text": True}, (
+        "a tower that is partly trained is a trained one"
+    )
 
 
 def test_unlocked_layers_that_cannot_be_are_refused(tiny: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"model.unlocked_layers is of a locked tower"):
+    with pytest.raises(ValueError, match=r"model.unlocked_layers needs a locked tower"):
         ModelSettings(unlocked_layers=1)
-    resnet = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "patch_size": None, "head_width": 16}
+    resnet = {
+        "image_size": 32,
+        "layers": [1, 1, 1, 1],
+        "width": 8,
+        "patch_size": None,
+        "head_width": 16,
+    }
     (tmp_path / "resnet.json").write_text(json.dumps(TINY | {"vision_cfg": resnet}))
-    with pytest.raises(ValueError, match=r"model.unlocked_layers=1: .*partial locking not currently supported"):
+    with pytest.raises(
+        ValueError, match=r"model.unlocked_layers=1: .*partial locking not currently supported"
+    ):
         build(str(tmp_path / "resnet.json"), lock_image=True, unlocked_layers=1)
     for side in ("image", "text"):
         with pytest.raises(ValueError, match=rf"unlocked_layers=9 trains all of the {side} tower"):
@@ -149,19 +222,37 @@ def test_unlocked_layers_that_cannot_be_are_refused(tiny: str, tmp_path: Path) -
 def test_size_preprocessing_and_activation_are_overridden_as_in_open_clip(tiny: str) -> None:
     look: dict[str, Any] = {"mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6)}
     look |= {"interpolation": "bilinear", "resize_mode": "squash"}
-    listed = {key: list(value) if isinstance(value, tuple) else value for key, value in look.items()}
+    listed = {
+        key: list(value) if isinstance(value, tuple) else value for key, value in look.items()
+    }
     own = {"image_mean": look["mean"], "image_std": look["std"], **dict(list(look.items())[2:])}
     model = build(tiny, image_size=48, quick_gelu=True, **own)
     theirs = open_clip.create_model(
         Path(tiny).stem, force_image_size=48, force_quick_gelu=True, force_preprocess_cfg=look
     )
-    assert open_clip.get_model_preprocess_cfg(model) == open_clip.get_model_preprocess_cfg(theirs) | listed
+    assert (
+        open_clip.get_model_preprocess_cfg(model)
+        == open_clip.get_model_preprocess_cfg(theirs) | listed
+    )
     assert (model.image_mean, model.image_std) == (look["mean"], look["std"])
     assert read_preprocessing(model).size == (48, 48)
     theirs.load_state_dict(model.state_dict() | {"logit_scale": torch.tensor(math.log(1 / 0.07))})
     image = torch.rand(2, 3, 48, 48)
     torch.testing.assert_close(model.eval().encode_image(image), theirs.eval().encode_image(image))
     assert read_architecture(ModelSettings(name=tiny, image_size=48, quick_gelu=True))["quick_gelu"]
+
+
+def test_image_size_that_the_tower_does_not_take_is_refused_at_the_start(tmp_path: Path) -> None:
+    """The tower of timm needs a multiple of 16, the quickstart's one needs 32."""
+    for name, size in ((write_timm(tmp_path), 100), ("quickstart", 40)):
+        changes = [
+            f"model={{name: {name}, image_size: {size}}}",
+            "data.source=synthetic",
+            "data.shards=null",
+        ]
+        with pytest.raises(RefusedError, match=rf"model.image_size.*{size} x {size}"):
+            run_training(load_config(recipe(tmp_path), changes))
+        assert not (tmp_path / "runs").exists(), "refused before any work"
 
 
 @pytest.mark.slow
@@ -176,7 +267,9 @@ def test_export_and_evaluation_carry_the_preprocessing(tmp_path: Path) -> None:
     path = recipe(tmp_path)
     tree = yaml.safe_load(path.read_text())
     path.write_text(
-        yaml.safe_dump(tree | {"steps": 1, "model": tree["model"] | changes, "log": {"tensorboard": False}})
+        yaml.safe_dump(
+            tree | {"steps": 1, "model": tree["model"] | changes, "log": {"tensorboard": False}}
+        )
     )
     run = run_training(load_config(path))
     weights = read_weights(run)
@@ -184,6 +277,8 @@ def test_export_and_evaluation_carry_the_preprocessing(tmp_path: Path) -> None:
     assert (look.size, look.mean, look.std) == ((48, 48), (0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
     assert look.interpolation == "bilinear"
     assert weights.architecture["quick_gelu"]
-    theirs: Any = open_clip.create_model(f"local-dir:{export_run(run, tmp_path / 'export', layout='open_clip')}")
+    theirs: Any = open_clip.create_model(
+        f"local-dir:{export_run(run, tmp_path / 'export', layout='open_clip')}"
+    )
     assert read_preprocessing(theirs) == look
     assert "LOCAL_RANK" not in os.environ

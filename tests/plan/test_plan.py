@@ -20,22 +20,29 @@ from disco_ds.losses import build_loss
 from disco_ds.models.clip import build_model
 from disco_ds.models.gpus import find_gpu
 from disco_ds.plan.assumptions import Assumptions
-from disco_ds.plan.measure import measure_towers
-from disco_ds.plan.memory import GIB, plan_memory, search_largest
+from disco_ds.plan.memory import GIB, count_checkpoint, plan_memory, search_largest
 from disco_ds.plan.speed import Rates, plan_speed
 from disco_ds.plan.towers import Allocations, trace
+from disco_ds.run import run_training
 from disco_ds.training.engine import build_engine, set_lr
 from disco_ds.training.step import train_step
 from helpers.dist import run_ranks
+from helpers.tiny_run import recipe
+from helpers.tool import load_tool
 from helpers.towers import batches, prepare, tiny_config, write_tiny
 
 CPU = torch.device("cpu")
-AUTOCAST: dict[str, Any] = {"zero_optimization": {"stage": 1}, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+AUTOCAST: dict[str, Any] = {
+    "zero_optimization": {"stage": 1},
+    "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
+}
 NOTHING = Assumptions(slack=0, context_gib=0)
 
 
 def tiny(folder: Path, **changes: Any) -> Config:
-    return tiny_config(write_tiny(folder), changes.pop("deepspeed", {"zero_optimization": {"stage": 1}}), **changes)
+    return tiny_config(
+        write_tiny(folder), changes.pop("deepspeed", {"zero_optimization": {"stage": 1}}), **changes
+    )
 
 
 # The towers
@@ -45,12 +52,19 @@ def tiny(folder: Path, **changes: Any) -> Config:
 @pytest.mark.parametrize("saves", [False, True])
 @pytest.mark.parametrize("kind", ["fp32", "autocast"])
 def test_trace_agrees_with_a_measured_step(kind: str, saves: bool, tmp_path: Path) -> None:
-    config = tiny(tmp_path, model__activation_checkpointing=saves, deepspeed=AUTOCAST if kind == "autocast" else {})
-    traced, found = trace(config, 64, like_gpu=False), measure_towers(config, 64, CPU)
+    config = tiny(
+        tmp_path,
+        model__activation_checkpointing=saves,
+        deepspeed=AUTOCAST if kind == "autocast" else {},
+    )
+    measured = load_tool("measure_towers").measure_towers(config, 64, CPU)
+    traced, found = trace(config, 64, like_gpu=False), measured
     # Where no graph is held the pixels are the most there is; a CPU converts them in fp32 copies, a GPU as it computes.
     names = ("replay", "forward", "held", "backward")
     for name in names[2:] if kind == "autocast" else names:
-        print(f"{kind}, checkpointing {saves}, {name}: {getattr(traced, name) / getattr(found, name) - 1:+.1%}")
+        print(
+            f"{kind}, checkpointing {saves}, {name}: {getattr(traced, name) / getattr(found, name) - 1:+.1%}"
+        )
         assert getattr(traced, name) == pytest.approx(getattr(found, name), rel=0.05), name
     assert traced.held < traced.backward
     assert traced.replay < traced.held or saves
@@ -69,7 +83,9 @@ def test_activations_grow_in_proportion_to_the_micro_batch(saves: bool, tmp_path
 @pytest.mark.slow
 def test_trace_counts_what_autocast_does_on_a_gpu(tmp_path: Path) -> None:
     config = tiny(tmp_path, deepspeed=AUTOCAST)
-    assert trace(config, 64).held > 1.05 * trace(config, 64, like_gpu=False).held, "norms hold a copy of their input"
+    assert trace(config, 64).held > 1.05 * trace(config, 64, like_gpu=False).held, (
+        "norms hold a copy of their input"
+    )
 
 
 @pytest.mark.slow
@@ -95,7 +111,12 @@ def plan_undecided(pretrained: bool = False, **keywords: Any) -> nn.Module:
 @pytest.mark.slow
 def test_model_that_cannot_be_traced_is_named(tmp_path: Path) -> None:
     path = tmp_path / "undecided.json"
-    vision = {"timm_model_name": "plan_undecided", "image_size": 32, "timm_pool": "", "timm_proj": ""}
+    vision = {
+        "timm_model_name": "plan_undecided",
+        "image_size": 32,
+        "timm_pool": "",
+        "timm_proj": "",
+    }
     text = json.loads(Path(write_tiny(tmp_path)).read_text())["text_cfg"]
     path.write_text(json.dumps({"embed_dim": 16, "vision_cfg": vision, "text_cfg": text}))
     with pytest.raises(ValueError, match=r"undecided\.json cannot be traced: "):
@@ -109,7 +130,9 @@ def resident(config: Config) -> int:
     """Bytes of tensors that the engine holds after a step, beside gradients."""
     size = torch.distributed.get_world_size()
     with Allocations([]) as memory:
-        engine = build_engine(build_model(config.model), config.optim, render_ds_config(config, size))
+        engine = build_engine(
+            build_model(config.model), config.optim, render_ds_config(config, size)
+        )
         set_lr(engine, 1e-3)
         train_step(engine, build_loss("disco"), batches(2, config.micro_batch), prepare, 100.0)
         engine.zero_grad()
@@ -131,7 +154,9 @@ def test_planned_states_are_what_an_engine_holds(stage: int, tmp_path: Path) -> 
 def peak_of_backward(config: Config) -> int:
     """Bytes that the second backward takes beyond what was there, of a model without activations."""
     engine = build_engine(
-        build_model(config.model), config.optim, render_ds_config(config, torch.distributed.get_world_size())
+        build_model(config.model),
+        config.optim,
+        render_ds_config(config, torch.distributed.get_world_size()),
     )
     image, text, _ = prepare(batches(1, config.micro_batch)[0])
     for _ in range(2):
@@ -140,8 +165,14 @@ def peak_of_backward(config: Config) -> int:
         with profile(profile_memory=True) as profiler:
             engine.backward(surrogate, scale_wrt_gas=False)
         engine.step()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    events = [
+        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
+    return max(
+        itertools.accumulate(
+            event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())
+        )
+    )
 
 
 def peaks_of_backward(configs: list[Config]) -> list[int]:
@@ -153,7 +184,11 @@ def test_planned_gradients_and_buckets_are_what_backward_takes(tmp_path: Path) -
     model, bucket = write_tiny(tmp_path, width=256, head_width=32), {"reduce_bucket_size": 300_000}
     changes = {"optim__name": "adamw", "global_batch": 8, "micro_batch": 4}
     configs = [
-        tiny_config(model, {"zero_optimization": {"stage": stage, "overlap_comm": overlaps, **bucket}}, **changes)
+        tiny_config(
+            model,
+            {"zero_optimization": {"stage": stage, "overlap_comm": overlaps, **bucket}},
+            **changes,
+        )
         for stage, overlaps in itertools.product((1, 2), (False, True))
     ]
     found = run_ranks(peaks_of_backward, 2, configs)[0]
@@ -169,7 +204,9 @@ def test_stages_share_out_what_they_promise(tmp_path: Path) -> None:
 
     def parts(stage: int, **zero: Any) -> dict[str, int]:
         ds_config = {"zero_optimization": {"stage": stage, "reduce_bucket_size": 1000, **zero}}
-        return plan_memory(config.model_copy(update={"deepspeed": ds_config}), 8, towers, NOTHING).moments["backward"]
+        return plan_memory(
+            config.model_copy(update={"deepspeed": ds_config}), 8, towers, NOTHING
+        ).moments["backward"]
 
     whole, share = 4 * towers.trained, 4 * -(-towers.trained // 8)
     assert [parts(stage)["optimizer"] for stage in range(4)] == [2 * whole, *[3 * share] * 3]
@@ -184,7 +221,9 @@ def test_stages_share_out_what_they_promise(tmp_path: Path) -> None:
     assert [parts(stage)["communication"] for stage in (1, 2)] == [8000, 8000]
     assert parts(1, overlap_comm=True)["communication"] == 12000
     assert parts(2, overlap_comm=True)["communication"] == 3 * 4 * towers.largest
-    assert parts(2, overlap_comm=True, reduce_bucket_size=100_000)["communication"] == 800_000 + whole
+    assert (
+        parts(2, overlap_comm=True, reduce_bucket_size=100_000)["communication"] == 800_000 + whole
+    )
     with pytest.raises(ValueError, match=r"offloaded to .*nvme"):
         parts(3, offload_optimizer={"device": "nvme", "nvme_path": "/x"})
 
@@ -206,7 +245,9 @@ def test_host_holds_images_as_the_recipe_says(tmp_path: Path) -> None:
     image = towers.sample  # and its caption
 
     def host(pixels: str) -> dict[str, int]:
-        return plan_memory(config.model_copy(update={"pixels": pixels}), 2, towers, Assumptions(image_bytes=700)).host
+        return plan_memory(
+            config.model_copy(update={"pixels": pixels}), 2, towers, Assumptions(image_bytes=700)
+        ).host
 
     def buffers(num: int) -> dict[str, int]:
         return {"pixels, in buffers": num * 16 * image}
@@ -216,11 +257,15 @@ def test_host_holds_images_as_the_recipe_says(tmp_path: Path) -> None:
     assert host("compressed") == buffers(1 + 5) | {"images, compressed": 2048 * 700}
 
 
-@pytest.mark.parametrize(("level", "parts"), [(0, 3 / 2), (1, 3 / 2 + 1 / 2), (2, 3 / 2 + 1 / 2), (3, 3 / 2)])
+@pytest.mark.parametrize(
+    ("level", "parts"), [(0, 3 / 2), (1, 3 / 2 + 1 / 2), (2, 3 / 2 + 1 / 2), (3, 3 / 2)]
+)
 def test_host_holds_the_copy_of_a_checkpoint(level: int, parts: float, tmp_path: Path) -> None:
     """fp32 AdamW on two ranks of one host: weights and moments by rank 0, or each a half of moments and master copy."""
     ds_config = {"zero_optimization": {"stage": level}, "torch_autocast": {"enabled": False}}
-    config = tiny(tmp_path, deepspeed=ds_config, global_batch=32, micro_batch=16, optim__name="adamw")
+    config = tiny(
+        tmp_path, deepspeed=ds_config, global_batch=32, micro_batch=16, optim__name="adamw"
+    )
     towers = trace(config, config.micro_batch)
     copied = plan_memory(config, 2, towers, NOTHING).host["checkpoint, copied"]
     assert copied == pytest.approx(parts * 4 * towers.trained, rel=1e-3)
@@ -242,7 +287,17 @@ def command(folder: Path, *arguments: str) -> list[str]:
         f"model: {{name: {write_tiny(folder)}}}, "
         "deepspeed: {base: zero1, zero_optimization: {reduce_bucket_size: 1000}}}"
     )
-    return ["disco-ds", "plan", "--config", str(path), "--ranks", "4", "--context", "0.01", *arguments]
+    return [
+        "disco-ds",
+        "plan",
+        "--config",
+        str(path),
+        "--ranks",
+        "4",
+        "--context",
+        "0.01",
+        *arguments,
+    ]
 
 
 def run(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
@@ -255,11 +310,22 @@ def test_fit_writes_a_recipe_that_fits_and_is_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "fitted"
-    argv = command(tmp_path, "--gpu-memory", "0.1", "--fit", str(folder), "--host-memory", "2", "samples=5000000")
+    argv = command(
+        tmp_path,
+        "--gpu-memory",
+        "0.1",
+        "--fit",
+        str(folder),
+        "--host-memory",
+        "2",
+        "samples=5000000",
+    )
     assert run(argv, monkeypatch) == 0
     assert "\nfits: 0." in capsys.readouterr().out
     config = load_config(folder / "recipe.yaml")
-    assert config.optim.warmup_steps == config.num_steps // 10, "the default of 2,000 is longer than the run"
+    assert config.optim.warmup_steps == config.num_steps // 10, (
+        "the default of 2,000 is longer than the run"
+    )
     assert "zero_optimization" in json.loads((folder / "ds_config.json").read_text())
     assert f"global batch {config.global_batch:,} = 4 ranks" in describe_run(config, 4)
     assumed = Assumptions(context_gib=0.01)
@@ -267,16 +333,26 @@ def test_fit_writes_a_recipe_that_fits_and_is_accepted(
     assert plan_memory(config, 4, towers, assumed).total <= 0.1 * GIB
     more = config.model_copy(update={"global_batch": 2 * config.global_batch})
     memory = plan_memory(more, 4, towers, assumed)
-    assert memory.total > 0.1 * GIB or 4 * sum(memory.host.values()) > 2 * GIB, "twice as many do not fit"
+    assert memory.total > 0.1 * GIB or 4 * sum(memory.host.values()) > 2 * GIB, (
+        "twice as many do not fit"
+    )
     assert run(argv, monkeypatch) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
 def test_plan_says_what_does_not_fit_and_draws_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     picture = tmp_path / "memory.png"
-    argv = command(tmp_path, "--gpu-memory", "0.02", "global_batch=32768", "loss.name=clip", "--picture", str(picture))
+    argv = command(
+        tmp_path,
+        "--gpu-memory",
+        "0.02",
+        "global_batch=32768",
+        "loss.name=clip",
+        "--picture",
+        str(picture),
+    )
     assert run(argv, monkeypatch) == 1
     out = capsys.readouterr().out
     assert "DOES NOT FIT: 2" in out
@@ -293,10 +369,12 @@ def test_plan_says_what_does_not_fit_and_draws_it(
         (["micro_batch=48"], "not a multiple of ranks x micro_batch"),
         pytest.param(
             ["--gpu-memory", "0.001", "--fit", "x"],
-            "nothing fits 0.001 GiB: a micro-batch of 64 alone",
+            "nothing fits 0.001 GiB: a single micro-batch of 64",
             marks=pytest.mark.slow,
         ),
-        pytest.param(["loss.name=sogclr", "data={shards: /x}"], "--data-samples N", marks=pytest.mark.slow),
+        pytest.param(
+            ["loss.name=sogclr", "data={shards: /x}"], "--data-samples N", marks=pytest.mark.slow
+        ),
         (["model.name=nothing"], "unknown model 'nothing'"),
     ],
 )
@@ -315,14 +393,20 @@ def test_mistakes_are_told_in_one_line(
 
 @pytest.mark.slow
 def test_time_is_flops_and_bytes_over_the_rates(tmp_path: Path) -> None:
-    config = tiny(tmp_path, deepspeed=AUTOCAST, global_batch=64, micro_batch=4, loss__name="disco_fused")
+    config = tiny(
+        tmp_path, deepspeed=AUTOCAST, global_batch=64, micro_batch=4, loss__name="disco_fused"
+    )
     towers, gpu = trace(config, 4), find_gpu("A100-40G")
-    speed = plan_speed(config, 8, towers, Rates(gpu, Assumptions(efficiency=0.5, between_hosts=1.0, per_host=4)))
+    speed = plan_speed(
+        config, 8, towers, Rates(gpu, Assumptions(efficiency=0.5, between_hosts=1.0, per_host=4))
+    )
     assert speed is not None
     assert speed.towers_s == pytest.approx((towers.replay_flops + 2 * towers.flops) / 156e12)
     assert speed.loss_s == pytest.approx(4 * 2 * 8 * 64 * 16 / (0.5 * 312e12))
     assert speed.comm_s == pytest.approx(speed.comm_bytes / 1e9)
-    assert speed.comm_bytes == pytest.approx(64 * 16 * (2 + 4) + 7 / 8 * 3 * 4 * towers.trained, rel=1e-6)
+    assert speed.comm_bytes == pytest.approx(
+        64 * 16 * (2 + 4) + 7 / 8 * 3 * 4 * towers.trained, rel=1e-6
+    )
     assert plan_speed(config, 8, towers, Rates(find_gpu("40"))) is None
 
 
@@ -336,12 +420,36 @@ def test_verdicts_and_slope_of_the_papers_table_3() -> None:
 
     def plan(loss: str, ranks: int, batch: int) -> int:
         update = {"global_batch": batch, "micro_batch": batch // ranks}
-        config = recipe.model_copy(update=update | {"loss": recipe.loss.model_copy(update={"name": loss})})
+        config = recipe.model_copy(
+            update=update | {"loss": recipe.loss.model_copy(update={"name": loss})}
+        )
         return plan_memory(config, ranks, trace(config, config.micro_batch)).total
 
     limit = find_gpu("A100-40G").gib * GIB
     assert plan("clip", 64, 32768) <= limit
     assert plan("clip", 64, 65536) > limit
-    assert all(plan("disco", *setting) <= limit for setting in ((64, 32768), (64, 196608), (8, 32768)))
+    assert all(
+        plan("disco", *setting) <= limit for setting in ((64, 32768), (64, 196608), (8, 32768))
+    )
     first, second = (trace(recipe, m).backward for m in (512, 4096))
     assert (second - first) / (4096 - 512) == pytest.approx(5.2e6, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    "stage", [1, pytest.param(0, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
+)
+def test_planned_size_is_that_of_a_checkpoint(
+    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_config(
+        recipe(tmp_path, deepspeed={"zero_optimization": {"stage": stage}}, steps=1)
+    )
+    folder = run_training(config)
+    written = sum(
+        path.stat().st_size
+        for path in (folder / "checkpoints" / "step-00000001" / "engine").iterdir()
+    )
+    assert sum(count_checkpoint(config, trace(config, config.micro_batch))) == pytest.approx(
+        written, rel=0.1
+    )

@@ -35,8 +35,13 @@ def measure(cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, int, int
             torch.manual_seed(comm.rank())
             loss = build_loss(name, **options)
             loss.set_num_samples(b * comm.size(), b * comm.size())
-            image, text = (torch.nn.functional.normalize(torch.randn(b, D)).requires_grad_() for _ in range(2))
-            scale, bias = torch.tensor([14.3], requires_grad=True), torch.tensor([-10.0], requires_grad=True)
+            image, text = (
+                torch.nn.functional.normalize(torch.randn(b, D)).requires_grad_() for _ in range(2)
+            )
+            scale, bias = (
+                torch.tensor([14.3], requires_grad=True),
+                torch.tensor([-10.0], requires_grad=True),
+            )
             index = torch.arange(b) + comm.rank() * b
             with Allocations([image, text, scale, bias, index]) as memory:
                 loss(Embeddings(image, text, scale, bias, index)).loss.backward()
@@ -57,7 +62,9 @@ def test_planned_memory_of_every_loss_is_what_it_allocates_at_one_rank_and_two()
 
 def check(found: list[tuple[str, int, int]], num_cases: int) -> None:
     wrong = [
-        f"{case}: planned {a:,}, allocated {b:,} ({a / b - 1:+.1%})" for case, a, b in found if not 0.9 < a / b < 1.2
+        f"{case}: planned {a:,}, allocated {b:,} ({a / b - 1:+.1%})"
+        for case, a, b in found
+        if not 0.9 < a / b < 1.2
     ]
     assert not wrong, "\n".join(wrong)
     assert len(found) == num_cases * len(SHAPES)

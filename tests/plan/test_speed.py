@@ -11,7 +11,19 @@ from disco_ds.plan.towers import Towers
 from helpers.towers import tiny_config, write_tiny
 
 M, T = 10**6, 10**12
-TOWERS = Towers(0, 0, 0, 0, replay_flops=T, flops=4 * T, trained=100 * M, frozen=0, largest=M, width=512, sample=1)
+TOWERS = Towers(
+    0,
+    0,
+    0,
+    0,
+    replay_flops=T,
+    flops=4 * T,
+    trained=100 * M,
+    frozen=0,
+    largest=M,
+    width=512,
+    sample=1,
+)
 
 
 @pytest.fixture
@@ -32,7 +44,9 @@ def plan(tmp_path):
 def test_gradients_travel_beside_the_only_backward(plan):
     one, two = plan(1024, "disco_fused"), plan(512, "disco_fused")
     backward_s = 3 * T / (19.5 * T)
-    assert one.comm_s - one.exposed_s == pytest.approx(min(backward_s, 2 / 3 * (15 / 16 * 12 * 100 * M / 1e9)))
+    assert one.comm_s - one.exposed_s == pytest.approx(
+        min(backward_s, 2 / 3 * (15 / 16 * 12 * 100 * M / 1e9))
+    )
     assert two.exposed_s == two.comm_s
     assert two.step_s == pytest.approx(two.towers_s + two.loss_s + two.comm_s)
 

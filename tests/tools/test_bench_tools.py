@@ -21,7 +21,9 @@ from helpers.dist import run_ranks, start_server
 from helpers.paths import TOOLS
 from helpers.tool import load_tool
 
-bench_gpu, bench_loss, peers, slices = (load_tool(x) for x in ("bench_gpu", "bench_loss", "peers", "slices"))
+bench_gpu, bench_loss, peers, slices = (
+    load_tool(x) for x in ("bench_gpu", "bench_loss", "peers", "slices")
+)
 train_rates = load_tool("train_rates")
 
 PROGRAM = """
@@ -58,7 +60,9 @@ def run_program(folder: Path, *options: str) -> list[str]:
     program = folder / "program.py"
     program.write_text(textwrap.dedent(PROGRAM.format(tools=str(TOOLS))))
     command = [sys.executable, str(program), "--out", str(folder / "x.jsonl"), *options]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+    return subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=60
+    ).stdout.splitlines()
 
 
 def test_slices_fail_alone_and_are_resumed(tmp_path):
@@ -77,7 +81,9 @@ def test_slices_fail_alone_and_are_resumed(tmp_path):
     assert found["crash"].records == found["hang"].records == [{"started": True}]
     assert "last words" in (tmp_path / "x.log").read_text()
     # What has ended is not done again; what has not, is: "good" as if its process had been killed.
-    kept = [x for x in results.path.read_text().splitlines() if '"good"' not in x or '"end"' not in x]
+    kept = [
+        x for x in results.path.read_text().splitlines() if '"good"' not in x or '"end"' not in x
+    ]
     results.path.write_text("\n".join(kept) + '\n{"slice": "go')
     results.path.write_text(results.path.read_text() + "\n")
     assert run_program(tmp_path, "--budget", "60") == ["good done", "left 1 good crash hang raise"]
@@ -132,7 +138,10 @@ def test_bench_gpu_runs_every_loss_and_prints_what_has_figures(tmp_path):
             assert len(errors) == (2 if bench_gpu.SHAPES[key].ranks == 1 else 0)
             assert all(value < 1e-2 for value in errors), name
     assert "error 14" in outcomes["one: open_clip amp_bf16"].records[0]
-    one, share = text.index("### B 32,768 on one GPU, D 512"), text.index("### the share of B 196,608")
+    one, share = (
+        text.index("### B 32,768 on one GPU, D 512"),
+        text.index("### the share of B 196,608"),
+    )
     assert text.count("| `disco_fused` |", one, share) == 1
     assert "broken: RuntimeError: no such kernel" in text[one:share]
     assert "absent: No module named 'absent'" in text[one:share]
@@ -161,19 +170,29 @@ ALL = [x.name for x in (*train_rates.our_slices(), *train_rates.other_slices())]
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("names", [FEW, pytest.param(ALL, marks=pytest.mark.slow)], ids=["few", "all"])
+@pytest.mark.parametrize(
+    "names", [FEW, pytest.param(ALL, marks=pytest.mark.slow)], ids=["few", "all"]
+)
 def test_bench_gpu_measures_training_and_prints_it(names):
     (found,) = run_ranks(train_slices, 1, names, timeout_s=1700)
     outcomes = {name: slices.Outcome({}, records, "done", 1.0) for name, records in found.items()}
-    outcomes["step: ViT-B-16, open_clip"] = slices.Outcome({}, [{"missing": "No module named 'absent'"}], "done", 1.0)
-    outcomes["data: ViT-L-14"] = slices.Outcome({}, [{"problem": "OutOfMemoryError: no room"}], "done", 1.0)
+    outcomes["step: ViT-B-16, open_clip"] = slices.Outcome(
+        {}, [{"missing": "No module named 'absent'"}], "done", 1.0
+    )
+    outcomes["data: ViT-L-14"] = slices.Outcome(
+        {}, [{"problem": "OutOfMemoryError: no room"}], "done", 1.0
+    )
     for name, records in found.items():
         if name in ("step: ViT-B-16, open_clip", "data: ViT-L-14"):
             continue
         assert len(records) == 1, name
         assert "problem" not in records[0], records
         assert not bench_gpu.failed(name, outcomes[name])
-        assert all(value > 0 for key, value in records[0].items() if key in ("ms", "mfu", "ratio", "samples_per_s"))
+        assert all(
+            value > 0
+            for key, value in records[0].items()
+            if key in ("ms", "mfu", "ratio", "samples_per_s")
+        )
     assert not bench_gpu.failed("step: ViT-B-16, open_clip", outcomes["step: ViT-B-16, open_clip"])
     assert bench_gpu.failed("data: ViT-L-14", outcomes["data: ViT-L-14"])
     text = "\n".join(bench_gpu.tables(outcomes, "python tools/bench_gpu.py"))
@@ -212,7 +231,9 @@ def test_pretended_world_is_one_of_copies():
         found = pool.submit(pretended).result()
     image, text, *rest = leaves()
     copies = Embeddings(image.repeat(WORLD, 1), text.repeat(WORLD, 1), *rest)
-    assert found == pytest.approx([build_loss(name)(copies).loss.item() for name in ("clip", "siglip")], rel=1e-12)
+    assert found == pytest.approx(
+        [build_loss(name)(copies).loss.item() for name in ("clip", "siglip")], rel=1e-12
+    )
 
 
 def interpreted() -> dict[str, list[dict[str, Any]]]:
@@ -221,16 +242,32 @@ def interpreted() -> dict[str, list[dict[str, Any]]]:
 
     check_kernels, loss_checks = load_tool("check_kernels"), load_tool("loss_checks")
     loss_checks.CASES = (("typical", 14.3), ("outlier", 100.0))
-    some = ("disco_fused, store", "inf_cl", "siglip, without accuracies", "nt_xent, ring", "fastclip_v3", "isogclr")
+    some = (
+        "disco_fused, store",
+        "inf_cl",
+        "siglip, without accuracies",
+        "nt_xent, ring",
+        "fastclip_v3",
+        "isogclr",
+    )
     loss_checks.LOSSES = {label: loss_checks.LOSSES[label] for label in some}
     found: dict[str, list[dict[str, Any]]] = {}
 
     def run(name: str, as_name: str | None = None) -> None:
-        do = next(do for x, do in check_kernels.work(check_kernels.REHEARSAL).items() if x.name == name)
+        do = next(
+            do for x, do in check_kernels.work(check_kernels.REHEARSAL).items() if x.name == name
+        )
         records = found.setdefault(as_name or name, [])
         do(lambda **fields: records.append(fields))
 
-    for name in ("losses auto", "float64", "far", "rates bf16", "forced fp16 64x128 w4 s4", "default bf16"):
+    for name in (
+        "losses auto",
+        "float64",
+        "far",
+        "rates bf16",
+        "forced fp16 64x128 w4 s4",
+        "default bf16",
+    ):
         run(name)
 
     def wrong(e: Tensor, a: Tensor, beta: Tensor, tiling: Any, out: Tensor) -> Tensor:
@@ -256,13 +293,24 @@ def test_check_kernels_runs_every_kind_of_slice_and_finds_what_is_wrong(monkeypa
             assert len(failures) == 3, "one for each tile"
         elif name == "wrong":
             assert {x["what"] for x in failures} == {"kept weights"}
-            assert f"FAILED {failures[0]['case']}: kept weights: Triton" in check_kernels.show(name, outcome)
+            assert f"FAILED {failures[0]['case']}: kept weights: Triton" in check_kernels.show(
+                name, outcome
+            )
         else:
             assert not failures, f"{name}: {failures}"
     shifts = [x for x in found["losses auto"] if x["what"] == "one shift for all rows, or not"]
     assert {x["case"].split(", ")[-2] for x in shifts} == {"typical pairs", "outlier pairs"}
-    assert {x["rate"] for x in found["rates bf16"]} > {"sums", "weights", "sigmoid", "torch: W columns"}
-    text = "\n".join(check_kernels.summary({"rates bf16": slices.Outcome(records=found["rates bf16"], end="done")}))
+    assert {x["rate"] for x in found["rates bf16"]} > {
+        "sums",
+        "weights",
+        "sigmoid",
+        "torch: W columns",
+    }
+    text = "\n".join(
+        check_kernels.summary(
+            {"rates bf16": slices.Outcome(records=found["rates bf16"], end="done")}
+        )
+    )
     assert "32x64 w1 s1" in text
 
 

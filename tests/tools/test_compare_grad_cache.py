@@ -10,7 +10,15 @@ import pytest
 from helpers.tool import load_tool
 
 compare_grad_cache = load_tool("compare_grad_cache")
-SIZES = ["--batch=32", "--error-batch=32", "--micro-batch=4", "--length=6", "--hidden=16", "--layers=1", "--repeats=1"]
+SIZES = [
+    "--batch=32",
+    "--error-batch=32",
+    "--micro-batch=4",
+    "--length=6",
+    "--hidden=16",
+    "--layers=1",
+    "--repeats=1",
+]
 OURS = ["disco_fused", "disco_fused, micro-batch / 2"]
 
 
@@ -49,7 +57,9 @@ def test_a_gradient_of_local_negatives_or_of_another_scale_is_found():
 def test_a_rank_that_fails_ends_the_comparison_with_its_traceback():
     args = compare_grad_cache.parse_args(["--contenders", "disco_fused", *SIZES])
     args.micro_batch = 5
-    with pytest.raises(RuntimeError, match=r"disco_fused: (.|\n)*does not divide into 3 micro-batches"):
+    with pytest.raises(
+        RuntimeError, match=r"disco_fused: (.|\n)*does not divide into 3 micro-batches"
+    ):
         compare_grad_cache.measure(["disco_fused"], args)
 
 

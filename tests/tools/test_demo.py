@@ -28,8 +28,16 @@ def clone(tmp_path):
 def test_demo_runs_twice_from_a_folder_with_a_space(clone):
     environment = os.environ | {"PYTHONPATH": str(clone), "OMP_NUM_THREADS": "1"}
     for name in ("quickstart", "quickstart-2"):
-        command = [sys.executable, "tools/demo.py", "samples=1280", "optim.warmup_steps=2", "log.every_steps=5"]
-        done = subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True, timeout=400)
+        command = [
+            sys.executable,
+            "tools/demo.py",
+            "samples=1280",
+            "optim.warmup_steps=2",
+            "log.every_steps=5",
+        ]
+        done = subprocess.run(
+            command, cwd=clone, env=environment, capture_output=True, text=True, timeout=400
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         run = clone / "runs" / name
         assert (run / "finished.json").exists()
@@ -45,7 +53,9 @@ def test_demo_runs_twice_from_a_folder_with_a_space(clone):
 def test_demo_tells_a_failure_and_where_to_read_on(clone):
     environment = os.environ | {"PYTHONPATH": str(clone), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "tools/demo.py", "data.shards=/nowhere"]
-    done = subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True, timeout=250)
+    done = subprocess.run(
+        command, cwd=clone, env=environment, capture_output=True, text=True, timeout=250
+    )
     assert done.returncode != 0
     assert "/nowhere" in done.stdout
     assert "the run did not finish; the end of runs/demo.log" in done.stderr

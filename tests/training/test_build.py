@@ -14,7 +14,7 @@ from PIL import Image
 from disco_ds.config import Config, load_config
 from disco_ds.data import index_shards, write_manifest
 from disco_ds.distributed import comm
-from disco_ds.metrics.records import METRICS_FILE
+from disco_ds.metrics.logger import METRICS_FILE
 from disco_ds.training.build import build
 from disco_ds.training.loop import train
 from helpers.dist import run_ranks
@@ -29,7 +29,9 @@ def bad_settings(path: Path, folder: Path) -> None:
     expect(refused(config("loss.name=disko")), "unknown loss 'disko'", "did you mean disco", "clip")
     expect(refused(config("loss.options={tilt: 4}")), "no option tilt", "tile")
     for tile in ("4", "[4]", "[4, 0]", "[4, x]", "{a: 1, b: 2}", "ab"):
-        expect(refused(config(f"loss.options={{tile: {tile}}}")), "tile must be two positive numbers")
+        expect(
+            refused(config(f"loss.options={{tile: {tile}}}")), "tile must be two positive integers"
+        )
     expect(refused(config("loss={name: disco, options: {tile: [4, 4]}}")), "no option tile")
     expect(refused(config("model.name=ViT-B-33")), "unknown model 'ViT-B-33'", "ViT-B-32")
     expect(refused(config(f"model.name={write_tiny(folder / 'small')}")), "vocab_size 100", "49408")
@@ -40,25 +42,41 @@ def bad_settings(path: Path, folder: Path) -> None:
         "nearest: global_batch=16",
     )
     expect(refused(config("micro_batch=3")), "(2 x 3 = 6)", "nearest: global_batch=18")
-    expect(refused(config("ranks=8")), "for 8 ranks, this run has 2", "hostfile")
-    expect(refused(config("deepspeed.zero_optimisation.stage=2")), "unknown key zero_optimisation", "zero_optimization")
-    expect(refused(config("deepspeed.gradient_clipping=1.0")), "gradient_clipping", "optim.clip_norm")
+    expect(refused(config("ranks=8")), "expects 8 ranks, but this run has 2", "hostfile")
+    expect(
+        refused(config("deepspeed.zero_optimisation.stage=2")),
+        "unknown key zero_optimisation",
+        "zero_optimization",
+    )
+    expect(
+        refused(config("deepspeed.gradient_clipping=1.0")), "gradient_clipping", "optim.clip_norm"
+    )
     expect(refused(config("data.shards=nowhere")), "nowhere")
     expect(refused(config(f"data.shards={folder / 'empty'}")), "holds no .tar file")
     expect(refused(config(f"data.shards={folder / 'unindexed'}")), "manifest", "disco-ds index")
-    expect(refused(config("eval.labelled={far: nowhere}")), "nowhere")
+    expect(refused(config("eval.labeled={far: nowhere}")), "nowhere")
     expect(
-        refused(config("eval={labelled: {far: 'bundled:emoji/unseen'}, label_key: '{json[no]}'}")), "far", "has a label"
+        refused(config("eval={labeled: {far: 'bundled:emoji/unseen'}, label_key: '{json[no]}'}")),
+        "far",
+        "has a label",
     )
     expect(refused(config("data.slots=5")), "data.slots=4 or data.slots=6")
-    expect(refused(config("data.slots=null", f"data.shards={folder / 'one'}")), "1 slots", "2 ranks", "data.slots=2")
+    expect(
+        refused(config("data.slots=null", f"data.shards={folder / 'one'}")),
+        "1 slots",
+        "2 ranks",
+        "data.slots=2",
+    )
     # Refused by the optimizer, when the folder has been made.
     expect(
-        refused(config("model.name=quickstart", "optim.image.layer_decay=0.5")), "layers of this model's image tower"
+        refused(config("model.name=quickstart", "optim.image.layer_decay=0.5")),
+        "layers of this model's image tower",
     )
     expect(refused(config(), resume="latest"), "no run called tiny")
     expect(refused(config(), resume=str(folder)), "not a run folder")
-    assert not (folder / "runs").exists() or not any((folder / "runs").iterdir()), "a refused run leaves no folder"
+    assert not (folder / "runs").exists() or not any((folder / "runs").iterdir()), (
+        "a refused run leaves no folder"
+    )
     said = stopped(config("data.image_key=jpg", "name=wrong-key"))
     expect(said, "data failed on rank 0, 1", "no image under jpg", "the sample has json, png, txt")
 
@@ -90,21 +108,41 @@ def changed_on_resume(path: Path) -> None:
         runs = Path(folder).parent
         (runs / "missing" / "checkpoints" / whole.name / "rank_00001.pt").unlink()
         (runs / "cut" / "checkpoints" / whole.name / "rank_00001.pt").write_bytes(b"x" * 10)
-        (runs / "foreign" / "checkpoints" / whole.name / "checkpoint.json").write_text('{"weights": 1}')
-        shard = next((runs / "unreadable" / "checkpoints" / whole.name / "engine").glob("*rank_1*optim*"))
+        (runs / "foreign" / "checkpoints" / whole.name / "checkpoint.json").write_text(
+            '{"weights": 1}'
+        )
+        shard = next(
+            (runs / "unreadable" / "checkpoints" / whole.name / "engine").glob("*rank_1*optim*")
+        )
         shard.write_bytes(b"\0" * shard.stat().st_size)
     comm.barrier()
     runs = Path(folder).parent
-    expect(refused(load_config(path, ["name=first", "steps=2"]), resume=folder), "is at step 4", "end at 2")
+    expect(
+        refused(load_config(path, ["name=first", "steps=2"]), resume=folder),
+        "is at step 4",
+        "end at 2",
+    )
     config = load_config(path, ["name=first", "steps=6"])
     expect(refused(config, resume=str(runs / "missing")), "incomplete", "rank_00001.pt is missing")
-    expect(refused(config, resume=str(runs / "cut")), "damaged", "rank_00001.pt has 10 bytes, expected")
+    expect(
+        refused(config, resume=str(runs / "cut")), "damaged", "rank_00001.pt has 10 bytes, expected"
+    )
     expect(refused(config, resume=str(runs / "foreign")), "not a disco_ds checkpoint")
     said = refused(config, resume=str(runs / "unreadable"))
-    expect(said, "is damaged: engine/", "zero_pp_rank_1_mp_rank_00_optim_states.pt is not what was written")
+    expect(
+        said,
+        "is damaged: engine/",
+        "zero_pp_rank_1_mp_rank_00_optim_states.pt is not what was written",
+    )
     # What may change does: workers, micro-batch, logging, a longer run.
     with ExitStack() as stack:
-        overrides = ["name=first", "steps=6", "micro_batch=8", "data.workers=1", "log.every_steps=2"]
+        overrides = [
+            "name=first",
+            "steps=6",
+            "micro_batch=8",
+            "data.workers=1",
+            "log.every_steps=2",
+        ]
         run = build(load_config(path, overrides), folder, stack)
         assert run.first_step == 4
         train(run)
@@ -112,17 +150,36 @@ def changed_on_resume(path: Path) -> None:
 
 def broken_data(path: Path, folder: Path) -> None:
     with ExitStack() as stack:
-        overrides = [f"data.shards={folder / 'broken'}", "name=broken", "data.slots=2", "data.max_broken=0.5"]
+        overrides = [
+            f"data.shards={folder / 'broken'}",
+            "name=broken",
+            "data.slots=2",
+            "data.max_broken=0.5",
+        ]
         run = build(load_config(path, overrides), None, stack)
         train(run)
         comm.barrier()
-        names = [line.partition(": ")[2] for path in run.folder.glob("broken-*.txt") for line in path.open()]
+        names = [
+            line.partition(": ")[2]
+            for path in run.folder.glob("broken-*.txt")
+            for line in path.open()
+        ]
         records = (run.folder / METRICS_FILE).read_text().splitlines()
     # 80 samples in 4 steps of 16, so not all are met, but never the same one in another count.
     assert json.loads(records[-1])["broken_samples"] >= len(set(names)) >= 3, names
-    assert any(name.startswith("00001.tar/entry") and "complete samples" in name for name in names), names
+    assert any(
+        name.startswith("00001.tar/entry") and "complete samples" in name for name in names
+    ), names
     said = stopped(
-        load_config(path, [f"data.shards={folder / 'rotten'}", "name=rotten", "data.slots=2", "data.max_broken=0.1"])
+        load_config(
+            path,
+            [
+                f"data.shards={folder / 'rotten'}",
+                "name=rotten",
+                "data.slots=2",
+                "data.max_broken=0.1",
+            ],
+        )
     )
     expect(said, "samples are broken", "data.max_broken")
 

@@ -14,15 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from disco_ds.checkpoints import checkpoint
+from disco_ds.checkpoints.retention import find_latest, read_meta
 from disco_ds.config import Config, load_config
 from disco_ds.data import index_shards, write_manifest
 from disco_ds.distributed import comm
-from disco_ds.metrics.run_folder import CHECKPOINTS
-from disco_ds.training import checkpoint
+from disco_ds.runs.run_folder import CHECKPOINTS
 from disco_ds.training.build import Run
 from disco_ds.training.loop import StopError, finish, train
-from disco_ds.training.retention import find_latest, read_meta
-from disco_ds.training.saving import wait_for_copies
 from helpers.dist import run_ranks
 from helpers.faults import At, failure, nothing, start
 from helpers.launched import (
@@ -81,11 +80,17 @@ def data_faults(path: Path, folder: Path) -> None:
     expect(said, "data failed on rank 1: ", "data worker 0 of 1", "died, exit code -9")
     said = failure(config("vanished"), remove, StopError)
     expect(said, "data failed on rank ", "No such file", str(folder / "vanished"))
-    expect(stopped(config("keys", "data.captions={'{json[title]}': 1.0}")), "title", "the sample has png, txt")
+    expect(
+        stopped(config("keys", "data.captions={'{json[title]}': 1.0}")),
+        "title",
+        "the sample has png, txt",
+    )
     run = train_with(config("cut", "data.max_broken=1.0"), cut)
     comm.barrier()
     names = [line for path in run.folder.glob("broken-*.txt") for line in path.open()]
-    assert any(("of" in name and "bytes" in name) or "complete samples" in name for name in names), names
+    assert any(
+        ("of" in name and "bytes" in name) or "complete samples" in name for name in names
+    ), names
 
 
 @pytest.mark.slow
@@ -93,7 +98,10 @@ def test_faults_of_the_data_stop_all_ranks_and_are_named(tmp_path):
     for name in ("killed", "vanished", "cut", "keys"):
         (tmp_path / name).mkdir()
         for number in range(8):
-            write_shard(tmp_path / name / f"{number:05d}.tar", [image_sample(number) for number in range(20)])
+            write_shard(
+                tmp_path / name / f"{number:05d}.tar",
+                [image_sample(number) for number in range(20)],
+            )
         write_manifest(index_shards(tmp_path / name))
     run_ranks(data_faults, 2, recipe(tmp_path), tmp_path)
 
@@ -111,7 +119,7 @@ def crash_and_resume(path: Path, folder: Path) -> None:
         "checkpoint.every_steps=4",
         "checkpoint.asynchronous=false",  # the crash may come while a save is in flight
         f"checkpoint.copy_command=cp -r {{path}} {folder}/{{name}}",
-        "eval={every_steps: 2, labelled: {unseen: 'bundled:emoji/unseen'}}",
+        "eval={every_steps: 2, labeled: {unseen: 'bundled:emoji/unseen'}}",
     ]
     config = load_config(path, overrides)
 
@@ -126,7 +134,7 @@ def crash_and_resume(path: Path, folder: Path) -> None:
         assert run.first_step == 4
         train(run)
         finish(run)
-        wait_for_copies(run)
+        run.saver.wait_for_uploads(run.config.num_steps)
 
 
 @pytest.mark.slow
@@ -141,11 +149,15 @@ def test_records_and_points_go_on_after_a_crash(tmp_path):
     points = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
     names = points.Tags()["scalars"]
     assert "train/loss" in names
-    for name in set(names) - {"time/save_s"}:  # which steps have waited for a save, is up to the disk
+    for name in set(names) - {
+        "time/save_s"
+    }:  # which steps have waited for a save, is up to the disk
         expected = (2, 4, 6, 8) if name.startswith("eval/") else range(1, 9)
         assert [point.step // 16 for point in points.Scalars(name)] == list(expected), name
     losses = {record["step"]: record["loss"] for record in records(run) if "loss" in record}
-    assert [point.value for point in points.Scalars("train/loss")] == pytest.approx(list(losses.values()))
+    assert [point.value for point in points.Scalars("train/loss")] == pytest.approx(
+        list(losses.values())
+    )
     for name in ("step-00000004", "step-00000008"):
         read_meta(tmp_path / name)
 
@@ -164,7 +176,13 @@ def full_disk(path: Path, disk: Path) -> None:
     ballast = disk / "ballast"
 
     def config(name: str, *overrides: str, way: str = "false") -> Config:
-        own = [f"runs={disk}", f"name={name}", "checkpoint.every_steps=1", "steps=5", f"checkpoint.asynchronous={way}"]
+        own = [
+            f"runs={disk}",
+            f"name={name}",
+            "checkpoint.every_steps=1",
+            "steps=5",
+            f"checkpoint.asynchronous={way}",
+        ]
         return load_config(path, [*own, *overrides])
 
     def fill(run: Run, number: int) -> None:
@@ -191,18 +209,20 @@ def full_disk(path: Path, disk: Path) -> None:
     for way in ("false", "true"):
         run = train_with(config(f"tight-{way}", "checkpoint.keep_last=2", way=way), nothing)
         assert saved(run) == ["step-00000004", "step-00000005"]
-        assert run.failed_saves == 0
+        assert run.saver.num_failed == 0
         clear(run)
     # Filled by others for a while: the run goes on.
     run = train_with(config("goes-on", "checkpoint.keep_last=1"), fill)
-    assert run.failed_saves == 0
+    assert run.saver.num_failed == 0
     assert saved(run) == ["step-00000005"]
     if comm.rank() == 0:
         assert [record["step"] for record in records(run.folder)] == [1, 2, 3, 4, 5]
     clear(run)
     # For too long: all stop, and the checkpoint before is whole.
-    said = failure(config("stops", "checkpoint.max_failed=0"), fill, comm.AgreedError)
-    expect(said, "No space left on device", str(disk / "stops" / CHECKPOINTS), "MiB free", "make room")
+    said = failure(config("stops", "checkpoint.max_failed_saves=0"), fill, comm.AgreedError)
+    expect(
+        said, "No space left on device", str(disk / "stops" / CHECKPOINTS), "MiB free", "make room"
+    )
     saved_at = checkpoint.read(find_latest(disk / "stops"))
     assert saved_at.step == 1
     assert not list((disk / "stops" / CHECKPOINTS).glob(".*"))
@@ -233,13 +253,20 @@ def test_full_disk_stops_no_run_that_need_not_stop(tmp_path, small_disk):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_lost_rank_is_named_and_nobody_is_left(number, tmp_path):
     folder = tmp_path / "run"
-    arguments = [*write_recipe(folder, CASES["zero1-fp32"]), "steps=5000", "checkpoint.every_steps=0", "lost_after_s=5"]
+    arguments = [
+        *write_recipe(folder, CASES["zero1-fp32"]),
+        "steps=5000",
+        "checkpoint.every_steps=0",
+        "lost_after_s=5",
+    ]
     with launched("launch", 2, arguments, folder) as process:
         wait_for(lambda: len(records(folder / "runs" / "tiny")) > 3, "step 4", folder)
         begin = time.monotonic()
         ranks_of(process.pid)[1].send_signal(number)
         named = f"rank 0 stops: rank 1 on {socket.gethostname()} (last step "
-        wait_for(lambda: named in (folder / "log.txt").read_text(), "the lost rank's name", folder, 5 + 5)
+        wait_for(
+            lambda: named in (folder / "log.txt").read_text(), "the lost rank's name", folder, 5 + 5
+        )
         assert process.wait(timeout=60) != 0
         # The launcher gives a stopped rank half a minute to answer its SIGTERM.
         wait_for(lambda: not members(process.pid), "every process to end", folder, 10)
@@ -251,24 +278,41 @@ def test_lost_rank_is_named_and_nobody_is_left(number, tmp_path):
 def test_ten_kills_at_random_moments_change_nothing(tmp_path):
     folder = tmp_path / "run"
     arguments = write_recipe(folder, CASES["zero1-fp32"])
-    arguments += ["steps=60", "checkpoint.every_steps=2", "log.tensorboard=false", "lost_after_s=4", "data.workers=0"]
+    arguments += [
+        "steps=60",
+        "checkpoint.every_steps=2",
+        "log.tensorboard=false",
+        "lost_after_s=4",
+        "data.workers=0",
+    ]
     finish_run("torchrun", 2, [*arguments, "name=whole"], folder)
     arguments, run, draw = [*arguments, "name=cut"], folder / "runs" / "cut", random.Random(0)
     unfinished = 0
     for life in range(10):
         resume = ["--resume", "latest"] if life else []
         with launched("launch", 2, [*arguments, *resume], folder) as process:
-            wait_for(lambda life=life: any(r["step"] >= 4 + 5 * life for r in records(run)), "its step", folder)
+            wait_for(
+                lambda life=life: any(r["step"] >= 4 + 5 * life for r in records(run)),
+                "its step",
+                folder,
+            )
             ranks = ranks_of(process.pid)
             if life % 2:
-                wait_for(lambda: list((run / CHECKPOINTS).glob(".step-*")), "a save", folder, poll_s=0.001)
+                wait_for(
+                    lambda: list((run / CHECKPOINTS).glob(".step-*")),
+                    "a save",
+                    folder,
+                    poll_s=0.001,
+                )
                 time.sleep(draw.uniform(0, 0.02))
             else:
                 time.sleep(draw.uniform(0, 0.05))
             for rank in draw.choice([ranks, ranks[:1], ranks[1:]]):
                 rank.kill()
             assert process.wait(timeout=60) != 0
-            wait_for(lambda process=process: not members(process.pid), "every process to end", folder, 40)
+            wait_for(
+                lambda process=process: not members(process.pid), "every process to end", folder, 40
+            )
         unfinished += bool(list((run / CHECKPOINTS).glob(".step-*")))
     assert not (run / "finished.json").exists()
     assert unfinished, "no kill came in the middle of a save"

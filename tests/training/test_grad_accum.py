@@ -22,7 +22,9 @@ class Dropped:
     def __call__(self, batch: Tensor, keep_graph: bool) -> MicroFeatures:
         rng = Rng()
         with torch.set_grad_enabled(keep_graph):
-            image, text = (F.dropout(F.normalize(side(batch)), 0.5) for side in (self.image, self.text))
+            image, text = (
+                F.dropout(F.normalize(side(batch)), 0.5) for side in (self.image, self.text)
+            )
         return MicroFeatures((image, text, torch.ones(1), None), None, rng)
 
     def again(self, batch: Tensor, first: MicroFeatures) -> MicroFeatures:

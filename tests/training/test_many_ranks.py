@@ -20,7 +20,7 @@ import torch
 
 from disco_ds.config import load_config
 from disco_ds.distributed import comm
-from disco_ds.metrics.run_folder import CHECKPOINTS
+from disco_ds.runs.run_folder import CHECKPOINTS
 from disco_ds.training.build import build
 from disco_ds.training.loop import train
 from helpers.dist import free_port, run_ranks, start_server
@@ -29,12 +29,22 @@ from helpers.tiny_run import recipe
 RANKS = int(os.environ.get("DISCO_DS_TEST_RANKS", "8"))
 FEWER = RANKS * 3 // 4
 MIDDLE = RANKS // 2
-OPTIONS = ["micro_batch=2", "checkpoint.every_steps=5", "lost_after_s=120", "timeout_s=900", "log.tensorboard=false"]
+OPTIONS = [
+    "micro_batch=2",
+    "checkpoint.every_steps=5",
+    "lost_after_s=120",
+    "timeout_s=900",
+    "log.tensorboard=false",
+]
 
 
 def sized(ranks: int) -> list[str]:
     """Settings that fit this many ranks, and three quarters of them: every slot needs a sample."""
-    return [f"global_batch={6 * ranks}", f"data.slots={3 * ranks}", "data.shards=bundled:emoji/train"]
+    return [
+        f"global_batch={6 * ranks}",
+        f"data.slots={3 * ranks}",
+        "data.shards=bundled:emoji/train",
+    ]
 
 
 def run(path: Path, resume: str | None, *overrides: str) -> tuple[dict[str, float], set[str]]:
@@ -56,7 +66,10 @@ def run(path: Path, resume: str | None, *overrides: str) -> tuple[dict[str, floa
 
 def report(what: str, ranks: int, results: list[Any]) -> None:
     longest = {key: max(times[key] for times, _ in results) for key in results[0][0]}
-    print(f"{ranks} ranks, {what}: " + ", ".join(f"{key} {seconds:.1f} s" for key, seconds in longest.items()))
+    print(
+        f"{ranks} ranks, {what}: "
+        + ", ".join(f"{key} {seconds:.1f} s" for key, seconds in longest.items())
+    )
 
 
 def die(number: int, port: int, folder: Path, path: Path) -> None:
@@ -91,7 +104,9 @@ def test_many_ranks_start_save_go_on_as_fewer_and_name_a_lost_one(tmp_path: Path
     report("resume, 1 step", RANKS, results)
     readers = Counter(Path(name).name for _, names in results for name in names)
     assert sum(readers.values()) < 6 * RANKS
-    assert {name for name, count in readers.items() if count > 2} == {"mp_rank_00_model_states.pt"}  # by DeepSpeed
+    assert {name for name, count in readers.items() if count > 2} == {
+        "mp_rank_00_model_states.pt"
+    }  # by DeepSpeed
     # At another one rank 0 reads, and what a rank verifies or gathers is its share.
     results = run_ranks(run, FEWER, path, "latest", "steps=10", *sizes)
     report("resume, 4 steps", FEWER, results)
@@ -100,7 +115,9 @@ def test_many_ranks_start_save_go_on_as_fewer_and_name_a_lost_one(tmp_path: Path
     # The survivors name the rank that is killed.
     start_server()
     context, port = multiprocessing.get_context("forkserver"), free_port()
-    ranks = [context.Process(target=die, args=(number, port, tmp_path, path)) for number in range(FEWER)]
+    ranks = [
+        context.Process(target=die, args=(number, port, tmp_path, path)) for number in range(FEWER)
+    ]
     for process in ranks:
         process.start()
     try:

@@ -14,8 +14,8 @@ from disco_ds.data import StepData
 from disco_ds.distributed import comm
 from disco_ds.distributed.interrupt import Interrupts
 from disco_ds.losses import Embeddings, LossOutput
-from disco_ds.metrics.run_folder import CHECKPOINTS
-from disco_ds.metrics.trouble import Trouble
+from disco_ds.metrics.anomalies import AnomalyDetector
+from disco_ds.runs.run_folder import CHECKPOINTS
 from disco_ds.training.build import build
 from disco_ds.training.loop import StopError, agree, train
 from helpers.dist import run_ranks
@@ -33,12 +33,21 @@ def passed_over(
     path: Path, name: str, deepspeed: dict[str, Any], kinds: dict[int, str], pixels: str = "device"
 ) -> None:
     """The run that passes batches over is, to the bit, the run that never had them, whose images wait on the device."""
-    settings = {"deepspeed": deepspeed, "checkpoint": {"every_steps": 0}, "optim": {"lr": 1e-3, "warmup_steps": 2}}
+    settings = {
+        "deepspeed": deepspeed,
+        "checkpoint": {"every_steps": 0},
+        "optim": {"lr": 1e-3, "warmup_steps": 2},
+    }
     rewrite(path, **settings)
     runs = {}
     for kind in ("spoilt", "without"):
         where = pixels if kind == "spoilt" else "device"
-        own = [f"name={name}-{kind}", f"skip_nonfinite={len(kinds)}", f"pixels={where}", "log.tensorboard=false"]
+        own = [
+            f"name={name}-{kind}",
+            f"skip_nonfinite={len(kinds)}",
+            f"pixels={where}",
+            "log.tensorboard=false",
+        ]
         config = load_config(path, own)
         with ExitStack() as stack:
             run = start(config, poisoned(kinds) if kind == "spoilt" else nothing, stack)
@@ -50,7 +59,9 @@ def passed_over(
     if comm.rank() == 0:
         pair = [records(folder) for folder in runs.values()]
         keys = ("step", "samples", "ids", "loss", "lr", "scale", "grad_norm")
-        assert [[record[key] for key in keys] for record in pair[0]] == [[r[key] for key in keys] for r in pair[1]]
+        assert [[record[key] for key in keys] for record in pair[0]] == [
+            [r[key] for key in keys] for r in pair[1]
+        ]
         assert [record["skipped_batches"] for record in pair[0]] == [0, 0, len(kinds), len(kinds)]
         equal_checkpoints(*(folder / CHECKPOINTS / "step-00000004" for folder in runs.values()))
 
@@ -66,7 +77,12 @@ def rewrite(path: Path, **changes: Any) -> None:
 def too_many(path: Path) -> None:
     for limit, said in ((0, "from the loss of rank 1"), (1, "the gradient is not finite")):
         config = load_config(path, [f"name=too-many-{limit}", f"skip_nonfinite={limit}"])
-        expect(failure(config, poisoned(BOTH), FloatingPointError), "step 2: ", said, "nothing was updated")
+        expect(
+            failure(config, poisoned(BOTH), FloatingPointError),
+            "step 2: ",
+            said,
+            "nothing was updated",
+        )
 
 
 def features(path: Path) -> None:
@@ -75,7 +91,9 @@ def features(path: Path) -> None:
     with ExitStack() as stack:
         run = build(load_config(path, ["name=features"]), None, stack)
         if comm.rank() == 1:
-            run.engine.module.visual.register_forward_hook(lambda module, arguments, out: out * float("nan"))
+            run.engine.module.visual.register_forward_hook(
+                lambda module, arguments, out: out * float("nan")
+            )
         with pytest.raises(FloatingPointError, match=told):
             train(run)
 
@@ -84,15 +102,20 @@ def out_of_step() -> None:
     step = 5 + comm.rank()
     data = StepData([], None, 0.0, [])
     one, out = torch.ones(1, 1), LossOutput(torch.ones(()), {"loss": torch.ones(())})
-    trouble = Trouble(lambda step, values: None, skip=False, max_scale=None, warmup_steps=0)
-    with pytest.raises(StopError, match=r"not at one step.*rank 0 on .*: step 5; rank 1 on .*: step 6"):
+    trouble = AnomalyDetector(lambda step, values: None, skip=False, max_scale=None, warmup_steps=0)
+    with pytest.raises(StopError, match=r"rank 0 on .*: step 5; rank 1 on .*: step 6"):
         agree(step, data, Interrupts(), trouble, Embeddings(one, one, torch.ones(1)), out)
 
 
 def overflow_at_the_bottom(path: Path) -> None:
     """Where a loss scaler cannot go lower, a gradient that is not finite is a fault, and the scaler stays as it was."""
     fp16 = {"enabled": True, "initial_scale_power": 0, "hysteresis": 1, "loss_scale_window": 2}
-    passed_over(path, "bottom", {"base": "zero2", "torch_autocast": {"enabled": False}, "fp16": fp16}, {3: "gradient"})
+    passed_over(
+        path,
+        "bottom",
+        {"base": "zero2", "torch_autocast": {"enabled": False}, "fp16": fp16},
+        {3: "gradient"},
+    )
 
 
 NO_AUTOCAST = {"torch_autocast": {"enabled": False}}
@@ -112,7 +135,12 @@ def non_finite_everywhere(path: Path) -> None:
         passed_over(path, f"fp32-{level}", {"base": f"zero{level}", **NO_AUTOCAST}, BOTH)
         passed_over(path, f"autocast-{level}", {"base": f"zero{level}"}, BOTH)
         if level:
-            passed_over(path, f"bf16-{level}", {"base": f"zero{level}", "bf16": {"enabled": True}, **NO_AUTOCAST}, BOTH)
+            passed_over(
+                path,
+                f"bf16-{level}",
+                {"base": f"zero{level}", "bf16": {"enabled": True}, **NO_AUTOCAST},
+                BOTH,
+            )
     if HAS_FP16:
         passed_over(path, "fp16", CASES["zero2-fp16"], {NAN: "loss"})
         overflow_at_the_bottom(path)

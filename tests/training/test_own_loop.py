@@ -3,36 +3,59 @@ micro-batches, dropout replayed."""
 
 from __future__ import annotations
 
+import copy
 import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import deepspeed
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import default_collate
 
 from disco_ds.distributed import comm
 from disco_ds.losses import build_loss
-from disco_ds.training.own_loop import contrastive_step, split
+from disco_ds.training.micro_batches import split
+from disco_ds.training.own_loop import contrastive_step
 from helpers.dist import run_ranks
-from helpers.own_loop import MODELS, PER_RANK, SCALE, ds_config, forward_of, make, my_batch
-from helpers.towers import distance, masters
+from helpers.own_loop import (
+    MODELS,
+    PER_RANK,
+    SCALE,
+    WIDTH,
+    D,
+    ds_config,
+    forward_of,
+    make,
+    my_batch,
+)
+from helpers.towers import distance, masters, write_down
 
 LR = 1000.0
 """The change of a weight then dwarfs the rounding of the weight it is read from."""
 
 
-def reference(kind: str, K: int, dtype: torch.dtype, autocast: bool, variant: str = "") -> dict[str, Tensor]:
+def reference(
+    kind: str, K: int, dtype: torch.dtype, autocast: bool, variant: str = ""
+) -> dict[str, Tensor]:
     """The gradient of the global batch: every rank keeps the graphs of its own micro-batches, in the order and with
     the random numbers of the step, and takes the other ranks' features as they are; the parts are summed up."""
     model = make(kind, variant).to(dtype).train()
     forward = forward_of(kind, model, dtype, autocast)
     torch.manual_seed(100 + comm.rank())
-    parts = [forward(part) for part in split(my_batch(), K)]
+    parts = [forward(part) for part in split(my_batch(), K)[0]]
     own = [torch.cat([part[side] for part in parts]).double() for side in (0, 1)]
-    scale = parts[-1][2].double() if kind == "image-text" else torch.tensor([SCALE], dtype=torch.float64)
+    scale = (
+        parts[-1][2].double()
+        if kind == "image-text"
+        else torch.tensor([SCALE], dtype=torch.float64)
+    )
     n = comm.rank()
     sides = []
     for mine in own:
@@ -48,7 +71,9 @@ def reference(kind: str, K: int, dtype: torch.dtype, autocast: bool, variant: st
             continue
         assert parameter.grad is not None
         total = comm.all_reduce_sum(parameter.grad.double())
-        found[name] = total / comm.size() if name == "log_scale" else total  # every rank has the scale's whole gradient
+        found[name] = (
+            total / comm.size() if name == "log_scale" else total
+        )  # every rank has the scale's whole gradient
     return found
 
 
@@ -60,7 +85,9 @@ def step_of(engine: str, kind: str, precision: str, K: int, variant: str = "") -
     if engine.startswith("zero"):
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
         offload = {"offload_optimizer": {"device": "cpu"}} if variant == "offload" else {}
-        config = ds_config(int(engine[4]), precision, K, **offload) | {"zero_force_ds_cpu_optimizer": False}
+        config = ds_config(int(engine[4]), precision, K, **offload) | {
+            "zero_force_ds_cpu_optimizer": False
+        }
         wrapped, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         before, dtype = masters(wrapped), torch.bfloat16 if precision == "bf16" else torch.float32
     elif engine == "ddp":
@@ -95,7 +122,9 @@ def run_matrix(engines: tuple[str, ...], variant: str = "") -> list[str]:
         allowed = 1e-6
         if precision == "bf16":
             whole = engine.startswith("zero")
-            rounded = reference(kind, K, torch.bfloat16 if whole else torch.float32, not whole, variant)
+            rounded = reference(
+                kind, K, torch.bfloat16 if whole else torch.float32, not whole, variant
+            )
             allowed = 2 * distance(rounded, true)
         error = distance(step_of(engine, kind, precision, K, variant), true)
         if not error <= allowed:
@@ -113,20 +142,191 @@ def test_gradient_is_of_the_full_batch(engines: tuple[str, ...], size: int) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "engines"),
-    [("offload", ENGINES[1:4]), *((variant, part) for variant in ("checkpointing", "lora") for part in GROUPS)],
+    [
+        ("offload", ENGINES[1:4]),
+        *((variant, part) for variant in ("checkpointing", "lora") for part in GROUPS),
+    ],
 )
 def test_gradient_is_of_the_full_batch_also_with(variant: str, engines: tuple[str, ...]) -> None:
     for failed in run_ranks(run_matrix, 2, engines, variant):
         assert not failed, "\n".join(failed)
 
 
+@dataclass(frozen=True)
+class Pairs:
+    questions: Any
+    answers: Any
+    task: str = "search"
+
+
+QUESTIONS = [f"question {i} about {i * i}" for i in range(16)]
+ANSWERS = [f"answer {i} is {i * 3}" for i in range(16)]
+
+
+def tokens(texts: Sequence[str]) -> Tensor:
+    return torch.tensor([[sum(map(ord, word)) * 7 % 97 for word in text.split()] for text in texts])
+
+
+def tensors(texts: Sequence[str]) -> list[Tensor]:
+    """A tensor [4] for each text."""
+    return list(tokens(texts))
+
+
+BATCHES: dict[str, tuple[Any, Callable[[Any], tuple[Any, Any]]]] = {
+    "dict of lists of strings": (
+        {"q": QUESTIONS, "a": ANSWERS},
+        lambda part: (tokens(part["q"]), tokens(part["a"])),
+    ),
+    "dataclass of lists of strings": (
+        Pairs(QUESTIONS, ANSWERS),
+        lambda part: (tokens(part.questions), tokens(part.answers)),
+    ),
+    "dataclass of tensors": (
+        Pairs(tokens(QUESTIONS), tokens(ANSWERS)),
+        lambda part: (part.questions, part.answers),
+    ),
+    "list of pairs": (
+        list(zip(QUESTIONS, ANSWERS, strict=True)),
+        lambda part: (tokens([q for q, _ in part]), tokens([a for _, a in part])),
+    ),
+    "list of dicts of tensors": (
+        [{"q": q, "a": a} for q, a in zip(tensors(QUESTIONS), tensors(ANSWERS), strict=True)],
+        lambda part: (
+            torch.stack([pair["q"] for pair in part]),
+            torch.stack([pair["a"] for pair in part]),
+        ),
+    ),
+    "tensor and strings, by torch's collate": (
+        default_collate(list(zip(tensors(QUESTIONS), ANSWERS, strict=True))),
+        lambda part: (part[0], tokens(part[1])),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["disco_fused", "siglip"])
+@pytest.mark.parametrize("form", BATCHES)
+def test_gradient_is_of_the_full_batch_in_any_form(form: str, name: str) -> None:
+    batch, sides = BATCHES[form]
+    torch.manual_seed(0)
+    tower = nn.EmbeddingBag(97, D)
+    scale, bias = torch.tensor([5.0]), torch.tensor([-2.0])
+    seen = []
+
+    def forward(part: Any) -> tuple[Tensor, ...]:
+        features = [F.normalize(tower(side), dim=-1) for side in sides(part)]
+        seen.append(len(features[0]))
+        return *features, scale, bias
+
+    out = contrastive_step(tower, build_loss(name), batch, forward, micro_batches=4)
+    assert set(seen) == {4}
+    true = copy.deepcopy(tower).double()
+    true.zero_grad()
+    rows = [F.normalize(true(tokens(side)), dim=-1) for side in (QUESTIONS, ANSWERS)]
+    expected = write_down(name, *rows, scale.double(), bias.double())
+    expected.backward()
+    assert abs(out.metrics["loss"].item() - expected.item()) < 1e-6
+    assert distance({"weight": tower.weight.grad}, {"weight": true.weight.grad}) < 1e-6
+
+
 def test_batch_of_any_tree_is_split_along_its_first_dimension() -> None:
-    tree = {"a": torch.arange(4), "b": [torch.ones(4, 2), (torch.zeros(4),)], "c": "same", "d": None}
-    first, second = split(tree, 2)
+    tree = {
+        "a": torch.arange(4),
+        "b": [torch.ones(4, 2), (torch.zeros(4),)],
+        "c": "same",
+        "d": None,
+    }
+    (first, second), rows = split(tree, 2)
+    assert rows == 4
     assert first["a"].tolist() == [0, 1]
     assert second["a"].tolist() == [2, 3]
     assert second["b"][0].shape == (2, 2)
     assert isinstance(first["b"][1], tuple)
     assert (first["c"], first["d"]) == ("same", None)
-    with pytest.raises(ValueError, match=r"\(4, 2\) does not divide into 3"):
-        split([torch.ones(4, 2)], 3)
+    (first, _), _ = split(Named(torch.ones(4, 2), 3), 2)
+    assert (type(first), first.features.shape, first.number) == (Named, (2, 2), 3)
+
+
+class Named(NamedTuple):
+    features: Tensor
+    number: int
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        ([torch.ones(4, 2)], r"0 of shape \(4, 2\) does not divide into 3"),
+        ({"q": QUESTIONS}, "q of 16 items does not divide into 3"),
+        ({"q": torch.tensor(3.0)}, r"q of shape \(\) does not divide into 3"),
+        ({"q": []}, "q of 0 items does not divide into 3"),
+        ({"q": "a question", "a": None}, "holds nothing that can be divided"),
+        ({"q": QUESTIONS[:12], "a": torch.ones(9)}, r"different numbers of samples: q 12, a 9"),
+        ({"q": np.ones(9)}, "q is a ndarray"),
+        ({"q": {"a": object()}}, "q.a is a object"),
+        ({"q": [torch.ones(12) for _ in range(4)]}, r"q has 4 tensors of shape \(12,\)"),
+    ],
+)
+def test_batch_that_does_not_divide_is_refused(batch: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        split(batch, 3)
+
+
+def test_forward_that_returns_rows_of_other_samples_is_refused() -> None:
+    """A list of samples is taken for a list of fields: each forward gets all of them, and a part of their tokens."""
+    tower = nn.EmbeddingBag(97, D)
+
+    def forward(part: Any) -> tuple[Tensor, Tensor]:
+        first, second = (F.normalize(tower(torch.stack(side)), dim=-1) for side in part)
+        return first, second
+
+    batch = tensors(QUESTIONS), tensors(ANSWERS)
+    with pytest.raises(ValueError, match="returned 32 rows for 2 micro-batches of 2 samples"):
+        contrastive_step(tower, build_loss("disco"), batch, forward, micro_batches=2, scale=SCALE)
+    contrastive_step(tower, build_loss("disco"), batch, forward, scale=SCALE)
+    index = torch.arange(8)
+    with pytest.raises(ValueError, match=r"different numbers of samples: batch\.q 16, index 8"):
+        contrastive_step(
+            tower,
+            build_loss("disco"),
+            {"q": QUESTIONS},
+            forward,
+            micro_batches=2,
+            scale=SCALE,
+            index=index,
+        )
+
+
+@pytest.mark.slow
+def test_compiled_towers_replay_their_dropout() -> None:
+    """The forward without a graph and the one with it are compiled apart, and must draw the same masks."""
+    torch.manual_seed(0)
+    tower = nn.Sequential(
+        nn.Dropout(0.2), nn.Linear(WIDTH, 24), nn.GELU(), nn.Dropout(0.2), nn.Linear(24, D)
+    ).train()
+    compiled = torch.compile(tower)
+    batch = torch.randn(16, WIDTH), torch.randn(16, WIDTH)
+    first: list[Tensor] = []
+
+    def forward(part: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        sides = tuple(F.normalize(compiled(side), dim=-1) for side in part)
+        first.extend(side.detach() for side in sides if len(first) < 8)
+        return sides
+
+    torch.manual_seed(3)
+    contrastive_step(
+        compiled, build_loss("disco_fused"), batch, forward, micro_batches=4, scale=SCALE
+    )
+    got = {name: parameter.grad.clone() for name, parameter in tower.named_parameters()}
+    tower.zero_grad()
+    torch.manual_seed(3)
+    parts = [[F.normalize(compiled(side), dim=-1) for side in part] for part in split(batch, 4)[0]]
+    rows = [torch.cat([part[side] for part in parts]) for side in (0, 1)]
+    write_down("disco_fused", *rows, torch.tensor([SCALE]), None).backward()
+    true = {name: parameter.grad for name, parameter in tower.named_parameters()}
+    assert (
+        distance(
+            {"rows": torch.cat(first)},
+            {"rows": torch.cat([side for part in parts for side in part])},
+        )
+        < 1e-6
+    )
+    assert distance(got, true) < 1e-5

@@ -1,21 +1,27 @@
-"""Ways in which loops in the field get contrastive_step wrong (docs/own_loop.md): each a clear error on every rank."""
+"""Ways in which loops in the field get contrastive_step wrong (docs/custom_loop.md): a clear error on every rank."""
 
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from disco_ds.distributed import comm
 from disco_ds.losses import build_loss
-from disco_ds.training.own_loop import contrastive_step, split
+from disco_ds.training.micro_batches import split
+from disco_ds.training.own_loop import RECHECK_STEPS, contrastive_step, find_device
 from helpers.dist import run_ranks
 from helpers.own_loop import PER_RANK, SCALE, WIDTH, Batch, D, ds_config, forward_of, make, my_batch
 from helpers.towers import distance, on_boundary_backward
@@ -29,11 +35,21 @@ def refused(call: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
-def engine_of(kind: str, stage: int, precision: str, K: int) -> tuple[Any, Callable[[Batch], Any]]:
+def engine_of(
+    kind: str,
+    stage: int,
+    precision: str,
+    K: int,
+    zero: dict[str, Any] | None = None,
+    **changes: Any,
+) -> tuple[Any, Callable[[Batch], Any]]:
     model = make(kind).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config(stage, precision, K))
-    return engine, forward_of(kind, engine, torch.bfloat16 if precision == "bf16" else torch.float32)
+    config = ds_config(stage, precision, K, **(zero or {})) | changes
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return engine, forward_of(
+        kind, engine, torch.bfloat16 if precision == "bf16" else torch.float32
+    )
 
 
 def mistakes_of_engines() -> None:
@@ -42,7 +58,7 @@ def mistakes_of_engines() -> None:
     said = refused(lambda: contrastive_step(engine, loss, batch, forward, micro_batches=2))
     assert "micro_batches is 2, the engine's gradient_accumulation_steps 4" in said
     # The micro-batches of a step that was given up are still in ZeRO 2's buffers.
-    engine.backward(sum(x.sum() for x in forward(split(batch, 4)[0])))
+    engine.backward(sum(x.sum() for x in forward(split(batch, 4)[0][0])))
     engine.step()
     said = refused(lambda: contrastive_step(engine, loss, batch, forward, micro_batches=4))
     assert "in the middle of a step (1 of 4 micro-batches)" in said
@@ -50,6 +66,23 @@ def mistakes_of_engines() -> None:
     engine, forward = engine_of("text-text", 0, "bf16", 1)
     said = refused(lambda: contrastive_step(engine, loss, batch, forward, scale=SCALE))
     assert "bf16.enabled at ZeRO 0 is refused" in said
+    engine.destroy()
+    # With these the parameters would get N times the gradient, or K updates in a step.
+    for stage, changes in (
+        (0, {"gradient_allreduce_op": "sum"}),
+        (2, {"managed_gradient_accumulation": False}),
+    ):
+        engine, forward = engine_of("text-text", stage, "fp32", 4, **changes)
+        said = refused(
+            partial(contrastive_step, engine, loss, batch, forward, micro_batches=4, scale=SCALE)
+        )
+        assert f"ds_config key {next(iter(changes))} is not supported" in said
+        engine.destroy()
+    # DeepSpeed would free the gradient of a parameter that is larger than the bucket while it is still reduced.
+    zero = {"overlap_comm": True, "reduce_bucket_size": 100}
+    engine, forward = engine_of("text-text", 2, "fp32", 4, zero, gradient_allreduce_op="mean")
+    contrastive_step(engine, loss, batch, forward, micro_batches=4, scale=SCALE)
+    assert engine.optimizer.reduce_bucket_size == 24 * D
     engine.destroy()
 
 
@@ -82,13 +115,17 @@ def mistakes_of_forwards() -> None:
     assert "norm.running_mean changes in forward" in said
     assert torch.isfinite(step(Counting(norm=True))().loss), "one micro-batch is seen once"
     assert torch.isfinite(step(Counting(norm=True).eval(), micro_batches=2)().loss)
-    assert "draws random numbers that are not torch's" in refused(step(Counting(norm=False), micro_batches=2))
+    assert "draws random numbers that are not torch's" in refused(
+        step(Counting(norm=False), micro_batches=2)
+    )
 
     n = comm.rank()
     uneven = {"first": batch["first"][: 8 - n], "nested": [batch["nested"][0][: 8 - n]]}
     assert "drop the last uneven batch" in refused(step(make("text-text"), uneven))
     said = refused(step(make("text-text"), uneven, micro_batches=2))
-    assert ("a batch of shape (7, " if n else "the batch of another rank does not divide into 2") in said
+    assert (
+        "batch.first of shape (7, " if n else "the batch of another rank does not divide into 2"
+    ) in said
     narrow = nn.Sequential(make("text-text"), nn.Linear(D, D - n))
     forward = forward_of("text-text", narrow, torch.float32)
     said = refused(lambda: contrastive_step(narrow, loss, batch, forward, scale=SCALE))
@@ -101,18 +138,159 @@ def mistakes_of_forwards() -> None:
         contrastive_step(model, loss, batch, forward, scale=SCALE)
         return forward(part)
 
-    assert "inside a contrastive_step" in refused(lambda: contrastive_step(model, loss, batch, nested, scale=SCALE))
-    contrastive_step(model, loss, batch, forward, scale=SCALE)  # the refusal has left nothing behind
-    if n == 0:
-        model._contrastive_steps += 1  # type: ignore[operator]  # as a rank whose loader had one batch less is behind
-    assert "a rank has left one out" in refused(lambda: contrastive_step(model, loss, batch, forward, scale=SCALE))
-    assert "forward returned no scale" in refused(lambda: contrastive_step(model, loss, batch, forward))
+    assert "inside a contrastive_step" in refused(
+        lambda: contrastive_step(model, loss, batch, nested, scale=SCALE)
+    )
+    contrastive_step(
+        model, loss, batch, forward, scale=SCALE
+    )  # the refusal has left nothing behind
+    with pytest.raises(ValueError, match="logit_bias as the fourth value"):
+        contrastive_step(model, build_loss("siglip"), batch, forward, scale=SCALE)
+    if n == 0:  # the loop of the other rank has caught no such error
+
+        def breaks(part: Batch) -> Any:
+            raise OSError("an image cannot be read")
+
+        with pytest.raises(OSError, match="cannot be read"):
+            contrastive_step(model, loss, batch, breaks, scale=SCALE)
+    assert "a rank has left one out" in refused(
+        lambda: contrastive_step(model, loss, batch, forward, scale=SCALE)
+    )
+    assert "forward returned no scale" in refused(
+        lambda: contrastive_step(model, loss, batch, forward)
+    )
     with pytest.raises(ValueError, match="forward returned 1 values"):
         contrastive_step(model, loss, batch, lambda part: (part["first"],))
+    # Of two rows, which are not two sides.
+    with pytest.raises(ValueError, match="forward returned a Tensor; expected a tuple"):
+        contrastive_step(model, loss, batch, lambda part: part["first"][:2])
+    static = DistributedDataParallel(make("text-text"), static_graph=True)
+    forward = forward_of("text-text", static, torch.float32)
+    assert "static_graph" in refused(
+        lambda: contrastive_step(static, loss, batch, forward, micro_batches=2, scale=1.0)
+    )
+    contrastive_step(static, loss, batch, forward, scale=SCALE)
 
 
 def test_forward_that_is_another_the_second_time_and_ranks_that_differ_are_refused() -> None:
     run_ranks(mistakes_of_forwards, 2)
+
+
+class Residual(nn.Module):
+    """A pre-norm encoder whose dropout draws from a generator of its own while `draws` is set."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width)) for _ in range(4)
+        )
+        self.generator, self.draws = torch.Generator().manual_seed(5), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            out = layer(x)
+            if self.draws and self.training:
+                out = out * (torch.rand(out.shape, generator=self.generator) > 0.05) / 0.95
+            x = x + out
+        return x
+
+
+def step_alone(model: nn.Module, width: int, K: int = 2, steps: int = 1) -> None:
+    """Steps of a model for both sides, in this process."""
+    sides = torch.randn(8, width, generator=torch.Generator().manual_seed(1)).split(4)
+
+    def forward(part: Batch) -> Any:
+        return tuple(F.normalize(model(part[name]), dim=-1) for name in ("first", "second"))
+
+    batch = {"first": sides[0], "second": sides[1]}
+    for _ in range(steps):
+        contrastive_step(model, build_loss("disco"), batch, forward, micro_batches=K, scale=SCALE)
+
+
+@pytest.mark.parametrize("width", [64, 1024])
+def test_dropout_that_is_not_replayed_is_refused_at_any_width(width: int) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(ValueError, match="draws random numbers that are not torch's"):
+        step_alone(Residual(width), width)
+
+
+def test_forward_is_checked_in_each_mode_until_a_step_has_succeeded_and_now_and_then() -> None:
+    torch.manual_seed(0)
+    model = Residual(8).eval()
+    step_alone(model, 8)  # draws nothing
+    model.train()
+    for _ in range(2):  # the loop catches the error and continues
+        with pytest.raises(ValueError, match="the second time"):
+            step_alone(model, 8)
+    step_alone(model, 8, K=1)  # repeats nothing
+    with pytest.raises(ValueError, match="the second time"):
+        step_alone(model, 8, K=4)
+    model.draws = False
+    step_alone(model, 8)
+    model.draws = True
+    step_alone(model, 8)
+    with pytest.raises(ValueError, match="the second time"):
+        step_alone(model, 8, steps=RECHECK_STEPS)
+
+
+def test_buffer_that_holds_nan_does_not_change() -> None:
+    model = nn.Linear(8, 4)
+    model.register_buffer("largest", torch.tensor([float("nan"), 3.0]))
+    model.register_buffer("flags", torch.tensor([True, False]))
+    step_alone(model, 8)
+
+
+def test_parameters_on_several_devices_are_refused() -> None:
+    with FakeTensorMode():
+        model = nn.Sequential(nn.Linear(2, 2, device="cuda:1"), nn.Linear(2, 2, device="cpu"))
+        assert find_device(model) == torch.device("cuda:1")
+        assert find_device(nn.Identity()) == torch.device("cpu")
+        model.append(nn.Linear(2, 2, device="cuda:0"))
+        with pytest.raises(ValueError, match="cuda:0, cuda:1"):
+            find_device(model)
+
+
+def unaveraged() -> None:
+    """Each rank would train its own model, or its own scale."""
+    loss, batch = build_loss("disco"), my_batch()
+
+    def warned(model: nn.Module, forward: Callable[[Batch], Any], K: int = 2) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            contrastive_step(model, loss, batch, forward, micro_batches=K)
+        assert all(Path(item.filename) == Path(__file__) for item in caught)
+        return [str(item.message) for item in caught]
+
+    def with_scale(model: nn.Module, scale: nn.Parameter) -> Callable[[Batch], Any]:
+        forward = forward_of("text-text", model, torch.float32)
+        return lambda part: (*forward(part), scale.exp())
+
+    first = comm.rank() == 0  # the rank that warns
+    outside = nn.Parameter(torch.tensor(3.0))
+    plain = make("image-text")
+    assert [
+        item[:40] for item in warned(plain, forward_of("image-text", plain, torch.float32))
+    ] == ["the gradients of a plain module are not "] * first
+    parts = make("image-text")
+    for part in parts.children():
+        fully_shard(part)
+    assert len(warned(parts, forward_of("image-text", parts, torch.float32))) == first
+    for K in (1, 2):
+        ddp = DistributedDataParallel(make("text-text"))
+        said = warned(ddp, with_scale(ddp, outside), K)
+        assert ["the scale returned by forward" in item for item in said] == [True] * first
+        ddp = DistributedDataParallel(make("image-text"))
+        assert not warned(ddp, forward_of("image-text", ddp, torch.float32), K)
+        sharded = fully_shard(make("image-text"))
+        assert not warned(sharded, forward_of("image-text", sharded, torch.float32), K)
+        frozen = DistributedDataParallel(make("text-text"))
+        assert not warned(
+            frozen, with_scale(frozen, nn.Parameter(torch.tensor(3.0), requires_grad=False)), K
+        )
+
+
+def test_what_is_not_averaged_over_ranks_is_warned_of() -> None:
+    run_ranks(unaveraged, 2)
 
 
 def clipped_and_scaled() -> None:
@@ -154,11 +332,52 @@ def with_memory() -> None:
     for _ in range(2):
         contrastive_step(model, loss, my_batch(), forward, micro_batches=2, scale=10.0, index=index)
     after = loss.state_dict()
-    assert any(not torch.equal(torch.as_tensor(after[key]), torch.as_tensor(before[key])) for key in before)
+    assert any(
+        not torch.equal(torch.as_tensor(after[key]), torch.as_tensor(before[key])) for key in before
+    )
 
 
 def test_loss_with_state_gets_its_samples() -> None:
     run_ranks(with_memory, 2)
+
+
+def skipped_by_a_scaler() -> None:
+    """The gradient overflows on the last rank only, so that GradScaler skips the update."""
+    model, loss = make("text-text"), build_loss("fastclip_v1")
+    wrapped = DistributedDataParallel(model)
+    loss.set_num_samples(2 * PER_RANK, 4 * PER_RANK)
+    index = torch.arange(PER_RANK) + comm.rank() * PER_RANK
+    optimizer, scaler = (
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        torch.amp.GradScaler("cpu", init_scale=4.0),
+    )
+    forward = forward_of("text-text", wrapped, torch.float32)
+    before = str(loss.state_dict())
+    for factor, changes in ((float("inf"), False), (1.0, True)):
+        weights = [parameter.detach().clone() for parameter in model.parameters()]
+
+        def backward(x: Tensor, factor: float = factor if comm.rank() else 1.0) -> None:
+            scaler.scale(x * factor).backward()
+
+        optimizer.zero_grad()
+        contrastive_step(
+            wrapped,
+            loss,
+            my_batch(),
+            forward,
+            micro_batches=2,
+            scale=10.0,
+            index=index,
+            backward=backward,
+        )
+        scaler.step(optimizer)
+        scaler.update()
+        updated = not all(map(torch.equal, weights, model.parameters()))
+        assert (updated, str(loss.state_dict()) != before) == (changes, changes)
+
+
+def test_state_of_a_loss_stays_where_a_scaler_skips_the_update() -> None:
+    run_ranks(skipped_by_a_scaler, 2)
 
 
 def remembers_nothing() -> None:
@@ -170,7 +389,9 @@ def remembers_nothing() -> None:
     on_boundary_backward(engine, seen.append)
     engine.eval()
     for _ in range(3):
-        contrastive_step(engine, build_loss("disco"), my_batch(), forward, micro_batches=4, scale=SCALE)
+        contrastive_step(
+            engine, build_loss("disco"), my_batch(), forward, micro_batches=4, scale=SCALE
+        )
     engine.destroy()
     assert len(seen) == 3
     assert distance(seen[1], seen[0]) < 1e-6

@@ -10,24 +10,24 @@ from typing import Any
 import pytest
 import torch
 
+from disco_ds.checkpoints.retention import read_meta
 from disco_ds.config import OptimSettings, load_config
 from disco_ds.distributed import comm
 from disco_ds.losses import Embeddings, LossOutput
-from disco_ds.metrics.run_folder import CHECKPOINTS
-from disco_ds.metrics.trouble import HISTORY, SAMPLE, effective_rank, features_spread
+from disco_ds.metrics.anomalies import MIN_HISTORY, SAMPLE, effective_rank, features_spread
+from disco_ds.runs.run_folder import CHECKPOINTS
 from disco_ds.training.build import Run
 from disco_ds.training.engine import learning_rate
 from disco_ds.training.loop import train
-from disco_ds.training.retention import read_meta
 from helpers.dist import run_ranks
 from helpers.faults import leave_out, start
 from helpers.launched import CASES, FP32, SAME, equal_checkpoints, records
 from helpers.machine import HAS_FP16
 from helpers.tiny_run import recipe
 
-LOSS, NORM = HISTORY + 2, HISTORY + 3
+LOSS, NORM = MIN_HISTORY + 2, MIN_HISTORY + 3
 """Batches of the runs with spikes."""
-STEPS = HISTORY + 3
+STEPS = MIN_HISTORY + 3
 
 
 def with_spikes(run: Run, number: int) -> None:
@@ -48,10 +48,21 @@ def healthy(run: Run, number: int) -> None:
     pass
 
 
-def run_once(path: Path, name: str, *overrides: str, at: Any = healthy, resume: str | None = None) -> Path:
+def run_once(
+    path: Path, name: str, *overrides: str, at: Any = healthy, resume: str | None = None
+) -> Path:
     """A run of the tiny model, all of it warm-up unless `overrides` say otherwise. Collective."""
-    own = [f"steps={STEPS}", f"checkpoint.every_steps={HISTORY}", "optim.lr=1e-4", f"optim.warmup_steps={STEPS}"]
-    kept = [line for line in own if not any(o.startswith(line.partition("=")[0] + "=") for o in overrides)]
+    own = [
+        f"steps={STEPS}",
+        f"checkpoint.every_steps={MIN_HISTORY}",
+        "optim.lr=1e-4",
+        f"optim.warmup_steps={STEPS}",
+    ]
+    kept = [
+        line
+        for line in own
+        if not any(o.startswith(line.partition("=")[0] + "=") for o in overrides)
+    ]
     config = load_config(path, [f"name={name}", "log.tensorboard=false", *kept, *overrides])
     with ExitStack() as stack:
         run = start(config, at, stack, resume)
@@ -73,8 +84,10 @@ def skipped(path: Path, case: str, deepspeed: dict[str, Any]) -> None:
     if comm.rank() == 0:
         equal_checkpoints(*(run / CHECKPOINTS / f"step-{STEPS:08d}" for run in (spoilt, without)))
         lines = [[line for line in records(run) if "loss" in line] for run in (spoilt, without)]
-        assert [[line[key] for key in SAME] for line in lines[0]] == [[line[key] for key in SAME] for line in lines[1]]
-        assert [line["skipped_batches"] for line in lines[0]][HISTORY:] == [0, 2, 2]
+        assert [[line[key] for key in SAME] for line in lines[0]] == [
+            [line[key] for key in SAME] for line in lines[1]
+        ]
+        assert [line["skipped_batches"] for line in lines[0]][MIN_HISTORY:] == [0, 2, 2]
         seen = [(line["step"], *line) for line in records(spoilt) if "loss" not in line]
         assert seen == [(LOSS, *POINT, f"trouble/{name}_spike") for name in ("loss", "grad_norm")]
         assert not [line for line in records(without) if "loss" not in line]
@@ -84,7 +97,7 @@ POINT = ("step", "samples")
 
 
 def resumed(path: Path, case: str) -> None:
-    """The checkpoint before the spikes has what they are recognised by."""
+    """The checkpoint before the spikes has what they are recognized by."""
     folder = path.parent / "runs" / f"{case}-spoilt"
     last = folder / CHECKPOINTS / f"step-{STEPS:08d}"
     if comm.rank() == 0:
@@ -93,7 +106,7 @@ def resumed(path: Path, case: str) -> None:
     comm.barrier()
 
     def later(run: Run, number: int) -> None:
-        with_spikes(run, HISTORY + number)
+        with_spikes(run, MIN_HISTORY + number)
 
     run_once(path, f"{case}-spoilt", "on_spike=skip", at=later, resume=str(folder))
     comm.barrier()
@@ -102,14 +115,21 @@ def resumed(path: Path, case: str) -> None:
         assert read_meta(folder / "whole")["trouble"] == read_meta(last)["trouble"]
         keys = (*SAME, "trouble/loss_spike", "trouble/grad_norm_spike")
         after = records(folder)
-        assert [[line.get(key) for key in keys] for line in after] == [[line.get(k) for k in keys] for line in before]
+        assert [[line.get(key) for key in keys] for line in after] == [
+            [line.get(k) for k in keys] for line in before
+        ]
 
 
 def warned(path: Path) -> None:
     """What is only warned of is trained on."""
     folder = run_once(path, "warned", at=with_spikes)
     if comm.rank() == 0:
-        found = {name: line["step"] for line in records(folder) for name in line if name.startswith("trouble/")}
+        found = {
+            name: line["step"]
+            for line in records(folder)
+            for name in line
+            if name.startswith("trouble/")
+        }
         assert found == {"trouble/loss_spike": LOSS, "trouble/grad_norm_spike": NORM}
         assert read_meta(folder / CHECKPOINTS / f"step-{STEPS:08d}")["step"] == STEPS
         assert records(folder)[-1]["skipped_batches"] == 0
@@ -117,8 +137,10 @@ def warned(path: Path) -> None:
 
 def same_sample() -> None:
     """The sample of the features is the global batch's first rows, whatever the number of ranks."""
-    rows = torch.nn.functional.normalize(torch.randn(300, 16, generator=torch.Generator().manual_seed(0)), dim=1)
-    own = rows[comm.rank() :: comm.size()]  # as data/order.py deals them out
+    rows = torch.nn.functional.normalize(
+        torch.randn(300, 16, generator=torch.Generator().manual_seed(0)), dim=1
+    )
+    own = rows[comm.rank() :: comm.size()]  # as data/order/slots.py deals them out
     cosines = rows[:SAMPLE] @ rows[:SAMPLE].T
     pairs = cosines[~torch.eye(SAMPLE, dtype=torch.bool)]
     found = features_spread(own, own)
@@ -142,7 +164,9 @@ def every_stage(path: Path) -> None:
         skipped(path, f"fp32-{level}", {"base": f"zero{level}", **FP32})
         skipped(path, f"autocast-{level}", {"base": f"zero{level}"})
         if level:
-            skipped(path, f"bf16-{level}", {"base": f"zero{level}", "bf16": {"enabled": True}, **FP32})
+            skipped(
+                path, f"bf16-{level}", {"base": f"zero{level}", "bf16": {"enabled": True}, **FP32}
+            )
     if HAS_FP16:
         skipped(path, "fp16", CASES["zero2-fp16"])
 
@@ -159,7 +183,9 @@ def signs(folder: Path) -> dict[str, int]:
     """The first step of each sign of trouble in metrics.jsonl."""
     found: dict[str, int] = {}
     for line in records(folder):
-        found = {name.removeprefix("trouble/"): line["step"] for name in line if "trouble/" in name} | found
+        found = {
+            name.removeprefix("trouble/"): line["step"] for name in line if "trouble/" in name
+        } | found
     return found
 
 
@@ -169,7 +195,13 @@ def scale_at_its_bound(path: Path) -> None:
 
 
 def quickstart(folder: Path, seed: int, *overrides: str, at: Any = healthy) -> dict[str, int]:
-    own = [f"runs={folder}", f"name=seed-{seed}", f"seed={seed}", "log.tensorboard=false", "data.workers=0"]
+    own = [
+        f"runs={folder}",
+        f"name=seed-{seed}",
+        f"seed={seed}",
+        "log.tensorboard=false",
+        "data.workers=0",
+    ]
     config = load_config("quickstart", [*own, "checkpoint.every_steps=0", *overrides])
     with ExitStack() as stack:
         run = start(config, at, stack)
@@ -208,7 +240,9 @@ def rate_too_high(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("disco_ds.training.loop.learning_rate", rate)
         found = quickstart(folder, 0, "samples=null", "steps=80", "log.every_steps=2")
-    assert found.keys() == {"loss_spike", "grad_norm_spike", "image_collapse", "text_collapse"}, found
+    assert found.keys() == {"loss_spike", "grad_norm_spike", "image_collapse", "text_collapse"}, (
+        found
+    )
     assert found["loss_spike"] == found["grad_norm_spike"] == 72, found
     assert min(found.values()) == 72, found
 
@@ -218,12 +252,11 @@ def test_learning_rate_that_is_far_too_high_is_seen(tmp_path: Path) -> None:
     run_ranks(rate_too_high, 1, tmp_path)
 
 
-def whole_quickstart(folder: Path, seed: int) -> None:
-    assert quickstart(folder, seed) == {}
+def whole_quickstart(folder: Path) -> None:
+    assert quickstart(folder, seed=0) == {}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("seed", range(5))
-def test_quickstart_is_silent(seed: int, tmp_path: Path) -> None:
-    run_ranks(whole_quickstart, 1, tmp_path, seed, timeout_s=3500)
+def test_quickstart_is_silent(tmp_path: Path) -> None:
+    run_ranks(whole_quickstart, 1, tmp_path, timeout_s=3500)

@@ -44,12 +44,24 @@ def build(config: Any, text_dropout: float = 0.0) -> Any:
 
 
 def one_case(
-    model: str, precision: str, stage: int, count: int, clip: bool, loss: str, text_dropout: float = 0.0, **changes: Any
+    model: str,
+    precision: str,
+    stage: int,
+    count: int,
+    clip: bool,
+    loss: str,
+    text_dropout: float = 0.0,
+    **changes: Any,
 ) -> dict[str, float]:
     """One SGD step through the engine against the single process: errors of gradient, change, norm, loss."""
     N = comm.size()
     lr = 1000.0  # the change then dwarfs the rounding of the weights it is read from
-    shape = {"global_batch": PER_RANK * N, "micro_batch": PER_RANK // count, "optim__lr": lr, "loss__name": loss}
+    shape = {
+        "global_batch": PER_RANK * N,
+        "micro_batch": PER_RANK // count,
+        "optim__lr": lr,
+        "loss__name": loss,
+    }
     clipping = {"optim__clip_norm": 0.05} if clip else {}
     config = tiny_config(model, ds_config(precision, stage), **shape, **clipping, **changes)
     everything = batches(N * count, config.micro_batch)
@@ -115,10 +127,21 @@ def run_cases(model: str, groups: list[Group]) -> list[str]:
         errors = one_case(model, precision, stage, count, clip, loss, **changes)
         limit = allowed(precision, errors["one_process"])
         # Changes are read from weights: one rounding more. 16-bit norms and losses are as far off as the gradient.
-        limits = {"gradient": limit, "change": limit + 1e-6, "norm": limit + 1e-6, "loss": limit + 1e-6}
-        wrong = {name: value for name, value in errors.items() if name in limits and not value <= limits[name]}
+        limits = {
+            "gradient": limit,
+            "change": limit + 1e-6,
+            "norm": limit + 1e-6,
+            "loss": limit + 1e-6,
+        }
+        wrong = {
+            name: value
+            for name, value in errors.items()
+            if name in limits and not value <= limits[name]
+        }
         if wrong:
-            failures.append(f"{precision} zero{stage} K={count} clip={clip} {loss} {changes}: {wrong} of {errors}")
+            failures.append(
+                f"{precision} zero{stage} K={count} clip={clip} {loss} {changes}: {wrong} of {errors}"
+            )
     return failures
 
 
@@ -138,7 +161,9 @@ def check(size: int, model: str, groups: list[Group], timeout_s: float = 240) ->
 def test_step_equals_single_process_in_four_micro_batches(tmp_path):
     """Every stage and precision with GradAccum, dropout and clipping; checkpointed activations; locked towers."""
     everything = [case for case in matrix(list(PRECISIONS)) if case[2:4] == (4, True)]
-    checkpointed = [("fp32", stage, 4, False, loss) for stage in (2, 3) for loss in ("clip", "disco")]
+    checkpointed = [
+        ("fp32", stage, 4, False, loss) for stage in (2, 3) for loss in ("clip", "disco")
+    ]
     locked = [("fp32", stage, 4, False, "disco") for stage in range(4)]
     groups: list[Group] = [
         (everything, {}),
@@ -146,9 +171,22 @@ def test_step_equals_single_process_in_four_micro_batches(tmp_path):
         (locked, {"model__lock_image": True}),
         (locked, {"model__lock_text": True}),
         # Partly trained towers are trained ones, of which a part has no gradient.
-        (locked, {"model__lock_image": True, "model__unlocked_layers": 2, "model__activation_checkpointing": True}),
+        (
+            locked,
+            {
+                "model__lock_image": True,
+                "model__unlocked_layers": 2,
+                "model__activation_checkpointing": True,
+            },
+        ),
         (locked[:1], {"model__lock_text": True, "model__unlocked_layers": 1}),
-        ([("fp32", stage, 8, True, loss) for stage, loss in zip((1, 3, 2, 0), OTHER_LOSSES, strict=True)], {}),
+        (
+            [
+                ("fp32", stage, 8, True, loss)
+                for stage, loss in zip((1, 3, 2, 0), OTHER_LOSSES, strict=True)
+            ],
+            {},
+        ),
         (
             [("fp32", stage, 2, False, "nt_xent") for stage in range(4)],
             {"model__two_views": True, "data__augment__zoom": 0.1},
@@ -172,7 +210,8 @@ def test_step_equals_single_process_when_gradients_travel_during_backward(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "precision", [pytest.param(name, marks=needs_fp16) if name == "fp16" else name for name in PRECISIONS]
+    "precision",
+    [pytest.param(name, marks=needs_fp16) if name == "fp16" else name for name in PRECISIONS],
 )
 @pytest.mark.parametrize("size", [1, 2])
 def test_step_equals_single_process(size, precision, tmp_path):
@@ -182,7 +221,12 @@ def test_step_equals_single_process(size, precision, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("tower", ["image", "text"])
 def test_step_with_a_locked_tower(tower, tmp_path):
-    cases = [("fp32", stage, count, True, loss) for stage in range(4) for count in (1, 2) for loss in ("clip", "disco")]
+    cases = [
+        ("fp32", stage, count, True, loss)
+        for stage in range(4)
+        for count in (1, 2)
+        for loss in ("clip", "disco")
+    ]
     check(2, write_tiny(tmp_path, patch_dropout=0.5), [(cases, {f"model__lock_{tower}": True})])
 
 
@@ -210,10 +254,16 @@ def pushed_up(model: str, cases: list[tuple[str, int]]) -> list[str]:
     for precision, stage in cases:
         name = ("adamw", "sgd")[(stage + len(precision)) % 2]  # by turns: each stage meets both
         config = tiny_config(
-            model, ds_config(precision, stage), global_batch=4 * comm.size(), micro_batch=4, optim__name=name
+            model,
+            ds_config(precision, stage),
+            global_batch=4 * comm.size(),
+            micro_batch=4,
+            optim__name=name,
         )
         engine = build_engine(
-            build_model(config.model, initial_scale=99.0), config.optim, render_ds_config(config, comm.size())
+            build_model(config.model, initial_scale=99.0),
+            config.optim,
+            render_ds_config(config, comm.size()),
         )
         set_lr(engine, 0.01)
         engine.train()
@@ -223,7 +273,9 @@ def pushed_up(model: str, cases: list[tuple[str, int]]) -> list[str]:
             out = train_step(engine, upward, batches(1, 4), prepare, max_scale=100.0)
             master = masters(engine)["logit_scale"].item()
             if max(out.scale.log().item(), master) > math.log(100) + ulp:
-                failures.append(f"{precision} zero{stage} {name}: used {out.scale.item()}, master {master}")
+                failures.append(
+                    f"{precision} zero{stage} {name}: used {out.scale.item()}, master {master}"
+                )
         if master < math.log(99.9):
             failures.append(f"{precision} zero{stage} {name}: the scale did not rise: {master}")
         engine.destroy()
@@ -232,7 +284,9 @@ def pushed_up(model: str, cases: list[tuple[str, int]]) -> list[str]:
 
 def upward(embeddings: Embeddings) -> LossOutput:
     """Rises with a falling scale, and with nothing else."""
-    return LossOutput(-embeddings.scale.sum() + 0 * (embeddings.image.sum() + embeddings.text.sum()))
+    return LossOutput(
+        -embeddings.scale.sum() + 0 * (embeddings.image.sum() + embeddings.text.sum())
+    )
 
 
 def check_bound(model: str, cases: list[tuple[str, int]]) -> None:
@@ -241,7 +295,10 @@ def check_bound(model: str, cases: list[tuple[str, int]]) -> None:
 
 
 def test_scale_stays_below_its_bound(tmp_path):
-    check_bound(write_tiny(tmp_path), [("fp32", 0), ("fp32", 1), ("bf16", 2), ("fp32", 3), ("partitioned", 3)])
+    check_bound(
+        write_tiny(tmp_path),
+        [("fp32", 0), ("fp32", 1), ("bf16", 2), ("fp32", 3), ("partitioned", 3)],
+    )
 
 
 @pytest.mark.slow
@@ -278,7 +335,9 @@ def test_no_micro_batch_draws_what_another_has_drawn(tmp_path):
 def poisoned(model: str) -> None:
     """A NaN in one rank's features must stop every rank with the weights as they were."""
     for stage in range(4):
-        config = tiny_config(model, ds_config("fp32", stage), global_batch=4 * comm.size(), micro_batch=4)
+        config = tiny_config(
+            model, ds_config("fp32", stage), global_batch=4 * comm.size(), micro_batch=4
+        )
         engine = build(config)
         engine.train()
         before = masters(engine)
@@ -311,7 +370,9 @@ def overflowing(model: str) -> None:
         everything = batches(2 * comm.size(), 4)
         mine = everything[2 * comm.rank() : 2 * comm.rank() + 2]
         skipped = 0
-        while train_step(engine, build_loss("disco"), mine, prepare, max_scale=1e9).grad_norm is None:
+        while (
+            train_step(engine, build_loss("disco"), mine, prepare, max_scale=1e9).grad_norm is None
+        ):
             skipped += 1
             assert distance(masters(engine), before) == 0
         assert 0 < skipped < 24

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from helpers.dist import run_ranks
+from helpers.dist import free_port, run_ranks
 from helpers.launched import (
     CASES,
     SAME,
@@ -22,9 +22,11 @@ from helpers.launched import (
     equal_checkpoints,
     finish,
     launched,
+    log_of,
     members,
     ranks_of,
     records,
+    same_as_uninterrupted,
     train_without_launcher,
     wait_for,
     write_recipe,
@@ -32,7 +34,9 @@ from helpers.launched import (
 from helpers.machine import needs_fp16
 
 
-def kill_at_step(step: int, victim: str, kind: str, arguments: list[str], folder: Path, run: Path) -> float:
+def kill_at_step(
+    step: int, victim: str, kind: str, arguments: list[str], folder: Path, run: Path
+) -> float:
     """Start, wait for a step's record, SIGKILL one process; seconds until no process of the run is left."""
 
     def is_there() -> bool:
@@ -42,7 +46,10 @@ def kill_at_step(step: int, victim: str, kind: str, arguments: list[str], folder
 
     with launched(kind, 2, arguments, folder) as process:
         wait_for(is_there, f"step {step}", folder)
-        targets = {"rank": lambda: ranks_of(process.pid)[1], "launcher": lambda: _launcher(process.pid)}
+        targets = {
+            "rank": lambda: ranks_of(process.pid)[1],
+            "launcher": lambda: _launcher(process.pid),
+        }
         targets |= {"front end": lambda: psutil.Process(process.pid)}
         start = time.monotonic()
         targets[victim]().kill()
@@ -56,7 +63,10 @@ def kill_at_step(step: int, victim: str, kind: str, arguments: list[str], folder
     "case",
     [
         "zero1-fp32",
-        *(pytest.param(case, marks=pytest.mark.slow) for case in ("zero0-fp32", "zero3-autocast", "zero2-bf16")),
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in ("zero0-fp32", "zero3-autocast", "zero2-bf16")
+        ),
         pytest.param("zero2-fp16", marks=[pytest.mark.slow, needs_fp16]),
     ],
 )
@@ -68,7 +78,12 @@ def test_killed_and_resumed_run_is_the_uninterrupted_one(case, tmp_path):
     # The kernel tells the launcher's ranks, a lost rank makes the others fail, and so on: nobody trains on.
     assert kill_at_step(4, "rank", "launch", [*arguments, "name=cut"], folder, run) < 45
     # Not at 7: two quick steps later the run has ended, and nothing is left to kill.
-    assert kill_at_step(6, "launcher", "launch", [*arguments, "name=cut", "--resume", "latest"], folder, run) < 10
+    assert (
+        kill_at_step(
+            6, "launcher", "launch", [*arguments, "name=cut", "--resume", "latest"], folder, run
+        )
+        < 10
+    )
     run_ranks(train_without_launcher, 2, folder, [*arguments, "name=cut", "--resume", "latest"])
     whole = folder / "runs" / "whole"
     for mine, other in zip(records(run), records(whole), strict=True):
@@ -97,7 +112,11 @@ def test_signal_to_one_rank_saves_on_all_and_loses_nothing(number, tmp_path):
     (saved,) = (run / "checkpoints").iterdir()
     step = int(saved.name.removeprefix("step-"))
     assert 4 <= step < 60
-    assert re.search(rf"^(?!.*error).*: asked to stop, saved after step {step}", (folder / "log.txt").read_text(), re.M)
+    assert re.search(
+        rf"^(?!.*error).*: asked to stop, saved after step {step}",
+        (folder / "log.txt").read_text(),
+        re.M,
+    )
     assert not (run / "finished.json").exists()
     finish("launch", 2, [*arguments, "name=cut", "--resume", "latest"], folder)
     for mine, other in zip(records(run), records(folder / "runs" / "whole"), strict=True):
@@ -105,11 +124,49 @@ def test_signal_to_one_rank_saves_on_all_and_loses_nothing(number, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_one_command_starts_a_run_resumes_it_and_finds_it_done(tmp_path, monkeypatch):
+    """It is given to torchrun's restarts, to Kubernetes and to a Slurm job that is requeued."""
+    monkeypatch.setenv(
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"
+    )  # else a restart meets the keys of the attempt before
+    folder = tmp_path / "run"
+    arguments = [*write_recipe(folder, CASES["zero1-fp32"]), "steps=60"]
+    run_ranks(train_without_launcher, 2, folder, [*arguments, "name=whole"])
+    arguments += ["--resume", "auto", "name=cut"]
+    run = folder / "runs" / "cut"
+    with launched("torchrun --standalone --max-restarts 1", 2, arguments, folder) as process:
+        wait_for(lambda: any(run.glob("checkpoints/step-*")), "the first checkpoint", folder)
+        # torchrun starts each rank in a session of its own.
+        started = psutil.Process(process.pid).children(recursive=True)
+        next(rank for rank in started if rank.environ().get("LOCAL_RANK") == "1").kill()
+        assert process.wait(timeout=300) == 0, log_of(folder)[-3000:]
+    same_as_uninterrupted(run, folder / "runs" / "whole")
+    assert "cut: goes on after step" in log_of(folder)
+    written = (run / "finished.json").stat().st_mtime_ns
+    finish("torchrun", 2, arguments, folder)
+    given = f"--num_accelerators 2 --master_port {free_port()}"
+    front = [sys.executable, "-m", "disco_ds", "launch", "--deepspeed", given]
+    options = {"cwd": folder, "env": alone(), "capture_output": True, "text": True, "timeout": 300}
+    done = subprocess.run([*front, *arguments], check=False, **options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for said in (log_of(folder), done.stdout):
+        assert said.count("runs/cut has done all its steps\n") == 1
+    assert (run / "finished.json").stat().st_mtime_ns == written
+    assert sorted(path.name for path in run.parent.iterdir()) == ["cut", "whole"]
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_interrupt_from_the_terminal_saves_and_is_one_line(tmp_path):
     """It reaches torchrun and the ranks, and torchrun sends it to them again."""
     folder = tmp_path / "run"
-    arguments = [*write_recipe(folder, CASES["zero1-fp32"]), "steps=600", "checkpoint.every_steps=0", "name=cut"]
+    arguments = [
+        *write_recipe(folder, CASES["zero1-fp32"]),
+        "steps=600",
+        "checkpoint.every_steps=0",
+        "name=cut",
+    ]
     run = folder / "runs" / "cut"
     with launched("torchrun", 2, arguments, folder) as process:
         wait_for(lambda: any(record["step"] >= 4 for record in records(run)), "step 4", folder)
@@ -119,7 +176,9 @@ def test_interrupt_from_the_terminal_saves_and_is_one_line(tmp_path):
     (saved,) = (run / "checkpoints").glob("step-*")
     log = (folder / "log.txt").read_text()
     assert log.count("Ctrl-C: saving after this step") == 1
-    assert re.search(rf"asked to stop, saved after step {int(saved.name.removeprefix('step-'))}", log)
+    assert re.search(
+        rf"asked to stop, saved after step {int(saved.name.removeprefix('step-'))}", log
+    )
     assert "KeyboardInterrupt" not in log
 
 
@@ -163,24 +222,44 @@ def test_sessions_are_found():
 def test_command_line_trains_alone_and_says_what_it_did(tmp_path):
     folder = tmp_path / "run"
     arguments = write_recipe(folder, CASES["zero1-fp32"])
-    arguments += ["micro_batch=16", "steps=2", "eval={labelled: {unseen: bundled:emoji/unseen}}"]
+    arguments += ["micro_batch=16", "steps=2", "eval={labeled: {unseen: bundled:emoji/unseen}}"]
     command = [sys.executable, "-m", "disco_ds", "train", *arguments]
-    done = subprocess.run(command, cwd=folder, env=alone(), capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command, cwd=folder, env=alone(), capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr
     assert "global batch 16 = 1 ranks x 16 micro-batch x 1 micro-batches per rank" in done.stdout
     assert re.search(r"^zero-shot +top-1 +top-5 .*\nunseen +\d", done.stdout, re.MULTILINE)
     run = folder / "runs" / "tiny"
     assert [record["step"] for record in records(run)] == [1, 2, 2]
-    assert {"time/forward_s", "time/loss_s", "time/update_s", "ranks/slowest"} <= records(run)[0].keys()
+    assert {"time/forward_s", "time/loss_s", "time/update_s", "ranks/slowest"} <= records(run)[
+        0
+    ].keys()
     assert (run / "finished.json").is_file()
     assert list((run / "tensorboard").glob("events.*"))
     # The written settings are a recipe, and a finished run is not started again.
-    again = [sys.executable, "-m", "disco_ds", "train", "--config", "runs/tiny/config.yaml", "--resume", "latest"]
-    refused = subprocess.run(again, cwd=folder, env=alone(), capture_output=True, text=True, timeout=600)
+    again = [
+        sys.executable,
+        "-m",
+        "disco_ds",
+        "train",
+        "--config",
+        "runs/tiny/config.yaml",
+        "--resume",
+        "latest",
+    ]
+    refused = subprocess.run(
+        again, cwd=folder, env=alone(), capture_output=True, text=True, timeout=600
+    )
     assert refused.returncode == 2
     assert "has done all its steps" in refused.stderr
     wrong = subprocess.run(
-        [*command, "lr=1", "--dry-run"], cwd=folder, env=alone(), capture_output=True, text=True, timeout=600
+        [*command, "lr=1", "--dry-run"],
+        cwd=folder,
+        env=alone(),
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert wrong.returncode == 2
     assert "unknown key lr; here it is optim.lr" in wrong.stderr

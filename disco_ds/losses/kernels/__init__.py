@@ -1,4 +1,7 @@
-"""Sums over, and products with, matrices of similarities that are never held whole. Imports torch and Triton only."""
+"""Sums and gradients of matrices of similarities that are never in memory as a whole.
+
+This folder imports torch and Triton only.
+"""
 
 from disco_ds.losses.kernels.availability import find_problem
 from disco_ds.losses.kernels.sigmoid import SigmoidSums, sigmoid_block

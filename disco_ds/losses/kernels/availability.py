@@ -1,4 +1,4 @@
-"""Decides whether Triton's kernels run here, by running two of them once: having a GPU is not enough."""
+"""Decide whether the Triton kernels run here, by running two of them: a GPU alone is not enough."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ logger = logging.getLogger(__name__)
 def uses_triton(tiling: Tiling, x: Tensor) -> bool:
     """Return True if Triton computes the tiles of rows like x.
 
-    Raises: ValueError where `impl` asks for Triton and it cannot run.
+    Raises:
+        ValueError: If `impl` is "triton" and Triton cannot run.
     """
     if tiling.impl == "torch" or x.dtype == torch.float64:
         return False
     if tiling.impl == "auto":
         return x.is_cuda and find_problem(x.device, tiling.precision) is None
     if find_spec("triton") is None or not (x.is_cuda or _interprets()):
-        raise ValueError(f"impl=triton needs the triton package and a GPU; the features are on {x.device}")
+        raise ValueError(
+            f"impl=triton needs the triton package and a GPU; the features are on {x.device}"
+        )
     if x.is_cuda and (problem := find_problem(x.device, tiling.precision)):
         raise ValueError(f"impl=triton cannot run on {x.device}: {problem}")
     return True
@@ -32,9 +35,10 @@ def uses_triton(tiling: Tiling, x: Tensor) -> bool:
 
 @cache
 def find_problem(device: torch.device, precision: Precision) -> str | None:
-    """The reason why the kernels do not run on this GPU at this precision, or None. It is logged once.
+    """Return why the kernels do not run on this GPU at this precision, or None. Log it once.
 
-    Triton compiles its launcher with the system's C compiler, and a GPU may be too small or too new for a kernel.
+    Triton compiles its launcher with the C compiler of the system, and a GPU may be too small or
+    too new for a kernel.
     """
     if find_spec("triton") is None:
         problem = "the triton package is not installed"
@@ -44,10 +48,16 @@ def find_problem(device: torch.device, precision: Precision) -> str | None:
         try:
             triton_tiles.try_out(device, precision)
             return None
-        # Any error may come from the compiler or the driver. Without Triton the losses are slower, not wrong.
+        # The compiler or the driver may raise anything. Without Triton the losses are slower, not
+        # wrong.
         except Exception as error:
-            problem = f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else error}"
-    logger.warning("Triton's kernels do not run on %s (%s); the losses take torch's, which are slower", device, problem)
+            lines = str(error).strip().splitlines() or [""]
+            problem = f"{type(error).__name__}: {lines[-1]}"
+    logger.warning(
+        "the Triton kernels do not run on %s (%s); the losses use torch instead, which is slower",
+        device,
+        problem,
+    )
     return problem
 
 

@@ -1,6 +1,7 @@
-"""The sigmoid loss over a block of similarities that is never held whole: value and gradient in one pass.
+"""The sigmoid loss of a block of similarities that is never in memory as a whole.
 
-A weight depends on its own entry only, not on the sum of its row, so no second product is needed. Pairs are left out.
+The gradient at an entry depends on that entry only, not on the sum of its row, so value and
+gradient are computed in one pass, without a second product. Pairs are left out.
 """
 
 # n rows, m columns, D width; z_ij = scale <row i, column j> + bias
@@ -18,34 +19,51 @@ from disco_ds.losses.kernels.similarity import Block
 
 @dataclass
 class SigmoidSums:
-    """The sums of a block without its pairs, float64."""
+    """The sums of a block without its pairs, in float64."""
 
     loss: Tensor
     """0-d, the sum of softplus(z)."""
     weight: Tensor
     """0-d, the sum of sigmoid(z): the gradient at the bias."""
     rows_max: Tensor | None
-    """[n], the row's largest z, -inf for a row of nothing; None if maxima were not computed."""
+    """[n], the largest z of each row, -inf for an empty row; None if maxima were not computed."""
     columns_max: Tensor | None
-    """[m], the column's largest z."""
+    """[m], the largest z of each column; None if maxima were not computed."""
 
 
 def sigmoid_block(
-    block: Block, bias: Tensor, into_rows: Tensor | None, into_columns: Tensor | None, maxima: bool = True
+    block: Block,
+    bias: Tensor,
+    d_rows: Tensor | None,
+    d_columns: Tensor | None,
+    maxima: bool = True,
 ) -> SigmoidSums:
-    """Sums of a block; adds gain x W columns to into_rows and gain x W^T rows to into_columns, with W = sigmoid(z).
+    """Sum softplus(z) and sigmoid(z) over a block, and add to the gradients of rows and columns.
 
-    The caller divides by the gain, Tiling.gain.
+    With W = sigmoid(z), gain x W columns is added to d_rows and gain x W^T rows to d_columns. The
+    caller divides by the gain, Tiling.gain.
 
-    Args:   block: with equal scales; bias [1]; into_rows [n, D], into_columns [m, D]: fp32, or None; maxima: compute
-            the largest z too.
+    Args:
+        block: With equal scales.
+        bias: [1].
+        d_rows: [n, D] fp32, or None if not needed.
+        d_columns: [m, D] fp32, or None if not needed.
+        maxima: Find the largest z too.
+
     Source: docs/losses.md section 5 (SigLIP, arXiv 2303.15343).
     """
-    n, m, tiling, tiles, device = len(block.rows), len(block.columns), block.tiling, block.tiles, block.rows.device
+    n = len(block.rows)
+    m = len(block.columns)
+    device = block.rows.device
+    tiling = block.tiling
+    tiles = block.tiles
     scratch = block.scratch(tiles)
-    scale, bias = block.row_scale[:1].to(block.dtype), bias.to(block.dtype)
-    loss, weight = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
-    largest = [torch.full((k,), -math.inf, dtype=torch.float64, device=device) for k in (n, m) if maxima]
+    scale = block.row_scale[:1].to(block.dtype)
+    bias = bias.to(block.dtype)
+    loss, weight = torch.zeros(2, dtype=torch.float64, device=device)
+    largest = [
+        torch.full((k,), -math.inf, dtype=torch.float64, device=device) for k in (n, m) if maxima
+    ]
     for i, j in tiling.cut(n, m, device):
         tile = block.tile(i, j, scratch)
         losses, weights, W, *tops = tiles.sigmoid_weights(tile, scale, bias, maxima)
@@ -53,8 +71,8 @@ def sigmoid_block(
         weight += weights
         for total, part, new in zip(largest, (i, j), tops, strict=False):
             torch.maximum(total[part], new.double(), out=total[part])
-        if into_rows is not None:
-            tiling.add_product(into_rows[i], W, tile.c)
-        if into_columns is not None:
-            tiling.add_product(into_columns[j], W.T, tile.r)
+        if d_rows is not None:
+            tiling.add_product(d_rows[i], W, tile.c)
+        if d_columns is not None:
+            tiling.add_product(d_columns[j], W.T, tile.r)
     return SigmoidSums(loss, weight, *(largest or (None, None)))

@@ -1,4 +1,4 @@
-"""How a block of similarities is cut into tiles, and products of tiles at the chosen precision."""
+"""Cut a block of similarities into tiles, and multiply tiles at the chosen precision."""
 
 # n rows, m columns, D width; a tile is a part of the n x m block
 
@@ -20,14 +20,18 @@ _FULL = (torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Tiling:
-    """How similarities are computed; results depend on it through rounding only.
+    """How similarities are computed. It affects results through rounding only.
 
-    Args:   tile: rows and columns of a tile; None: 2048 x 2048 on a CPU; on a GPU 16384 x 16384 where no tile is
-            written, which is enough work to hide the launches, else as much as takes 128 MiB;
-            precision: of the factors of every product; sums are fp32. "auto" is fp32 on a CPU and fp16 on a GPU: tf32
-            has no more mantissa bits, and unit rows are within fp16's range. float64 features are computed in float64;
-            impl: "torch" runs everywhere, "triton" on a GPU; "auto" is Triton where it runs.
-    Raises: ValueError for a value that is not one of these.
+    Args:
+        tile: Rows and columns of a tile. None: 2048 x 2048 on a CPU. On a GPU 16384 x 16384 if the
+            tile is not written to memory, which is enough work to hide the launches, else 128 MiB.
+        precision: Precision of the factors of every product; sums are fp32. "auto" is fp32 on a CPU
+            and fp16 on a GPU: tf32 has no more mantissa bits, and unit rows are within the range of
+            fp16. Float64 features are always multiplied in float64.
+        impl: "torch" runs everywhere, "triton" on a GPU; "auto" is Triton if it runs.
+
+    Raises:
+        ValueError: For another value.
     """
 
     tile: Sequence[int] | None = None
@@ -36,20 +40,29 @@ class Tiling:
 
     def __post_init__(self) -> None:
         pair = isinstance(self.tile, list | tuple) and len(self.tile) == 2
-        if self.tile is not None and not (pair and all(isinstance(n, int) and n > 0 for n in self.tile)):
-            raise ValueError(f"tile must be two positive numbers, rows and columns, got {self.tile}")
+        if self.tile is not None and not (
+            pair and all(isinstance(n, int) and n > 0 for n in self.tile)
+        ):
+            raise ValueError(f"tile must be two positive integers, got {self.tile}")
         for name, known in (("precision", get_args(Precision)), ("impl", get_args(Impl))):
             if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+                raise ValueError(
+                    f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
+                )
 
     def on(self, device: torch.device) -> Tiling:
-        """The same with the precision that "auto" means on this device, as the functions of this package need it."""
+        """Return the same tiling with the precision that "auto" stands for on this device."""
         if self.precision != "auto":
             return self
         return replace(self, precision="fp16" if device.type == "cuda" else "fp32")
 
     def size(self, device: torch.device, written: bool = True) -> tuple[int, int]:
-        """Rows and columns of a tile. Args: written: the tile is held in memory."""
+        """Return the rows and columns of a tile.
+
+        Args:
+            device: Where the tile is computed.
+            written: The tile is written to memory.
+        """
         if self.tile is not None:
             rows, columns = self.tile
             return rows, columns
@@ -59,54 +72,66 @@ class Tiling:
             return 16384, 16384
         return (8192, 8192) if self.precision in _HALF else (4096, 8192)
 
-    def cut(self, n: int, m: int, device: torch.device, written: bool = True) -> Iterator[tuple[slice, slice]]:
-        """Row and column range of every tile of an n x m block."""
+    def cut(
+        self, n: int, m: int, device: torch.device, written: bool = True
+    ) -> Iterator[tuple[slice, slice]]:
+        """Yield the row and column range of every tile of an n x m block."""
         rows, columns = self.size(device, written)
         for i in range(0, n, rows):
             for j in range(0, m, columns):
                 yield slice(i, min(i + rows, n)), slice(j, min(j + columns, m))
 
     def gain(self) -> float:
-        """Power of two by which the weights of the gradient (at most 2) are multiplied, so that none is denormal.
+        """Return the power of two by which the gradient's weights are multiplied.
 
-        On a CPU, products of denormal numbers take 200 times as long (AVX-512, MKL), and fp16 would underflow.
+        The weights are at most 2, and without it small ones would be denormal. On a CPU, products
+        of denormal numbers take 200 times as long (AVX-512, MKL), and fp16 would underflow.
         """
-        assert self.precision != "auto", "Tiling.on(device) decides the precision"
+        assert self.precision != "auto", "call Tiling.on(device) first, which decides the precision"
         return 2.0**14 if self.precision == "fp16" else 2.0**40
 
     def hold(self, x: Tensor) -> Tensor:
-        """Rows as they are kept and sent: rounded once to `precision`, contiguous, without gradient, never widened."""
+        """Round rows to `precision`, for keeping and sending them.
+
+        The result is contiguous, has no gradient and is never wider than x.
+        """
         x = x.detach()
         if x.dtype == torch.float64:
             return x.contiguous()
         if self.precision == "tf32" and x.dtype == torch.float32:
-            # Round to 11 bits (Veltkamp's splitting): the tensor cores truncate, which would bias every product.
+            # Round to 11 bits (Veltkamp's splitting): the tensor cores truncate, which would bias
+            # every product.
             split = x * (2**13 + 1)
             return (split - (split - x)).contiguous()
         half = _HALF.get(self.precision)
         return (x if half is None else x.to(half)).contiguous()
 
     def factor(self, held: Tensor) -> Tensor:
-        """A tile of held rows as a factor of a product: fp32 on a CPU, where 16-bit products would round their sums."""
+        """Convert a tile of rows from `hold` to a factor of a product.
+
+        On a CPU that is fp32, because 16-bit products would round their sums there.
+        """
         return held.to(self.factor_dtype(held))
 
     def factor_dtype(self, x: Tensor) -> torch.dtype:
-        """The dtype in which rows like x are multiplied."""
+        """Return the dtype in which rows like x are multiplied."""
         if x.dtype == torch.float64:
             return torch.float64
         return _HALF.get(self.precision, torch.float32) if x.is_cuda else torch.float32
 
     def round(self, x: Tensor) -> Tensor:
-        """A tile in full precision, such as one of weights, rounded as a factor of a product."""
+        """Round a tile in full precision, such as one of weights, to a factor of a product."""
         return self.factor(self.hold(x))
 
     def product(self, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-        """out = a @ b of two factors; out is fp32, or float64 for float64 factors."""
+        """Compute out = a @ b of two factors; out is fp32, or float64 for float64 factors."""
         with self._tf32(a):
-            return torch.mm(a, b, out=out) if a.dtype in _FULL else torch.mm(a, b, out_dtype=out.dtype, out=out)
+            if a.dtype in _FULL:
+                return torch.mm(a, b, out=out)
+            return torch.mm(a, b, out_dtype=out.dtype, out=out)
 
     def add_product(self, total: Tensor, a: Tensor, b: Tensor) -> None:
-        """total += a @ b of two factors; total is fp32, or float64 for float64 factors."""
+        """Compute total += a @ b of two factors; total is fp32, or float64 for float64 factors."""
         with self._tf32(a):
             if a.dtype in _FULL:
                 total.addmm_(a, b)
@@ -118,7 +143,7 @@ class Tiling:
         if not x.is_cuda or x.dtype != torch.float32:
             yield
             return
-        # Not allow_tf32, which raises when it is read after a user has set fp32_precision.
+        # Not allow_tf32, which raises if it is read after a user has set fp32_precision.
         matmul = torch.backends.cuda.matmul
         before = matmul.fp32_precision
         matmul.fp32_precision = "tf32" if self.precision == "tf32" else "ieee"
@@ -130,38 +155,39 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Tile:
-    """One tile of a block, as the functions of torch_tiles.py and triton_tiles.py take it."""
+    """One tile of a block, the argument of the functions in torch_tiles.py and triton_tiles.py."""
 
     r: Tensor
-    """[n, D], a factor (Tiling.factor)."""
+    """[n, D], as returned by Tiling.factor."""
     c: Tensor
-    """[m, D], a factor."""
+    """[m, D], as returned by Tiling.factor."""
     pairs: int | None
-    """The diagonal of pairs, which is left out; None where the tile has none."""
+    """Diagonal of the tile that contains the pairs, which are left out; None if it has no pairs."""
     tiling: Tiling
     out: Tensor | None
-    """[n, m], memory for the tile: in full precision for torch, of factors for Triton, which needs none for sums."""
+    """[n, m] memory for the tile: full precision in torch, factors in Triton, None for its sums."""
 
 
 class Scratch:
-    """Memory for one tile, used again for every tile of a block."""
+    """Memory for one tile, reused for every tile of a block."""
 
     def __init__(self, tiling: Tiling, n: int, m: int, dtype: torch.dtype, device: torch.device):
         rows, columns = tiling.size(device)
         self.flat = torch.empty(min(rows, n) * min(columns, m), dtype=dtype, device=device)
 
     def tile(self, rows: slice, columns: slice) -> Tensor:
-        shape = rows.stop - rows.start, columns.stop - columns.start
-        return self.flat[: shape[0] * shape[1]].view(shape)
+        """Return memory for the tile of these rows and columns."""
+        n, m = rows.stop - rows.start, columns.stop - columns.start
+        return self.flat[: n * m].view(n, m)
 
 
 def full_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which sums of products of rows like x are accumulated."""
+    """Return the dtype in which sums of products of rows like x accumulate."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def pairs_offset(rows: slice, columns: slice, first: int | None) -> int | None:
-    """The diagonal of a tile that holds the pairs, where row i's pair is column i + first; None if none does."""
+    """Return the diagonal of a tile that has the pairs (i, i + first) of its block, or None."""
     if first is None:
         return None
     offset = rows.start + first - columns.start

@@ -1,7 +1,7 @@
-"""The operations on one tile in torch: the reference, and what a CPU runs. triton_tiles.py has the same functions.
+"""The operations on one tile in torch: the reference, which also runs on CPUs.
 
-Row scales, shifts and weights are [n], those of columns [m], all in full precision. Maxima are None where they are not
-asked for.
+triton_tiles.py has the same functions. Scales, shifts and weights of rows are [n], those of columns
+[m], all in full precision. Maxima are None unless requested.
 """
 
 from __future__ import annotations
@@ -16,17 +16,22 @@ from torch.nn import functional as F
 from disco_ds.losses.kernels.tiles import Tile, Tiling
 
 STRIP = 2**17
-"""Elements of a tile that go through all elementwise passes at a time, so that they stay in a CPU's cache."""
+"""Elements of a tile that go through all elementwise operations at a time, in a CPU's cache."""
 
 
 def strips(x: Tensor, multiple: int = 1) -> Iterator[slice]:
-    """Cut the rows of a tile into strips of STRIP elements; on a GPU there is one strip."""
+    """Cut the rows of a tile into strips of STRIP elements; on a GPU, one strip.
+
+    Args:
+        x: The tile.
+        multiple: Strips have a multiple of this number of rows.
+    """
     height = len(x) if x.is_cuda else max(1, STRIP // x.shape[1] // multiple) * multiple
     return (slice(i, min(i + height, len(x))) for i in range(0, len(x), height))
 
 
 def cosines(tile: Tile) -> Tensor:
-    """<r_i, c_j>, with -inf at the pairs, in tile.out."""
+    """Compute <r_i, c_j>, with -inf at the pairs, in tile.out."""
     assert tile.out is not None
     x = tile.tiling.product(tile.r, tile.c.T, tile.out)
     if tile.pairs is not None:
@@ -37,9 +42,17 @@ def cosines(tile: Tile) -> Tensor:
 def exp_sums(
     tile: Tile, scale: Tensor, shift: Tensor, keep: Tensor | None, maxima: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Sums of E = exp(x - shift) over rows and over columns, and the largest x of each row and column.
+    """Sum E = exp(x - shift) over rows and over columns, and find the maxima of x of both.
 
-    Args: scale, shift [1]; keep [n, m]: receives E, rounded to its dtype.
+    Args:
+        tile: The tile, with out.
+        scale: [1].
+        shift: [1].
+        keep: [n, m], receives E, rounded to its dtype.
+        maxima: Find the maxima.
+
+    Returns:
+        Row sums [n], column sums [m], row maxima [n], column maxima [m].
     """
     x = cosines(tile)
     n, m = x.shape
@@ -59,7 +72,10 @@ def exp_sums(
 
 
 def _shift(shift: Tensor, x: Tensor) -> Callable[[Tensor], Tensor]:
-    """A function that subtracts the shift in place. On a CPU, where reading it is free, a shift of 0 is left out."""
+    """Return a function that subtracts the shift in place.
+
+    On a CPU, where reading the shift is cheap, a shift of 0 is skipped.
+    """
     if not x.is_cuda and not shift.item():
         return lambda e: e
     amount = shift.to(x.dtype)
@@ -67,7 +83,7 @@ def _shift(shift: Tensor, x: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def exp_weights(tile: Tile, scale: Tensor, shift: Tensor, a: Tensor, beta: Tensor) -> Tensor:
-    """exp(x - shift) (a_i + beta_j), rounded as a factor of a product."""
+    """Compute exp(x - shift) (a_i + beta_j), rounded as a factor of a product."""
     x = cosines(tile)
     subtract = _shift(shift, x)
     for part in strips(x):
@@ -76,7 +92,7 @@ def exp_weights(tile: Tile, scale: Tensor, shift: Tensor, a: Tensor, beta: Tenso
 
 
 def kept_weights(e: Tensor, a: Tensor, beta: Tensor, tiling: Tiling, out: Tensor) -> Tensor:
-    """exp_weights from the exponentials e that exp_sums has kept."""
+    """Compute the result of exp_weights from the exponentials e that exp_sums kept."""
     for part in strips(out):
         out[part].copy_(e[part]).mul_(a[part, None] + beta)
     return tiling.round(out)
@@ -85,7 +101,11 @@ def kept_weights(e: Tensor, a: Tensor, beta: Tensor, tiling: Tiling, out: Tensor
 def log_sums(
     tile: Tile, row_scale: Tensor, column_scale: Tensor, maxima: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Logarithms of exp_sums' sums without a shift: each row and column subtracts its own largest exponent."""
+    """Compute the logarithms of the sums of exp(x) over rows and of exp(y) over columns.
+
+    It needs no shift, because the largest exponent of each row and column is subtracted. The return
+    values are those of exp_sums.
+    """
     cosine = cosines(tile)
     n, m = cosine.shape
     row_sum, row_max = cosine.new_empty(2, n)
@@ -95,7 +115,8 @@ def log_sums(
         row_sum[part] = x.logsumexp(1)
         if maxima:
             row_max[part] = x.amax(1)
-    # Strips of 64 columns or a multiple: others would change how vector instructions group the sums, and so the bits.
+    # Multiples of 64 columns: others would change how vector instructions group the sums, and so
+    # the bits.
     for part in strips(cosine.T, multiple=64):
         y = cosine[:, part] * column_scale[part]
         column_sum[part] = y.logsumexp(0)
@@ -112,10 +133,18 @@ def log_weights(
     column_shift: Tensor,
     moments: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """exp(x - row_shift_i) + exp(y - column_shift_j), rounded as a factor; x and y have the rows' and columns' scales.
+    """Compute exp(x - row_shift_i) + exp(y - column_shift_j), rounded as a factor.
 
-    Args: moments ([n], [m]): the row sums of the first term times the cosine are added to the first, the column sums of
-          the second term times the cosine to the second.
+    x are the cosines times the row scales, y those times the column scales.
+
+    Args:
+        tile: The tile, with out.
+        row_scale: [n].
+        column_scale: [m].
+        row_shift: [n].
+        column_shift: [m].
+        moments: ([n], [m]). The first term times the cosine, summed over each row, is added to the
+            first vector; the second term times the cosine, summed over each column, to the second.
     """
     W = cosines(tile)
     for part in strips(W):
@@ -123,7 +152,7 @@ def log_weights(
         x = (cosine * row_scale[part, None]).sub_(row_shift[part, None]).exp_()
         y = (cosine * column_scale).sub_(column_shift).exp_()
         if moments is not None:
-            cosine.clamp_(min=-1e30)  # the pairs' -inf, times their weight of 0, would not be a number
+            cosine.clamp_(min=-1e30)  # at the pairs, -inf times their weight of 0 would be NaN
             moments[0][part].add_((x * cosine).sum(1))
             moments[1].add_((y * cosine).sum(0))
         torch.add(x, y, out=cosine)
@@ -133,11 +162,15 @@ def log_weights(
 def sigmoid_weights(
     tile: Tile, scale: Tensor, bias: Tensor, maxima: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """With z = x + bias: the sums of softplus(z) and of sigmoid(z), Tiling.gain times sigmoid(z) rounded as a factor,
-    and the largest z of each row and column."""
+    """Compute sums and weights of the sigmoid loss, with z = x + bias.
+
+    Returns:
+        The sums of softplus(z) and of sigmoid(z), Tiling.gain times sigmoid(z) rounded as a factor,
+        and the largest z of each row and of each column.
+    """
     z = cosines(tile).mul_(scale).add_(bias)
     largest = (z.amax(1), z.amax(0)) if maxima else (None, None)
-    # From 40 on softplus(z) is z even in float64; exp(z) would overflow fp32 at 89.
+    # Above 40, softplus(z) is z even in float64, and exp(z) would overflow fp32 at 89.
     loss = F.softplus(z, threshold=40).sum(dtype=torch.float64)
     weight = z.sigmoid_().sum(dtype=torch.float64)
     return loss, weight, tile.tiling.round(z.mul_(tile.tiling.gain())), *largest

@@ -1,8 +1,9 @@
-"""The Triton kernels: a product with an epilogue for each operation on a tile, and their block sizes.
+"""The Triton kernels, a product with an epilogue for each operation on a tile, and block sizes.
 
-Kernels for sums write nothing as large as the tile. Kernels for weights write it once, as a factor of the library
-products that follow (docs/losses.md section 3). Exponentials are powers of two, for which the hardware has an
-instruction. There are no atomics, so equal block sizes give equal bits. Only triton_tiles.py imports this file.
+Kernels for sums write nothing as large as the tile. Kernels for weights write it once, as a factor
+of the library products that follow (docs/losses.md section 3). Exponentials are computed as powers
+of two, for which the hardware has an instruction. There are no atomics, so equal block sizes give
+equal bits. Only triton_tiles.py imports this file.
 """
 
 # n rows, m columns, D width of a tile; a block is what one program computes of it
@@ -20,18 +21,21 @@ import triton.language as tl
 
 INTERPRETED = triton.knobs.runtime.interpret
 LARGE = 1 << 20
-"""Elements of a tile from which on block sizes are timed."""
+"""Block sizes are timed for tiles of at least this number of elements."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
-def _config(rows: int, columns: int, stages: int, warps: int, width_bytes: int = 128, group: int = 8) -> triton.Config:
+def _config(
+    rows: int, columns: int, stages: int, warps: int, width_bytes: int = 128, group: int = 8
+) -> triton.Config:
     sizes = {"BLOCK_M": rows, "BLOCK_N": columns, "WIDTH_BYTES": width_bytes, "GROUP": group}
     return triton.Config(sizes, num_stages=stages, num_warps=warps)
 
 
-# The first is used where nothing is timed. It takes 96 KB of shared memory, which every GPU since the A100 has. Two of
-# its programs fit on a multiprocessor of a server's GPU, where the epilogue of one overlaps the product of the other.
+# The first is used if nothing is timed. It takes 96 KB of shared memory, which every GPU since the
+# A100 has. Two of its programs fit on a multiprocessor of a data center GPU, so that the epilogue
+# of one overlaps the product of the other.
 TENSOR_CORES = [
     _config(128, 128, 3, 4),
     _config(128, 128, 3, 8),
@@ -40,28 +44,30 @@ TENSOR_CORES = [
     _config(256, 128, 3, 8),
     _config(64, 128, 4, 4),
 ]
-# fp32 products without tensor cores hold every operand in registers, which limits the blocks. Triton before 3.8
-# multiplies no less than 16 numbers of a row at a time.
+# fp32 products without tensor cores hold every operand in registers, which limits the blocks.
+# Triton before 3.8 multiplies no less than 16 numbers of a row at a time.
 PLAIN_CORES = [_config(64, 64, 2, 4, 64), _config(64, 128, 2, 8, 64), _config(128, 128, 2, 8, 64)]
 SMALL = _config(32, 64, 1, 1, 64, 2)
-"""A configuration for the interpreter, which takes as long for a large block with a small tile as for a full one."""
+"""A configuration for the interpreter, which computes a whole block even if the tile is smaller."""
 CONFIGS = [*TENSOR_CORES, *PLAIN_CORES, *([SMALL] if INTERPRETED else [])]
 SPILLS = {"SIGMOID": 64 * 32, "TWO_WEIGHTS": 64 * 32}
-"""Most elements of a block per warp for kernels with a flag of this name, which have twice the live values."""
+"""Most elements of a block per warp, for kernels with this flag, which have more live values."""
 
 _forced: triton.Config | None = None
 
 
 def force(config: triton.Config | None) -> None:
-    """Use this configuration for every tile from now on, fast or not; None: choose again. For tests."""
+    """Use this configuration for every tile from now on; None: time again. For tests."""
     global _forced
     _forced = config
     for kernel in KERNELS:
         kernel.cache.clear()
 
 
-def worth_timing(configs: Sequence[triton.Config], args: dict[str, Any], **options: Any) -> list[triton.Config]:
-    """The configurations that may be the fastest for these arguments; only the first one for small tiles."""
+def worth_timing(
+    configs: Sequence[triton.Config], args: dict[str, Any], **options: Any
+) -> list[triton.Config]:
+    """Return the configurations to time for these arguments; only the first one for small tiles."""
     if _forced is not None:
         return [_forced]
     if INTERPRETED:
@@ -70,27 +76,32 @@ def worth_timing(configs: Sequence[triton.Config], args: dict[str, Any], **optio
     fitting = PLAIN_CORES if plain else TENSOR_CORES
     for name, limit in SPILLS.items():
         if options.get(name):
-            fitting = [x for x in fitting if x.kwargs["BLOCK_M"] * x.kwargs["BLOCK_N"] <= limit * x.num_warps]
+            fitting = [
+                x
+                for x in fitting
+                if x.kwargs["BLOCK_M"] * x.kwargs["BLOCK_N"] <= limit * x.num_warps
+            ]
     return fitting if args["tuned"] else fitting[:1]
 
 
 def _seconds(call: Callable[[], None], quantiles: Sequence[float]) -> list[float]:
-    """Time of a configuration; infinite for one that fails with this version of Triton or on this GPU."""
+    """Time a configuration; infinity if it fails with this version of Triton or on this GPU."""
     try:
         return triton.testing.do_bench(call, quantiles=list(quantiles))
-    except (triton.TritonError, RuntimeError):  # passes of the compiler raise RuntimeError
+    except (triton.TritonError, RuntimeError):  # RuntimeError: from the compiler's passes
         return [float("inf")] * len(quantiles)
 
 
 def _tuned(*flags: str) -> Callable[[Any], Any]:
-    """Choose a kernel's configuration by timing, once for each size class, precision and setting of its flags."""
+    """Time the configurations of a kernel, once per size class, precision and set of flags."""
     key = ["tuned", "PRECISION", *flags]
     return triton.autotune(
         CONFIGS, key=key, prune_configs_by={"early_config_prune": worth_timing}, do_bench=_seconds
     )  # fmt: skip
 
 
-# Knowing what divides these makes no address cheaper, so it is no reason to compile a kernel again.
+# The divisors of these arguments make no address cheaper, so a kernel is not compiled again for
+# them.
 _jit = triton.jit(do_not_specialize=["n", "pairs", "tuned"])
 
 
@@ -100,12 +111,14 @@ def _cosines(
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH_BYTES: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    """<r_i, c_j> of this program's block, -inf at the pairs and outside the tile.
+    """Compute <r_i, c_j> of this program's block, -inf at the pairs and outside of the tile.
 
-    Returns: that [BLOCK_M, BLOCK_N], its rows' and columns' numbers in the tile, and its own number in both directions.
+    Returns:
+        The products [BLOCK_M, BLOCK_N], the indices of the block's rows and columns in the tile,
+        and the index of the block in both directions.
     """
-    # Programs that run at the same time should share rows and columns in the L2 cache, so they are numbered down a
-    # column of GROUP blocks, then along.
+    # Programs that run at the same time should share rows and columns in the L2 cache, so they are
+    # numbered down a column of GROUP blocks first.
     num_n = tl.cdiv(m, BLOCK_N)
     program = tl.program_id(0)
     top = program // (GROUP * num_n) * GROUP
@@ -117,10 +130,18 @@ def _cosines(
     rows = i * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = j * BLOCK_N + tl.arange(0, BLOCK_N)
     width = tl.arange(0, BLOCK_D)
-    # Beyond the tile's edge the last row is read again, which needs no mask. Addresses take 64 bits, because rows x D
-    # exceeds 2^31.
-    r_at = r + tl.minimum(rows, n - 1).to(tl.int64)[:, None] * r_row + width.to(tl.int64)[None, :] * r_width
-    c_at = c + tl.minimum(columns, m - 1).to(tl.int64)[None, :] * c_row + width.to(tl.int64)[:, None] * c_width
+    # Beyond the tile's edge the last row is read again, which needs no mask. Addresses take 64
+    # bits, because rows x D exceeds 2^31.
+    r_at = (
+        r
+        + tl.minimum(rows, n - 1).to(tl.int64)[:, None] * r_row
+        + width.to(tl.int64)[None, :] * r_width
+    )
+    c_at = (
+        c
+        + tl.minimum(columns, m - 1).to(tl.int64)[None, :] * c_row
+        + width.to(tl.int64)[:, None] * c_width
+    )
     x = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, D, BLOCK_D):
         if D % BLOCK_D == 0:
@@ -137,20 +158,24 @@ def _cosines(
     left = j * BLOCK_N - pairs
     on_diagonal = (i * BLOCK_M < left + BLOCK_N) & (left < (i + 1) * BLOCK_M)
     if on_diagonal | ((i + 1) * BLOCK_M > n) | ((j + 1) * BLOCK_N > m):
-        kept = (rows[:, None] < n) & (columns[None, :] < m) & (rows[:, None] + pairs != columns[None, :])
+        kept = (
+            (rows[:, None] < n)
+            & (columns[None, :] < m)
+            & (rows[:, None] + pairs != columns[None, :])
+        )
         x = tl.where(kept, x, float("-inf"))
     return x, rows, columns, i, j
 
 
 @triton.jit
 def _store_part(x, parts, numbers, block, num):
-    """Store a number for each row (or column) of a block; parts [blocks, num]."""
+    """Store one number per row (or column) of a block; parts is [blocks, num]."""
     tl.store(parts + tl.cast(block, tl.int64) * num + numbers, x, mask=numbers < num)
 
 
 @triton.jit
 def _store_parts(x_row, x_column, by_row, by_column, rows, columns, i, j, n, m):
-    """Store a number for each row and column of a block; by_row [column blocks, n], by_column [row blocks, m]."""
+    """Store row values in by_row [column blocks, n], column values in by_column [row blocks, m]."""
     _store_part(x_row, by_row, rows, j, n)
     _store_part(x_column, by_column, columns, i, m)
 
@@ -174,11 +199,27 @@ def exp_sums_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH_BYTES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     x, rows, columns, i, j = _cosines(
-        r, c, n, m, D, pairs, r_row, r_width, c_row, c_width, PRECISION, BLOCK_M, BLOCK_N, WIDTH_BYTES, GROUP
+        r,
+        c,
+        n,
+        m,
+        D,
+        pairs,
+        r_row,
+        r_width,
+        c_row,
+        c_width,
+        PRECISION,
+        BLOCK_M,
+        BLOCK_N,
+        WIDTH_BYTES,
+        GROUP,
     )
     s = tl.load(scale)
     if MAXIMA:
-        _store_parts(tl.max(x, 1) * s, tl.max(x, 0) * s, row_max, column_max, rows, columns, i, j, n, m)
+        _store_parts(
+            tl.max(x, 1) * s, tl.max(x, 0) * s, row_max, column_max, rows, columns, i, j, n, m
+        )
     x = tl.exp2(x * (s * LOG2_E) - tl.load(shift) * LOG2_E)
     _store_parts(tl.sum(x, 1), tl.sum(x, 0), row_sum, column_sum, rows, columns, i, j, n, m)
     if KEEP:
@@ -194,12 +235,28 @@ def exp_weights_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH_BYTES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     x, rows, columns, _, _ = _cosines(
-        r, c, n, m, D, pairs, r_row, r_width, c_row, c_width, PRECISION, BLOCK_M, BLOCK_N, WIDTH_BYTES, GROUP
+        r,
+        c,
+        n,
+        m,
+        D,
+        pairs,
+        r_row,
+        r_width,
+        c_row,
+        c_width,
+        PRECISION,
+        BLOCK_M,
+        BLOCK_N,
+        WIDTH_BYTES,
+        GROUP,
     )
     x = tl.exp2(x * (tl.load(scale) * LOG2_E) - tl.load(shift) * LOG2_E)
     of_rows = tl.load(a + rows, mask=rows < n, other=0.0)
     of_columns = tl.load(beta + columns, mask=columns < m, other=0.0)
-    _store_tile(out, m, x * (of_rows[:, None] + of_columns[None, :]), rows, columns, n, m, PRECISION)
+    _store_tile(
+        out, m, x * (of_rows[:, None] + of_columns[None, :]), rows, columns, n, m, PRECISION
+    )
 
 
 @_tuned("MAXIMA")
@@ -211,10 +268,25 @@ def log_sums_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH_BYTES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     x, rows, columns, i, j = _cosines(
-        r, c, n, m, D, pairs, r_row, r_width, c_row, c_width, PRECISION, BLOCK_M, BLOCK_N, WIDTH_BYTES, GROUP
+        r,
+        c,
+        n,
+        m,
+        D,
+        pairs,
+        r_row,
+        r_width,
+        c_row,
+        c_width,
+        PRECISION,
+        BLOCK_M,
+        BLOCK_N,
+        WIDTH_BYTES,
+        GROUP,
     )
-    # First the rows, then the columns: so a program holds fewer numbers at a time. The largest logit of the block is
-    # subtracted, rounded as it is added again; 0 where a row or column has nothing, because -inf - -inf is no number.
+    # First the rows, then the columns, which needs fewer registers. The largest logit of the block
+    # is subtracted, and later added with the same rounding; 0 for an empty row or column, because
+    # -inf - -inf is NaN.
     of_rows = tl.load(row_scale + rows, mask=rows < n, other=1.0)
     top = tl.max(x, 1)
     if MAXIMA:
@@ -242,7 +314,21 @@ def log_weights_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH_BYTES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     x, rows, columns, i, j = _cosines(
-        r, c, n, m, D, pairs, r_row, r_width, c_row, c_width, PRECISION, BLOCK_M, BLOCK_N, WIDTH_BYTES, GROUP
+        r,
+        c,
+        n,
+        m,
+        D,
+        pairs,
+        r_row,
+        r_width,
+        c_row,
+        c_width,
+        PRECISION,
+        BLOCK_M,
+        BLOCK_N,
+        WIDTH_BYTES,
+        GROUP,
     )
     s = tl.load(row_scale + rows, mask=rows < n, other=1.0)
     lowered = tl.load(row_shift + rows, mask=rows < n, other=0.0)
@@ -251,7 +337,7 @@ def log_weights_kernel(
     lowered = tl.load(column_shift + columns, mask=columns < m, other=0.0)
     of_columns = tl.exp2((x * s[None, :] - lowered[None, :]) * LOG2_E)
     if MOMENTS:
-        x = tl.maximum(x, -1e30)  # the pairs' -inf, times their weight of 0, would not be a number
+        x = tl.maximum(x, -1e30)  # at the pairs, -inf times their weight of 0 would be NaN
         in_rows, in_columns = tl.sum(of_rows * x, 1), tl.sum(of_columns * x, 0)
         _store_parts(in_rows, in_columns, row_moment, column_moment, rows, columns, i, j, n, m)
     _store_tile(out, m, of_rows + of_columns, rows, columns, n, m, PRECISION)
@@ -259,10 +345,10 @@ def log_weights_kernel(
 
 @triton.jit
 def _log1p(e):
-    """log(1 + e) for e in [0, 1], to 3e-7 of itself.
+    """Compute log(1 + e) for e in [0, 1], with a relative error of 3e-7.
 
-    It is e times a polynomial that interpolates log(1 + e) / e at Chebyshev's points. Triton has no log1p, log(1 + e)
-    loses a small e, and a division takes longer than the polynomial.
+    It is e times a polynomial that interpolates log(1 + e) / e at the Chebyshev nodes. Triton has
+    no log1p, log(1 + e) loses a small e, and a division takes longer than the polynomial.
     """
     p = 0.0051261024 * e - 0.029074065
     p = p * e + 0.077516086
@@ -284,11 +370,36 @@ def sigmoid_weights_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH_BYTES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     z, rows, columns, i, j = _cosines(
-        r, c, n, m, D, pairs, r_row, r_width, c_row, c_width, PRECISION, BLOCK_M, BLOCK_N, WIDTH_BYTES, GROUP
+        r,
+        c,
+        n,
+        m,
+        D,
+        pairs,
+        r_row,
+        r_width,
+        c_row,
+        c_width,
+        PRECISION,
+        BLOCK_M,
+        BLOCK_N,
+        WIDTH_BYTES,
+        GROUP,
     )
     s, t = tl.load(scale), tl.load(bias)
     if MAXIMA:
-        _store_parts(tl.max(z, 1) * s + t, tl.max(z, 0) * s + t, row_max, column_max, rows, columns, i, j, n, m)
+        _store_parts(
+            tl.max(z, 1) * s + t,
+            tl.max(z, 0) * s + t,
+            row_max,
+            column_max,
+            rows,
+            columns,
+            i,
+            j,
+            n,
+            m,
+        )
     z = z * s + t
     e = tl.exp2(-tl.abs(z) * LOG2_E)
     sigmoid = tl.where(z < 0, e, 1.0) / (1 + e)
@@ -299,9 +410,18 @@ def sigmoid_weights_kernel(
 
 @triton.jit
 def kept_weights_kernel(
-    kept, kept_row, a, beta, out, n, m, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    kept,
+    kept_row,
+    a,
+    beta,
+    out,
+    n,
+    m,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """out = kept_ij (a_i + beta_j). Memory limits it, so no block sizes are tuned."""
+    """Compute out = kept_ij (a_i + beta_j). Memory limits it, so no block sizes are timed."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (rows[:, None] < n) & (columns[None, :] < m)
@@ -309,7 +429,15 @@ def kept_weights_kernel(
     e = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     of_rows = tl.load(a + rows, mask=rows < n, other=0.0)
     of_columns = tl.load(beta + columns, mask=columns < m, other=0.0)
-    _store_tile(out, m, e * (of_rows[:, None] + of_columns[None, :]), rows, columns, n, m, PRECISION)
+    _store_tile(
+        out, m, e * (of_rows[:, None] + of_columns[None, :]), rows, columns, n, m, PRECISION
+    )
 
 
-KERNELS = [exp_sums_kernel, exp_weights_kernel, log_sums_kernel, log_weights_kernel, sigmoid_weights_kernel]
+KERNELS = [
+    exp_sums_kernel,
+    exp_weights_kernel,
+    log_sums_kernel,
+    log_weights_kernel,
+    sigmoid_weights_kernel,
+]

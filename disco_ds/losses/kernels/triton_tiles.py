@@ -1,11 +1,15 @@
-"""The operations on one tile in Triton. torch_tiles.py documents the same functions, with the same arguments, in torch.
+"""The operations on one tile in Triton.
 
-The block sizes of a kernel are chosen by timing, once in a process for each kind of large tile, so two processes may
-differ by rounding. Under torch.use_deterministic_algorithms nothing is timed and the choice is fixed.
+torch_tiles.py has and documents the same functions, with the same arguments, in torch.
 
-Verified under Triton's interpreter against torch_tiles.py and float64 (tests/losses/kernels/test_tiles.py), and
-compiled for GPUs from the A100 on (tests/losses/kernels/test_triton_compiled.py). Never run on a GPU so far:
-tools/check_kernels.py does that.
+The block sizes of a kernel are chosen by timing, once per process for each size class of large
+tiles, so two processes may differ by rounding. Under torch.use_deterministic_algorithms nothing is
+timed and the choice is fixed.
+
+The kernels are tested under Triton's interpreter against torch_tiles.py and float64
+(tests/losses/kernels/test_tiles.py), and compiled for the A100 and newer GPUs
+(tests/losses/kernels/test_triton_compiled.py). They have never run on a GPU so far; to do that, run
+tools/check_kernels.py.
 """
 
 # n rows, m columns, D width of a tile
@@ -27,16 +31,19 @@ KEPT_BLOCK = {"BLOCK_M": 16, "BLOCK_N": 256}
 def exp_sums(
     tile: Tile, scale: Tensor, shift: Tensor, keep: Tensor | None, maxima: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """As in torch_tiles, but nothing is written to tile.out."""
-    row_sum, column_sum = _parts(tile)
-    row_max, column_max = _parts(tile) if maxima else (row_sum, column_sum)
+    """Compute torch_tiles.exp_sums without writing to tile.out."""
+    row_sum, column_sum = _partial_vectors(tile)
+    row_max, column_max = _partial_vectors(tile) if maxima else (row_sum, column_sum)
     kept = row_sum if keep is None else keep
     rows, columns = _launch(
         kernels.exp_sums_kernel, tile,
         scale, shift.float(), kept, kept.stride(0), row_sum, column_sum, row_max, column_max,
         KEEP=keep is not None, MAXIMA=maxima,
     )  # fmt: skip
-    sums = row_sum[:columns].sum(0, dtype=torch.float64), column_sum[:rows].sum(0, dtype=torch.float64)
+    sums = (
+        row_sum[:columns].sum(0, dtype=torch.float64),
+        column_sum[:rows].sum(0, dtype=torch.float64),
+    )
     return *sums, *_largest(row_max, column_max, rows, columns, maxima)
 
 
@@ -59,9 +66,9 @@ def kept_weights(e: Tensor, a: Tensor, beta: Tensor, tiling: Tiling, out: Tensor
 def log_sums(
     tile: Tile, row_scale: Tensor, column_scale: Tensor, maxima: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """As in torch_tiles, but nothing is written to tile.out."""
-    row_sum, column_sum = _parts(tile)
-    row_max, column_max = _parts(tile) if maxima else (row_sum, column_sum)
+    """Compute torch_tiles.log_sums without writing to tile.out."""
+    row_sum, column_sum = _partial_vectors(tile)
+    row_max, column_max = _partial_vectors(tile) if maxima else (row_sum, column_sum)
     rows, columns = _launch(
         kernels.log_sums_kernel, tile,
         row_scale.contiguous(), column_scale.contiguous(), row_sum, column_sum, row_max, column_max,
@@ -81,7 +88,7 @@ def log_weights(
 ) -> Tensor:
     out = tile.out
     assert out is not None
-    row_moment, column_moment = (out, out) if moments is None else _parts(tile)
+    row_moment, column_moment = (out, out) if moments is None else _partial_vectors(tile)
     rows, columns = _launch(
         kernels.log_weights_kernel, tile,
         row_scale.contiguous(), column_scale.contiguous(), row_shift, column_shift, out, row_moment, column_moment,
@@ -98,7 +105,7 @@ def sigmoid_weights(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     out = tile.out
     assert out is not None
-    row_max, column_max = _parts(tile)
+    row_max, column_max = _partial_vectors(tile)
     loss, weight = out.new_empty(2, len(row_max) * len(column_max), dtype=torch.float32)
     rows, columns = _launch(
         kernels.sigmoid_weights_kernel, tile,
@@ -109,17 +116,27 @@ def sigmoid_weights(
 
 
 def try_out(device: torch.device, precision: Precision) -> None:
-    """Run two kernels on a small tile. Raises: whatever Triton, its C compiler or the driver raises."""
-    tiling, shift = Tiling(None, precision), torch.zeros(1, dtype=torch.float64, device=device)
-    x, scale = tiling.round(torch.zeros(128, 128, device=device)), torch.ones(128, device=device)
+    """Run two kernels on a small tile.
+
+    Raises:
+        Exception: Any error of Triton, its C compiler or the driver.
+    """
+    tiling = Tiling(None, precision)
+    shift = torch.zeros(1, dtype=torch.float64, device=device)
+    scale = torch.ones(128, device=device)
+    x = tiling.round(torch.zeros(128, 128, device=device))
     tile = Tile(x, x, 0, tiling, torch.empty_like(x))
     exp_sums(tile, scale[:1], shift, None, True)
     exp_weights(tile, scale[:1], shift, scale, scale)
-    torch.cuda.synchronize(device)  # a launch that fails says so only here
+    torch.cuda.synchronize(device)  # raises the errors of the launches
 
 
 def _launch(kernel: Any, tile: Tile, *rest: Any, **options: Any) -> tuple[int, int]:
-    """Run one program for every block of the tile. Returns: the number of blocks of rows, and of columns."""
+    """Run one program for every block of the tile.
+
+    Returns:
+        The number of blocks along the rows, and along the columns.
+    """
     r, c = tile.r, tile.c
     n, m, D = len(r), len(c), r.shape[1]
     no_pairs = m  # a diagonal that lies outside the tile
@@ -133,7 +150,7 @@ def _launch(kernel: Any, tile: Tile, *rest: Any, **options: Any) -> tuple[int, i
 
 
 def _size_class(n: int, m: int, D: int) -> int:
-    """A number that is equal for tiles that share a configuration; 0: the first configuration, without timing."""
+    """Return a key, equal for tiles that share a configuration; 0: the first, without timing."""
     if n * m < kernels.LARGE or torch.are_deterministic_algorithms_enabled():
         return 0
     return (triton.next_power_of_2(D) << 12) + (n.bit_length() << 6) + m.bit_length()
@@ -143,18 +160,23 @@ def _precision(tiling: Tiling) -> str:
     return "tf32" if tiling.precision == "tf32" else "ieee"
 
 
-def _parts(tile: Tile) -> tuple[Tensor, Tensor]:
-    """Memory for one number of each row from every block of columns, and the reverse, whatever blocks are chosen."""
-    r, c = tile.r, tile.c
-    lowest, narrowest = (min(config.kwargs[name] for config in kernels.CONFIGS) for name in ("BLOCK_M", "BLOCK_N"))
-    n, m = len(r), len(c)
+def _partial_vectors(tile: Tile) -> tuple[Tensor, Tensor]:
+    """Allocate a number per row from each block of columns, and per column from each block of rows.
+
+    There is enough memory for the smallest blocks that may be chosen.
+    """
+    n, m = len(tile.r), len(tile.c)
+    lowest = min(config.kwargs["BLOCK_M"] for config in kernels.CONFIGS)
+    narrowest = min(config.kwargs["BLOCK_N"] for config in kernels.CONFIGS)
     return (
-        r.new_empty(triton.cdiv(m, narrowest), n, dtype=torch.float32),
-        r.new_empty(triton.cdiv(n, lowest), m, dtype=torch.float32),
+        tile.r.new_empty(triton.cdiv(m, narrowest), n, dtype=torch.float32),
+        tile.r.new_empty(triton.cdiv(n, lowest), m, dtype=torch.float32),
     )
 
 
 def _largest(
     row_max: Tensor, column_max: Tensor, rows: int, columns: int, maxima: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    return (row_max[:columns].amax(0), column_max[:rows].amax(0)) if maxima else (None, None)
+    if not maxima:
+        return None, None
+    return row_max[:columns].amax(0), column_max[:rows].amax(0)

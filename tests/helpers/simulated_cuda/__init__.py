@@ -72,7 +72,9 @@ def build(folder: Path) -> Path:
     return library
 
 
-def run(groups: dict[tuple[str, int, int], list[str]], folder: Path, timeout_s: float) -> dict[str, Outcome]:
+def run(
+    groups: dict[tuple[str, int, int], list[str]], folder: Path, timeout_s: float
+) -> dict[str, Outcome]:
     """Cases by name, each group in a process of its own and all groups at once.
 
     Args:   groups: (any name, rank, number of ranks) -> the cases of that process; folder: to write to.
@@ -85,13 +87,22 @@ def run(groups: dict[tuple[str, int, int], list[str]], folder: Path, timeout_s: 
         out, log = folder / f"{group}.json", (folder / f"{group}.log").open("w+")
         environment = os.environ | {
             **{"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0"},
-            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "DS_ACCELERATOR": "cuda", "OMP_NUM_THREADS": "1"},
+            **{
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": "1",
+                "DS_ACCELERATOR": "cuda",
+                "OMP_NUM_THREADS": "1",
+            },
             **{"LD_PRELOAD": str(library), "SIMULATED_CUDA": str(library)},
-            "PYTHONPATH": os.pathsep.join((str(TESTS), os.environ.get("PYTHONPATH", ""))).rstrip(os.pathsep),
+            "PYTHONPATH": os.pathsep.join((str(TESTS), os.environ.get("PYTHONPATH", ""))).rstrip(
+                os.pathsep
+            ),
         }
         environment.pop("TRITON_INTERPRET", None)
         command = [sys.executable, "-m", "helpers.simulated_cuda.cases", str(out), *names]
-        process = subprocess.Popen(command, env=environment, cwd=folder / group, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, env=environment, cwd=folder / group, stdout=log, stderr=subprocess.STDOUT
+        )
         started.append((process, out, log))
     outcomes: dict[str, Outcome] = {}
     try:
@@ -109,4 +120,6 @@ def run(groups: dict[tuple[str, int, int], list[str]], folder: Path, timeout_s: 
 
 
 def _read(value: dict[str, Any]) -> Outcome:
-    return Outcome(value["error"], Counter({(kind, place): count for kind, place, count in value["waits"]}))
+    return Outcome(
+        value["error"], Counter({(kind, place): count for kind, place, count in value["waits"]})
+    )

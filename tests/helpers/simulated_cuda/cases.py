@@ -20,6 +20,9 @@ from torch import Tensor
 from torch.profiler import record_function
 from torch.serialization import skip_data
 
+from disco_ds.checkpoints import checkpoint
+from disco_ds.checkpoints.checkpoint import Saved
+from disco_ds.checkpoints.resume import choose, restore
 from disco_ds.config import DataSettings, EvalSettings, ModelSettings, render_ds_config
 from disco_ds.config.data import Pixels
 from disco_ds.data import ImageSpec, Loader, SampleForm, Share, Staging, StepData, load_sources
@@ -28,16 +31,14 @@ from disco_ds.distributed.interrupt import Interrupts
 from disco_ds.eval import evaluate_sets, load_sets, record
 from disco_ds.losses import Embeddings, build_loss, list_losses
 from disco_ds.losses.blocks import TiledLoss
-from disco_ds.metrics.records import Metrics
+from disco_ds.metrics.anomalies import AnomalyDetector
+from disco_ds.metrics.logger import MetricsLogger
 from disco_ds.metrics.timers import Timer
-from disco_ds.metrics.trouble import Trouble
 from disco_ds.models.clip import build_model, read_architecture, read_preprocessing, read_text_size
-from disco_ds.training import checkpoint
-from disco_ds.training.checkpoint import Saved
-from disco_ds.training.engine import build_engine, set_rates, watch_norm
+from disco_ds.training.engine import build_engine, set_rates
 from disco_ds.training.loop import agree, log, prepare
-from disco_ds.training.resume import choose, restore
 from disco_ds.training.step import StepOutput, train_step
+from helpers.checkpoints import save_now
 from helpers.simulated_cuda.host import Host, on_the_host, simulate
 from helpers.towers import CONTEXT, IMAGE_SIZE, VOCABULARY, tiny_config, write_tiny
 
@@ -65,23 +66,31 @@ class Case:
 def loss_case(host: Host, name: str, dtype: torch.dtype = torch.float32, trained: str = "both", autocast: bool = False,
               one_shift: bool = True, **options: Any) -> None:  # fmt: skip
     """A loss forward and backward, twice, with accuracies and without, and its commit."""
-    host.answers = {"holds": one_shift}
+    host.answers = {"shift_fits": one_shift}
     loss = build_loss(name, **options).to("cuda")
     loss.set_num_samples(NUM_SAMPLES, 10 * NUM_SAMPLES)
     sides = {
-        side: torch.randn(64, WIDTH, device="cuda", dtype=dtype).requires_grad_(trained in (side, "both"))
+        side: torch.randn(64, WIDTH, device="cuda", dtype=dtype).requires_grad_(
+            trained in (side, "both")
+        )
         for side in ("image", "text")
     }
     scale = torch.ones(1, device="cuda", requires_grad=loss.learns_scale)
-    bias = torch.ones(1, device="cuda", requires_grad=True) if loss.initial_bias is not None else None
+    bias = (
+        torch.ones(1, device="cuda", requires_grad=True) if loss.initial_bias is not None else None
+    )
     launches = host.launches
     for loss.accuracy in (True, False):
         with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-            out = loss(Embeddings(**sides, scale=scale, bias=bias, index=torch.arange(64, device="cuda")))
+            out = loss(
+                Embeddings(**sides, scale=scale, bias=bias, index=torch.arange(64, device="cuda"))
+            )
         out.loss.backward()
         loss.commit()
         assert (out.loss.device.type, out.loss.dtype) == ("cuda", torch.float32)
-    assert (host.launches > launches) == (isinstance(loss, TiledLoss) and options.get("impl") != "torch")
+    assert (host.launches > launches) == (
+        isinstance(loss, TiledLoss) and options.get("impl") != "torch"
+    )
     for x in (*sides.values(), scale, bias):
         if x is not None and x.requires_grad:
             check_gradient(x)
@@ -94,9 +103,23 @@ def check_gradient(x: Tensor, name: str = "") -> None:
 
 LOSS_OPTIONS: dict[str, list[dict[str, Any]]] = {
     "disco": [{"reduction": "all_reduce"}],
-    "disco_fused": [{"store": True}, {"impl": "torch"}, {"comm_dtype": "bf16"}, {"one_shift": False}]
-    + [{"precision": precision, "impl": impl} for precision in ("fp32", "tf32", "bf16") for impl in ("torch", "auto")],
-    "inf_cl": [{"precision": "bf16"}, {"comm_dtype": "bf16"}, {"impl": "torch"}, {"one_shift": False}],
+    "disco_fused": [
+        {"store": True},
+        {"impl": "torch"},
+        {"comm_dtype": "bf16"},
+        {"one_shift": False},
+    ]
+    + [
+        {"precision": precision, "impl": impl}
+        for precision in ("fp32", "tf32", "bf16")
+        for impl in ("torch", "auto")
+    ],
+    "inf_cl": [
+        {"precision": "bf16"},
+        {"comm_dtype": "bf16"},
+        {"impl": "torch"},
+        {"one_shift": False},
+    ],
     "nt_xent": [{"ring": True}],
     "siglip": [{"precision": "bf16"}, {"comm_dtype": "bf16"}, {"impl": "torch"}],
     "fastclip_v2": [{"memory": "host"}],
@@ -106,7 +129,13 @@ LOSS_OPTIONS: dict[str, list[dict[str, Any]]] = {
 
 def loss_cases() -> Iterator[tuple[str, Case]]:
     for name in list_losses():
-        kinds = [{}, {"dtype": torch.bfloat16}, {"autocast": True}, {"trained": "image"}, {"trained": "text"}]
+        kinds = [
+            {},
+            {"dtype": torch.bfloat16},
+            {"autocast": True},
+            {"trained": "image"},
+            {"trained": "text"},
+        ]
         for options in (*kinds, *LOSS_OPTIONS.get(name, [])):
             words = " ".join(f"{key}={value}" for key, value in options.items())
             yield f"loss {name} {words}".strip(), Case(partial(loss_case, name=name, **options))
@@ -119,7 +148,9 @@ def loss_cases() -> Iterator[tuple[str, Case]]:
 def open_loader(global_batch: int, pixels: Pixels) -> Loader:
     """Its worker is real; what it writes is not looked at."""
     data = DataSettings(source="synthetic", workers=1)
-    form = SampleForm(ImageSpec((IMAGE_SIZE, IMAGE_SIZE)), partial(torch.zeros, 1), CONTEXT, VOCABULARY)
+    form = SampleForm(
+        ImageSpec((IMAGE_SIZE, IMAGE_SIZE)), partial(torch.zeros, 1), CONTEXT, VOCABULARY
+    )
     share = Share(comm.rank(), comm.size(), global_batch, MICRO_BATCH)
     return Loader(data, load_sources(data), form, share, 0, staging=Staging(pixels, "cuda"))
 
@@ -128,13 +159,22 @@ class Training:
     """The parts of a run of the tiny model that a step goes through."""
 
     def __init__(
-        self, stage: int, precision: str, K: int, loss: str = "disco_fused", saved: Saved | None = None, **changes: Any
+        self,
+        stage: int,
+        precision: str,
+        K: int,
+        loss: str = "disco_fused",
+        saved: Saved | None = None,
+        **changes: Any,
     ) -> None:
         ds_config = {"zero_optimization": {"stage": stage}} | PRECISIONS[precision]
         optim = {"optim__name": "adamw", "optim__lr": 1e-3, "optim__weight_decay": 0.1}
         given = {"pixels": "host", "loss__name": loss, **optim, **changes}
         size = {"micro_batch": MICRO_BATCH, "global_batch": MICRO_BATCH * K * comm.size()}
-        self.config, self.K = tiny_config(write_tiny(Path.cwd(), layers=1), ds_config, **size, **given), K
+        self.config, self.K = (
+            tiny_config(write_tiny(Path.cwd(), layers=1), ds_config, **size, **given),
+            K,
+        )
         self.prepare = prepare(self.config)
         self.loader = open_loader(self.config.global_batch, self.config.pixels)
         self.loss = build_loss(loss, **self.config.loss.options).to("cuda")
@@ -146,11 +186,19 @@ class Training:
         if saved is None:
             self.engine = build_engine(model, self.config.optim, rendered)
         else:
-            self.engine = restore(saved, self.config, model, rendered)
+            new_engine = partial(build_engine, model, self.config.optim, rendered)
+            self.engine = restore(saved, self.config, model, new_engine)
         self.engine.train()
-        trouble = Trouble(lambda step, values: None, skip=False, max_scale=100.0, warmup_steps=0)
-        watch_norm(self.engine, trouble.norm_spikes)
-        parts = {"engine": self.engine, "interrupts": Interrupts(), "config": self.config, "trouble": trouble}
+        trouble = AnomalyDetector(
+            lambda step, values: None, skip=False, max_scale=100.0, warmup_steps=0
+        )
+        parts = {
+            "engine": self.engine,
+            "interrupts": Interrupts(),
+            "config": self.config,
+            "anomalies": trouble,
+            "first_step": 0,
+        }
         self.run: Any = SimpleNamespace(**parts)
 
     def step(self, timer: Timer = record_function) -> tuple[StepOutput, StepData]:
@@ -162,8 +210,9 @@ class Training:
             data.micro_batches,
             self.prepare,
             100.0,
-            agree=partial(agree, 0, data, self.run.interrupts, self.run.trouble),
+            agree=partial(agree, 0, data, self.run.interrupts, self.run.anomalies),
             set_rates=partial(set_rates, self.engine, 1e-3, self.config.optim),
+            refuses_norm=self.run.anomalies.check_norm,
             timer=timer,
         )
         assert data.error is None, data.error
@@ -171,12 +220,14 @@ class Training:
         return out, data
 
 
-def step_case(stage: int, precision: str, K: int, loss: str = "disco_fused", *, host: Host, **changes: Any) -> None:
+def step_case(
+    stage: int, precision: str, K: int, loss: str = "disco_fused", *, host: Host, **changes: Any
+) -> None:
     """Steps, of which the last is counted: in the first one DeepSpeed makes its states, in the third it begins to time.
 
     The fourth is counted where it is DeepSpeed's waits that are looked at, at ZeRO 1.
     """
-    host.answers = {"holds": True, "backward_and_step": True}
+    host.answers = {"shift_fits": True, "backward_and_step": True}
     training = Training(stage, precision, K, loss, **changes)
     for _ in range(3 if (stage, precision) == (1, "autocast") and not changes else 1):
         training.step()
@@ -189,13 +240,13 @@ def step_case(stage: int, precision: str, K: int, loss: str = "disco_fused", *, 
 
 def logged_case(host: Host) -> None:
     """A step that is timed, and its record."""
-    host.answers = {"holds": True}
+    host.answers = {"shift_fits": True}
     training = Training(1, "autocast", 1)
-    metrics = training.run.metrics = Metrics(Path.cwd(), {}, training.config.global_batch, 10)
+    metrics = training.run.metrics = MetricsLogger(Path.cwd(), {}, training.config.global_batch, 10)
     training.run.loader = SimpleNamespace(state_dict=lambda: {"steps": 1}, broken=0)
     with host.counted():
         out, data = training.step(metrics.phases.timer(sampled=True))
-        log(training.run, 1, 1e-3, out, data)
+        log(training.run, 1, out, data)
     metrics.close()
 
 
@@ -205,7 +256,10 @@ def step_cases() -> Iterator[tuple[str, Case]]:
             for K in (1, 3):
                 if stage or precision not in ("bf16", "fp16"):
                     slow = precision != "autocast" and (stage, precision, K) != (3, "bf16", 1)
-                    yield f"step ZeRO {stage} {precision} K={K}", Case(partial(step_case, stage, precision, K), slow)
+                    yield (
+                        f"step ZeRO {stage} {precision} K={K}",
+                        Case(partial(step_case, stage, precision, K), slow),
+                    )
     clip = {"optim__clip_norm": 1.0}
     yield "step with clipping", Case(partial(step_case, 1, "autocast", 1, **clip))
     buckets = {"deepspeed__zero_optimization__reduce_bucket_size": 10_000}
@@ -215,22 +269,44 @@ def step_cases() -> Iterator[tuple[str, Case]]:
             Case(partial(step_case, stage, "autocast", 1, **buckets), slow=stage == 2),
         )
     for pixels in ("device", "compressed"):
-        yield f"step with pixels={pixels}", Case(partial(step_case, 1, "autocast", 3, pixels=pixels))
-    moves = {"rotate_degrees": 14, "zoom": 0.2, "shift": 0.12, "colour_scale": 0.25, "colour_offset": 0.1}
+        yield (
+            f"step with pixels={pixels}",
+            Case(partial(step_case, 1, "autocast", 3, pixels=pixels)),
+        )
+    moves = {
+        "rotate_degrees": 14,
+        "zoom": 0.2,
+        "shift": 0.12,
+        "color_scale": 0.25,
+        "color_offset": 0.1,
+    }
     yield "step that is logged", Case(logged_case)
     yield "step with augmentation", Case(partial(step_case, 1, "autocast", 1, data__augment=moves))
     yield (
         "step of two views",
-        Case(partial(step_case, 1, "autocast", 1, "nt_xent", data__augment=moves, model__two_views=True)),
+        Case(
+            partial(
+                step_case, 1, "autocast", 1, "nt_xent", data__augment=moves, model__two_views=True
+            )
+        ),
     )
     for side in ("image", "text"):
         yield (
             f"step with {side} tower locked",
-            Case(partial(step_case, 1, "autocast", 1, **{f"model__lock_{side}": True}), slow=side == "text"),
+            Case(
+                partial(step_case, 1, "autocast", 1, **{f"model__lock_{side}": True}),
+                slow=side == "text",
+            ),
         )
     for name in ("fastclip_v3", "fastclip_v2", "siglip", "inf_cl"):
-        yield f"step of {name}", Case(partial(step_case, 1, "autocast", 1, name), slow=name != "fastclip_v3")
-    yield "step of fastclip_v3 ZeRO 3 K=3", Case(partial(step_case, 3, "bf16", 3, "fastclip_v3"), slow=True)
+        yield (
+            f"step of {name}",
+            Case(partial(step_case, 1, "autocast", 1, name), slow=name != "fastclip_v3"),
+        )
+    yield (
+        "step of fastclip_v3 ZeRO 3 K=3",
+        Case(partial(step_case, 3, "bf16", 3, "fastclip_v3"), slow=True),
+    )
 
 
 # A tensor of the CPU where none may be
@@ -283,7 +359,12 @@ def model_cases() -> Iterator[tuple[str, Case]]:
         ):  # fmt: skip
             words = " ".join(("model", name, kind, *settings))
             slow = kind != "autocast" and (name != "ViT" or bool(settings))
-            yield words, Case(partial(model_case, name=name, dtype=dtype, autocast=autocast, **settings), slow)
+            yield (
+                words,
+                Case(
+                    partial(model_case, name=name, dtype=dtype, autocast=autocast, **settings), slow
+                ),
+            )
     for name in ("ViT-B-32", "RN50", "ViT-B-16-SigLIP"):
         run = partial(model_case, name=name, dtype=torch.float32, autocast=True)
         yield f"model {name}", Case(run, slow=True)
@@ -297,7 +378,7 @@ def evaluation_case(host: Host, stage: int) -> None:
     host.answers = {"classify": 1, "encode_texts": 1, "find_ranks": 1}
     training = Training(stage, "autocast", 1)
     settings = EvalSettings(
-        labelled={"unseen": "bundled:emoji/unseen"},
+        labeled={"unseen": "bundled:emoji/unseen"},
         label_key="{json[caption]}",
         retrieval={"val": "bundled:emoji/unseen"},
     )
@@ -308,21 +389,36 @@ def evaluation_case(host: Host, stage: int) -> None:
         ]
     spec = ImageSpec((IMAGE_SIZE, IMAGE_SIZE), "bicubic", "squash")
     results = evaluate_sets(
-        training.engine, sets, spec, lambda texts: torch.zeros(len(texts), CONTEXT, dtype=torch.int64), 64
+        training.engine,
+        sets,
+        spec,
+        lambda texts: torch.zeros(len(texts), CONTEXT, dtype=torch.int64),
+        64,
     )
     assert len(record(results)) > 10
 
 
 def checkpoint_case(host: Host, stage: int) -> None:
     """Save and resume, at one rank: all files are written, verified and read; what they hold is not looked at."""
-    host.answers = {"holds": True, "backward_and_step": True, "_checkpoint_tag_validation": True}
+    host.answers = {
+        "shift_fits": True,
+        "backward_and_step": True,
+        "_checkpoint_tag_validation": True,
+    }
     training = Training(stage, "autocast", 1, "fastclip_v3")
     training.step()
-    same = checkpoint.identity(training.config, "synthetic", read_architecture(training.config.model))
-    meta = {"step": 1, "num_steps": 10, "identity": same, "shape": checkpoint.shape(training.config, comm.size())}
+    same = checkpoint.identity(
+        training.config, "synthetic", read_architecture(training.config.model)
+    )
+    meta = {
+        "step": 1,
+        "num_steps": 10,
+        "identity": same,
+        "shape": checkpoint.shape(training.config, comm.size()),
+    }
     folder = Path(tempfile.mkdtemp(dir=Path.cwd()))
     with skip_data(materialize_fake_tensors=True):
-        checkpoint.save(folder, meta, training.engine, {}, training.loss.state_dict())
+        save_now(folder, meta, training.engine, {}, training.loss.state_dict())
     saved = choose(folder, "latest", training.config, same, unattended=False)
     resumed = Training(stage, "autocast", 1, "fastclip_v3", saved=saved)
     resumed.loss.load_state_parts(saved.states("loss"))
@@ -334,7 +430,10 @@ def other_cases() -> Iterator[tuple[str, Case]]:
     for where in ("collective", "step"):
         yield f"stray in a {where}", Case(partial(stray_case, where=where))
     for stage in (1, 3):
-        yield f"evaluation ZeRO {stage}", Case(partial(evaluation_case, stage=stage), slow=stage == 3)
+        yield (
+            f"evaluation ZeRO {stage}",
+            Case(partial(evaluation_case, stage=stage), slow=stage == 3),
+        )
     for stage in range(4):
         yield (
             f"checkpoint ZeRO {stage}",
@@ -361,7 +460,10 @@ def main(out: str, names: list[str]) -> None:
             host.notes = False
             waits = [[what, place, count] for (what, place), count in sorted(host.waits.items())]
             found[name] = {"error": error, "waits": waits}
-            print(f"{time.monotonic() - start:6.2f} s  {'ok' if error is None else error}  {name}", flush=True)
+            print(
+                f"{time.monotonic() - start:6.2f} s  {'ok' if error is None else error}  {name}",
+                flush=True,
+            )
     Path(out).write_text(json.dumps(found))
 
 

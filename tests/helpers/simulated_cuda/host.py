@@ -69,12 +69,20 @@ class Host(TorchDispatchMode):
     def answer(self, x: Tensor) -> Any:
         frame = _innermost()
         value = self.answers.get(frame.f_code.co_name, 0) if frame else 0
-        return bool(value) if x.dtype == torch.bool else float(value) if x.is_floating_point() else int(value)
+        return (
+            bool(value)
+            if x.dtype == torch.bool
+            else float(value)
+            if x.is_floating_point()
+            else int(value)
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "c10d" and func.overloadpacket is not torch.ops.c10d.barrier:
-            _check_collective(func.name(), [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)])
+            _check_collective(
+                func.name(), [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            )
         instead = getattr(self, f"on_{func._schema.name.split('::')[1].strip('_')}", None)
         if instead is not None and (out := instead(func, *args, **kwargs)) is not NotImplemented:
             return out
@@ -136,12 +144,22 @@ class Host(TorchDispatchMode):
 
     def on_unique2(self, func: Any, x: Tensor, *_: Any) -> Any:
         self._true(x)
-        return torch.empty_like(x), torch.empty_like(x, dtype=torch.int64), torch.empty_like(x, dtype=torch.int64)
+        return (
+            torch.empty_like(x),
+            torch.empty_like(x, dtype=torch.int64),
+            torch.empty_like(x, dtype=torch.int64),
+        )
 
     def on_index(self, func: Any, x: Tensor, indices: list[Tensor | None]) -> Any:
         if not any(i is not None and i.dtype == torch.bool for i in indices):
             return NotImplemented
-        return func(x, [_places(i, self._true(i)) if i is not None and i.dtype == torch.bool else i for i in indices])
+        return func(
+            x,
+            [
+                _places(i, self._true(i)) if i is not None and i.dtype == torch.bool else i
+                for i in indices
+            ],
+        )
 
     def on_index_put(self, func: Any, x: Tensor, indices: list[Tensor | None], *_: Any) -> Any:
         for i in indices:
@@ -167,14 +185,17 @@ def _check_collective(name: str, tensors: list[Tensor]) -> None:
         if not x.is_cuda:
             raise RuntimeError(f"{name} of a tensor on the CPU, which NCCL does not take")
         if not x.is_contiguous():
-            raise RuntimeError(f"{name} of a tensor that is not contiguous, which NCCL does not take")
+            raise RuntimeError(
+                f"{name} of a tensor that is not contiguous, which NCCL does not take"
+            )
 
 
 def _innermost() -> FrameType | None:
     """The frame of disco_ds or DeepSpeed that everything else at hand is done for."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (
-        not frame.f_code.co_filename.startswith((OURS, DEEPSPEED)) or frame.f_code.co_filename.startswith(THROUGH)
+        not frame.f_code.co_filename.startswith((OURS, DEEPSPEED))
+        or frame.f_code.co_filename.startswith(THROUGH)
     ):
         frame = frame.f_back
     return frame
@@ -201,7 +222,10 @@ def simulate() -> Iterator[Host]:
     torch.autograd.set_multithreading_enabled(False)
     _replace(host)
     dist.init_process_group(
-        "fake", store=FakeStore(), rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
+        "fake",
+        store=FakeStore(),
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
     )
     comm.init(60)
     report = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(lambda call: _heard(host, call.decode()))
@@ -242,7 +266,9 @@ def _replace(host: Host) -> None:
             raise RuntimeError(f"{kernel} of a tensor on the CPU")
         if isinstance(kernel, triton.runtime.Autotuner):
             kernel.best_config = kernel.configs[0]
-        sizes = kernel.configs[0].kwargs if isinstance(kernel, triton.runtime.Autotuner) else options
+        sizes = (
+            kernel.configs[0].kwargs if isinstance(kernel, triton.runtime.Autotuner) else options
+        )
         assert all(n > 0 for n in (grid(sizes) if callable(grid) else grid))
         host.launches += 1
 
@@ -277,12 +303,16 @@ def _replace(host: Host) -> None:
 
     def load(*args: Any, map_location: Any = None, **options: Any) -> Any:
         """Fake tensors go to devices with a name; DeepSpeed's functions leave all on the host."""
-        return real_load(*args, map_location="cpu" if callable(map_location) else map_location, **options)
+        return real_load(
+            *args, map_location="cpu" if callable(map_location) else map_location, **options
+        )
 
     real_load, torch.load = torch.load, load
     set_state_of_cpu = torch.set_rng_state
     torch.cuda.set_rng_state = set_rng_state
-    torch.set_rng_state = lambda x: set_rng_state(x) if isinstance(x, FakeTensor) else set_state_of_cpu(x)
+    torch.set_rng_state = lambda x: (
+        set_rng_state(x) if isinstance(x, FakeTensor) else set_state_of_cpu(x)
+    )
     torch.cuda.cudart = Runtime
     torch.utils.swap_tensors = swap_tensors
     FakeTensor.numpy = numpy  # type: ignore[method-assign]

@@ -16,7 +16,14 @@ from torch import Tensor
 
 from disco_ds.distributed import comm
 from disco_ds.losses import Embeddings, build_loss
-from disco_ds.losses.kernels import Block, Tiling, find_problem, sigmoid_block, softmax_gradient, softmax_sums
+from disco_ds.losses.kernels import (
+    Block,
+    Tiling,
+    find_problem,
+    sigmoid_block,
+    softmax_gradient,
+    softmax_sums,
+)
 from disco_ds.losses.kernels.availability import uses_triton
 from disco_ds.losses.kernels.tiles import Tile
 from helpers.dist import run_ranks
@@ -48,9 +55,13 @@ def interpreted() -> list[str]:
             r, c = tool.features(rows, D, "cpu", 1), tool.features(columns, D, "cpu", 2)
             for check in tool.check_tiles(r, c, pairs, Tiling(None, precision, "triton")):
                 if not fine(check):
-                    failures.append(f"{rows} x {columns} x {D}, pairs {pairs}, {precision}: {check}")
+                    failures.append(
+                        f"{rows} x {columns} x {D}, pairs {pairs}, {precision}: {check}"
+                    )
     r, c = tool.features(70, 20, "cpu", 3), tool.features(100, 20, "cpu", 4)
-    for check in tool.check_blocks(r, c, (None, 7)[n], Tiling((64, 64), ("fp32", "fp16")[n], "triton")):
+    for check in tool.check_blocks(
+        r, c, (None, 7)[n], Tiling((64, 64), ("fp32", "fp16")[n], "triton")
+    ):
         if not fine(check):
             failures.append(f"block: {check}")
     if n == 0:
@@ -90,8 +101,13 @@ def half_factors() -> list[str]:
     r, c = (x.clone() for x in (r, c))
     with mock.patch.object(Tiling, "factor_dtype", lambda self, x: x.dtype):  # as on a GPU
         mine = tool.on_tile(triton_tiles, r, c, 3, tiling)
-    theirs, true = (tool.on_tile(torch_tiles, r.to(x), c.to(x), 3, tiling) for x in (torch.float32, torch.float64))
-    found = [tool.Check(k, tool.error(mine[k], true[k]), tool.error(theirs[k], true[k])) for k in true]
+    theirs, true = (
+        tool.on_tile(torch_tiles, r.to(x), c.to(x), 3, tiling)
+        for x in (torch.float32, torch.float64)
+    )
+    found = [
+        tool.Check(k, tool.error(mine[k], true[k]), tool.error(theirs[k], true[k])) for k in true
+    ]
     assert mine["weights"].dtype == mine["sigmoid weights"].dtype == torch.float16
     return [f"half factors: {check}" for check in found if not fine(check)]
 
@@ -108,7 +124,9 @@ def far_rows() -> list[str]:
     found = []
     for a, b, which in ((r, r.clone(), 0), (r.clone(), r, 1)):
         shift = torch.zeros(1, dtype=torch.float64)
-        sums = triton_tiles.exp_sums(Tile(a, b, None, tiling, None), scale, shift, None, False)[which]
+        sums = triton_tiles.exp_sums(Tile(a, b, None, tiling, None), scale, shift, None, False)[
+            which
+        ]
         wrong = tool.error(sums, (a.double() @ b.double().T * 14.3).exp().sum(1 - which))
         if not wrong <= 1e-5:
             found.append(f"far rows as {('rows', 'columns')[which]}: {wrong}")
@@ -126,22 +144,33 @@ def losses() -> list[str]:
         image, text = (x[n * b : (n + 1) * b] for x in features(N * b, 20, torch.float32))
         for name, options in LOSSES:
             mine, theirs = (
-                gradients(name, {**options, "impl": impl, "tile": (64, 64), "group": group}, image, text)
+                gradients(
+                    name, {**options, "impl": impl, "tile": (64, 64), "group": group}, image, text
+                )
                 for impl in ("triton", "torch")
             )
             wrong = [tool.error(x, y) for x, y in zip(mine, theirs, strict=True)]
             # Here torch rounds the weights to bf16, Triton holds them in the factors' fp32, or cuts what it keeps.
-            if not max(wrong) <= {"precision": 2**-8, "store": 2**-6}.get(next(iter(options), ""), 3e-6):
+            if not max(wrong) <= {"precision": 2**-8, "store": 2**-6}.get(
+                next(iter(options), ""), 3e-6
+            ):
                 failures.append(f"{name} {options} on {N}: {wrong}")
     return failures
 
 
 def gradients(name: str, options: dict[str, Any], image: Tensor, text: Tensor) -> list[Tensor]:
     """The loss, its accuracies, and its gradients at image, text, scale and, for siglip, bias."""
-    leaves = [x.clone().requires_grad_() for x in (image, text, torch.tensor([14.3]), torch.tensor([-10.0]))]
+    leaves = [
+        x.clone().requires_grad_()
+        for x in (image, text, torch.tensor([14.3]), torch.tensor([-10.0]))
+    ]
     out = build_loss(name, **options)(Embeddings(*leaves))
     out.loss.backward()
-    return [out.loss.detach(), *out.metrics.values(), *(x.grad for x in leaves if x.grad is not None)]
+    return [
+        out.loss.detach(),
+        *out.metrics.values(),
+        *(x.grad for x in leaves if x.grad is not None),
+    ]
 
 
 def test_triton_under_the_interpreter_equals_torch_and_float64(monkeypatch):
@@ -162,14 +191,18 @@ def block(rows: Tensor, columns: Tensor, first: int | None, tiling: Tiling) -> B
     """With scales of 1 and a shift of 0."""
     ones = torch.ones(1)
     shift = torch.zeros(1, dtype=torch.float64)
-    return Block(rows, columns, ones.expand(len(rows)), ones.expand(len(columns)), first, shift, tiling)
+    return Block(
+        rows, columns, ones.expand(len(rows)), ones.expand(len(columns)), first, shift, tiling
+    )
 
 
 def plain_softmax(
     rows: Tensor, columns: Tensor, row_scale: Tensor, column_scale: Tensor, first: int | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Logarithms of the sums over rows and columns and W rows, W^T columns, from the whole matrix in float64."""
-    rows, columns, row_scale, column_scale = (x.double() for x in (rows, columns, row_scale, column_scale))
+    rows, columns, row_scale, column_scale = (
+        x.double() for x in (rows, columns, row_scale, column_scale)
+    )
     cosine = rows @ columns.T
     if first is not None:
         cosine.diagonal(first).fill_(-torch.inf)
@@ -185,7 +218,10 @@ def test_every_row_and_column_may_have_a_scale_of_its_own(dtype, first):
     rows, columns = features(m, D, dtype)
     rows = rows[:n]
     # Exponents of up to 900: no single shift would do.
-    row_scale, column_scale = torch.linspace(1, 900, n, dtype=dtype), torch.linspace(700, 2, m, dtype=dtype)
+    row_scale, column_scale = (
+        torch.linspace(1, 900, n, dtype=dtype),
+        torch.linspace(700, 2, m, dtype=dtype),
+    )
     tiling, limit = Tiling((16, 9), "fp32", "torch"), 1e-12 if dtype == torch.float64 else 2e-4
     true = plain_softmax(rows, columns, row_scale, column_scale, first)
     at_hand = Block(rows, columns, row_scale, column_scale, first, None, tiling)
@@ -193,7 +229,9 @@ def test_every_row_and_column_may_have_a_scale_of_its_own(dtype, first):
     d_rows, d_columns = torch.zeros_like(rows), torch.zeros_like(columns)
     softmax_gradient(at_hand, sums.rows, sums.columns, d_rows, d_columns)
     for mine, right in zip(
-        (sums.rows, sums.columns, d_rows / tiling.gain(), d_columns / tiling.gain()), true, strict=True
+        (sums.rows, sums.columns, d_rows / tiling.gain(), d_columns / tiling.gain()),
+        true,
+        strict=True,
     ):
         assert tool.error(mine, right) <= limit
 
@@ -204,7 +242,9 @@ def test_rounded_factors_are_all_that_a_lower_precision_changes(precision):
     rows, columns = tool.features(50, 24, "cpu", 1), tool.features(90, 24, "cpu", 2)
     for first in (None, 11):
         mine = tool.on_block(rows, columns, first, tiling)
-        true = tool.on_block(tiling.round(rows).double(), tiling.round(columns).double(), first, tiling)
+        true = tool.on_block(
+            tiling.round(rows).double(), tiling.round(columns).double(), first, tiling
+        )
         for name, value in true.items():
             # Weights of the gradient are rounded as well.
             rounding = {"fp32": 0.0, "tf32": 2**-11, "fp16": 2**-11, "bf16": 2**-8}[precision]
@@ -235,9 +275,8 @@ def test_where_triton_fails_its_reason_is_logged_once_and_torch_takes_over(caplo
     with caplog.at_level(logging.WARNING):
         first, again = find_problem(device, "fp32"), find_problem(device, "fp32")
     assert first == again is not None
-    assert [record.message for record in caplog.records] == [
-        f"Triton's kernels do not run on cpu ({first}); the losses take torch's, which are slower"
-    ]
+    (record,) = caplog.records
+    assert f"do not run on cpu ({first})" in record.message
     on_gpu = mock.Mock(is_cuda=True, dtype=torch.float32, device=device)
     assert not uses_triton(Tiling(None, "fp32"), on_gpu)
     with pytest.raises(ValueError, match="impl=triton cannot run on cpu: "):

@@ -17,7 +17,9 @@ MATRIX = {80: "mma", 86: "mma", 89: "mma", 90: "wgmma", 100: "tcgen05", 120: "mm
 WIDTHS = (512, 640, 768, 1024, 1152)
 
 
-def problems(variant: str, precision: str, D: int, number: int, arch: int, strided: bool = False) -> list[str]:
+def problems(
+    variant: str, precision: str, D: int, number: int, arch: int, strided: bool = False
+) -> list[str]:
     """What is wrong with one of a kernel's configurations, in words."""
     config = tool.cases(variant, precision)[number]
     try:
@@ -53,7 +55,11 @@ def test_on_an_h100_an_epilogue_issues_less_than_its_product_takes(variant):
 @pytest.mark.parametrize("precision", list(tool.TYPES))
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_every_configuration_compiles(arch, precision):
-    variants = [name for name in tool.VARIANTS if precision == "fp16" or name not in ("exp_sums", "sigmoid-maxima")]
+    variants = [
+        name
+        for name in tool.VARIANTS
+        if precision == "fp16" or name not in ("exp_sums", "sigmoid-maxima")
+    ]
     wrong = [
         text
         for variant in variants

@@ -1,0 +1,230 @@
+"""Reads trained weights from a run, a checkpoint of any ZeRO stage or an export, and builds the module around them.
+
+Resuming a training is checkpoint.py's, writing an export is export.py's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from disco_ds.checkpoints.checkpoint import Saved, read
+from disco_ds.checkpoints.retention import ENGINE, META, DamagedError, find_latest, find_older
+from disco_ds.config import ModelSettings, load_config
+from disco_ds.models.clip import build_model, read_architecture, read_preprocessing
+from disco_ds.runs.run_folder import CHECKPOINTS
+from disco_ds.runs.run_folder import CONFIG as RUN_CONFIG
+
+CONFIG = "open_clip_config.json"
+TENSORS = "open_clip_model.safetensors"
+WHOLE = f"{ENGINE}/mp_rank_00_model_states.pt"
+"""The file of a checkpoint below ZeRO 3 that has every parameter and buffer, which every rank held whole."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A trained model: its tensors, and what is needed to build the module around them."""
+
+    origin: Path
+    """The checkpoint folder, exported folder or file that was read."""
+    name: str
+    """The model's name in the run, without folder and .json."""
+    settings: ModelSettings
+    """Settings of this architecture and its tokenizer; those of training have their defaults."""
+    architecture: dict[str, Any]
+    """read_architecture of the model as it was at training, with init_logit_bias exactly where there is a bias."""
+    preprocess: dict[str, Any]
+    """Entries of open_clip's preprocess_cfg that need not be its defaults."""
+    tensors: dict[str, Tensor]
+    """By open_clip's names, on the CPU, fp32 (integer buffers as they are); logit_scale and logit_bias are [1]."""
+
+
+def read_weights(path: str | Path) -> Weights:
+    """Read the weights of a run folder (its last complete checkpoint), a checkpoint folder, or an export.
+
+    Memory: 4 bytes per parameter; the files are mapped while they are read.
+
+    Raises: ValueError for anything else, and for what is incomplete or damaged.
+    """
+    path = Path(path).resolve()
+    if path.is_file():
+        return _read_file(path)
+    if (path / CONFIG).is_file():
+        return _read_folder(path)
+    if (path / CHECKPOINTS).is_dir():
+        return _read_checkpoint(find_latest(path))
+    if (path / META).is_file() or path.parent.name == CHECKPOINTS:
+        return _read_checkpoint(path)
+    raise ValueError(
+        f"{path} holds no weights: expected a run folder (with {CHECKPOINTS}/), a folder in its {CHECKPOINTS}/, an "
+        f"exported folder (with {CONFIG}) or an exported .pt"
+        + ("" if path.exists() else "; it does not exist")
+    )
+
+
+def build_from(weights: Weights) -> nn.Module:
+    """The open_clip module with these weights, fp32, on the CPU, in eval mode; its forward is model.forward.
+
+    Memory: 4 bytes per parameter, beside the weights' own.
+
+    Raises: ValueError if a tensor is missing, left over, or of another shape.
+    """
+    bias = weights.architecture.get("init_logit_bias")
+    model: Any = build_model(weights.settings, initial_bias=bias, pretrained=False)
+    try:
+        model.load_state_dict(weights.tensors, strict=True)
+    except RuntimeError as error:
+        what = " ".join(str(error).split())
+        raise ValueError(
+            f"{weights.origin} does not hold the weights of model {weights.name}: {what}"
+        ) from None
+    open_clip.set_model_preprocess_cfg(
+        model, open_clip.get_model_preprocess_cfg(model) | weights.preprocess
+    )
+    preprocessing = read_preprocessing(model)
+    model.image_mean, model.image_std = preprocessing.mean, preprocessing.std
+    return model.eval()
+
+
+def read_tensors(saved: Saved) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of every parameter and buffer of a checkpoint; trained ones are their fp32 masters.
+
+    At ZeRO 0 and 3 one tensor at a time is in memory, the rest is mapped; DeepSpeed's reader of ZeRO 1 and 2 holds all.
+
+    Raises: DamagedError for files that are not what was written, ValueError for those that cannot be read.
+    """
+    path, stage = saved.path, saved.meta["shape"]["stage"]
+    saved.verify(
+        [name for name in saved.meta["files"] if name.startswith(f"{ENGINE}/")]
+        if stage > 0
+        else [WHOLE]
+    )
+    state: dict[str, Any] = {}
+    try:
+        if stage < 3:
+            # At ZeRO 0 these are the masters (16-bit weights are refused there); at 1 only they have the frozen ones.
+            state |= saved.load(WHOLE)["module"]
+        if stage > 0:
+            with (
+                redirect_stdout(io.StringIO()),
+                redirect_stderr(io.StringIO()),
+            ):  # it prints and draws bars
+                state |= get_fp32_state_dict_from_zero_checkpoint(
+                    str(path), tag=ENGINE, lazy_mode=True
+                )
+        for name, value in state.items():
+            yield name, value.contiguous()
+    except Exception as error:
+        # An unknown file may fail anywhere in torch, pickle or DeepSpeed.
+        raise ValueError(
+            f"the weights of {path} cannot be read: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _read_checkpoint(path: Path) -> Weights:
+    recipe = path.parent.parent / RUN_CONFIG
+    if not recipe.is_file():
+        raise ValueError(f"{path} is not inside a run folder: {recipe} is missing")
+    try:
+        saved = read(path)
+        tensors = dict(read_tensors(saved))
+    except DamagedError as error:
+        older = find_older(path)
+        remedy = (
+            f"the one before it is {older}" if older else "the run has no older complete checkpoint"
+        )
+        raise ValueError(f"{error}; {remedy}") from None
+    same = saved.meta["identity"]
+    preprocess = same.get("model.preprocess", {})
+    return _assemble(
+        path, load_config(recipe).model.label, same["model.config"], preprocess, tensors
+    )
+
+
+def _read_folder(path: Path) -> Weights:
+    if not (path / TENSORS).is_file():
+        raise ValueError(f"{path} is incomplete: {TENSORS} is missing")
+    try:
+        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+        architecture, preprocess = config["model_cfg"], config.get("preprocess_cfg", {})
+        tensors = load_file(path / TENSORS)
+    except Exception as error:
+        raise ValueError(
+            f"{path} is not an open_clip folder: {type(error).__name__}: {error}"
+        ) from error
+    if architecture["text_cfg"].get("hf_tokenizer_name"):
+        architecture["text_cfg"]["hf_tokenizer_name"] = str(
+            path
+        )  # its files lie beside the weights
+    # The folder's own name could mislead: open_clip chooses a tokenizer by the word siglip in it.
+    return _assemble(path, "export", architecture, preprocess, tensors)
+
+
+def _read_file(path: Path) -> Weights:
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        name, architecture = saved["name"], saved["model_cfg"]
+        preprocess, tensors = saved["preprocess_cfg"], saved["state_dict"]
+    except Exception as error:
+        what = f"{path} is not a .pt that disco-ds export wrote; other weights are for model.pretrained"
+        raise ValueError(f"{what}: {type(error).__name__}: {error}") from error
+    return _assemble(path, name, architecture, preprocess, tensors)
+
+
+def _assemble(
+    origin: Path,
+    name: str,
+    architecture: dict[str, Any],
+    preprocess: dict[str, Any],
+    tensors: dict[str, Tensor],
+) -> Weights:
+    tensors = {
+        key: value.float() if value.is_floating_point() else value for key, value in tensors.items()
+    }
+    for key in {"logit_scale", "logit_bias"} & tensors.keys():
+        tensors[key] = tensors[key].reshape(1)  # open_clip's are 0-d, which DeepSpeed cannot train
+    architecture = {key: value for key, value in architecture.items() if key != "init_logit_bias"}
+    if "logit_bias" in tensors:
+        architecture["init_logit_bias"] = 0.0
+    if "factory" in architecture:
+        settings = ModelSettings(factory=architecture["factory"], options=architecture["options"])
+    else:
+        settings = ModelSettings(name=_register(name, architecture))
+    return Weights(
+        origin,
+        Path(name).name.rpartition(":")[2].removesuffix(".json"),
+        settings,
+        architecture,
+        preprocess,
+        tensors,
+    )
+
+
+def _register(name: str, architecture: dict[str, Any]) -> str:
+    """A name under which open_clip builds this architecture: the run's own name, if that still means the same."""
+    try:
+        if read_architecture(ModelSettings(name=name)) == architecture:
+            return name
+    except ValueError:
+        pass  # the name of a config file that was removed, or is on another machine
+    text = json.dumps(architecture)
+    with tempfile.TemporaryDirectory() as folder:
+        path = (
+            Path(folder) / f"{Path(name).stem}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
+        )
+        path.write_text(text, encoding="utf-8")
+        open_clip.add_model_config(path)
+    return path.stem

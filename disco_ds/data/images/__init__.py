@@ -1,0 +1,1 @@
+"""From bytes to images and captions, and their augmentation on the device."""

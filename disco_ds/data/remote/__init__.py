@@ -1,0 +1,1 @@
+"""Shards on other machines: fetched, cached on the host's disk, and prefetched."""

@@ -1,0 +1,162 @@
+"""All patches of DeepSpeed's internals, and all settings of it that have no public switch.
+
+Every function names the DeepSpeed version that it was written for and the reason. Check all of them
+when DeepSpeed is upgraded.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import DeepSpeedEngine as Engine
+from deepspeed.runtime import torch_autocast
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.utils import combine_grad_norm_groups
+from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+
+def disable_custom_ops() -> None:
+    """Keep DeepSpeed 0.19 from building its own operations, none of which is used here.
+
+    Asking for one probes them all, with nvcc on a GPU machine. The shared-memory collectives for CPUs
+    would be built with a compiler, leave memory behind in /dev/shm and wait without a timeout.
+    """
+    deepspeed.ops.__compatible_ops__ = {}
+
+
+def reset_autocast() -> None:
+    """Forget the autocast precision of an earlier engine of this process.
+
+    DeepSpeed 0.19 keeps it in a global, so a second engine would reduce gradients in the precision of
+    the first one.
+    """
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
+
+
+def silence_monitor(engine: Engine) -> None:
+    """Stop the engine from logging its own values at every step, as DeepSpeed 0.19 does without a setting.
+
+    The monitors' write_events still works, and the trainer logs through it.
+    """
+    engine.monitor.enabled = False
+
+
+def allow_overflow_at_min_scale(engine: Engine) -> None:
+    """Keep the fp16 loss scaler of DeepSpeed 0.19 from raising an error in the middle of engine.step().
+
+    It raises when a gradient overflows at the lowest loss scale. backward_and_step raises after the
+    step instead, when all state has been put back.
+    """
+    if engine.fp16_enabled():
+        engine.optimizer.loss_scaler.raise_error_at_min_scale = False
+
+
+def widen_bucket(engine: Engine) -> None:
+    """Make the gradient bucket hold the largest parameter if ZeRO 2 reduces gradients during backward.
+
+    DeepSpeed 0.19 reduces a larger gradient in place, and ZeRO 2 frees it while the stream of the
+    reduction still uses it.
+    """
+    if engine.zero_optimization_stage() != 2 or not engine.optimizer.overlap_comm:
+        return
+    size = engine.optimizer.reduce_bucket_size
+    largest = max(p.numel() for p in engine.module.parameters() if p.requires_grad)
+    if largest <= size:
+        return
+    if engine.global_rank == 0:
+        logger.warning(
+            "reduce_bucket_size is raised from %d to %d, the size of the largest parameter: at ZeRO 2 with "
+            "overlap_comm DeepSpeed would free its gradient too early",
+            size,
+            largest,
+        )
+    engine.optimizer.reduce_bucket_size = largest
+
+
+@torch.no_grad()
+def clear_padding(engine: Engine) -> None:
+    """Zero the padding by which ZeRO 3 makes the size of a parameter divisible by the number of ranks.
+
+    DeepSpeed 0.19 leaves it uninitialized. No step reads it, but checkpoints would differ from run to run.
+    """
+    if engine.zero_optimization_stage() != 3:
+        return
+    for parameter in engine.module.parameters():
+        if not parameter.requires_grad:
+            continue
+        mine = safe_get_local_fp32_param(parameter)
+        used = max(parameter.ds_numel - engine.global_rank * mine.numel(), 0)
+        if used < mine.numel():
+            cleared = torch.cat([mine[:used], torch.zeros_like(mine[used:])])
+            safe_set_local_fp32_param(parameter, cleared)
+            parameter.ds_tensor.data[used:] = 0
+
+
+@contextmanager
+def norm_refused_by(engine: Engine, refuses: Callable[[Tensor], bool]) -> Iterator[None]:
+    """Let `refuses` decide in the block about the gradient norm of engine.step(), at ZeRO 1 to 3.
+
+    DeepSpeed 0.19 computes the norm inside of engine.step() without a hook, and skips the update if the
+    norm is not finite. So it is given an infinite norm if `refuses` returns True.
+
+    Args:
+        engine: An engine at ZeRO 1, 2 or 3.
+        refuses: Called with the norm before clipping, 0-d, without the loss scale.
+    """
+    optimizer = engine.optimizer
+    in_groups = engine.zero_optimization_stage() == 3
+    name = "_get_norm_groups" if in_groups else "scaled_global_norm"
+    compute = getattr(optimizer, name)
+
+    def compute_and_check() -> Any:
+        scaled = compute()
+        norm = combine_grad_norm_groups(scaled) if in_groups else scaled
+        if not refuses(norm / optimizer.loss_scale):
+            return scaled
+        return [math.inf] if in_groups else math.inf
+
+    setattr(optimizer, name, compute_and_check)
+    try:
+        yield
+    finally:
+        delattr(optimizer, name)
+
+
+class _Collector(TorchCheckpointEngine):
+    """Keeps what DeepSpeed would write, by its path."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states: dict[Path, Any] = {}
+
+    def save(self, state_dict: Any, path: str) -> None:
+        self.states[Path(path)] = state_dict
+
+
+def collect_checkpoint(engine: Engine, folder: Path, tag: str) -> dict[Path, Any]:
+    """Return what engine.save_checkpoint would write on this rank, by path, and write nothing. Collective.
+
+    If a write fails inside of engine.save_checkpoint of DeepSpeed 0.19, the other ranks wait forever in
+    one of its barriers. The files that it copies are left to checkpoints/writer.py for the same reason.
+    """
+    writer = engine.checkpoint_engine
+    engine.checkpoint_engine = collector = _Collector()
+    engine._copy_recovery_script = lambda folder: None
+    engine.zero_nvme_offload_optimizer = lambda: False
+    try:
+        # DeepSpeed's file `latest` would name a folder that is not complete yet.
+        engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
+    finally:
+        engine.checkpoint_engine = writer
+        del engine._copy_recovery_script, engine.zero_nvme_offload_optimizer
+    return collector.states

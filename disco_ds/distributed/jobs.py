@@ -1,0 +1,75 @@
+"""Jobs: work that a rank does in a thread, such as writing files, and that all ranks wait for
+together.
+
+A collective times out if one rank reaches it much later than the others. So a rank never works for
+long before a collective: the work runs in a thread, and the ranks meet in short turns until every
+job is done.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future
+from typing import TypeVar
+
+from disco_ds.distributed import comm
+from disco_ds.distributed.heartbeat import join_ranks
+
+TURN_S = 2.0
+"""How long a rank waits for its own job before it meets the others; far below the timeout of a
+collective."""
+LOG_EVERY_S = 60.0
+Result = TypeVar("Result")
+logger = logging.getLogger(__name__)
+
+
+def start(work: Callable[[], Result]) -> Future[Result]:
+    """Call `work` in a thread that ends with the process. An error is raised by the future's result()."""
+    job: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            job.set_result(work())
+        except BaseException as error:
+            job.set_exception(error)
+
+    threading.Thread(target=run, name="job", daemon=True).start()
+    return job
+
+
+def wait_for_all(job: Future[Result], what: str) -> None:
+    """Wait until the jobs of all ranks are done, however long that takes. Collective.
+
+    Args:
+        job: This rank's job.
+        what: Says in the log what the ranks wait for.
+    """
+    begin = logged = time.monotonic()
+    while True:
+        futures.wait([job], TURN_S)
+        running = [rank for rank, done in enumerate(comm.gather_objects(job.done())) if not done]
+        if not running:
+            return
+        now = time.monotonic()
+        if comm.rank() == 0 and now - logged >= LOG_EVERY_S:
+            logged = now
+            logger.warning(
+                "%s: waiting for %s since %.0f s", what, join_ranks(running), now - begin
+            )
+
+
+def run(what: str, work: Callable[[], Result]) -> Result:
+    """Call `work`, which may take long and must not communicate, on every rank. Collective.
+
+    Raises:
+        AgreedError: On every rank, if it fails on any.
+    """
+    job = start(work)
+    wait_for_all(job, what)
+    with comm.all_or_none(what):
+        result = job.result()
+    return result

@@ -1,0 +1,2 @@
+"""What a launch needs before torch.distributed: hostfiles, srun's variables, and ranks that end
+with their launcher."""

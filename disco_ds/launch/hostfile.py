@@ -1,0 +1,108 @@
+"""Read hostfiles as `deepspeed` does, and refuse `deepspeed` launches that would not reach every
+host."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+LINE = re.compile(
+    r"([A-Za-z0-9][A-Za-z0-9._-]*(@[A-Za-z0-9][A-Za-z0-9._-]*)?\s+slots=[1-9]\d{0,3}\s*)?(#.*)?",
+    re.ASCII,
+)
+"""A line of a hostfile: empty, a comment, or a host with its slots."""
+
+
+def count_ranks(ranks: int | None, hostfile: Path | None) -> int:
+    """Return the world size of a run that is only planned.
+
+    Args:
+        ranks: World size if there is no hostfile; None: 1.
+        hostfile: The hostfile, if any.
+
+    Raises:
+        ValueError: See read_hostfile.
+    """
+    if hostfile is None:
+        return 1 if ranks is None else ranks
+    return sum(read_hostfile(hostfile).values())
+
+
+def read_hostfile(path: Path) -> dict[str, int]:
+    """Return the slots of each host.
+
+    Raises:
+        ValueError: If the hostfile is missing or malformed, or deepspeed could not use it from
+            here.
+    """
+    if not path.is_file():
+        raise ValueError(f"no hostfile {path}; deepspeed would run on this host only")
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"hostfile {path} cannot be read: {error}") from None
+    for number, line in enumerate(lines, 1):
+        if not LINE.fullmatch(line.strip()):
+            # DeepSpeed would use the beginning of the line and pass the host's name to shells.
+            raise ValueError(
+                f"{path}, line {number}: expected `host slots=GPUs`, got {line[:80]!r}"
+            )
+    from deepspeed.launcher.runner import (
+        DEEPSPEED_ENVIRONMENT_NAME,
+        DEEPSPEED_ENVIRONMENT_PATHS,
+        fetch_hostfile,
+    )
+
+    slots: dict[str, int] = fetch_hostfile(str(path))
+    if len(slots) > 1:
+        _refuse_folder(str(Path.cwd()))
+        for folder in DEEPSPEED_ENVIRONMENT_PATHS:
+            _check_environment_file(Path(folder, DEEPSPEED_ENVIRONMENT_NAME))
+    return slots
+
+
+def _check_environment_file(path: Path) -> None:
+    """Refuse a file of variables for the ranks in which deepspeed would fail."""
+    if not path.is_file():
+        return
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if "=" not in line:
+            raise ValueError(
+                f"{path}: deepspeed reads lines of NAME=VALUE only, got {line!r}; remove it"
+            )
+
+
+def refuse_launch() -> None:
+    """Refuse a launch about which DeepSpeed's launcher only warns.
+
+    Raises:
+        ValueError: If the hostfile is missing, or if the ranks run in another folder.
+    """
+    from deepspeed.launcher.runner import DLTS_HOSTFILE
+    from deepspeed.launcher.runner import parse_args as parse_front_end
+
+    with suppress(psutil.Error):
+        for process in psutil.Process().parents():
+            command = process.cmdline()
+            if len(command) > 1 and Path(command[1]).name == "deepspeed":
+                hostfile = parse_front_end(command[2:]).hostfile
+                if hostfile != DLTS_HOSTFILE and not Path(hostfile).is_file():
+                    raise ValueError(
+                        f"no hostfile {hostfile}: deepspeed has started ranks on this host only"
+                    )
+    # On several hosts, PYTHONPATH begins with the folder in which deepspeed was started.
+    folder = os.environ.get("PYTHONPATH", "").split(os.pathsep)[0]
+    if int(os.environ.get("CROSS_SIZE", "1")) > 1 and folder != str(Path.cwd()):
+        _refuse_folder(folder)
+
+
+def _refuse_folder(folder: str) -> None:
+    if re.search(r"[^\w@%+=:,./-]", folder):
+        raise ValueError(
+            f"working directory {folder!r}: on several hosts deepspeed changes to it without quotes, so the ranks "
+            "would start elsewhere; start from a folder without spaces and shell characters in its path"
+        )

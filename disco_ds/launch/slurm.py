@@ -1,0 +1,34 @@
+"""Use srun as the launcher: each of its tasks is a rank."""
+
+from __future__ import annotations
+
+import os
+import re
+
+
+def adopt_slurm() -> None:
+    """Set RANK and the other variables of a launcher from srun's. Variables that are set already
+    are kept.
+
+    The lead host is the first of the job step, where rank 0 runs. The port is derived from the job,
+    so that two jobs on one host use different ports, and is below the ephemeral ports.
+    """
+    env = os.environ
+    # Slurm sets SLURM_PROCID in a batch script too, which is not a task of a job step.
+    if "RANK" in env or "SLURM_STEP_ID" not in env or "SLURM_PROCID" not in env:
+        return
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or ""
+    # The first entry, whose brackets may contain commas: node[003-006,010] -> node003.
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    lead = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0] if first else "")
+    env.setdefault("MASTER_ADDR", lead or env.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"))
+    job = 100 * int(env.get("SLURM_JOB_ID", "0")) + int(env["SLURM_STEP_ID"])
+    env.setdefault("MASTER_PORT", str(12_000 + job % 20_000))
+    env.setdefault("WORLD_SIZE", env.get("SLURM_STEP_NUM_TASKS") or env["SLURM_NTASKS"])
+    # With --gpus-per-task each task sees its own GPUs only.
+    local = int(env.get("SLURM_LOCALID", "0"))
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    if visible:
+        local %= visible.count(",") + 1
+    env.setdefault("LOCAL_RANK", str(local))
+    env["RANK"] = env["SLURM_PROCID"]

@@ -1,0 +1,246 @@
+"""Detect loss and gradient-norm spikes, a logit scale at its bound, and feature collapse.
+
+The rules use only numbers that are equal on all ranks, plus a state that checkpoints save.
+Rationale:
+- Spikes. PaLM (Chowdhery et al. 2022, section 5.1) had about twenty loss spikes in spite of
+  gradient clipping. It restarted from a checkpoint about 100 steps before each spike and skipped
+  200 to 500 batches; the same batches caused no spike elsewhere in the run. In CLIP training, loss
+  spikes follow within 8 steps after gradients that AdamW's second moment underestimates (Wortsman
+  et al. 2023, arXiv 2304.13013), so the gradient norm may warn earlier. The rules use median and
+  MAD (median absolute deviation) instead of mean and standard deviation because outliers hardly
+  move them (Leys et al. 2013). We chose the following ourselves: the MAD is taken of the changes
+  from step to step, so that the steady fall of a loss does not count as noise; the window; and the
+  thresholds. The bundled quickstart stays below all of them.
+- Logit scale. CLIP (Radford et al. 2021, section 2.5) limits it to 100 because training was
+  unstable otherwise. At the bound the temperature no longer learns: this is normal late in a run
+  and a warning sign early.
+- Collapse. All features point in one direction, or they occupy few dimensions (Jing et al. 2022,
+  arXiv 2110.09348). The mean cosine between samples shows the first case. The effective rank shows
+  both: it is exp of the entropy of the normalized singular values (Roy and Vetterli 2007), and
+  RankMe (Garrido et al. 2023) found that it correlates with downstream accuracy. Both values depend
+  on the sample size, so they are compared only with the best values of the same run. We chose the
+  threshold, half of the best value. We also chose to ignore the warmup and the first WINDOW steps,
+  because the features move closer together there in healthy runs too.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from disco_ds.distributed import comm
+
+SAMPLE = 128
+"""Number of rows of the global batch whose features are examined."""
+WINDOW = 64
+"""Number of previous steps that a value is compared with."""
+MIN_HISTORY = 24
+"""No spike is reported before this many steps have been seen."""
+MIN_DEVIATIONS = 8.0
+"""A spike exceeds the median by at least this many standard deviations.
+
+The standard deviation is estimated from the MAD of the changes between steps.
+"""
+MIN_LOSS_RISE = 0.1
+"""A loss spike exceeds the median by at least this fraction of it."""
+MIN_NORM_FACTOR = 4.0
+"""A gradient-norm spike is at least this multiple of the median."""
+AT_BOUND = 0.98
+"""The scale counts as at its bound from this fraction of it: bf16 weights round ln(100) to 98.9."""
+TINY = 1e-30
+"""Replaces a gradient norm of 0, which has no logarithm."""
+COLLAPSED = 0.5
+"""Features have collapsed below this fraction of the run's best spread or effective rank."""
+logger = logging.getLogger(__name__)
+
+
+class AnomalyDetector:
+    """Checks the loss and the gradient norm of every step, and the features of every log record.
+
+    The state is equal on all ranks. Only rank 0 writes.
+
+    Args:
+        note: Writes values of a step; see MetricsLogger.note.
+        skip: Whether batches that cause a spike are skipped.
+        max_scale: Bound of the logit scale; None if the scale is not learned.
+        warmup_steps: Records up to this step are not checked for collapse.
+        state: State from a checkpoint, or None.
+    """
+
+    def __init__(
+        self,
+        note: Callable[[int, dict[str, float]], None],
+        skip: bool,
+        max_scale: float | None,
+        warmup_steps: int,
+        state: Mapping[str, Any] | None = None,
+    ):
+        self.note = note
+        self.skip = skip
+        self.max_scale = max_scale
+        self.warmup_steps = warmup_steps
+        state = state or {"recent": {"loss": [], "grad_norm": []}, "best": {}, "known": []}
+        self.recent = {name: deque(values, WINDOW) for name, values in state["recent"].items()}
+        self.best: dict[str, float] = dict(state["best"])
+        self.known = set(state["known"])
+        """Anomalies that were present at the last check and are not reported again."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain values, which JSON stores exactly."""
+        recent = {name: list(values) for name, values in self.recent.items()}
+        return {"recent": recent, "best": dict(self.best), "known": sorted(self.known)}
+
+    def check_spike(self, name: str, step: int, value: float) -> bool:
+        """Check the loss or gradient norm of one batch.
+
+        Spikes enter the window too. A level that fills half of the window is no longer a spike, so
+        a run never skips batches forever.
+
+        Args:
+            name: "loss" or "grad_norm".
+            step: Number of the step, for the message.
+            value: The new value.
+
+        Returns:
+            True if the batch must be skipped.
+        """
+        recent = self.recent[name]
+        message = describe_spike(value, recent, by_factor=name == "grad_norm")
+        recent.append(value)
+        if message:
+            message = f"{name.replace('grad_', 'gradient ')} {message}"
+        if message and self.skip:
+            message += "; the batch is skipped"
+        self._update(f"{name}_spike", step, value, message, repeat=self.skip)
+        return bool(message) and self.skip
+
+    def check_norm(self, step: int, norm: Tensor) -> bool:
+        """Check the gradient norm, 0-d, before its update; see check_spike.
+
+        Collective if spikes are skipped.
+        """
+        # Ranks sum the norm in different orders. Near the threshold they must still agree on
+        # whether to skip the batch, so they all check the maximum.
+        value = (comm.all_reduce_max(norm) if self.skip else norm).item()
+        return math.isfinite(value) and self.check_spike("grad_norm", step, value)
+
+    def check_record(self, record: Mapping[str, Any]) -> None:
+        """Check the logit scale and the features in a log record."""
+        step, scale = record["step"], record["scale"]
+        if self.max_scale is not None:
+            message = ""
+            if scale >= AT_BOUND * self.max_scale:
+                message = (
+                    f"the logit scale, {scale:.4g}, has reached its bound "
+                    f"model.max_scale ({self.max_scale:g})"
+                )
+            self._update("scale_at_bound", step, scale, message)
+        if step <= max(self.warmup_steps, WINDOW):
+            return
+        for side in ("image", "text"):
+            cosine, rank = record[f"{side}_cosine"], record[f"{side}_rank"]
+            spread = 1 - cosine
+            best_spread = self._keep_best(f"{side}_spread", spread)
+            best_rank = self._keep_best(f"{side}_rank", rank)
+            message = ""
+            if spread < COLLAPSED * best_spread or rank < COLLAPSED * best_rank:
+                message = (
+                    f"the {side} features collapse: the mean cosine between samples is "
+                    f"{cosine:.3f} (lowest so far: {1 - best_spread:.3f}), the effective rank "
+                    f"{rank:.1f} (highest so far: {best_rank:.1f})"
+                )
+            self._update(f"{side}_collapse", step, rank, message)
+
+    def _keep_best(self, name: str, value: float) -> float:
+        """Return the highest value so far."""
+        self.best[name] = max(value, self.best.get(name, value))
+        return self.best[name]
+
+    def _update(
+        self, anomaly: str, step: int, value: float, message: str, repeat: bool = False
+    ) -> None:
+        """Report an anomaly when it begins, or at every check with `repeat`.
+
+        An empty message means that the anomaly is absent.
+        """
+        if not message:
+            self.known.discard(anomaly)
+            return
+        if anomaly in self.known and not repeat:
+            return
+        self.known.add(anomaly)
+        self.note(step, {f"trouble/{anomaly}": value})
+        if comm.rank() == 0:
+            logger.warning("step %d: %s", step, message)
+
+
+def describe_spike(value: float, recent: Sequence[float], by_factor: bool) -> str:
+    """Describe how far a value is above the values of the previous steps.
+
+    Args:
+        value: The new value.
+        recent: The values of consecutive previous steps.
+        by_factor: Compare logarithms, because the noise of a gradient norm is multiplicative.
+
+    Returns:
+        The description; empty if the value is not a spike.
+    """
+    if len(recent) < MIN_HISTORY:
+        return ""
+    values = [*recent, value]
+    if by_factor:
+        values = [math.log(max(x, TINY)) for x in values]
+    *before, now = values
+    median = statistics.median(before)
+    changes = [after - first for first, after in pairwise(before)]
+    typical = statistics.median(changes)
+    mad = statistics.median(abs(change - typical) for change in changes)
+    # A change is the difference of two values, so it has sqrt(2) times the noise of one.
+    deviation = 1.4826 * mad / math.sqrt(2)
+    least = math.log(MIN_NORM_FACTOR) if by_factor else MIN_LOSS_RISE * abs(median)
+    if now - median > max(MIN_DEVIATIONS * deviation, least):
+        usual = statistics.median(recent)
+        return f"{value:.4g} is far above the median of the last {len(recent)} steps, {usual:.4g}"
+    return ""
+
+
+def features_spread(image: Tensor, text: Tensor) -> dict[str, Tensor]:
+    """Compute the mean cosine between samples and the effective rank of image and text features.
+
+    Collective: every rank must call this. All ranks together contribute SAMPLE rows, which are the
+    first rows of the global batch at any number of ranks.
+
+    Args:
+        image: Unit rows of this rank, SAMPLE of them or all if there are fewer.
+        text: Unit rows of this rank, as many as image rows.
+
+    Returns:
+        `image_cosine`, `image_rank`, `text_cosine` and `text_rank`, 0-d, the same on every rank.
+    """
+    share = max(SAMPLE // comm.size(), 1)
+    sides = comm.gather(torch.stack([image[:share], text[:share]], 1).float()).unbind(1)
+    values = {}
+    for side, rows in zip(("image", "text"), sides, strict=True):
+        n = len(rows)
+        mean = rows.mean(0)
+        values[f"{side}_cosine"] = (n * mean.square().sum() - 1) / max(n - 1, 1)
+        values[f"{side}_rank"] = effective_rank(rows)
+    return values
+
+
+def effective_rank(rows: Tensor) -> Tensor:
+    """Compute exp of the entropy of the normalized singular values, 0-d.
+
+    Source: Roy and Vetterli 2007; RankMe, equation 1.
+    """
+    # The eigenvalues of the [n, n] products are the squared singular values, and faster to compute.
+    singular = torch.linalg.eigvalsh(rows.double() @ rows.double().T).clamp(min=0).sqrt()
+    return torch.special.entr(singular / singular.sum()).sum().exp()

@@ -1,0 +1,239 @@
+"""Log records of a run: progress lines, metrics.jsonl, and the monitors of DeepSpeed.
+
+step_metrics.py defines the content of a record. Reductions over ranks are collective; only rank 0
+writes.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from disco_ds.config.text_file import write_text
+from disco_ds.distributed import comm
+from disco_ds.metrics.step_metrics import METRICS, Interval, LogPoint, compute_metrics
+from disco_ds.metrics.timers import Phases
+from disco_ds.runs.run_log import say
+
+METRICS_FILE = "metrics.jsonl"
+logger = logging.getLogger(__name__)
+WriteEvents = Callable[[list[tuple[str, float, int]]], None]
+"""A DeepSpeed monitor's `write_events`; it takes a list of (name, value, samples)."""
+
+
+class MetricsLogger:
+    """Measures the time between log points and writes one record at each.
+
+    Collective: every rank must create one. Records after the checkpoint of first_step are removed.
+    If the disk is full, TensorBoard loses points, records wait in memory until there is space, and
+    the run continues.
+
+    Args:
+        folder: The run folder.
+        writers: TensorBoard and the other monitors of the ds_config, by name for messages.
+        global_batch: Samples per step.
+        num_steps: Steps of the whole run.
+        first_step: Steps that were done before this run resumed.
+        peak_samples_per_s: See Interval.
+        num_samples: Samples per epoch; if None, records contain no epoch.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        writers: Mapping[str, WriteEvents],
+        global_batch: int,
+        num_steps: int,
+        first_step: int = 0,
+        peak_samples_per_s: float | None = None,
+        num_samples: int | None = None,
+    ):
+        self.writers = dict(writers)
+        self.global_batch = global_batch
+        self.num_steps = num_steps
+        self.peak_samples_per_s = peak_samples_per_s
+        self.num_samples = num_samples
+        self.phases = Phases()
+        self.path = folder / METRICS_FILE
+        self.file: io.FileIO | None = None
+        self.broken = folder / f"broken-{comm.rank():05d}.txt"
+        self.unwritten = b""
+        with comm.all_or_none(f"opening {self.path}"):
+            if comm.rank() == 0:
+                last_records = _drop_after(self.path, first_step)
+                self.file = io.FileIO(self.path, "a")
+                # rewind_tensorboard has dropped the points of this step.
+                for record in last_records:
+                    self._write_events(record)
+        self.start = self.since = time.monotonic()
+        self.first_step = self.last_step = first_step
+        self.wait_s = self.step_wait_s = self.save_s = 0.0
+
+    def add_wait(self, seconds: float) -> None:
+        """Add time that this rank waited for data in the current step."""
+        self.wait_s += seconds
+        self.step_wait_s = seconds
+
+    def add_save(self, seconds: float) -> None:
+        """Add time that this rank waited for a checkpoint to be saved."""
+        self.save_s += seconds
+
+    def name_broken(self, step: int, names: list[str]) -> None:
+        """Append the names of broken samples that this rank skipped to a file in the run folder."""
+        if not names:
+            return
+        # If the file cannot be written, the samples still count in broken_samples.
+        with suppress(OSError), self.broken.open("a", encoding="utf-8") as file:
+            file.writelines(f"step {step}: {name}\n" for name in names)
+
+    def skip(self, seconds: float) -> None:
+        """Exclude time that was not training, such as an evaluation, from the throughput."""
+        self.since += seconds
+
+    def log(self, now: LogPoint) -> dict[str, Any]:
+        """Write the record of a step. Collective: every rank must call this.
+
+        Returns:
+            The metrics of step_metrics.py and the times of the phases, on every rank.
+        """
+        clock = time.monotonic()
+        self.phases.note_peak()
+        since = Interval(
+            samples=(now.step - self.last_step) * self.global_batch,
+            seconds=clock - self.since,
+            wait_s=self.wait_s,
+            peak_bytes=self.phases.peak_bytes,
+            peak_samples_per_s=self.peak_samples_per_s,
+        )
+        record: dict[str, Any] = {"step": now.step, "samples": now.step * self.global_batch}
+        if self.num_samples:
+            record["epoch"] = round(record["samples"] / self.num_samples, 6)
+        record |= compute_metrics(now, since)
+        record |= self.phases.read(self.step_wait_s)
+        if self.save_s:
+            record["time/save_s"] = self.save_s
+        self.since = clock
+        self.last_step = now.step
+        self.wait_s = self.save_s = 0.0
+        if self.file is not None:
+            self._append(record)
+            say(self._describe(record))
+        return record
+
+    def note(self, step: int, values: dict[str, float]) -> None:
+        """Write values that are not part of a step's record, such as an evaluation's, on rank 0."""
+        if self.file is not None and values:
+            self._append({"step": step, "samples": step * self.global_batch, **values})
+
+    def close(self) -> None:
+        """Write the waiting records and close the file."""
+        if self.file is not None:
+            self._flush()
+            self.file.close()
+            self.file = None
+
+    def _append(self, record: dict[str, Any]) -> None:
+        self.unwritten += json.dumps(record).encode() + b"\n"
+        self._flush()
+        self._write_events(record)
+
+    def _flush(self) -> None:
+        assert self.file is not None
+        size = os.fstat(self.file.fileno()).st_size
+        left = self.unwritten
+        try:
+            # A write to a nearly full disk may store only part of the data.
+            while left:
+                left = left[self.file.write(left) :]
+            self.unwritten = b""
+        except OSError as error:
+            if len(left) < len(self.unwritten):
+                self.file.truncate(size)
+            logger.warning("%s: %s; the records wait in memory", self.path, error.strerror)
+
+    def _describe(self, record: dict[str, Any]) -> str:
+        """Return the progress line of a record."""
+        done = record["step"]
+        step_s = (time.monotonic() - self.start) / max(done - self.first_step, 1)
+        left = timedelta(seconds=round(step_s * (self.num_steps - done)))
+        words = [f"step {done:,}/{self.num_steps:,} ({left} left)"]
+        if "epoch" in record:
+            words.append(f"epoch {record['epoch']:.2f}")
+        for metric in METRICS:
+            if metric.show and metric.name in record:
+                words.append(metric.show(record[metric.name]))
+        return "  ".join(filter(None, words))
+
+    def _write_events(self, record: dict[str, Any]) -> None:
+        samples = int(record["samples"])
+        points = [
+            (name if "/" in name else f"train/{name}", float(value), samples)
+            for name, value in record.items()
+            if isinstance(value, int | float) and name not in ("step", "samples")
+        ]
+        for name, write in list(self.writers.items()):
+            try:
+                write(points)
+            except OSError as error:
+                logger.warning("%s gets no more points until the run is resumed: %s", name, error)
+                del self.writers[name]
+
+
+def rewind_tensorboard(monitor: Any, samples: int) -> None:
+    """Hide TensorBoard's points from `samples` on, which the resumed run will write again.
+
+    Args:
+        monitor: The monitor of the DeepSpeed engine.
+        samples: Number of samples at the checkpoint.
+    """
+    if monitor.tb_monitor is None or monitor.tb_monitor.summary_writer is None:
+        return
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = monitor.tb_monitor.summary_writer
+    writer.close()
+    monitor.tb_monitor.summary_writer = SummaryWriter(writer.log_dir, purge_step=samples)
+
+
+def _drop_after(path: Path, step: int) -> list[dict[str, Any]]:
+    """Remove unreadable lines and the records that the resumed run will write again.
+
+    The evaluation of `step` comes after its checkpoint, so it is repeated and removed too.
+
+    Returns:
+        The remaining records of `step`.
+    """
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    kept = []
+    last = []
+    for line in lines:
+        record = _parse(line)
+        is_evaluation = any(name.startswith("eval/") for name in record)
+        if record["step"] < step:
+            kept.append(line)
+        elif record["step"] == step and not is_evaluation:
+            kept.append(line)
+            last.append(record)
+    if len(kept) < len(lines):
+        write_text(path, "".join(kept))
+    return [record for record in last if "samples" in record]
+
+
+def _parse(line: str) -> dict[str, Any]:
+    """Return the record of a line, or a record of step infinity if a crash cut the line off."""
+    try:
+        record = json.loads(line if line.endswith("\n") else "")
+        float(record["step"])
+        return record
+    except (ValueError, KeyError, TypeError):
+        return {"step": float("inf")}

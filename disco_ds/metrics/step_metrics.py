@@ -1,0 +1,183 @@
+"""The table of logged metrics: name, source, reduction over ranks, and display.
+
+docs/logging.md shows how to add one. The times, memory and received bytes of a step's phases come
+from timers.py instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from disco_ds.distributed import comm
+
+MASK = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class LogPoint:
+    """What this rank knows about a logged step once the step is done."""
+
+    step: int
+    """Number of completed optimizer steps."""
+    metrics: Mapping[str, Tensor]
+    """LossOutput.metrics and anomalies.features_spread: each 0-d, the same on every rank."""
+    scale: Tensor
+    """[1], the scale that the loss was computed with."""
+    lr: float
+    grad_norm: Tensor | None
+    """Norm of the whole gradient before clipping; None if a loss scaler skipped the step."""
+    index: Tensor
+    """Sample ids of this rank."""
+    bias: Tensor | None = None
+    """[1], the bias that the loss was computed with; None if the model has none."""
+    broken: int = 0
+    """Number of samples that this rank has skipped so far."""
+    skipped: int = 0
+    """Number of batches that all ranks have skipped so far."""
+    model: nn.Module | None = None
+    """The module inside the engine; at ZeRO 3 its parameters are empty outside of a forward."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Measurements of this rank since the previous log record."""
+
+    samples: int
+    """Number of samples of all ranks."""
+    seconds: float
+    wait_s: float
+    """Seconds spent waiting for data."""
+    peak_bytes: int
+    """Highest memory so far."""
+    peak_samples_per_s: float | None
+    """Samples per second at the devices' peak FLOP/s; None if unknown."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One logged number."""
+
+    name: str
+    """Its key in metrics.jsonl; in TensorBoard it is train/NAME."""
+    value: Callable[[LogPoint, Interval], Any] | None = None
+    """Computes it on this rank; None if it is an entry of LogPoint.metrics."""
+    over_ranks: Literal["same", "sum", "max"] = "same"
+    """Reduction over ranks: "same" for equal values, "sum" for integers, or "max"."""
+    show: Callable[[Any], str] | None = None
+    """Formats it for the progress line, possibly as an empty string; None: it is not shown."""
+    record: Callable[[Any], Any] = lambda value: value
+    """Converts the reduced value for the record."""
+    if_known: bool = False
+    """Whether a value of None is left out of the record instead of written as null."""
+    curve: str = ""
+    """Label of its panel in report.png; empty: no panel.
+
+    The loss and the accuracies have no label because the report draws them in larger panels.
+    """
+
+
+def _mfu(now: LogPoint, since: Interval) -> float | None:
+    if not since.peak_samples_per_s:
+        return None
+    return since.samples / since.seconds / since.peak_samples_per_s
+
+
+METRICS = (
+    # One digest of the global batch; it does not depend on the order or on the number of ranks.
+    Metric(
+        "ids",
+        lambda now, since: digest(now.index.cpu()),
+        "sum",
+        record=lambda value: f"{value & MASK:016x}",
+    ),
+    Metric("loss", show="loss {:.4f}".format),
+    Metric("i2t_accuracy", show="i2t {:.1%}".format),
+    Metric("t2i_accuracy", show="t2i {:.1%}".format),
+    Metric(
+        "scale",
+        lambda now, since: now.scale.item(),
+        show="scale {:.2f}".format,
+        curve="logit scale",
+    ),
+    Metric("bias", lambda now, since: None if now.bias is None else now.bias.item(), if_known=True),
+    Metric("lr", lambda now, since: now.lr, show="lr {:.2e}".format, curve="learning rate"),
+    Metric(
+        "grad_norm",
+        lambda now, since: None if now.grad_norm is None else now.grad_norm.item(),
+        show=lambda value: "norm skipped" if value is None else f"norm {value:.3f}",
+        curve="gradient norm",
+    ),
+    Metric(
+        "samples_per_s",
+        lambda now, since: since.samples / since.seconds,
+        show="{:,.0f} samples/s".format,
+        curve="samples / s",
+    ),
+    Metric("mfu", _mfu, if_known=True),
+    Metric(
+        "data_wait",
+        lambda now, since: since.wait_s / since.seconds,
+        "max",
+        show="wait {:.0%}".format,
+    ),
+    Metric(
+        "peak_memory_bytes",
+        lambda now, since: since.peak_bytes,
+        "max",
+        show=lambda value: f"{value / 2**30:.1f} GiB",
+        record=int,
+    ),
+    Metric(
+        "broken_samples",
+        lambda now, since: now.broken,
+        "sum",
+        show=lambda value: f"{value} broken samples skipped" if value else "",
+    ),
+    Metric(
+        "skipped_batches",
+        lambda now, since: now.skipped,
+        show=lambda value: f"{value} batches skipped" if value else "",
+    ),
+)
+"""The metrics in the order of a record, except that all of LogPoint.metrics follow the ids."""
+
+
+def compute_metrics(now: LogPoint, since: Interval) -> dict[str, Any]:
+    """Compute the metrics of a record by name.
+
+    Collective: every rank must call this at the same step.
+    """
+    computed = [metric for metric in METRICS if metric.value]
+    values = {metric.name: metric.value(now, since) for metric in computed if metric.value}
+    for kind, dtype, reduce in (
+        ("sum", torch.int64, comm.all_reduce_sum),
+        ("max", torch.float64, comm.all_reduce_max),
+    ):
+        names = [metric.name for metric in computed if metric.over_ranks == kind]
+        mine = torch.stack([torch.as_tensor(values[name], dtype=dtype) for name in names])
+        values |= zip(names, reduce(mine.to(comm.local_device())).tolist(), strict=True)
+    recorded = {
+        metric.name: metric.record(values[metric.name])
+        for metric in computed
+        if values[metric.name] is not None or not metric.if_known
+    }
+    losses = {name: value.item() for name, value in now.metrics.items()}
+    return {"ids": recorded.pop("ids"), **losses, **recorded}
+
+
+def digest(index: Tensor) -> Tensor:
+    """Sum a 64-bit mix of each sample id.
+
+    The result, 0-d int64, depends only on the ids and not on how they are split or ordered.
+    """
+    mixed = index.long() + 1
+    for _ in range(2):  # after a single round, sums of a few ids still collide
+        mixed = mixed * 0x1E3779B97F4A7C15
+        mixed = (mixed ^ ((mixed >> 29) & (2**35 - 1))) * 0x3F58476D1CE4E5B9
+        mixed = mixed ^ ((mixed >> 32) & (2**32 - 1))
+    return mixed.sum()

@@ -1,0 +1,93 @@
+"""Resolve the names that a user writes: import custom code, and suggest the nearest valid name for a misspelled one.
+
+Import-light, and below all other modules, so that every one of them may import it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+CUSTOM_CODE = r"\w+(\.\w+)*:\w+"
+"""Regular expression for `package.module:name`, by which a recipe names custom code."""
+MAX_LISTED = 300
+"""A message lists the valid names only if they have at most this many characters."""
+MAX_SHOWN = 200
+"""A message repeats at most this many characters of a user's value."""
+
+
+def load_custom(
+    name: str, options: Mapping[str, Any] | None = None, base: type | None = None
+) -> Callable[..., Any]:
+    """Import the class or function that a recipe names as `package.module:name`.
+
+    Args:
+        name: The name in the recipe.
+        options: Keyword arguments that it must accept; None: do not check.
+        base: The class that it must derive from; None: any class or function.
+
+    Raises:
+        ValueError: If it cannot be imported, is of the wrong kind, or does not accept the options.
+    """
+    if not re.fullmatch(CUSTOM_CODE, name):
+        raise ValueError(f"{name!r} is not of the form package.module:name")
+    module_name, attribute = name.split(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # a user's module may raise anything while it is imported
+        raise ValueError(
+            f"{name} cannot be imported: {type(error).__name__}: {error}; install its package, "
+            "or put the folder of the package on PYTHONPATH, on every host"
+        ) from error
+    found = getattr(module, attribute, None)
+    if found is None:
+        hint = did_you_mean(attribute, vars(module))
+        raise ValueError(f"{name}: module {module_name} has no {attribute}{hint}")
+    if base is not None and not (isinstance(found, type) and issubclass(found, base)):
+        room = ".".join(base.__module__.split(".")[:2])
+        raise ValueError(
+            f"{name} is not a {base.__name__}: derive the class from {room}.{base.__name__}"
+        )
+    if not callable(found):
+        raise ValueError(f"{name} is neither a function nor a class")
+    if options is not None:
+        _check_options(name, found, options)
+    return found
+
+
+def _check_options(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    signature = inspect.signature(function)
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        known = ", ".join(signature.parameters) or "none"
+        raise ValueError(f"{name}: {error}; its options: {known}") from None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return `; did you mean NAME?` for the nearest known name, ignoring case; "" if none is near."""
+    names = {each.lower(): each for each in sorted(known)}
+    close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
+    return f"; did you mean {names[close[0]]}?" if close else ""
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name: the nearest valid name, or a short list of all of them."""
+    names = list(known)
+    hint = did_you_mean(name, names)
+    listed = ", ".join(names)
+    if hint or len(listed) > MAX_LISTED:
+        return hint
+    return f"; valid: {listed}"
+
+
+def shorten(value: object) -> str:
+    """Return the text of a value for a message; a long text loses its middle."""
+    text = str(value)
+    if len(text) <= MAX_SHOWN:
+        return text
+    return f"{text[: MAX_SHOWN // 2]}...{text[-MAX_SHOWN // 4 :]}"

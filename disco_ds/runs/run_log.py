@@ -1,0 +1,57 @@
+"""Messages of the first rank: printed, and written with the time into log.txt of the run folder.
+
+The log also has warnings and errors. A resumed run appends to the same file.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+LOG = "log.txt"
+_messages = logging.getLogger("disco_ds.said")
+_messages.setLevel(logging.INFO)
+_messages.propagate = False  # they are printed already
+_messages.addHandler(logging.NullHandler())  # for the time before there is a run folder
+
+
+def say(text: str) -> None:
+    """Print and log a text. Neither a full disk nor a closed terminal is an error."""
+    with suppress(OSError):
+        print(text, flush=True)
+    _messages.info(text)
+
+
+def note(text: str) -> None:
+    """Log a text that has been printed already, such as an error."""
+    _messages.error(text)
+
+
+class _Handler(logging.FileHandler):
+    """A file handler that drops lines if they cannot be written, for example because the disk is full."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):  # the file may fail to open
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        """Ignore write errors."""
+
+
+@contextmanager
+def write_log(folder: Path) -> Iterator[None]:
+    """Write log.txt of a run folder while the block runs. Call this on the first rank only."""
+    handler = _Handler(folder / LOG, encoding="utf-8", delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    loggers = (_messages, logging.getLogger())
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+        with suppress(OSError):
+            handler.close()

@@ -1,0 +1,64 @@
+"""The evaluations of a run: on which sets, and where the results go."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from disco_ds.data import ImageSpec
+from disco_ds.distributed import comm
+from disco_ds.distributed.heartbeat import Heartbeat
+from disco_ds.eval import Accuracy, ImageSet, Result, describe, evaluate_sets, record, tabulate
+from disco_ds.metrics.logger import MetricsLogger
+from disco_ds.metrics.report import log_errors, save_examples
+from disco_ds.metrics.tracking import WandbRun
+from disco_ds.runs.run_log import say
+from disco_ds.training.engine import Engine
+
+
+@dataclass
+class Evaluation:
+    """Evaluates the model on all sets of the run."""
+
+    sets: list[ImageSet]
+    engine: Engine
+    image: ImageSpec
+    tokenizer: Any
+    batch_size: int
+    """Images or texts per rank and forward pass."""
+    global_batch: int
+    num_samples: int
+    """Size of the training set, for the epoch in the log."""
+    folder: Path
+    metrics: MetricsLogger
+    heartbeat: Heartbeat
+    wandb: WandbRun | None
+
+    def __call__(self, step: int) -> dict[str, float]:
+        """Evaluate and log the results after a step. Collective; training is not affected.
+
+        Returns:
+            The values as in metrics.jsonl, by name.
+        """
+        self.heartbeat.mark(step, "evaluating")
+        start = time.monotonic()
+        results = evaluate_sets(self.engine, self.sets, self.image, self.tokenizer, self.batch_size)
+        values = record(results)
+        self.metrics.note(step, values)
+        self.metrics.skip(time.monotonic() - start)
+        if comm.rank() == 0 and results:
+            self._publish(step, results)
+        return values
+
+    def _publish(self, step: int, results: list[Result]) -> None:
+        samples = step * self.global_batch
+        say(f"step {step:,}, epoch {samples / self.num_samples:.2f}:\n{describe(results)}")
+        classified = [result for result in results if isinstance(result, Accuracy)]
+        if classified:
+            with log_errors("the images for report.png were not kept"):
+                save_examples(self.folder, classified[0].name, classified[0].examples)
+        if self.wandb:
+            examples = [example for result in classified for example in result.examples]
+            self.wandb.write_results(samples, tabulate(results), examples)

@@ -1,0 +1,190 @@
+"""A run that goes on at another number of ranks, ZeRO stage or precision: the same batches, the same losses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from disco_ds.checkpoints import checkpoint
+from disco_ds.checkpoints.reshard import States, _find_parts, _join, optimizer_order
+from disco_ds.checkpoints.retention import find_latest
+from disco_ds.checkpoints.weights import read_tensors
+from disco_ds.config import ModelSettings, load_config
+from disco_ds.distributed import comm
+from disco_ds.metrics.logger import METRICS_FILE
+from disco_ds.models.clip import build_model
+from disco_ds.runs.run_folder import CHECKPOINTS
+from disco_ds.training.build import build
+from disco_ds.training.loop import train
+from helpers.dist import run_ranks
+from helpers.machine import HAS_FP16
+from helpers.tiny_run import recipe
+from helpers.towers import BPE_SIZE, write_tiny
+
+FP32 = {"torch_autocast": {"enabled": False}}
+
+
+def settings(stage: int, **precision: Any) -> dict[str, Any]:
+    return {"base": f"zero{stage}", **FP32, **precision}
+
+
+def go(path: Path, resume: str | None) -> None:
+    """One rank of a run to its last step."""
+    with ExitStack() as stack:
+        train(build(load_config(path), resume, stack))
+
+
+def write_again(path: Path, chain: list[dict[str, Any]]) -> None:
+    """One rank of a run that is opened, and written again without a step, in each shape of a chain."""
+    for number, deepspeed in enumerate(chain):
+        with ExitStack() as stack:
+            run = build(load_config(path, [f"deepspeed={json.dumps(deepspeed)}"]), "latest", stack)
+            run.saver.save(run.first_step, last=False)
+            run.engine.destroy()
+            comm.barrier()
+            if comm.rank() == 0:
+                latest = find_latest(run.folder)
+                shutil.copytree(latest, path.parent / f"written-{comm.size()}-{number}")
+            comm.barrier()
+
+
+def run_on(folder: Path, ranks: int, steps: int, resume: str | None, **changes: Any) -> None:
+    run_ranks(go, ranks, write_recipe(folder, steps=steps, **changes), resume)
+
+
+def write_recipe(folder: Path, **changes: Any) -> Path:
+    optim = {"lr": 1e-3, "warmup_steps": 0, "schedule": "constant"}
+    return recipe(folder, optim=optim, checkpoint={"every_steps": 2, "keep_last": 9}, **changes)
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [
+        json.loads(line)
+        for line in (folder / "runs" / "tiny" / METRICS_FILE).read_text().splitlines()
+    ]
+
+
+def states(path: Path) -> dict[str, States]:
+    """By parameter, of a checkpoint folder."""
+    written_by = next(
+        folder / "tiny.yaml" for folder in path.parents if (folder / "tiny.yaml").is_file()
+    )
+    config = load_config(written_by)
+    order = optimizer_order(build_model(config.model), config.optim)
+    found = _find_parts(checkpoint.read(path), order)
+    assert found.keys() == set(order)
+    return {name: _join(parts) for name, parts in found.items()}
+
+
+def equal_states(first: Path, second: Path) -> None:
+    """Masters and what the optimizer keeps, to the bit."""
+    mine, theirs = states(first), states(second)
+    for name, kept in mine.items():
+        assert kept.keys() == theirs[name].keys() == {"fp32", "exp_avg", "exp_avg_sq", "step"}
+        for key, value in kept.items():
+            assert torch.equal(value.reshape(-1), theirs[name][key].reshape(-1)), (
+                second,
+                name,
+                key,
+            )
+
+
+def equal_losses(folder: Path, other: Path, tolerance: float) -> None:
+    mine, theirs = records(folder), records(other)
+    assert len(mine) == len(theirs)
+    for a, b in zip(mine, theirs, strict=True):
+        assert (a["step"], a["ids"], a["lr"]) == (b["step"], b["ids"], b["lr"])
+        assert a["loss"] == pytest.approx(b["loss"], rel=tolerance)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=100 * tolerance)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight steps on two ranks at ZeRO 1, without a stop."""
+    folder = tmp_path_factory.mktemp("whole")
+    run_on(folder, 2, 8, None, deepspeed=settings(1))
+    return folder
+
+
+def begin(whole: Path, folder: Path, step: int) -> None:
+    """A run folder that was stopped at a step."""
+    shutil.copytree(whole / "runs", folder / "runs", dirs_exist_ok=True)
+    for path in checkpoint_of(folder, step).parent.glob("step-*"):
+        if path != checkpoint_of(folder, step):
+            shutil.rmtree(path)
+
+
+def checkpoint_of(folder: Path, step: int) -> Path:
+    return folder / "runs" / "tiny" / CHECKPOINTS / f"step-{step:08d}"
+
+
+def test_run_goes_on_as_one_rank_at_zero0(whole: Path, tmp_path: Path) -> None:
+    begin(whole, tmp_path, 4)
+    run_on(tmp_path, 1, 8, "latest", deepspeed=settings(0))
+    equal_losses(tmp_path, whole, 1e-5)
+
+
+def test_states_are_the_same_to_the_bit_in_every_shape(whole: Path, tmp_path: Path) -> None:
+    begin(whole, tmp_path, 8)
+    written = checkpoint_of(whole, 8)
+    bf16, half = {"bf16": {"enabled": True}}, {"fp16" if HAS_FP16 else "bf16": {"enabled": True}}
+    chain = [
+        settings(3),
+        settings(0),
+        settings(2, **bf16),
+        settings(3, **bf16),
+        settings(1, **half),
+    ]
+    chain += [settings(2), settings(1)]
+    run_ranks(write_again, 2, write_recipe(tmp_path, steps=8), chain)
+    for number in range(len(chain)):
+        equal_states(written, tmp_path / f"written-2-{number}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_frozen_parameters_come_from_the_checkpoint(stage: int, tmp_path: Path) -> None:
+    model = {"name": write_tiny(tmp_path, BPE_SIZE), "lock_image": True}
+    pretrained = build_model(ModelSettings(**model)).state_dict()
+    pretrained["logit_scale"] = pretrained["logit_scale"].reshape(())  # open_clip's is 0-d
+    torch.save(pretrained, tmp_path / "weights.pt")
+    run_on(
+        tmp_path,
+        2,
+        2,
+        None,
+        deepspeed=settings(stage),
+        model={**model, "pretrained": str(tmp_path / "weights.pt")},
+    )
+    run_ranks(write_again, 1, write_recipe(tmp_path, steps=2, model=model), [settings(0)])
+    kept = dict(read_tensors(checkpoint.read(tmp_path / "written-1-0")))
+    for name in [name for name in pretrained if name.startswith("visual.")]:
+        assert torch.equal(kept[name], pretrained[name]), name
+
+
+@pytest.mark.slow
+def test_states_are_the_same_to_the_bit_in_every_world(whole: Path, tmp_path: Path) -> None:
+    begin(whole, tmp_path, 8)
+    for ranks in (1, 4, 2):
+        run_ranks(
+            write_again,
+            ranks,
+            write_recipe(tmp_path, steps=8),
+            [settings(stage) for stage in (0, 3, 1, 2)],
+        )
+        for number in range(4):
+            equal_states(checkpoint_of(whole, 8), tmp_path / f"written-{ranks}-{number}")
+
+
+@pytest.mark.slow
+def test_run_goes_on_from_stage_to_stage_and_world_to_world(whole: Path, tmp_path: Path) -> None:
+    begin(whole, tmp_path, 2)
+    for ranks, stage, steps in ((1, 0, 4), (4, 3, 6), (2, 2, 8)):
+        run_on(tmp_path, ranks, steps, "latest", deepspeed=settings(stage))
+    equal_losses(tmp_path, whole, 1e-5)

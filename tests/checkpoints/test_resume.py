@@ -1,0 +1,475 @@
+"""Which checkpoint a run goes on from: the newest, one that is named, or an older one where the newest is damaged."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from disco_ds.checkpoints.checkpoint import read
+from disco_ds.checkpoints.resume import choose
+from disco_ds.checkpoints.retention import META, find_latest
+from disco_ds.checkpoints.weights import read_tensors
+from disco_ds.config import ModelSettings, load_config
+from disco_ds.data.sources.counting import index_shards
+from disco_ds.data.sources.manifest import write_manifest
+from disco_ds.distributed import comm
+from disco_ds.metrics.report import describe_changes
+from disco_ds.models.clip import build_model
+from disco_ds.runs.run_folder import CHANGES, CHECKPOINTS, FINISHED, mark_finished
+from disco_ds.training.build import build
+from disco_ds.training.loop import StopError, train
+from helpers.checkpoints import describe, flip, plant, write_checkpoint
+from helpers.dist import run_ranks
+from helpers.launched import SAME, equal_checkpoints, records
+from helpers.tiny_run import expect, image_sample, recipe, refused, write_shard
+from helpers.towers import BPE_SIZE, tiny_config, write_tiny
+
+CONFIG = tiny_config("tiny", {})
+
+
+def garble(path: Path) -> None:
+    path.write_bytes(b"\0" * path.stat().st_size)
+
+
+def change_settings(path: Path) -> None:
+    meta = json.loads((path / META).read_text())
+    meta["identity"]["seed"] = 5
+    describe(path, meta)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "garbage": (lambda path: garble(path / META), "is not a disco_ds checkpoint description"),
+    "foreign": (
+        lambda path: (path / META).write_text("[]"),
+        "is not a disco_ds checkpoint description",
+    ),
+    "meta": (lambda path: flip(path / META), "step-00000003"),
+    "missing": (
+        lambda path: (path / "rank_00001.pt").unlink(),
+        "is incomplete: rank_00001.pt is missing",
+    ),
+    "cut": (
+        lambda path: (path / "engine" / "weights.pt").write_bytes(b"012"),
+        "has 3 bytes, expected 10",
+    ),
+    "of rank 0": (
+        lambda path: flip(path / "engine" / "weights.pt"),
+        "engine/weights.pt is not what was written",
+    ),
+    "of rank 1": (
+        lambda path: flip(path / "rank_00000.pt"),
+        "rank_00000.pt is not what was written",
+    ),
+    "code": (
+        lambda path: plant(path, "rank_00000.pt", path.parents[1] / "ran"),
+        "rank_00000.pt is not what was",
+    ),
+}
+
+
+class Said(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def choose_step(run: Path, unattended: bool, resume: str = "latest") -> tuple[int | str, list[str]]:
+    """(the step that is gone on from, or what is said instead; rank 0's warnings), the same on every rank."""
+    said = Said()
+    logging.getLogger("disco_ds").addHandler(said)
+    saved: dict[str, Any] = json.loads((run / "identity.json").read_text())
+    try:
+        found: int | str = choose(run, resume, CONFIG, saved, unattended).step
+    except ValueError as error:
+        found = str(error)
+    logging.getLogger("disco_ds").removeHandler(said)
+    everybodys = comm.gather_objects(found)
+    assert len(set(everybodys)) == 1, everybodys
+    return found, comm.broadcast(said.lines)
+
+
+def fall_back(folder: Path) -> None:
+    for kind, (_, words) in DAMAGE.items():
+        run, older = folder / kind, folder / kind / CHECKPOINTS / "step-00000002"
+        said, _ = choose_step(run, unattended=False)
+        expect(str(said), words, f"; --resume {older} goes on from the one before it")
+        assert choose_step(run, False, str(older))[0] == 2
+        found, warnings = choose_step(run, unattended=True)
+        assert found == 2, found
+        expect(warnings[0], words, "; trying the one before it, step-00000002")
+        assert not list(run.glob("ran")), "code from a checkpoint has run"
+    # What is named is the newest that may be taken.
+    assert (
+        choose_step(folder / "cut", True, str(folder / "cut" / CHECKPOINTS / "step-00000001"))[0]
+        == 1
+    )
+    found, warnings = choose_step(folder / "all", unattended=True)
+    expect(
+        str(found),
+        "step-00000001",
+        "step-00000002",
+        "step-00000003",
+        "has no older complete checkpoint",
+    )
+    assert len(warnings) == 2
+    found, warnings = choose_step(folder / "settings", unattended=True)
+    expect(str(found), "made with other settings", "seed: 5 in the checkpoint, 0 now")
+    assert not warnings
+
+
+def test_damage_of_every_kind_is_told_with_the_older_checkpoint_or_fallen_back_from(
+    tmp_path: Path,
+) -> None:
+    for kind in (*DAMAGE, "all", "settings"):
+        paths = [write_checkpoint(tmp_path / kind, step) for step in (1, 2, 3)]
+        (tmp_path / kind / "identity.json").write_text(
+            json.dumps(read(find_latest(tmp_path / kind)).meta["identity"])
+        )
+        if kind in DAMAGE:
+            DAMAGE[kind][0](paths[-1])
+    for path in (tmp_path / "all" / CHECKPOINTS).iterdir():
+        flip(path / "rank_00001.pt")
+    change_settings(tmp_path / "settings" / CHECKPOINTS / "step-00000003")
+    run_ranks(fall_back, 2, tmp_path)
+
+
+# Whole runs
+
+
+def train_six(
+    path: Path,
+    resume: str | None = None,
+    unattended: bool = False,
+    *overrides: str,
+    allow_change: tuple[str, ...] = (),
+) -> Path:
+    with ExitStack() as stack:
+        run = build(load_config(path, list(overrides)), resume, stack, unattended, allow_change)
+        assert not resume or find_latest(run.folder).name == f"step-{run.first_step:08d}", (
+            "a crash would skip steps"
+        )
+        train(run)
+    return run.folder
+
+
+def go_on_from_older(path: Path) -> None:
+    """Named in one folder; found by itself in another, where a link cannot be removed by retention."""
+    whole = train_six(path)
+    named, alone = (whole.with_name(name) for name in ("named", "alone"))
+    if comm.rank() == 0:
+        for copy in (named, alone):
+            shutil.copytree(whole, copy)
+            flip(next((copy / CHECKPOINTS / "step-00000006" / "engine").glob("*rank_1*optim*")))
+        link = alone / CHECKPOINTS / "step-00000002"
+        link.symlink_to(link.rename(alone / "archive"))
+    comm.barrier()
+    older = named / CHECKPOINTS / "step-00000004"
+    said = refused(load_config(path), resume=str(named))
+    expect(
+        said,
+        "optim_states.pt is not what was written",
+        f"--resume {older} goes on from the one before it",
+    )
+    missing = older.with_name("step-00000003")
+    expect(
+        refused(load_config(path), resume=str(missing)), f"{missing}: there is no such checkpoint"
+    )
+    # Refused, it has changed nothing.
+    expect(
+        refused(load_config(path, ["seed=1"]), resume=str(older)),
+        "seed: 0 in the checkpoint, 1 now",
+    )
+    assert not list(named.glob(f"{CHECKPOINTS}/set-aside-*"))
+    comm.barrier()
+    assert train_six(path, str(older)) == named
+    assert train_six(path, str(alone), True, "checkpoint.keep_last=1") == alone
+
+
+def test_run_that_goes_on_from_an_older_checkpoint_is_the_uninterrupted_one(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    settings = {"every_steps": 2, "keep_last": 3}
+    model = {"name": write_tiny(tmp_path, BPE_SIZE, patch_dropout=0.5)}
+    run_ranks(go_on_from_older, 2, recipe(tmp_path, steps=6, model=model, checkpoint=settings))
+    whole, named, alone = (tmp_path / "runs" / name for name in ("tiny", "named", "alone"))
+    kept = {
+        path: sorted(child.name for child in (path / CHECKPOINTS).iterdir())
+        for path in (named, alone)
+    }
+    assert kept[named] == [
+        "set-aside-step-00000006",
+        *(f"step-0000000{step}" for step in (2, 4, 6)),
+    ]
+    assert kept[alone] == ["set-aside-step-00000006", "step-00000002", "step-00000006"]
+    for run in (named, alone):
+        for mine, other in zip(records(run), records(whole), strict=True):
+            assert [mine.get(key) for key in SAME] == [other.get(key) for key in SAME]
+        equal_checkpoints(*(path / CHECKPOINTS / "step-00000006" for path in (run, whole)))
+        points = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+        assert [point.step // 16 for point in points.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
+
+
+def first_step(path: Path, *overrides: str) -> tuple[str, int]:
+    """The folder and the step at which `--resume auto` starts; the ranks agree on when to go on."""
+    with ExitStack() as stack:
+        run = build(load_config(path, list(overrides)), "auto", stack, allow_change=("optim.lr",))
+    comm.barrier()
+    return run.folder.name, run.first_step
+
+
+def resume_automatically(path: Path) -> None:
+    assert first_step(path) == ("tiny", 0), "nothing to resume"
+    assert first_step(path) == ("tiny-2", 0), "the first has saved nothing"
+    with (
+        pytest.raises(ValueError, match="--allow-change seed: there is no such setting"),
+        ExitStack() as stack,
+    ):
+        build(load_config(path), "auto", stack, allow_change=("seed",))
+    folder = train_six(path)
+    assert folder.name == "tiny-3"
+    assert first_step(path, "optim.lr=1e-4") == ("tiny-3", 6)
+    if comm.rank() == 0:
+        mark_finished(folder, {"steps": 6})
+    comm.barrier()
+    assert "has done all its steps, 6" in refused(load_config(path), resume="auto")
+    assert first_step(path, "steps=7") == ("tiny-3", 6)
+    if comm.rank() == 0:
+        shutil.rmtree(folder / CHECKPOINTS / "step-00000006")
+        (folder / CHECKPOINTS / "step-00000006").mkdir()
+        flip(next((folder / CHECKPOINTS / "step-00000004" / "engine").glob("*rank_1*optim*")))
+    comm.barrier()
+    assert first_step(path) == ("tiny-3", 2), (
+        "nobody is there to choose another than the damaged one"
+    )
+    expect(
+        refused(load_config(path, ["seed=1"]), resume="auto"), "seed: 0 in the checkpoint, 1 now"
+    )
+    if comm.rank() == 0:
+        flip(next((folder / CHECKPOINTS / "step-00000002" / "engine").glob("*rank_1*optim*")))
+    comm.barrier()
+    assert "no older complete checkpoint" in refused(load_config(path), resume="auto"), (
+        "what is saved is not left"
+    )
+    if comm.rank() == 0:
+        for checkpoint in (folder / CHECKPOINTS).glob("step-*"):
+            (checkpoint / META).unlink(missing_ok=True)
+    comm.barrier()
+    assert first_step(path) == ("tiny-4", 0)
+
+
+def test_auto_resumes_the_newest_run_if_it_has_a_complete_checkpoint(tmp_path: Path) -> None:
+    run_ranks(
+        resume_automatically,
+        2,
+        recipe(tmp_path, steps=6, checkpoint={"every_steps": 2, "keep_last": 3}),
+    )
+
+
+def go_on_without_weights(path: Path) -> None:
+    whole = train_six(path)
+    if comm.rank() == 0:
+        shutil.copytree(whole, whole.with_name("resumed"))
+        shutil.rmtree(whole.with_name("resumed") / CHECKPOINTS / "step-00000006")
+        (path.parent / "weights.pt").unlink()
+    comm.barrier()
+    expect(refused(load_config(path, ["name=new"])), "no file", "weights.pt")
+    train_six(path, str(whole.with_name("resumed")))
+
+
+@pytest.mark.slow
+def test_resumed_run_needs_no_pretrained_weights(tmp_path: Path) -> None:
+    """Nor does it fetch them: the machine that it goes on on may not reach the hub."""
+    name = write_tiny(tmp_path, BPE_SIZE)
+    weights = build_model(ModelSettings(name=name)).state_dict()
+    torch.save(
+        weights | {"logit_scale": weights["logit_scale"].reshape(())}, tmp_path / "weights.pt"
+    )
+    model = {"name": name, "lock_image": True, "pretrained": str(tmp_path / "weights.pt")}
+    run_ranks(go_on_without_weights, 2, recipe(tmp_path, steps=6, model=model))
+    whole, resumed = (tmp_path / "runs" / name for name in ("tiny", "resumed"))
+    assert [record["loss"] for record in records(resumed)] == [
+        record["loss"] for record in records(whole)
+    ]
+    equal_checkpoints(*(path / CHECKPOINTS / "step-00000006" for path in (whole, resumed)))
+    kept = dict(read_tensors(read(resumed / CHECKPOINTS / "step-00000006")))
+    for key in [key for key in weights if key.startswith("visual.")]:
+        assert torch.equal(kept[key], weights[key]), key
+
+
+# Changed settings and longer runs
+
+CHANGED = (
+    "optim.lr=2e-3",
+    "optim.weight_decay=0.7",
+    "optim.betas=[0.5, 0.6]",
+    "optim.clip_norm=0.01",
+)
+ALLOWED = ("optim.lr", "optim.weight_decay", "optim.betas", "optim.clip_norm")
+
+
+def change_by_hand(checkpoint: Path) -> None:
+    """Write into a checkpoint's files what the changed settings would have made DeepSpeed write there."""
+    for path in checkpoint.glob("engine/*optim_states.pt"):
+        tree = torch.load(path, weights_only=False)
+        state = tree["optimizer_state_dict"]
+        state["clip_grad"] = 0.01
+        for group in state["base_optimizer_state"]["param_groups"]:
+            group.update(betas=(0.5, 0.6), weight_decay=0.7 if group["weight_decay"] else 0.0)
+        torch.save(tree, path)
+    meta = json.loads((checkpoint / META).read_text())
+    meta["identity"]["optim"].update(lr=2e-3, weight_decay=0.7, betas=[0.5, 0.6], clip_norm=0.01)
+    describe(checkpoint, meta)
+
+
+def change_settings_of_runs(path: Path) -> None:
+    whole = train_six(path)
+    told, by_hand = (whole.with_name(name) for name in ("told", "by-hand"))
+    if comm.rank() == 0:
+        for copy in (told, by_hand):
+            shutil.copytree(whole, copy)
+        change_by_hand(by_hand / CHECKPOINTS / "step-00000002")
+    comm.barrier()
+    second = told / CHECKPOINTS / "step-00000002"
+    said = refused(load_config(path, list(CHANGED)), resume=str(second))
+    expect(
+        said,
+        "optim.lr: 0.001 in the checkpoint, 0.002 now",
+        f"--allow-change {','.join(sorted(ALLOWED))} goes on with",
+    )
+    assert "--allow-change" not in refused(
+        load_config(path, [*CHANGED, "seed=1"]), resume=str(second)
+    )
+    for name in ("seed", "optim.name", "optim.image", "data.shards", "optim.rate"):
+        with (
+            ExitStack() as stack,
+            pytest.raises(ValueError, match=f"--allow-change {name}: there is no such setting"),
+        ):
+            build(load_config(path), str(second), stack, allow_change=(name,))
+    with ExitStack() as stack, pytest.raises(ValueError, match="goes with --resume"):
+        build(load_config(path), None, stack, allow_change=ALLOWED)
+    train_six(path, str(second), False, *CHANGED, allow_change=ALLOWED)
+    train_six(path, str(by_hand / CHECKPOINTS / "step-00000002"), False, *CHANGED)
+    if comm.rank() == 0:
+        mark_finished(told, {"steps": 6})
+    comm.barrier()
+    expect(
+        refused(load_config(path, [*CHANGED]), resume=str(told)),
+        "has done all its steps, 6: give it more",
+        "steps=",
+    )
+    train_six(path, str(told), False, *CHANGED, "steps=7")
+    assert not (told / FINISHED).exists()
+    # The change is in the checkpoints from now on, and is not to be named again.
+    train_six(path, str(told / CHECKPOINTS / "step-00000004"), False, *CHANGED)
+
+
+def test_allowed_changes_act_from_the_checkpoint_on_as_if_it_had_them(tmp_path: Path) -> None:
+    settings = {"every_steps": 2, "keep_last": 3}
+    optim = {"lr": 1e-3, "warmup_steps": 0, "weight_decay": 0.2, "clip_norm": 5.0}
+    run_ranks(
+        change_settings_of_runs, 2, recipe(tmp_path, steps=6, optim=optim, checkpoint=settings)
+    )
+    whole, told, by_hand = (tmp_path / "runs" / name for name in ("tiny", "told", "by-hand"))
+    for mine, other in zip(records(told), records(by_hand), strict=True):
+        assert [mine.get(key) for key in SAME] == [other.get(key) for key in SAME]
+    equal_checkpoints(*(path / CHECKPOINTS / "step-00000006" for path in (told, by_hand)))
+    assert [record["ids"] for record in records(told)] == [
+        record["ids"] for record in records(whole)
+    ]
+    assert records(told)[-1]["loss"] != records(whole)[-1]["loss"]
+    changes = [json.loads(line) for line in (told / CHANGES).read_text().splitlines()]
+    assert {change["setting"]: (change["old"], change["new"]) for change in changes} == {
+        "optim.lr": (1e-3, 2e-3),
+        "optim.weight_decay": (0.2, 0.7),
+        "optim.betas": ([0.9, 0.98], [0.5, 0.6]),
+        "optim.clip_norm": (5.0, 0.01),
+    }
+    assert {change["step"] for change in changes} == {2}
+    assert "; from step 2 on optim.lr is 0.002, was 0.001" in describe_changes(told)
+    assert not describe_changes(whole)
+
+
+# Epochs
+
+
+def train_epochs(path: Path) -> None:
+    whole = train_six(path)
+    if comm.rank() == 0:
+        shutil.copytree(whole, whole.with_name("resumed"))
+        for name in (8, 12):
+            shutil.rmtree(whole.with_name("resumed") / CHECKPOINTS / f"step-{name:08d}")
+    comm.barrier()
+    train_six(path, str(whole.with_name("resumed")))
+
+
+def test_epochs_are_counted_from_the_data_and_resumed_alike(tmp_path: Path) -> None:
+    """Sixty-four samples at 16 a step: four steps an epoch."""
+    samples = [image_sample(number) for number in range(64)]
+    (tmp_path / "shards").mkdir()
+    write_shard(tmp_path / "shards" / "0.tar", samples)
+    write_manifest(index_shards(tmp_path / "shards"))
+    data = {"shards": str(tmp_path / "shards"), "image_key": "png", "workers": 0, "slots": 4}
+    settings = {
+        "steps": None,
+        "epochs": 3,
+        "checkpoint": {"every_epochs": 1},
+        "eval": {"every_epochs": 1.5},
+    }
+    run_ranks(train_epochs, 1, recipe(tmp_path, data=data, **settings))
+    whole, resumed = (tmp_path / "runs" / name for name in ("tiny", "resumed"))
+    names = [f"step-{step:08d}" for step in (4, 8, 12)]
+    assert sorted(path.name for path in (whole / CHECKPOINTS).iterdir()) == names
+    assert [record["epoch"] for record in records(whole)] == [step / 4 for step in range(1, 13)]
+    assert load_config(whole / "config.yaml").num_steps == 12
+    for mine, other in zip(records(resumed), records(whole), strict=True):
+        assert [mine.get(key) for key in (*SAME, "epoch")] == [
+            other.get(key) for key in (*SAME, "epoch")
+        ]
+    equal_checkpoints(*(path / CHECKPOINTS / names[-1] for path in (whole, resumed)))
+
+
+# Data that fail
+
+
+def lose_data(path: Path) -> None:
+    whole = train_six(path)
+    config = load_config(path, ["name=lost", "checkpoint.every_steps=0"])
+    with ExitStack() as stack:
+        run = build(config, None, stack)
+        read_step, numbers = run.loader.read_step, iter(range(6))
+
+        def read_and_fail() -> Any:
+            if next(numbers) == 3 and comm.rank() == 1:
+                run.loader._error = "the shard is gone"  # as after an error in reading
+            return read_step()
+
+        run.loader.read_step = read_and_fail  # type: ignore[method-assign]
+        with pytest.raises(
+            StopError,
+            match=r"step 3: data failed on rank 1: .*; saved after step 3; --resume latest",
+        ):
+            train(run)
+    assert find_latest(run.folder).name == "step-00000003"
+    assert train_six(path, str(run.folder)) == whole.with_name("lost")
+
+
+def test_data_that_fail_are_saved_before_and_the_resumed_run_is_the_uninterrupted_one(
+    tmp_path: Path,
+) -> None:
+    model = {"name": write_tiny(tmp_path, BPE_SIZE, patch_dropout=0.5)}
+    run_ranks(lose_data, 2, recipe(tmp_path, steps=6, model=model))
+    whole, lost = (tmp_path / "runs" / name for name in ("tiny", "lost"))
+    for mine, other in zip(records(lost), records(whole), strict=True):
+        assert [mine.get(key) for key in SAME] == [other.get(key) for key in SAME]
+    equal_checkpoints(*(path / CHECKPOINTS / "step-00000006" for path in (lost, whole)))

@@ -1,0 +1,144 @@
+"""Checkpoints copied by a user's command: one at a time, in the background, and a failure stops nothing."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disco_ds.checkpoints.retention import list_complete, remove_checkpoints
+from disco_ds.checkpoints.upload import Copies
+from disco_ds.config import CheckpointSettings
+from helpers.checkpoints import write_checkpoint
+
+
+def make(folder: Path, name: str) -> Path:
+    path = folder / "check points" / name
+    path.mkdir(parents=True)
+    (path / "weights").write_text(name)
+    return path
+
+
+def test_copies_run_one_by_one_and_the_newest_waits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate, there = tmp_path / "gate", tmp_path / "there"
+    there.mkdir()
+    script = 'while [ ! -e "$0" ]; do sleep 0.02; done; cp -r "$1" "$2"'
+    with closing(
+        Copies(f"sh -c '{script}' {gate} {{path}} {there}/{{name}}", tmp_path / "log")
+    ) as copies:
+        first, second, third = (make(tmp_path, f"step-{number}") for number in (1, 2, 3))
+        copies.start(first)
+        copies.start(second)
+        copies.start(third)
+        assert copies.busy == [first, third]
+        assert f"{second} is not copied" in caplog.text
+        assert copies.wait(0.1), "the copy is under way"
+        gate.touch()
+        assert not copies.wait(10)
+        assert copies.busy == []
+    assert sorted(path.name for path in there.iterdir()) == ["step-1", "step-3"]
+    assert (there / "step-3" / "weights").read_text() == "step-3"
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [("ls {path}/no", "exit code 2 of ls"), ("no-such-command {path}", "No such")],
+)
+def test_failed_copy_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, command: str, said: str
+) -> None:
+    copies = Copies(command, tmp_path / "log")
+    path = make(tmp_path, "step-1")
+    copies.start(path)
+    assert not copies.wait(10)
+    assert f"{path} was not copied: " in caplog.text
+    assert said in caplog.text
+    assert ("/no" in (tmp_path / "log").read_text()) == command.startswith("ls")
+
+
+def test_copy_that_takes_too_long_is_ended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    copies = Copies("tail -f {path}/weights", tmp_path / "log")
+    copies.start(make(tmp_path, "step-1"))
+    assert copies.wait(0.3)
+    copies.close()
+    assert "was not copied in time" in caplog.text
+    assert not copies.wait(5), "its process has ended"
+
+
+GATED = (
+    "sh -c 'echo $1; while [ ! -e $0 ]; do sleep 0.02; done; mkdir -p $2; cp $1/weights $2' "
+    "gate {path} there/{name}"
+)
+"""Waits for a file called gate; can be repeated."""
+
+
+def copy_and_hang(folder: Path, paths: list[Path], started: Any) -> None:
+    os.chdir(folder)
+    copies = Copies(GATED, folder / "copies.log")
+    for path in paths:
+        copies.start(path)
+    started.set()
+    time.sleep(600)
+
+
+def test_copy_that_outlives_a_killed_run_is_waited_for_and_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    old, waiting, new = (write_checkpoint(tmp_path, step) for step in (1, 2, 3))
+    for path in (old, waiting):
+        (path / "weights").write_text(path.name)
+    context = multiprocessing.get_context("forkserver")
+    started = context.Event()
+    process = context.Process(target=copy_and_hang, args=(tmp_path, [old, waiting], started))
+    process.start()
+    assert started.wait(60)
+    process.kill()
+    process.join()
+    log = tmp_path / "copies.log"
+    with closing(Copies(GATED, log)) as copies:
+        busy = copies.busy
+        remove_checkpoints(tmp_path, keep_last=1, busy=busy)
+        waits = copies.wait(0.3)
+        copied = log.read_text().split()
+        (
+            tmp_path / "gate"
+        ).touch()  # before anything fails, because the first copy is nobody's child
+        assert busy == [old, waiting]
+        assert list_complete(tmp_path) == [old, waiting, new]
+        assert waits
+        assert copied == [str(old)], "two copies never run at once"
+        assert not copies.wait(20)
+        assert log.read_text().split() == [str(path) for path in (old, old, waiting)]
+    for path in (old, waiting):
+        assert (tmp_path / "there" / path.name / "weights").read_text() == path.name
+    with closing(Copies(GATED, log)) as copies:
+        assert copies.busy == []
+
+
+def test_copy_that_was_ended_with_its_run_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = write_checkpoint(tmp_path, 1)
+    (path / "weights").write_text(path.name)
+    with closing(Copies(GATED, tmp_path / "copies.log")) as copies:
+        copies.start(path)
+    (tmp_path / "gate").touch()
+    with closing(Copies(GATED, tmp_path / "copies.log")) as copies:
+        assert not copies.wait(20)
+    assert (tmp_path / "there" / path.name / "weights").read_text() == path.name
+
+
+def test_command_must_say_the_path() -> None:
+    with pytest.raises(ValueError, match=r"copy_command must contain \{path\}"):
+        CheckpointSettings(copy_command="aws s3 sync . s3://bucket")

@@ -1,0 +1,219 @@
+"""The rules of early trouble on made-up numbers: what they find, what they pass, what a checkpoint keeps of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from disco_ds.metrics.anomalies import (
+    MIN_HISTORY,
+    SAMPLE,
+    WINDOW,
+    AnomalyDetector,
+    effective_rank,
+    features_spread,
+)
+
+Notes = list[tuple[int, dict[str, float]]]
+
+
+def watching(skip: bool = False, **changes: Any) -> tuple[AnomalyDetector, Notes]:
+    notes: Notes = []
+    given: dict[str, Any] = {"max_scale": 100.0, "warmup_steps": 10, **changes}
+    return AnomalyDetector(
+        lambda step, values: notes.append((step, values)), skip=skip, **given
+    ), notes
+
+
+def falling(step: int, draw: random.Random) -> float:
+    """A loss as of a healthy run: it falls from ln(4096), with a noise of 2%."""
+    return (2 + 6.3 * math.exp(-step / 150)) * (1 + draw.gauss(0, 0.02))
+
+
+def test_healthy_run_is_silent() -> None:
+    for seed in range(5):
+        trouble, notes = watching(skip=True)
+        draw = random.Random(seed)
+        for step in range(1, 1001):
+            assert not trouble.check_spike("loss", step, falling(step, draw))
+            # A norm's noise is of factors, and it grows as the first features come apart.
+            assert not trouble.check_spike(
+                "grad_norm", step, (0.5 + min(step / 200, 1)) * math.exp(draw.gauss(0, 0.25))
+            )
+        assert notes == []
+
+
+@pytest.mark.parametrize(("name", "factor"), [("loss", 1.6), ("grad_norm", 5.0)])
+def test_spike_is_found_and_named_once(
+    name: str, factor: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    trouble, notes = watching()
+    draw = random.Random(0)
+    for step in range(1, 301):
+        high = factor if step in (200, 201, 250) else 1
+        assert not trouble.check_spike(name, step, high * falling(1000 + step, draw)), (
+            "it only warns"
+        )
+    assert [step for step, _ in notes] == [200, 250], "once for two in a row"
+    assert all(values.keys() == {f"trouble/{name}_spike"} for _, values in notes)
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(said) == 2
+    assert said[0].startswith(f"step 200: {name.replace('grad_', 'gradient ')} ")
+    assert "far above the median of the last 64 steps, 2" in said[0]
+
+
+def test_first_steps_tell_nothing() -> None:
+    trouble, _ = watching(skip=True)
+    assert not any(trouble.check_spike("loss", step, 10.0**step) for step in range(MIN_HISTORY))
+
+
+def test_every_skipped_batch_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    trouble, _ = watching(skip=True)
+    for step in range(1, 40):
+        trouble.check_spike("loss", step, 2.0)
+    assert trouble.check_spike("loss", 40, 3.0)
+    assert trouble.check_spike("loss", 40, 3.0)
+    assert caplog.text.count("; the batch is skipped") == 2
+
+
+def test_level_that_stays_is_no_spike() -> None:
+    """Else a run whose loss has risen for good would skip all data there are."""
+    trouble, _ = watching(skip=True)
+    draw = random.Random(0)
+    for step in range(WINDOW):
+        trouble.check_spike("loss", step, 2 + draw.gauss(0, 0.02))
+    skipped = [trouble.check_spike("loss", step, 5 + draw.gauss(0, 0.02)) for step in range(WINDOW)]
+    count = sum(skipped)
+    assert WINDOW // 2 - 2 <= count <= WINDOW // 2 + 1
+    assert all(skipped[:count])
+
+
+def test_negative_losses_and_norms_of_0_have_spikes_too() -> None:
+    trouble, _ = watching(skip=True)
+    draw = random.Random(0)
+    assert not any(
+        trouble.check_spike("loss", step, -0.5 + draw.gauss(0, 0.01)) for step in range(WINDOW)
+    )
+    assert trouble.check_spike("loss", WINDOW, -0.2)
+    assert not any(trouble.check_spike("grad_norm", step, 0.0) for step in range(WINDOW)), (
+        "as of a loss that is 0"
+    )
+    assert trouble.check_spike("grad_norm", WINDOW, 1e-3)
+    assert not trouble.check_spike("loss", WINDOW, -0.9), "lower is better"
+
+
+def test_state_goes_on_to_the_bit() -> None:
+    draw = random.Random(3)
+    values = [(0.7 + draw.random() / 3) * (50 if draw.random() < 0.05 else 1) for _ in range(400)]
+    records = [record(step, 1.2 - value, 100 * value) for step, value in enumerate(values)]
+
+    def go(trouble: AnomalyDetector, steps: range) -> list[bool]:
+        for step in steps:
+            trouble.check_record(records[step])
+        return [trouble.check_spike("grad_norm", step, values[step]) for step in steps]
+
+    whole, notes = watching(skip=True)
+    expected = go(whole, range(400))
+    assert 5 < sum(expected) < 40
+    first, before = watching(skip=True)
+    found = go(first, range(150))
+    second, after = watching(skip=True, state=json.loads(json.dumps(first.state_dict())))
+    assert found + go(second, range(150, 400)) == expected
+    assert sorted(map(str, before + after)) == sorted(map(str, notes))
+    assert second.state_dict() == whole.state_dict()
+
+
+def record(
+    step: int, cosine: float = 0.3, rank: float = 60.0, scale: float = 20.0
+) -> dict[str, Any]:
+    sides = {"image_cosine": cosine, "image_rank": rank, "text_cosine": 0.2, "text_rank": 70.0}
+    return {"step": step, "scale": scale, **sides}
+
+
+def test_scale_at_its_bound_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    trouble, notes = watching()
+    # 98.87 is where bf16 weights are held: exp(bf16(ln 100)).
+    for step, scale in enumerate((14.3, 60.0, 97.0, 98.87, 100.0, 100.0, 80.0, 100.0)):
+        trouble.check_record(record(step, scale=scale))
+    assert notes == [(3, {"trouble/scale_at_bound": 98.87}), (7, {"trouble/scale_at_bound": 100.0})]
+    assert caplog.text.count("has reached its bound model.max_scale (100)") == 2
+    fixed, notes = watching(max_scale=None)
+    fixed.check_record(record(1, scale=100.0))
+    assert notes == []
+
+
+@pytest.mark.parametrize("now", [{"cosine": 0.7}, {"rank": 28.0}])
+def test_collapse_is_measured_by_the_best_of_the_run(
+    now: dict[str, float], caplog: pytest.LogCaptureFixture
+) -> None:
+    trouble, notes = watching(warmup_steps=10)
+    trouble.check_record(record(5, cosine=0.0, rank=128.0))  # in the warm-up
+    trouble.check_record(record(60, cosine=0.0, rank=128.0))  # after it, but among the first steps
+    for step in (70, 80):
+        trouble.check_record(record(step))
+    assert notes == []
+    trouble.check_record(record(90, **now))
+    trouble.check_record(record(95, **now))
+    assert [(step, *values) for step, values in notes] == [(90, "trouble/image_collapse")]
+    assert caplog.text.count("step 90: the image features collapse: ") == 1
+    assert "step 95" not in caplog.text
+
+
+def test_effective_rank_counts_equal_directions() -> None:
+    assert effective_rank(torch.eye(16)).item() == pytest.approx(16)
+    assert effective_rank(torch.eye(16)[:4].repeat(8, 1)).item() == pytest.approx(4)
+    assert effective_rank(torch.ones(8, 3)).item() == pytest.approx(1, abs=1e-3)
+    rows = torch.randn(20, 7, generator=torch.Generator().manual_seed(0))
+    shares = torch.linalg.svdvals(rows.double())
+    shares /= shares.sum()
+    assert effective_rank(rows).item() == pytest.approx(
+        (-(shares * shares.log()).sum()).exp().item()
+    )
+
+
+def test_spread_is_of_all_pairs_in_the_sample() -> None:
+    generator = torch.Generator().manual_seed(0)
+    image, text = (
+        F.normalize(torch.randn(200, 32, generator=generator) + shift, dim=1)
+        for shift in (0.0, 2.0)
+    )
+    values = features_spread(image, text)
+    cosines = text[:SAMPLE] @ text[:SAMPLE].T
+    pairs = cosines[~torch.eye(SAMPLE, dtype=torch.bool)]
+    assert values["text_cosine"].item() == pytest.approx(pairs.mean().item(), abs=1e-5)
+    assert abs(values["image_cosine"].item()) < 0.02
+    assert values["text_rank"] < values["image_rank"] <= 32
+    lone = features_spread(image[:1], text[:1])
+    assert all(math.isfinite(value) for value in lone.values()), "a batch of one"
+
+
+def test_rules_take_no_time() -> None:
+    """All rules together at log.every_steps=10: below 0.5% of a step of 200 ms."""
+    trouble, _ = watching()
+    draw = random.Random(0)
+    values = [1 + draw.random() for _ in range(1000)]
+    image, text = (F.normalize(torch.randn(SAMPLE, 512), dim=1) for _ in range(2))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # idle threads that wait for work would count as work
+    features_spread(image, text)
+    start = time.process_time()
+    for step, value in enumerate(values):
+        trouble.check_spike("loss", step, value)
+        trouble.check_norm(step, torch.tensor(value))
+        if step % 10 == 0:
+            spread = features_spread(image, text)
+            trouble.check_record(
+                {"step": step, "scale": 14.3} | {name: x.item() for name, x in spread.items()}
+            )
+    cost = (time.process_time() - start) / len(values)
+    torch.set_num_threads(threads)
+    print(f"{cost * 1e6:.0f} us of CPU time a step")
+    assert cost < 1e-3

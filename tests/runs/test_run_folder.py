@@ -1,0 +1,213 @@
+"""The run folder: made once, found again, held by one run at a time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from disco_ds.metrics.logger import METRICS_FILE, MetricsLogger
+from disco_ds.runs.run_folder import (
+    CHECKPOINTS,
+    CONFIG,
+    FINISHED,
+    LAUNCHED,
+    RunFolder,
+    find_run_folder,
+    make_run_folder,
+    mark_finished,
+    mark_launch,
+    split_resume,
+)
+from helpers.small_disk import mount_small_disk
+
+HOLD = """
+import sys
+from pathlib import Path
+from disco_ds.runs.run_folder import RunFolder
+held = RunFolder(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.readline()
+"""
+
+
+def make(runs: Path, name: str) -> Path:
+    """A new run folder that nobody holds."""
+    folder = make_run_folder(runs, name)
+    folder.close()
+    return folder.path
+
+
+@pytest.mark.parametrize("runs", ["file", "/proc/nothing"])
+def test_folder_that_cannot_be_made_is_named_with_its_setting(runs: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        ValueError, match=rf"^runs: no folder can be made in .*{runs}: .*; set runs=FOLDER$"
+    ):
+        make_run_folder(tmp_path / runs, "a")
+
+
+def test_make_run_folder_that_exists_takes_the_next_number(tmp_path: Path) -> None:
+    runs = tmp_path / "deep" / "runs"
+    assert [make(runs, "a").name for _ in range(3)] == ["a", "a-2", "a-3"]
+    (runs / "b").write_text("a file")
+    assert make(runs, "b").name == "b-2"
+    assert (runs / "b").read_text() == "a file"
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "../a", "a\nb", "a:b", "~"])
+def test_make_run_folder_odd_name_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not a plain folder name"):
+        make_run_folder(tmp_path, name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_find_run_folder_latest_is_the_highest_number(tmp_path: Path) -> None:
+    for name in ("a", "a-2", "a-9", "a-10", "a-b", "b-11", "a.-12"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "a-99").write_text("a file")
+    folder = find_run_folder(tmp_path, "a", "latest")
+    folder.close()
+    assert folder.path == tmp_path / "a-10"
+
+
+def test_find_run_folder_leaves_runs_of_another_name(tmp_path: Path) -> None:
+    for folder, name in (("a", "a"), ("a-2", "a"), ("a-3", "a-3"), ("a-4", "a-3")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / CONFIG).write_text(f"name: {name}\nsteps: 3\n")
+    found = find_run_folder(tmp_path, "a", "latest")
+    found.close()
+    assert found.path.name == "a-2"
+    for broken in ("", "steps: [", "just text"):
+        (tmp_path / "a-4" / CONFIG).write_text(broken)
+        found = find_run_folder(tmp_path, "a", "latest")
+        found.close()
+        assert found.path.name == "a-4", "its lock or its checkpoints will tell"
+
+
+def test_find_run_folder_name_is_taken_literally(tmp_path: Path) -> None:
+    for name in ("a.b", "axb-7"):
+        (tmp_path / name).mkdir()
+    folder = find_run_folder(tmp_path, "a.b", "latest")
+    folder.close()
+    assert folder.path.name == "a.b"
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_find_run_folder_without_a_run_says_so(exists: bool, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    if exists:
+        (runs / "other").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"no run called a in .*runs; start one without --resume"):
+        find_run_folder(runs, "a", "latest")
+    assert runs.exists() == exists
+
+
+def test_find_run_folder_path_must_have_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    for path in (tmp_path / "a", tmp_path / "missing"):
+        with pytest.raises(ValueError, match="not a run folder"):
+            find_run_folder(tmp_path, "a", str(path))
+    (tmp_path / "a" / CHECKPOINTS).mkdir()
+    folder = find_run_folder(tmp_path / "elsewhere", "other", str(tmp_path / "a"))
+    folder.close()
+    assert folder.path == tmp_path / "a"
+
+
+def test_find_run_folder_takes_the_path_of_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a" / CHECKPOINTS / "step-00000040").mkdir(parents=True)
+    (tmp_path / "a" / CHECKPOINTS / "set-aside-step-00000050").mkdir()
+    monkeypatch.chdir(tmp_path / "a" / CHECKPOINTS)
+    for resume in (
+        tmp_path / "a" / CHECKPOINTS / "step-00000040",
+        "step-00000040/",
+        "../checkpoints/step-00000040",
+    ):
+        find_run_folder(tmp_path, "b", str(resume)).close()
+        assert split_resume(str(resume)) == (
+            tmp_path / "a",
+            tmp_path / "a" / CHECKPOINTS / "step-00000040",
+        )
+    assert split_resume("../../a") == (Path("../../a"), None)
+    with pytest.raises(ValueError, match=r"step-00000041: there is no such checkpoint"):
+        find_run_folder(tmp_path, "b", "step-00000041")
+    with pytest.raises(ValueError, match=r"not a run folder .*, nor RUN/checkpoints/step-N"):
+        find_run_folder(tmp_path, "b", "set-aside-step-00000050")
+
+
+def test_second_run_in_one_process_is_refused_until_the_first_closes(tmp_path: Path) -> None:
+    first = make_run_folder(tmp_path, "a")
+    with pytest.raises(ValueError, match=r"in use by process \d+ on "):
+        RunFolder(first.path)
+    with pytest.raises(ValueError, match="in use"):
+        find_run_folder(tmp_path, "a", "latest")
+    first.close()
+    first.close()
+    find_run_folder(tmp_path, "a", "latest").close()
+
+
+def test_second_run_in_another_process_is_refused_naming_the_first(tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_text("process 1 on a host of long ago, whose name is longer")
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match=f"in use by process {process.pid} on ") as caught:
+            RunFolder(tmp_path)
+        assert "long ago" not in str(caught.value)
+        process.kill()
+    # The kernel lets go of a killed process's lock.
+    RunFolder(tmp_path).close()
+
+
+def test_mark_finished_is_read_back(tmp_path: Path) -> None:
+    mark_finished(tmp_path, {"steps": 3, "eval/top1": 0.5})
+    assert json.loads((tmp_path / FINISHED).read_text()) == {"steps": 3, "eval/top1": 0.5}
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB, with room for a part of a small file."""
+    with mount_small_disk(tmp_path / "disk", "64k") as path:
+        yield path
+
+
+def test_full_disk_leaves_no_half_file_and_what_was_there(full_disk: Path) -> None:
+    old = {"steps": 1}
+    mark_finished(full_disk, old)
+    mark_launch(full_disk, "mine")
+    long = {"text": "x" * 100_000}
+    with pytest.raises(OSError, match=r"No space left on device; make room.*finished\.json"):
+        mark_finished(full_disk, long)
+    mark_launch(full_disk, "y" * 100_000, 0)
+    assert json.loads((full_disk / FINISHED).read_text()) == old
+    assert json.loads((full_disk / LAUNCHED).read_text())["launch"] == "mine"
+    # Records wait, and a line is there whole or not at all.
+    metrics = MetricsLogger(full_disk, {}, 4, 10)
+    metrics.note(1, {"a": 1.0})
+    ballast = full_disk / "ballast"
+    with suppress(OSError), ballast.open("wb", buffering=0) as file:
+        while file.write(bytes(512)):
+            pass
+    values = {f"value {number}": float(number) for number in range(1000)}
+    metrics.note(2, values)
+    lines = (full_disk / METRICS_FILE).read_text()
+    assert lines.endswith("\n")
+    assert [json.loads(line)["step"] for line in lines.splitlines()] == [1]
+    ballast.unlink()
+    metrics.note(3, {})
+    metrics.note(3, {"a": 3.0})
+    assert [
+        json.loads(line)["step"] for line in (full_disk / METRICS_FILE).read_text().splitlines()
+    ] == [1, 2, 3]
+    metrics.close()
+    assert sorted(path.name for path in full_disk.iterdir()) == [FINISHED, LAUNCHED, METRICS_FILE]

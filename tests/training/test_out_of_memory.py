@@ -1,0 +1,184 @@
+"""Ranks whose accelerator is out of memory, in real runs: what each says, and its exit code."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from disco_ds.cli.main import main
+from disco_ds.distributed import comm
+from disco_ds.distributed.device_memory import is_out_of_memory
+from disco_ds.training.out_of_memory import OutOfMemory, explained
+from helpers.dist import become_rank, free_port, start_server
+from helpers.minimal import settings
+from helpers.tiny_run import expect, recipe
+
+TEXT = (
+    "CUDA out of memory. Tried to allocate 900.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.20 GiB is "
+    "free. If reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+)
+NAMED = f"on {socket.gethostname()}"
+HELPS = "what helps in"
+
+
+def enter(
+    number: int, port: int, folder: Path, path: Path, phase: str, faulty: tuple[int, ...]
+) -> None:
+    """One rank of a run whose model has no room in this phase of the second step, or of the evaluation."""
+    become_rank(number, port, folder / f"{phase}-{number}.log")
+    calls = 0
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError(TEXT)
+
+    def before_forward(module: Any, arguments: Any) -> None:
+        nonlocal calls
+        if type(module).__name__ != "VisionTransformer" or number not in faulty:
+            return
+        if not module.training and phase == "evaluating":
+            fail()
+        calls += module.training
+        if calls == 5 and phase == "forward":
+            fail()
+        if calls == 6 and phase == "backward and update":
+            arguments[0].requires_grad_().register_hook(fail)
+
+    torch.nn.modules.module.register_module_forward_pre_hook(before_forward)
+    sys.exit(
+        main(
+            [
+                "train",
+                "--config",
+                str(path),
+                f"name={phase.split()[0]}",
+                "global_batch=16",
+                "lost_after_s=20",
+            ]
+        )
+    )
+
+
+@contextmanager
+def running(folder: Path, phase: str, faulty: tuple[int, ...]) -> Iterator[list[Any]]:
+    start_server()
+    port, path = free_port(), folder / "tiny.yaml"
+    context = multiprocessing.get_context("forkserver")
+    ranks = [
+        context.Process(target=enter, args=(number, port, folder, path, phase, faulty))
+        for number in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        yield ranks
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+def run_out(folder: Path, phase: str, faulty: tuple[int, ...]) -> list[str]:
+    """What every rank of such a run says."""
+    with running(folder, phase, faulty) as ranks:
+        for process in ranks:
+            process.join(120)
+        logs = [(folder / f"{phase}-{number}.log").read_text() for number in range(2)]
+        assert [process.exitcode for process in ranks] == [1, 1], logs
+    assert not any("Traceback" in logs[number] for number in faulty), logs
+    return logs
+
+
+def test_rank_without_memory_explains_and_the_others_name_it(tmp_path):
+    recipe(tmp_path)
+    other, told = run_out(tmp_path, "forward", (1,))
+    expect(
+        told,
+        f"error {NAMED}: rank 1 is out of memory in forward: CUDA out of memory. Tried to allocate 900.00 GiB.",
+    )
+    expect(told, "GiB allocated (peak ", "disco-ds plan --config NAME --ranks 2")
+    expect(
+        told,
+        f"{HELPS} forward, in this order:\n    micro_batch=2 (now 4)\n    pixels=",
+        "deepspeed=zero2",
+    )
+    expect(
+        other,
+        f"rank 0 stops: rank 1 {NAMED} (last step 1, forward) failed: OutOfMemory: out of memory in forward",
+    )
+    assert HELPS not in other
+
+
+def test_one_rank_of_a_host_explains_for_all(tmp_path):
+    recipe(tmp_path)
+    logs = run_out(tmp_path, "backward and update", (0, 1))
+    assert sum(log.count(HELPS) for log in logs) == 1, logs
+    for number, log in enumerate(logs):
+        expect(
+            log,
+            f"error {NAMED}: rank {number} is out of memory in backward and update: CUDA out of memory.",
+        )
+
+
+@pytest.mark.slow
+def test_out_of_memory_in_evaluation_is_told(tmp_path):
+    recipe(tmp_path, eval={"labeled": {"unseen": "bundled:emoji/unseen"}})
+    other, told = run_out(tmp_path, "evaluating", (1,))
+    expect(told, "rank 1 is out of memory in evaluating: ", f"{HELPS} evaluating", "micro_batch=2")
+    expect(other, f"rank 1 {NAMED} (last step 4, evaluating) failed: OutOfMemory")
+
+
+@pytest.mark.parametrize(
+    ("phase", "changes", "first"),
+    [
+        ("building", {}, "nvidia-smi"),
+        ("forward", {"micro_batch": 1}, "pixels="),
+        ("forward", {"micro_batch": 1, "pixels": "host"}, "model.activation_checkpointing=true"),
+        ("loss", {"loss": {"name": "disco"}}, "loss.name=disco_fused"),
+        ("loss", {}, "loss.options.tile="),
+        ("backward and update", {}, "micro_batch=8 (now 16)"),
+        ("evaluating", {}, "micro_batch=8 (now 16)"),
+    ],
+)
+def test_what_helps_first(phase, changes, first):
+    reported = []
+    tree = {"deepspeed": {"zero_optimization": {"stage": 1}}, "model": {"name": "RN50"}} | changes
+    with (
+        pytest.raises(OutOfMemory, match=f"^out of memory in {phase}: ") as caught,
+        explained(settings(**tree), lambda: phase, reported.append),
+    ):
+        raise torch.OutOfMemoryError(TEXT)
+    (said,) = reported
+    assert said.splitlines()[0] == f"rank 0 is {caught.value}"
+    assert first in said.split(f"{HELPS} {phase}, in this order:\n")[1].splitlines()[0]
+    assert [line.removeprefix("  ") for line in said.splitlines()[1:]] == caught.value.explanation
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("CUDA error: out of memory"),
+        torch.distributed.DistBackendError(
+            "NCCL error: unhandled cuda error\nCuda failure 2 'out of memory'"
+        ),
+    ],
+)
+def test_libraries_own_texts_are_understood(error):
+    assert is_out_of_memory(error)
+    assert not comm.is_communication_error(error)
+
+
+def test_other_errors_pass():
+    with (
+        pytest.raises(RuntimeError, match="shape"),
+        explained(settings(), lambda: "forward", print),
+    ):
+        raise RuntimeError("shape mismatch")

@@ -1,0 +1,101 @@
+"""Measure the memory of the towers' passes on this machine's device, and compare it with what `disco-ds plan` traces.
+
+    python tools/measure_towers.py vit_b_32_32k [micro_batch=16 ...]
+
+On a GPU it uses the largest micro-batch that fits, on a CPU the recipe's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch.profiler import profile
+
+from disco_ds.config import Config, load_config
+from disco_ds.config.ds_config import precision
+from disco_ds.distributed import comm
+from disco_ds.plan.memory import GIB, search_largest
+from disco_ds.plan.towers import Towers, make_batch, prepare_model, run_passes, trace
+
+PASSES = ("replay", "forward", "held", "backward")
+
+
+def measure_towers(config: Config, m: int, device: torch.device) -> Towers:
+    """Measure the memory of real passes with m samples. FLOPs are traced.
+
+    Raises:
+        torch.OutOfMemoryError: If the passes do not fit.
+    """
+    model = prepare_model(config).to(device)
+    batch = make_batch(model, m, device)
+    found: dict[str, int] = {}
+    base = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+
+    @contextmanager
+    def on_gpu(name: str) -> Iterator[None]:
+        torch.cuda.reset_peak_memory_stats()
+        yield
+        torch.cuda.synchronize()
+        found[name] = torch.cuda.max_memory_allocated() - base
+
+    @contextmanager
+    def on_cpu(name: str) -> Iterator[None]:
+        nonlocal base
+        # oneDNN's kernels take scratch memory (110 MiB for a 16-bit convolution), which a GPU's do not.
+        with torch.backends.mkldnn.flags(enabled=False), profile(profile_memory=True) as profiler:
+            yield
+        # The profiler records each allocation and release; their running sum is the memory in use.
+        events = [
+            event
+            for event in profiler.profiler.kineto_results.events()
+            if event.name() == "[memory]"
+        ]
+        found[name] = base
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            base += event.nbytes()
+            found[name] = max(found[name], base)
+
+    watch = on_gpu if device.type == "cuda" else on_cpu
+    run_passes(model, precision(config.deepspeed), batch, config.data.augment, watch)
+    return replace(trace(config, m, device.type != "cpu"), **found)
+
+
+def compare(config: Config) -> str:
+    """Return a table of traced and measured memory."""
+    device = comm.local_device()
+    m, choice = config.micro_batch, "the recipe's micro-batch"
+    if device.type == "cuda":
+        step = 16
+
+        def fits(n: int) -> bool:
+            try:
+                measure_towers(config, n * step, device)
+            except torch.OutOfMemoryError:
+                return False
+            finally:  # the next attempt must not inherit this one's fragments
+                torch.cuda.empty_cache()
+            return True
+
+        m, choice = (
+            step * search_largest(fits),
+            f"the largest micro-batch, in steps of {step}, beside nothing else",
+        )
+        if not m:
+            raise ValueError(f"a micro-batch of {step} does not fit {torch.cuda.get_device_name()}")
+    traced, found = trace(config, m, device.type != "cpu"), measure_towers(config, m, device)
+    lines = [
+        f"{config.model.label} on {device}, {m} samples, {choice}; GiB:",
+        f"{'':10}{'traced':>9}{'measured':>10}",
+    ]
+    for name in PASSES:
+        a, b = getattr(traced, name), getattr(found, name)
+        lines.append(f"{name:10}{a / GIB:9.3f}{b / GIB:10.3f}  {a / b - 1:+.1%}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(compare(load_config(sys.argv[1], sys.argv[2:])))
