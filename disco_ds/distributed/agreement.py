@@ -1,8 +1,7 @@
-"""Check that all ranks have the same settings, and name the keys, values, hosts and ranks that
-differ.
+"""Check that all ranks have the same settings, and name the keys, values, hosts and ranks that differ.
 
 On several hosts, a remote shell expands the launcher's arguments, and the recipe may be a different
-file on each host. A rank with other settings would train a wrong model or make all others hang.
+file on each host. A rank with different settings would train a wrong model or make all others hang.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Jobs: work that a rank does in a thread, such as writing files, and that all ranks wait for
-together.
+"""Work that each rank does in a thread, such as writing files, and that all ranks wait for together.
 
 A collective times out if one rank reaches it much later than the others. So a rank never works for
 long before a collective: the work runs in a thread, and the ranks meet in short turns until every
@@ -46,7 +45,7 @@ def wait_for_all(job: Future[Result], what: str) -> None:
 
     Args:
         job: This rank's job.
-        what: Says in the log what the ranks wait for.
+        what: What the ranks are waiting for, for the log.
     """
     begin = logged = time.monotonic()
     while True:

@@ -1,5 +1,4 @@
-"""The progress of a rank: the last mark that its host has passed, and the last that its device has
-passed.
+"""The progress of a rank: the last mark that its host has passed, and the last one of its device.
 
 Collectives of an accelerator are asynchronous. If the device of one rank hangs, its host continues
 until it next reads from the device, exactly like the hosts of all other ranks, so only the devices

@@ -41,9 +41,8 @@ from disco_ds.data import (
     merge_states,
 )
 from disco_ds.data.sources.listing import refuse_remote
-from disco_ds.distributed import comm
+from disco_ds.distributed import comm, diagnostics
 from disco_ds.distributed.agreement import check_agreement
-from disco_ds.distributed.diagnostics import collect_in
 from disco_ds.distributed.heartbeat import Heartbeat
 from disco_ds.distributed.host_share import HostShare, share_host
 from disco_ds.distributed.interrupt import Interrupts
@@ -147,7 +146,8 @@ def build(
     )  # before ZeRO partitions the parameters
     folder = folder or open_folder(config, None, stack)
     with removed_if_refused(folder, new=saved is None):
-        heartbeat.folder = collect_in(folder)
+        heartbeat.folder = folder / diagnostics.FOLDER
+        diagnostics.dump_records_to(heartbeat.folder)
         ds_config = write_settings(config, folder)
         wandb = open_wandb(config, folder, stack)
         engine = start_engine(config, model, loss, ds_config, saved)
