@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -363,7 +363,7 @@ def all_or_none(what: str) -> Iterator[None]:
     reports = gather_objects((problem, socket.gethostname()))
     failed = [number for number, (text, _) in enumerate(reports) if text is not None]
     if failed:
-        where = "" if len(failed) == size() else f" (rank {', '.join(map(str, failed))})"
+        where = "" if len(failed) == size() else f" ({join_ranks(failed)})"
         hosts = dict.fromkeys(reports[number][1] for number in failed)
         if len(hosts) < len({host for _, host in reports}):
             where += f" on {', '.join(hosts)}"
@@ -385,6 +385,19 @@ def from_rank_0(what: str, work: Callable[[], Result]) -> Result:
         if rank() == 0:
             result = work()
     return broadcast(result)
+
+
+def join_ranks(ranks: Iterable[int]) -> str:
+    """Name ranks briefly: "rank 3", "ranks 0-6, 9"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    names = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    word = "ranks" if len(runs) > 1 or runs[0][0] < runs[0][1] else "rank"
+    return f"{word} {', '.join(names)}"
 
 
 def _free_port() -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import tempfile
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -80,12 +79,8 @@ def _write(folder: Path | None, rank: int) -> None:
         return
     with suppress(OSError):
         folder.mkdir(exist_ok=True)
-        # Through a local file: faulthandler holds the GIL while it writes, and the run folder's
-        # file system may hang.
-        with tempfile.TemporaryFile() as local:
-            faulthandler.dump_traceback(file=local)
-            local.seek(0)
-            (folder / STACKS.format(rank)).write_bytes(local.read())
+        with (folder / STACKS.format(rank)).open("w") as file:
+            faulthandler.dump_traceback(file=file)
         if _uses_nccl():
             from torch._C._distributed_c10d import _dump_nccl_trace  # type: ignore[attr-defined]  # in NCCL builds
 

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 # It uses poll(); select.select() fails if the process has more than 1,024 open files.
@@ -111,7 +111,6 @@ class Heartbeat:
         self._stop = False
         self._stop_agreed = False
         self._wake = threading.Event()
-        self._last_beat_sent = threading.Event()
 
     def mark(self, step: int, doing: str, timed: bool = False) -> None:
         """Mark the place that the training has reached. All ranks pass the same marks.
@@ -183,18 +182,18 @@ class Heartbeat:
             self._hurry = True
             # Meanwhile _beat names the lost rank and ends this process.
             time.sleep(self._patience_s + 3 * self._interval_s)
-        place = f"rank {self._rank} on {socket.gethostname()} (last {self.place})"
-        failure = f"{place} failed: {type(error).__name__}: {error}"
-        self._exit_reason = "" if error is None else failure
+        self._exit_reason = ""
+        if error is not None:
+            place = f"rank {self._rank} on {socket.gethostname()} (last {self.place})"
+            self._exit_reason = f"{place} failed: {type(error).__name__}: {error}"
         self._wake.set()
-        self._last_beat_sent.wait(self.lost_after_s)
+        beat_thread, clock_thread = self._threads
+        beat_thread.join(self.lost_after_s)
         if error is not None:
             self._keep_store_alive()
         self._stop = True
-        self._wake.set()
         self._signal_sender.send(b"!")
-        for thread in self._threads:
-            thread.join(2 * self._interval_s)
+        clock_thread.join(2 * self._interval_s)
         if self._make_event:
             diagnostics.cancel_end()
         if self._handles_signals:
@@ -213,27 +212,24 @@ class Heartbeat:
         last = time.monotonic()
         while not self._stop:
             self._wake.wait(self._interval_s)
-            self._wake.clear()
             exit_reason = self._exit_reason  # read first: the next heartbeat then agrees with it
             self._progress.poll_device()
             try:
                 if exit_reason:
                     self._publish(exit_reason)
                 self._send_beat()
+                if exit_reason is not None:
+                    return
                 verdict = self._read(self._watched)
                 now = time.monotonic()
                 if now - last > self._frozen_s:  # this rank was frozen, so all heartbeats look old
                     self._restart_clocks()
                 last = self._last_answer = now
-                reason = verdict or self._find_lost(now) if exit_reason is None else None
+                if reason := verdict or self._find_lost(now):
+                    self._end(reason)
             except RuntimeError:
                 # The clock thread decides when the store is lost.
                 time.sleep(self._interval_s)
-                continue
-            if exit_reason is not None:
-                self._last_beat_sent.set()
-            elif reason:
-                self._end(reason)
 
     def _read(self, ranks: Sequence[int]) -> str:
         """Read the heartbeats of these ranks and note which have changed.
@@ -331,7 +327,7 @@ class Heartbeat:
             if beat.device != beat.host:
                 text += f" (its GPU at {beat.device})"
             ranks.setdefault(text, []).append(rank)
-        return "; ".join(f"{join_ranks(numbers)} {text}" for text, numbers in ranks.items())
+        return "; ".join(f"{comm.join_ranks(numbers)} {text}" for text, numbers in ranks.items())
 
     def _end(self, reason: str, publish: bool = True) -> None:
         """End this process.
@@ -393,16 +389,3 @@ class Heartbeat:
         now = time.monotonic()
         self._last_heard = dict.fromkeys(range(comm.size()), now)
         self._progress.last_change = now
-
-
-def join_ranks(ranks: Iterable[int]) -> str:
-    """Name ranks briefly: "rank 3", "ranks 0-6, 9"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    names = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
-    word = "ranks" if len(runs) > 1 or runs[0][0] < runs[0][1] else "rank"
-    return f"{word} {', '.join(names)}"

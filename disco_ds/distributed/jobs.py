@@ -16,7 +16,6 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from disco_ds.distributed import comm
-from disco_ds.distributed.heartbeat import join_ranks
 
 TURN_S = 2.0
 """How long a rank waits for its own job before it meets the others; far below the timeout of a
@@ -57,7 +56,7 @@ def wait_for_all(job: Future[Result], what: str) -> None:
         if comm.rank() == 0 and now - logged >= LOG_EVERY_S:
             logged = now
             logger.warning(
-                "%s: waiting for %s since %.0f s", what, join_ranks(running), now - begin
+                "%s: waiting for %s since %.0f s", what, comm.join_ranks(running), now - begin
             )
 
 

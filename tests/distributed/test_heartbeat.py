@@ -21,7 +21,6 @@ from disco_ds.distributed.heartbeat import (
     HURRY_S,
     WATCHED,
     Heartbeat,
-    join_ranks,
 )
 from helpers.dist import free_port, start_server
 from helpers.machine import many_open_files
@@ -270,7 +269,7 @@ def test_every_set_of_lost_ranks_has_a_rank_that_watches_one() -> None:
 
 
 def test_ranks_are_joined_in_words() -> None:
-    assert [join_ranks(ranks) for ranks in ([3], [0, 1], [2, 0, 1, 7])] == [
+    assert [comm.join_ranks(ranks) for ranks in ([3], [0, 1], [2, 0, 1, 7])] == [
         "rank 3",
         "ranks 0-1",
         "ranks 0-2, 7",

@@ -78,7 +78,7 @@ def bad_settings(path: Path, folder: Path) -> None:
         "a refused run leaves no folder"
     )
     said = stopped(config("data.image_key=jpg", "name=wrong-key"))
-    expect(said, "data failed on rank 0, 1", "no image under jpg", "the sample has json, png, txt")
+    expect(said, "data failed on ranks 0-1", "no image under jpg", "the sample has json, png, txt")
 
 
 def changed_on_resume(path: Path) -> None:

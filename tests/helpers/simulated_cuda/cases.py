@@ -29,7 +29,7 @@ from disco_ds.data import ImageSpec, Loader, SampleForm, Share, Staging, StepDat
 from disco_ds.distributed import comm
 from disco_ds.distributed.interrupt import Interrupts
 from disco_ds.eval import evaluate_sets, load_sets, record
-from disco_ds.losses import Embeddings, build_loss, list_losses
+from disco_ds.losses import Embeddings, LossOutput, build_loss, list_losses
 from disco_ds.losses.blocks import TiledLoss
 from disco_ds.metrics.anomalies import AnomalyDetector
 from disco_ds.metrics.logger import MetricsLogger
@@ -204,16 +204,20 @@ class Training:
     def step(self, timer: Timer = record_function) -> tuple[StepOutput, StepData]:
         """As train.train does one."""
         data = self.loader.read_step()
+
+        def agree_and_set_rates(embeddings: Embeddings, out: LossOutput) -> None:
+            agree(0, data, self.run.interrupts, self.run.anomalies, embeddings, out)
+            set_rates(self.engine, 1e-3, self.config.optim, embeddings.scale)
+
         out = train_step(
             self.engine,
             self.loss,
             data.micro_batches,
             self.prepare,
             100.0,
-            agree=partial(agree, 0, data, self.run.interrupts, self.run.anomalies),
-            set_rates=partial(set_rates, self.engine, 1e-3, self.config.optim),
-            refuses_norm=self.run.anomalies.check_norm,
-            timer=timer,
+            agree_and_set_rates,
+            self.run.anomalies.check_norm,
+            timer,
         )
         assert data.error is None, data.error
         self.loss.commit()
