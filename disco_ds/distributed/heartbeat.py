@@ -25,12 +25,12 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from deepspeed.accelerator import get_accelerator
 
 from disco_ds.distributed import comm, diagnostics
-from disco_ds.distributed.progress import Event, Place, Progress
+from disco_ds.distributed.progress import Place, Progress
 
 INTERVAL_S = 2.0
 """Time between two heartbeats; less if lost_after_s is short."""
@@ -88,7 +88,7 @@ class Heartbeat:
     """
 
     def __init__(
-        self, lost_after_s: float, timeout_s: float, make_event: Callable[[], Event] | None = None
+        self, lost_after_s: float, timeout_s: float, make_event: Callable[[], Any] | None = None
     ):
         self.lost_after_s = lost_after_s
         self.timeout_s = timeout_s

@@ -9,6 +9,8 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -26,7 +28,7 @@ from disco_ds.checkpoints.resume import choose, restore
 from disco_ds.config import DataSettings, EvalSettings, ModelSettings, render_ds_config
 from disco_ds.config.data import Pixels
 from disco_ds.data import ImageSpec, Loader, SampleForm, Share, Staging, StepData, load_sources
-from disco_ds.distributed import comm
+from disco_ds.distributed import comm, jobs
 from disco_ds.distributed.interrupt import Interrupts
 from disco_ds.eval import evaluate_sets, load_sets, record
 from disco_ds.losses import Embeddings, LossOutput, build_loss, list_losses
@@ -402,6 +404,24 @@ def evaluation_case(host: Host, stage: int) -> None:
     assert len(record(results)) > 10
 
 
+@contextmanager
+def saving_here() -> Iterator[None]:
+    """Save in this thread, and without data: torch's skip_data has no effect on other threads."""
+
+    def start_here(work: Callable[[], Any]) -> Future[Any]:
+        job: Future[Any] = Future()
+        job.set_result(work())
+        return job
+
+    start = jobs.start
+    jobs.start = start_here
+    try:
+        with skip_data(materialize_fake_tensors=True):
+            yield
+    finally:
+        jobs.start = start
+
+
 def checkpoint_case(host: Host, stage: int) -> None:
     """Save and resume, at one rank: all files are written, verified and read; what they hold is not looked at."""
     host.answers = {
@@ -421,7 +441,7 @@ def checkpoint_case(host: Host, stage: int) -> None:
         "shape": checkpoint.shape(training.config, comm.size()),
     }
     folder = Path(tempfile.mkdtemp(dir=Path.cwd()))
-    with skip_data(materialize_fake_tensors=True):
+    with saving_here():
         save_now(folder, meta, training.engine, {}, training.loss.state_dict())
     saved = choose(folder, "latest", training.config, same, unattended=False)
     resumed = Training(stage, "autocast", 1, "fastclip_v3", saved=saved)
