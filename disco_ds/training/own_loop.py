@@ -109,16 +109,15 @@ def contrastive_step(
                 f"{num_samples // micro_batches} samples; it must return one row per sample of its "
                 f"part ({DIVIDES})"
             )
-        return loss(embeddings)
-
-    def warn_if_due(embeddings: Embeddings, out: LossOutput) -> None:
+        out = loss(embeddings)
         if due:
             warn_of_unusual(embeddings.image, embeddings.text, embeddings.scale)
+        return out
 
     history.running = True
     history.steps = step
     try:
-        done = accumulate(towers, check_and_compute_loss, parts, backend.run, warn_if_due)
+        done = accumulate(towers, check_and_compute_loss, parts, backend.run)
     finally:
         history.running = False
     if due:
@@ -221,7 +220,8 @@ class _Towers:
             raise ValueError(f"forward returned a {type(found).__name__}; {EXPECTED}")
         if not 2 <= len(found) <= 4:
             raise ValueError(f"forward returned {len(found)} values; {EXPECTED}")
-        image, text, scale, bias = [*found, None, None][:4]
+        image, text = found[:2]
+        scale, bias = [*found[2:], None, None][:2]
         if scale is None:
             if self.scale is None:
                 raise ValueError(

@@ -13,9 +13,11 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -406,20 +408,25 @@ def evaluation_case(host: Host, stage: int) -> None:
 
 @contextmanager
 def saving_here() -> Iterator[None]:
-    """Save in this thread, and without data: torch's skip_data has no effect on other threads."""
+    """Save without data: torch's skip_data has no effect on other threads, and needs a file that can seek."""
 
     def start_here(work: Callable[[], Any]) -> Future[Any]:
         job: Future[Any] = Future()
         job.set_result(work())
         return job
 
-    start = jobs.start
-    jobs.start = start_here
-    try:
-        with skip_data(materialize_fake_tensors=True):
-            yield
-    finally:
-        jobs.start = start
+    def save_in_memory(value: Any, file: Any) -> None:
+        buffer = BytesIO()
+        save(value, buffer)
+        file.write(buffer.getvalue())
+
+    save = torch.save
+    with (
+        skip_data(materialize_fake_tensors=True),
+        patch.object(jobs, "start", start_here),
+        patch.object(torch, "save", save_in_memory),
+    ):
+        yield
 
 
 def checkpoint_case(host: Host, stage: int) -> None:
