@@ -41,14 +41,11 @@ class Rng:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device
+        self._index = None if device is None else device.index
         self._cpu_state = torch.get_rng_state()
         self._device_state = None
         if get_accelerator().device_name() != "cpu":
             self._device_state = get_accelerator().get_rng_state(self._index)
-
-    @property
-    def _index(self) -> int | None:
-        return None if self.device is None else self.device.index
 
     def restore(self) -> None:
         """Restore these states."""
