@@ -1,2 +1,4 @@
-"""How ranks work together: collectives, agreement, heartbeats, signals. Only comm.py uses
-torch.distributed."""
+"""Cooperation of ranks: collectives, agreement, heartbeats, signals.
+
+Only comm.py uses torch.distributed.
+"""

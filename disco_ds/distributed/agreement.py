@@ -1,8 +1,7 @@
-"""Check that all ranks have the same settings, and name the keys, values, hosts and ranks that
-differ.
+"""Check that all ranks have the same settings, and name the keys, values, hosts and ranks that differ.
 
 On several hosts, a remote shell expands the launcher's arguments, and the recipe may be a different
-file on each host. A rank with other settings would train a wrong model or make all others hang.
+file on each host. A rank with different settings would train a wrong model or make all others hang.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ MAX_SHOWN = 5
 Report = tuple[str, dict[str, str]]
 """A rank's host and its settings: dotted key -> value in JSON."""
 REMEDY = (
-    "the remote shell expands the arguments of `deepspeed --hostfile`: start with `disco-ds launch`, or write "
-    "them into the recipe, the same file on every host"
+    "the remote shell expands the arguments of `deepspeed --hostfile`: start with `disco-ds launch`, or "
+    "write the settings into the recipe, which must be the same file on every host"
 )
 
 
@@ -41,23 +40,24 @@ def check_agreement(settings: dict[str, Any], remedy: str = REMEDY) -> None:
         raise ValueError(_describe(comm.gather_objects((socket.gethostname(), mine)), remedy))
 
 
-def _describe(reports: list[Report], remedy: str = REMEDY) -> str:
+def _describe(reports: list[Report], remedy: str) -> str:
     keys = sorted({key for _, settings in reports for key in settings})
     lines = []
     for key in keys:
-        ranks: dict[str, dict[str, list[str]]] = {}  # value -> host -> ranks, rank 0's value first
+        # value -> host -> ranks, with the value of rank 0 first
+        places: dict[str, dict[str, list[int]]] = {}
         for rank, (host, settings) in enumerate(reports):
-            hosts = ranks.setdefault(settings.get(key, "not given"), {})
-            hosts.setdefault(host, []).append(str(rank))
-        if len(ranks) > 1:
-            found = [f"{value} on {_join_hosts(hosts)}" for value, hosts in ranks.items()]
+            hosts = places.setdefault(settings.get(key, "not given"), {})
+            hosts.setdefault(host, []).append(rank)
+        if len(places) > 1:
+            found = [f"{value} on {_join_hosts(hosts)}" for value, hosts in places.items()]
             lines.append(f"{key}: {'; '.join(_truncate(found, 'more values'))}")
     shown = "\n  ".join(_truncate(lines, "more settings"))
     return f"the ranks were given different settings:\n  {shown}\n{remedy}"
 
 
-def _join_hosts(hosts: dict[str, list[str]]) -> str:
-    return ", ".join(f"{host} (rank {', '.join(ranks)})" for host, ranks in hosts.items())
+def _join_hosts(hosts: dict[str, list[int]]) -> str:
+    return ", ".join(f"{host} ({comm.join_ranks(ranks)})" for host, ranks in hosts.items())
 
 
 def _truncate(items: list[str], rest: str) -> list[str]:

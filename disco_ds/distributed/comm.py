@@ -1,8 +1,8 @@
-"""Collectives: the only user of deepspeed.comm and torch.distributed.
+"""Collectives. No other file uses deepspeed.comm or torch.distributed.
 
-`gather` is differentiable: its backward sums over ranks. A loss whose mean over ranks is the global
-mean therefore has N times the true gradient at the features, and the engine's mean over ranks turns
-that into the true gradient at the parameters.
+`gather` is differentiable: its backward sums over ranks. If the mean of a loss over the N ranks is
+the global loss, the gradient at the features is N times the true one. The engine then averages over
+ranks, which makes the gradient at the parameters exact.
 
 Every function also works on one rank and without a process group.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -38,9 +38,9 @@ _next_port: int | None = None
 
 
 def received_bytes() -> float:
-    """Return the bytes that this rank has received so far, as the ring algorithms would send them.
+    """Return the bytes that this rank has received so far in the tensor collectives of this file.
 
-    Only the tensor collectives of this file are counted.
+    The numbers are those of ring algorithms.
     """
     return _received
 
@@ -54,7 +54,7 @@ def _count(x: Tensor, times: float) -> None:
 def init(timeout_s: float) -> None:
     """Join the process group that the launcher's environment variables describe.
 
-    Without a launcher, create a group of one. Collective: every rank must call this.
+    Without a launcher, create a group of one rank. Collective: every rank must call this.
 
     Args:
         timeout_s: Timeout of the collectives of all groups created from now on, including ZeRO's.
@@ -105,16 +105,16 @@ def init(timeout_s: float) -> None:
 
 
 class RendezvousError(ConnectionError):
-    """The ranks cannot meet: the port is taken, or a rank cannot reach it, or a rank came too late."""
+    """The ranks cannot meet: the port is taken or not reachable, or a rank came too late."""
 
 
 @contextmanager
 def session(timeout_s: float) -> Iterator[None]:
     """Join the process group for a `with` block. Collective.
 
-    All ranks leave the block together, because a rank that simply exits makes the others abort. A
-    rank that raises leaves without waiting, so that the launcher notices its exit and ends the
-    others.
+    All ranks leave the block together, because a rank that exits early makes the others abort. If
+    the block raises on a rank, that rank does not wait, so that the launcher sees it exit and stops
+    the others.
 
     Args:
         timeout_s: See `init`.
@@ -135,23 +135,22 @@ def session(timeout_s: float) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        # No other rank is waiting, and this process may start another session.
+        # With one rank nobody else is waiting, and this process may start another session.
         if size() == 1:
             dist.destroy_process_group()
         raise
-    # The next session of these ranks uses another port: the store of this one may still be open on
-    # rank 0, and holds old keys.
+    # The next session of these ranks needs another port, because this session's store may still be
+    # open on rank 0, with old keys.
     _next_port = broadcast(_free_port()) if size() > 1 else None
     dist.barrier()
     dist.destroy_process_group()
 
 
 def _joined() -> bool:
-    """Return whether there is a process group, and make deepspeed.comm adopt one that torch has
-    created.
+    """Return whether there is a process group, and make deepspeed.comm use one that torch has created.
 
-    A DDP or FSDP loop initializes torch.distributed only. Without the adoption each rank would take
-    its part of the batch for the whole batch.
+    A DDP or FSDP loop initializes torch.distributed only. Otherwise each rank would see a world of
+    one rank and treat its part of the batch as the whole batch.
     """
     if not dist.is_initialized() and torch.distributed.is_initialized():
         disable_custom_ops()
@@ -166,10 +165,12 @@ def _joined() -> bool:
 
 
 def rank(group: Group = None) -> int:
+    """Return the number of this process in the group."""
     return dist.get_rank(group) if _joined() else 0
 
 
 def size(group: Group = None) -> int:
+    """Return the number of ranks in the group."""
     return dist.get_world_size(group) if _joined() else 1
 
 
@@ -184,12 +185,13 @@ def local_device() -> torch.device:
 
 
 def barrier() -> None:
+    """Wait for all ranks. Collective."""
     if _joined():
         dist.barrier()
 
 
 def open_store(timeout_s: float) -> Any:
-    """Create a client of the rendezvous store (torch's TCPStore), for use in a thread of its own."""
+    """Open another connection to the rendezvous store (torch's TCPStore), for use in one thread."""
     return torch.distributed.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
@@ -238,7 +240,7 @@ def reduce_scatter_in_place(x: Tensor, group: Group = None) -> Tensor:
     """Sum x over ranks and return this rank's rows of the sum, without gradient. Collective.
 
     Args:
-        x: [N b, ...], contiguous. Its content is undefined afterwards, because nothing is copied.
+        x: [N b, ...], contiguous. It serves as a buffer, so its content is undefined afterwards.
         group: The ranks that take part.
 
     Returns:
@@ -254,12 +256,12 @@ def reduce_scatter_in_place(x: Tensor, group: Group = None) -> Tensor:
 
 def all_reduce_sum(x: Tensor, group: Group = None) -> Tensor:
     """Return the sum over ranks as a new tensor, without gradient. Collective."""
-    return _all_reduce(x.detach(), group, dist.ReduceOp.SUM)
+    return _all_reduce(x, group, dist.ReduceOp.SUM)
 
 
 def all_reduce_max(x: Tensor, group: Group = None) -> Tensor:
     """Return the maximum over ranks as a new tensor, without gradient. Collective."""
-    return _all_reduce(x.detach(), group, dist.ReduceOp.MAX)
+    return _all_reduce(x, group, dist.ReduceOp.MAX)
 
 
 def ring_exchange(
@@ -289,41 +291,25 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, reduction: Reduction, group: Group) -> Tensor:
         ctx.reduction, ctx.group = reduction, group
-        return _all_gather(x, group)
+        if not _joined():
+            return x.clone()
+        out = x.new_empty(size(group) * x.shape[0], *x.shape[1:])
+        _count(x, size(group) - 1)
+        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        # `grad` must stay as it is, because autograd may pass the same tensor to another node.
         if ctx.reduction == "reduce_scatter":
-            return _reduce_scatter(grad, ctx.group), None, None
-        total = _all_reduce(grad, ctx.group, dist.ReduceOp.SUM)
+            copy = grad.clone(memory_format=torch.contiguous_format)
+            return reduce_scatter_in_place(copy, ctx.group), None, None
+        total = all_reduce_sum(grad, ctx.group)
         return total.chunk(size(ctx.group))[rank(ctx.group)], None, None
 
 
-# These functions must not write to their input: autograd may pass the same gradient to another
-# node.
-
-
-def _all_gather(x: Tensor, group: Group) -> Tensor:
-    if not _joined():
-        return x.clone()
-    out = x.new_empty(size(group) * x.shape[0], *x.shape[1:])
-    _count(x, size(group) - 1)
-    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
-    return out
-
-
-def _reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    if not _joined():
-        return x.clone()
-    out = x.new_empty(x.shape[0] // size(group), *x.shape[1:])
-    _count(x, 1 - 1 / size(group))
-    # A copy, because gloo reduces in place.
-    dist.reduce_scatter_tensor(out, x.clone(memory_format=torch.contiguous_format), group=group)
-    return out
-
-
 def _all_reduce(x: Tensor, group: Group, op: Any) -> Tensor:
-    out = x.clone(memory_format=torch.contiguous_format)
+    out = x.detach().clone(memory_format=torch.contiguous_format)
     if _joined():
         _count(x, 2 - 2 / size(group))
         dist.all_reduce(out, op=op, group=group)
@@ -351,7 +337,7 @@ def broadcast(item: Any) -> Any:
 
 
 class AgreedError(ValueError):
-    """A failure that all ranks raise together, so that all can shut down in order."""
+    """A failure that all ranks raise together, so that they can shut down in order."""
 
 
 @contextmanager
@@ -370,14 +356,14 @@ def all_or_none(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # A ValueError or OSError is written for the user; the message of another error needs its
-        # type.
-        user_error = isinstance(error, ValueError | OSError)
-        problem = str(error) if user_error else f"{type(error).__name__}: {error}"
+        problem = str(error)
+        # The messages of ValueError and OSError are clear on their own.
+        if not isinstance(error, ValueError | OSError):
+            problem = f"{type(error).__name__}: {error}"
     reports = gather_objects((problem, socket.gethostname()))
     failed = [number for number, (text, _) in enumerate(reports) if text is not None]
     if failed:
-        where = "" if len(failed) == size() else f" (rank {', '.join(map(str, failed))})"
+        where = "" if len(failed) == size() else f" ({join_ranks(failed)})"
         hosts = dict.fromkeys(reports[number][1] for number in failed)
         if len(hosts) < len({host for _, host in reports}):
             where += f" on {', '.join(hosts)}"
@@ -399,6 +385,19 @@ def from_rank_0(what: str, work: Callable[[], Result]) -> Result:
         if rank() == 0:
             result = work()
     return broadcast(result)
+
+
+def join_ranks(ranks: Iterable[int]) -> str:
+    """Name ranks briefly: "rank 3", "ranks 0-6, 9"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    names = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    word = "ranks" if len(runs) > 1 or runs[0][0] < runs[0][1] else "rank"
+    return f"{word} {', '.join(names)}"
 
 
 def _free_port() -> int:

@@ -1,4 +1,4 @@
-"""All patches of DeepSpeed's internals, and all settings of it that have no public switch.
+"""All patches of DeepSpeed's internals.
 
 Every function names the DeepSpeed version that it was written for and the reason. Check all of them
 when DeepSpeed is upgraded.
@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 def disable_custom_ops() -> None:
-    """Keep DeepSpeed 0.19 from building its own operations, none of which is used here.
+    """Keep DeepSpeed 0.19 from building its compiled operations, none of which is used here.
 
-    Asking for one probes them all, with nvcc on a GPU machine. The shared-memory collectives for CPUs
-    would be built with a compiler, leave memory behind in /dev/shm and wait without a timeout.
+    Loading one checks all of them, with nvcc on a GPU machine. The shared-memory collectives for CPUs
+    would need a compiler, leave memory behind in /dev/shm and wait without a timeout.
     """
     deepspeed.ops.__compatible_ops__ = {}
 
@@ -46,7 +46,7 @@ def reset_autocast() -> None:
 def silence_monitor(engine: Engine) -> None:
     """Stop the engine from logging its own values at every step, as DeepSpeed 0.19 does without a setting.
 
-    The monitors' write_events still works, and the trainer logs through it.
+    The trainer logs through the monitors' write_events, which still works.
     """
     engine.monitor.enabled = False
 
@@ -54,8 +54,8 @@ def silence_monitor(engine: Engine) -> None:
 def allow_overflow_at_min_scale(engine: Engine) -> None:
     """Keep the fp16 loss scaler of DeepSpeed 0.19 from raising an error in the middle of engine.step().
 
-    It raises when a gradient overflows at the lowest loss scale. backward_and_step raises after the
-    step instead, when all state has been put back.
+    It raises when a gradient overflows at the lowest loss scale. backward_and_step raises an error
+    after the step instead, once all state is as it was before the step.
     """
     if engine.fp16_enabled():
         engine.optimizer.loss_scaler.raise_error_at_min_scale = False
@@ -104,10 +104,10 @@ def clear_padding(engine: Engine) -> None:
 
 @contextmanager
 def norm_refused_by(engine: Engine, refuses: Callable[[Tensor], bool]) -> Iterator[None]:
-    """Let `refuses` decide in the block about the gradient norm of engine.step(), at ZeRO 1 to 3.
+    """In this block, let engine.step() skip the update if `refuses` returns True for the gradient norm.
 
-    DeepSpeed 0.19 computes the norm inside of engine.step() without a hook, and skips the update if the
-    norm is not finite. So it is given an infinite norm if `refuses` returns True.
+    DeepSpeed 0.19 computes the norm inside engine.step() and has no hook for it, but it skips the
+    update if the norm is not finite. So it gets an infinite norm if `refuses` returns True.
 
     Args:
         engine: An engine at ZeRO 1, 2 or 3.
@@ -133,7 +133,7 @@ def norm_refused_by(engine: Engine, refuses: Callable[[Tensor], bool]) -> Iterat
 
 
 class _Collector(TorchCheckpointEngine):
-    """Keeps what DeepSpeed would write, by its path."""
+    """A checkpoint engine that keeps the states that DeepSpeed would write, by path."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,17 +144,18 @@ class _Collector(TorchCheckpointEngine):
 
 
 def collect_checkpoint(engine: Engine, folder: Path, tag: str) -> dict[Path, Any]:
-    """Return what engine.save_checkpoint would write on this rank, by path, and write nothing. Collective.
+    """Return the states that engine.save_checkpoint would write on this rank, by path. Collective.
 
-    If a write fails inside of engine.save_checkpoint of DeepSpeed 0.19, the other ranks wait forever in
-    one of its barriers. The files that it copies are left to checkpoints/writer.py for the same reason.
+    Nothing is written: if a write fails inside engine.save_checkpoint of DeepSpeed 0.19, the other
+    ranks wait forever in one of its barriers. For the same reason, checkpoints/writer.py copies the
+    files that DeepSpeed would copy.
     """
     writer = engine.checkpoint_engine
     engine.checkpoint_engine = collector = _Collector()
     engine._copy_recovery_script = lambda folder: None
     engine.zero_nvme_offload_optimizer = lambda: False
     try:
-        # DeepSpeed's file `latest` would name a folder that is not complete yet.
+        # Without DeepSpeed's file `latest`, which would name a folder that is not complete yet.
         engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
     finally:
         engine.checkpoint_engine = writer

@@ -1,5 +1,4 @@
-"""Detect lost and hung ranks through heartbeats in the rendezvous store, name them, and stop the
-run.
+"""Detect lost and hung ranks through heartbeats in the rendezvous store, name them, and stop the run.
 
 A collective that waits for a dead rank times out without saying which rank is missing, so each rank
 runs two background threads. The first publishes this rank's heartbeat with its progress
@@ -7,8 +6,6 @@ runs two background threads. The first publishes this rank's heartbeat with its 
 reason for the shutdown once any rank has found one. It reads all other heartbeats only after this
 rank has been waiting for a long time. The second thread never touches the store, because TCPStore
 blocks forever if its host is frozen; it only watches the clock.
-
-Anything on the network can write to the store, so malformed entries are ignored and reported once.
 """
 
 from __future__ import annotations
@@ -21,19 +18,19 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from multiprocessing.connection import (
-    wait,  # uses poll(): select() takes no descriptor from 1,024 on
-)
+
+# It uses poll(); select.select() fails if the process has more than 1,024 open files.
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from deepspeed.accelerator import get_accelerator
 
 from disco_ds.distributed import comm, diagnostics
-from disco_ds.distributed.progress import Event, Place, Progress
+from disco_ds.distributed.progress import Place, Progress
 
 INTERVAL_S = 2.0
 """Time between two heartbeats; less if lost_after_s is short."""
@@ -49,72 +46,56 @@ WATCHED = 3
 One would do, because at least one lost rank always has a surviving watcher. With three, a single
 slow watcher does no harm, and the store still serves only a few values per rank and interval.
 """
-KEY = "disco_ds/distributed/heartbeat"
+KEY = "disco_ds/heartbeat"
+VERDICT = f"{KEY}/verdict"
 
 
 class Beat(NamedTuple):
-    """The heartbeat that a rank writes into the store."""
+    """A heartbeat, as a rank writes it into the store."""
 
     serial: int
     host: Place
     device: Place
     running: bool
-    """False in the last heartbeat of a rank that leaves."""
+    """False in the last heartbeat of a rank."""
 
 
-def parse_beat(text: bytes) -> Beat | None:
-    """Return the heartbeat that was written as json.dumps(beat); None if it is malformed."""
-    with suppress(ValueError, RecursionError):
-        match json.loads(text):
-            case [
-                int(serial),
-                [int(), int(), str()] as host,
-                [int(), int(), str()] as device,
-                bool(running),
-            ]:
-                return Beat(serial, Place(*host), Place(*device), running)
-    return None
-
-
-def parse_verdict(text: bytes) -> str | None:
-    """Return the verdict that was written as json.dumps([verdict]); None if it is malformed."""
-    with suppress(ValueError, RecursionError):
-        match json.loads(text):
-            case [str(verdict)]:
-                return verdict
-    return None
+def parse_beat(text: bytes) -> Beat:
+    """Return the heartbeat that was written as json.dumps(beat)."""
+    serial, host, device, running = json.loads(text)
+    return Beat(serial, Place(*host), Place(*device), running)
 
 
 class Heartbeat:
     """Context manager that watches the other ranks and ends this process if a rank is lost or hangs.
 
-    A rank that fails publishes its error before it leaves, so that the others need not wait for its
-    silence. There are three time limits:
+    A rank that fails publishes its error before it leaves, so the others stop at once. There are
+    three time limits:
 
     - lost_after_s, always: a rank whose heartbeat has not changed for this long is lost.
     - 0.9 timeout_s, always: if neither this rank nor its device has passed a mark for this long,
-      the ranks that are behind, by their host or their device, are named. This rank is waiting for
-      them in a collective, which the backend would end after timeout_s without a name.
-    - timeout_s, after marks that are `timed`: if no rank is behind, all ranks end and report the
+      the run ends and names the ranks whose host or device is behind. This rank is waiting for
+      them in a collective, which the backend would end after timeout_s without naming anyone.
+    - timeout_s, after marks that are `timed`: if no rank is behind, the run ends and reports the
       place of every rank. Building, the first step (which compiles), evaluation and saving are not
-      timed, because they may take hours. A collective in which a rank waits meanwhile still ends
-      by the backend's timeout.
+      timed, because they may take hours. If one rank waits in a collective meanwhile, the
+      backend's timeout still applies to it.
 
     Args:
         lost_after_s: See above.
         timeout_s: See above.
-        make_event: Creates a device event. None: the accelerator's own, if there is an accelerator.
+        make_event: Creates a device event. The default is the accelerator's event type.
     """
 
     def __init__(
-        self, lost_after_s: float, timeout_s: float, make_event: Callable[[], Event] | None = None
+        self, lost_after_s: float, timeout_s: float, make_event: Callable[[], Any] | None = None
     ):
         self.lost_after_s = lost_after_s
         self.timeout_s = timeout_s
         self.folder: Path | None = None
         """Folder of the diagnostics that a rank writes before it is ended."""
         self._interval_s = min(INTERVAL_S, lost_after_s / 10)
-        # A delay that shows that this process or the store was frozen for a while.
+        # A longer pause between two turns of a thread shows that the process was frozen meanwhile.
         self._frozen_s = 3 * self._interval_s
         if make_event is None and comm.local_device().type != "cpu":
             make_event = get_accelerator().Event
@@ -130,7 +111,6 @@ class Heartbeat:
         self._stop = False
         self._stop_agreed = False
         self._wake = threading.Event()
-        self._last_beat_sent = threading.Event()
 
     def mark(self, step: int, doing: str, timed: bool = False) -> None:
         """Mark the place that the training has reached. All ranks pass the same marks.
@@ -145,9 +125,9 @@ class Heartbeat:
         self._timed = timed
 
     def stop_agreed(self) -> None:
-        """Stop hurrying for signals: all ranks are alive and have agreed to stop, and their save
-        may take its time."""
-        self._stop_agreed, self._hurry = True, False
+        """Allow the full lost_after_s again, because all ranks are alive and have agreed to stop and save."""
+        self._stop_agreed = True
+        self._hurry = False
 
     @property
     def place(self) -> Place:
@@ -165,10 +145,9 @@ class Heartbeat:
         self._store = comm.open_store(self.lost_after_s)
         self._watched = [(self._rank + i) % size for i in range(1, min(WATCHED + 1, size))]
         self._beats: dict[int, Beat] = {}
-        """Heartbeats of the watched ranks; of all ranks while this rank waits for one that is behind."""
-        self._reported_malformed = False
+        """Last heartbeats read: of the watched ranks, or of all ranks once this rank has waited for long."""
         if self._rank == 0:
-            self._store.set(f"{KEY}/verdict", json.dumps([""]))
+            self._store.set(VERDICT, "")
         self._send_beat()
         comm.barrier()  # reading a heartbeat that was never written would block
         self._restart_clocks()
@@ -197,24 +176,24 @@ class Heartbeat:
         if not self._active:
             return
         if isinstance(error, KeyboardInterrupt):
-            time.sleep(self._interval_s)  # the clock's thread ends this process
+            time.sleep(self._interval_s)  # meanwhile _watch_clock ends this process
         if error is not None and comm.is_communication_error(error):
             self._error = error
             self._hurry = True
             # Meanwhile _beat names the lost rank and ends this process.
             time.sleep(self._patience_s + 3 * self._interval_s)
-        place = f"rank {self._rank} on {socket.gethostname()} (last {self.place})"
-        failure = f"{place} failed: {type(error).__name__}: {error}"
-        self._exit_reason = "" if error is None else failure
+        self._exit_reason = ""
+        if error is not None:
+            place = f"rank {self._rank} on {socket.gethostname()} (last {self.place})"
+            self._exit_reason = f"{place} failed: {type(error).__name__}: {error}"
         self._wake.set()
-        self._last_beat_sent.wait(self.lost_after_s)
+        beat_thread, clock_thread = self._threads
+        beat_thread.join(self.lost_after_s)
         if error is not None:
             self._keep_store_alive()
         self._stop = True
-        self._wake.set()
         self._signal_sender.send(b"!")
-        for thread in self._threads:
-            thread.join(2 * self._interval_s)
+        clock_thread.join(2 * self._interval_s)
         if self._make_event:
             diagnostics.cancel_end()
         if self._handles_signals:
@@ -233,27 +212,24 @@ class Heartbeat:
         last = time.monotonic()
         while not self._stop:
             self._wake.wait(self._interval_s)
-            self._wake.clear()
             exit_reason = self._exit_reason  # read first: the next heartbeat then agrees with it
             self._progress.poll_device()
             try:
                 if exit_reason:
                     self._publish(exit_reason)
                 self._send_beat()
+                if exit_reason is not None:
+                    return
                 verdict = self._read(self._watched)
                 now = time.monotonic()
-                if now - last > self._frozen_s:  # all heartbeats look old, but none is
+                if now - last > self._frozen_s:  # this rank was frozen, so all heartbeats look old
                     self._restart_clocks()
                 last = self._last_answer = now
-                reason = verdict or self._find_lost(now) if exit_reason is None else None
+                if reason := verdict or self._find_lost(now):
+                    self._end(reason)
             except RuntimeError:
                 # The clock thread decides when the store is lost.
                 time.sleep(self._interval_s)
-                continue
-            if exit_reason is not None:
-                self._last_beat_sent.set()
-            elif reason:
-                self._end(reason)
 
     def _read(self, ranks: Sequence[int]) -> str:
         """Read the heartbeats of these ranks and note which have changed.
@@ -265,48 +241,27 @@ class Heartbeat:
             RuntimeError: If the store does not answer.
         """
         keys = [f"{KEY}/{rank}" for rank in ranks]
-        *texts, verdict_text = self._store.multi_get([*keys, f"{KEY}/verdict"])
+        *texts, verdict = self._store.multi_get([*keys, VERDICT])
         now = time.monotonic()
         for rank, text in zip(ranks, texts, strict=True):
             beat = parse_beat(text)
-            if beat is None:
-                if rank == self._watched[0]:  # of its watchers, only one reports it
-                    self._report_malformed(f"the heartbeat of rank {rank}")
-            elif beat != self._beats.get(rank):
+            if beat != self._beats.get(rank):
                 self._beats[rank] = beat
                 self._last_heard[rank] = now
-        verdict = parse_verdict(verdict_text)
-        if verdict is None and self._rank == 0:
-            self._report_malformed("the verdict")
-        return verdict or ""
-
-    def _report_malformed(self, what: str) -> None:
-        """Warn once of an entry that no rank has written."""
-        if self._reported_malformed:
-            return
-        self._reported_malformed = True
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        print(
-            f"warning on {socket.gethostname()}: {what} in the rendezvous store at {address} was written by no rank, "
-            "and is ignored; keep the network of the ranks private",
-            file=sys.stderr,
-            flush=True,
-        )
+        return verdict.decode()
 
     def _watch_clock(self) -> None:
         """Run the thread that never waits for the store."""
         last = time.monotonic()
         while not self._stop:
-            # Restarted in every turn: it fires only if a call into the driver blocks all of Python.
+            # Restarted in every turn, so it expires only if a call into the driver blocks all of Python.
             if self._make_event:
                 diagnostics.end_process_after(self.timeout_s)
             if wait([self._signals], self._interval_s / 2):
                 received = self._signals.recv(64)
                 self._hurry |= not self._stop_agreed
-                if (
-                    signal.SIGINT in received
-                    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-                ):
+                handler = signal.getsignal(signal.SIGINT)
+                if signal.SIGINT in received and handler is signal.default_int_handler:
                     self._end_interrupted()
             now = time.monotonic()
             if now - last > self._frozen_s:
@@ -315,8 +270,8 @@ class Heartbeat:
             silent_s = now - self._last_answer
             if silent_s > self._patience_s:
                 self._end(
-                    f"no answer from the rendezvous store for {silent_s:.0f} s; it is held by {self._name(0)}, "
-                    "or by torchrun's agent there",
+                    f"no answer from the rendezvous store for {silent_s:.0f} s; it runs in {self._name(0)}, "
+                    "or in torchrun's agent on that host",
                     publish=False,
                 )
 
@@ -332,7 +287,7 @@ class Heartbeat:
             silent_s = now - self._last_heard[quietest]
             if silent_s > self._patience_s:
                 return f"{self._name(quietest)} has sent no heartbeat for {silent_s:.0f} s"
-        # Places before the time, see Progress.mark.
+        # Read the places before the time, see Progress.mark.
         host, device = self._progress.host, self._progress.device
         waited_s = now - self._progress.last_change
         if waited_s > 0.9 * self.timeout_s:
@@ -348,20 +303,21 @@ class Heartbeat:
 
     def _find_behind(self, host: Place, device: Place, waited_s: float) -> str | None:
         """Return a reason that names the ranks behind this one, by their hosts, else by their devices."""
-        others = [
-            (rank, beat)
-            for rank, beat in sorted(self._beats.items())
-            if beat.running and rank != self._rank
-        ]
-        behind = [self._name(rank) for rank, beat in others if beat.host.number < host.number]
+        behind = []
+        gpus_behind = []
+        for rank, beat in sorted(self._beats.items()):
+            if not beat.running:
+                continue
+            if beat.host.number < host.number:
+                behind.append(self._name(rank))
+            if beat.device.number < device.number:
+                name = f"rank {rank} on {self._hosts[rank]}"
+                gpus_behind.append(f"the GPU of {name} has not passed {beat.device}")
         if behind:
             return f"the others have waited {waited_s:.0f} s for {'; '.join(behind)}"
-        behind = [
-            f"the GPU of rank {rank} on {self._hosts[rank]} has not passed {beat.device}"
-            for rank, beat in others
-            if beat.device.number < device.number
-        ]
-        return f"{'; '.join(behind)}, for {waited_s:.0f} s" if behind else None
+        if gpus_behind:
+            return f"{'; '.join(gpus_behind)}, for {waited_s:.0f} s"
+        return None
 
     def _describe_places(self) -> str:
         """Return the place of every rank; ranks at the same place are named together."""
@@ -371,7 +327,7 @@ class Heartbeat:
             if beat.device != beat.host:
                 text += f" (its GPU at {beat.device})"
             ranks.setdefault(text, []).append(rank)
-        return "; ".join(f"{join_ranks(numbers)} {text}" for text, numbers in ranks.items())
+        return "; ".join(f"{comm.join_ranks(numbers)} {text}" for text, numbers in ranks.items())
 
     def _end(self, reason: str, publish: bool = True) -> None:
         """End this process.
@@ -398,16 +354,15 @@ class Heartbeat:
     def _end_interrupted(self) -> None:
         """End this process at once after Ctrl-C, when there is nothing to save.
 
-        A KeyboardInterrupt would wait for the collective that a rank is in, and leave others in
-        one.
+        A KeyboardInterrupt would only be raised when the collective that this rank is in returns.
         """
         if self._rank == 0:
-            with suppress(OSError):  # the terminal, or a `tee`, may be gone
+            with suppress(OSError):  # the terminal or a `tee` may have ended
                 print("interrupted", file=sys.stderr, flush=True)
         os._exit(130)
 
     def _keep_store_alive(self) -> None:
-        """On rank 0, whose process may hold the store, give the others time to read the verdict."""
+        """On rank 0, whose process may run the store, give the others time to read the verdict."""
         if self._rank == 0:
             time.sleep(2 * self._interval_s)
 
@@ -417,8 +372,7 @@ class Heartbeat:
         Raises:
             RuntimeError: If the store does not answer.
         """
-        if not parse_verdict(self._store.get(f"{KEY}/verdict")):
-            self._store.set(f"{KEY}/verdict", json.dumps([reason]))
+        self._store.compare_set(VERDICT, "", reason)
 
     def _send_beat(self) -> None:
         self._serial += 1
@@ -435,16 +389,3 @@ class Heartbeat:
         now = time.monotonic()
         self._last_heard = dict.fromkeys(range(comm.size()), now)
         self._progress.last_change = now
-
-
-def join_ranks(ranks: Iterable[int]) -> str:
-    """Name ranks briefly: "rank 3", "ranks 0-6, 9"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    names = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
-    word = "ranks" if len(runs) > 1 or runs[0][0] < runs[0][1] else "rank"
-    return f"{word} {', '.join(names)}"

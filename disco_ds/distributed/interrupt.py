@@ -78,8 +78,8 @@ class Interrupts:
         now = time.monotonic()
         if self._first_interrupt is None:
             self._first_interrupt = now
-            # Not print: a handler may run inside another print. The same Ctrl-C may have ended a
-            # `tee` that reads our output.
+            # Not print(), because the handler may run inside another print(). Writing may fail
+            # because the same Ctrl-C has ended a `tee` that reads our output.
             with suppress(OSError):
                 os.write(2, _ANSWER if rank() == 0 else b"")
         elif now - self._first_interrupt > ONE_INTERRUPT_S:

@@ -1,5 +1,4 @@
-"""Jobs: work that a rank does in a thread, such as writing files, and that all ranks wait for
-together.
+"""Work that each rank does in a thread, such as writing files, and that all ranks wait for together.
 
 A collective times out if one rank reaches it much later than the others. So a rank never works for
 long before a collective: the work runs in a thread, and the ranks meet in short turns until every
@@ -17,7 +16,6 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from disco_ds.distributed import comm
-from disco_ds.distributed.heartbeat import join_ranks
 
 TURN_S = 2.0
 """How long a rank waits for its own job before it meets the others; far below the timeout of a
@@ -46,7 +44,7 @@ def wait_for_all(job: Future[Result], what: str) -> None:
 
     Args:
         job: This rank's job.
-        what: Says in the log what the ranks wait for.
+        what: What the ranks are waiting for, for the log.
     """
     begin = logged = time.monotonic()
     while True:
@@ -58,7 +56,7 @@ def wait_for_all(job: Future[Result], what: str) -> None:
         if comm.rank() == 0 and now - logged >= LOG_EVERY_S:
             logged = now
             logger.warning(
-                "%s: waiting for %s since %.0f s", what, join_ranks(running), now - begin
+                "%s: waiting for %s since %.0f s", what, comm.join_ranks(running), now - begin
             )
 
 

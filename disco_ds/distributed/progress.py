@@ -1,5 +1,4 @@
-"""The progress of a rank: the last mark that its host has passed, and the last that its device has
-passed.
+"""The progress of a rank: the last mark that its host has passed, and the last one of its device.
 
 Collectives of an accelerator are asynchronous. If the device of one rank hangs, its host continues
 until it next reads from the device, exactly like the hosts of all other ranks, so only the devices
@@ -11,17 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
-
-
-class Event(Protocol):
-    """The part of torch.cuda.Event that is used here."""
-
-    def record(self) -> None:
-        """Record the event on the current stream."""
-
-    def query(self) -> bool:
-        """Return True if the device has reached the event; raise RuntimeError if it is broken."""
+from typing import Any, NamedTuple
 
 
 class Place(NamedTuple):
@@ -44,16 +33,17 @@ class Progress:
     The training thread sets marks; the heartbeat thread asks how far the device has come.
 
     Args:
-        make_event: Creates a device event. None: there is no device, and the host does all work.
+        make_event: Creates a device event, such as torch.cuda.Event. None: there is no device, and the
+            host does all work.
     """
 
-    def __init__(self, make_event: Callable[[], Event] | None = None):
+    def __init__(self, make_event: Callable[[], Any] | None = None):
         self.host = Place(0, 0, "building")
         self.device = self.host
         self.last_change = time.monotonic()
         """When the host or the device last passed a mark."""
         self._make_event = make_event
-        self._pending: deque[tuple[Place, Event]] = deque()
+        self._pending: deque[tuple[Place, Any]] = deque()
 
     def mark(self, step: int, doing: str) -> None:
         """Record that the host has reached this place."""
@@ -62,8 +52,8 @@ class Progress:
             event = self._make_event()
             event.record()
             self._pending.append((place, event))
-        # Time before place: a reader that takes the place first never pairs a new place with an
-        # old time.
+        # Set the time before the place: a reader that takes the place first then never combines a
+        # new place with an old time.
         self.last_change = time.monotonic()
         self.host = place
 

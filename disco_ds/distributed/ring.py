@@ -1,7 +1,4 @@
-"""Ring of ranks: every rank's block visits every rank, so that no rank holds the global batch.
-
-Any room may import this file. It communicates through comm.py only.
-"""
+"""Ring of ranks: every rank's block visits every rank, so that no rank needs memory for the global batch."""
 
 from __future__ import annotations
 
@@ -24,20 +21,20 @@ def circulate(
 ) -> list[Tensor]:
     """Send every rank's block around the ring and collect what each rank adds to it.
 
-    A rank visits its own block first. The sum of what the ranks have added to a block follows it
-    one hop behind. There is one exchange per hop, which overlaps with `visit`. A rank holds two
-    blocks besides its own, and three sets of sums. Collective: every rank must call this.
+    A rank visits its own block first. The sums that the ranks have added to a block follow it one
+    hop behind. There is one exchange per hop, and it overlaps with `visit`. A rank needs memory for
+    two blocks besides its own, and for three sets of sums. Collective: every rank must call this.
 
     Args:
-        block: Tensors of the same shapes on every rank. They must not change meanwhile.
+        block: Tensors of the same shapes on every rank. They must not change during the call.
         visit: visit(owner, block, spare) returns what this rank adds to the block of rank `owner`:
-            a set of tensors, of the same shapes in every call, or an empty list. It may overwrite
-            and return `spare`, an earlier set that is no longer needed, or None.
-        join: join(mine, theirs) adds the second set to the first in place.
+            tensors of the same shapes in every call, or an empty list. It may overwrite and return
+            `spare`, earlier tensors that are not needed anymore (None if there are none).
+        join: join(mine, theirs) adds the second list of tensors to the first in place.
         group: The ranks that take part.
 
     Returns:
-        What all ranks together have added to this rank's block.
+        The sum of what all ranks have added to this rank's block.
     """
     N, n = comm.size(group), comm.rank(group)
     current = [x.contiguous() for x in block]

@@ -1,1 +1,1 @@
-"""Training: a run and what it is built of, the loop, the step, the DeepSpeed engine, checkpoints and resuming."""
+"""Training: building a run, the loop, the step, the DeepSpeed engine, and steps for custom loops."""

@@ -1,6 +1,6 @@
-"""Builds what a run is made of from its settings, in an order that finds mistakes before work is done.
+"""Build the parts of a run from its settings, in an order that finds mistakes before any work is done.
 
-The run itself is loop.py's.
+loop.py trains the run.
 """
 
 from __future__ import annotations
@@ -41,17 +41,16 @@ from disco_ds.data import (
     merge_states,
 )
 from disco_ds.data.sources.listing import refuse_remote
-from disco_ds.distributed import comm
+from disco_ds.distributed import comm, diagnostics
 from disco_ds.distributed.agreement import check_agreement
-from disco_ds.distributed.diagnostics import collect_in
 from disco_ds.distributed.heartbeat import Heartbeat
-from disco_ds.distributed.host_share import HostShare, share_host
+from disco_ds.distributed.host_share import share_host
 from disco_ds.distributed.interrupt import Interrupts
-from disco_ds.eval import ImageSet, load_sets
+from disco_ds.eval import load_sets
 from disco_ds.losses import build_loss
 from disco_ds.losses.base import Loss
 from disco_ds.metrics.anomalies import AnomalyDetector
-from disco_ds.metrics.logger import MetricsLogger, rewind_tensorboard
+from disco_ds.metrics.logger import MetricsLogger, WriteEvents, rewind_tensorboard
 from disco_ds.metrics.tracking import WandbRun, check_packages, open_wandb
 from disco_ds.models.clip import (
     build_model,
@@ -80,7 +79,7 @@ SAME_FILES = "their files differ: every host needs the same shards, manifest, cs
 
 @dataclass
 class Run:
-    """What a run consists of, once it is built."""
+    """The parts of a run."""
 
     config: Config
     folder: Path
@@ -96,7 +95,7 @@ class Run:
     first_step: int
     """Number of steps completed before this start of the run."""
     skipped_in_a_row: int = 0
-    """Batches skipped in a row because their loss was not finite."""
+    """Number of batches skipped in a row because their loss was not finite."""
 
 
 def build(
@@ -108,11 +107,17 @@ def build(
 ) -> Run:
     """Build a run: data, model, the checkpoint to resume from, loader, folder, engine, in this order. Collective.
 
-    Args:   resume: "latest", a run folder to resume in, or one of its checkpoints; "auto": as "latest" if that has a
-            complete checkpoint, else a new run; None for a new run; stack: closes what is opened here; unattended: take
-            an older checkpoint where the newest is damaged, as "auto" does; allow_change: settings that may differ from
-            the checkpoint's.
-    Raises: ValueError on every rank alike; FinishedError, one of them, if all steps are done already.
+    Args:
+        config: Settings of the run.
+        resume: "latest", a run folder, or one of its checkpoints; "auto" resumes if there is a
+            complete checkpoint and starts a new run otherwise; None starts a new run.
+        stack: Closes everything that is opened here.
+        unattended: Whether to use an older checkpoint if the newest is damaged, as "auto" does.
+        allow_change: Settings that may differ from the checkpoint's.
+
+    Raises:
+        ValueError: On every rank, for a mistake in settings or data.
+        FinishedError: On every rank, if all steps are done already. It is a ValueError.
     """
     heartbeat = stack.enter_context(Heartbeat(config.lost_after_s, config.timeout_s))
     share = share_host()  # early, because it sets the number of torch's threads
@@ -120,50 +125,79 @@ def build(
     if resume == AUTO:
         resume = comm.from_rank_0("run folder", partial(find_started, config))
         unattended = True
-    render_ds_config(
-        config, comm.size()
-    )  # only to refuse mistakes early; the run's own names the run folder
+    # Only to refuse mistakes early: the run folder, which it names, does not exist yet.
+    render_ds_config(config, comm.size())
     comm.from_rank_0("log", partial(check_packages, config))
-    loss = choose_loss(config)
-    sources, sets = open_sources(config)
+    with comm.all_or_none("loss"):  # the file of a custom loss may be missing on one host
+        loss = make_loss(config)
+    loss = loss.to(comm.local_device())
+    with comm.all_or_none("data"):
+        sources = load_sources(config.data)
+        sets = load_sets(config.eval, config.data)
     identity = identify(config, sources)
     config = config.with_steps(sum(source.num_samples for source in sources))
-    # The checkpoint is chosen before the model, which takes its weights, and the loader, which starts at its cursor. A
-    # new folder is made only when the settings have turned out to fit together.
-    folder = open_folder(config, resume, stack) if resume else None
-    saved = (
-        choose(folder, resume, config, identity, unattended, allow_change)
-        if folder and resume
-        else None
-    )
+    # The model gets its weights, and the loader its position, from the checkpoint, so it is chosen
+    # before them. A new folder is created only after everything has been found to fit together.
+    folder, saved = None, None
+    if resume:
+        folder = open_folder(config, resume, stack)
+        saved = choose(folder, resume, config, identity, unattended, allow_change)
     first_step = saved.step if saved else 0
-    model, tokenizer, image = build_towers(config, loss, restored=saved is not None)
+    model, tokenizer = build_towers(config, loss, restored=saved is not None)
+    look = read_preprocessing(model)
+    image = ImageSpec(look.size, look.interpolation, look.resize_mode)
     with comm.all_or_none("data"):
-        loader = build_loader(config, sources, model, image, tokenizer, saved, share)
+        loader = Loader(
+            config.data,
+            sources,
+            SampleForm(image, tokenizer, *read_text_size(model)),
+            Share(comm.rank(), comm.size(), config.global_batch, config.micro_batch),
+            config.seed,
+            merge_states(saved.states("data")) if saved else None,
+            Staging(
+                config.pixels,
+                comm.local_device(),
+                share.ranks,
+                share.cores,
+                share.memory_bytes / 8,
+            ),
+        )
     stack.callback(loader.close)
     loss.set_num_samples(loader.num_samples, config.num_steps * config.global_batch)
-    best_pace = peak_samples_per_s(
-        model, config.log.peak_flops
-    )  # before ZeRO partitions the parameters
+    # Before ZeRO partitions the parameters.
+    peak_pace = peak_samples_per_s(model, config.log.peak_flops)
     folder = folder or open_folder(config, None, stack)
     with removed_if_refused(folder, new=saved is None):
-        heartbeat.folder = collect_in(folder)
+        heartbeat.folder = folder / diagnostics.FOLDER
+        diagnostics.dump_records_to(heartbeat.folder)
         ds_config = write_settings(config, folder)
         wandb = open_wandb(config, folder, stack)
         engine = start_engine(config, model, loss, ds_config, saved)
         record_changes(folder, saved, config, identity)
-    metrics = open_metrics(
-        config, folder, engine, wandb, stack, first_step, best_pace, loader.num_samples
+    metrics = MetricsLogger(
+        folder,
+        find_writers(engine, wandb),
+        config.global_batch,
+        config.num_steps,
+        first_step,
+        peak_pace,
+        loader.num_samples,
     )
-    anomalies = watch_anomalies(config, loss, metrics, saved)
-    shape = checkpoint.shape(config, comm.size())
+    stack.callback(metrics.close)
+    anomalies = AnomalyDetector(
+        metrics.note,
+        skip=config.on_spike == "skip",
+        max_scale=config.model.max_scale if loss.learns_scale else None,
+        warmup_steps=config.optim.warmup_steps,
+        state=saved.meta["trouble"] if saved else None,
+    )
 
     def read_state(step: int) -> RunState:
         meta = {
             "step": step,
             "num_steps": config.num_steps,
             "identity": identity,
-            "shape": shape,
+            "shape": checkpoint.shape(config, comm.size()),
             "trouble": anomalies.state_dict(),
         }
         return RunState(meta, loader.state_dict(), loss.state_dict())
@@ -173,19 +207,6 @@ def build(
         folder, config.checkpoint, engine, read_state, heartbeat, metrics.add_save, uploads
     )
     stack.callback(saver.close)
-    evaluation = Evaluation(
-        sets=sets,
-        engine=engine,
-        image=image,
-        tokenizer=tokenizer,
-        batch_size=config.micro_batch,
-        global_batch=config.global_batch,
-        num_samples=loader.num_samples,
-        folder=folder,
-        metrics=metrics,
-        heartbeat=heartbeat,
-        wandb=wandb,
-    )
     return Run(
         config=config,
         folder=folder,
@@ -194,7 +215,18 @@ def build(
         loader=loader,
         metrics=metrics,
         anomalies=anomalies,
-        evaluation=evaluation,
+        evaluation=Evaluation(
+            sets,
+            engine,
+            image,
+            tokenizer,
+            config.micro_batch,
+            loader.num_samples,
+            folder,
+            metrics,
+            heartbeat,
+            wandb,
+        ),
         saver=saver,
         interrupts=Interrupts(60 * config.checkpoint.every_minutes, lambda: saver.is_writing),
         heartbeat=heartbeat,
@@ -202,56 +234,22 @@ def build(
     )
 
 
-def open_metrics(
-    config: Config,
-    folder: Path,
-    engine: Engine,
-    wandb: WandbRun | None,
-    stack: ExitStack,
-    first_step: int,
-    best_pace: float | None,
-    num_samples: int,
-) -> MetricsLogger:
-    """The records of the run, which DeepSpeed's monitors and W&B get as well. Collective."""
+def find_writers(engine: Engine, wandb: WandbRun | None) -> dict[str, WriteEvents]:
+    """Return what writes the metrics, in addition to metrics.jsonl, by the name for messages."""
     monitors = {
         "TensorBoard": engine.monitor.tb_monitor,
         "W&B": wandb,
         "csv_monitor": engine.monitor.csv_monitor,
         "Comet": engine.monitor.comet_monitor,
     }
-    writers = {
-        name: monitor.write_events for name, monitor in monitors.items() if monitor is not None
-    }
-    metrics = MetricsLogger(
-        folder,
-        writers,
-        config.global_batch,
-        config.num_steps,
-        first_step,
-        best_pace,
-        num_samples,
-    )
-    stack.callback(metrics.close)
-    return metrics
-
-
-def watch_anomalies(
-    config: Config, loss: Loss, metrics: MetricsLogger, saved: Saved | None
-) -> AnomalyDetector:
-    """Build the detector of spikes and collapse, with its state in the checkpoint."""
-    return AnomalyDetector(
-        metrics.note,
-        skip=config.on_spike == "skip",
-        max_scale=config.model.max_scale if loss.learns_scale else None,
-        warmup_steps=config.optim.warmup_steps,
-        state=saved.meta["trouble"] if saved else None,
-    )
+    return {name: monitor.write_events for name, monitor in monitors.items() if monitor}
 
 
 def check_without_data(config: Config) -> None:
-    """Refuse what a start would refuse before it looks at data: packages, loss, options, model, forbidden shards.
+    """Check everything that does not need data: packages, loss, model, and whether shards may be remote.
 
-    Raises: ValueError, as the start would.
+    Raises:
+        ValueError: As a run would.
     """
     check_packages(config)
     make_loss(config)
@@ -262,41 +260,39 @@ def check_without_data(config: Config) -> None:
 
 
 def check_model(config: Config) -> None:
-    """Refuse a model that does not exist, or weights that are not there. Raises: ValueError."""
+    """Check that the model and its pretrained weights exist.
+
+    Raises:
+        ValueError: If they do not.
+    """
     read_architecture(config.model)
     find_weights(register_config(config.model.name), config.model)
     warn_of_random_tower(config.model)
 
 
 def make_loss(config: Config) -> Loss:
-    """The loss on the CPU. Raises: ValueError for one that does not exist, or does not fit the optimizer."""
+    """Build the loss on the CPU.
+
+    Raises:
+        ValueError: If it does not exist, or does not fit the optimizer's settings.
+    """
     loss = build_loss(config.loss.name, **config.loss.options)
     if config.optim.tau_lr is not None and not loss.learns_scale:
         raise ValueError(
-            f"optim.tau_lr is for a learned logit scale, and loss {config.loss.name} learns none"
+            f"optim.tau_lr is the rate of a learned logit scale, but loss.name={config.loss.name} "
+            "does not learn one; remove optim.tau_lr"
         )
     return loss
 
 
-def choose_loss(config: Config) -> Loss:
-    """Build the loss on this rank's device. Collective. Raises: ValueError on every rank alike, see make_loss."""
-    with comm.all_or_none("loss"):  # a user's own may be missing on one host
-        loss = make_loss(config)
-    return loss.to(comm.local_device())
+def build_towers(config: Config, loss: Loss, restored: bool) -> tuple[nn.Module, Any]:
+    """Build the model, equal on every rank, and its tokenizer. Collective.
 
-
-def open_sources(config: Config) -> tuple[list[Source], list[ImageSet]]:
-    """What to train on and what to evaluate on. Collective."""
-    with comm.all_or_none("data"):
-        return load_sources(config.data), load_sets(config.eval, config.data)
-
-
-def build_towers(
-    config: Config, loss: Loss, restored: bool = False
-) -> tuple[nn.Module, Any, ImageSpec]:
-    """Build the model, equal on every rank, its tokenizer, and the description of its images. Collective.
-
-    Args:   restored: a checkpoint's weights come next, so that pretrained ones are neither needed nor fetched.
+    Args:
+        config: Settings of the run.
+        loss: Determines the first logit scale and bias.
+        restored: Whether a checkpoint's weights will be loaded. Pretrained weights are not needed
+            then, and not downloaded.
     """
     if not restored:
         with comm.all_or_none("model"):
@@ -312,27 +308,22 @@ def build_towers(
         model = build_model(config.model, *start, pretrained=not restored)
         check_image_size(config.model, model)
         check_compiled(config, model, comm.size())
-        tokenizer = build_tokenizer(config.model, model)
-    preprocessing = read_preprocessing(model)
-    return (
-        model,
-        tokenizer,
-        ImageSpec(preprocessing.size, preprocessing.interpolation, preprocessing.resize_mode),
-    )
+        return model, build_tokenizer(config.model, model)
 
 
 def identify(config: Config, sources: list[Source]) -> dict[str, Any]:
-    """The settings that must not change when the run is resumed, see checkpoint.identity. Collective.
+    """Return the settings that must not change when the run is resumed; see checkpoint.identity. Collective.
 
-    Raises: ValueError on every rank alike where hosts have other shards or another model config under the same path.
+    Raises:
+        ValueError: On every rank, if hosts have different shards or model configs at the same path.
     """
-    # Synthetic data are identified by data.num_samples, which is one of the settings compared.
+    # Synthetic data are identified by data.num_samples, which is one of the compared settings.
     data = "synthetic" if config.data.source == "synthetic" else fingerprint(config.data, sources)
     with comm.all_or_none("model"):
         found = checkpoint.identity(config, data, read_architecture(config.model))
-        # Export and evaluation read it, when the weights' folder may be gone.
+        # Export and evaluation need it, even if the folder of the pretrained weights is gone.
         found["model.preprocess"] = read_overrides(register_config(config.model.name), config.model)
-    # Paths agree by now, but a path may name another file on each host.
+    # The paths are known to agree, but each host may have a different file there.
     same = ("data.shards", "model.config", "model.preprocess")
     check_agreement({key: found.get(key) for key in same}, SAME_FILES)
     return found
@@ -341,8 +332,8 @@ def identify(config: Config, sources: list[Source]) -> dict[str, Any]:
 def start_engine(
     config: Config, model: nn.Module, loss: Loss, ds_config: dict[str, Any], saved: Saved | None
 ) -> Engine:
-    """Build the engine, new or restored with the loss from a checkpoint; newer ones are set aside. Collective."""
-    # The weights, drawn before, must be equal on all ranks; dropout, drawn from here on, must differ.
+    """Build the engine; on resume, restore it and the loss, and set newer checkpoints aside. Collective."""
+    # The weights, which are drawn already, are equal on all ranks. Dropout must differ.
     set_random_seed(config.seed + 1 + comm.rank())
     new_engine = partial(build_engine, model, config.optim, ds_config)
     if saved is None:
@@ -353,26 +344,3 @@ def start_engine(
     set_newer_aside(saved)
     rewind_tensorboard(engine.monitor, saved.step * config.global_batch)
     return engine
-
-
-def build_loader(
-    config: Config,
-    sources: list[Source],
-    model: nn.Module,
-    image: ImageSpec,
-    tokenizer: Any,
-    saved: Saved | None,
-    share: HostShare,
-) -> Loader:
-    """This rank's part of the data order, from the start or from where the checkpoint left it."""
-    return Loader(
-        config.data,
-        sources,
-        SampleForm(image, tokenizer, *read_text_size(model)),
-        Share(comm.rank(), comm.size(), config.global_batch, config.micro_batch),
-        config.seed,
-        merge_states(saved.states("data")) if saved else None,
-        Staging(
-            config.pixels, comm.local_device(), share.ranks, share.cores, share.memory_bytes / 8
-        ),
-    )

@@ -1,8 +1,8 @@
-"""The DeepSpeed engine of a run: optimizer, schedule, precision, the update, and the clamp of the logit scale.
+"""The DeepSpeed engine of a run: optimizer, schedule, precision, the update, and the bound of the logit scale.
 
-This is the only caller of deepspeed.initialize. The optimizers are those of torch and timm, so
-DeepSpeed compiles nothing. The learning rate is set before every update, so the schedule is a pure
-function of the step. Patches of DeepSpeed are in distributed/deepspeed_quirks.py.
+No other file calls deepspeed.initialize. The optimizers come from torch and timm, so DeepSpeed
+compiles nothing. The learning rate is set before every update, so it depends on the step alone.
+Patches of DeepSpeed are in distributed/deepspeed_quirks.py.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def learning_rate(step: int, num_steps: int, peak: float, settings: OptimSetting
 
 
 def set_rates(engine: Engine, lr: float, settings: OptimSettings, scale: Tensor) -> None:
-    """Set the learning rates of the next update; the logit scale has a different one if optim.tau_lr is set.
+    """Set the learning rates of the next update, including that of the logit scale if optim.tau_lr is set.
 
     Args:
         engine: The engine.
@@ -120,7 +120,7 @@ def set_lr(engine: Engine, lr: float, tau_lr: float | None = None) -> None:
     Args:
         engine: The engine.
         lr: Learning rate.
-        tau_lr: Learning rate of the logit scale; None: as for the other groups.
+        tau_lr: Learning rate of the logit scale; if None, it follows the same rule.
     """
     for group in engine.optimizer.param_groups:
         if group["name"] == "scale" and tau_lr is not None:
@@ -134,14 +134,14 @@ def backward_and_step(
     surrogates: Iterable[Tensor],
     refuses: Callable[[int, Tensor], bool] | None = None,
 ) -> Tensor | None:
-    """Call engine.backward and engine.step for each micro-batch's surrogate loss, which is exact at ZeRO 0 to 3.
+    """Call engine.backward and engine.step for the surrogate loss of each micro-batch, at any ZeRO stage.
 
     Args:
         engine: The engine.
         surrogates: 0-d tensors, one per micro-batch, each built when it is requested. There are as
             many as the engine's gradient_accumulation_steps.
         refuses: Called before the update with the number of the step, counted from 1, and the
-            gradient norm, 0-d. If it returns True, the update is left out.
+            gradient norm, 0-d. If it returns True, there is no update.
 
     Returns:
         The global gradient norm before clipping, 0-d, or None if a loss scaler skipped the step.
@@ -168,13 +168,13 @@ def backward_and_step(
         for surrogate in surrogates:
             engine.backward(surrogate, scale_wrt_gas=False)
             if engine.is_gradient_accumulation_boundary() and stage == 0:
-                # At ZeRO 0 DeepSpeed neither reports the norm nor refuses a NaN. The gradients have
-                # already been reduced here.
+                # At ZeRO 0 DeepSpeed neither computes the norm nor checks for NaN. The gradients
+                # are already averaged over ranks here.
                 gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
                 norm = torch.nn.utils.get_total_norm(gradients)
                 finite = bool(torch.isfinite(norm))
                 if not finite or refuse(norm):
-                    engine.zero_grad()  # to None, so that the optimizer skips every parameter
+                    engine.zero_grad()  # sets them to None, so the optimizer skips all parameters
             engine.step()
     if finite and engine.was_step_applied() and not refused:
         value = engine.get_global_grad_norm() if norm is None else norm
@@ -193,7 +193,7 @@ def backward_and_step(
 
 @torch.no_grad()
 def clamp_scale(engine: Engine, max_scale: float) -> None:
-    """Clamp logit_scale to ln(max_scale), also in the fp32 master copy that the next step starts from.
+    """Clamp logit_scale to ln(max_scale), in the parameter and in the optimizer's fp32 copy.
 
     Each rank clamps the part that it owns, without communication and without waiting for the device.
     """
@@ -201,7 +201,7 @@ def clamp_scale(engine: Engine, max_scale: float) -> None:
     if not parameter.requires_grad:
         return
     limit = math.log(max_scale)
-    if hasattr(parameter, "ds_id"):  # ZeRO 3: every rank holds a padded part
+    if hasattr(parameter, "ds_id"):  # ZeRO 3: every rank has a padded part
         safe_set_local_fp32_param(parameter, safe_get_local_fp32_param(parameter).clamp(max=limit))
         parameter.ds_tensor.data.clamp_(max=limit)
         if parameter.numel():  # small parameters stay gathered

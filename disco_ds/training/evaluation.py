@@ -1,4 +1,4 @@
-"""The evaluations of a run: on which sets, and where the results go."""
+"""The evaluations of a run: on all its sets, with the results in the log, metrics, report and W&B."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ class Evaluation:
     tokenizer: Any
     batch_size: int
     """Images or texts per rank and forward pass."""
-    global_batch: int
     num_samples: int
     """Size of the training set, for the epoch in the log."""
     folder: Path
@@ -53,11 +52,11 @@ class Evaluation:
         return values
 
     def _publish(self, step: int, results: list[Result]) -> None:
-        samples = step * self.global_batch
+        samples = step * self.metrics.global_batch
         say(f"step {step:,}, epoch {samples / self.num_samples:.2f}:\n{describe(results)}")
         classified = [result for result in results if isinstance(result, Accuracy)]
         if classified:
-            with log_errors("the images for report.png were not kept"):
+            with log_errors("images for report.png were not saved"):
                 save_examples(self.folder, classified[0].name, classified[0].examples)
         if self.wandb:
             examples = [example for result in classified for example in result.examples]

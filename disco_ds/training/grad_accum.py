@@ -1,11 +1,15 @@
-"""GradAccum (BASIC) around a contrastive loss: one loss on the features of all micro-batches.
+"""GradAccum (BASIC): one contrastive loss on the features of all micro-batches.
 
-As in DisCo-CLIP's Algorithm 1, the graph is always cut at the features. First every micro-batch is
-forwarded without a graph, then one loss is computed on all features, then each micro-batch is
-forwarded again under its first RNG state and the gradient that the loss left at its features is sent
-back through it. The last forward keeps its graph, so a single micro-batch costs a single forward, by
-the same code. The caller decides how a surrogate loss is sent back (DeepSpeed, DDP, FSDP2): step.py
-does so for the trainer, own_loop.py for custom training loops.
+As in DisCo-CLIP's Algorithm 1, the autograd graph is always cut at the features:
+
+1. Forward every micro-batch without a graph.
+2. Compute one loss on all features, and its gradient at the features.
+3. Forward each micro-batch again with the same random draws, and backpropagate its part of that
+   gradient.
+
+The last micro-batch keeps its graph in 1, so that a single micro-batch needs a single forward. The
+caller runs the backward of the surrogate losses: step.py with DeepSpeed for the trainer, own_loop.py
+with DeepSpeed, DDP or FSDP2 for custom training loops.
 """
 
 # b samples of this rank = K micro-batches x m, D width
@@ -29,25 +33,22 @@ Features = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 class Rng:
-    """The states of the random generators of the CPU and one device, which dropout, patch dropout and drop path use.
+    """The random states of the CPU and one device, which dropout, patch dropout and drop path use.
 
     Args:
-        device: The device; None: the current one of this process.
+        device: The device; None is the current one of this process.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device
+        self._index = None if device is None else device.index
         self._cpu_state = torch.get_rng_state()
         self._device_state = None
         if get_accelerator().device_name() != "cpu":
             self._device_state = get_accelerator().get_rng_state(self._index)
 
-    @property
-    def _index(self) -> int | None:
-        return None if self.device is None else self.device.index
-
     def restore(self) -> None:
-        """Set the generators to these states."""
+        """Restore these states."""
         torch.set_rng_state(self._cpu_state)
         if self._device_state is not None:
             get_accelerator().set_rng_state(self._device_state, self._index)
@@ -55,23 +56,23 @@ class Rng:
 
 @dataclass(frozen=True)
 class MicroFeatures:
-    """The features of one micro-batch, and the RNG state that repeats its forward."""
+    """The features of one micro-batch, and the random state before its forward."""
 
     features: Any
-    """Features; the features of a locked tower are None in `Towers.again`."""
+    """See Features; in the result of `Towers.again`, those of a locked tower are None."""
     index: Tensor | None
     """[m] sample ids."""
     rng: Rng
 
 
 class Towers(Protocol):
-    """Both towers, run on one micro-batch."""
+    """Runs both towers on one micro-batch."""
 
     def __call__(self, batch: Any, keep_graph: bool) -> MicroFeatures:
-        """Compute the features, with a graph or without."""
+        """Compute the features, with or without a graph."""
 
     def again(self, batch: Any, first: MicroFeatures) -> MicroFeatures:
-        """Compute the features of the trained towers again, with a graph; they equal the first ones."""
+        """Compute the features of the trained towers again, with a graph. They equal those of `first`."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Accumulated:
 
     out: LossOutput
     embeddings: Embeddings
-    """This rank's features of all micro-batches, as leaves that hold the gradient of the loss."""
+    """This rank's features of all micro-batches, as leaf tensors with the gradient of the loss."""
     result: Any
     """What `backward` returned."""
 
@@ -93,27 +94,28 @@ def accumulate(
     agree: Callable[[Embeddings, LossOutput], None] = lambda embeddings, out: None,
     timer: Timer = record_function,
 ) -> Accumulated:
-    """Send the full-batch gradient of these micro-batches (of all ranks) back once. Collective, as the loss is.
+    """Backpropagate the gradient of the global batch once. Collective, as the loss is.
 
     Args:
-        towers: Run on each micro-batch, twice on all but the last one.
+        towers: Called on each micro-batch, and on all but the last a second time.
         loss: Called once, with the features of all micro-batches.
-        micro_batches: K of equal size, with the same K and size on every rank.
-        backward: Gets K surrogate losses, each built when it is requested, and calls backward on each.
-        agree: Called with this rank's embeddings and the output of the loss before `backward`. It
+        micro_batches: This rank's K micro-batches; K and their size are the same on every rank.
+        backward: Takes an iterator over K surrogate losses, and calls backward on each before it
+            requests the next.
+        agree: Called before `backward`, with this rank's embeddings and the output of the loss. It
             must raise on all ranks or on none.
-        timer: Opened around each phase, with the name of the phase.
+        timer: Context manager that is opened around each phase, with the name of the phase.
     """
     last = len(micro_batches) - 1
     with timer("step/forward"):
         parts = [towers(batch, keep_graph=k == last) for k, batch in enumerate(micro_batches)]
-    # Repeating a forward rewinds the generators. The next step must continue from here, whatever K is.
+    # Repeated forwards rewind the generators. The next step must continue from the state of now.
     after = Rng(parts[-1].rng.device)
     leaves = _join_leaves(parts)
     with timer("step/loss"):
         out = loss(leaves)
-        out.loss.backward()  # ends at the leaves, with the full-batch gradient there
-    # Nothing has been changed yet, so all ranks can still abandon the step together.
+        out.loss.backward()  # stops at the leaves, and leaves the gradient of the global batch there
+    # Nothing has been changed yet, so all ranks can still skip the step together.
     agree(leaves, out)
     try:
         with timer("step/backward and update"):
@@ -124,9 +126,9 @@ def accumulate(
 
 
 def _join_leaves(parts: Sequence[MicroFeatures]) -> Embeddings:
-    """Join the features of all micro-batches as leaves, where the backward of the loss stops.
+    """Join the features of all micro-batches as leaf tensors, where the backward of the loss stops.
 
-    So the loss never sees loss scaling. The last micro-batch has a graph, which shows what is trained.
+    The features of the last micro-batch have a graph, so they show which values are trained.
     """
     images, texts, scales, biases = zip(*(part.features for part in parts), strict=True)
     indices = [part.index for part in parts if part.index is not None]
@@ -146,13 +148,13 @@ def _join_leaves(parts: Sequence[MicroFeatures]) -> Embeddings:
 def _surrogates(
     towers: Towers, batches: Sequence[Any], parts: list[MicroFeatures], leaves: Embeddings
 ) -> Iterator[Tensor]:
-    """Yield a scalar for each micro-batch whose gradient is this micro-batch's part of the loss gradient.
+    """Yield a surrogate loss for each micro-batch: the inner product of its features and their gradient.
 
-    The scalar is the inner product of the features and the gradient that the loss left at them. Scale
-    and bias are counted once, in the last micro-batch. The others have their terms times 0, because
-    ZeRO 3 would apply a stale gradient to a parameter that is not in the graph.
+    Its backward gives the parameters this micro-batch's part of the true gradient. Scale and bias
+    count once, in the last micro-batch. In the others their terms are multiplied by 0 instead of left
+    out, because ZeRO 3 would apply a stale gradient to a parameter that is not in the graph.
     """
-    # The last micro-batch goes first, so that its backward frees its graph before the others build theirs.
+    # The last micro-batch comes first, so that its graph is freed before the others build theirs.
     with_graph = parts.pop()
     last = len(parts)
     m = len(leaves.image) // (last + 1)

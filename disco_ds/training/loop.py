@@ -1,7 +1,7 @@
 """The training loop: steps, logs, saves, evaluations, and the end of a run.
 
-build.py builds what a run consists of, step.py is one step, and run.py calls this file, for Python
-programs and the command line.
+build.py builds the run, step.py computes one step, and run.py calls this file for Python programs
+and the command line.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ import logging
 import math
 import shlex
 import socket
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,14 +60,14 @@ def train(run: Run) -> None:
     """
     run.engine.train()
     step, num_steps = run.first_step, run.config.num_steps
-    # The checkpoint of a step is saved before its evaluation, which may thus be missing.
+    # A checkpoint is saved before the evaluation of its step, which may therefore be missing.
     if 0 < step < num_steps and is_due(run, step, run.config.eval):
         run.evaluation(step)
     while step < num_steps:
         is_logged = (step + 1) % run.config.log.every_steps == 0 or step + 1 == num_steps
         data = run.loader.read_step()
         output = run_step(run, step, data, is_logged)
-        if output is None:  # the batch was skipped, and the next one takes its place
+        if output is None:  # the batch was skipped; the next one takes its place
             continue
         step += 1
         if is_logged:
@@ -77,16 +75,18 @@ def train(run: Run) -> None:
         run.saver.poll(step, run.interrupts.written)
         if step == num_steps or run.interrupts.save or is_due(run, step, run.config.checkpoint):
             save(run, step)
-        if run.interrupts.stop and step < num_steps:
+        if step == num_steps:
+            break  # `finish` evaluates after the last step
+        if run.interrupts.stop:
             raise AskedToStopError(
                 f"asked to stop, saved after step {step:,}; --resume latest resumes from there"
             )
-        if step < num_steps and is_due(run, step, run.config.eval):
-            run.evaluation(step)  # `finish` evaluates after the last step
+        if is_due(run, step, run.config.eval):
+            run.evaluation(step)
 
 
 def run_step(run: Run, step: int, data: StepData, is_logged: bool) -> StepOutput | None:
-    """Train one step, and handle what may go wrong in it. Collective.
+    """Train one step, and handle its errors. Collective.
 
     All errors here are raised on every rank, before anything is changed.
 
@@ -107,6 +107,11 @@ def run_step(run: Run, step: int, data: StepData, is_logged: bool) -> StepOutput
     run.loss.accuracy = is_logged
     rate = learning_rate(step, config.num_steps, config.peak_lr, config.optim)
     generators = Rng()
+
+    def agree_and_set_rates(embeddings: Embeddings, out: LossOutput) -> None:
+        agree(step, data, run.interrupts, run.anomalies, embeddings, out)
+        set_rates(run.engine, rate, config.optim, embeddings.scale)
+
     try:
         output = train_step(
             run.engine,
@@ -114,16 +119,23 @@ def run_step(run: Run, step: int, data: StepData, is_logged: bool) -> StepOutput
             data.micro_batches,
             prepare(config),
             config.model.max_scale,
-            agree=partial(agree, step, data, run.interrupts, run.anomalies),
-            set_rates=partial(set_rates, run.engine, rate, config.optim),
-            refuses_norm=run.anomalies.check_norm,
-            timer=mark_phases(run, step, run.metrics.phases.timer(sampled=is_logged)),
+            agree_and_set_rates,
+            run.anomalies.check_norm,
+            mark_phases(run, step, run.metrics.phases.timer(sampled=is_logged)),
         )
     except SpikeError:  # run.anomalies has logged it
         return None
     except FloatingPointError as error:
         run.skipped_in_a_row += 1
-        skip_batch(error, run.skipped_in_a_row, config.skip_nonfinite)
+        if run.skipped_in_a_row > config.skip_nonfinite:
+            raise
+        if comm.rank() == 0:
+            logger.warning(
+                "%s; the batch is skipped (%d in a row, skip_nonfinite=%d)",
+                error,
+                run.skipped_in_a_row,
+                config.skip_nonfinite,
+            )
         return None
     except DataStopError as error:
         generators.restore()
@@ -141,7 +153,7 @@ def run_step(run: Run, step: int, data: StepData, is_logged: bool) -> StepOutput
 
 
 def save(run: Run, step: int) -> None:
-    """Save a checkpoint after this step. Collective. Raises: see Saver.save."""
+    """Save a checkpoint after this step; see Saver.save. Collective."""
     run.interrupts.saved()
     if run.interrupts.stop:
         run.heartbeat.stop_agreed()
@@ -152,7 +164,7 @@ def mark_phases(run: Run, step: int, timer: Timer) -> Timer:
     """Extend the timer of the step's phases so that the heartbeat publishes each phase as it begins."""
 
     def begin(name: str) -> AbstractContextManager[Any]:
-        # The first step compiles, which may take any time.
+        # The first step may take very long, because it compiles.
         run.heartbeat.mark(step, name.removeprefix("step/"), timed=step > run.first_step)
         return timer(name)
 
@@ -177,9 +189,9 @@ def agree(
     embeddings: Embeddings,
     out: LossOutput,
 ) -> None:
-    """Let all ranks continue or stop together, before anything is changed. Collective, one all_reduce.
+    """Make all ranks continue or stop together, before anything is changed. Collective, one all_reduce.
 
-    The ranks also agree on requests to save or to stop, which are served after the step.
+    The ranks also agree on requests to save or to stop, which are handled after the step.
 
     Raises:
         StopError: For a data error, or ranks at different steps.
@@ -191,15 +203,15 @@ def agree(
     flags = torch.tensor(
         [0.0, has_error, *interrupts.requests, step, -step, 0.0], dtype=torch.float64
     )
-    # CUDA copies so few bytes without waiting. Flags made on the device would have to be waited for.
+    # The host does not wait for the device here, because CUDA copies a few bytes asynchronously.
     flags = flags.to(loss.device, non_blocking=True)
     flags[0] = ~torch.isfinite(loss.detach())
     flags[-1] = out.metrics["loss"]
     agreed = comm.all_reduce_max(flags).tolist()
     not_finite, has_error, save, stop, writing, last, first, global_loss = agreed
-    # The maxima of step and -step are the last and the first step that any rank is at.
+    # The maxima of step and -step are the last step of any rank and minus the first.
     if last != -first:
-        # A rank left out a collective, so those of the others were matched with its later ones.
+        # A rank has skipped a collective, and its later ones were matched with those of other ranks.
         places = comm.gather_objects(f"rank {comm.rank()} on {socket.gethostname()}: step {step}")
         raise StopError(
             "the ranks are at different steps, so they have not trained one model: "
@@ -214,34 +226,22 @@ def agree(
     reports = comm.gather_objects((data.error, loss.item(), is_finite))
     if has_error:
         errors = {rank: error for rank, (error, *_) in enumerate(reports) if error is not None}
-        ranks = ", ".join(map(str, errors))
-        raise DataStopError(
-            f"step {step}: data failed on rank {ranks}: {next(iter(errors.values()))}"
-        )
-    # A NaN in one rank's features makes every rank's loss NaN, so the features are more specific.
-    sources = [str(rank) for rank, (*_, finite) in enumerate(reports) if not finite]
+        first_error = next(iter(errors.values()))
+        raise DataStopError(f"step {step}: data failed on {comm.join_ranks(errors)}: {first_error}")
+    # NaN in one rank's features makes the loss of every rank NaN, so look at the features first.
+    sources = [rank for rank, (*_, finite) in enumerate(reports) if not finite]
     what = "features"
     if not sources:
         what = "loss"
-        sources = [str(rank) for rank, (_, x, _) in enumerate(reports) if not math.isfinite(x)]
+        sources = [rank for rank, (_, x, _) in enumerate(reports) if not math.isfinite(x)]
     raise FloatingPointError(
-        f"step {step}: the loss is not finite, from the {what} of rank {', '.join(sources)}; "
-        "nothing was updated"
+        f"step {step}: the loss is not finite, from the {what} of "
+        f"{comm.join_ranks(sources)}; nothing was updated"
     )
 
 
-def skip_batch(error: FloatingPointError, in_a_row: int, at_most: int) -> None:
-    """Log that a batch is skipped. Raises `error` if too many were skipped in a row."""
-    if in_a_row > at_most:
-        raise error
-    if comm.rank() == 0:
-        logger.warning(
-            "%s; the batch is skipped (%d in a row, at most %d)", error, in_a_row, at_most
-        )
-
-
 def log(run: Run, step: int, output: StepOutput, data: StepData) -> None:
-    """Log the metrics of a step, chosen in metrics/step_metrics.py, and look for anomalies. Collective."""
+    """Log the metrics of a step, and check them for anomalies. Collective."""
     config = run.config
     point = LogPoint(
         step=step,
@@ -259,9 +259,9 @@ def log(run: Run, step: int, output: StepOutput, data: StepData) -> None:
 
 
 def prepare(config: Config) -> Callable[[MicroBatch], tuple[Tensor, Tensor, Tensor]]:
-    """Return the function that turns a micro-batch into the inputs of step.py: image, text or second view, ids.
+    """Return the function that turns a micro-batch into inputs of the towers: image, text or second view, ids.
 
-    Both passes get equal inputs, because the augmentation depends on (seed, epoch, id) only.
+    Both forwards get equal inputs, because the augmentation depends on (seed, epoch, id) only.
     """
 
     def augmented(batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
@@ -287,7 +287,5 @@ def finish(run: Run) -> None:
         picture = write_report(run.folder, tensorboard.summary_writer if tensorboard else None)
         if run.evaluation.wandb:
             run.evaluation.wandb.write_report(num_steps * run.config.global_batch, picture)
-    program = Path(sys.executable).with_name("tensorboard")
-    name = str(program) if program.exists() else "tensorboard"
-    command = shlex.join([name, "--logdir", str(run.folder.parent)])
+    command = shlex.join(["tensorboard", "--logdir", str(run.folder.parent)])
     say(f"run folder: {run.folder}\npictures: {run.folder / REPORT}\ncurves: {command}")

@@ -1,4 +1,4 @@
-"""Batches of any form as micro-batches: which parts of them are divided, and how. Only own_loop.py imports it."""
+"""Split batches of any form into micro-batches. Only own_loop.py imports this file."""
 
 from __future__ import annotations
 
@@ -9,49 +9,47 @@ from typing import Any
 from torch import Tensor
 
 DIVIDES = (
-    "the fields of mappings, dataclasses and tuples are divided: tensors [b, ...] along their first dimension, "
-    "lists of b samples by item"
+    "in mappings, dataclasses and tuples each field is divided: tensors [b, ...] along their first "
+    "dimension, lists of b samples by item"
 )
 
 
 def split(batch: Any, count: int) -> tuple[list[Any], int]:
-    """Cut a batch into equal parts of the same form.
+    """Split a batch into equal parts of the same form.
 
     Args:
-        batch: Mappings, dataclasses, tuples, and lists that hold tensors are trees of fields. A field is a tensor
-            [b, ...], or a list of b samples of any kind but tensors. None, numbers and strings go into every part.
+        batch: Mappings, dataclasses, tuples, and lists of tensors are nested fields. A field is a
+            tensor [b, ...] or a list of b samples that are not tensors. None, numbers and strings are
+            put into every part.
         count: Number of parts.
 
     Returns:
         The parts, and b.
 
     Raises:
-        ValueError: If b is not the same for all fields, or not a multiple of `count`, or if nothing can be divided.
+        ValueError: If b differs between fields or is not a multiple of `count`, or if nothing can be
+            divided.
     """
     sizes: dict[str, int] = {}
     parts = _cut(batch, count, (), sizes)
     if not sizes:
         raise ValueError(
-            f"the batch holds nothing that can be divided into {count} micro-batches; {DIVIDES}"
+            f"the batch contains nothing that can be divided into {count} micro-batches; {DIVIDES}"
         )
     if len(set(sizes.values())) > 1:
         found = ", ".join(f"{name} {size}" for name, size in sizes.items())
-        raise ValueError(f"the batch holds different numbers of samples: {found}; {DIVIDES}")
+        raise ValueError(f"the batch has different numbers of samples: {found}; {DIVIDES}")
     return parts, next(iter(sizes.values()))
 
 
 def _cut(value: Any, count: int, path: tuple[str, ...], sizes: dict[str, int]) -> list[Any]:
-    """Cut a field, or a tree of them, and note in `sizes` how many samples each field has."""
+    """Split a field or nested fields, and add the number of samples of each field to `sizes`."""
     name = ".".join(path) or "the batch"
-    if isinstance(value, Tensor) or _holds_samples(value):
-        got = (
-            f"of shape {tuple(value.shape)}"
-            if isinstance(value, Tensor)
-            else f"of {len(value)} items"
-        )
-        size = 0 if isinstance(value, Tensor) and value.dim() == 0 else len(value)
+    if isinstance(value, Tensor) or _is_list_of_samples(value):
+        shape = tuple(value.shape) if isinstance(value, Tensor) else (len(value),)
+        size = shape[0] if shape else 0
         if size == 0 or size % count:
-            raise ValueError(f"{name} {got} does not divide into {count} micro-batches")
+            raise ValueError(f"{name} of shape {shape} does not divide into {count} micro-batches")
         sizes[name] = size
         return [value[first : first + size // count] for first in range(0, size, size // count)]
     if value is None or isinstance(value, str | bytes | int | float):
@@ -61,8 +59,11 @@ def _cut(value: Any, count: int, path: tuple[str, ...], sizes: dict[str, int]) -
     return [make({key: parts[k] for key, parts in cut.items()}) for k in range(count)]
 
 
-def _holds_samples(value: Any) -> bool:
-    """Return True for a list of samples. torch's default_collate makes tuples of strings, and lists of fields."""
+def _is_list_of_samples(value: Any) -> bool:
+    """Return whether a value is a list of samples.
+
+    torch's default_collate returns strings as a tuple, and the fields of a tuple as a list of tensors.
+    """
     if type(value) is tuple:
         return len(value) > 0 and all(isinstance(item, str) for item in value)
     return isinstance(value, list) and not any(isinstance(item, Tensor) for item in value)
@@ -71,7 +72,7 @@ def _holds_samples(value: Any) -> bool:
 def _open(
     value: Any, name: str, count: int
 ) -> tuple[dict[Any, Any], Callable[[dict[Any, Any]], Any]]:
-    """Return the fields of a tree, and what makes a tree of the same form from them."""
+    """Return the fields of a value, and a function that makes a value of the same form from fields."""
     if dataclasses.is_dataclass(value):
         fields = {
             field.name: getattr(value, field.name)
@@ -85,11 +86,11 @@ def _open(
         raise ValueError(f"{name} is a {type(value).__name__}, which cannot be divided; {DIVIDES}")
     shapes = {item.shape if isinstance(item, Tensor) else None for item in value}
     shape = shapes.pop() if len(shapes) == 1 else None
-    # Cut as fields, b tensors of samples would give b / K rows too, of a part of each sample.
+    # Split as fields, b tensors that are samples would give b / K rows too, but of parts of all samples.
     if shape and len(value) > 2 and len(value) * count == shape[0]:
         raise ValueError(
-            f"{name} has {len(value)} tensors of shape {tuple(shape)}, which may be samples or fields: stack the "
-            "samples to one tensor, or make the fields a dict"
+            f"{name} has {len(value)} tensors of shape {tuple(shape)}, which may be samples or "
+            "fields. Stack samples into one tensor; put fields into a dict."
         )
-    make = getattr(type(value), "_make", type(value))  # of a namedtuple
+    make = getattr(type(value), "_make", type(value))  # _make is for namedtuples
     return dict(enumerate(value)), lambda cut: make(cut.values())

@@ -1,4 +1,4 @@
-"""Explain an out-of-memory error: the phase it happened in, how much memory was held, and which settings help."""
+"""Explain an out-of-memory error: the phase it happened in, how much memory was in use, and which settings help."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class OutOfMemory(RuntimeError):  # noqa: N818
 
     Args:
         text: One line.
-        explanation: What was held and what helps; empty if another rank of this host has reported it.
+        explanation: Memory in use and settings that help; empty if another rank of this host has
+            reported them.
     """
 
     def __init__(self, text: str, explanation: list[str]):
@@ -35,7 +36,7 @@ class OutOfMemory(RuntimeError):  # noqa: N818
 def explained(
     config: Config, phase: Callable[[], str], report: Callable[[str], object]
 ) -> Iterator[None]:
-    """Turn an out-of-memory error of the body into one that says what helps.
+    """Turn an out-of-memory error of the block into one that names the settings that help.
 
     Args:
         config: Settings of the run.
@@ -51,90 +52,63 @@ def explained(
         if not is_out_of_memory(error):
             raise
         place = phase()
-        text = f"out of memory in {place}: {_first_line(error)}"
-        explanation = list(_explain(config, place)) if _is_first_of_host() else []
+        first_line = str(error).partition("\n")[0]
+        text = f"out of memory in {place}: {first_line}"
+        explanation = _explain(config, place) if _is_first_of_host() else []
         if explanation:
             report("\n  ".join([f"rank {comm.rank()} is {text}", *explanation]))
         raise OutOfMemory(text, explanation) from error
 
 
 def _is_first_of_host() -> bool:
-    """Return True on the first rank of this host that calls. Not collective: only ranks without memory get here."""
+    """Return True on the first rank of this host that calls. Not collective, because other ranks may be fine."""
     if comm.size() == 1:
         return True
-    return (
-        comm.open_store(STORE_TIMEOUT_S).add(f"disco_ds/out_of_memory/{socket.gethostname()}", 1)
-        == 1
-    )
+    store = comm.open_store(STORE_TIMEOUT_S)
+    return store.add(f"disco_ds/out_of_memory/{socket.gethostname()}", 1) == 1
 
 
-def _explain(config: Config, phase: str) -> Iterator[str]:
+def _explain(config: Config, phase: str) -> list[str]:
     # DeepSpeed's CPU accelerator has these numbers too, from psutil.
     device = get_accelerator()
-    held = device.memory_allocated()
-    peak = device.max_memory_allocated()
-    reserved = device.memory_reserved()
-    capacity = device.total_memory()
-    yield (
-        f"{held / GIB:.2f} GiB allocated (peak {peak / GIB:.2f}), {reserved / GIB:.2f} GiB reserved by torch, of "
-        f"{capacity / GIB:.2f} GiB on {device.current_device_name()}"
-    )
-    if reserved - held > 0.1 * capacity:
-        yield (
-            f"{(reserved - held) / GIB:.2f} GiB are reserved but unused, so the memory is fragmented: set "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment of all ranks"
-        )
-    yield f"what helps in {phase}, in this order:"
-    for change in _remedies(config, phase):
-        yield f"  {change}"
-    yield (
-        f"disco-ds plan --config NAME --ranks {comm.size()} shows where the memory goes; --fit FOLDER writes a recipe "
-        "that fits"
-    )
+    allocated = device.memory_allocated() / GIB
+    peak = device.max_memory_allocated() / GIB
+    reserved = device.memory_reserved() / GIB
+    capacity = device.total_memory() / GIB
+    return [
+        f"{allocated:.2f} GiB allocated (peak {peak:.2f}), {reserved:.2f} GiB reserved by torch, "
+        f"of {capacity:.2f} GiB on {device.current_device_name()}",
+        f"what helps in {phase}, in this order:",
+        *(f"  {change}" for change in _remedies(config, phase)),
+        f"disco-ds plan --config NAME --ranks {comm.size()} shows where the memory goes; "
+        "--fit FOLDER writes a recipe that fits",
+    ]
 
 
 def _remedies(config: Config, phase: str) -> Iterator[str]:
     """Yield changes that save memory in this phase and that the recipe can still make, cheapest first."""
-    level = stage(config.deepspeed)
-    two_passes = config.num_micro_batches(comm.size()) > 1
-    half_micro_batch = f"micro_batch={config.micro_batch // 2} (now {config.micro_batch})"
-    smaller = [half_micro_batch] if config.micro_batch > 1 else []
-    pixels_wait = config.pixels == "device" and (two_passes or phase != "building")
-    pixels = ["pixels=compressed, or pixels=host"] if pixels_wait else []
-    recompute = (
-        [] if config.model.activation_checkpointing else ["model.activation_checkpointing=true"]
-    )
-    if level < 3:
-        states = [f"deepspeed=zero{level + 1} (now ZeRO {level}), or more ranks"]
-    else:
-        states = ["deepspeed=zero3_offload, or more ranks"]
-    bucket = ["deepspeed.zero_optimization.reduce_bucket_size=20000000"] if level in (1, 2) else []
-
-    if phase == "forward":
-        yield from smaller + pixels + recompute + states
-    elif phase == "loss":
-        yield from _remedies_of_loss(config)
-        yield from [*pixels, *states, "a smaller global_batch"]
-    elif phase == "backward and update":
-        yield from smaller + recompute + states + bucket + pixels
-    elif phase == "evaluating":
-        yield from smaller + states
-    else:
+    if phase == "building":
         yield "nvidia-smi: does another process use this GPU?"
-        yield from states + pixels + smaller
+    if phase == "loss":
+        yield from _remedies_of_loss(config)
+    elif config.micro_batch > 1:
+        yield f"micro_batch={config.micro_batch // 2} (now {config.micro_batch})"
+    if config.pixels == "device":
+        yield "pixels=compressed, or pixels=host"
+    if phase in ("forward", "backward and update") and not config.model.activation_checkpointing:
+        yield "model.activation_checkpointing=true"
+    level = stage(config.deepspeed)
+    if level < 3:
+        yield f"deepspeed=zero{level + 1} (now ZeRO {level}), or more ranks"
+    else:
+        yield "deepspeed=zero3_offload, or more ranks"
 
 
 def _remedies_of_loss(config: Config) -> Iterator[str]:
     name = config.loss.name
     if name in ("clip", "disco"):
-        yield "loss.name=disco_fused: it holds no matrix of similarities"
+        yield "loss.name=disco_fused, which does not store the similarity matrix"
     if hasattr(build_loss(name, **config.loss.options), "tiling"):
-        yield "loss.options.tile=[1024, 1024], or a smaller one than now"
+        yield "loss.options.tile=[1024, 1024], or smaller if it is set already"
     if name in ("clip", "disco", "disco_fused"):
-        yield "loss.name=inf_cl: it holds no gathered features"
-
-
-def _first_line(error: RuntimeError) -> str:
-    """Return the first line of torch's message, without its advice."""
-    lines = str(error).split(" If reserved but")[0].splitlines()
-    return lines[0] if lines else type(error).__name__
+        yield "loss.name=inf_cl, which does not store the gathered features"

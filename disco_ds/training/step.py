@@ -1,6 +1,6 @@
-"""One optimizer step of the trainer: GradAccum (grad_accum.py) through a DeepSpeed engine.
+"""One optimizer step of the trainer: GradAccum (grad_accum.py) with a DeepSpeed engine.
 
-A tower that is not trained ("locked") runs once per micro-batch.
+A tower that is not trained ("locked") runs only once per micro-batch.
 """
 
 from __future__ import annotations
@@ -50,38 +50,30 @@ def train_step(
     prepare: Prepare,
     max_scale: float,
     agree: Callable[[Embeddings, LossOutput], None] = lambda embeddings, out: None,
-    set_rates: Callable[[Tensor], None] = lambda scale: None,
     refuses_norm: Callable[[int, Tensor], bool] | None = None,
     timer: Timer = record_function,
 ) -> StepOutput:
-    """Apply the full-batch gradient of these micro-batches (of all ranks) once. Collective: every rank must call this.
+    """Update the parameters once with the gradient of the global batch. Collective: every rank must call this.
 
     Args:
         engine: The engine.
-        loss: The loss of the whole batch.
-        micro_batches: K of equal size, with the same K and size on every rank. K is the engine's
-            gradient_accumulation_steps.
+        loss: The loss of the global batch.
+        micro_batches: This rank's K micro-batches. K, which is the engine's
+            gradient_accumulation_steps, and their size are the same on every rank.
         prepare: Turns a micro-batch into the inputs of the towers.
         max_scale: Upper bound of exp(logit_scale) after the update.
         agree: Called with this rank's embeddings and the output of the loss before anything is
-            changed. It must raise on all ranks or on none.
-        set_rates: Called with the scale, [1], to set the learning rates of this update, because that
-            of the temperature may depend on the scale.
-        refuses_norm: `refuses` of backward_and_step.
+            changed. It must raise on all ranks or on none, and it may set the learning rates.
+        refuses_norm: See `refuses` of backward_and_step.
         timer: Context manager that is opened around each phase.
 
     Raises:
-        FloatingPointError, SpikeError: See backward_and_step; model and optimizer are then unchanged.
-            The same is true of every error that `agree` raises.
+        FloatingPointError, SpikeError: See backward_and_step. Model and optimizer are then unchanged,
+            as they are after every error that `agree` raises.
     """
-
-    def agree_and_set_rates(embeddings: Embeddings, out: LossOutput) -> None:
-        agree(embeddings, out)
-        set_rates(embeddings.scale)
-
     update = partial(backward_and_step, engine, refuses=refuses_norm)
     towers = Forward(engine, prepare)
-    done = accumulate(towers, loss, micro_batches, update, agree_and_set_rates, timer)
+    done = accumulate(towers, loss, micro_batches, update, agree, timer)
     clamp_scale(engine, max_scale)
     sides = done.embeddings.image, done.embeddings.text
     return StepOutput(
@@ -95,7 +87,7 @@ def train_step(
 
 
 class Forward:
-    """Runs the towers on a micro-batch, and a second time for its gradient. Locked towers run only once."""
+    """Runs the towers on a micro-batch, and repeats the trained towers for the gradient."""
 
     def __init__(self, engine: Engine, prepare: Prepare):
         self.engine = engine
@@ -107,7 +99,7 @@ class Forward:
         image, text, index = self.prepare(batch)
         with torch.no_grad():
             locked_image, locked_text, *_ = self._run_towers(image, text, trained=False)
-        rng = Rng()  # after the locked tower, whose random draws are not repeated in `again`
+        rng = Rng()  # after the locked tower, which `again` does not repeat
         with torch.set_grad_enabled(keep_graph):
             image, text, scale, bias = self._run_towers(image, text, trained=True)
         image = locked_image if image is None else image

@@ -11,7 +11,7 @@ import pytest
 from disco_ds.cli.main import main
 from disco_ds.config import load_config
 from disco_ds.distributed import comm
-from disco_ds.distributed.agreement import _describe, check_agreement
+from disco_ds.distributed.agreement import REMEDY, _describe, check_agreement
 from helpers.dist import run_ranks
 from helpers.shards import write_shards
 from helpers.tiny_run import recipe, refused
@@ -55,11 +55,11 @@ def test_settings_that_differ_are_named_on_every_rank() -> None:
 
 
 def test_many_hosts_are_grouped_by_value_and_few_values_shown() -> None:
-    said = _describe([(f"node-{rank // 2}", {"a": str(rank % 2)}) for rank in range(4)])
+    said = _describe([(f"node-{rank // 2}", {"a": str(rank % 2)}) for rank in range(4)], REMEDY)
     assert (
         "a: 0 on node-0 (rank 0), node-1 (rank 2); 1 on node-0 (rank 1), node-1 (rank 3)\n" in said
     )
-    said = _describe([("node", {"a": str(rank)}) for rank in range(9)])
+    said = _describe([("node", {"a": str(rank)}) for rank in range(9)], REMEDY)
     assert "; 4 on node (rank 4); and 4 more values\n" in said
 
 

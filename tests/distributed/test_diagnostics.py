@@ -46,10 +46,9 @@ def test_process_ends_while_python_is_blocked():
 
 
 def test_users_own_settings_of_the_recorder_stay(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "/own/file_")
-    monkeypatch.delenv("TORCH_FR_DUMP_TEMP_FILE", raising=False)
-    diagnostics.name_dump_file(tmp_path)
-    assert "TORCH_FR_DUMP_TEMP_FILE" not in os.environ
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", "/own/file_")
+    diagnostics.dump_records_to(tmp_path)
+    assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == "/own/file_"
 
 
 @pytest.mark.skipif(dump is None, reason="this torch writes the record of NCCL alone")
@@ -63,7 +62,7 @@ def test_torch_asks_for_the_name_of_its_file_when_it_writes(tmp_path):
 
 def write_record(folder: Path) -> None:
     comm.all_reduce_sum(torch.ones(2))
-    diagnostics.name_dump_file(folder)
+    diagnostics.dump_records_to(folder)
     dump(comm.rank())
 
 

@@ -127,7 +127,6 @@ def test_engine_gets_the_gradient_of_one_process(tmp_path):
     chosen = [
         ("fastclip_v3", 1, 4, "fp32"),
         ("fastclip_v2", 2, 4, "bf16"),
-        ("fastclip_v3", 3, 1, "autocast"),
     ]
     for failures in run_ranks(cases, 2, write_tiny(tmp_path), chosen):
         assert not failures, "\n".join(failures)
@@ -268,7 +267,10 @@ def test_temperature_has_a_rate_of_its_own_and_a_third_of_it_below_a_bound(deeps
 
 def learned_by_none(path: Path) -> None:
     config = load_config(path, ["loss.name=fastclip_v1", "optim.tau_lr=1e-3"])
-    with ExitStack() as stack, pytest.raises(ValueError, match="and loss fastclip_v1 learns none"):
+    with (
+        ExitStack() as stack,
+        pytest.raises(ValueError, match=r"optim\.tau_lr .*loss\.name=fastclip_v1"),
+    ):
         build(config, None, stack)
 
 

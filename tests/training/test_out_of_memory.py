@@ -116,6 +116,7 @@ def test_rank_without_memory_explains_and_the_others_name_it(tmp_path):
     assert HELPS not in other
 
 
+@pytest.mark.slow
 def test_one_rank_of_a_host_explains_for_all(tmp_path):
     recipe(tmp_path)
     logs = run_out(tmp_path, "backward and update", (0, 1))

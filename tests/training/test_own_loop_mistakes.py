@@ -56,7 +56,8 @@ def mistakes_of_engines() -> None:
     loss, batch = build_loss("disco"), my_batch()
     engine, forward = engine_of("image-text", 2, "fp32", 4)
     said = refused(lambda: contrastive_step(engine, loss, batch, forward, micro_batches=2))
-    assert "micro_batches is 2, the engine's gradient_accumulation_steps 4" in said
+    assert "micro_batches is 2" in said
+    assert "gradient_accumulation_steps is 4" in said
     # The micro-batches of a step that was given up are still in ZeRO 2's buffers.
     engine.backward(sum(x.sum() for x in forward(split(batch, 4)[0][0])))
     engine.step()

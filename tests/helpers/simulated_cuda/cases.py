@@ -9,11 +9,15 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -26,10 +30,10 @@ from disco_ds.checkpoints.resume import choose, restore
 from disco_ds.config import DataSettings, EvalSettings, ModelSettings, render_ds_config
 from disco_ds.config.data import Pixels
 from disco_ds.data import ImageSpec, Loader, SampleForm, Share, Staging, StepData, load_sources
-from disco_ds.distributed import comm
+from disco_ds.distributed import comm, jobs
 from disco_ds.distributed.interrupt import Interrupts
 from disco_ds.eval import evaluate_sets, load_sets, record
-from disco_ds.losses import Embeddings, build_loss, list_losses
+from disco_ds.losses import Embeddings, LossOutput, build_loss, list_losses
 from disco_ds.losses.blocks import TiledLoss
 from disco_ds.metrics.anomalies import AnomalyDetector
 from disco_ds.metrics.logger import MetricsLogger
@@ -204,16 +208,20 @@ class Training:
     def step(self, timer: Timer = record_function) -> tuple[StepOutput, StepData]:
         """As train.train does one."""
         data = self.loader.read_step()
+
+        def agree_and_set_rates(embeddings: Embeddings, out: LossOutput) -> None:
+            agree(0, data, self.run.interrupts, self.run.anomalies, embeddings, out)
+            set_rates(self.engine, 1e-3, self.config.optim, embeddings.scale)
+
         out = train_step(
             self.engine,
             self.loss,
             data.micro_batches,
             self.prepare,
             100.0,
-            agree=partial(agree, 0, data, self.run.interrupts, self.run.anomalies),
-            set_rates=partial(set_rates, self.engine, 1e-3, self.config.optim),
-            refuses_norm=self.run.anomalies.check_norm,
-            timer=timer,
+            agree_and_set_rates,
+            self.run.anomalies.check_norm,
+            timer,
         )
         assert data.error is None, data.error
         self.loss.commit()
@@ -398,6 +406,29 @@ def evaluation_case(host: Host, stage: int) -> None:
     assert len(record(results)) > 10
 
 
+@contextmanager
+def saving_here() -> Iterator[None]:
+    """Save without data: torch's skip_data has no effect on other threads, and needs a file that can seek."""
+
+    def start_here(work: Callable[[], Any]) -> Future[Any]:
+        job: Future[Any] = Future()
+        job.set_result(work())
+        return job
+
+    def save_in_memory(value: Any, file: Any) -> None:
+        buffer = BytesIO()
+        save(value, buffer)
+        file.write(buffer.getvalue())
+
+    save = torch.save
+    with (
+        skip_data(materialize_fake_tensors=True),
+        patch.object(jobs, "start", start_here),
+        patch.object(torch, "save", save_in_memory),
+    ):
+        yield
+
+
 def checkpoint_case(host: Host, stage: int) -> None:
     """Save and resume, at one rank: all files are written, verified and read; what they hold is not looked at."""
     host.answers = {
@@ -417,7 +448,7 @@ def checkpoint_case(host: Host, stage: int) -> None:
         "shape": checkpoint.shape(training.config, comm.size()),
     }
     folder = Path(tempfile.mkdtemp(dir=Path.cwd()))
-    with skip_data(materialize_fake_tensors=True):
+    with saving_here():
         save_now(folder, meta, training.engine, {}, training.loss.state_dict())
     saved = choose(folder, "latest", training.config, same, unattended=False)
     resumed = Training(stage, "autocast", 1, "fastclip_v3", saved=saved)
