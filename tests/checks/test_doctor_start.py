@@ -45,5 +45,5 @@ def test_bundled_recipe_passes(
     monkeypatch.chdir(tmp_path)
     assert main(["doctor", "--config", "quickstart"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    for check, found in (("loss", "disco"), ("model", "quickstart"), ("eval", "2 sets")):
+    for check, found in (("loss", "disco"), ("model", "quickstart"), ("eval", "sets: 2")):
         assert any(line.split()[:2] == ["ok", check] and found in line for line in lines), check
