@@ -1,7 +1,7 @@
-"""open_clip_train's flags and other words that people bring, with the settings that correspond to them.
+"""Flags of open_clip_train and names used by other trainers, with the settings that correspond to them.
 
-The table is open_clip_flags.yaml. An unknown setting or option is explained by it, and
-docs/from_open_clip.md shows it (tools/make_reference.py).
+The table is in open_clip_flags.yaml. Messages about unknown settings and options use it, and
+tools/make_reference.py writes it into docs/from_open_clip.md.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import yaml
 
 
 class Flag(NamedTuple):
-    """What corresponds to a word of another trainer."""
+    """Our equivalent of another trainer's flag."""
 
     ours: tuple[str, ...]
     """Dotted names of settings, or options of the command line; empty if there are none."""
@@ -23,7 +23,7 @@ class Flag(NamedTuple):
 
 @lru_cache
 def read_words() -> dict[str, dict[str, Flag]]:
-    """Return the words by section: "flags" of open_clip_train, and "other_words"."""
+    """Return the table by section: "flags" (of open_clip_train) and "other_words"."""
     text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
     return {
         section: {
@@ -35,7 +35,7 @@ def read_words() -> dict[str, dict[str, Flag]]:
 
 
 def explain_word(name: str) -> str | None:
-    """Return a sentence about a word of another trainer, or None if the word is unknown."""
+    """Return our equivalent of another trainer's flag, or None if the flag is unknown."""
     word = name.lower().lstrip("-").replace("_", "-")
     words = read_words()
     flag = words["flags"].get(word) or words["other_words"].get(word)

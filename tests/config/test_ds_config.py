@@ -145,7 +145,7 @@ def test_autocast_reduces_in_fp32_unless_modules_are_given() -> None:
 def test_key_owned_twice_names_both_owners(key: str) -> None:
     for value in (1, {}, None, "auto"):
         with pytest.raises(
-            ValueError, match=f"ds_config key {key} and the recipe's {OWNED_BY_RECIPE[key]} own"
+            ValueError, match=f"ds_config key {key} .* recipe's {OWNED_BY_RECIPE[key]};"
         ):
             render_ds_config(settings(deepspeed={key: value}), 1)
 
@@ -268,7 +268,7 @@ def test_precision_stage_is_zero_when_the_file_is_silent() -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "torch.float16", "fp16", "float32"])
 def test_autocast_of_another_dtype_is_refused(dtype: str) -> None:
-    with pytest.raises(ValueError, match=f"torch_autocast.dtype {dtype} is refused"):
+    with pytest.raises(ValueError, match=f"torch_autocast.dtype={dtype} is refused"):
         render_ds_config(
             settings(deepspeed={"torch_autocast": {"enabled": True, "dtype": dtype}}), 1
         )

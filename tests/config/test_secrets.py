@@ -39,9 +39,7 @@ HARMLESS = [
 def test_secret_that_is_written_out_is_refused_and_not_repeated(
     text: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(
-        ValueError, match=r"write .*\$NAME instead, and set the environment variable"
-    ) as caught:
+    with pytest.raises(ValueError, match=r"write .*\$NAME .* environment variable") as caught:
         refuse_secret(text)
     assert "hunter2" not in str(caught.value) + redact(text)
     assert redact(text).replace("***", "hunter2") in (text, text.replace("hunter2:", ""))
@@ -74,7 +72,7 @@ def test_variables_are_expanded_in_both_forms(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_attempts_that_together_outlast_the_other_ranks_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"data.remote.tries \(5\) .* may take 742.5 s: keep"):
+    with pytest.raises(ValueError, match=r"data.remote.tries=5 .* 742.5 s .* timeout_s=600"):
         load_config("quickstart", ["data.remote.http=true", "data.remote.timeout_s=120"])
     assert load_config("quickstart", ["data.remote.timeout_s=120"]).data.remote.longest_s == 742.5
     without = ["data.remote.timeout_s=120", "data.remote.ahead=0"]
