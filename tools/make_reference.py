@@ -204,8 +204,9 @@ def open_clip_page() -> str:
     before, _, rest = page.partition(begin)
     lines = [begin, "", "| open_clip_train | here | note |", "|---|---|---|"]
     groups: dict[tuple[tuple[str, ...], str], list[str]] = {}
-    for name, (ours, note) in read_words()["flags"].items():
-        groups.setdefault((tuple(ours), note), []).append(f"`--{name}`")
+    for name, row in read_words()["flags"].items():
+        key = tuple(row.get("ours", ())), row.get("note", "")
+        groups.setdefault(key, []).append(f"`--{name}`")
     for (ours, note), names in groups.items():
         if ours:
             lines += [

@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from disco_ds.config.recipe_yaml import parse
 from disco_ds.config.settings import explain_value
 from disco_ds.config.text_file import read_text
 from disco_ds.names import suggest
@@ -159,7 +160,7 @@ def read_ds_config(entry: str | dict[str, Any], folder: Path) -> dict[str, Any]:
         folder: The recipe's folder.
 
     Raises:
-        ValueError: If the file is missing or is not valid JSON.
+        ValueError: If the file is missing or malformed.
     """
     if isinstance(entry, dict):
         changes = copy.deepcopy(entry)
@@ -170,28 +171,15 @@ def read_ds_config(entry: str | dict[str, Any], folder: Path) -> dict[str, Any]:
     known = {path.stem: path for path in sorted(find_ds_configs().glob("*.json"))}
     for path in (known.get(entry), folder / entry, Path(entry)):
         if path is not None and path.is_file():
-            return _read_json(path)
+            return _read_file(path)
     raise ValueError(f"deepspeed: there is no file {entry!r}; bundled names: {', '.join(known)}")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    text = read_text(path, "ds_config")
-    try:
-        tree = json.loads(text, object_pairs_hook=_refuse_duplicates)
-    except (RecursionError, ValueError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
+def _read_file(path: Path) -> dict[str, Any]:
+    # JSON is valid YAML, except for tabs between its parts.
+    tree = parse(read_text(path, "ds_config").replace("\t", " "), str(path))
     if not isinstance(tree, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(tree).__name__}")
-    return tree
-
-
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a mapping. json.loads would keep the last value of a key that is given twice."""
-    tree = dict(pairs)
-    if len(tree) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"key {twice!r} is given twice")
     return tree
 
 

@@ -65,11 +65,11 @@ def parse(text: str, origin: str) -> Any:
         # An override is a single line, which its origin quotes.
         where = f"line {mark.line + 1}: " if mark and "\n" in text.strip() else ""
         raise ValueError(
-            f"{origin} is not valid YAML: {where}{error.problem or error.context}"
+            f"{origin} has a syntax error: {where}{error.problem or error.context}"
         ) from None
     # ValueError: an integer has thousands of digits.
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ValueError(f"{origin} is not valid YAML: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"{origin} has a syntax error: {str(error).splitlines()[0]}") from None
 
 
 def split_override(item: str) -> tuple[list[str], Any]:

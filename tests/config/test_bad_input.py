@@ -51,14 +51,14 @@ def write(folder: Path, text: str | bytes, name: str = "recipe.yaml") -> Path:
 
 
 TEXTS = {
-    "lists in lists": ("a: " + "[" * 3_000 + "]" * 3_000, "not valid YAML"),
-    "mappings in mappings": ("\n".join(" " * n + "a:" for n in range(1_500)), "not valid YAML"),
+    "lists in lists": ("a: " + "[" * 3_000 + "]" * 3_000, "syntax error"),
+    "mappings in mappings": ("\n".join(" " * n + "a:" for n in range(1_500)), "syntax error"),
     "Latin-1": (f"name: café\n{TEXT}".encode("latin-1"), "not UTF-8 text: byte 9 is 0xe9"),
-    "a zero byte": ("name: a\0b", "not valid YAML"),
+    "a zero byte": ("name: a\0b", "syntax error"),
     "two documents": (f"{TEXT}\n---\n{TEXT}", "line 12: but found another document"),
     "a long integer": (
         TEXT.replace("steps: 100", "steps: 1" + "0" * 5_000),
-        "not valid YAML: Exceeds the limit",
+        "syntax error: Exceeds the limit",
     ),
     "a line that is wrong": (f"{TEXT}\n  a: b: c\n", "line 12: "),
     "a value that is wrong": (
@@ -138,7 +138,7 @@ OVERRIDES = [
     ("log.wandb={name: a}", "log.wandb.project is missing"),
     ("log.wandb={project: a, api_key: abc}", "unknown key log.wandb.api_key"),
     ("deepspeed=[]", "must be a bundled name, a path or a mapping"),
-    ("optim.lr=[", "not valid YAML"),
+    ("optim.lr=[", "syntax error"),
     ("..=3", "not of the form a.b=value"),
     ("loss=siglip", "set loss.name=siglip"),
     ("optim=3", "optim is a group of settings"),
@@ -169,7 +169,7 @@ def test_name_that_looks_like_a_date_is_a_name(tmp_path: Path) -> None:
             "'zero_optimization' is given twice",
         ),
         ('{"zero_optimization": {"stage": 1, "stage": 3}}', "'stage' is given twice"),
-        ("[" * 100_000 + "]" * 100_000, "not valid JSON"),
+        ("[" * 100_000 + "]" * 100_000, "syntax error"),
         (b"\xff\xfe{}", "not UTF-8 text"),
         ("[1]", "expected a JSON object"),
     ],

@@ -67,9 +67,9 @@ def test_recipe_missing_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("a: [1", "is not valid YAML"),
-        ("a: b: c", "is not valid YAML"),
-        ("a: !!python/object:os.system 1", "is not valid YAML"),
+        ("a: [1", "syntax error"),
+        ("a: b: c", "syntax error"),
+        ("a: !!python/object:os.system 1", "syntax error"),
         ("", "expected a mapping of settings, got NoneType"),
         ("[1, 2]", "expected a mapping of settings, got list"),
         ("name: x", "global_batch is missing"),
@@ -207,7 +207,7 @@ def test_override_of_another_form_is_refused(item: str, recipe: Path) -> None:
 
 
 def test_override_malformed_value_is_named(recipe: Path) -> None:
-    with pytest.raises(ValueError, match=r"override 'optim.betas=\[1' is not valid YAML"):
+    with pytest.raises(ValueError, match=r"override 'optim.betas=\[1' .*syntax error"):
         load_config(recipe, ["optim.betas=[1"])
 
 
