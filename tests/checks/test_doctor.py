@@ -1,4 +1,4 @@
-"""The doctor: each thing it looks at is broken, and the line that says so is seen."""
+"""The doctor on one host reports each problem in a line of its own."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_installed_packages_fit_together() -> None:
 def test_package_outside_of_the_bounds_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another version found first, as after an installation by hand."""
+    """Another version comes first on the path, as after a manual installation."""
     for name, version in (("deepspeed", "0.18.1"), ("triton", "2.0.0")):
         folder = tmp_path / f"{name}-{version}.dist-info"
         folder.mkdir()
@@ -59,7 +59,7 @@ def test_package_outside_of_the_bounds_is_named(
 
 
 @pytest.mark.slow
-def test_torchvision_of_another_build_is_told_in_a_line(tmp_path: Path) -> None:
+def test_torchvision_of_another_build_is_reported_in_a_line(tmp_path: Path) -> None:
     """Its operators cannot be loaded, as if torchvision were built for CUDA and torch for the CPU."""
     original = Path(torchvision.__file__).parent
     shutil.copytree(
@@ -91,7 +91,7 @@ def test_bundled_ds_config_has_nothing_wrong(name: str) -> None:
 
 
 def test_every_wrong_key_of_a_public_ds_config_has_a_line() -> None:
-    """Keys as configs of Hugging Face's Trainer, of apex's days and of Megatron have them."""
+    """Keys as in configs of Hugging Face's Trainer, apex and Megatron."""
     given: dict[str, Any] = {
         "train_batch_size": "auto",
         "gradient_clipping": 1.0,
@@ -155,7 +155,7 @@ def test_key_without_effect_is_a_warning(given: dict[str, Any], words: str) -> N
     assert lines[0].found.startswith(words)
 
 
-def test_switches_that_slow_every_step_and_towers_that_do_not_listen_are_warnings() -> None:
+def test_slow_and_useless_keys_are_warnings() -> None:
     given = {
         "wall_clock_breakdown": True,
         "flops_profiler": {"enabled": False},
@@ -185,13 +185,13 @@ def test_switches_that_slow_every_step_and_towers_that_do_not_listen_are_warning
         ({"zero_optimization": []}, "zero_optimization must be a mapping"),
     ],
 )
-def test_value_that_deepspeed_or_we_refuse_is_a_line(given: dict[str, Any], words: str) -> None:
+def test_refused_value_fails(given: dict[str, Any], words: str) -> None:
     lines = examine("ds_config", lambda: check_ds_config(settings(deepspeed=given)))
     assert statuses(lines) == [("fail", "ds_config")]
     assert words in lines[0].found
 
 
-def test_batch_that_does_not_divide_is_a_line_of_its_own() -> None:
+def test_batch_that_does_not_divide_fails() -> None:
     for changes, ranks, status, words in (
         ({}, 4, "ok", "ranks 4"),
         ({}, 3, "fail", "not a multiple of ranks x micro_batch (3 x 16 = 48)"),
@@ -245,7 +245,7 @@ def test_shards_that_are_whole_are_fine(tmp_path: Path) -> None:
     assert (line.status, "global_batch=64" in line.found) == ("fail", True)
 
 
-def test_shard_that_was_cut_off_is_told_and_fails_its_samples(tmp_path: Path) -> None:
+def test_truncated_shard_is_a_warning_and_fails_its_samples(tmp_path: Path) -> None:
     write_shards(tmp_path, [20, 30, 20])
     os.truncate(tmp_path / "00002.tar", 12_345)
     lines = look_at_data(data_of(tmp_path))
@@ -318,7 +318,7 @@ def test_cache_without_room_for_the_shards_in_use_fails(tmp_path: Path) -> None:
         assert "fail" not in [line.status for line in look_at_data(config, ranks=8, ranks_here=2)]
 
 
-def test_too_few_slots_and_samples_are_told(tmp_path: Path) -> None:
+def test_too_few_slots_fail_and_too_few_samples_are_a_warning(tmp_path: Path) -> None:
     write_shards(tmp_path, [10] * 4)
     (line,) = [line for line in look_at_data(data_of(tmp_path), ranks=3) if line.status == "fail"]
     assert (

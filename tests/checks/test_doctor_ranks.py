@@ -1,4 +1,4 @@
-"""The doctor on several hosts and ranks: what each host says, the data there, the step and the collectives."""
+"""The doctor on several hosts and ranks: hosts, their data, the step and the collectives."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def own_report(tmp_path: Path) -> dict[str, Any]:
     return probe({"packages": PACKAGES, "folder": str(tmp_path), "token": str(token)})
 
 
-def test_hosts_where_nobody_listens_fail(
+def test_hosts_without_ssh_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if shutil.which("ssh") is None:
@@ -67,7 +67,7 @@ def test_hosts_where_nobody_listens_fail(
     )
 
 
-def test_what_a_host_says_is_held_against_this_one(own_report: dict[str, Any]) -> None:
+def test_report_of_a_host_is_compared_with_this_one(own_report: dict[str, Any]) -> None:
     """A real report, with the GPUs and the driver of another machine."""
     own_report["disk"] = 1e12
 
@@ -92,7 +92,7 @@ def on_hosts(homes: list[str]) -> list[Line]:
     return list(check_other_hosts(data_of("~/shards")))
 
 
-def test_data_that_another_host_lacks_or_has_broken_are_told_with_its_name(tmp_path: Path) -> None:
+def test_missing_and_broken_data_of_another_host_is_reported_with_its_name(tmp_path: Path) -> None:
     homes = [tmp_path / name for name in ("first", "other", "lacks", "broken")]
     for home in (*homes[:2], homes[3]):
         write_shards(home / "shards", [20, 20])
@@ -110,7 +110,7 @@ def test_data_that_another_host_lacks_or_has_broken_are_told_with_its_name(tmp_p
 
 
 class Local(Loss):
-    """InfoNCE that forgets the other ranks: each contrasts its own pairs only."""
+    """InfoNCE without gathering: each rank contrasts its own pairs only."""
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
         logits = embeddings.scale * embeddings.image @ embeddings.text.T
@@ -134,7 +134,7 @@ Case = tuple[str, dict[str, Any], int]
 
 
 def alone(cases: list[Case], ranks: int) -> bytes:
-    """Pickled: torch would hand tensors on by files that end with this process."""
+    """Compute the references, pickled: torch would pass tensors in files that end with this process."""
     register_loss("local")(Local)
     return pickle.dumps(
         [run_alone(small_settings(loss, given, ranks, count)) for loss, given, count in cases]
@@ -154,7 +154,7 @@ def judge_steps(cases: list[Case], ranks: int = 2) -> list[Line]:
     return run_ranks(on_ranks, ranks, cases, answers)[0]
 
 
-def test_loss_that_forgets_the_other_ranks_is_found_by_its_gradient() -> None:
+def test_loss_without_gathering_is_found_by_its_gradient() -> None:
     right, wrong = judge_steps(
         [("disco", ds_config("fp32", 1), 2), ("local", ds_config("fp32", 1), 1)]
     )
@@ -184,7 +184,7 @@ def test_step_of_every_loss_is_right() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_doctor_under_a_launcher_looks_at_ranks(
+def test_doctor_under_a_launcher_checks_the_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -1,4 +1,4 @@
-"""What a start refuses, the doctor refuses too, each under its own name."""
+"""The doctor refuses what a start refuses, under the name of the check."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from disco_ds.cli.main import main
         ("log.wandb.project=ours", "log", "wandb"),
     ],
 )
-def test_what_a_start_refuses_fails_under_its_own_name(
+def test_refused_setting_fails_under_the_name_of_its_check(
     override: str,
     check: str,
     found: str,

@@ -22,7 +22,7 @@ MAX_LINES, MAX_CHARACTERS, MAX_S = 10, 2500, 30
 
 
 def refusal(start: Callable[[], object]) -> str:
-    """What a start says of its input, in time and in few lines; empty: nothing."""
+    """Return the message with which a start refuses its input, or "". Check its length and time."""
     before = time.monotonic()
     said, kind = "", ValueError
     try:
@@ -71,7 +71,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("kind", TEXTS)
-def test_recipe_that_is_none_is_refused_naming_file_and_line(kind: str, tmp_path: Path) -> None:
+def test_malformed_recipe_is_refused_naming_the_file(kind: str, tmp_path: Path) -> None:
     text, words = TEXTS[kind]
     said = dry_run(write(tmp_path, text))
     assert words in said
@@ -88,7 +88,7 @@ def test_recipe_that_is_none_is_refused_naming_file_and_line(kind: str, tmp_path
         ("a\0b", "unknown recipe"),
     ],
 )
-def test_recipe_that_is_no_file_is_refused(name: str, words: str) -> None:
+def test_recipe_that_cannot_be_read_is_refused(name: str, words: str) -> None:
     assert words in dry_run(Path(name))
 
 
@@ -147,9 +147,7 @@ OVERRIDES = [
 
 
 @pytest.mark.parametrize(("override", "words"), OVERRIDES)
-def test_override_that_no_run_could_mean_is_refused(
-    override: str, words: str, tmp_path: Path
-) -> None:
+def test_invalid_override_is_refused(override: str, words: str, tmp_path: Path) -> None:
     assert words in dry_run(write(tmp_path, TEXT), override)
 
 
@@ -174,7 +172,7 @@ def test_name_that_looks_like_a_date_is_a_name(tmp_path: Path) -> None:
         ("[1]", "expected a JSON object"),
     ],
 )
-def test_ds_config_that_is_none_is_refused_naming_the_file(
+def test_malformed_ds_config_is_refused_naming_the_file(
     text: str | bytes, words: str, tmp_path: Path
 ) -> None:
     said = dry_run(write(tmp_path, TEXT), f"deepspeed={write(tmp_path, text, 'ours.json')}")
@@ -197,14 +195,12 @@ def test_ds_config_that_is_none_is_refused_naming_the_file(
         "host\0 slots=4",
     ],
 )
-def test_hostfile_line_that_deepspeed_would_read_as_another_is_refused(
-    line: str, tmp_path: Path
-) -> None:
+def test_malformed_hostfile_line_is_refused(line: str, tmp_path: Path) -> None:
     path = write(tmp_path, f"# ours\nfirst slots=2\n{line}\n", "hosts")
     assert f"{path}, line 3: expected `host slots=GPUs`" in refusal(lambda: count_ranks(None, path))
 
 
-def test_hostfile_of_what_deepspeed_reads_is_read(tmp_path: Path) -> None:
+def test_hostfile_in_every_form_of_deepspeed_is_read(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         "\n# ours\nuser@node-1.example.org\tslots=8\nnode_2   slots=8  # spare\n\n",
@@ -235,7 +231,7 @@ ODD = (
 
 
 def mutate(text: str, rng: random.Random) -> bytes:
-    """Some of what happens to files: lines lost, doubled, moved, cut off, values replaced, letters mixed up, a byte."""
+    """Damage a text: drop, repeat, indent or cut lines, replace values, shuffle letters, flip a byte."""
     lines = text.splitlines(keepends=True)
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         at = rng.randrange(len(lines))
@@ -264,7 +260,7 @@ def mutate(text: str, rng: random.Random) -> bytes:
 
 
 def sweep(folder: Path, num_cases: int) -> tuple[int, int]:
-    """Read mutated files; every one is read or refused as it should be. Returns: (read, refused)."""
+    """Read mutated files and return how many were read and how many were refused."""
     recipes = [path.read_text() for path in sorted((PACKAGE / "recipes").glob("*.yaml"))] + [TEXT]
     ds_configs = [path.read_text() for path in sorted(find_ds_configs().glob("*.json"))]
     hostfiles = ["first slots=8\nsecond slots=8\n# third\nthird slots=4\n"]
@@ -294,8 +290,8 @@ def test_many_mutated_files_are_read_or_refused(tmp_path: Path) -> None:
     sweep(tmp_path, 10_000)
 
 
-def test_what_is_read_is_written_and_read_again(tmp_path: Path) -> None:
-    """A config.yaml of a mutated recipe is that recipe, so that a resume is of the same run."""
+def test_config_yaml_round_trips(tmp_path: Path) -> None:
+    """The config.yaml that a run writes contains the same settings, so that a resume finds them equal."""
     for number in range(100):
         path = write(tmp_path, mutate(TEXT, random.Random(number)))
         if dry_run(path) == "":
