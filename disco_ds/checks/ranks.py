@@ -203,9 +203,8 @@ def _step(small: Config, count: int) -> Result:
         small: See `shrink`.
         count: Micro-batches per rank.
     """
-    device = comm.local_device()
-    model, loss = _build(small, device)
-    micro_batches = list(zip(*(x.split(_ROWS) for x in _draw(small, device)), strict=True))
+    model, loss, batch = _prepare(small, comm.local_device())
+    micro_batches = list(zip(*(x.split(_ROWS) for x in batch), strict=True))
     first = comm.rank() * count
     mine = micro_batches[first : first + count]
     engine = build_engine(model, small.optim, render_ds_config(small, comm.size()))
@@ -228,10 +227,9 @@ def _backward(small: Config, kind: str, device: torch.device) -> Result:
         kind: Precision of the towers: float64, fp32, autocast, bf16 or fp16.
         device: Device to run on.
     """
-    model, loss = _build(small, device)
+    model, loss, (image, text, index) = _prepare(small, device)
     dtypes = {"float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
     model.to(dtypes.get(kind, torch.float32))
-    image, text, index = _draw(small, device)
     with torch.autocast(device.type, torch.bfloat16, enabled=kind == "autocast"):
         image, text, scale, bias = model(image, text)
     out = loss(Embeddings(image, text, scale, bias, index))
@@ -246,23 +244,23 @@ def _backward(small: Config, kind: str, device: torch.device) -> Result:
     return _flatten(gradients) / factor, out.metrics["loss"].item()
 
 
-def _build(small: Config, device: torch.device) -> tuple[nn.Module, Loss]:
+def _prepare(small: Config, device: torch.device) -> tuple[nn.Module, Loss, list[Tensor]]:
+    """Return the model, the loss and the global batch, equal on every rank.
+
+    The batch consists of images, texts (or second views) and ids.
+    """
     loss = build_loss(small.loss.name, **small.loss.options)
     loss.set_num_samples(small.global_batch, small.global_batch)
     torch.manual_seed(small.seed)
     model = build_model(small.model, loss.initial_scale, loss.initial_bias, loss.learns_scale)
-    return model.to(device).train(), loss.to(device)
-
-
-def _draw(small: Config, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw images, texts (or second views) and ids of the global batch, equal on every rank."""
     generator = torch.Generator().manual_seed(small.seed)
     B = small.global_batch
     image = torch.randint(0, 256, (B, 3, 32, 32), generator=generator, dtype=torch.uint8)
     text = torch.randint(1, 100, (B, 12), generator=generator)
     if small.model.two_views:
         text = image.flip(3)
-    return image.to(device), text.to(device), torch.arange(B, device=device)
+    batch = [x.to(device) for x in (image, text, torch.arange(B))]
+    return model.to(device).train(), loss.to(device), batch
 
 
 def _read_weights(engine: Any) -> Tensor:

@@ -53,7 +53,7 @@ class CheckpointSettings(Settings):
     """When checkpoints are saved, which ones are kept, and where they are copied."""
 
     every_steps: int = Field(1000, ge=0)
-    """Steps between two checkpoints. 0: only every_minutes and the end of the run count."""
+    """Steps between two checkpoints. 0: save only every_minutes and at the end of the run."""
     every_epochs: float = Field(0.0, ge=0)
     """Epochs between two checkpoints, instead of every_steps. 0: off."""
     every_minutes: float = Field(0.0, ge=0, le=MAX_SECONDS / 60)
