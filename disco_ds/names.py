@@ -1,6 +1,6 @@
-"""Resolve the names that a user writes: import custom code, and suggest the nearest valid name for a misspelled one.
+"""Import custom code by its name, and suggest the nearest valid name for a misspelled one.
 
-Import-light, and below all other modules, so that every one of them may import it.
+Import-light, and the lowest layer: every module may import it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 CUSTOM_CODE = r"\w+(\.\w+)*:\w+"
-"""Regular expression for `package.module:name`, by which a recipe names custom code."""
+"""Regular expression for `package.module:name`, the form in which a recipe names custom code."""
 MAX_LISTED = 300
 """A message lists the valid names only if they have at most this many characters."""
 MAX_SHOWN = 200
@@ -27,8 +27,8 @@ def load_custom(
 
     Args:
         name: The name in the recipe.
-        options: Keyword arguments that it must accept; None: do not check.
-        base: The class that it must derive from; None: any class or function.
+        options: Keyword arguments that it must accept. None: not checked.
+        base: The class that it must derive from. None: any class or function.
 
     Raises:
         ValueError: If it cannot be imported, is of the wrong kind, or does not accept the options.
@@ -40,8 +40,8 @@ def load_custom(
         module = importlib.import_module(module_name)
     except Exception as error:  # a user's module may raise anything while it is imported
         raise ValueError(
-            f"{name} cannot be imported: {type(error).__name__}: {error}; install its package, "
-            "or put the folder of the package on PYTHONPATH, on every host"
+            f"{name} cannot be imported: {type(error).__name__}: {error}; install its package, or "
+            "add the package's folder to PYTHONPATH, on every host"
         ) from error
     found = getattr(module, attribute, None)
     if found is None:
@@ -69,14 +69,14 @@ def _check_options(name: str, function: Callable[..., Any], options: Mapping[str
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return `; did you mean NAME?` for the nearest known name, ignoring case; "" if none is near."""
+    """Return `; did you mean NAME?` with the nearest known name, or "" if none is similar."""
     names = {each.lower(): each for each in sorted(known)}
     close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
     return f"; did you mean {names[close[0]]}?" if close else ""
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name: the nearest valid name, or a short list of all of them."""
+    """Return a hint about an unknown name: the nearest valid name, or all of them if they are few."""
     names = list(known)
     hint = did_you_mean(name, names)
     listed = ", ".join(names)
@@ -86,7 +86,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 
 def shorten(value: object) -> str:
-    """Return the text of a value for a message; a long text loses its middle."""
+    """Return the text of a value for a message, without its middle if it is long."""
     text = str(value)
     if len(text) <= MAX_SHOWN:
         return text

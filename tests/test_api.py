@@ -1,4 +1,4 @@
-"""What `import disco_ds` offers: found without torch, imported when asked for, and named like no module."""
+"""The names that `import disco_ds` offers are listed without importing torch, and load on access."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_import_of_the_package_is_light_and_names_are_listed() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(disco_ds.OFFERED))
-def test_name_is_offered_and_is_no_module(name: str) -> None:
+def test_name_is_offered_and_is_not_a_module(name: str) -> None:
     assert getattr(disco_ds, name).__name__ == name
     assert find_spec(f"disco_ds.{name}") is None
     assert name in disco_ds.__all__

@@ -53,7 +53,7 @@ def settings_page() -> str:
         MADE,
         "",
         "A recipe is a YAML file of these settings. Override any of them on the command line by its dotted name:",
-        "`optim.lr=1e-3`. None is `null` in YAML. [training.md](training.md), [data.md](data.md) and",
+        "`optim.lr=1e-3`. `null` means that it is not set. [training.md](training.md), [data.md](data.md) and",
         "[losses.md](losses.md) explain how they work together.",
     ]
     everything = {
@@ -122,8 +122,17 @@ def rows(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, str, str, s
 
 def describe_type(field: FieldInfo) -> str:
     """The type in words, with its bounds."""
-    bounds = [f"`{sign} {getattr(part, name):g}`" for part in field.metadata for kind, (sign, name) in SIGNS.items()
-              if isinstance(part, kind)]  # fmt: skip
+    # The bounds of `PositiveInt | None` are those of PositiveInt.
+    inner = [
+        part for each in get_args(field.annotation) for part in getattr(each, "__metadata__", ())
+    ]
+    is_optional = NoneType in get_args(field.annotation)
+    bounds = [
+        f"`{sign} {getattr(part, name):,.10g}`"
+        for part in [*field.metadata, *(inner if is_optional else [])]
+        for kind, (sign, name) in SIGNS.items()
+        if isinstance(part, kind)
+    ]
     return ", ".join([_type(field.annotation), *bounds])
 
 
@@ -195,8 +204,9 @@ def open_clip_page() -> str:
     before, _, rest = page.partition(begin)
     lines = [begin, "", "| open_clip_train | here | note |", "|---|---|---|"]
     groups: dict[tuple[tuple[str, ...], str], list[str]] = {}
-    for name, (ours, note) in read_words()["flags"].items():
-        groups.setdefault((tuple(ours), note), []).append(f"`--{name}`")
+    for name, row in read_words()["flags"].items():
+        key = tuple(row.get("ours", ())), row.get("note", "")
+        groups.setdefault(key, []).append(f"`--{name}`")
     for (ours, note), names in groups.items():
         if ours:
             lines += [

@@ -1,10 +1,9 @@
-"""Checks of a run before it is started: `disco-ds doctor` prints what they find and what to do
-about it.
+"""Checks of a run before it is started: `disco-ds doctor` prints the findings and the remedies.
 
-    versions.py       installed packages
-    recipe_checks.py  ds_config, batch, kernels and data, on this host
-    hosts.py          the hosts, on each of which it runs probe.py
-    ranks.py          a step and the collectives, on the user's ranks
+versions.py       installed packages
+recipe_checks.py  ds_config, batch, loss, model, kernels and data, on this host
+hosts.py          the hosts; on each of them it runs probe.py
+ranks.py          a step and the collectives, on all ranks
 """
 
 from __future__ import annotations
@@ -13,12 +12,13 @@ from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
 _WIDTH = 16
+Status = Literal["ok", "warn", "fail"]
 
 
 class Line(NamedTuple):
     """The result of one check."""
 
-    status: Literal["ok", "warn", "fail"]
+    status: Status
     check: str
     found: str
     remedy: str = ""
@@ -31,20 +31,19 @@ class Line(NamedTuple):
 
 
 def examine(check: str, run: Callable[[], Iterable[Line]], *errors: type[Exception]) -> list[Line]:
-    """Run a check and collect its lines. A check with problems loses its ok lines.
+    """Run a check and collect its lines. The ok lines of a check with problems are dropped.
 
     Args:
         check: Name of the check.
         run: Yields the lines.
-        errors: Exceptions that become a line too, so that the other checks still run.
+        errors: Exceptions that are reported as a line, so that the other checks still run.
     """
     lines: list[Line] = []
     try:
         for line in run():
             lines.append(line)
     except errors as error:
-        # A ValueError or OSError is written for the user; the message of another error needs its
-        # type.
+        # Messages of ValueError and OSError are written for users; others need the type of the error.
         user_error = isinstance(error, ValueError | OSError)
         found = str(error) if user_error else f"{type(error).__name__}: {error}"
         lines.append(Line("fail", check, found))

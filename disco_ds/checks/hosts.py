@@ -1,5 +1,4 @@
-"""Check the hosts of a run: ssh reaches them as DeepSpeed does, they have the same software, and
-they have room."""
+"""Check the hosts of a run: ssh, the same software, a shared run folder, GPUs and disk space."""
 
 from __future__ import annotations
 
@@ -18,16 +17,14 @@ from typing import Any
 from disco_ds.checks import Line, probe
 from disco_ds.checks.versions import PACKAGES
 from disco_ds.config import Config
-from disco_ds.data.pipeline.staging import LEAST_AHEAD
-from disco_ds.models.clip import read_architecture
 from disco_ds.runs.run_folder import make_token
 
 _CONNECT_S = 10
 """Seconds for ssh to connect."""
 _ANSWER_S = 120
-"""Seconds for a host to answer, which includes an import of torch."""
+"""Seconds for a host to answer; it imports torch first."""
 _DISK_BYTES = 20e9
-"""Space for four checkpoints of 400 million parameters with AdamW, at 12 bytes per parameter."""
+"""Least free disk space: four checkpoints of 400 million parameters with AdamW, 12 bytes each."""
 Report = dict[str, Any]
 
 
@@ -42,7 +39,7 @@ def check_hosts(config: Config, slots: dict[str, int]) -> Iterator[Line]:
     # The runs folder may not exist yet.
     folder = next(path for path in (runs, *runs.parents) if path.is_dir())
     try:
-        token = make_token(folder)  # a host that does not see this file has another folder
+        token = make_token(folder)  # hosts that share the folder see this file
     except OSError as error:
         found = f"{folder} cannot be written to: {error.strerror}"
         yield Line("fail", "runs folder", found, "set runs=FOLDER to a writable folder")
@@ -60,33 +57,12 @@ def check_hosts(config: Config, slots: dict[str, int]) -> Iterator[Line]:
     if len(slots) > 1:
         yield Line("ok", "ssh", f"{len(slots)} hosts answer")
         if shutil.which("pdsh") is None:
-            found = "pdsh is not installed on this host"
-            yield Line("fail", "ssh", found, "apt-get install pdsh")
+            yield Line("fail", "ssh", "pdsh is not installed on this host", "install pdsh")
         yield Line("ok", "environment", f"same Python, packages, code ({mine['same']['code']})")
     yield Line("ok", "runs folder", f"{folder}, {(mine['disk'] or 0) / 1e9:,.0f} GB free")
     yield Line("ok", "GPUs", f"{mine['devices']} on this host")
-    need = _image_bytes(config, sum(slots.values()))
-    found = f"{_mib(mine['memory'])} free on this host, the images of a rank need {_mib(need)}"
-    yield Line("ok", "memory", found)
     for host, report in reports.items():
-        yield from judge(host, report, mine, slots[host], need)
-
-
-def _image_bytes(config: Config, ranks: int) -> int:
-    """Return the host memory for the images of a rank: those prefetched, and with pixels=host
-    those of the step."""
-    # The size is unknown for a model.factory.
-    side = read_architecture(config.model).get("vision_cfg", {}).get("image_size") or 224
-    area = side**2 if isinstance(side, int) else side[0] * side[1]
-    in_step = config.micro_batch
-    if config.pixels == "host":
-        in_step = config.global_batch // max(ranks, 1)
-    ahead = (config.data.prefetch or LEAST_AHEAD) * config.micro_batch
-    return (in_step + ahead) * 3 * area
-
-
-def _mib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**20:,.0f} MiB"
+        yield from judge(host, report, mine, slots[host])
 
 
 def ask(request: dict[str, Any], host: str) -> Report:
@@ -96,7 +72,7 @@ def ask(request: dict[str, Any], host: str) -> Report:
         Its report, or {"error": ...} if there is none.
     """
     folder = str(Path.cwd())
-    # The same Python in the same folder: packages and code are what is compared.
+    # The same Python in the same folder, because its packages and code are to be compared.
     path = ":".join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
     command = shlex.join(["env", f"PYTHONPATH={path}", sys.executable, "-", json.dumps(request)])
     user_options = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
@@ -114,7 +90,7 @@ def ask(request: dict[str, Any], host: str) -> Report:
     return report
 
 
-def judge(host: str, report: Report, mine: Report, slots: int, need: int) -> Iterator[Line]:
+def judge(host: str, report: Report, mine: Report, slots: int) -> Iterator[Line]:
     """Yield the problems of a host.
 
     Args:
@@ -122,10 +98,12 @@ def judge(host: str, report: Report, mine: Report, slots: int, need: int) -> Ite
         report: Its report.
         mine: The report of this host, for comparison.
         slots: Its ranks; 0: as many as it has devices.
-        need: Bytes of host memory per rank.
     """
     if "error" in report:
-        remedy = f"`ssh {host} true` must work without a password (options: PDSH_SSH_ARGS_APPEND), and so must Python"
+        remedy = (
+            f"make `ssh {host} true` work without a password (PDSH_SSH_ARGS_APPEND sets options of "
+            "ssh), and install the same Python environment there"
+        )
         yield Line("fail", "ssh", f"{host}: {report['error']}", remedy)
         return
     differences = [
@@ -135,24 +113,23 @@ def judge(host: str, report: Report, mine: Report, slots: int, need: int) -> Ite
     ]
     if differences:
         found = f"{host}: {'; '.join(differences)}"
-        remedy = "use the same environment and code, at the same path on all hosts"
+        remedy = "install the same environment and code at the same path on all hosts"
         yield Line("fail", "environment", found, remedy)
     if report["disk"] is None:
-        found = f"{host} does not see this host's folder, or cannot write there"
-        remedy = "name a folder that all hosts share: runs=/shared/runs"
+        found = f"{host} does not see this host's folder, or cannot write to it"
+        remedy = "choose a folder that all hosts share, such as runs=/shared/runs"
         yield Line("fail", "runs folder", found, remedy)
     elif report["disk"] < _DISK_BYTES:
         found = f"{host}: {report['disk'] / 1e9:.1f} GB free"
-        yield Line("warn", "runs folder", found, "free some space there")
+        yield Line("warn", "runs folder", found, "free some disk space")
     devices = report["devices"]
     # Hosts without GPUs are fine, unless this host has GPUs or the other one has a driver for them.
     if (devices < slots and mine["devices"]) or (report["driver"] and not devices):
         found = f"{host}: torch sees {devices} GPUs, the hostfile has {slots} slots"
-        remedy = "check nvidia-smi, CUDA_VISIBLE_DEVICES, and that torch fits the driver; or use fewer slots"
+        remedy = (
+            "check nvidia-smi, CUDA_VISIBLE_DEVICES, and that this torch supports the driver; or use "
+            "fewer slots"
+        )
         yield Line("fail", "GPUs", found, remedy)
     elif not devices:
         yield Line("warn", "GPUs", f"{host} has none", "its ranks will run on the CPU")
-    if report["memory"] < (slots or devices or 1) * need:
-        found = f"{host}: {_mib(report['memory'])} free, the images of a rank need {_mib(need)}"
-        remedy = "a smaller data.prefetch or micro_batch; pixels=device or compressed"
-        yield Line("fail", "memory", found, remedy)

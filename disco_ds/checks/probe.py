@@ -1,6 +1,6 @@
-"""Report what a host has, as JSON: `python - REQUEST < probe.py`.
+"""Report a host's software, devices and disk space as JSON: `python - REQUEST < probe.py`.
 
-It is sent to each host as a program, because disco_ds may have another version there.
+The file is sent to each host as a program, because disco_ds may have another version there.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from typing import Any
 
 
 def probe(request: dict[str, Any]) -> dict[str, Any]:
-    """Return what this host has.
+    """Return this host's software, devices and free disk space.
 
     Args:
         request: `packages` whose versions are reported; the `folder` of runs; a file `token` in it.
     """
-    import psutil
     import torch
 
     same: dict[str, str | None] = {
@@ -38,13 +37,12 @@ def probe(request: dict[str, Any]) -> dict[str, Any]:
         "same": same,
         "devices": torch.accelerator.device_count(),
         "driver": os.path.exists("/proc/driver/nvidia/version"),
-        "memory": psutil.virtual_memory().available,
         "disk": shutil.disk_usage(folder).free if shared else None,
     }
 
 
 def _hash_code() -> str:
-    """Hash name and content of every file of disco_ds that can change what a run does."""
+    """Hash the names and contents of all files of disco_ds that affect a run."""
     package = Path(importlib.import_module("disco_ds").__file__ or "").parent
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*")):

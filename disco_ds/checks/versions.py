@@ -1,4 +1,4 @@
-"""Check that the installed packages fit together and can be imported."""
+"""Check that the installed packages are compatible and can be imported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PACKAGES = (
 
 
 def check_versions() -> Iterator[Line]:
-    """Check the versions of PACKAGES against each other's requirements, and import the most important."""
+    """Compare the versions of PACKAGES with each other's requirements, and import the main ones."""
     here = {name: version for name in PACKAGES if (version := installed(name))}
     yield Line("ok", "versions", ", ".join(f"{name} {version}" for name, version in here.items()))
     if "disco_ds" not in here:
@@ -45,9 +45,12 @@ def check_versions() -> Iterator[Line]:
         try:
             importlib.import_module(name)
         except Exception as error:  # a broken installation may raise anything
-            remedy = f"install {name} again"
+            remedy = f"reinstall {name}"
             if "torchvision::" in str(error):
-                remedy = "torch and torchvision are different builds (CPU, CUDA): reinstall both from one index"
+                remedy = (
+                    "torch and torchvision are different builds (CPU, CUDA): reinstall both from the "
+                    "same index"
+                )
             found = f"import {name}: {type(error).__name__}: {error}"
             yield Line("fail", "versions", found, remedy)
             return

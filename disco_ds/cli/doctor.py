@@ -44,19 +44,16 @@ def look(args: argparse.Namespace, first: bool, size: int) -> Iterator[Line]:
         except (ImportError, RuntimeError):  # of a broken installation, which a line above explains
             return
         yield from examine("ds_config", lambda: here.check_ds_config(config), Exception)
-        yield from examine("batch", lambda: here.check_batch(config, ranks), Exception)
-        yield from examine("log", lambda: here.check_trackers(config), Exception)
-        loss = examine("loss", lambda: here.check_loss(config), Exception)
-        model = examine("model", lambda: here.check_towers(config), Exception)
-        yield from [*loss, *model]
+        start = list(here.check_start(config, ranks))
+        yield from start
+        failed = {line.check for line in start if line.status == "fail"}
         # 0: not known.
         ranks_here = max(slots.values()) or int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
         yield from examine("data", lambda: here.check_data(config, ranks, ranks_here), Exception)
-        yield from examine("eval", lambda: here.check_eval(config), Exception)
-        # What is unknown above would only fail again under another name.
-        if all(line.status != "fail" for line in loss):
+        # What has failed above would only fail again under another name.
+        if "loss" not in failed:
             yield from examine("kernels", lambda: here.check_kernels(config), Exception)
-        if all(line.status != "fail" for line in model):
+        if "model" not in failed:
             yield from examine("hosts", lambda: check_hosts(config, slots), Exception)
     if size > 1 or args.gradients:
         from disco_ds.checks.ranks import check_ranks

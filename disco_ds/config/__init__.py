@@ -1,10 +1,11 @@
 """Settings of a run: the recipe (YAML) and DeepSpeed's settings (JSON).
 
-Import-light: neither torch nor DeepSpeed is imported.
+Import-light: importing it imports neither torch nor DeepSpeed.
 """
 
 from disco_ds.config.data import AugmentSettings, DataSettings, RemoteSettings, SourceSettings
 from disco_ds.config.load import check_config, find_recipe, load_config
+from disco_ds.config.optim import TowerOptimSettings
 from disco_ds.config.recipe import (
     BASE_BATCH,
     PACKAGE,
@@ -15,7 +16,6 @@ from disco_ds.config.recipe import (
     LossSettings,
     ModelSettings,
     OptimSettings,
-    TowerOptimSettings,
 )
 from disco_ds.config.render import render_ds_config
 

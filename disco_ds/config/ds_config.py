@@ -1,23 +1,24 @@
 """Read, check and complete the DeepSpeed settings of a run (ds_config, JSON).
 
-DeepSpeed ignores unknown keys, and some of its defaults change results. So every key is checked
-here, and the rendered ds_config.json contains every default that matters. DeepSpeed is imported
-only while a file is checked, for the names of its keys.
+DeepSpeed ignores unknown keys, and some of its defaults change results. Therefore every key is
+checked here, and the rendered ds_config.json contains every default that matters. DeepSpeed is
+imported only when a file is checked, for the names of its keys.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from disco_ds.config.recipe_yaml import parse
+from disco_ds.config.settings import explain_value
 from disco_ds.config.text_file import read_text
-from disco_ds.names import shorten, suggest
+from disco_ds.names import suggest
 
 OWNED_BY_RECIPE = {
     "train_batch_size": "global_batch",
@@ -72,21 +73,22 @@ sent before the backward ends.
 """
 
 _DTYPES = ("fp32", "fp16", "bf16")
-_BOOL = (True, False)
 VALUES: dict[str, tuple[Any, ...]] = {
     "communication_data_type": _DTYPES,
     "seq_parallel_communication_data_type": _DTYPES,
     "log_level": ("debug", "info", "warning", "error", "critical"),
-    "disable_allgather": _BOOL,
-    "disable_python_gc": _BOOL,
-    "dump_state": _BOOL,
-    "memory_breakdown": _BOOL,
-    "wall_clock_breakdown": _BOOL,
-    "zero_allow_untested_optimizer": _BOOL,
-    "zero_force_ds_cpu_optimizer": _BOOL,
 }
-"""Allowed values of top-level keys. DeepSpeed accepts any value, or fails when it starts."""
-
+"""Allowed values of top-level keys. DeepSpeed fails at the start for other values."""
+FLAGS = {
+    "disable_allgather",
+    "disable_python_gc",
+    "dump_state",
+    "memory_breakdown",
+    "wall_clock_breakdown",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+}
+"""Top-level keys that are true or false. DeepSpeed would read "false" as true."""
 SECTIONS = {
     "activation_checkpointing",
     "aio",
@@ -95,8 +97,8 @@ SECTIONS = {
     "csv_monitor",
     "flops_profiler",
 }
-KNOWN_KEYS = SECTIONS | OWNED_BY_RECIPE.keys() | DEFAULTS.keys() | VALUES.keys()
-"""Top-level keys of DeepSpeed 0.19 that are useful for a CLIP trainer."""
+TOP_LEVEL = SECTIONS | FLAGS | DEFAULTS.keys() | VALUES.keys()
+"""Top-level keys of DeepSpeed 0.19 that are useful for a CLIP trainer and that the recipe does not own."""
 
 REFUSED_KEYS = {
     "amp": "use torch_autocast",
@@ -120,9 +122,8 @@ REFUSED_KEYS = {
     "fp16.fp16_master_weights_and_grads": "the master weights and gradients are fp32",
     "comet.api_key": "settings are copied into run folders; set the environment variable COMET_API_KEY instead",
 }
-"""Refused keys (dotted inside a section) -> reason: they change the gradient, hold a secret or
-no longer exist."""
-
+"""Refused keys (dotted inside a section) -> reason. They change the gradient, hold a secret or no
+longer exist."""
 
 NEUTRAL: dict[str, Any] = {
     "managed_gradient_accumulation": True,
@@ -130,7 +131,7 @@ NEUTRAL: dict[str, Any] = {
     "gradient_predivide_factor": 1.0,
     "zero_optimization.compute_grad_norm": True,
 }
-"""Values of refused keys that change nothing, where it is not false."""
+"""Values at which refused keys change nothing. For all other refused keys, that value is false."""
 
 
 def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -151,7 +152,7 @@ def find_ds_configs() -> Path:
 
 
 def read_ds_config(entry: str | dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the mapping that the `deepspeed` entry of a recipe stands for.
+    """Return the ds_config that the `deepspeed` entry of a recipe names.
 
     Args:
         entry: A bundled name, a path (relative to `folder` or to the working directory), or a
@@ -159,48 +160,27 @@ def read_ds_config(entry: str | dict[str, Any], folder: Path) -> dict[str, Any]:
         folder: The recipe's folder.
 
     Raises:
-        ValueError: If the file is missing or is not valid JSON.
+        ValueError: If the file is missing or malformed.
     """
     if isinstance(entry, dict):
         changes = copy.deepcopy(entry)
         base = changes.pop("base", None)
         return changes if base is None else merge(read_ds_config(base, folder), changes)
     if not isinstance(entry, str):
-        raise ValueError(f"deepspeed must be a name, a path or a mapping, got {entry!r}")
+        raise ValueError(f"deepspeed must be a bundled name, a path or a mapping, got {entry!r}")
     known = {path.stem: path for path in sorted(find_ds_configs().glob("*.json"))}
     for path in (known.get(entry), folder / entry, Path(entry)):
         if path is not None and path.is_file():
-            return _read_json(path)
-    raise ValueError(f"deepspeed: no file {entry!r}; bundled: {', '.join(known)}")
+            return _read_file(path)
+    raise ValueError(f"deepspeed: there is no file {entry!r}; bundled names: {', '.join(known)}")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    text = read_text(path, "ds_config")
-    try:
-        tree = json.loads(
-            text, object_pairs_hook=_refuse_duplicates, parse_constant=_refuse_constant
-        )
-    except RecursionError:
-        raise ValueError(f"{path} is not a ds_config: it is nested too deeply") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
+def _read_file(path: Path) -> dict[str, Any]:
+    # JSON is valid YAML, except for tabs between its parts.
+    tree = parse(read_text(path, "ds_config").replace("\t", " "), str(path))
     if not isinstance(tree, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(tree).__name__}")
     return tree
-
-
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse a key that is given twice; json.loads would keep the last value."""
-    tree: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in tree:
-            raise ValueError(f"key {key!r} is given twice")
-        tree[key] = value
-    return tree
-
-
-def _refuse_constant(text: str) -> Any:
-    raise ValueError(f"{text} is not a JSON number")
 
 
 def complete_ds_config(ds_config: dict[str, Any], owned: dict[str, Any]) -> dict[str, Any]:
@@ -214,7 +194,8 @@ def complete_ds_config(ds_config: dict[str, Any], owned: dict[str, Any]) -> dict
         ValueError: For unknown keys, keys that the recipe owns too, and combinations that DeepSpeed
             computes incorrectly.
     """
-    check_keys(ds_config)
+    for problem in find_problems(ds_config):
+        raise ValueError(problem)
     check_values(ds_config)
     check_precision(ds_config)
     rendered = merge(copy.deepcopy(DEFAULTS), copy.deepcopy(ds_config))
@@ -225,9 +206,9 @@ def complete_ds_config(ds_config: dict[str, Any], owned: dict[str, Any]) -> dict
     level = stage(rendered)
     if level:
         zero.setdefault("reduce_bucket_size", GRADIENT_BUCKET)
-        # For the overlap, ZeRO 1 and 2 wait for the device after every backward. That costs little
-        # if a step has only one backward, because the update waits too. On one rank there is
-        # nothing to gain.
+        # With overlap_comm, ZeRO 1 and 2 wait for the device after every backward. That costs
+        # little if a step has only one backward, because the update waits too. On one rank there
+        # is nothing to gain.
         one_backward = owned["gradient_accumulation_steps"] == 1
         alone = owned["train_batch_size"] == owned["train_micro_batch_size_per_gpu"]
         zero.setdefault("overlap_comm", level == 3 or (one_backward and not alone))
@@ -256,49 +237,38 @@ def stage(ds_config: dict[str, Any]) -> int:
     return value
 
 
-def check_keys(ds_config: dict[str, Any]) -> None:
-    """Refuse keys that are unknown, misplaced or removed, or that the recipe owns."""
-    for problem in find_problems(ds_config):
-        raise ValueError(problem)
-
-
 def find_problems(ds_config: dict[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with the keys."""
-    sections = section_keys()
-    top_level = sorted(KNOWN_KEYS - OWNED_BY_RECIPE.keys())
-    for key in ds_config:
-        if key in OWNED_BY_RECIPE:
-            yield (
-                f"ds_config key {key} and the recipe's {OWNED_BY_RECIPE[key]} own the same value; "
-                "remove it from the ds_config and set it in the recipe"
-            )
-        elif key in REFUSED_KEYS:
-            yield f"ds_config key {key} is not supported: {REFUSED_KEYS[key]}"
-        elif key not in KNOWN_KEYS:
-            homes = [section for section, known in sections.items() if key in known]
-            hint = f"; it belongs in {' or '.join(homes)}" if homes else suggest(key, top_level)
-            yield f"ds_config: unknown key {key}{hint}"
+    """Yield what is wrong with the keys: unknown, misplaced, removed, refused or set by the recipe."""
+    sections = {"": TOP_LEVEL} | section_keys()
     for section, known in sections.items():
-        part = ds_config.get(section, {})
+        part = ds_config.get(section, {}) if section else ds_config
         if not isinstance(part, dict):
             yield f"ds_config: {section} must be a mapping, got {part!r}"
             continue
         for key in part:
-            dotted = f"{section}.{key}"
-            if dotted in REFUSED_KEYS:
+            dotted = f"{section}.{key}" if section else key
+            if dotted in OWNED_BY_RECIPE:
+                yield (
+                    f"ds_config key {dotted} is set by the recipe's {OWNED_BY_RECIPE[dotted]}; remove "
+                    "it from the ds_config"
+                )
+            elif dotted in REFUSED_KEYS:
                 yield f"ds_config key {dotted} is not supported: {REFUSED_KEYS[dotted]}"
             elif key not in known:
-                misplaced = key in top_level
-                hint = "; it belongs at the top level" if misplaced else suggest(key, sorted(known))
+                homes = [home or "the top level" for home in sections if key in sections[home]]
+                hint = suggest(key, sorted(known))
+                if homes:
+                    hint = f"; it belongs in {' or '.join(homes)}"
                 yield f"ds_config: unknown key {dotted}{hint}"
 
 
 def check_values(ds_config: dict[str, Any]) -> None:
-    """Refuse values that would make DeepSpeed fail at the start, or that it would misread."""
-    for path, value in _leaves(ds_config, ()):
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"ds_config: {'.'.join(path)} must be finite, got {value}")
-    for key, allowed in VALUES.items():
+    """Refuse values with which DeepSpeed would fail at the start, or which it would misread.
+
+    Raises:
+        ValueError: Naming the key.
+    """
+    for key, allowed in (VALUES | dict.fromkeys(FLAGS, (True, False))).items():
         if key in ds_config and ds_config[key] not in allowed:
             names = ", ".join(json.dumps(value) for value in allowed)
             raise ValueError(f"ds_config: {key} must be one of {names}, got {ds_config[key]!r}")
@@ -309,31 +279,22 @@ def check_values(ds_config: dict[str, Any]) -> None:
         except ValidationError as error:
             item = error.errors()[0]
             key = ".".join(map(str, (section, *item["loc"])))
-            problem = item["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
-            raise ValueError(
-                f"ds_config: {key}: {problem}, got {shorten(repr(item['input']))}"
-            ) from None
-
-
-def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield every value in nested mappings and lists, with its path."""
-    if isinstance(value, list):
-        value = dict(enumerate(value))
-    if isinstance(value, dict):
-        for key, part in value.items():
-            yield from _leaves(part, (*path, str(key)))
-    else:
-        yield path, value
+            raise ValueError(f"ds_config: {explain_value(key, item)}") from None
+    try:
+        json.dumps(ds_config, allow_nan=False)
+    except ValueError as error:
+        raise ValueError(f"ds_config: numbers must be finite: {error}") from None
 
 
 def check_gradient(ds_config: dict[str, Any]) -> None:
-    """Refuse settings under which DeepSpeed 0.19 would apply another gradient than the step's.
+    """Refuse settings with which DeepSpeed 0.19 would apply a different gradient in a custom loop.
 
     Args:
-        ds_config: What any loop gave to deepspeed.initialize. Keys that do not affect the step are ignored.
+        ds_config: The settings that deepspeed.initialize got. Keys that do not affect the gradient
+            are ignored.
 
     Raises:
-        ValueError: For a key of REFUSED_KEYS that changes something, and what check_precision refuses.
+        ValueError: For a key of REFUSED_KEYS that changes something, and see check_precision.
     """
     for key, reason in REFUSED_KEYS.items():
         section, _, inner = key.rpartition(".")
@@ -342,35 +303,40 @@ def check_gradient(ds_config: dict[str, Any]) -> None:
             value = any(value.values())
         neutral = NEUTRAL.get(key, False)
         same = value.lower() == neutral if isinstance(value, str) else value == neutral
-        # Only the trainer copies its settings into run folders, where a secret must not be.
+        # A custom loop may have an API key in its settings; they are not copied into run folders.
         if value is not None and not same and key != "comet.api_key":
             raise ValueError(f"ds_config key {key} is not supported: {reason}")
     check_precision(ds_config)
 
 
 def check_precision(ds_config: dict[str, Any]) -> None:
-    """Refuse combinations of precision and ZeRO stage that DeepSpeed 0.19 computes incorrectly."""
+    """Refuse combinations of precision and ZeRO stage that DeepSpeed 0.19 computes incorrectly.
+
+    Raises:
+        ValueError: For such a combination, with one that works.
+    """
     kind, level = precision(ds_config), stage(ds_config)
     dtype = str((ds_config.get("torch_autocast") or {}).get("dtype", "bfloat16"))
     if kind == "autocast" and dtype.removeprefix("torch.") not in ("bfloat16", "bf16"):
         raise ValueError(
-            f"torch_autocast.dtype {dtype} is refused: DeepSpeed skips every step under float16 autocast at ZeRO 1-3; "
-            "use bfloat16, or fp16.enabled with its loss scaling"
+            f"ds_config: torch_autocast.dtype={dtype} is refused: DeepSpeed skips every step under "
+            "float16 autocast at ZeRO 1 to 3; use bfloat16, or fp16.enabled with its loss scaling"
         )
     if kind == "bf16" and level == 0:
         raise ValueError(
-            "bf16.enabled at ZeRO 0 is refused: DeepSpeed runs a hidden optimizer step at start-up, "
-            "which applies weight decay and advances Adam by one step; use torch_autocast at ZeRO 0, "
-            "or bf16 at ZeRO 1-3"
+            "ds_config: bf16.enabled at ZeRO 0 is refused: DeepSpeed runs a hidden optimizer step at "
+            "the start, which applies weight decay and advances Adam by one step; use torch_autocast "
+            "at ZeRO 0, or bf16 at ZeRO 1 to 3"
         )
     if kind == "fp16" and level == 0:
         raise ValueError(
-            "fp16.enabled at ZeRO 0 is refused: DeepSpeed's step divides the gradient by the loss scale, but its "
-            "backward does not multiply by it; use fp16 at ZeRO 1-3"
+            "ds_config: fp16.enabled at ZeRO 0 is refused: DeepSpeed divides the gradient by the "
+            "loss scale without multiplying by it first; use fp16 at ZeRO 1 to 3"
         )
     if kind == "bf16" and not ds_config["bf16"].get("check_grad_overflow", True):
         raise ValueError(
-            "bf16.check_grad_overflow=false is refused: a NaN on one rank would spread to every weight"
+            "ds_config: bf16.check_grad_overflow=false is refused: a NaN on one rank would spread to "
+            "every weight; remove it"
         )
 
 
@@ -397,6 +363,5 @@ def section_keys() -> dict[str, set[str]]:
     }
     for section, model in section_models().items():
         fields = model.model_fields
-        aliases = {field.alias for field in fields.values() if field.alias}
-        known[section] = fields.keys() | aliases
+        known[section] = fields.keys() | {field.alias for field in fields.values() if field.alias}
     return known

@@ -1,47 +1,38 @@
-"""open_clip_train's flags and other words that people bring, with the settings that correspond to them.
+"""Flags of open_clip_train and names used by other trainers, with the settings that correspond to them.
 
-The table is open_clip_flags.yaml. An unknown setting or option is explained by it, and
-docs/from_open_clip.md shows it (tools/make_reference.py).
+The table is in open_clip_flags.yaml. Messages about unknown settings and options use it, and
+tools/make_reference.py writes it into docs/from_open_clip.md.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import yaml
 
 
-class Flag(NamedTuple):
-    """What corresponds to a word of another trainer."""
+@cache
+def read_words() -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the table by section: "flags" (of open_clip_train) and "other_words".
 
-    ours: tuple[str, ...]
-    """Dotted names of settings, or options of the command line; empty if there are none."""
-    note: str
-
-
-@lru_cache
-def read_words() -> dict[str, dict[str, Flag]]:
-    """Return the words by section: "flags" of open_clip_train, and "other_words"."""
+    The row of a flag has `ours`, dotted names of settings or options of the command line, and a
+    `note`; one of them may be missing.
+    """
     text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
-    return {
-        section: {
-            name: Flag(tuple(row.get("ours", ())), row.get("note", ""))
-            for name, row in rows.items()
-        }
-        for section, rows in yaml.safe_load(text).items()
-    }
+    return yaml.safe_load(text)
 
 
 def explain_word(name: str) -> str | None:
-    """Return a sentence about a word of another trainer, or None if the word is unknown."""
+    """Return our equivalent of another trainer's flag, or None if the flag is unknown."""
     word = name.lower().lstrip("-").replace("_", "-")
     words = read_words()
-    flag = words["flags"].get(word) or words["other_words"].get(word)
-    if flag is None:
+    row = words["flags"].get(word) or words["other_words"].get(word)
+    if row is None:
         return None
-    if not flag.ours:
-        return f"{flag.note} (docs/from_open_clip.md)"
-    note = f"; {flag.note}" if flag.note else ""
-    return f"here it is {' or '.join(flag.ours)}{note}"
+    note = row.get("note", "")
+    if "ours" not in row:
+        return f"{note} (docs/from_open_clip.md)"
+    hint = f"; {note}" if note else ""
+    return f"here it is {' or '.join(row['ours'])}{hint}"

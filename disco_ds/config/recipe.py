@@ -1,11 +1,10 @@
-"""The settings of a run, as a recipe (YAML) gives them. They are validated once and never change
-afterwards.
+"""The settings of a run, as a recipe (YAML) gives them.
 
-A recipe owns the batch, the loss, the model, the data, the optimizer and the logging. Its
-`deepspeed` entry names a ds_config (JSON), which owns ZeRO, precision, offload and communication
-(see ds_config.py).
+They are validated once and never change afterwards. A recipe owns the batch, the loss, the model,
+the data, the optimizer and the logging. Its `deepspeed` entry names a ds_config (JSON), which owns
+ZeRO, precision, offload and communication (see ds_config.py).
 
-Any module may import this file. It imports neither torch nor DeepSpeed.
+Import-light: neither torch nor DeepSpeed is imported, so any module may import this file.
 """
 
 from __future__ import annotations
@@ -13,15 +12,16 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
-from disco_ds.config.data import MAX_SECONDS, AugmentSettings, DataSettings, Pixels, Settings
+from disco_ds.config.data import AugmentSettings, DataSettings, Pixels
 from disco_ds.config.model import ModelSettings
-from disco_ds.config.optim import OptimSettings, TowerOptimSettings
+from disco_ds.config.optim import OptimSettings
 from disco_ds.config.recipe_yaml import Dumper
+from disco_ds.config.settings import MAX_SECONDS, Settings
 from disco_ds.config.templates import check_template
 
 PACKAGE = Path(__file__).parents[1]
@@ -33,82 +33,74 @@ class LossSettings(Settings):
     """The loss and its options."""
 
     name: str = "disco_fused"
-    """Name of a registered loss (`python -c 'import disco_ds; print(disco_ds.list_losses())'`
-    lists them), or a custom loss as `package.module:Class`, importable through PYTHONPATH."""
+    """A registered loss (docs/losses.md compares them), or a custom one as `package.module:Class`,
+    importable through PYTHONPATH."""
     options: dict[str, Any] = Field({})
-    """Keyword arguments of the loss."""
+    """Keyword arguments of the loss; see loss.options below."""
+
+
+def _check_copy_command(command: str) -> str:
+    fields = set(re.findall(r"\{\w+\}", command))
+    if "{path}" not in fields or not fields <= {"{path}", "{name}"}:
+        raise ValueError(
+            f"expected a command with {{path}} and optionally {{name}}, got {command!r}"
+        )
+    shlex.split(command)  # raises ValueError if a quote is not closed
+    return command
 
 
 class CheckpointSettings(Settings):
     """When checkpoints are saved, which ones are kept, and where they are copied."""
 
     every_steps: int = Field(1000, ge=0)
-    """Steps between two checkpoints; 0: only at the end, and according to every_minutes."""
+    """Steps between two checkpoints. 0: save only every_minutes and at the end of the run."""
     every_epochs: float = Field(0.0, ge=0)
-    """Epochs between two checkpoints, instead of every_steps; saved after the step that
-    completes them. 0: off."""
+    """Epochs between two checkpoints, instead of every_steps. 0: off."""
     every_minutes: float = Field(0.0, ge=0, le=MAX_SECONDS / 60)
-    """Also save after this many minutes; 0: off. SIGTERM, SIGUSR1 or SIGINT (Ctrl-C) to any rank
-    saves a checkpoint too, and ends the run."""
+    """Also save when this many minutes have passed since the last save. 0: off. Independently of it,
+    SIGTERM, SIGUSR1 or SIGINT (Ctrl-C) to any rank saves a checkpoint and ends the run."""
     asynchronous: bool = True
-    """Write checkpoints in the background: training waits only while each rank's state is copied
-    to host memory, which takes as much memory as the rank's files. False: training waits
-    until the files are written."""
-    keep_last: int | None = Field(3, gt=0)
-    """Number of newest checkpoints to keep; older ones are removed, except those of
-    keep_every_steps. None: keep all."""
+    """Write checkpoints in the background. Training then waits only until each rank's state has been
+    copied to host memory, which takes as much memory as the rank's files. False: training waits
+    until the files are written; use it if host memory is short."""
+    keep_last: PositiveInt | None = 3
+    """Number of newest checkpoints to keep. Older ones are removed, except those of
+    keep_every_steps. Null: keep all."""
     keep_every_steps: int = Field(0, ge=0)
-    """Never remove checkpoints whose step is a multiple of this; 0: off."""
+    """Never remove checkpoints whose step is a multiple of this. 0: off."""
     max_failed_saves: int = Field(2, ge=0)
-    """Consecutive saves that may fail (for example because the disk is full) before the run
-    stops; 0: stop at the first."""
-    copy_command: str | None = None
-    """Run after each save, in the background and without a shell, one at a time, with {path} and {name} of the
-    checkpoint: `aws s3 cp --recursive {path} s3://bucket/run/{name}`. While it runs, a newer checkpoint waits for it,
-    and takes the place of one that waits; a failure is logged and does not stop the run. A copy that its run has not
-    seen the end of is made again when the run is resumed, so the command must be one that can be repeated."""
+    """Number of consecutive saves that may fail (for example because the disk is full); one more
+    stops the run."""
+    copy_command: Annotated[str, AfterValidator(_check_copy_command)] | None = None
+    """Command that copies each saved checkpoint, with {path} and {name} replaced, such as
+    `aws s3 cp --recursive {path} s3://bucket/run/{name}`. It runs in the background and without a
+    shell. Only one copy runs at a time; while it does, only the newest checkpoint waits. A failure
+    is logged and does not stop the run. An unfinished copy is repeated when the run is resumed, so
+    it must be possible to run the command twice."""
     copy_timeout_s: float = Field(600.0, ge=0, le=MAX_SECONDS)
-    """How long the run waits at its end for copies to finish."""
-
-    @model_validator(mode="after")
-    def _check_copy_command(self) -> CheckpointSettings:
-        command = self.copy_command
-        if command is None:
-            return self
-        if "{path}" not in command:
-            raise ValueError(f"checkpoint.copy_command must contain {{path}}, got {command!r}")
-        unknown = set(re.findall(r"\{\w+\}", command)) - {"{path}", "{name}"}
-        if unknown:
-            raise ValueError(
-                f"checkpoint.copy_command contains {', '.join(sorted(unknown))}; only {{path}} and {{name}} are "
-                "replaced"
-            )
-        try:
-            shlex.split(command)
-        except ValueError as error:
-            raise ValueError(
-                f"checkpoint.copy_command cannot be split: {error}: {command}"
-            ) from None
-        return self
+    """Seconds that the run waits at its end for copies to finish."""
 
 
 class WandbSettings(Settings):
-    """Logging to Weights & Biases, which needs the wandb package. Its API key stays in the
-    environment variable WANDB_API_KEY or in the file that `wandb login` writes."""
+    """Logging to Weights & Biases, which needs the wandb package.
+
+    The API key is not a setting: put it into the environment variable WANDB_API_KEY, or run
+    `wandb login`.
+    """
 
     project: str | None = None
-    """Project of the run; None: nothing is logged to W&B."""
+    """Project of the run. Null: nothing is logged to W&B."""
     name: str | None = None
-    """Name of the run in W&B; None: the name of its folder."""
+    """Name of the run in W&B. Null: the name of its folder."""
     group: str | None = None
     """Group of the run within the project."""
     entity: str | None = None
-    """User or team that owns the project; None: the default of the API key's owner."""
+    """User or team that owns the project. Null: the default of the API key's owner."""
 
     @model_validator(mode="after")
     def _check_project(self) -> WandbSettings:
         if self.project is None and (self.name or self.group or self.entity):
-            raise ValueError("log.wandb.project is missing: without it nothing is logged to W&B")
+            raise ValueError("log.wandb.project is missing: nothing would be logged to W&B")
         return self
 
 
@@ -116,47 +108,51 @@ class LogSettings(Settings):
     """What is logged, how often and where."""
 
     every_steps: int = Field(10, gt=0)
-    """Steps between two progress lines, metrics.jsonl records and TensorBoard points. Only these
-    steps are timed."""
+    """Steps between two log lines, metrics.jsonl records and TensorBoard points. Only these steps
+    are timed."""
     tensorboard: bool = True
     """Write TensorBoard points into the run folder."""
     wandb: WandbSettings = WandbSettings()
-    peak_flops: float | None = Field(None, gt=0)
-    """Peak floating-point operations per second of one device, for MFU; None: the 16-bit peak of
-    the GPU, if known."""
+    peak_flops: PositiveFloat | None = None
+    """Peak floating-point operations per second of one device, for MFU. Null: the 16-bit peak of the
+    GPU if it is known; set it if it is not."""
+
+
+Template = Annotated[str, AfterValidator(check_template)]
 
 
 class EvalSettings(Settings):
     """On which data the model is evaluated, and when."""
 
     every_steps: int = Field(0, ge=0)
-    """Steps between two evaluations; 0: only at the end."""
+    """Steps between two evaluations. 0: only at the end."""
     every_epochs: float = Field(0.0, ge=0)
-    """Epochs between two evaluations, instead of every_steps; 0: off."""
+    """Epochs between two evaluations, instead of every_steps. 0: off."""
     labeled: dict[str, str] = Field({})
-    """Name -> labeled images for zero-shot classification among the labels of that set: shards
-    (as in data.shards), a folder with one sub-folder per class (ImageNet val, -v2, -R,
-    -Sketch), or a folder in clip_benchmark's webdataset layout."""
-    label_key: str = "{json[label]}"
+    """Name -> labeled images for zero-shot classification among the labels of that set: shards (as
+    in data.shards), a folder with one sub-folder per class (such as ImageNet val), or a folder in
+    clip_benchmark's webdataset layout."""
+    label_key: Template = "{json[label]}"
     """Template of a sample's label in shards."""
     classes: dict[str, Path] = Field({})
-    """Name of a labeled set -> file with its class names: lines of names, lines of label and
-    name, or JSON."""
+    """Name of a labeled set -> file with its class names: lines of names, lines of label and name, or
+    JSON."""
     templates: dict[str, str] = Field({})
-    """Name of a labeled set -> file of prompt templates with {} or {c} for the class, or
-    `imagenet` for open_clip's 80 templates. Default: the data set's own templates if it has
-    any (clip_benchmark layout), the 80 ImageNet templates for class folders, the plain label
-    for shards."""
+    """Name of a labeled set -> file of prompt templates with {} or {c} for the class, or `imagenet`
+    for open_clip's 80 templates. Default: the data set's own templates if it has any
+    (clip_benchmark layout), the 80 ImageNet templates for class folders, the plain label for
+    shards."""
     retrieval: dict[str, str] = Field({})
     """Name -> captioned images for image-to-text and text-to-image retrieval: shards, a csv, or
     clip_benchmark's layout."""
     validation: dict[str, str] = Field({})
     """Name -> held-out pairs for the validation loss: shards, a csv, or clip_benchmark's layout."""
     validation_batch: int = Field(1024, gt=1)
-    """Batch size of the validation loss. The loss depends on it, so it is part of the metric's name."""
-    caption_key: str = "{txt}"
-    """Template of a sample's captions, one per line; the validation loss uses the first. In a
-    csv, {txt} stands for the column `title`, and the column of image paths may also be named
+    """Batch size of the validation loss. The loss depends on it, so it is part of the metric's
+    name."""
+    caption_key: Template = "{txt}"
+    """Template of a sample's captions, one per line; the validation loss uses the first. In a csv,
+    {txt} stands for the column `title`, and the column of image paths may also be named
     `filepath`."""
 
     @property
@@ -165,15 +161,13 @@ class EvalSettings(Settings):
         return [*self.labeled.values(), *self.retrieval.values(), *self.validation.values()]
 
     @model_validator(mode="after")
-    def _check_sets(self) -> EvalSettings:
-        check_template("eval.label_key", self.label_key)
-        check_template("eval.caption_key", self.caption_key)
+    def _check_names(self) -> EvalSettings:
         for key, names in (("classes", self.classes), ("templates", self.templates)):
             for name in names:
                 if name not in self.labeled:
                     known = ", ".join(self.labeled) or "no sets"
                     raise ValueError(
-                        f"eval.{key}: there is no labeled set {name}; eval.labeled has {known}"
+                        f"eval.{key}.{name} has no labeled set of this name; eval.labeled has {known}"
                     )
         return self
 
@@ -187,38 +181,40 @@ class Config(Settings):
     """Folder of all run folders. With several hosts it must be on a shared file system."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Random seed of the data order, the initial weights and everything else."""
-    ranks: int | None = Field(None, gt=0)
-    """World size that this recipe requires; a run with another one is refused. None: any."""
-    global_batch: int = Field(gt=0)
-    """Samples per optimizer step, summed over all ranks."""
-    micro_batch: int = Field(gt=0)
-    """Samples per forward pass of one rank."""
-    steps: int | None = Field(None, gt=0)
-    """Length of the run in steps. Give exactly one of `steps`, `samples` and `epochs`."""
-    samples: int | None = Field(None, gt=0)
+    ranks: PositiveInt | None = None
+    """Number of ranks (world size) that this recipe requires; a run with another number is refused.
+    Null: any number."""
+    global_batch: PositiveInt
+    """Samples per optimizer step, over all ranks. It must be a multiple of ranks x micro_batch."""
+    micro_batch: PositiveInt
+    """Samples per forward pass of one rank. It affects memory and speed, while the gradient is that
+    of the global batch. Choose the largest that fits (`disco-ds plan`)."""
+    steps: PositiveInt | None = None
+    """Length of the run in optimizer steps. Set exactly one of `steps`, `samples` and `epochs`."""
+    samples: PositiveInt | None = None
     """Length of the run in samples, rounded down to whole steps."""
-    epochs: float | None = Field(None, gt=0)
-    """Length of the run in epochs, rounded down to whole steps. One epoch has as many samples as
-    the manifests of all sources together; they are counted when the run starts, which writes
-    `steps` into its config.yaml."""
+    epochs: PositiveFloat | None = None
+    """Length of the run in epochs, rounded down to whole steps. An epoch has as many samples as all
+    sources together. They are counted when the run starts, which writes `steps` into the run's
+    config.yaml."""
     pixels: Pixels = "device"
-    """Where a step's images wait between the two passes of GradAccum: as uint8 on the device, as
-    uint8 in pinned host memory, or compressed in the data workers, which then decode them
-    twice."""
+    """Where the images of a step wait between the two passes of GradAccum: `device`: as uint8 in
+    device memory; `host`: as uint8 in pinned host memory, if device memory is short; `compressed`:
+    in the data workers, which then decode them twice, if host memory is short too."""
     timeout_s: float = Field(600.0, gt=0, le=MAX_SECONDS)
-    """The run ends if a collective or a phase of a step takes longer than this. The error names
-    the rank or the GPU that is behind the others."""
+    """The run ends if a collective or a phase of a step takes longer than this many seconds. The
+    error names the rank or GPU that the others wait for. Raise it if a healthy step, evaluation or
+    start takes longer."""
     lost_after_s: float = Field(120.0, ge=1, le=MAX_SECONDS)
-    """The run ends if a rank sends no heartbeat for this long (because it was killed or stopped,
-    or its host is down)."""
+    """The run ends if a rank sends no heartbeat for this many seconds, because it was killed or
+    stopped or its host is down."""
     skip_nonfinite: int = Field(0, ge=0)
-    """Number of consecutive batches with a non-finite loss or gradient that are skipped without
-    any update; one more stops the run. 0: the first one stops it. Steps that fp16's loss
-    scaler skips do not count."""
+    """Number of consecutive batches with a non-finite loss or gradient that are skipped without an
+    update; one more stops the run. Steps that fp16's loss scaler skips do not count."""
     on_spike: Literal["warn", "skip"] = "warn"
-    """What to do with a batch whose loss or gradient norm is far above those of the last 64
-    steps: warn, or skip it without any update, at any ZeRO stage. A level that lasts for 32
-    steps no longer counts as a spike."""
+    """What to do with a batch whose loss or gradient norm is far above those of the last 64 steps:
+    warn, or skip it without an update. A level that lasts for 32 steps no longer counts as a
+    spike."""
     model: ModelSettings = ModelSettings()
     loss: LossSettings = LossSettings()
     data: DataSettings
@@ -227,66 +223,75 @@ class Config(Settings):
     log: LogSettings = LogSettings()
     eval: EvalSettings = EvalSettings()
     deepspeed: dict[str, Any]
-    """DeepSpeed's settings: a name in ds_configs/, a path, or a mapping (whose `base` names the
-    file that it changes)."""
+    """DeepSpeed's settings: a name in ds_configs/, the path of a JSON file, or a mapping whose `base`
+    names the file that it changes. They own ZeRO, precision, offload and communication."""
 
     @model_validator(mode="after")
-    def _check_whole(self) -> Config:
+    def _check_length(self) -> Config:
         lengths = {"steps": self.steps, "samples": self.samples, "epochs": self.epochs}
-        if sum(value is not None for value in lengths.values()) != 1:
-            got = ", ".join(f"{name}={value}" for name, value in lengths.items())
+        given = [f"{name}={value}" for name, value in lengths.items() if value is not None]
+        if len(given) != 1:
             raise ValueError(
-                f"give one of steps, samples and epochs, got {got}; NAME=null removes one"
+                f"set exactly one of steps, samples and epochs, got {' and '.join(given) or 'none'}; "
+                "NAME=null removes one"
             )
         if self.epochs is None:
-            self._check_length()
-        self._check_timeouts()
-        locks = {
-            "image": self.model.lock_image,
-            "text": self.model.lock_text or self.model.two_views,
-        }
-        for tower, locked in locks.items():
-            frozen = locked and not self.model.unlocked_layers
-            if frozen and getattr(self.optim, tower) != TowerOptimSettings():
-                raise ValueError(f"remove optim.{tower}: the {tower} tower is not trained")
-        if self.model.two_views and self.data.augment == AugmentSettings():
+            self._check_steps()
+        return self
+
+    def _check_steps(self) -> None:
+        if self.num_steps < 1:
             raise ValueError(
-                "model.two_views needs data.augment; without it the two views are identical"
+                f"samples={self.samples} is less than one step of global_batch={self.global_batch}: "
+                "raise samples or lower global_batch"
             )
-        if self.model.two_views and self.eval.sets:
+        warmup, cooldown = self.optim.warmup_steps, self.optim.cooldown_steps
+        if warmup + cooldown > self.num_steps:
             raise ValueError(
-                "model.two_views does not train the text tower, so evaluation by text is impossible; remove eval"
+                f"optim.warmup_steps + optim.cooldown_steps ({warmup} + {cooldown}) exceed the run's "
+                f"{self.num_steps} steps; set, for instance, "
+                f"optim.warmup_steps={self.num_steps // 10}"
+            )
+
+    @model_validator(mode="after")
+    def _check_timeouts(self) -> Config:
+        if self.data.timeout_s >= self.timeout_s:
+            raise ValueError(
+                f"data.timeout_s={self.data.timeout_s:g} must be below timeout_s={self.timeout_s:g}: "
+                "otherwise the other ranks time out before the stuck worker is named"
+            )
+        remote = self.data.remote
+        if not (remote.http or remote.pipe):
+            return self
+        if remote.timeout_s >= self.data.timeout_s:
+            raise ValueError(
+                f"data.remote.timeout_s={remote.timeout_s:g} must be below "
+                f"data.timeout_s={self.data.timeout_s:g}"
+            )
+        if remote.longest_s >= self.timeout_s:
+            raise ValueError(
+                f"data.remote.tries={remote.tries} with data.remote.timeout_s={remote.timeout_s:g} "
+                f"may take {remote.longest_s:g} s per shard, but timeout_s={self.timeout_s:g}: lower "
+                "the former or raise timeout_s; otherwise the other ranks time out before the shard "
+                "is named"
             )
         return self
 
-    def _check_length(self) -> None:
-        if self.num_steps < 1:
+    @model_validator(mode="after")
+    def _check_views(self) -> Config:
+        if self.model.two_views and self.data.augment == AugmentSettings():
             raise ValueError(
-                f"samples ({self.samples}) is less than one global_batch ({self.global_batch})"
+                "model.two_views needs data.augment: without it the two views are identical"
             )
-        if self.optim.warmup_steps + self.optim.cooldown_steps > self.num_steps:
+        if self.model.two_views and self.eval.sets:
             raise ValueError(
-                f"optim.warmup_steps + optim.cooldown_steps ({self.optim.warmup_steps} + {self.optim.cooldown_steps}) "
-                f"exceed the run's {self.num_steps} steps; set optim.warmup_steps={self.num_steps // 10}, for instance"
+                "model.two_views does not train the text tower, which evaluation needs: remove eval"
             )
-
-    def _check_timeouts(self) -> None:
-        if self.data.timeout_s >= self.timeout_s:
-            raise ValueError(
-                f"data.timeout_s ({self.data.timeout_s:g}) must be below timeout_s ({self.timeout_s:g}): otherwise the "
-                "other ranks time out before the silent worker is named"
-            )
-        remote = self.data.remote
-        if (remote.http or remote.pipe) and remote.longest_s >= self.timeout_s:
-            raise ValueError(
-                f"data.remote.tries ({remote.tries}) of data.remote.timeout_s ({remote.timeout_s:g}), their pauses and "
-                f"one attempt ahead may take {remote.longest_s:g} s: keep them below timeout_s ({self.timeout_s:g}), "
-                "otherwise the other ranks time out before the shard is named"
-            )
+        return self
 
     @property
     def num_steps(self) -> int:
-        """Length of the run.
+        """Length of the run in steps.
 
         Raises:
             ValueError: If the length is given in epochs; `with_steps` converts it.
@@ -309,11 +314,11 @@ class Config(Settings):
         steps = int(self.epochs * num_samples) // self.global_batch
         if not steps:
             raise ValueError(
-                f"epochs ({self.epochs:g} of {num_samples:,} samples) is less than one global_batch "
-                f"({self.global_batch})"
+                f"epochs={self.epochs:g} of {num_samples:,} samples is less than one step of "
+                f"global_batch={self.global_batch}: raise epochs or lower global_batch"
             )
         config = self.model_copy(update={"steps": steps, "epochs": None})
-        config._check_length()
+        config._check_steps()
         return config
 
     @property
@@ -338,9 +343,11 @@ class Config(Settings):
                 f"a run needs at least 1 rank, got {ranks}; does the hostfile have slots?"
             )
         if self.ranks is not None and ranks != self.ranks:
+            expected = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
             raise ValueError(
-                f"the recipe expects {self.ranks} ranks, but this run has {ranks}. Is the hostfile missing? deepspeed "
-                f"then runs on this host alone. To run on {ranks} on purpose, pass ranks={ranks}."
+                f"the recipe expects {expected}, but this run has {ranks}. Is the hostfile missing? "
+                "Without it, deepspeed uses this host alone. To change the number on purpose, pass "
+                f"ranks={ranks}."
             )
         samples = ranks * self.micro_batch
         rest = self.global_batch % samples
@@ -356,16 +363,16 @@ class Config(Settings):
     def describe(self, ranks: int) -> str:
         """Return the batch and the length of the run in words."""
         count = self.num_micro_batches(ranks)
-        if self.epochs is not None:
-            length = f"{self.epochs:g} epochs (steps are known once the samples are counted)"
-        else:
+        plural = "" if ranks == 1 else "s"
+        length = f"{self.epochs} epochs (the number of steps is known when the samples are counted)"
+        if self.epochs is None:
             length = f"{self.num_steps:,} steps, {self.num_steps * self.global_batch:,} samples"
-        derived = "" if self.optim.lr else ", from base_lr and the batch"
+        origin = "" if self.optim.lr else " (from optim.base_lr and the batch)"
         return (
-            f"global batch {self.global_batch:,} = {ranks} ranks x {self.micro_batch:,} micro-batch x {count} "
-            f"micro-batches per rank\n"
-            f"{length}, peak lr {self.peak_lr:g}{derived}, "
-            f"warm-up {self.optim.warmup_steps:,} steps, then {self.optim.schedule}"
+            f"global batch {self.global_batch:,} = {ranks} rank{plural} x micro-batch "
+            f"{self.micro_batch:,} x {count} per step\n"
+            f"{length}, peak learning rate {self.peak_lr:g}{origin}, "
+            f"{self.optim.warmup_steps:,} warmup steps, then {self.optim.schedule}"
         )
 
     def to_yaml(self) -> str:

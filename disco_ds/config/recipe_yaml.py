@@ -1,20 +1,19 @@
 """Parse recipes (YAML) and overrides (`a.b=value`).
 
-A key that is given twice is refused, because one of the two values would silently be lost.
+Duplicate keys are refused, because one of the two values would be lost silently.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import yaml
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader that reads 1e-3 as a number, unlike YAML 1.1, and refuses duplicate keys, unlike
-    PyYAML."""
+    """A loader that, unlike PyYAML's, reads 1e-3 as a number and refuses duplicate keys."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
@@ -30,7 +29,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-# A run may be named 2026-01-31: dates are text.
+# Dates are text, so that a run can be named 2026-01-31.
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in known if tag != "tag:yaml.org,2002:timestamp"]
     for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -63,31 +62,14 @@ def parse(text: str, origin: str) -> Any:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        # The origin of an override quotes its text, which is a single line.
+        # An override is a single line, which its origin quotes.
         where = f"line {mark.line + 1}: " if mark and "\n" in text.strip() else ""
         raise ValueError(
-            f"{origin} is not valid YAML: {where}{error.problem or error.context}"
+            f"{origin} has a syntax error: {where}{error.problem or error.context}"
         ) from None
-    except RecursionError:
-        raise ValueError(f"{origin} is nested too deeply") from None
-    # Characters that YAML does not allow, or integers with thousands of digits.
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{origin} is not valid YAML: {str(error).splitlines()[0]}") from None
-
-
-def find_line(text: str, keys: Sequence[str]) -> int | None:
-    """Return the line number (from 1) of the key at this path in a YAML document; None if it is
-    missing."""
-    line = None
-    node = yaml.compose(text, Loader=_Loader)
-    for key in keys:
-        entries = node.value if isinstance(node, yaml.MappingNode) else []
-        found = next((entry for entry in entries if entry[0].value == key), None)
-        if found is None:
-            return None
-        line = found[0].start_mark.line + 1
-        node = found[1]
-    return line
+    # ValueError: an integer has thousands of digits.
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise ValueError(f"{origin} has a syntax error: {str(error).splitlines()[0]}") from None
 
 
 def split_override(item: str) -> tuple[list[str], Any]:
@@ -107,31 +89,21 @@ def split_overrides(items: Sequence[str]) -> list[tuple[list[str], Any]]:
     """Split several overrides, outer keys first, so that `optim={...}` does not undo `optim.lr=...`.
 
     Raises:
-        ValueError: If a key is given twice, also inside the value of an outer key.
+        ValueError: If a key is given twice.
     """
-    seen: dict[tuple[str, ...], str] = {}
     found = [split_override(item) for item in items]
-    for item, (keys, value) in zip(items, found, strict=True):
-        for key in _all_keys(tuple(keys), value):
-            if key in seen:
-                raise ValueError(
-                    f"{'.'.join(key)} is given twice, by {seen[key]!r} and {item!r}: give it once. A shell turns "
-                    "unquoted {a..b} and {a,b} into several overrides."
-                )
-            seen[key] = item
+    keys = [each for each, _ in found]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ValueError(
+                f"{'.'.join(key)} is given twice: give it once. A shell turns unquoted {{a..b}} and "
+                "{a,b} into several overrides; put quotes around them."
+            )
     return sorted(found, key=lambda override: len(override[0]))
 
 
-def _all_keys(keys: tuple[str, ...], value: Any) -> Iterator[tuple[str, ...]]:
-    """Yield a key and the keys inside its value."""
-    yield keys
-    if isinstance(value, dict):
-        for key, part in value.items():
-            yield from _all_keys((*keys, str(key)), part)
-
-
 def assign(tree: dict[str, Any], keys: list[str], value: Any) -> None:
-    """Set the value at this path of keys, replacing a mapping as well."""
+    """Set the value at a path of keys. If the value there is a mapping, it is replaced too."""
     for key in keys[:-1]:
         if not isinstance(tree.get(key), dict):
             tree[key] = {}

@@ -18,18 +18,18 @@ def render_ds_config(config: Config, ranks: int, run_folder: Path | None = None)
         run_folder: Folder for TensorBoard's files; None: no TensorBoard.
 
     Raises:
-        ValueError: For combinations that do not work, see also complete_ds_config and
-            num_micro_batches.
+        ValueError: For settings that do not work together; see also complete_ds_config and
+            Config.num_micro_batches.
     """
     if config.model.compile and stage(config.deepspeed) == 3:
         raise ValueError(
-            "model.compile at ZeRO 3 is refused: torch.compile reads parameters of nn.MultiheadAttention that ZeRO has "
-            "not gathered; use ZeRO 0 to 2"
+            "model.compile=true at ZeRO 3 is refused: torch.compile reads parameters of "
+            "nn.MultiheadAttention that ZeRO has not gathered; use ZeRO 0 to 2"
         )
     if config.optim.name == "lamb" and stage(config.deepspeed) > 0:
         raise ValueError(
-            f"optim.name=lamb at ZeRO {stage(config.deepspeed)} is refused: its trust ratio needs the norm of each "
-            "parameter, but ZeRO's optimizer sees flat partitions, which changes updates by half; use deepspeed=zero0"
+            f"optim.name=lamb at ZeRO {stage(config.deepspeed)} is refused: its trust ratio needs the "
+            "norm of each parameter, but ZeRO's optimizer sees flat partitions; use deepspeed=zero0"
         )
     owned: dict[str, Any] = {
         "train_batch_size": config.global_batch,

@@ -1,9 +1,8 @@
-"""Detect secrets in settings. They are refused, because recipes are copied into run folders, and
-masked in messages.
+"""Detect secrets, to refuse them in settings and to mask them in messages.
 
-A recipe names an environment variable instead. In a URL such as
-`https://host/{0..9}.tar?token=$TOKEN` it is expanded when a shard is fetched; in `pipe:curl -H
-"Authorization: Bearer $TOKEN" ...` the command's shell expands it.
+Settings are copied into run folders. A recipe names an environment variable instead of a secret. In a URL such as
+`https://host/{0..9}.tar?token=$TOKEN` the variable is expanded when a shard is fetched. In
+`pipe:curl -H "Authorization: Bearer $TOKEN" ...` the command's shell expands it.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ def refuse_secret(text: str) -> str:
         if found := pattern.search(text):
             what = found["what"].strip()
             raise ValueError(
-                f"there is a secret after {what!r}, but settings are copied into run folders and logs: write "
-                f"{what}$NAME instead, and set the environment variable NAME on every host"
+                f"contains a secret after {what!r}, but settings are copied into run folders and "
+                f"logs: write {what}$NAME and set the environment variable NAME on every host"
             )
     return text
 

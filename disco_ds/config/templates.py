@@ -9,12 +9,8 @@ FIELD = re.compile(r"[^\s{}\[\]!:]+(\[[^{}\[\]]+\])*")
 """A sample member by its extension, or an entry of a JSON member."""
 
 
-def check_template(setting: str, template: str) -> None:
-    """Check the template of a setting.
-
-    Args:
-        setting: Name of the setting, for error messages.
-        template: The template.
+def check_template(template: str) -> str:
+    """Return a template unchanged.
 
     Raises:
         ValueError: If no sample could fill the template, or if it has no field.
@@ -23,18 +19,16 @@ def check_template(setting: str, template: str) -> None:
         parts = list(string.Formatter().parse(template))
     except ValueError as error:
         raise ValueError(
-            f"{setting}: template {template!r} is malformed: {error}; write {{{{ for a literal brace"
+            f"template {template!r} is malformed: {error}; write {{{{ for a literal brace"
         ) from None
-    has_field = False
-    for _, field, spec, conversion in parts:
-        if field is None:
-            continue
-        has_field = True
-        if spec or conversion or not FIELD.fullmatch(field):
+    fields = [part[1:] for part in parts if part[1] is not None]
+    for name, spec, conversion in fields:
+        if spec or conversion or not FIELD.fullmatch(name or ""):
             raise ValueError(
-                f"{setting}: template {template!r} has {{{field}}}, expected {{member}} or {{json[key]}}"
+                f"template {template!r} has {{{name}}}; expected {{member}} or {{json[key]}}"
             )
-    if not has_field:
+    if not fields:
         raise ValueError(
-            f"{setting}: template {template!r} has no field such as {{txt}}, so all samples would get the same text"
+            f"template {template!r} has no field such as {{txt}}; every sample would get the same text"
         )
+    return template

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import os
-import stat
 from pathlib import Path
 
 from disco_ds.names import shorten
 
-MAX_BYTES = 4_000_000
-"""Longer than any recipe or ds_config. A wrong path may point to a file of gigabytes."""
-
 
 def read_text(path: Path, what: str) -> str:
-    """Return the text of a regular file.
+    """Return the text of a file.
 
     Args:
         path: The file.
@@ -23,20 +19,12 @@ def read_text(path: Path, what: str) -> str:
         ValueError: If it cannot be read as text.
     """
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"{what} {path} is not a file")
-        if status.st_size > MAX_BYTES:
-            raise ValueError(
-                f"{what} {path} has {status.st_size:,} bytes, expected at most {MAX_BYTES:,}; is the path right?"
-            )
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
+        byte = error.object[error.start]
         raise ValueError(
-            f"{what} {path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}"
+            f"{what} {path} is not UTF-8 text: byte {error.start} is {byte:#04x}"
         ) from None
-    except FileNotFoundError:
-        raise ValueError(f"{what} {path} does not exist") from None
     except OSError as error:
         raise ValueError(f"{what} {shorten(path)} cannot be read: {error.strerror}") from None
 

@@ -17,6 +17,7 @@ from open_clip.transform import merge_preprocess_dict
 
 from disco_ds.config import ModelSettings
 from disco_ds.names import did_you_mean
+from disco_ds.runs.run_folder import CONFIG as RUN_CONFIG
 
 logger = logging.getLogger(__name__)
 CONFIG = "open_clip_config.json"
@@ -53,6 +54,11 @@ def find_weights(name: str, settings: ModelSettings) -> str | None:
         return str(path)
     if path.is_dir() and (found := _find_checkpoint_in_dir(path)):
         return found
+    if path.is_dir() and any((run / RUN_CONFIG).is_file() for run in (path, *path.parents[:2])):
+        raise ValueError(
+            f"model.pretrained: {path} belongs to a run of disco_ds; export its weights first with "
+            f"`disco-ds export {path} --to FOLDER`, and set model.pretrained=FOLDER"
+        )
     tags = open_clip.list_pretrained_tags_by_model(name)
     hint = did_you_mean(str(path), tags)
     raise ValueError(

@@ -1,4 +1,4 @@
-"""The doctor: each thing it looks at is broken, and the line that says so is seen."""
+"""The doctor on one host reports each problem in a line of its own."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ import torch
 import torchvision
 
 from disco_ds.checks import Line, examine
-from disco_ds.checks.recipe_checks import check_batch, check_data, check_ds_config, check_kernels
+from disco_ds.checks.recipe_checks import (
+    check_data,
+    check_ds_config,
+    check_kernels,
+    check_start,
+)
 from disco_ds.checks.versions import check_versions
 from disco_ds.config import Config
 from disco_ds.config.ds_config import find_ds_configs, read_ds_config
-from disco_ds.data import index_shards, write_manifest
 from disco_ds.distributed import comm
 from helpers.doctor import data_of, statuses, the
 from helpers.minimal import settings
@@ -37,7 +41,7 @@ def test_installed_packages_fit_together() -> None:
 def test_package_outside_of_the_bounds_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another version found first, as after an installation by hand."""
+    """Another version comes first on the path, as after a manual installation."""
     for name, version in (("deepspeed", "0.18.1"), ("triton", "2.0.0")):
         folder = tmp_path / f"{name}-{version}.dist-info"
         folder.mkdir()
@@ -48,15 +52,15 @@ def test_package_outside_of_the_bounds_is_named(
     lines = examine("versions", check_versions)
     assert {line.status for line in lines} == {"fail"}
     told = "\n".join(map(str, lines))
-    assert "disco_ds 0.1.0 needs deepspeed<0.20,>=0.19.8, got 0.18.1" in told
+    assert "needs deepspeed<0.20,>=0.19.8, got 0.18.1" in told
     assert "-> pip install 'deepspeed<0.20,>=0.19.8'" in told
     assert "needs triton~=" in told
     assert "got 2.0.0" in told
 
 
 @pytest.mark.slow
-def test_torchvision_of_another_build_is_told_in_a_line(tmp_path: Path) -> None:
-    """Its operators cannot be loaded: what a CPU build of torch beside a CUDA build of torchvision comes to."""
+def test_torchvision_of_another_build_is_reported_in_a_line(tmp_path: Path) -> None:
+    """Its operators cannot be loaded, as if torchvision were built for CUDA and torch for the CPU."""
     original = Path(torchvision.__file__).parent
     shutil.copytree(
         original, tmp_path / "torchvision", ignore=shutil.ignore_patterns("*.so", "__pycache__")
@@ -71,7 +75,7 @@ def test_torchvision_of_another_build_is_told_in_a_line(tmp_path: Path) -> None:
         "fail  versions        import torchvision: RuntimeError: operator torchvision::nms does not exist"
         in done.stdout
     )
-    assert "-> torch and torchvision are of different builds" in done.stdout
+    assert "-> torch and torchvision are different builds" in done.stdout
     assert "Traceback" not in done.stderr
 
 
@@ -87,7 +91,7 @@ def test_bundled_ds_config_has_nothing_wrong(name: str) -> None:
 
 
 def test_every_wrong_key_of_a_public_ds_config_has_a_line() -> None:
-    """Keys as configs of Hugging Face's Trainer, of apex's days and of Megatron have them."""
+    """Keys as in configs of Hugging Face's Trainer, apex and Megatron."""
     given: dict[str, Any] = {
         "train_batch_size": "auto",
         "gradient_clipping": 1.0,
@@ -107,16 +111,16 @@ def test_every_wrong_key_of_a_public_ds_config_has_a_line() -> None:
     lines = examine("ds_config", lambda: check_ds_config(settings(deepspeed=given)))
     failing = [line.found for line in lines if line.status == "fail"]
     expected = [
-        "ds_config key train_batch_size and the recipe's global_batch own the same value; remove it",
-        "ds_config key gradient_clipping and the recipe's optim.clip_norm own the same value",
-        "ds_config key optimizer and the recipe's optim own the same value",
-        "ds_config key steps_per_print and the recipe's log.every_steps own",
+        "ds_config key train_batch_size is set by the recipe's global_batch;",
+        "ds_config key gradient_clipping is set by the recipe's optim.clip_norm;",
+        "ds_config key optimizer is set by the recipe's optim;",
+        "ds_config key steps_per_print is set by the recipe's log.every_steps;",
         "ds_config key amp is not supported: use torch_autocast",
         "ds_config key elasticity is not supported: DeepSpeed 0.19 has removed it",
         "ds_config: unknown key wallclock_breakdown; did you mean wall_clock_breakdown?",
         "ds_config: unknown key overlap_comm; it belongs in zero_optimization",
         "ds_config: unknown key zero_optimization.offload_optimiser; did you mean offload_optimizer?",
-        "ds_config: unknown key zero_optimization.communication_data_type; it belongs at the top level",
+        "ds_config: unknown key zero_optimization.communication_data_type; it belongs in the top level",
     ]
     assert len(failing) == len(expected)
     assert all(found.startswith(words) for found, words in zip(failing, expected, strict=True))
@@ -125,10 +129,6 @@ def test_every_wrong_key_of_a_public_ds_config_has_a_line() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (
-            {"stage": 2, "cpu_offload": True},
-            "zero_optimization.cpu_offload is deprecated in DeepSpeed 0.19: the name is ",
-        ),
         (
             {"stage": 2, "allgather_partitions": True},
             "zero_optimization.allgather_partitions is not read by DeepSpeed",
@@ -145,10 +145,6 @@ def test_every_wrong_key_of_a_public_ds_config_has_a_line() -> None:
             {"stage": 1, "stage3_max_live_parameters": 1e9},
             "zero_optimization.stage3_max_live_parameters has no effect at",
         ),
-        (
-            {"stage": 3, "allgather_bucket_size": 5e8},
-            "zero_optimization.allgather_bucket_size has no effect at ZeRO 3",
-        ),
     ],
 )
 def test_key_without_effect_is_a_warning(given: dict[str, Any], words: str) -> None:
@@ -159,7 +155,7 @@ def test_key_without_effect_is_a_warning(given: dict[str, Any], words: str) -> N
     assert lines[0].found.startswith(words)
 
 
-def test_switches_that_slow_every_step_and_towers_that_do_not_listen_are_warnings() -> None:
+def test_slow_and_useless_keys_are_warnings() -> None:
     given = {
         "wall_clock_breakdown": True,
         "flops_profiler": {"enabled": False},
@@ -189,31 +185,20 @@ def test_switches_that_slow_every_step_and_towers_that_do_not_listen_are_warning
         ({"zero_optimization": []}, "zero_optimization must be a mapping"),
     ],
 )
-def test_value_that_deepspeed_or_we_refuse_is_a_line(given: dict[str, Any], words: str) -> None:
+def test_refused_value_fails(given: dict[str, Any], words: str) -> None:
     lines = examine("ds_config", lambda: check_ds_config(settings(deepspeed=given)))
     assert statuses(lines) == [("fail", "ds_config")]
     assert words in lines[0].found
 
 
-@pytest.mark.parametrize(
-    ("changes", "ranks", "expected"),
-    [
-        (
-            {},
-            4,
-            "ok    batch           global batch 64 = 4 ranks x 16 micro-batch x 1 micro-batches per rank",
-        ),
-        ({}, 3, "fail  batch           global_batch 64 is not a multiple of ranks x micro_batch"),
-        ({"ranks": 8}, 4, "fail  batch           the recipe expects 8 ranks, but this run has 4"),
-        ({"micro_batch": 2}, 32, "warn  batch           micro_batch 2 leaves a GPU idle"),
-        ({"global_batch": 8192}, 2, "warn  batch           256 micro-batches per rank and step"),
-    ],
-)
-def test_batch_that_does_not_divide_or_is_odd_is_told(
-    changes: dict[str, Any], ranks: int, expected: str
-) -> None:
-    (line,) = examine("batch", lambda: check_batch(settings(**changes), ranks), ValueError)
-    assert str(line).startswith(expected)
+def test_batch_that_does_not_divide_fails() -> None:
+    for changes, ranks, status, words in (
+        ({}, 4, "ok", "ranks 4"),
+        ({}, 3, "fail", "not a multiple of ranks x micro_batch (3 x 16 = 48)"),
+        ({"ranks": 8}, 4, "fail", "the recipe expects 8 ranks, but this run has 4"),
+    ):
+        line = the(list(check_start(settings(**changes), ranks)), "batch")
+        assert (line.status, words in line.found) == (status, True), line
 
 
 # The data
@@ -233,7 +218,7 @@ def test_kernels_that_do_not_run_are_a_warning_with_their_reason(
     monkeypatch.setattr(comm, "local_device", lambda: torch.device("cuda", 7))
     (line,) = check_kernels(config)
     assert line.status == "warn"
-    assert line.found.startswith("Triton's do not run here: ")
+    assert line.found.startswith("Triton does not run here: ")
     assert "C compiler" in line.remedy
 
 
@@ -257,47 +242,26 @@ def test_shards_that_are_whole_are_fine(tmp_path: Path) -> None:
     (line,) = (
         line for line in look_at_data(settings(steps=None, epochs=1e-9)) if line.check == "length"
     )
-    assert (line.status, "is less than one global_batch" in line.found) == ("fail", True)
+    assert (line.status, "global_batch=64" in line.found) == ("fail", True)
 
 
-def test_shard_that_was_cut_off_fails_its_count_and_its_samples(tmp_path: Path) -> None:
+def test_truncated_shard_is_a_warning_and_fails_its_samples(tmp_path: Path) -> None:
     write_shards(tmp_path, [20, 30, 20])
     os.truncate(tmp_path / "00002.tar", 12_345)
     lines = look_at_data(data_of(tmp_path))
-    assert the(lines, "manifest").status == "fail"
-    assert "00002.tar has 3 samples, was counted with 20" in the(lines, "manifest").found
+    assert the(lines, "manifest").status == "warn"
+    assert "1 changed since they were indexed, such as 00002.tar" in the(lines, "manifest").found
     assert the(lines, "samples").status == "fail"
     assert "the tar has 3 complete samples: " in the(lines, "samples").found
 
 
-def test_tars_joined_to_one_are_a_warning(tmp_path: Path) -> None:
-    path = write_shards(tmp_path / "data", [20] * 3).folder / "00001.tar"
-    path.write_bytes(2 * path.read_bytes())
-    write_manifest(index_shards(path.parent))
-    line = the(look_at_data(data_of(path.parent)), "manifest")
-    assert line.status == "warn"
-    assert "00001.tar has an end mark at byte" in line.found
-
-
-def test_manifest_that_is_stale_or_missing_fails(tmp_path: Path) -> None:
-    write_shards(tmp_path / "data", [20, 20, 20, 20, 20, 20])
-    write_shards(tmp_path / "other", [40])
-    # Neither first, nor middle, nor last: found because its time or size has changed.
-    shutil.copy(tmp_path / "other" / "00000.tar", tmp_path / "data" / "00004.tar")
-    line = the(look_at_data(data_of(tmp_path / "data")), "manifest")
-    assert line.status == "fail"
-    assert "00004.tar has 40 samples, was counted with 20" in line.found
-    write_shards(tmp_path / "same", [20])
-    shutil.copy(tmp_path / "same" / "00000.tar", tmp_path / "data" / "00004.tar")
-    os.utime(tmp_path / "data" / "00004.tar", (1, 1))
-    assert the(look_at_data(data_of(tmp_path / "data")), "manifest").status == "warn"
+def test_manifest_that_is_missing_fails(tmp_path: Path) -> None:
+    write_shards(tmp_path / "data", [20])
     (tmp_path / "data" / "manifest.json").unlink()
     (line,) = look_at_data(data_of(tmp_path / "data"))
     assert line.status == "fail"
-    assert (
-        f"there is no {tmp_path / 'data' / 'manifest.json'}; count the shards: disco-ds index"
-        in line.found
-    )
+    assert f"{tmp_path / 'data' / 'manifest.json'}" in line.found
+    assert "disco-ds index" in line.found
 
 
 def test_broken_images_and_missing_captions_are_counted_apart(tmp_path: Path) -> None:
@@ -354,14 +318,13 @@ def test_cache_without_room_for_the_shards_in_use_fails(tmp_path: Path) -> None:
         assert "fail" not in [line.status for line in look_at_data(config, ranks=8, ranks_here=2)]
 
 
-def test_too_few_slots_and_samples_are_told(tmp_path: Path) -> None:
+def test_too_few_slots_fail_and_too_few_samples_are_a_warning(tmp_path: Path) -> None:
     write_shards(tmp_path, [10] * 4)
     (line,) = [line for line in look_at_data(data_of(tmp_path), ranks=3) if line.status == "fail"]
     assert (
         "the data order has 4 slots (the default for 4 shards), not a multiple of 3 ranks"
         in line.found
     )
-    lines = look_at_data(data_of(tmp_path, workers=4), ranks=4)
-    assert the(lines, "data.slots").status == "warn"
-    assert "4 for 4 ranks x 4 workers" in the(lines, "data.slots").found
+    lines = look_at_data(data_of(tmp_path), ranks=4)
+    assert the(lines, "data.slots").found == "4, 1 per rank"
     assert ("warn", "data") in statuses(lines), "64 of 40 samples"

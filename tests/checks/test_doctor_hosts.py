@@ -1,4 +1,4 @@
-"""The doctor on two hosts made on this machine, one of which is broken in one way after the other."""
+"""The doctor on two simulated hosts, one of which is broken in several ways."""
 
 from __future__ import annotations
 
@@ -57,7 +57,6 @@ def test_two_equal_hosts_pass_and_what_differs_is_named(
         "ssh             2 hosts answer",
         "environment ",
         "runs folder",
-        "memory",
     ):
         assert f"ok    {words}" in told, told
 
@@ -85,7 +84,7 @@ def test_two_equal_hosts_pass_and_what_differs_is_named(
     assert "fail  ssh             host-2: ssh: connect to host host-2 port 22: " in told
 
 
-def test_link_that_is_slow_is_told_and_the_step_is_still_right(
+def test_slow_link_is_a_warning_and_the_step_is_still_right(
     tmp_path: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(disco_ds.__file__).parent.parent))
@@ -105,7 +104,7 @@ def test_link_that_is_slow_is_told_and_the_step_is_still_right(
         )
         said, _ = process.communicate(timeout=300)
         assert process.returncode == 0, said
-        assert "ok    settings        the same on 2 ranks" in said, said
+        assert "ok    settings        equal on 2 ranks" in said, said
         assert "ok    gradients" in said, said
         return said
 
@@ -131,4 +130,4 @@ def test_link_that_is_slow_is_told_and_the_step_is_still_right(
     said = launch()
     for name in ("all_gather", "reduce_scatter", "all_reduce"):
         assert f"warn  {name}" in said
-    assert "-> slower than gigabit Ethernet: NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME" in said
+    assert "NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME" in said

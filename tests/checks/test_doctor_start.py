@@ -1,4 +1,4 @@
-"""What a start refuses, the doctor refuses too, each under its own name."""
+"""The doctor refuses what a start refuses, under the name of the check."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from disco_ds.cli.main import main
         ("log.wandb.project=ours", "log", "wandb"),
     ],
 )
-def test_what_a_start_refuses_fails_under_its_own_name(
+def test_refused_setting_fails_under_the_name_of_its_check(
     override: str,
     check: str,
     found: str,
@@ -45,5 +45,5 @@ def test_bundled_recipe_passes(
     monkeypatch.chdir(tmp_path)
     assert main(["doctor", "--config", "quickstart"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    for check, found in (("loss", "disco"), ("model", "quickstart"), ("eval", "2 sets")):
+    for check, found in (("loss", "disco"), ("model", "quickstart"), ("eval", "sets: 2")):
         assert any(line.split()[:2] == ["ok", check] and found in line for line in lines), check

@@ -45,7 +45,7 @@ def test_dry_run_counts_the_slots_of_the_hostfile(tmp_path: Path) -> None:
         folder=tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    assert "global batch 128 = 4 ranks x 8 micro-batch x 4 micro-batches per rank" in done.stdout
+    assert "global batch 128 = 4 ranks x micro-batch 8 x 4 per step" in done.stdout
     assert '"gradient_accumulation_steps": 4' in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["two hosts"], "a dry run writes nothing"
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's settings: the bundled files, the two owners, what is rendered and what is refused."""
+"""DeepSpeed's settings: bundled files, keys set by the recipe, rendering, and refused keys."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BUNDLED = ("zero0", "zero1", "zero2", "zero3", "zero3_offload")
 
 
 def leaves(tree: dict[str, Any], path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
-    """Path -> value of everything that is not a mapping."""
+    """Return the path and value of everything that is not a mapping."""
     found: dict[tuple[str, ...], Any] = {}
     for key, value in tree.items():
         found |= leaves(value, (*path, key)) if isinstance(value, dict) else {(*path, key): value}
@@ -96,7 +96,7 @@ def test_rendered_ds_config_keeps_what_the_file_says_and_changes_nothing_else() 
 
 
 @pytest.mark.parametrize("name", BUNDLED)
-def test_gradients_travel_in_buckets_and_beside_the_backward_where_the_step_does_not_accumulate(
+def test_buckets_and_overlap_depend_on_stage_and_micro_batches(
     name: str,
 ) -> None:
     for ranks, micro_batch in ((2, 32), (2, 8), (1, 64)):
@@ -145,7 +145,7 @@ def test_autocast_reduces_in_fp32_unless_modules_are_given() -> None:
 def test_key_owned_twice_names_both_owners(key: str) -> None:
     for value in (1, {}, None, "auto"):
         with pytest.raises(
-            ValueError, match=f"ds_config key {key} and the recipe's {OWNED_BY_RECIPE[key]} own"
+            ValueError, match=f"ds_config key {key} .* recipe's {OWNED_BY_RECIPE[key]};"
         ):
             render_ds_config(settings(deepspeed={key: value}), 1)
 
@@ -162,7 +162,7 @@ def test_keys_owned_by_the_recipe_are_at_least_these() -> None:
 
 
 @pytest.mark.parametrize("key", REFUSED_KEYS)
-def test_key_that_deepspeed_lost_or_we_refuse_says_why(key: str) -> None:
+def test_refused_key_is_refused_with_its_reason(key: str) -> None:
     with pytest.raises(
         ValueError, match=f"ds_config key {key} is not supported: {REFUSED_KEYS[key]}"
     ):
@@ -226,7 +226,7 @@ def test_read_ds_config_path_beside_the_recipe_and_base(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("{", "is not valid JSON"), ("[]", "expected a JSON object, got list")]
+    ("text", "words"), [("{", "syntax error"), ("[]", "expected a JSON object, got list")]
 )
 def test_read_ds_config_malformed_file_is_named(text: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
@@ -268,7 +268,7 @@ def test_precision_stage_is_zero_when_the_file_is_silent() -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "torch.float16", "fp16", "float32"])
 def test_autocast_of_another_dtype_is_refused(dtype: str) -> None:
-    with pytest.raises(ValueError, match=f"torch_autocast.dtype {dtype} is refused"):
+    with pytest.raises(ValueError, match=f"torch_autocast.dtype={dtype} is refused"):
         render_ds_config(
             settings(deepspeed={"torch_autocast": {"enabled": True, "dtype": dtype}}), 1
         )
@@ -294,9 +294,7 @@ def test_bf16_without_its_overflow_check_is_refused() -> None:
 
 @pytest.mark.parametrize("value", [1, "true", "yes"])
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
-def test_precision_enabled_by_another_word_for_true_is_refused_or_understood(
-    name: str, value: Any
-) -> None:
+def test_precision_enabled_by_another_word_for_true_is_refused(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{name}.enabled"):
         render_ds_config(settings(deepspeed={name: {"enabled": value}}), 1)
 
@@ -320,7 +318,7 @@ def test_ds_config_key_that_changes_the_gradient_is_refused(key: str) -> None:
         render_ds_config(settings(deepspeed=tree), 1)
 
 
-def test_settings_of_another_loop_are_refused_only_where_they_change_the_gradient() -> None:
+def test_settings_of_a_custom_loop_are_refused_only_if_they_change_the_gradient() -> None:
     fine = {
         "optimizer": {"type": "AdamW"},
         "gradient_clipping": 1.0,

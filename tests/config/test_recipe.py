@@ -33,8 +33,8 @@ def test_bundled_recipe_loads_and_dry_runs(name: str, ranks: int) -> None:
     ranks = config.ranks or ranks
     text = describe_run(config, ranks)
     assert (
-        f"global batch {config.global_batch:,} = {ranks} ranks x {config.micro_batch:,} micro-batch"
-        in text
+        f"global batch {config.global_batch:,} = {ranks} rank{'s' if ranks > 1 else ''} x "
+        f"micro-batch {config.micro_batch:,} x " in text
     )
     settings_text, _, ds_config_text = text.partition("\nds_config.json:\n")
     assert yaml.safe_load(settings_text)["name"] == config.name
@@ -49,17 +49,17 @@ def test_bundled_recipes_include_the_quickstart() -> None:
 def test_recipe_unknown_name_lists_the_known() -> None:
     with pytest.raises(
         ValueError,
-        match=r"unknown recipe 'quikstart'; did you mean quickstart\?; known: .*quickstart",
+        match=r"'quikstart'; did you mean quickstart\?; .*, quickstart",
     ):
         load_config("quikstart")
 
 
 def test_recipe_missing_file_is_named(tmp_path: Path) -> None:
     for path, problem in (
-        (tmp_path / "missing.yaml", "does not exist"),
-        (tmp_path, "is not a file"),
+        (tmp_path / "missing.yaml", "No such file"),
+        (tmp_path, "Is a directory"),
     ):
-        with pytest.raises(ValueError, match=re.escape(f"recipe {path} {problem}")):
+        with pytest.raises(ValueError, match=f"{path}.*{problem}"):
             load_config(path)
     assert find_recipe("quickstart") == PACKAGE / "recipes" / "quickstart.yaml"
 
@@ -67,13 +67,14 @@ def test_recipe_missing_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("a: [1", "is not valid YAML"),
-        ("a: b: c", "is not valid YAML"),
-        ("a: !!python/object:os.system 1", "is not valid YAML"),
+        ("a: [1", "syntax error"),
+        ("a: b: c", "syntax error"),
+        ("a: !!python/object:os.system 1", "syntax error"),
         ("", "expected a mapping of settings, got NoneType"),
         ("[1, 2]", "expected a mapping of settings, got list"),
-        ("name: x", "global_batch is missing\n  micro_batch is missing\n  data is missing"),
-        ("1: 2", "keys should be strings, got 1"),
+        ("name: x", "global_batch is missing"),
+        ("name: x", "micro_batch is missing"),
+        ("1: 2", "must be strings, got 1"),
     ],
 )
 def test_recipe_malformed_is_refused_naming_the_file(text: str, words: str, tmp_path: Path) -> None:
@@ -163,14 +164,7 @@ def test_override_reaches_its_setting(override: str, path: str, value: Any, reci
         ),
         (["seed=1", "optim.eps=1e-8", "seed=1"], "seed"),
         (["optim={eps: 1e-8}", "optim={lr: 1}"], "optim"),
-        (["optim={lr: 1e-3}", "optim.lr=1e-4"], "optim.lr"),
-        (["optim.lr=1e-4", "optim={lr: 1e-3}"], "optim.lr"),
-        (["optim={image: {lr_factor: 2}}", "optim.image={weight_decay: 0}"], "optim.image"),
         (["deepspeed=zero1", "deepspeed=zero2"], "deepspeed"),
-        (
-            ["deepspeed={zero_optimization: {stage: 1}}", "deepspeed.zero_optimization.stage=2"],
-            "deepspeed.zero",
-        ),
         (["loss.options={a: 1, a: 2}"], "a"),
     ],
 )
@@ -213,12 +207,12 @@ def test_override_of_another_form_is_refused(item: str, recipe: Path) -> None:
 
 
 def test_override_malformed_value_is_named(recipe: Path) -> None:
-    with pytest.raises(ValueError, match=r"override 'optim.betas=\[1' is not valid YAML"):
+    with pytest.raises(ValueError, match=r"override 'optim.betas=\[1' .*syntax error"):
         load_config(recipe, ["optim.betas=[1"])
 
 
 def test_override_deeper_than_a_value_is_refused_naming_it(recipe: Path) -> None:
-    with pytest.raises(ValueError, match=r"global_batch: .*got \{'x': 3\}"):
+    with pytest.raises(ValueError, match=r"global_batch .*got \{'x': 3\}"):
         load_config(recipe, ["global_batch.x=3"])
 
 

@@ -39,53 +39,49 @@ def test_unknown_key_names_the_nearest(override: str, words: str, recipe: Path) 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["global_batch=0"], "global_batch: .*greater than 0, got 0"),
-        (["micro_batch=-1"], "micro_batch: .*greater than 0"),
-        (["global_batch=1.5"], "global_batch: .*integer"),
-        (["seed=-1"], "seed: .*greater than or equal to 0"),
-        (["optim.lr=0"], "optim.lr: .*greater than 0"),
-        (["optim.lr=.nan"], "optim.lr: "),
-        (["optim.lr=fast"], "optim.lr: .*number.*got 'fast'"),
-        (["optim.name=adam"], "optim.name: .*'adamw', 'lamb', 'lion' or 'sgd'.*got 'adam'"),
+        (["global_batch=0"], "global_batch must be greater than 0, got 0"),
+        (["micro_batch=-1"], "micro_batch must be greater than 0, got -1"),
+        (["global_batch=1.5"], "global_batch must be an integer, got 1.5"),
+        (["seed=-1"], "seed .*equal to 0, got -1"),
+        (["optim.lr=0"], "optim.lr must be greater than 0"),
+        (["optim.lr=.nan"], "optim.lr "),
+        (["optim.lr=fast"], "optim.lr must be a number, got 'fast'"),
+        (["optim.name=adam"], "optim.name .*'adamw', 'lamb', 'lion' or 'sgd'.*got 'adam'"),
         (["optim.betas=[0.9]"], "optim.betas.1 is missing"),
-        (["optim.schedule=linear"], "optim.schedule: "),
+        (["optim.schedule=linear"], "optim.schedule .*got 'linear'"),
         (
             ["optim.schedule=cooldown"],
-            r"optim.cooldown_steps \(0\) and optim.schedule=cooldown",
+            "optim.cooldown_steps=0",
         ),
-        (["optim.cooldown_steps=5"], r"optim.cooldown_steps \(5\) .* \(got cosine\)"),
+        (["optim.cooldown_steps=5"], "optim.schedule=cosine and optim.cooldown_steps=5"),
         (
             ["optim.warmup_steps=101"],
-            r"101 \+ 0\) exceed the run's 100 steps; set optim.warmup_steps=10, for instance",
+            r"101 \+ 0\) .* 100 steps.* optim.warmup_steps=10",
         ),
         (
             ["optim.schedule=cooldown", "optim.cooldown_steps=91"],
-            r"10 \+ 91\) exceed the run's 100 steps",
+            r"10 \+ 91\) .* 100 steps",
         ),
-        (["model.patch_dropout=1"], "model.patch_dropout: .*less than 1"),
-        (["model.lock_image=true", "model.lock_text=true"], "nothing is left to train"),
-        (
-            ["model.lock_text=true", "optim.text.lr_factor=2"],
-            "optim.text: the text tower is not trained",
-        ),
-        (["optim.image.layer_decay=1.1"], "optim.image.layer_decay: .*less than or equal to 1"),
-        (["model=3"], "model: .*got 3"),
+        (["model.patch_dropout=1"], "model.patch_dropout must be less than 1"),
+        (["model.lock_image=true", "model.lock_text=true"], "model.lock_image and model.lock_text"),
+        (["optim.image.layer_decay=1.1"], "optim.image.layer_decay .*equal to 1, got 1.1"),
+        (["model=3"], "model is a group .*got 3"),
         (["data.source=shards"], "data.shards is missing"),
-        (["data.captions={a: -1}"], "data.captions needs templates"),
-        (["data.captions={a: 0}"], "data.captions needs templates"),
-        (["data.crop_scale=[0.9, 0.1]"], "data.crop_scale must be"),
-        (["data.crop_scale=[0.5, 1.1]"], "data.crop_scale must be"),
-        (["data.crop_ratio=[2, 1]"], "data.crop_ratio must be"),
-        (["checkpoint.keep_last=0"], "checkpoint.keep_last: "),
+        (["data.captions={a: -1}"], "data.captions: .*weights"),
+        (["data.captions={a: 0}"], "data.captions: .*weights"),
+        (["data.crop_scale=[0.9, 0.1]"], "data.crop_scale: .*low <= high"),
+        (["data.crop_scale=[0.5, 1.1]"], "data.crop_scale.1 .*1.1"),
+        (["data.crop_ratio=[2, 1]"], "data.crop_ratio: .*low <= high"),
+        (["checkpoint.keep_last=0"], "checkpoint.keep_last must be greater than 0"),
         (
             ["steps=null"],
-            "give one of steps, samples and epochs, got steps=None, samples=None, epochs=None",
+            "steps, samples and epochs, got none",
         ),
-        (["samples=6400"], "got steps=100, samples=6400, epochs=None; NAME=null removes one"),
-        (["steps=null", "samples=63"], r"samples \(63\) is less than one global_batch \(64\)"),
-        (["steps=0"], "steps: .*greater than 0"),
-        (["deepspeed=zero9"], "no file 'zero9'; bundled: zero0, zero1"),
-        (["deepspeed=3"], "deepspeed must be a name, a path or a mapping, got 3"),
+        (["samples=6400"], "got steps=100 and samples=6400; .*=null"),
+        (["steps=null", "samples=63"], "samples=63 .* global_batch=64"),
+        (["steps=0"], "steps must be greater than 0"),
+        (["deepspeed=zero9"], "'zero9'; .*: zero0, zero1"),
+        (["deepspeed=3"], "deepspeed .*got 3"),
         pytest.param(
             ["optim.betas=[0.9, 5]"],
             "optim.betas",
@@ -120,8 +116,9 @@ def test_batch_algebra_is_exact(
     assert rendered["train_batch_size"] == global_batch
     assert rendered["train_micro_batch_size_per_gpu"] == micro_batch
     assert rendered["gradient_accumulation_steps"] == count
-    words = f"global batch {global_batch} = {ranks} ranks x {micro_batch} micro-batch x {count} micro-batches per rank"
-    assert words in config.describe(ranks)
+    words = f"global batch {global_batch} = {ranks} rank"
+    assert config.describe(ranks).startswith(words)
+    assert f" x micro-batch {micro_batch} x {count} per step" in config.describe(ranks)
 
 
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(1, 16), (3, 8), (5, 7), (8, 64)])
@@ -142,7 +139,7 @@ def test_batch_that_does_not_divide_names_the_nearest_that_does(
 def test_ranks_other_than_the_recipes_name_a_missing_hostfile() -> None:
     config = settings(ranks=4)
     assert config.num_micro_batches(4) == 1
-    with pytest.raises(ValueError, match="expects 4 ranks, but this run has 1"):
+    with pytest.raises(ValueError, match=r"4 ranks, .* has 1.*hostfile.*ranks=1"):
         config.num_micro_batches(1)
     assert settings().num_micro_batches(1) == 4
 
@@ -217,13 +214,13 @@ def test_to_yaml_of_text_that_looks_like_a_number_loads_as_text(
 
 
 def test_data_timeout_longer_than_the_collectives_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"data.timeout_s \(300\) must be below timeout_s \(100\)"):
+    with pytest.raises(ValueError, match=r"data.timeout_s=300 must be below timeout_s=100"):
         settings(timeout_s=100)
 
 
 def test_compile_at_zero_3_is_refused() -> None:
     deepspeed = {"zero_optimization": {"stage": 3}}
-    with pytest.raises(ValueError, match=r"model\.compile at ZeRO 3 is refused"):
+    with pytest.raises(ValueError, match=r"model\.compile=true at ZeRO 3"):
         render_ds_config(settings(deepspeed=deepspeed, model={"compile": True}), 1)
 
 
@@ -233,7 +230,7 @@ def test_lamb_above_zero_0_is_refused() -> None:
         render_ds_config(settings(deepspeed=changes, optim={"name": "lamb", "warmup_steps": 0}), 1)
 
     render(0)
-    with pytest.raises(ValueError, match=r"optim\.name=lamb at ZeRO 1 is refused: its trust ratio"):
+    with pytest.raises(ValueError, match=r"optim\.name=lamb at ZeRO 1 .*deepspeed=zero0"):
         render(1)
 
 
@@ -241,15 +238,13 @@ def test_epochs_become_steps_when_the_samples_are_counted() -> None:
     config = settings(steps=None, epochs=2.5)
     with pytest.raises(ValueError, match="only once the samples are counted"):
         _ = config.num_steps
-    assert "2.5 epochs (steps are known once the samples are counted)" in config.describe(1)
+    assert "2.5 epochs" in config.describe(1)
     counted = config.with_steps(1000)
     assert (counted.num_steps, counted.steps, counted.epochs) == (39, 39, None)  # 2500 // 64
     assert check_config(counted.model_dump(mode="json"), "again") == counted
-    with pytest.raises(
-        ValueError, match=r"epochs \(2.5 of 25 samples\) is less than one global_batch \(64\)"
-    ):
+    with pytest.raises(ValueError, match=r"epochs=2.5 of 25 samples .* global_batch=64"):
         config.with_steps(25)
-    with pytest.raises(ValueError, match="exceed the run's 9 steps"):
+    with pytest.raises(ValueError, match="9 steps"):
         config.with_steps(250)
 
 

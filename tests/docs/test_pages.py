@@ -1,4 +1,4 @@
-"""The README and the manual: links lead somewhere, commands exist, and what is copied from the code is so."""
+"""Links and commands in the README and the manual are valid, and the README's example runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def anchors(page: Path) -> set[str]:
-    """What GitHub makes of a page's headings."""
+    """Return the anchors that GitHub makes from a page's headings."""
     found: list[str] = []
     for heading in re.findall(
         r"^#+ (.*)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE
@@ -33,7 +33,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def links(text: str) -> Iterator[str]:
-    """Targets of links and pictures that are not of the web."""
+    """Yield the targets of links and pictures that are files."""
     for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text)):
         if not re.match(r"https?://", target):
             yield target
@@ -52,7 +52,7 @@ def broken_links(page: Path, text: str) -> list[str]:
 
 
 def code(text: str) -> Iterator[str]:
-    """Every line of code, in a fence or between backquotes."""
+    """Yield every line of code, in a fence or between backquotes."""
     for _, block in FENCE.findall(text):
         yield from block.splitlines()
     yield from re.findall(r"^    (.*)$", FENCE.sub("", text), re.MULTILINE)
@@ -60,7 +60,7 @@ def code(text: str) -> Iterator[str]:
 
 
 def unknown_commands(text: str) -> list[str]:
-    """Lines of code with a command, an option, a recipe, a tool, a test or a module of ours that there is not."""
+    """Return lines of code with a command, option, recipe, tool, test or module that does not exist."""
     return [
         line for line in code(text) if any(missing(line.split(" #")[0].replace('"', " ").split()))
     ]
@@ -89,7 +89,7 @@ def missing(command: list[str]) -> Iterator[str]:
 
 
 def missing_of(name: str, words: list[str]) -> Iterator[str]:
-    """The command of disco-ds if there is none of this name, else those of its options that it does not have."""
+    """Yield the name of an unknown command, or the unknown options of a known one."""
     _, commands = make_parsers()
     if name not in commands:
         yield name

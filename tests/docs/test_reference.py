@@ -1,4 +1,4 @@
-"""The generated pages of docs/ are those of the code at hand, and every setting has a meaning."""
+"""The generated pages of docs/ are up to date, and every setting has a meaning."""
 
 from __future__ import annotations
 

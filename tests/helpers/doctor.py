@@ -1,4 +1,4 @@
-"""Lines of the doctor's checks, and a recipe whose data it looks at."""
+"""Helpers for the lines of the doctor's checks, and a recipe with data."""
 
 from __future__ import annotations
 

@@ -271,7 +271,7 @@ def test_command_line_trains_alone_and_says_what_it_did(tmp_path):
         command, cwd=folder, env=alone(), capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
-    assert "global batch 16 = 1 ranks x 16 micro-batch x 1 micro-batches per rank" in done.stdout
+    assert "global batch 16 = 1 rank x micro-batch 16 x 1 per step" in done.stdout
     assert re.search(r"^zero-shot +top-1 +top-5 .*\nunseen +\d", done.stdout, re.MULTILINE)
     run = folder / "runs" / "tiny"
     assert [record["step"] for record in records(run)] == [1, 2, 2]

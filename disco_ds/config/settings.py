@@ -1,0 +1,70 @@
+"""The base class of all groups of settings, and messages about invalid values."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, get_origin
+
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+
+from disco_ds.config.secrets import refuse_secret
+from disco_ds.names import shorten
+
+MAX_SECONDS = 1e7
+"""Upper bound of timeouts: four months. Longer ones overflow the clocks of some libraries."""
+
+_TYPES = {
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "dict": "a mapping",
+    "tuple": "a list",
+    "path": "a path",
+}
+"""Type in pydantic's error codes -> the same type in words."""
+
+
+class Settings(BaseModel):
+    """A group of settings: frozen and typed, without unknown keys.
+
+    The docstring below a field is its help text.
+    """
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_misread(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse secrets, and true and false where pydantic would read them as 1 and 0."""
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and annotation is not bool:
+            raise ValueError(f"{str(value).lower()} is not valid here")
+        is_mapping = get_origin(annotation) is dict and isinstance(value, dict)
+        for text in value.values() if is_mapping else [value]:
+            if isinstance(text, str):
+                refuse_secret(text)
+        return value
+
+
+def explain_value(key: str, item: Any) -> str:
+    """Return a line about an invalid value.
+
+    Args:
+        key: Dotted name of the setting.
+        item: One of the errors() of pydantic's ValidationError.
+    """
+    kind, _, problem = item["type"].partition("_")
+    if item["type"] in ("value_error", "assertion_error"):
+        text = str(item["ctx"]["error"])  # it names the settings if it is about several
+        return text if key.rpartition(".")[2] in text else f"{key}: {text}"
+    expected = re.sub(r"^\w+ should", "must", item["msg"])
+    if problem in ("type", "parsing", "from_float") and kind in _TYPES:
+        expected = f"must be {_TYPES[kind]}"
+    return f"{key} {expected}, got {shorten(repr(item['input']))}"
