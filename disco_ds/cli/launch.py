@@ -6,7 +6,7 @@ failure.
 By itself, `deepspeed` returns 0 if its launcher was killed, waits forever for a host that is cut
 off, and leaves ranks on the other hosts running. When interrupted, it ends every DeepSpeed job of
 this Python on all its hosts (pkill -f). So it never gets a signal except SIGKILL. Ranks are asked
-to stop on their own hosts, where they are found by the launch id in their command line. A run has
+to stop on their own hosts, where they are found by the id in their command line. A run has
 succeeded if its folder has a finished.json.
 
 This process does not import torch, and on one host it does not import DeepSpeed either.
@@ -101,26 +101,28 @@ def supervise(
     newest = ""
     stuck = 0
     least = args.min_hosts or len(slots)
+    launch = new_launch_id()
     wait = partial(
         wait_for_hosts,
         slots,
+        launch=launch,
         least=least,
         patience_s=args.patience,
         stopped=lambda: signals.count > 0,
     )
     # Without --min-hosts the first attempt uses all hosts, and deepspeed checks them.
-    hosts = wait(slots, new_launch_id()) if args.min_hosts else list(slots)
+    hosts = wait(slots) if args.min_hosts else list(slots)
     if hosts is None:
         report(f"not started: fewer than {least} hosts answer")
         return 1
     for attempt in range(args.restarts + 1):
-        launch_id = new_launch_id()
+        attempt_id = f"{launch}-{attempt}"
         with narrow(args, config, slots, hosts) as given:
-            command = front_end(given, launch_id, resume)
-            codes = run_once(command, hosts, launch_id, signals, config.timeout_s)
+            command = front_end(given, attempt_id, resume)
+            codes = run_once(command, hosts, launch, signals, config.timeout_s)
         # A resumed run may be in another folder than the recipe's.
         places = [config.runs, split_resume(resume)[0].parent if resume else config.runs]
-        found, agreed = find_run(places, launch_id)
+        found, agreed = find_run(places, attempt_id)
         folder = found or folder
         code = judge(found, agreed, codes)
         if code != 1:
@@ -130,7 +132,7 @@ def supervise(
         stuck = stuck + 1 if attempt and newest == previous else 0
         if signals.count or stuck == MAX_STUCK or attempt == args.restarts:
             break
-        remaining = wait(hosts, launch_id)
+        remaining = wait(hosts)
         if remaining is None:
             break
         hosts = remaining
@@ -145,11 +147,11 @@ def supervise(
 
 
 def new_launch_id() -> str:
-    """Return a random id for one attempt."""
+    """Return a random id for this launch; its attempt N has the id `launch-HEX-N`."""
     return f"launch-{secrets.token_hex(8)}"
 
 
-def front_end(args: argparse.Namespace, launch_id: str, resume: str | None) -> list[str]:
+def front_end(args: argparse.Namespace, attempt_id: str, resume: str | None) -> list[str]:
     """Return the command line of `deepspeed` for one attempt."""
     # As a module, because the #! line of the script `deepspeed` breaks if the path has a space.
     command = [sys.executable, "-m", "deepspeed.launcher.runner", *shlex.split(args.deepspeed)]
@@ -162,13 +164,13 @@ def front_end(args: argparse.Namespace, launch_id: str, resume: str | None) -> l
         trainer.append(f"--allow-change={','.join(args.allow_change)}")
     # Packed, because on several hosts pdsh, ssh and the login shell would expand the arguments.
     packed = pack([*trainer, *args.overrides])
-    return [*command, "--module", "disco_ds.train", "--launch-id", launch_id, packed]
+    return [*command, "--module", "disco_ds.train", "--launch-id", attempt_id, packed]
 
 
 def run_once(
     command: Sequence[str],
     hosts: Sequence[str],
-    launch_id: str,
+    launch: str,
     signals: Signals,
     patience_s: float,
 ) -> set[int]:
@@ -177,7 +179,7 @@ def run_once(
     Args:
         command: Command line of deepspeed.
         hosts: The hosts if there are several; empty: this host only.
-        launch_id: Argument in every rank's command line.
+        launch: Id of the launch; the command line of every rank contains that of its attempt.
         signals: The signals that this process has received.
         patience_s: How long ranks may take to stop.
 
@@ -208,7 +210,7 @@ def run_once(
             if signals.count and (asked_at > now or now - asked_at > ASK_EVERY_S):
                 end = min(end, now + patience_s)
                 asked_at = now
-                signal_ranks(hosts, launch_id, signal.SIGTERM)
+                signal_ranks(hosts, launch, signal.SIGTERM)
             if signals.count > 1:
                 break
             # A host has failed or deepspeed has ended: the remaining ranks have time to name the
@@ -218,13 +220,13 @@ def run_once(
                 if CUT_OFF in failed.values():
                     limit_s = CUT_OFF_S
                 end = min(end, now + limit_s)
-            if ended and (now > end or not any(signal_ranks(hosts, launch_id, 0).values())):
+            if ended and (now > end or not any(signal_ranks(hosts, launch, 0).values())):
                 break
             time.sleep(0.2)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        left = signal_ranks(hosts, launch_id, signal.SIGKILL)
+        left = signal_ranks(hosts, launch, signal.SIGKILL)
         process.wait()
         reader.join(2)
     for host, count in left.items():
@@ -256,12 +258,12 @@ def follow(lines: IO[str], failed: dict[str, int]) -> None:
                 report(f"{host} {end}")
 
 
-def find_run(places: Sequence[Path], launch_id: str) -> tuple[Path | None, int | None]:
-    """Find the run folder of a launch.
+def find_run(places: Sequence[Path], attempt_id: str) -> tuple[Path | None, int | None]:
+    """Find the run folder of an attempt.
 
     Args:
         places: Folders of run folders.
-        launch_id: Id of the launch.
+        attempt_id: Id of the attempt.
 
     Returns:
         The run folder, and the exit code that the ranks have agreed on; None if unknown.
@@ -271,7 +273,7 @@ def find_run(places: Sequence[Path], launch_id: str) -> tuple[Path | None, int |
             # The file may belong to another run that is just writing it, or to another program.
             with suppress(OSError, ValueError, RecursionError):
                 record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-                if isinstance(record, dict) and record.get("launch") == launch_id:
+                if isinstance(record, dict) and record.get("launch") == attempt_id:
                     return path.parent, record["code"]
     return None, None
 

@@ -39,35 +39,38 @@ CHOOSES_HOSTS = {
 """Arguments of deepspeed that select hosts and slots of the hostfile."""
 Stopped = Callable[[], bool]
 FIND = """
-import os, psutil, sys
-launch_id, number, found = sys.argv[1], int(sys.argv[2]), 0
+import psutil, sys
+launch, number, found = sys.argv[1], int(sys.argv[2]), 0
 for process in psutil.process_iter():
     try:
         command = process.cmdline()
-        mine = launch_id in command and process.pid != os.getpid()
+        mine = any(each.startswith(launch + "-") for each in command)
         if mine and (number == 9 or any(each.startswith("--local_rank") for each in command)):
             process.send_signal(number)
             found += 1
     except psutil.Error:
         pass
-print(f"{launch_id}={found}")
+print(f"{launch}={found}")
 """
-"""Program for a host: signal the ranks of a launch, with SIGKILL its launchers too, and print
-LAUNCH-ID=NUMBER."""
+"""Program for a host: signal the ranks of all attempts of a launch, with SIGKILL their launchers
+too, and print LAUNCH=NUMBER."""
 
 
-def signal_ranks(hosts: Sequence[str], launch_id: str, number: int) -> dict[str, int | None]:
+def signal_ranks(hosts: Sequence[str], launch: str, number: int) -> dict[str, int | None]:
     """Send a signal to the ranks of a launch; SIGKILL goes to their launchers too.
+
+    Ranks of earlier attempts are included: a host that was frozen when they were ended may have
+    resumed since.
 
     Args:
         hosts: The hosts; empty: this host only.
-        launch_id: Id of the launch.
+        launch: Id of the launch, with which the ids of its attempts begin.
         number: The signal; 0: none, only count the processes.
 
     Returns:
         Number of processes found on each host; None for a host that cannot be reached.
     """
-    command = [sys.executable, "-c", FIND, launch_id, str(int(number))]
+    command = [sys.executable, "-c", FIND, launch, str(int(number))]
     reach = ["ssh", *REACH, *shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))]
     places = {host: [*reach, host, shlex.join(command)] for host in hosts} or {"localhost": command}
     started = {
@@ -81,7 +84,7 @@ def signal_ranks(hosts: Sequence[str], launch_id: str, number: int) -> dict[str,
         for host, place in places.items()
     }
     # A login shell may print lines of its own before and after.
-    answer = re.compile(rf"{re.escape(launch_id)}=(\d+)".encode())
+    answer = re.compile(rf"{re.escape(launch)}=(\d+)".encode())
     # One deadline for all hosts, which work in parallel.
     end = time.monotonic() + REACH_S
     found: dict[str, int | None] = dict.fromkeys(places)
@@ -100,7 +103,7 @@ def signal_ranks(hosts: Sequence[str], launch_id: str, number: int) -> dict[str,
 def wait_for_hosts(
     hosts: Iterable[str],
     last: Iterable[str],
-    launch_id: str,
+    launch: str,
     least: int,
     patience_s: float,
     stopped: Stopped,
@@ -110,7 +113,7 @@ def wait_for_hosts(
     Args:
         hosts: All hosts.
         last: Hosts of the previous attempt. Other hosts are tried once, without waiting for them.
-        launch_id: Id of the previous attempt.
+        launch: Id of the launch.
         least: Number of hosts that suffice after patience_s.
         patience_s: See `least`.
         stopped: Returns whether to give up.
@@ -121,7 +124,7 @@ def wait_for_hosts(
     hosts = list(hosts)
     end = time.monotonic() + patience_s
     for pause_s in BACK_OFF_S:
-        counts = signal_ranks(hosts, launch_id, signal.SIGKILL)
+        counts = signal_ranks(hosts, launch, signal.SIGKILL)
         missing = [host for host in hosts if counts[host] is None]
         left = [host for host in hosts if host not in missing]
         if not missing:

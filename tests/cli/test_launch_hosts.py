@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,14 +24,9 @@ SSH = """#!/bin/sh
 while [ $# -gt 2 ]; do shift; done
 [ -e {folder}/"$1" ] || exit 255
 cat {folder}/"$1"
-case "$2" in
-*" 9") echo launch-of-a-test=0 ;;
-*) exec sh -c "$2" ;;
-esac
+exec sh -c "$2"
 """
-"""Runs the program here, but not where it would kill those that are sent to the other hosts.
-
-The file of a host contains what its login shell prints."""
+"""Runs the program here. The file of a host contains what its login shell prints."""
 
 
 @pytest.fixture
@@ -47,10 +43,60 @@ def answering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+RUNNER = """
+import subprocess, sys
+from pathlib import Path
+import psutil
+attempt = sys.argv[sys.argv.index("--launch-id") + 1]
+attempts = Path("attempts").read_text().split() if Path("attempts").exists() else []
+Path("attempts").write_text(" ".join([*attempts, attempt]))
+for name in attempts[:1] if len(attempts) == 1 else []:
+    words = [sys.executable, "-c", "import time; time.sleep(60)", "--local_rank=0", name]
+    rank = subprocess.Popen(words, start_new_session=True)
+    Path("thawed").write_text(str(rank.pid))
+if len(attempts) == 2:
+    living = [p.pid for p in psutil.process_iter() if p.status() != psutil.STATUS_ZOMBIE]
+    Path("alive").write_text(str(int(Path("thawed").read_text()) in living))
+sys.exit(1)
+"""
+"""Takes the place of `deepspeed`. During the second attempt a rank of the first appears, as on a host that thaws."""
+
+
+@pytest.fixture
+def own_handlers() -> Iterator[None]:
+    """Restores the signal handlers that a launch replaces."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_ranks_of_every_attempt_of_a_launch_are_ended_before_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_handlers: None
+) -> None:
+    monkeypatch.setattr("disco_ds.cli.launch.NAMING_S", 0.5)
+    monkeypatch.chdir(tmp_path)  # where `python -m` looks for packages first
+    package = tmp_path / "deepspeed" / "launcher"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    (package / "runner.py").write_text(RUNNER)
+    foreign = [sys.executable, "-c", "input()", "--local_rank=0", f"launch-{'0' * 16}-0"]
+    with subprocess.Popen(foreign, stdin=subprocess.PIPE) as of_another_launch:
+        line = ["launch", "--config", str(recipe(tmp_path)), "--restarts", "2"]
+        assert run(parse_args(line)) == 1
+        assert of_another_launch.poll() is None, "it was ended too"
+        of_another_launch.communicate(b"\n")
+    attempts = (tmp_path / "attempts").read_text().split()
+    assert len(set(attempts)) == len(attempts) == 3
+    assert (tmp_path / "alive").read_text() == "False"
+
+
 def test_login_shell_that_prints_is_told_apart_from_the_count(answering: Path) -> None:
     (answering / "host-a").write_bytes(b"Welcome to node 7\n\xff\n12\n")
     (answering / "host-c").write_bytes(b"no end of line: 3 ")
-    words = [sys.executable, "-c", "input()", "--local_rank=0", "launch-of-a-test"]
+    words = [sys.executable, "-c", "input()", "--local_rank=0", "launch-of-a-test-0"]
     with subprocess.Popen(words, stdin=subprocess.PIPE) as rank:
         found = signal_ranks(HOSTS, "launch-of-a-test", 0)
         rank.communicate(b"\n")

@@ -77,7 +77,7 @@ def test_what_a_front_end_leaves_behind_is_ended(
     handlers[signal.SIGUSR1] = signal.getsignal(signal.SIGUSR1)
     word = f"word-{os.getpid()}-{len(codes)}-{len(says)}"
     script = FRONT.format(
-        rank=RANK, word=word if apart else f"{word}-not", says=says, then=then, apart=apart
+        rank=RANK, word=f"{word}-0" if apart else f"not-{word}", says=says, then=then, apart=apart
     )
     start = time.monotonic()
     try:
