@@ -1,4 +1,4 @@
-"""The doctor as `deepspeed --module disco_ds.doctor` names it, the same as `disco-ds doctor`."""
+"""Entry point for `deepspeed --module disco_ds.doctor` and torchrun; the same as `disco-ds doctor`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Evaluation as `deepspeed --module disco_ds.evaluate` names it, the same as `disco-ds eval`."""
+"""Entry point for `deepspeed --module disco_ds.evaluate` and torchrun; the same as `disco-ds eval`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The trainer as `deepspeed --module disco_ds.train` and torchrun name it, the same as `disco-ds train`."""
+"""Entry point for `deepspeed --module disco_ds.train` and torchrun; the same as `disco-ds train`."""
 
 import sys
 

@@ -17,7 +17,7 @@ import pytest
 
 from disco_ds.cli.launch import front_end
 from disco_ds.cli.main import main
-from disco_ds.cli.packing import MAX_PACKED, pack
+from disco_ds.cli.packing import pack
 from disco_ds.cli.parser import parse_args
 from disco_ds.launch.hostfile import count_ranks
 from helpers.tool import load_tool
@@ -290,9 +290,7 @@ def test_pack_is_one_word_without_a_shells_characters_and_keeps_every_byte() -> 
         )
 
 
-@pytest.mark.parametrize(
-    "word", ["--packed=", "--packed=x", "--packed=e30", "--packed=WzFd", "--packed=a{b"]
-)
+@pytest.mark.parametrize("word", ["--packed=", "--packed=x", "--packed=MQ", "--packed=a{b"])
 def test_packed_word_that_is_not_ours_is_refused(
     word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -302,30 +300,22 @@ def test_packed_word_that_is_not_ours_is_refused(
     assert f"{word} was not packed by disco-ds launch" in capsys.readouterr().err
 
 
-def test_overrides_too_long_for_a_command_line_are_refused(tmp_path: Path) -> None:
-    """One argument of a process holds 128 KiB, and pdsh hands ssh the whole command as one."""
-    with pytest.raises(ValueError, match="write them into the recipe"):
-        pack([f"name={'x' * MAX_PACKED}"])
-    word = pack(["--config=x", "name=" + "x" * (MAX_PACKED // 4 * 3 - 100)])
-    assert len(arrived(["--module", "disco_ds.train", word], "sh", tmp_path)[0]) > MAX_PACKED - 200
-
-
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
         (
             ["launch", "--config", "quickstart", "--restarts", "-5"],
-            "expected a number of at least 0, got -5",
+            "0 to 1e+12, got -5",
         ),
         (["launch", "--config", "quickstart", "--restarts", "two"], "invalid int value: 'two'"),
-        (["index", "folder", "--workers", "-1"], "expected a number from 0 to 1024, got -1"),
+        (["index", "folder", "--workers", "-1"], "0 to 1024, got -1"),
         (
             ["plan", "--config", "quickstart", "--slack", "2"],
-            "expected a number from 0 to 1, got 2",
+            "0 to 1, got 2",
         ),
         (
             ["plan", "--config", "quickstart", "--flops", "nan"],
-            "expected a number of at least 0.001, got nan",
+            "0.001 to 1e+12, got nan",
         ),
         (["plan", "--config", "quickstart", "--bandwidth", "inf"], "got inf"),
         (["plan", "--config", "quickstart", "--host-memory", "-1"], "got -1"),

@@ -192,7 +192,7 @@ def test_attempt_with_fewer_hosts_has_a_hostfile_of_these(
         (2, ["--min-hosts", "3"], "needs a hostfile with at least that many hosts"),
         (1, ["--min-hosts", "1"], "at least two; got 1"),
         (0, ["--min-hosts", "1"], "at least two; got 0"),
-        (2, ["--min-hosts", "1", "--restarts", "0"], "needs --restarts"),
+        (2, ["--min-hosts", "1", "--restarts", "0"], "--restarts N"),
         (2, ["--min-hosts", "1", "--patience", "60"], "--patience 60 is below lost_after_s (120)"),
         (
             2,

@@ -119,7 +119,9 @@ except ValueError as error:
 def test_process_can_go_on_whatever_a_run_came_to(tmp_path: Path) -> None:
     done = python(AGAIN, tmp_path, str(recipe(tmp_path)))
     assert done.returncode == 0, done.stderr
-    progress = re.compile(r"step|run folder|pictures|curves")
+    progress = re.compile(
+        r"step|run folder|pictures|curves|.*: global batch|.*: resumes after|\d+ steps, "
+    )
     refused, stopped, same, *explained, thread, evaluated, nan, joined = [
         line for line in done.stdout.splitlines() if not progress.match(line)
     ]
