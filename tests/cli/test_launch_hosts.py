@@ -1,4 +1,4 @@
-"""Which hosts a launch goes on with: asked through an ssh that stands in for theirs, and left out of its hostfile."""
+"""The hosts that a launch continues with. A script takes the place of ssh."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ while [ $# -gt 2 ]; do shift; done
 cat {folder}/"$1"
 exec sh -c "$2"
 """
-"""Runs the program here. The file of a host contains what its login shell prints."""
+"""Runs the program on this host. The file of a host contains what its login shell prints."""
 
 
 @pytest.fixture
 def answering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a file for each host that answers."""
+    """Return a folder with a file for each host that answers."""
     folder, programs = tmp_path / "answering", tmp_path / "bin"
     for path in (folder, programs):
         path.mkdir()
@@ -104,7 +104,7 @@ def test_login_shell_that_prints_is_told_apart_from_the_count(answering: Path) -
     assert wait(HOSTS, 2, 60) == list(HOSTS)
 
 
-def test_host_that_prints_without_having_run_the_program_has_not_answered(answering: Path) -> None:
+def test_host_that_prints_but_does_not_run_the_program_has_not_answered(answering: Path) -> None:
     (answering.parent / "bin" / "ssh").write_text("#!/bin/sh\necho This account is disabled: 0\n")
     assert signal_ranks(HOSTS, "launch-of-a-test", 0) == dict.fromkeys(HOSTS)
 
@@ -119,7 +119,7 @@ def test_all_hosts_that_answer_take_part_at_once(
     answering: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert wait(HOSTS, 2, 60) == list(HOSTS)
-    assert wait(HOSTS[:1], 2, 60) == list(HOSTS), "those that were left out before too"
+    assert wait(HOSTS[:1], 2, 60) == list(HOSTS), "hosts that were left out before return"
     assert capfd.readouterr().err == ""
 
 
@@ -133,10 +133,10 @@ def test_host_that_does_not_answer_is_left_out_after_the_patience(
     assert capfd.readouterr().err.splitlines()[-1] == (
         "disco-ds launch: continuing with 2 of 3 hosts: no answer from host-c"
     )
-    # It has had its time: the next restart asks it once more.
+    # After that, the next restart tries it only once.
     assert wait(HOSTS[:2], 2, 600) == list(HOSTS[:2])
     assert "waiting" not in capfd.readouterr().err
-    # Another one has not.
+    # Another host that is lost gets the full time.
     (answering / "user@host-b").unlink()
     assert wait(HOSTS[:2], 1, 0.5) == ["host-a"]
     assert (
@@ -146,7 +146,7 @@ def test_host_that_does_not_answer_is_left_out_after_the_patience(
     )
 
 
-def test_too_few_hosts_are_waited_for_beyond_the_patience(answering: Path) -> None:
+def test_launch_waits_longer_than_the_patience_if_too_few_hosts_are_left(answering: Path) -> None:
     for host in HOSTS[1:]:
         (answering / host).unlink()
     back = threading.Timer(1, (answering / "host-c").touch)
@@ -158,7 +158,7 @@ def test_too_few_hosts_are_waited_for_beyond_the_patience(answering: Path) -> No
 
 
 @pytest.mark.parametrize(("given", "left"), [([], []), (["ranks=7"], ["ranks=5"])])
-def test_attempt_with_fewer_hosts_has_a_hostfile_of_these(
+def test_attempt_with_fewer_hosts_has_a_hostfile_with_only_these(
     given: list[str], left: list[str], tmp_path: Path
 ) -> None:
     words = [
@@ -181,7 +181,7 @@ def test_attempt_with_fewer_hosts_has_a_hostfile_of_these(
         assert narrowed.overrides == ["steps=3", *left]
         assert narrowed.deepspeed == args.deepspeed
     assert not narrowed.hostfile.exists()
-    # deepspeed would start the ranks of a single host here.
+    # Without --force_multi, deepspeed would start the ranks of a single host on this one.
     with narrow(args, config, slots, HOSTS[1:2]) as narrowed:
         assert narrowed.deepspeed == "--master_port 1 --force_multi"
 
@@ -189,7 +189,7 @@ def test_attempt_with_fewer_hosts_has_a_hostfile_of_these(
 @pytest.mark.parametrize(
     ("hosts", "words", "said"),
     [
-        (2, ["--min-hosts", "3"], "needs a hostfile with at least that many hosts"),
+        (2, ["--min-hosts", "3"], "--min-hosts 3 needs a hostfile"),
         (1, ["--min-hosts", "1"], "at least two; got 1"),
         (0, ["--min-hosts", "1"], "at least two; got 0"),
         (2, ["--min-hosts", "1", "--restarts", "0"], "--restarts N"),
