@@ -1,6 +1,7 @@
-"""disco_ds: large-batch CLIP training on DeepSpeed whose gradient is the full-batch one at any number of ranks.
+"""Large-batch CLIP training on DeepSpeed, with the exact full-batch gradient at any number of ranks.
 
-What it offers to Python is in OFFERED, each name imported when it is first used; docs/python.md has examples.
+The names below are the Python API; docs/python.md has examples. Each is imported when it is first
+used, so that `import disco_ds` takes milliseconds.
 """
 
 from importlib import import_module
@@ -44,7 +45,10 @@ OFFERED = {
     "plan_run": "disco_ds.plan.overview",
     "run_training": "disco_ds.run",
 }
-"""Name -> module. None is also the name of a module of this package, which would take its place once imported."""
+"""Module of each name of the API.
+
+A name must not be that of a module of this package, which would replace it once imported.
+"""
 
 __all__ = [
     "AgreedError",
@@ -74,7 +78,7 @@ def __getattr__(name: str) -> Any:
     if name not in OFFERED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(OFFERED[name]), name)
-    globals()[name] = value  # the next time it is found without this function
+    globals()[name] = value  # found without this function the next time
     return value
 
 

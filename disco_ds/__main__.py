@@ -1,4 +1,4 @@
-"""`python -m disco_ds`, the same as `disco-ds`; the commands are in cli/."""
+"""Entry point of `python -m disco_ds`; the same as `disco-ds`."""
 
 import sys
 

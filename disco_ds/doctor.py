@@ -1,4 +1,4 @@
-"""Entry point for `deepspeed --module disco_ds.doctor`; the same as `disco-ds doctor`."""
+"""Entry point for `deepspeed --module disco_ds.doctor` and torchrun; the same as `disco-ds doctor`."""
 
 import sys
 

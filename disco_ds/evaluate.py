@@ -1,4 +1,4 @@
-"""Entry point for `deepspeed --module disco_ds.evaluate`; the same as `disco-ds eval`."""
+"""Entry point for `deepspeed --module disco_ds.evaluate` and torchrun; the same as `disco-ds eval`."""
 
 import sys
 

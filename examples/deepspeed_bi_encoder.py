@@ -1,9 +1,9 @@
-"""A text-text bi-encoder of transformers under DeepSpeed's ZeRO 3: the gradient of the whole batch, in micro-batches.
+"""Train a text-text bi-encoder of transformers under ZeRO 3, in micro-batches, with the full-batch gradient.
 
     deepspeed --num_gpus 2 examples/deepspeed_bi_encoder.py
 
-One BERT embeds both sides; LoRA adapters of peft are trained (--full: all weights). The model is made from a config, so
-nothing is downloaded; with AutoModel.from_pretrained in its place this is a fine-tuning script.
+One BERT embeds both sides. Only LoRA adapters (peft) are trained; with --full, all weights are. The model is built from
+a config, so nothing is downloaded. For fine-tuning, replace it by AutoModel.from_pretrained.
 """
 
 import argparse
@@ -45,7 +45,7 @@ class Encoder(torch.nn.Module):
 def questions_and_answers(
     count: int, generator: torch.Generator
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Made-up pairs: an answer is its question's tokens in another order, with some left out."""
+    """Generate pairs: an answer has its question's tokens in reverse order, without the last three."""
     tokens = torch.randint(10, VOCABULARY, (count, LENGTH), generator=generator)
     mask = torch.ones_like(tokens)
     cut = (torch.arange(LENGTH) < 9).long().expand(count, LENGTH)
@@ -57,7 +57,7 @@ def questions_and_answers(
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--batch", type=int, default=64, help="pairs of one rank")
+    parser.add_argument("--batch", type=int, default=64, help="pairs per rank")
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--stage", type=int, default=3)
@@ -73,7 +73,7 @@ def main() -> None:
     config = {
         "train_batch_size": given.batch * ranks,
         "train_micro_batch_size_per_gpu": given.batch // given.micro_batches,
-        "gradient_accumulation_steps": given.micro_batches,  # what contrastive_step is called with
+        "gradient_accumulation_steps": given.micro_batches,  # the same as contrastive_step's
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": given.stage},
         "bf16": {"enabled": torch.cuda.is_available()},

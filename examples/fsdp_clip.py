@@ -1,4 +1,4 @@
-"""A CLIP of open_clip under FSDP2 (fully_shard): the gradient of the global batch, in micro-batches, with clipping.
+"""Train an open_clip model under FSDP2 (fully_shard), in micro-batches, with the full-batch gradient and clipping.
 
 torchrun --nproc_per_node 2 examples/fsdp_clip.py
 """
@@ -22,7 +22,7 @@ MODEL = {
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--batch", type=int, default=64, help="samples of one rank")
+    parser.add_argument("--batch", type=int, default=64, help="samples per rank")
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--steps", type=int, default=20)
     given = parser.parse_args()
@@ -33,7 +33,7 @@ def main() -> None:
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
     torch.manual_seed(0)
-    # FSDP2 shards no tensor without dimensions: nonscalar_logit_scale makes the scale [1].
+    # FSDP2 cannot shard a 0-d tensor; with nonscalar_logit_scale the logit scale has shape [1].
     model = open_clip.CLIP(**MODEL, nonscalar_logit_scale=True).to(device)
     for block in (*model.visual.transformer.resblocks, *model.transformer.resblocks):
         fully_shard(block)
@@ -42,16 +42,14 @@ def main() -> None:
     loss = build_loss("disco_fused")
 
     def forward(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return model(batch["image"], batch["text"])[
-            :3
-        ]  # unit rows of both sides, and the learned scale
+        # Unit rows of both sides, and the learned scale.
+        return model(batch["image"], batch["text"])[:3]
 
     generator = torch.Generator().manual_seed(rank)
     values = []
     for _ in range(given.steps):
-        kind = torch.randint(
-            0, 64, (given.batch,), generator=generator
-        )  # of which both image and text tell
+        # Each sample is of one of 64 kinds, which both its image and its text show.
+        kind = torch.randint(0, 64, (given.batch,), generator=generator)
         image = F.interpolate(
             torch.randn(64, 3, 4, 4, generator=torch.Generator().manual_seed(9)), size=32
         )[kind]

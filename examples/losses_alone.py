@@ -1,4 +1,4 @@
-"""Every loss of disco_ds on made-up features: its value, its gradient, and what it needs. One process or several.
+"""Compute every loss of disco_ds and its gradient on random features, on one rank or several, with equal results.
 
 python examples/losses_alone.py
 torchrun --nproc_per_node 2 examples/losses_alone.py
@@ -19,9 +19,8 @@ def main() -> None:
     if ranks > 1:
         torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank() if ranks > 1 else 0
-    rows = slice(
-        rank * B // ranks, (rank + 1) * B // ranks
-    )  # each rank holds its part of the batch
+    # Each rank has a part of the batch.
+    rows = slice(rank * B // ranks, (rank + 1) * B // ranks)
 
     generator = torch.Generator().manual_seed(0)
     image, text = (
@@ -29,7 +28,8 @@ def main() -> None:
     )
     for name in list_losses():
         loss = build_loss(name)
-        loss.set_num_samples(B, 100 * B)  # FastCLIP keeps numbers for each sample of the data
+        # FastCLIP losses keep state for each sample of the data set.
+        loss.set_num_samples(B, 100 * B)
         embeddings = Embeddings(
             image.clone().requires_grad_(),
             text.clone().requires_grad_(),
@@ -41,7 +41,7 @@ def main() -> None:
         )
         out = loss(embeddings)
         out.loss.backward()
-        # Averaged over ranks, as DDP and DeepSpeed do it, parameters get the gradient of the whole batch.
+        # DDP and DeepSpeed average over the ranks, which yields the full-batch gradient.
         length = embeddings.image.grad.norm() / ranks
         if rank == 0:
             print(

@@ -1,8 +1,8 @@
-"""open_clip's own training loop, unchanged, under DDP, with a loss that computes the gradient of the global batch.
+"""Run open_clip's training loop, unchanged, with a disco_ds loss that gives the full-batch gradient under DDP.
 
     torchrun --nproc_per_node 2 examples/open_clip_loop.py
 
-It trains a small CLIP on the emoji drawings that come with disco_ds for one epoch, on GPUs where there are some.
+It trains a small CLIP model on the emoji that come with disco_ds, on GPUs if there are any.
 """
 
 import argparse
@@ -30,7 +30,7 @@ MODEL = {
 
 def main() -> float:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--batch", type=int, default=64, help="samples of one rank")
+    parser.add_argument("--batch", type=int, default=64, help="samples per rank")
     parser.add_argument("--steps", type=int, default=20)
     given = parser.parse_args()
 
@@ -44,9 +44,8 @@ def main() -> float:
     torch.manual_seed(0)
     model = open_clip.CLIP(**MODEL, output_dict=True).to(device)
     model = DistributedDataParallel(model, device_ids=[device.index] if cuda else None)
-    loss = disco_ds.ClipLoss(
-        rank=rank, world_size=world_size
-    )  # instead of open_clip.ClipLoss(local_loss=True, ...)
+    # Instead of open_clip.ClipLoss(local_loss=True, ...).
+    loss = disco_ds.ClipLoss(rank=rank, world_size=world_size)
 
     tokenizer = open_clip.SimpleTokenizer(context_length=32)
     transform = open_clip.image_transform(64, is_train=True)

@@ -1,9 +1,9 @@
-"""Two towers from two libraries in one model: timm's vision transformer, and a BERT of transformers from a config.
+"""A model with two custom towers: a vision transformer of timm and a BERT of transformers.
 
     PYTHONPATH=examples disco-ds train --config examples/own_model.yaml
 
-The recipe's model.factory names `build`. Nothing is downloaded; with timm.create_model(..., pretrained=True) and
-AutoModel.from_pretrained in their places this is how pretrained towers are joined.
+The recipe's model.factory names `build`. Nothing is downloaded. To combine pretrained towers, use
+timm.create_model(..., pretrained=True) and AutoModel.from_pretrained instead.
 """
 
 import torch
@@ -17,7 +17,7 @@ LENGTH = 20
 
 
 class TextTower(torch.nn.Module):
-    """The mean of BERT's last hidden states, projected to the features' width."""
+    """A BERT whose last hidden states are averaged and projected to the width of the features."""
 
     def __init__(self, vocabulary: int, width: int, layers: int, features: int, dropout: float):
         super().__init__()
@@ -44,7 +44,7 @@ class TextTower(torch.nn.Module):
 def build(
     width: int = 128, layers: int = 2, features: int = 128, dropout: float = 0.1
 ) -> TwoTowers:
-    """The recipe's model.options are these arguments."""
+    """Build the model; the recipe's model.options are the arguments."""
     tokenizer = SimpleTokenizer(context_length=LENGTH)
     return TwoTowers(
         visual=VisionTransformer(

@@ -1,12 +1,13 @@
-"""`disco-ds train --dry-run`: print the settings of a run, or why it would be refused, without
-reading data."""
+"""`disco-ds train --dry-run`: print the settings of a run, or why it would be refused.
+
+It reads no data.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 
-from disco_ds.cli.messages import fail
 from disco_ds.config import Config, load_config, render_ds_config
 from disco_ds.launch.hostfile import count_ranks
 
@@ -15,22 +16,20 @@ def run(args: argparse.Namespace) -> int:
     """Run the command.
 
     Returns:
-        Exit code 0: printed. 2: invalid settings.
-    """
-    try:
-        config = load_config(args.config, args.overrides)
-        given = args.ranks is not None or args.hostfile
-        text = describe_run(
-            config, count_ranks(args.ranks, args.hostfile) if given else config.ranks or 1
-        )
-        # Settings first, because their mistakes are found at once; the model libraries take seconds
-        # to import.
-        from disco_ds.training.build import check_without_data
+        Exit code 0: printed.
 
-        check_without_data(config)
-    except ValueError as error:
-        return fail(error, code=2)
-    print(f"{text}\nData and hosts were not checked; disco-ds doctor does that.")
+    Raises:
+        ValueError: If a start would refuse the settings.
+    """
+    config = load_config(args.config, args.overrides)
+    ranks = count_ranks(config.ranks if args.ranks is None else args.ranks, args.hostfile)
+    text = describe_run(config, ranks)
+    # After the settings, whose mistakes are found at once: importing the model libraries takes
+    # seconds.
+    from disco_ds.training.build import check_without_data
+
+    check_without_data(config)
+    print(f"{text}\nData and hosts are not checked here; disco-ds doctor does that.")
     return 0
 
 

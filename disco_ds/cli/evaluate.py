@@ -1,56 +1,47 @@
-"""`disco-ds eval`, alone or on every rank of a launcher: the table and the JSON file of run.py's results."""
+"""`disco-ds eval`: evaluate a model and print the results as a table; alone, or on every rank of a launcher."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 from disco_ds.cli.messages import fail_rank, set_up_logging
-from disco_ds.config.ds_config import precision
 from disco_ds.config.text_file import write_text
 from disco_ds.distributed.comm import RendezvousError
 from disco_ds.eval import Result, describe
 from disco_ds.launch.slurm import adopt_slurm
 from disco_ds.launch.watchdog import die_with_launcher
-from disco_ds.run import RefusedError, evaluate_session, evaluation_settings
+from disco_ds.run import AGREED_ERRORS, RefusedError, evaluate_run, exit_code
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 0: done; 1: all ranks stopped together; 2: a mistake in settings or data, found before any work."""
+    """Run the command.
+
+    Returns:
+        Exit code 0: done. 1: failed. 2: invalid settings, data or weights, found before any work.
+    """
     adopt_slurm()
     first = set_up_logging()
-    # Its notices would stand between the lines of the table.
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    try:
-        config = evaluation_settings(args.model, args.overrides, args.config, args.weights)
-        if args.json and not args.json.parent.is_dir():
-            raise ValueError(f"--json {args.json}: there is no folder {args.json.parent}")
-    except ValueError as error:
-        return fail_rank(error, 2, speaks=first)
     die_with_launcher()
-    if first and (kind := precision(config.deepspeed)) != "fp32":
-        print(f"Evaluated in {kind}, as the run trains; with deepspeed={{}} in fp32.", flush=True)
-
-    def publish(results: list[Result]) -> None:
+    try:
+        if args.json and not args.json.parent.is_dir():
+            raise RefusedError(f"--json {args.json}: there is no folder {args.json.parent}")
+        results = evaluate_run(args.model, args.overrides, args.config, args.weights)
         if first:
             print(describe(results), flush=True)
-        if first and args.json:
-            write_json(args.json, args.model, results)
-
-    try:
-        outcome = evaluate_session(config, args.model, args.weights, publish)
+            if args.json:
+                write_json(args.json, args.model, results)
     except RendezvousError as error:
         return fail_rank(error, 1)
-    if isinstance(outcome, Exception):
-        return fail_rank(outcome, 2 if isinstance(outcome, RefusedError) else 1, speaks=first)
+    except (*AGREED_ERRORS, OSError) as error:
+        return fail_rank(error, exit_code(error), speaks=first)
     return 0
 
 
 def write_json(path: Path, model: str, results: Sequence[Result]) -> None:
-    """Write the figures of the printed table to a JSON file, unrounded."""
+    """Write the values of the table to a JSON file, unrounded."""
     hidden = ("values", "examples")
     sets = [
         {key: value for key, value in (vars(r) | r.values).items() if key not in hidden}

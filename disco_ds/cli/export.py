@@ -5,19 +5,19 @@ from __future__ import annotations
 import argparse
 
 from disco_ds.checkpoints.export import export_run
-from disco_ds.cli.messages import fail
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command.
 
     Returns:
-        Exit code 0: written. 2: invalid arguments; nothing is written.
+        Exit code 0: written.
+
+    Raises:
+        ValueError: If an argument is invalid. Then nothing is written.
+        OSError: If the files cannot be written.
     """
-    try:
-        folder = export_run(args.source, args.to, args.format, args.dtype)
-    except (ValueError, OSError) as error:
-        return fail(error, code=2)
+    folder = export_run(args.source, args.to, args.format, args.dtype)
     files = ", ".join(sorted(path.name for path in folder.iterdir()))
     print(f"{folder}: {files}; README.md explains how to load it")
     return 0

@@ -1,5 +1,4 @@
-"""The hosts of a launch: signal their ranks, wait for lost hosts, and with --min-hosts continue
-without them."""
+"""The hosts of a launch: signal their ranks, wait for lost hosts, and with --min-hosts continue without them."""
 
 from __future__ import annotations
 
@@ -13,15 +12,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from disco_ds.cli.messages import show
 from disco_ds.config import Config
 from disco_ds.config.recipe_yaml import split_override
 
 REACH = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=3")
+"""ssh options that report an unreachable host soon, without asking for a password."""
 REACH_S = 6.0
-"""Seconds in which all hosts must answer."""
+"""Seconds in which a host must answer."""
 BACK_OFF_S = (2, 4, 8, 16, 32, *[60] * 30)
 """Pauses between attempts to reach lost hosts."""
 CHOOSES_HOSTS = {
@@ -39,81 +41,83 @@ CHOOSES_HOSTS = {
 """Arguments of deepspeed that select hosts and slots of the hostfile."""
 Stopped = Callable[[], bool]
 FIND = """
-import os, psutil, sys
-launch_id, number, found = sys.argv[1], int(sys.argv[2]), 0
+import psutil, sys
+launch, number, found = sys.argv[1], int(sys.argv[2]), 0
 for process in psutil.process_iter():
     try:
         command = process.cmdline()
-        mine = launch_id in command and process.pid != os.getpid()
+        mine = any(each.startswith(launch + "-") for each in command)
         if mine and (number == 9 or any(each.startswith("--local_rank") for each in command)):
             process.send_signal(number)
             found += 1
     except psutil.Error:
         pass
-print(f"{launch_id}={found}")
+print(f"{launch}={found}")
 """
-"""Program for a host: signal the ranks of a launch, with SIGKILL its launchers too, and print
-LAUNCH-ID=NUMBER."""
+"""Program for a host: signal the ranks of all attempts of a launch, with SIGKILL their launchers
+too, and print LAUNCH=NUMBER."""
 
 
-def signal_ranks(hosts: Sequence[str], launch_id: str, number: int) -> dict[str, int | None]:
-    """Send a signal to the ranks of a launch; SIGKILL goes to their launchers too.
+def signal_ranks(hosts: Sequence[str], launch: str, number: int) -> dict[str, int | None]:
+    """Send a signal to the ranks of a launch, and SIGKILL also to their launchers.
+
+    Ranks of earlier attempts are included: a host that was frozen when they were ended may have
+    resumed since.
 
     Args:
         hosts: The hosts; empty: this host only.
-        launch_id: Id of the launch.
-        number: The signal; 0: none, only count the processes.
+        launch: Id of the launch. The ids of its attempts begin with it.
+        number: The signal; 0: only count the processes.
 
     Returns:
         Number of processes found on each host; None for a host that cannot be reached.
     """
-    command = [sys.executable, "-c", FIND, launch_id, str(int(number))]
-    reach = ["ssh", *REACH, *shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))]
-    places = {host: [*reach, host, shlex.join(command)] for host in hosts} or {"localhost": command}
-    started = {
-        host: subprocess.Popen(
-            place,
+    find = [sys.executable, "-c", FIND, launch, str(int(number))]
+    ssh = ["ssh", *REACH, *shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))]
+    commands = {host: [*ssh, host, shlex.join(find)] for host in hosts} or {"localhost": find}
+    # All at once, so that many hosts take no longer than one.
+    with ThreadPoolExecutor(len(commands)) as pool:
+        answers = list(pool.map(_ask, commands.values()))
+    counts = [re.search(rf"{re.escape(launch)}=(\d+)", answer) for answer in answers]
+    return {
+        host: int(count[1]) if count else None for host, count in zip(commands, counts, strict=True)
+    }
+
+
+def _ask(command: Sequence[str]) -> str:
+    """Return what a command prints, which a login shell may have added lines to; "" after REACH_S."""
+    with suppress(subprocess.TimeoutExpired):
+        return subprocess.run(
+            command,
             start_new_session=True,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-        )
-        for host, place in places.items()
-    }
-    # A login shell may print lines of its own before and after.
-    answer = re.compile(rf"{re.escape(launch_id)}=(\d+)".encode())
-    # One deadline for all hosts, which work in parallel.
-    end = time.monotonic() + REACH_S
-    found: dict[str, int | None] = dict.fromkeys(places)
-    for host, process in started.items():
-        try:
-            printed, _ = process.communicate(timeout=max(end - time.monotonic(), 0.1))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-        else:
-            match = answer.search(printed)
-            found[host] = int(match[1]) if match else None
-    return found
+            text=True,
+            errors="replace",
+            timeout=REACH_S,
+            check=False,
+        ).stdout
+    return ""
 
 
 def wait_for_hosts(
     hosts: Iterable[str],
     last: Iterable[str],
-    launch_id: str,
+    launch: str,
     least: int,
     patience_s: float,
     stopped: Stopped,
 ) -> list[str] | None:
-    """Wait until all hosts can be reached, and end the remaining processes of the launch there.
+    """Wait until all hosts can be reached, and end what is left of the launch there.
 
     Args:
         hosts: All hosts.
-        last: Hosts of the previous attempt. Other hosts are tried once, without waiting for them.
-        launch_id: Id of the previous attempt.
-        least: Number of hosts that suffice after patience_s.
-        patience_s: See `least`.
-        stopped: Returns whether to give up.
+        last: Hosts of the previous attempt. Other hosts are tried once, but not waited for.
+        launch: Id of the launch.
+        least: Number of hosts that are enough after patience_s.
+        patience_s: How long to wait for all hosts of the previous attempt.
+        stopped: Returns whether to stop waiting.
 
     Returns:
         The hosts for the next attempt; None if there are too few after half an hour.
@@ -121,18 +125,18 @@ def wait_for_hosts(
     hosts = list(hosts)
     end = time.monotonic() + patience_s
     for pause_s in BACK_OFF_S:
-        counts = signal_ranks(hosts, launch_id, signal.SIGKILL)
+        counts = signal_ranks(hosts, launch, signal.SIGKILL)
         missing = [host for host in hosts if counts[host] is None]
         left = [host for host in hosts if host not in missing]
         if not missing:
             return left
         now = time.monotonic()
         enough = len(left) >= least
+        names = ", ".join(missing)
         if enough and (now >= end or not set(missing).intersection(last)):
-            away = f"no answer from {', '.join(missing)}"
-            report(f"continuing with {len(left)} of {len(hosts)} hosts: {away}")
+            report(f"continuing with {len(left)} of {len(hosts)} hosts: no answer from {names}")
             return left
-        report(f"waiting for {', '.join(missing)}")
+        report(f"waiting for {names}")
         retry_at = now + pause_s
         if enough:
             retry_at = min(retry_at, end)
@@ -147,16 +151,19 @@ def wait_for_hosts(
 def narrow(
     args: argparse.Namespace, config: Config, slots: Mapping[str, int], hosts: Sequence[str]
 ) -> Iterator[argparse.Namespace]:
-    """Yield the arguments for an attempt on some of the hosts, with a hostfile that exists
-    inside the block."""
+    """Restrict the arguments of a launch to some of its hosts.
+
+    Yields:
+        The arguments; their hostfile exists until the end of the block.
+    """
     if len(hosts) == len(slots):
         yield args
         return
     overrides = args.overrides
-    if config.ranks is not None:  # otherwise any number is accepted
+    if config.ranks is not None:  # without it, any number is accepted
         overrides = [item for item in overrides if split_override(item)[0] != ["ranks"]]
         overrides.append(f"ranks={sum(slots[host] for host in hosts)}")
-    # For a single host, deepspeed would start the ranks here even if it is another host.
+    # Without --force_multi, deepspeed starts the ranks of a single host on this one.
     deepspeed = f"{args.deepspeed} --force_multi" if len(hosts) == 1 else args.deepspeed
     with tempfile.NamedTemporaryFile("w", prefix="disco-ds-hosts-") as file:
         file.writelines(f"{host} slots={slots[host]}\n" for host in hosts)
@@ -166,24 +173,23 @@ def narrow(
 
 
 def check_min_hosts(args: argparse.Namespace, config: Config, slots: Mapping[str, int]) -> None:
-    """Check the arguments that --min-hosts needs.
+    """Check that the run can continue on --min-hosts hosts, or more.
 
     Raises:
-        ValueError: If the run could not continue after losing a host.
+        ValueError: If it cannot.
     """
     if not args.min_hosts <= len(slots) > 1:
         raise ValueError(
-            f"--min-hosts {args.min_hosts} needs a hostfile with at least that many hosts, and at least two; got "
-            f"{len(slots)}"
+            f"--min-hosts {args.min_hosts} needs a hostfile with at least that many hosts, and at "
+            f"least two; got {len(slots)}"
         )
     if not args.restarts:
-        raise ValueError(
-            f"--min-hosts {args.min_hosts} needs --restarts: without a restart a lost host ends the run"
-        )
+        raise ValueError(f"--min-hosts {args.min_hosts} has no effect without --restarts N")
     if args.patience < config.lost_after_s:
         raise ValueError(
-            f"--patience {args.patience:g} is below lost_after_s ({config.lost_after_s:g}), so ranks of a host that is "
-            "cut off may still be running; raise --patience or lower lost_after_s"
+            f"--patience {args.patience:g} is below lost_after_s ({config.lost_after_s:g}), so "
+            "ranks of a host that is cut off may still be running; raise --patience or lower "
+            "lost_after_s"
         )
     given = {word.partition("=")[0] for word in shlex.split(args.deepspeed)} & CHOOSES_HOSTS
     if given:
@@ -197,5 +203,4 @@ def check_min_hosts(args: argparse.Namespace, config: Config, slots: Mapping[str
 
 def report(text: str) -> None:
     """Print a message of the launch on stderr."""
-    with suppress(OSError):  # the terminal, or a `tee`, may be gone
-        print(f"disco-ds launch: {text}", file=sys.stderr, flush=True)
+    show(text, "disco-ds launch")

@@ -1,4 +1,4 @@
-"""Errors and warnings of commands on stderr, and the exit codes that go with them."""
+"""Print errors of commands on stderr, and configure their warnings."""
 
 from __future__ import annotations
 
@@ -29,14 +29,10 @@ def set_up_logging() -> bool:
     return first
 
 
-def fail(error: Exception, code: int) -> int:
-    """Print the error of a command that runs in one process.
-
-    Returns:
-        `code`.
-    """
-    print(f"error: {redact(str(error))}", file=sys.stderr, flush=True)
-    return code
+def show(text: object, label: str = "error") -> None:
+    """Print `LABEL: TEXT` on stderr, without secrets."""
+    with suppress(OSError):  # the terminal, or a `tee`, may be gone
+        print(f"{label}: {redact(str(text))}", file=sys.stderr, flush=True)
 
 
 def fail_rank(error: object, code: int, speaks: bool = True) -> int:
@@ -45,16 +41,11 @@ def fail_rank(error: object, code: int, speaks: bool = True) -> int:
     Args:
         error: The error.
         code: Exit code.
-        speaks: Whether this rank prints; others report the same error.
+        speaks: Whether this rank prints; False if another rank reports the same error.
 
     Returns:
         `code`.
     """
-    with suppress(OSError):  # the terminal, or a `tee`, may be gone
-        if speaks:
-            print(
-                f"error on {socket.gethostname()}: {redact(str(error))}",
-                file=sys.stderr,
-                flush=True,
-            )
+    if speaks:
+        show(error, f"error on {socket.gethostname()}")
     return code

@@ -1,30 +1,33 @@
-"""The command line of disco-ds as one tree of parsers.
+"""The arguments and help texts of all commands.
 
-Light: it imports neither torch nor the modules of the commands, which main.py imports when they are asked for.
+Import-light: imports neither torch nor the modules of the commands, so that --help is fast.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from disco_ds.cli.packing import unpack
 from disco_ds.models.gpus import GPUS
 from disco_ds.plan.assumptions import Assumptions
 
-
-class Command(NamedTuple):
-    module: str
-    """Module with the command's run(args), which returns the exit code."""
-    summary: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
+OVERVIEW = """\
+Try it without data or GPU:
+  disco-ds train --config quickstart
+A recipe is a YAML file of settings; docs/settings.md lists them all. Any setting can
+be replaced on the command line, as key=value: optim.lr=1e-3 data.shards=/data/mine
+`disco-ds COMMAND --help` shows the options of a command, with examples.
+"""
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    """The arguments of `disco-ds COMMAND ...`. Raises: SystemExit with code 2 for a mistake, 0 after --help."""
+    """Parse the arguments of `disco-ds COMMAND ...`.
+
+    Raises:
+        SystemExit: With code 2 for invalid arguments, with code 0 after --help.
+    """
     parser, commands = make_parsers()
     if not argv or argv[0] not in commands:
         return parser.parse_args(argv)
@@ -33,45 +36,56 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         given = unpack(argv[1:])
     except ValueError as error:
         command.error(str(error))
-    # Overrides may stand between options, which argparse understands of a command's own parser alone.
+    # Overrides may stand between options. argparse supports that for a command's own parser only.
     args, unknown = command.parse_known_intermixed_args(given, argparse.Namespace(command=argv[0]))
     if unknown:
-        from disco_ds.config.open_clip_flags import (
-            explain_word,  # not at the top: a help text needs no libraries
-        )
+        # Not at the top: help texts need no libraries.
+        from disco_ds.config.open_clip_flags import explain_word
 
-        words = (word.partition("=")[0] for word in unknown if word.startswith("--"))
-        hints = [
-            f"; {word}: {hint}, as key=value" for word in words if (hint := explain_word(word))
-        ]
-        command.error(f"unrecognized arguments: {' '.join(unknown)}{''.join(hints[:1])}")
+        flag = unknown[0].partition("=")[0]
+        hint = explain_word(flag)
+        note = f"; {flag}: {hint}, as key=value" if hint else ""
+        command.error(f"unrecognized arguments: {' '.join(unknown)}{note}")
     return args
 
 
 def make_parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The parser of disco-ds, and that of each command by name."""
+    """Build the parser of disco-ds.
+
+    Returns:
+        The parser, and the parser of each command by name.
+    """
+    layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="disco-ds", description="Large-batch CLIP training on DeepSpeed."
+        prog="disco-ds",
+        description="Train CLIP models with large batches on DeepSpeed.",
+        epilog=OVERVIEW,
+        formatter_class=layout,
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, command in COMMANDS.items():
-        command.add_arguments(
-            commands.add_parser(name, help=command.summary, description=command.summary)
+    for name, (summary, add_arguments) in COMMANDS.items():
+        command = commands.add_parser(
+            name, help=summary, description=summary, formatter_class=layout
         )
+        add_arguments(command)
+        # DeepSpeed's launcher passes it to the ranks.
+        command.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     return parser, dict(commands.choices)
 
 
-def _number(kind: type, low: float, high: float = math.inf) -> Callable[[str], float]:
-    """Return a reader for argparse that takes numbers from low to high, both included, and refuses NaN."""
+def _number(kind: type, low: float, high: float = 1e12) -> Callable[[str], float]:
+    """Return a reader of numbers from low to high, both included, for argparse."""
 
     def read(text: str) -> float:
         value: float = kind(text)
-        if not low <= value <= high or math.isinf(value):
-            limits = f"from {low:g} to {high:g}" if math.isfinite(high) else f"of at least {low:g}"
-            raise argparse.ArgumentTypeError(f"expected a number {limits}, got {text}")
+        if not low <= value <= high:  # true for NaN, too
+            raise argparse.ArgumentTypeError(
+                f"expected a number from {low:g} to {high:g}, got {text}"
+            )
         return value
 
-    read.__name__ = kind.__name__  # argparse's name of it, for texts that are no numbers
+    # argparse names the type in its message about text that is not a number.
+    read.__name__ = kind.__name__
     return read
 
 
@@ -80,174 +94,255 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _add_recipe(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    default = "" if required else "; default: the settings of the model's own run"
-    text = f"a recipe: the name of a bundled one, or a YAML file{default}"
-    parser.add_argument("--config", required=required, metavar="NAME|FILE", help=text)
-    text = "settings that replace those of the recipe, such as optim.lr=1e-3 deepspeed=zero3"
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help=text)
+    default = "" if required else " (default: the settings of the model's run)"
+    parser.add_argument(
+        "--config",
+        required=required,
+        metavar="NAME|FILE",
+        help=f"the recipe: the name of a bundled one, such as quickstart, or a YAML file{default}",
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="settings that replace the recipe's, such as optim.lr=1e-3 deepspeed=zero3",
+    )
 
 
 def _add_resume(parser: argparse.ArgumentParser) -> None:
-    text = (
-        "continue from the last complete checkpoint of a run folder, or from the checkpoint RUN/checkpoints/step-N; "
-        "latest: of the newest run of this name; auto: of that too, or start a new run if it has none"
-    )
-    parser.add_argument("--resume", metavar="auto|latest|FOLDER", help=text)
-    text = "with --resume: settings that may differ from the checkpoint's, such as optim.lr,optim.weight_decay"
-    parser.add_argument("--allow-change", type=_names, default=(), metavar="KEY,...", help=text)
-
-
-def _add_ranks(parser: argparse.ArgumentParser, ranks: str, hostfile: str) -> None:
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--ranks", type=int, metavar="N", help=ranks)
-    where.add_argument("--hostfile", type=Path, metavar="FILE", help=hostfile)
-
-
-def _add_rank(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--local_rank", type=int, help=argparse.SUPPRESS
-    )  # DeepSpeed's launcher passes it
+        "--resume",
+        metavar="auto|latest|FOLDER",
+        help="continue a run from a checkpoint. FOLDER: a run folder, or one checkpoint, "
+        "RUN/checkpoints/step-N; latest: the newest run of this name; auto: the same, but start "
+        "a new run if there is no checkpoint",
+    )
+    parser.add_argument(
+        "--allow-change",
+        type=_names,
+        default=(),
+        metavar="KEY,...",
+        help="with --resume: settings that may differ from the checkpoint's, such as "
+        "optim.lr,optim.weight_decay",
+    )
+
+
+def _add_ranks(parser: argparse.ArgumentParser, prefix: str = "") -> None:
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help=f"{prefix}number of ranks, one per GPU (default: the recipe's ranks, or 1)",
+    )
+    _add_hostfile(group, prefix)
+
+
+def _add_hostfile(parser: argparse._ActionsContainer, prefix: str = "") -> None:
+    parser.add_argument(
+        "--hostfile",
+        type=Path,
+        metavar="FILE",
+        help=f"{prefix}the hosts of the run, a line `host slots=GPUs` for each",
+    )
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = """\
+examples:
+  disco-ds train --config quickstart
+  disco-ds train --config my.yaml --dry-run --ranks 8
+  torchrun --nproc_per_node 8 -m disco_ds.train --config my.yaml --resume auto
+exit code: 0 finished, 1 failed, 2 invalid settings or data, 3 saved and stopped by a signal
+"""
     _add_recipe(parser)
     _add_resume(parser)
-    text = "print the resolved settings and stop; this needs neither ranks nor data"
-    parser.add_argument("--dry-run", action="store_true", help=text)
-    _add_ranks(
-        parser,
-        "with --dry-run: resolve for N ranks",
-        "with --dry-run: resolve for the slots of a hostfile",
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check and print the settings, then exit; needs no data and no GPU",
     )
-    _add_rank(parser)
-    # disco-ds launch finds its ranks and their run folder by it.
+    _add_ranks(parser, "with --dry-run: ")
+    # disco-ds launch finds its ranks and their run folder by this id.
     parser.add_argument("--launch-id", help=argparse.SUPPRESS)
 
 
 def _add_launch(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = """\
+example:
+  disco-ds launch --hostfile hosts --restarts 5 --config my.yaml ranks=16
+exit code: 0 finished, 1 failed, 2 invalid settings or data, 3 saved and stopped by a signal
+"""
     _add_recipe(parser)
     _add_resume(parser)
-    text = "the hosts, one `host slots=GPUs` a line; default: this host alone"
-    parser.add_argument("--hostfile", type=Path, metavar="FILE", help=text)
-    text = "restart a run that has failed from its last checkpoint, at most N times (default: %(default)s)"
-    parser.add_argument("--restarts", type=_number(int, 0), default=0, metavar="N", help=text)
-    text = (
-        "go on with N hosts or more of the hostfile while others do not answer; every number of ranks that this may "
-        "give is checked before the start"
+    _add_hostfile(parser)
+    parser.add_argument(
+        "--restarts",
+        type=_number(int, 0),
+        default=0,
+        metavar="N",
+        help="after a failure, resume from the last checkpoint, at most N times (default: 0)",
     )
-    parser.add_argument("--min-hosts", type=_number(int, 1), metavar="N", help=text)
-    text = (
-        "with --min-hosts: seconds to wait for a host that does not answer (default: %(default)s)"
+    parser.add_argument(
+        "--min-hosts",
+        type=_number(int, 1),
+        metavar="N",
+        help="continue without hosts that do not answer, as long as N are left (default: wait for "
+        "all hosts); the start checks that batch, data and memory allow it",
     )
-    parser.add_argument("--patience", type=_number(float, 0), default=300, metavar="S", help=text)
-    text = 'more arguments for the `deepspeed` command, such as "--num_gpus 4"'
-    parser.add_argument("--deepspeed", default="", metavar="ARGS", help=text)
+    parser.add_argument(
+        "--patience",
+        type=_number(float, 0),
+        default=300,
+        metavar="SECONDS",
+        help="with --min-hosts: how long to wait for a lost host (default: 300)",
+    )
+    parser.add_argument(
+        "--deepspeed",
+        default="",
+        metavar="ARGS",
+        help="more arguments for the deepspeed command, such as '--num_gpus 4'",
+    )
 
 
 def _add_eval(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "example: disco-ds eval runs/first eval.labeled.imagenet=/data/imagenet/val --json first.json"
-    text = "a run folder, a checkpoint folder or an export; with --weights the name of a model, as model.name has it"
-    parser.add_argument("model", metavar="MODEL", help=text)
+    parser.epilog = """\
+examples:
+  disco-ds eval runs/first
+  disco-ds eval runs/first eval.labeled.imagenet=/data/imagenet/val --json first.json
+  disco-ds eval ViT-B-32 --weights vit.pt eval.labeled.imagenet=/data/imagenet/val
+exit code: 0 done, 1 failed, 2 invalid settings, data or weights
+"""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a run folder, a checkpoint or an export; with --weights: the name of an open_clip "
+        "model",
+    )
     _add_recipe(parser, required=False)
     parser.add_argument(
-        "--weights", type=Path, metavar="FILE", help="a file of weights that open_clip can load"
+        "--weights", type=Path, metavar="FILE", help="weights that open_clip can load"
     )
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the results to this file, too"
+        "--json", type=Path, metavar="FILE", help="also write the results to this file"
     )
-    _add_rank(parser)
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
-    text = "a run folder, of which the last checkpoint is taken, a checkpoint folder or an export"
-    parser.add_argument("source", type=Path, help=text)
+    parser.epilog = """\
+example:
+  disco-ds export runs/first --to exports/first
+"""
     parser.add_argument(
-        "--to", type=Path, required=True, metavar="FOLDER", help="the new folder to write"
+        "source", metavar="RUN", type=Path, help="a run folder, a checkpoint or an export"
     )
-    text = (
-        "open_clip: a folder that open_clip loads, also from the Hugging Face Hub; "
-        "pt: one file; default: %(default)s"
+    parser.add_argument(
+        "--to", type=Path, required=True, metavar="FOLDER", help="the folder to create"
     )
-    parser.add_argument("--format", metavar="open_clip|pt|both", default="both", help=text)
-    text = "precision of the weights that are written (default: %(default)s)"
-    parser.add_argument("--dtype", metavar="fp32|bf16|fp16", default="fp32", help=text)
+    parser.add_argument(
+        "--format",
+        metavar="open_clip|pt|both",
+        default="both",
+        help="open_clip: a folder for open_clip's local-dir: and for the Hugging Face Hub; pt: "
+        "one file for open_clip's pretrained=FILE (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dtype",
+        metavar="fp32|bf16|fp16",
+        default="fp32",
+        help="precision of the weights (default: %(default)s)",
+    )
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "folder", metavar="RUN", type=Path, help="a run folder, of a run that may still be going on"
+        "folder", metavar="RUN", type=Path, help="a run folder; the run may still be training"
     )
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "exit code: 0 if nothing fails, 1 otherwise"
+    parser.epilog = """\
+examples:
+  disco-ds doctor --config my.yaml --ranks 8
+  deepspeed --module disco_ds.doctor --config my.yaml --gradients
+exit code: 0 no check failed, 1 a check failed
+"""
     _add_recipe(parser)
-    text = "check the hosts of this hostfile too, over ssh if there are several"
-    parser.add_argument("--hostfile", type=Path, metavar="FILE", help=text)
-    text = "number of ranks that the run will have (default: the recipe's ranks)"
-    parser.add_argument("--ranks", type=int, metavar="N", help=text)
-    text = "compare the gradient of one step on these ranks with that of a single process"
-    parser.add_argument("--gradients", action="store_true", help=text)
-    _add_rank(parser)
+    _add_ranks(parser)
+    parser.add_argument(
+        "--gradients",
+        action="store_true",
+        help="compare the gradient of one step on these ranks with that of one process",
+    )
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "exit code: 0 if the recipe fits, 1 if it does not, 2 for a mistake"
+    parser.epilog = """\
+examples:
+  disco-ds plan --config my.yaml --ranks 8 --gpu-memory H100-80G
+  disco-ds plan --config my.yaml --ranks 8 --gpu-memory 40 --fit fitted
+exit code: 0 it fits, 1 it does not fit, 2 invalid settings
+"""
     _add_recipe(parser)
-    _add_ranks(
-        parser,
-        "number of GPUs (default: the recipe's ranks, else 1)",
-        "plan for the slots of a hostfile",
+    _add_ranks(parser)
+    parser.add_argument(
+        "--gpu-memory",
+        metavar="GIB|NAME",
+        default="A100-80G",
+        help=f"memory of a GPU in GiB, or one of {', '.join(GPUS)} (default: %(default)s)",
     )
-    text = f"memory of a GPU in GiB, or one of {', '.join(GPUS)} (default: %(default)s)"
-    parser.add_argument("--gpu-memory", metavar="GIB|NAME", default="A100-80G", help=text)
-    text = "search the largest global batch that fits, and write its recipe into this folder"
-    parser.add_argument("--fit", type=Path, metavar="FOLDER", help=text)
-    text = "memory of a host; with --fit, pixels may then wait there"
-    parser.add_argument("--host-memory", type=_number(float, 0), metavar="GIB", help=text)
-    text = "number of samples in the data, which losses that keep state for each sample need"
-    parser.add_argument("--data-samples", type=_number(int, 1), metavar="N", help=text)
-    text = "draw the memory of each moment of the step as stacked bars"
-    parser.add_argument("--picture", type=Path, metavar="FILE.png", help=text)
-    assumed = parser.add_argument_group("what is assumed")
+    parser.add_argument(
+        "--fit",
+        type=Path,
+        metavar="FOLDER",
+        help="find the largest global batch that fits, and write its recipe to this new folder",
+    )
+    parser.add_argument(
+        "--host-memory",
+        type=_number(float, 0),
+        metavar="GIB",
+        help="memory of a host; allows --fit to keep images there",
+    )
+    parser.add_argument(
+        "--data-samples",
+        type=_number(int, 1),
+        metavar="N",
+        help="number of samples in the data; needed for FastCLIP losses, which keep state per "
+        "sample",
+    )
+    assumed = parser.add_argument_group("what is assumed; replace it by what you have measured")
     fraction, rate = _number(float, 0, 1), _number(float, 1e-3)
-    for option, kind, default, metavar, text in (
+    for option, kind, default, unit, text in (
         (
             "--slack",
             fraction,
             Assumptions.slack,
             "FRACTION",
-            "fraction of the memory that the allocator cannot use",
+            "part of GPU memory that fragmentation wastes",
         ),
         (
             "--context",
             _number(float, 0),
             Assumptions.context_gib,
             "GIB",
-            "memory that CUDA and NCCL take on each GPU",
+            "memory that CUDA and NCCL use on each GPU",
         ),
         ("--image-kb", rate, Assumptions.image_bytes / 1000, "KB", "size of a compressed image"),
-        ("--per-host", _number(int, 1), Assumptions.per_host, "N", "number of GPUs in a host"),
-        (
-            "--flops",
-            rate,
-            None,
-            "TFLOPS",
-            "rate of products on a GPU (default: as its maker promises)",
-        ),
+        ("--per-host", _number(int, 1), Assumptions.per_host, "N", "GPUs per host"),
+        ("--flops", rate, None, "TFLOPS", "peak rate of a GPU (default: its data sheet's)"),
         (
             "--efficiency",
             fraction,
             Assumptions.efficiency,
             "FRACTION",
-            "fraction of that rate that is reached",
+            "part of the peak rate that is reached",
         ),
         (
             "--link",
             rate,
             None,
             "GB/S",
-            "rate at which a GPU receives from others of its host (default: as promised)",
+            "rate at which a GPU receives from its host's GPUs (default: its data sheet's)",
         ),
         (
             "--bandwidth",
@@ -258,67 +353,53 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         ),
     ):
         shown = "" if default is None else " (default: %(default)s)"
-        assumed.add_argument(option, type=kind, default=default, metavar=metavar, help=text + shown)
+        assumed.add_argument(option, type=kind, default=default, metavar=unit, help=text + shown)
 
 
 def _add_index(parser: argparse.ArgumentParser) -> None:
-    text = "a folder of .tar files, or shards by name: '/data/{000..099}.tar', 'https://...'"
-    parser.add_argument("shards", help=text)
-    text = "the manifest to write (default: manifest.json in the folder of the shards)"
-    parser.add_argument("--to", type=Path, metavar="FILE", help=text)
-    text = "write nothing, and list what has changed since the manifest was written; exit code 1 if anything has"
-    parser.add_argument("--check", action="store_true", help=text)
-    text = (
-        "number of processes that read shards; 0: this one (default: one for each core, at most 4)"
-    )
-    parser.add_argument("--workers", type=_number(int, 0, 1024), metavar="N", help=text)
+    parser.epilog = """\
+examples:
+  disco-ds index /data/shards
+  disco-ds index 'https://example.org/{000..099}.tar' --to manifest.json
+exit code: 0 written, or nothing has changed (--check), 1 changed (--check), 2 invalid arguments
+"""
     parser.add_argument(
-        "--pipe", action="store_true", help="allow pipe:COMMAND, which runs in a shell"
+        "shards", help="a folder of .tar files, or their names with braces: '/data/{000..099}.tar'"
+    )
+    parser.add_argument(
+        "--to",
+        type=Path,
+        metavar="FILE",
+        help="the manifest to write (default: manifest.json in the folder of the shards)",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing; list what has changed since the manifest was written",
+    )
+    parser.add_argument(
+        "--workers",
+        type=_number(int, 0, 1024),
+        default=4,
+        metavar="N",
+        help="processes that read shards; 0: only this one (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--pipe", action="store_true", help="allow shards pipe:COMMAND, which run in a shell"
     )
 
 
 COMMANDS = {
-    "train": Command(
-        "disco_ds.cli.train",
-        "Train a recipe, in this process alone or on every rank that a launcher has started: deepspeed, torchrun or "
-        "srun.",
-        _add_train,
-    ),
-    "launch": Command(
-        "disco_ds.cli.launch",
-        "Train a recipe unattended: start `deepspeed` on one host or several, clean up after it, and restart it after "
-        "a failure.",
+    "train": ("Train a recipe, alone or as a rank of deepspeed, torchrun or srun.", _add_train),
+    "launch": (
+        "Train unattended: run deepspeed on one or several hosts, and restart it if it fails.",
         _add_launch,
     ),
-    "eval": Command(
-        "disco_ds.cli.evaluate",
-        "Evaluate a model: zero-shot accuracy and retrieval on the sets of its run, of a recipe, or named here.",
-        _add_eval,
-    ),
-    "export": Command(
-        "disco_ds.cli.export",
-        "Write trained weights into a new folder, as open_clip loads them.",
-        _add_export,
-    ),
-    "report": Command(
-        "disco_ds.cli.report",
-        "Draw the curves of a run, and the images of its last evaluation, as report.png in its folder.",
-        _add_report,
-    ),
-    "doctor": Command(
-        "disco_ds.cli.doctor",
-        "Check a run before it is started: packages, ds_config, batch, data, hosts, and the gradient of its ranks.",
-        _add_doctor,
-    ),
-    "plan": Command(
-        "disco_ds.cli.plan",
-        "Plan a recipe: memory of each GPU and host by part, the largest batch that fits, the time of a step. No GPU "
-        "is needed.",
-        _add_plan,
-    ),
-    "index": Command(
-        "disco_ds.cli.index",
-        "Count the samples of shards and write their manifest; counts of unchanged shards are kept.",
-        _add_index,
-    ),
+    "eval": ("Measure the zero-shot accuracy and retrieval of a trained model.", _add_eval),
+    "export": ("Write trained weights to a folder that open_clip can load.", _add_export),
+    "report": ("Draw a run's curves and its last evaluation into its report.png.", _add_report),
+    "doctor": ("Check packages, settings, data and hosts before you start a run.", _add_doctor),
+    "plan": ("Predict memory and step time, and find the largest batch that fits.", _add_plan),
+    "index": ("Count the samples of tar shards, and write their manifest.", _add_index),
 }
+"""Summary of each command, and the function that adds its arguments."""

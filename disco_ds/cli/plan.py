@@ -1,11 +1,9 @@
-"""The command `disco-ds plan`: memory table, verdict, largest recipe that fits, and picture."""
+"""`disco-ds plan`: print a memory table, the verdict and step times, and write the largest recipe that fits."""
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from disco_ds.cli.messages import fail
 from disco_ds.config import load_config
 from disco_ds.launch.hostfile import count_ranks
 from disco_ds.models.gpus import find_gpu
@@ -16,15 +14,10 @@ from disco_ds.plan.overview import Estimate, Plan, plan_run
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return exit code 0 if the recipe fits, 1 if it does not, 2 for a mistake."""
-    try:
-        return plan(args)
-    except ValueError as error:
-        return fail(error, code=2)
+    """Run the command.
 
-
-def plan(args: argparse.Namespace) -> int:
-    """Print the plan, and write the recipe and the picture if requested.
+    Returns:
+        Exit code 0: the recipe fits. 1: it does not.
 
     Raises:
         ValueError: If the recipe cannot be planned.
@@ -55,9 +48,6 @@ def plan(args: argparse.Namespace) -> int:
     print("\n".join(describe_scaling(made)))
     if args.fit:
         print(f"\n{write_recipe(config, args.fit, summary)}")
-    if args.picture:
-        title = f"{config.name}: {config.global_batch:,} on {ranks} x {gpu.name}"
-        draw(made.now.memory, gpu.gib, title, args.picture)
     return 0 if made.fits else 1
 
 
@@ -120,27 +110,3 @@ def _describe_estimate(estimate: Estimate, global_batch: int) -> str:
         line += f"{speed.loss_s:9.2f}{speed.comm_s:9.2f}{speed.exposed_s:11.2f}"
         line += f"{speed.comm_bytes / 1e9:10.1f}"
     return line
-
-
-def draw(memory: Memory, gib: float, title: str, path: Path) -> None:
-    """Draw a stacked bar for each moment of the step."""
-    from matplotlib import colormaps, style
-    from matplotlib.figure import Figure
-
-    from disco_ds.metrics.report import STYLE
-
-    names = list(memory.moments)
-    with style.context(["default", STYLE]):
-        figure = Figure((9, 5), dpi=110, layout="constrained")
-        axes = figure.subplots()
-        # Each part is drawn on top of those before it.
-        base = [0.0] * len(names)
-        for number, part in enumerate(PARTS):
-            heights = [moment[part] / GIB for moment in memory.moments.values()]
-            color = colormaps["tab10"](number)
-            axes.bar(names, heights, bottom=base, label=part, color=color, width=0.6)
-            base = [low + height for low, height in zip(base, heights, strict=True)]
-        axes.axhline(gib, color="black", linestyle="--", linewidth=1, label=f"the GPU: {gib:g} GiB")
-        axes.set(ylabel="GiB", title=title)
-        figure.legend(loc="outside right center", reverse=True)
-        figure.savefig(path)

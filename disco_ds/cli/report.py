@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from disco_ds.cli.messages import fail
 from disco_ds.metrics.report import write_report
 
 
@@ -12,10 +11,11 @@ def run(args: argparse.Namespace) -> int:
     """Run the command.
 
     Returns:
-        Exit code 0: drawn. 2: invalid arguments.
+        Exit code 0: drawn.
+
+    Raises:
+        ValueError: If the folder is not a run folder with metrics.
+        OSError: If the picture cannot be written.
     """
-    try:
-        print(write_report(args.folder))
-    except (ValueError, OSError) as error:
-        return fail(error, code=2)
+    print(write_report(args.folder))
     return 0

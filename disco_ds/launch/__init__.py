@@ -1,2 +1,1 @@
-"""What a launch needs before torch.distributed: hostfiles, srun's variables, and ranks that end
-with their launcher."""
+"""What precedes torch.distributed: hostfiles, srun's variables, and ranks that end with their launcher."""

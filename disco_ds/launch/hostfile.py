@@ -1,5 +1,4 @@
-"""Read hostfiles as `deepspeed` does, and refuse `deepspeed` launches that would not reach every
-host."""
+"""Read hostfiles, and refuse launches by `deepspeed` that would not reach every host."""
 
 from __future__ import annotations
 
@@ -18,14 +17,14 @@ LINE = re.compile(
 
 
 def count_ranks(ranks: int | None, hostfile: Path | None) -> int:
-    """Return the world size of a run that is only planned.
+    """Return the number of ranks of a run that is not started.
 
     Args:
-        ranks: World size if there is no hostfile; None: 1.
+        ranks: Their number if there is no hostfile; None: 1.
         hostfile: The hostfile, if any.
 
     Raises:
-        ValueError: See read_hostfile.
+        ValueError: See `read_hostfile`.
     """
     if hostfile is None:
         return 1 if ranks is None else ranks
@@ -36,18 +35,15 @@ def read_hostfile(path: Path) -> dict[str, int]:
     """Return the slots of each host.
 
     Raises:
-        ValueError: If the hostfile is missing or malformed, or deepspeed could not use it from
-            here.
+        ValueError: If the hostfile is missing or malformed, or deepspeed could not reach its hosts
+            from this working directory.
     """
     if not path.is_file():
-        raise ValueError(f"no hostfile {path}; deepspeed would run on this host only")
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"hostfile {path} cannot be read: {error}") from None
-    for number, line in enumerate(lines, 1):
+        raise ValueError(f"no hostfile {path}: deepspeed would start ranks on this host only")
+    text = path.read_text(encoding="utf-8", errors="replace")
+    for number, line in enumerate(text.splitlines(), 1):
         if not LINE.fullmatch(line.strip()):
-            # DeepSpeed would use the beginning of the line and pass the host's name to shells.
+            # DeepSpeed would use the beginning of the line, and pass the host's name to shells.
             raise ValueError(
                 f"{path}, line {number}: expected `host slots=GPUs`, got {line[:80]!r}"
             )
@@ -66,21 +62,19 @@ def read_hostfile(path: Path) -> dict[str, int]:
 
 
 def _check_environment_file(path: Path) -> None:
-    """Refuse a file of variables for the ranks in which deepspeed would fail."""
+    """Refuse a .deepspeed_env that deepspeed cannot read."""
     if not path.is_file():
         return
     for line in path.read_text(encoding="utf-8").splitlines():
         if "=" not in line:
-            raise ValueError(
-                f"{path}: deepspeed reads lines of NAME=VALUE only, got {line!r}; remove it"
-            )
+            raise ValueError(f"{path}: expected lines NAME=VALUE, without comments, got {line!r}")
 
 
 def refuse_launch() -> None:
-    """Refuse a launch about which DeepSpeed's launcher only warns.
+    """Refuse to run as a rank of a launch about which `deepspeed` only warned.
 
     Raises:
-        ValueError: If the hostfile is missing, or if the ranks run in another folder.
+        ValueError: If the hostfile is missing, or the ranks run in another folder.
     """
     from deepspeed.launcher.runner import DLTS_HOSTFILE
     from deepspeed.launcher.runner import parse_args as parse_front_end
@@ -103,6 +97,6 @@ def refuse_launch() -> None:
 def _refuse_folder(folder: str) -> None:
     if re.search(r"[^\w@%+=:,./-]", folder):
         raise ValueError(
-            f"working directory {folder!r}: on several hosts deepspeed changes to it without quotes, so the ranks "
-            "would start elsewhere; start from a folder without spaces and shell characters in its path"
+            f"working directory {folder!r}: deepspeed does not quote it in its commands to several "
+            "hosts, so ranks would start elsewhere; use a path without spaces and shell characters"
         )

@@ -7,14 +7,13 @@ import re
 
 
 def adopt_slurm() -> None:
-    """Set RANK and the other variables of a launcher from srun's. Variables that are set already
-    are kept.
+    """Set RANK and the other variables of a launcher from srun's, unless they are set already.
 
-    The lead host is the first of the job step, where rank 0 runs. The port is derived from the job,
-    so that two jobs on one host use different ports, and is below the ephemeral ports.
+    MASTER_ADDR is the first host of the job step, where rank 0 runs. MASTER_PORT is derived from
+    the job, so that two jobs on one host use different ports, and is below the ephemeral ports.
     """
     env = os.environ
-    # Slurm sets SLURM_PROCID in a batch script too, which is not a task of a job step.
+    # A batch script has SLURM_PROCID too, but is not a task of a job step.
     if "RANK" in env or "SLURM_STEP_ID" not in env or "SLURM_PROCID" not in env:
         return
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or ""

@@ -1,4 +1,4 @@
-"""End this process when its launcher ends, so that no rank trains on as an orphan. Linux only."""
+"""End a rank when its launcher ends, so that no rank keeps training as an orphan. Linux only."""
 
 from __future__ import annotations
 
@@ -8,23 +8,21 @@ import signal
 import sys
 import threading
 from contextlib import suppress
-from multiprocessing.connection import (
-    wait,  # uses poll(): select() takes no descriptor from 1,024 on
-)
 from pathlib import Path
 
 import psutil
 
 PR_SET_PDEATHSIG = 1
+"""Option of prctl: the signal that a process gets when its parent ends."""
 FRONT_ENDS = {"deepspeed", "deepspeed.launcher.runner"}
 """Names of DeepSpeed's front end: the script, and the module that it runs."""
 
 
 def die_with_launcher() -> None:
-    """SIGKILL this rank when its launcher dies: its parent process, or DeepSpeed's front end above
-    that.
+    """SIGKILL this rank when its launcher ends.
 
-    The kernel watches the parent; a thread waits for the grandparent, if that is `deepspeed`.
+    The launcher is the parent process, which the kernel watches, and `deepspeed` above it, which a
+    thread waits for.
     """
     # Without RANK, the parent is a shell, which may end while the process keeps running.
     if sys.platform != "linux" or "RANK" not in os.environ:
@@ -38,7 +36,7 @@ def die_with_launcher() -> None:
         front_end = launcher.parent()
         if front_end and FRONT_ENDS & {Path(word).name for word in front_end.cmdline()}:
             threading.Thread(
-                target=_wait_for_end, args=(front_end.pid,), name="launcher-watch", daemon=True
+                target=_end_after, args=(front_end,), name="launcher-watch", daemon=True
             ).start()
 
 
@@ -50,13 +48,6 @@ def die_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _wait_for_end(pid: int) -> None:
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        pass
-    except OSError:
-        return  # this kernel cannot watch a process
-    else:
-        wait([handle])
+def _end_after(process: psutil.Process) -> None:
+    process.wait()
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The trainer's command line and its dry run."""
+"""Arguments, help texts, the dry run, and how arguments reach the ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 from disco_ds.cli.launch import front_end
 from disco_ds.cli.main import main
-from disco_ds.cli.packing import MAX_PACKED, pack
+from disco_ds.cli.packing import pack
 from disco_ds.cli.parser import parse_args
 from disco_ds.launch.hostfile import count_ranks
 from helpers.tool import load_tool
@@ -25,33 +25,25 @@ from helpers.tool import load_tool
 # The dry run
 
 
-def disco_ds(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "disco_ds", "train", *arguments]
-    return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=120, check=False
-    )
-
-
-def test_dry_run_counts_the_slots_of_the_hostfile(tmp_path: Path) -> None:
-    hosts = tmp_path / "two hosts"
-    hosts.write_text("# ours\nfirst slots=3\n\nsecond slots=1  # small\n")
-    done = disco_ds(
-        "--config",
-        "quickstart",
-        "--dry-run",
-        "--hostfile",
-        str(hosts),
-        "micro_batch=8",
-        folder=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "global batch 128 = 4 ranks x micro-batch 8 x 4 per step" in done.stdout
-    assert '"gradient_accumulation_steps": 4' in done.stdout
+def test_dry_run_counts_the_slots_of_the_hostfile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("two hosts").write_text("# ours\nfirst slots=3\n\nsecond slots=1  # small\n")
+    words = ["train", "--config", "quickstart", "--dry-run", "--hostfile", "two hosts"]
+    assert main([*words, "micro_batch=8"]) == 0
+    printed = capfd.readouterr().out
+    assert re.search(r"128 = 4 ranks\D+8\D+4\D", printed)
+    assert '"gradient_accumulation_steps": 4' in printed
     assert [path.name for path in tmp_path.iterdir()] == ["two hosts"], "a dry run writes nothing"
 
 
 def test_dry_run_mistakes_exit_with_2_and_one_line(tmp_path: Path) -> None:
-    done = disco_ds("--config", "quickstart", "--dry-run", "--hostfile", "missing", folder=tmp_path)
+    words = ["--config", "quickstart", "--dry-run", "--hostfile", "missing"]
+    command = [sys.executable, "-m", "disco_ds", "train", *words]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 2
     assert done.stderr.startswith("error: no hostfile missing")
     assert "Traceback" not in done.stderr
@@ -221,7 +213,13 @@ PRINT = "import json, sys; print(json.dumps(sys.argv[1:]))"
 
 
 def arrived(words: list[str], shell: str, folder: Path) -> list[str]:
-    """The trainer's arguments on a host, where `words` are deepspeed's: quoted by its runner, joined by pdsh."""
+    """Return the trainer's arguments as they arrive on a host, after deepspeed's runner, pdsh and the shell.
+
+    Args:
+        words: Arguments of deepspeed.
+        shell: Login shell of the host.
+        folder: Working directory of the shell.
+    """
     from deepspeed.launcher.multinode_runner import PDSHRunner
     from deepspeed.launcher.runner import parse_args as parse_front_end
 
@@ -236,10 +234,10 @@ def arrived(words: list[str], shell: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_launch_hands_the_ranks_what_was_typed_whatever_the_shell(
+def test_launch_passes_arguments_to_the_ranks_as_typed_through_any_shell(
     shell: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "x").touch()  # something for * and ? to find
+    (tmp_path / "x").touch()  # * and ? could match it
     config, resume = "a recipe's $HOME {1,2}.yaml", "runs/{a,b} *"
     args = parse_args(
         [
@@ -260,17 +258,17 @@ def test_launch_hands_the_ranks_what_was_typed_whatever_the_shell(
 
 
 def test_bare_overrides_do_not_arrive_as_typed(tmp_path: Path) -> None:
-    """What packing is for; and that the test above would see it."""
+    """The reason for packing, which shows that the test above would notice a change."""
     typed = ["deepspeed", "--module", "disco_ds.train", "--config", "x", HOSTILE[0]]
     got = parse_args(["train", *arrived(typed[1:], "bash", tmp_path)])
     assert got.overrides == [f"data.shards=/data/{number:05}.tar" for number in range(4)]
-    # What docs/launch.md says of it.
+    # The quoting that docs/launch.md recommends.
     quoted = [f"'{HOSTILE[0]}'", r"name=a \$b", "data.captions={'{txt}': 1, \"x\": 2}"]
     got = parse_args(["train", *arrived([*typed[1:5], *quoted], "bash", tmp_path)])
     assert got.overrides == [HOSTILE[0], "name=a $b", "data.captions={'{txt}': 1, \"x\": 2}"]
 
 
-def test_demo_hands_the_ranks_what_was_typed() -> None:
+def test_demo_passes_arguments_to_the_ranks_as_typed() -> None:
     demo = load_tool("demo")
     for given, ours in ((["name={a,b} c"], ["micro_batch=64"]), (["micro_batch=16"], [])):
         words = demo.front_end(
@@ -280,7 +278,7 @@ def test_demo_hands_the_ranks_what_was_typed() -> None:
         assert (got.config, got.resume, got.overrides) == ("quickstart", "latest", ours + given)
 
 
-def test_pack_is_one_word_without_a_shells_characters_and_keeps_every_byte() -> None:
+def test_pack_is_one_word_without_shell_characters_and_keeps_every_byte() -> None:
     words = [*HOSTILE, "", b"runs/\xff\xfe".decode("utf-8", "surrogateescape"), "\x7f\x01"]
     for count in range(len(words) + 1):
         word = pack(["--config=x", "--", *words[:count]])
@@ -290,24 +288,12 @@ def test_pack_is_one_word_without_a_shells_characters_and_keeps_every_byte() -> 
         )
 
 
-@pytest.mark.parametrize(
-    "word", ["--packed=", "--packed=x", "--packed=e30", "--packed=WzFd", "--packed=a{b"]
-)
-def test_packed_word_that_is_not_ours_is_refused(
-    word: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("word", ["--packed=", "--packed=x", "--packed=MQ", "--packed=a{b"])
+def test_damaged_packed_word_is_refused(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse_args(["train", word])
     assert caught.value.code == 2
     assert f"{word} was not packed by disco-ds launch" in capsys.readouterr().err
-
-
-def test_overrides_too_long_for_a_command_line_are_refused(tmp_path: Path) -> None:
-    """One argument of a process holds 128 KiB, and pdsh hands ssh the whole command as one."""
-    with pytest.raises(ValueError, match="write them into the recipe"):
-        pack([f"name={'x' * MAX_PACKED}"])
-    word = pack(["--config=x", "name=" + "x" * (MAX_PACKED // 4 * 3 - 100)])
-    assert len(arrived(["--module", "disco_ds.train", word], "sh", tmp_path)[0]) > MAX_PACKED - 200
 
 
 @pytest.mark.parametrize(
@@ -315,23 +301,23 @@ def test_overrides_too_long_for_a_command_line_are_refused(tmp_path: Path) -> No
     [
         (
             ["launch", "--config", "quickstart", "--restarts", "-5"],
-            "expected a number of at least 0, got -5",
+            "0 to 1e+12, got -5",
         ),
         (["launch", "--config", "quickstart", "--restarts", "two"], "invalid int value: 'two'"),
-        (["index", "folder", "--workers", "-1"], "expected a number from 0 to 1024, got -1"),
+        (["index", "folder", "--workers", "-1"], "0 to 1024, got -1"),
         (
             ["plan", "--config", "quickstart", "--slack", "2"],
-            "expected a number from 0 to 1, got 2",
+            "0 to 1, got 2",
         ),
         (
             ["plan", "--config", "quickstart", "--flops", "nan"],
-            "expected a number of at least 0.001, got nan",
+            "0.001 to 1e+12, got nan",
         ),
         (["plan", "--config", "quickstart", "--bandwidth", "inf"], "got inf"),
         (["plan", "--config", "quickstart", "--host-memory", "-1"], "got -1"),
     ],
 )
-def test_number_that_means_nothing_is_refused(
+def test_number_out_of_range_is_refused(
     argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -340,7 +326,7 @@ def test_number_that_means_nothing_is_refused(
     assert words in capsys.readouterr().err
 
 
-def test_warning_of_deepspeed_that_there_is_no_gpu_precedes_no_table() -> None:
+def test_warning_of_deepspeed_about_a_missing_gpu_is_not_printed() -> None:
     code = "from disco_ds.cli.main import main; print(main(['index', '/missing']))\n"
     code += (
         "from deepspeed.accelerator import get_accelerator; print(get_accelerator().device_name())"

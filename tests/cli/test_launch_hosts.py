@@ -1,12 +1,13 @@
-"""Which hosts a launch goes on with: asked through an ssh that stands in for theirs, and left out of its hostfile."""
+"""The hosts that a launch continues with. A script takes the place of ssh."""
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,19 +24,14 @@ SSH = """#!/bin/sh
 while [ $# -gt 2 ]; do shift; done
 [ -e {folder}/"$1" ] || exit 255
 cat {folder}/"$1"
-case "$2" in
-*" 9") echo launch-of-a-test=0 ;;
-*) exec sh -c "$2" ;;
-esac
+exec sh -c "$2"
 """
-"""Runs the program here, but not where it would kill those that are sent to the other hosts.
-
-The file of a host contains what its login shell prints."""
+"""Runs the program on this host. The file of a host contains what its login shell prints."""
 
 
 @pytest.fixture
 def answering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a file for each host that answers."""
+    """Return a folder with a file for each host that answers."""
     folder, programs = tmp_path / "answering", tmp_path / "bin"
     for path in (folder, programs):
         path.mkdir()
@@ -47,10 +43,60 @@ def answering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+RUNNER = """
+import subprocess, sys
+from pathlib import Path
+import psutil
+attempt = sys.argv[sys.argv.index("--launch-id") + 1]
+attempts = Path("attempts").read_text().split() if Path("attempts").exists() else []
+Path("attempts").write_text(" ".join([*attempts, attempt]))
+for name in attempts[:1] if len(attempts) == 1 else []:
+    words = [sys.executable, "-c", "import time; time.sleep(60)", "--local_rank=0", name]
+    rank = subprocess.Popen(words, start_new_session=True)
+    Path("thawed").write_text(str(rank.pid))
+if len(attempts) == 2:
+    living = [p.pid for p in psutil.process_iter() if p.status() != psutil.STATUS_ZOMBIE]
+    Path("alive").write_text(str(int(Path("thawed").read_text()) in living))
+sys.exit(1)
+"""
+"""Takes the place of `deepspeed`. During the second attempt a rank of the first appears, as on a host that thaws."""
+
+
+@pytest.fixture
+def own_handlers() -> Iterator[None]:
+    """Restores the signal handlers that a launch replaces."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_ranks_of_every_attempt_of_a_launch_are_ended_before_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_handlers: None
+) -> None:
+    monkeypatch.setattr("disco_ds.cli.launch.NAMING_S", 0.5)
+    monkeypatch.chdir(tmp_path)  # where `python -m` looks for packages first
+    package = tmp_path / "deepspeed" / "launcher"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    (package / "runner.py").write_text(RUNNER)
+    foreign = [sys.executable, "-c", "input()", "--local_rank=0", f"launch-{'0' * 16}-0"]
+    with subprocess.Popen(foreign, stdin=subprocess.PIPE) as of_another_launch:
+        line = ["launch", "--config", str(recipe(tmp_path)), "--restarts", "2"]
+        assert run(parse_args(line)) == 1
+        assert of_another_launch.poll() is None, "it was ended too"
+        of_another_launch.communicate(b"\n")
+    attempts = (tmp_path / "attempts").read_text().split()
+    assert len(set(attempts)) == len(attempts) == 3
+    assert (tmp_path / "alive").read_text() == "False"
+
+
 def test_login_shell_that_prints_is_told_apart_from_the_count(answering: Path) -> None:
     (answering / "host-a").write_bytes(b"Welcome to node 7\n\xff\n12\n")
     (answering / "host-c").write_bytes(b"no end of line: 3 ")
-    words = [sys.executable, "-c", "input()", "--local_rank=0", "launch-of-a-test"]
+    words = [sys.executable, "-c", "input()", "--local_rank=0", "launch-of-a-test-0"]
     with subprocess.Popen(words, stdin=subprocess.PIPE) as rank:
         found = signal_ranks(HOSTS, "launch-of-a-test", 0)
         rank.communicate(b"\n")
@@ -58,7 +104,7 @@ def test_login_shell_that_prints_is_told_apart_from_the_count(answering: Path) -
     assert wait(HOSTS, 2, 60) == list(HOSTS)
 
 
-def test_host_that_prints_without_having_run_the_program_has_not_answered(answering: Path) -> None:
+def test_host_that_prints_but_does_not_run_the_program_has_not_answered(answering: Path) -> None:
     (answering.parent / "bin" / "ssh").write_text("#!/bin/sh\necho This account is disabled: 0\n")
     assert signal_ranks(HOSTS, "launch-of-a-test", 0) == dict.fromkeys(HOSTS)
 
@@ -73,7 +119,7 @@ def test_all_hosts_that_answer_take_part_at_once(
     answering: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert wait(HOSTS, 2, 60) == list(HOSTS)
-    assert wait(HOSTS[:1], 2, 60) == list(HOSTS), "those that were left out before too"
+    assert wait(HOSTS[:1], 2, 60) == list(HOSTS), "hosts that were left out before return"
     assert capfd.readouterr().err == ""
 
 
@@ -87,10 +133,10 @@ def test_host_that_does_not_answer_is_left_out_after_the_patience(
     assert capfd.readouterr().err.splitlines()[-1] == (
         "disco-ds launch: continuing with 2 of 3 hosts: no answer from host-c"
     )
-    # It has had its time: the next restart asks it once more.
+    # After that, the next restart tries it only once.
     assert wait(HOSTS[:2], 2, 600) == list(HOSTS[:2])
     assert "waiting" not in capfd.readouterr().err
-    # Another one has not.
+    # Another host that is lost gets the full time.
     (answering / "user@host-b").unlink()
     assert wait(HOSTS[:2], 1, 0.5) == ["host-a"]
     assert (
@@ -100,7 +146,7 @@ def test_host_that_does_not_answer_is_left_out_after_the_patience(
     )
 
 
-def test_too_few_hosts_are_waited_for_beyond_the_patience(answering: Path) -> None:
+def test_launch_waits_longer_than_the_patience_if_too_few_hosts_are_left(answering: Path) -> None:
     for host in HOSTS[1:]:
         (answering / host).unlink()
     back = threading.Timer(1, (answering / "host-c").touch)
@@ -112,7 +158,7 @@ def test_too_few_hosts_are_waited_for_beyond_the_patience(answering: Path) -> No
 
 
 @pytest.mark.parametrize(("given", "left"), [([], []), (["ranks=7"], ["ranks=5"])])
-def test_attempt_with_fewer_hosts_has_a_hostfile_of_these(
+def test_attempt_with_fewer_hosts_has_a_hostfile_with_only_these(
     given: list[str], left: list[str], tmp_path: Path
 ) -> None:
     words = [
@@ -135,7 +181,7 @@ def test_attempt_with_fewer_hosts_has_a_hostfile_of_these(
         assert narrowed.overrides == ["steps=3", *left]
         assert narrowed.deepspeed == args.deepspeed
     assert not narrowed.hostfile.exists()
-    # deepspeed would start the ranks of a single host here.
+    # Without --force_multi, deepspeed would start the ranks of a single host on this one.
     with narrow(args, config, slots, HOSTS[1:2]) as narrowed:
         assert narrowed.deepspeed == "--master_port 1 --force_multi"
 
@@ -143,10 +189,10 @@ def test_attempt_with_fewer_hosts_has_a_hostfile_of_these(
 @pytest.mark.parametrize(
     ("hosts", "words", "said"),
     [
-        (2, ["--min-hosts", "3"], "needs a hostfile with at least that many hosts"),
+        (2, ["--min-hosts", "3"], "--min-hosts 3 needs a hostfile"),
         (1, ["--min-hosts", "1"], "at least two; got 1"),
         (0, ["--min-hosts", "1"], "at least two; got 0"),
-        (2, ["--min-hosts", "1", "--restarts", "0"], "needs --restarts"),
+        (2, ["--min-hosts", "1", "--restarts", "0"], "--restarts N"),
         (2, ["--min-hosts", "1", "--patience", "60"], "--patience 60 is below lost_after_s (120)"),
         (
             2,

@@ -1,4 +1,4 @@
-"""The parts of `disco-ds launch`: what it ends, how it judges a run folder, and the variables of srun."""
+"""Parts of `disco-ds launch`: what it ends, exit codes, run folders, and the variables of srun."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ print({says!r}, file=sys.stderr, flush=True)
 
 WATCH = """
 import os, resource, subprocess
-from disco_ds.launch.watchdog import _wait_for_end
+import psutil
+from disco_ds.launch.watchdog import _end_after
 resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
-_wait_for_end(subprocess.Popen(["sleep", "0.3"]).pid)
+_end_after(psutil.Process(subprocess.Popen(["sleep", "0.3"]).pid))
 """
 
 
@@ -65,9 +66,9 @@ def test_what_a_front_end_leaves_behind_is_ended(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """One that returns 0 while its ranks train on elsewhere, and one that waits for ever for a host that is gone.
+    """One front end returns 0 while its ranks keep training; the other waits forever for a lost host.
 
-    What is apart is found by its word, as on other hosts; what is not, such as ssh, by its group.
+    Ranks in another session are found by the launch id, other processes, such as ssh, by their group.
     """
     monkeypatch.setattr("disco_ds.cli.launch.NAMING_S", 1.0)
     handlers = {
@@ -77,7 +78,7 @@ def test_what_a_front_end_leaves_behind_is_ended(
     handlers[signal.SIGUSR1] = signal.getsignal(signal.SIGUSR1)
     word = f"word-{os.getpid()}-{len(codes)}-{len(says)}"
     script = FRONT.format(
-        rank=RANK, word=word if apart else f"{word}-not", says=says, then=then, apart=apart
+        rank=RANK, word=f"{word}-0" if apart else f"not-{word}", says=says, then=then, apart=apart
     )
     start = time.monotonic()
     try:
@@ -94,9 +95,9 @@ def test_what_a_front_end_leaves_behind_is_ended(
 @pytest.mark.parametrize(
     ("finished", "agreed", "codes", "code"),
     [
-        (True, 1, {1, 247}, 0),  # what came after the last step is no failure of the run
+        (True, 1, {1, 247}, 0),  # a failure after the last step is not one of the run
         (False, 0, {0}, 1),
-        (False, None, {0}, 1),  # deepspeed's answer to a launcher that was killed
+        (False, None, {0}, 1),  # deepspeed returns 0 if its launcher was killed
         (False, 3, {1}, 3),
         (False, None, {2, 247}, 2),
         (False, None, {1, 3}, 3),
@@ -104,7 +105,7 @@ def test_what_a_front_end_leaves_behind_is_ended(
         (None, None, {2}, 2),
     ],
 )
-def test_judge_looks_at_the_run_folder(
+def test_exit_code_follows_the_run_folder_first(
     finished: bool | None, agreed: int | None, codes: set[int], code: int, tmp_path: Path
 ) -> None:
     if finished:
@@ -119,7 +120,6 @@ FOREIGN = {
     "none": b"null",
     "empty": b"",
     "cut": b'{"launch": "our-w',
-    "deep": b"[" * 100_000,
     "binary": b"\xff\xfe\x00",
 }
 
@@ -129,8 +129,6 @@ def test_run_is_found_among_the_launch_files_of_other_programs(tmp_path: Path) -
         (tmp_path / name).mkdir()
         (tmp_path / name / LAUNCHED).write_bytes(body)
     (tmp_path / "folder" / LAUNCHED).mkdir(parents=True)
-    (tmp_path / "pipe").mkdir()
-    os.mkfifo(tmp_path / "pipe" / LAUNCHED)  # reading would wait for a writer
     assert find_run([tmp_path, tmp_path / "missing"], "our-word") == (None, None)
     for name, word, code in (("our", "our-word", 3), ("theirs", "another", 1)):
         (tmp_path / name).mkdir()
@@ -163,7 +161,7 @@ def test_newest_checkpoint_is_the_last_complete_one(tmp_path: Path) -> None:
         ("", "10.0.0.9"),
     ],
 )
-def test_sruns_variables_become_a_launchers(
+def test_launcher_variables_are_derived_from_those_of_srun(
     nodes: str, lead: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slurm = {
@@ -185,11 +183,11 @@ def test_sruns_variables_become_a_launchers(
         monkeypatch.delenv(name, raising=False)
     for name, value in (slurm | {"LAUNCH_NODE_IPADDR": "10.0.0.9"}).items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    with monkeypatch.context() as script:  # of a batch job: a task of no step
+    with monkeypatch.context() as script:  # a batch script is not a task
         script.delenv("SLURM_STEP_ID")
         adopt_slurm()
         assert "RANK" not in os.environ
-    monkeypatch.setenv("RANK", "")  # so that all are taken back
+    monkeypatch.setenv("RANK", "")  # so that monkeypatch removes them at the end
     for name in ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -200,7 +198,7 @@ def test_sruns_variables_become_a_launchers(
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     ]
     assert found == ["13", "16", "5", lead, str(12_000 + 471_102 % 20_000)]
-    # A task that sees one GPU of its own has no sixth.
+    # A task that sees only one GPU uses it as its first.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
     monkeypatch.delenv("RANK")
     monkeypatch.delenv("LOCAL_RANK")

@@ -1,4 +1,4 @@
-"""`disco-ds launch` on two and three hosts, which are network namespaces: overrides, lost hosts, fewer hosts."""
+"""`disco-ds launch` on two and three hosts (network namespaces): overrides, lost hosts, fewer hosts."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_overrides_arrive_on_both_hosts_as_typed(
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", ["killed", "cut"])
-def test_lost_host_ends_the_launch_and_the_run_goes_on(
+def test_lost_host_ends_the_attempt_and_the_run_resumes(
     kind: str,
     tmp_path: Path,
     possible: None,
@@ -107,7 +107,7 @@ def test_lost_host_ends_the_launch_and_the_run_goes_on(
     arguments, run = [*arguments, "name=cut"], folder / "runs" / "cut"
     times = {}
     with tool.LocalCluster(hosts=2, slots=1, timeout_s=1100) as cluster:
-        # The hosts' own keep-alives are away: the launch has to bring its own.
+        # The hosts are configured without keep-alives, so the launch has to add them.
         cluster.run(["sed", "-i", "/ServerAlive/d", "/etc/ssh/ssh_config"])
         with cluster_launch(cluster, folder, *arguments) as process:
             wait_for(
@@ -159,10 +159,10 @@ def test_lost_host_ends_the_launch_and_the_run_goes_on(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("returns", [False, True], ids=["for good", "returns"])
-def test_run_goes_on_without_a_lost_host(
+def test_run_continues_without_a_lost_host(
     returns: bool, tmp_path: Path, possible: None, marker: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two of three hosts have the same samples and losses, in three micro-batches of a rank instead of two."""
+    """Two of three hosts compute the same losses of the same samples, in three micro-batches instead of two."""
     folder = tmp_path / "run"
     arguments = [*cluster_recipe(folder), "global_batch=24", "data.slots=6"]
     arguments.append(

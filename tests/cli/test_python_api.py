@@ -1,4 +1,4 @@
-"""The functions that `import disco_ds` offers, as a user's program calls them: alone, again, and on two ranks."""
+"""The functions of `import disco_ds` as user programs call them: once, repeatedly, and on two ranks."""
 
 from __future__ import annotations
 
@@ -116,10 +116,12 @@ except ValueError as error:
 
 
 @pytest.mark.slow
-def test_process_can_go_on_whatever_a_run_came_to(tmp_path: Path) -> None:
+def test_process_can_continue_after_any_end_of_a_run(tmp_path: Path) -> None:
     done = python(AGAIN, tmp_path, str(recipe(tmp_path)))
     assert done.returncode == 0, done.stderr
-    progress = re.compile(r"step|run folder|pictures|curves")
+    progress = re.compile(
+        r"step|run folder|pictures|curves|.*: global batch|.*: resumes after|\d+ steps, "
+    )
     refused, stopped, same, *explained, thread, evaluated, nan, joined = [
         line for line in done.stdout.splitlines() if not progress.match(line)
     ]
@@ -158,7 +160,7 @@ with open(f"rank-{os.environ['RANK']}.json", "w") as file:
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun --nproc_per_node", "deepspeed --num_accelerators"])
 def test_users_own_script_under_a_launcher(launcher: str, tmp_path: Path) -> None:
-    """Four functions one after the other, each with a process group of its own of the launcher's ranks."""
+    """Four calls in turn, each with a new process group of the launcher's ranks."""
     (tmp_path / "script.py").write_text(RANKS)
     program, *option = launcher.split()
     command = [
@@ -182,7 +184,7 @@ def test_users_own_script_under_a_launcher(launcher: str, tmp_path: Path) -> Non
     assert [Path(folder).name for folder in first["folders"]] == ["tiny", "tiny-2"]
     assert all((Path(folder) / "finished.json").is_file() for folder in first["folders"])
     assert 0 <= first["values"][0][0]["top1"] <= 1
-    assert first["values"][0] == first["values"][1], "the second run is the first again"
+    assert first["values"][0] == first["values"][1], "the second run repeats the first"
 
 
 def small(folder: Path) -> Config:

@@ -1,4 +1,4 @@
-"""Processes of a launch on two hosts are killed at random, and a bit of a checkpoint flips: nothing is lost."""
+"""Kill processes of a launch on two hosts at random, and flip a bit of a checkpoint: the result stays identical."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RESTART = "disco-ds launch: restart "
 
 
 def kind_of(process: psutil.Process) -> str | None:
-    """What a process is of the launch; None for helpers of Python, whose end changes nothing."""
+    """Return the role of a process in the launch; None for helper processes of Python."""
     line, name = words(process), process.name()
     if name in ("ssh", "pdsh"):
         return "ssh" if name == "ssh" else None
@@ -41,7 +41,7 @@ def kind_of(process: psutil.Process) -> str | None:
         return "front end"
     if "disco_ds.train" in line:
         return "rank"
-    if is_fork_server(line):  # which its children, the workers, look like
+    if is_fork_server(line):  # its children, the workers, have the same command line
         parent = process.parent()
         return "data worker" if parent and is_fork_server(words(parent)) else None
     return "wrapper" if line[1:4] == ["-m", "disco_ds", "launch"] else None
@@ -71,7 +71,7 @@ def test_ten_random_kills_and_a_flipped_bit_end_bit_identical(
     run_ranks(train_without_launcher, 2, folder, [*arguments, "name=whole"])
     run, whole = folder / "runs" / "cut", folder / "runs" / "whole"
     arguments += ["name=cut", "--restarts", str(2 * KILLS)]
-    # Each kind at least once; the wrapper is what a person has to start again.
+    # Each kind at least once. After the end of the wrapper a person has to start the launch again.
     kinds = ["rank", "data worker", "launcher", "front end", "ssh", "wrapper"]
     kinds += draw.choices(["rank", "data worker"], k=KILLS - len(kinds))
     draw.shuffle(kinds)
@@ -79,7 +79,7 @@ def test_ten_random_kills_and_a_flipped_bit_end_bit_identical(
     flipped = next(number for number, kind in enumerate(kinds) if number >= 4 and kind == "rank")
     with tool.LocalCluster(hosts=2, slots=1, timeout_s=1700) as cluster, ExitStack() as launches:
         process = launches.enter_context(cluster_launch(cluster, folder, *arguments))
-        # Killed before its first checkpoint, a run begins anew, in another folder.
+        # A run that is killed before its first checkpoint would start again in another folder.
         wait_for(lambda: newest_checkpoint(run), "a checkpoint", folder)
         for number, kind in enumerate(kinds):
             before = records(run)[-1]["step"] if records(run) else 0
@@ -97,11 +97,11 @@ def test_ten_random_kills_and_a_flipped_bit_end_bit_identical(
             kill_one(kind, marker, draw)
             start = time.monotonic()
             if number == flipped:
-                time.sleep(0.2)  # a save whose renaming is under way
+                time.sleep(0.2)  # until a save in progress is renamed
                 newest = run / CHECKPOINTS / newest_checkpoint(run)
                 flip(max((newest / "engine").iterdir(), key=lambda file: file.stat().st_size))
             if kind == "wrapper":
-                # On several hosts its run goes on, unattended. A person ends that too, and starts it again.
+                # On several hosts the run continues without it. A person ends that, too, and starts it again.
                 process.wait(timeout=60)
                 for left in of_the_run(marker):
                     with suppress(psutil.NoSuchProcess):

@@ -59,7 +59,9 @@ def test_check_tells_what_has_changed_and_writes_nothing(
     before = (folder / NAME).read_text()
     os.utime(folder / "00002.tar", (1, 1))
     assert run(folder, "--check") == 0
-    assert capsys.readouterr().out.endswith(f"{folder / NAME} is right: 3 shards, 10 samples\n")
+    assert capsys.readouterr().out.endswith(
+        f"{folder / NAME} is up to date: 3 shards, 10 samples\n"
+    )
     write_shards(folder.parent / "other", [4])
     (folder / "00000.tar").write_bytes((folder.parent / "other" / "00000.tar").read_bytes())
     (folder / "00001.tar").rename(folder / "x.tar")

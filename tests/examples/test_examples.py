@@ -1,4 +1,4 @@
-"""The programs of examples/ as a reader starts them, and open_clip's own loop with our loss against open_clip alone."""
+"""The programs of examples/, and open_clip's training loop with our loss compared with open_clip alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ B, STEPS = 8, 3
 
 
 def launch(name: str, ranks: int, *arguments: str) -> str:
-    """What an example prints under torchrun."""
+    """Return what an example prints under torchrun."""
     command = [
         sys.executable,
         "-m",
@@ -60,7 +60,7 @@ def test_open_clip_loop_learns() -> None:
     assert last < first
 
 
-@pytest.mark.slow  # half a minute each, of which transformers' import is most
+@pytest.mark.slow  # half a minute each, mostly for importing transformers
 @pytest.mark.parametrize("arguments", [("--stage=2",), ("--stage=3", "--full")], ids=" ".join)
 def test_bi_encoder_learns(arguments: tuple[str, ...]) -> None:
     said = launch("deepspeed_bi_encoder.py", 2, "--steps", "6", "--batch", "16", *arguments)
@@ -70,7 +70,7 @@ def test_bi_encoder_learns(arguments: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
-def test_fsdp_learns_alike_in_any_micro_batches() -> None:
+def test_fsdp_learns_equally_with_any_micro_batches() -> None:
     said = [
         launch("fsdp_clip.py", 2, "--steps", "4", "--batch", "16", "--micro-batches", k)
         for k in ("1", "8")
@@ -81,7 +81,7 @@ def test_fsdp_learns_alike_in_any_micro_batches() -> None:
 
 
 @pytest.mark.slow
-def test_losses_alone_say_the_same_on_two_ranks() -> None:
+def test_losses_alone_prints_the_same_on_two_ranks() -> None:
     alone, together = (
         re.findall(r"^(\w+) +loss +(-?[\d.]+)", launch("losses_alone.py", N), re.M) for N in (1, 2)
     )
@@ -92,7 +92,7 @@ def test_losses_alone_say_the_same_on_two_ranks() -> None:
 
 
 class Batches:
-    """A part of each of the same batches, as a loader of open_clip's."""
+    """A loader for open_clip's loop: some rows of each batch."""
 
     num_batches, num_samples = STEPS, STEPS * B
 
@@ -110,7 +110,7 @@ class Batches:
 
 
 def train(loss: nn.Module, rows: slice, wrap: bool) -> dict[str, Tensor]:
-    """open_clip's loop on these rows of each batch. Returns: the weights."""
+    """Run open_clip's loop on some rows of each batch, and return the weights."""
     torch.manual_seed(1)
     model: nn.Module = open_clip.CLIP(**TINY, output_dict=True)
     start = {name: value.clone() for name, value in model.state_dict().items()}
@@ -137,7 +137,7 @@ def train_with_ours() -> dict[str, Any]:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_loop_of_open_clip_trains_as_on_one_rank(size: int) -> None:
-    """Clipping included, whose threshold would be met otherwise by a gradient of another scale."""
+    """With clipping, which would differ if the gradient had another scale."""
     alone = train(open_clip.ClipLoss(), slice(None), wrap=False)
     for weights in run_ranks(train_with_ours, size, joined=False):
         for name, value in alone.items():
@@ -149,7 +149,7 @@ def test_loop_of_open_clip_trains_as_on_one_rank(size: int) -> None:
 def test_every_example_is_run_and_named_in_the_manual(request: pytest.FixtureRequest) -> None:
     source = Path(__file__).read_text()
     page = (ROOT / "docs" / "custom_loop.md").read_text()
-    # A recipe names own_model.py, in tests/models/test_own_model.py and docs/extending.md.
+    # own_model.py is tested in tests/models/test_own_model.py and described in docs/extending.md.
     for path in {*(ROOT / "examples").glob("*.py")} - {ROOT / "examples" / "own_model.py"}:
         assert f'launch("{path.name}"' in source
         assert f"(../examples/{path.name})" in page

@@ -1,4 +1,4 @@
-"""The recipes of examples/open_clip: what open_clip's users run, here, and the table of its flags."""
+"""The recipes of examples/open_clip, and the table of open_clip's flags."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ TINY = {
 
 
 class FoundError(Exception):
-    """Carries open_clip's parser out of the function that makes it."""
+    """Carries open_clip's parser out of the function that builds it."""
 
 
 def open_clip_flags() -> set[str]:
@@ -97,7 +97,7 @@ def test_flag_of_open_clip_on_the_command_line_is_explained(
 
 
 def weights(name: str, folder: Path, model: str) -> list[str]:
-    """Overrides that give a recipe weights of this model from a file, where its own would be fetched."""
+    """Return overrides that replace a recipe's pretrained weights, which would be fetched, by a file."""
     whole = open_clip.create_model(register_config(model))
     if name == "lit":
         torch.save(whole.visual.state_dict(), folder / "tower.pt")

@@ -1,4 +1,4 @@
-"""Several hosts made on this machine, and the processes that carry a mark."""
+"""Simulate several hosts on this machine, and find processes by a marker in their environment."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def marked(marker: str) -> list[psutil.Process]:
 
 @pytest.fixture
 def marker(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """An environment variable of everything the test starts; nothing that has it may outlive the test."""
+    """Yield an environment variable of all processes of a test. None of them may outlive the test."""
     name = f"DISCO_TEST_{uuid.uuid4().hex}"
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(variable, raising=False)
-    # PYTHON*, for DeepSpeed hands those on to the other hosts.
+    # DeepSpeed passes variables that begin with PYTHON to the other hosts.
     for key, value in {
         f"PYTHON_{name}": "1",
         "OMP_NUM_THREADS": "1",
@@ -54,7 +54,7 @@ def marker(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.fixture
 def possible() -> None:
-    """Skips where no cluster can be made."""
+    """Skip the test if hosts cannot be simulated here."""
     if problem := tool.describe_missing():
         pytest.skip(problem)
 
@@ -63,7 +63,7 @@ def possible() -> None:
 def cluster_launch(
     cluster: Any, folder: Path, *arguments: str
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """`disco-ds launch` on all hosts, from the first; its output goes to log.txt."""
+    """Run `disco-ds launch` on all hosts, from the first; its output goes to log.txt."""
     front = ["--hostfile", str(tool.HOSTFILE), "--deepspeed", f"--master_port {free_port()}"]
     with (folder / "log.txt").open("ab") as log:
         words = [sys.executable, "-m", "disco_ds", "launch", *front, *arguments]
@@ -78,7 +78,7 @@ def cluster_launch(
 
 
 def of_the_run(name: str) -> list[psutil.Process]:
-    """Launchers, ranks, data workers and ssh of the launch, on all hosts; not the hosts' own sshd."""
+    """Return the launchers, ranks, data workers and ssh processes of the launch on all hosts, without sshd."""
     kinds = ("disco_ds", "deepspeed", "multiprocessing", "pdsh")
     return [
         process
@@ -88,7 +88,7 @@ def of_the_run(name: str) -> list[psutil.Process]:
 
 
 def words(process: psutil.Process) -> list[str]:
-    """The command line; empty if the process has ended."""
+    """Return the command line; empty if the process has ended."""
     try:
         return process.cmdline()
     except psutil.Error:

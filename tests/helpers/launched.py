@@ -1,4 +1,4 @@
-"""Whole runs through real launchers, and what to look at while they run and after."""
+"""Start whole runs with real launchers, and inspect them while they run and afterwards."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BIN = Path(sys.executable).parent
 
 
 SAME = ("step", "ids", "loss", "lr", "scale", "grad_norm")
-"""What a resumed run repeats to the bit."""
+"""Metrics that a resumed run repeats bit by bit."""
 
 
 def launch_command(kind: str, ranks: int, arguments: list[str]) -> list[str]:
@@ -67,7 +67,7 @@ def launch_command(kind: str, ranks: int, arguments: list[str]) -> list[str]:
 
 
 def hear_interrupts() -> None:
-    """For a child that is to hear SIGINT, which is ignored where the tests are a background job."""
+    """Make a child process receive SIGINT, which is ignored if the tests run as a background job."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -75,7 +75,7 @@ def hear_interrupts() -> None:
 def launched(
     kind: str, ranks: int, arguments: list[str], folder: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A run in a session of its own; every process of it is ended at the end, whatever happens."""
+    """Start a run in a new session, and end all its processes with the block."""
     with (folder / "log.txt").open("ab") as log:
         process = subprocess.Popen(
             launch_command(kind, ranks, arguments),
@@ -95,7 +95,7 @@ def launched(
 
 
 def members(session: int) -> list[psutil.Process]:
-    """Living processes of a session."""
+    """Return the living processes of a session."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -107,7 +107,7 @@ def members(session: int) -> list[psutil.Process]:
 
 
 def ranks_of(session: int) -> list[psutil.Process]:
-    """The trainers among them, by rank; data workers are their children."""
+    """Return the trainers of a session by rank. Data workers are their children."""
     trainers = [
         p
         for p in members(session)
@@ -158,7 +158,7 @@ def finish(kind: str, ranks: int, arguments: list[str], folder: Path) -> None:
 
 
 def train_without_launcher(folder: Path, arguments: list[str]) -> None:
-    """One rank, in a process of run_ranks: sooner there than a launcher's."""
+    """Train as one rank in a process of run_ranks, which starts faster than a launcher."""
     os.chdir(folder)
     args = parse_args(["train", *arguments])
     with ExitStack() as stack:
@@ -170,7 +170,7 @@ def _launcher(session: int) -> psutil.Process:
 
 
 def equal_checkpoints(first: Path, second: Path) -> None:
-    """Weights, optimizer and our own state, to the bit."""
+    """Compare weights, optimizer and our state bit by bit."""
     names = sorted(str(path.relative_to(first)) for path in first.rglob("*.pt"))
     assert names == sorted(str(path.relative_to(second)) for path in second.rglob("*.pt"))
     for name in names:
@@ -202,12 +202,12 @@ def assert_same(mine: Any, other: Any, where: str) -> None:
         assert mine == other, where
     elif isinstance(mine, type | types.FunctionType):
         assert mine is other, where
-    else:  # the loss scaler, for one
+    else:  # for example the loss scaler
         assert_same(vars(mine), vars(other), where)
 
 
 def write_recipe(folder: Path, deepspeed: dict[str, Any]) -> list[str]:
-    """Eight steps with dropout, two micro-batches, a checkpoint every three, in a folder with a space."""
+    """Write a recipe of eight steps with dropout, two micro-batches and a checkpoint every three steps."""
     folder.mkdir()
     model = {"name": write_tiny(folder, BPE_SIZE, patch_dropout=0.5)}
     data = {"shards": "bundled:emoji/unseen", "image_key": "png", "workers": 1, "slots": 4}
@@ -237,7 +237,7 @@ CASES = {
 
 
 def alone() -> dict[str, str]:
-    """The environment without a launcher's variables."""
+    """Return the environment without the variables of a launcher."""
     hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     environment = {key: value for key, value in os.environ.items() if key not in hidden}
     return environment | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}

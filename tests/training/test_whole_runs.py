@@ -180,7 +180,7 @@ def test_one_command_starts_a_run_resumes_it_and_finds_it_done(tmp_path, monkeyp
         next(rank for rank in started if rank.environ().get("LOCAL_RANK") == "1").kill()
         assert process.wait(timeout=300) == 0, log_of(folder)[-3000:]
     same_as_uninterrupted(run, folder / "runs" / "whole")
-    assert "cut: goes on after step" in log_of(folder)
+    assert "cut: resumes after step" in log_of(folder)
     written = (run / "finished.json").stat().st_mtime_ns
     finish("torchrun", 2, arguments, folder)
     given = f"--num_accelerators 2 --master_port {free_port()}"
