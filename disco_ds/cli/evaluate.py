@@ -41,10 +41,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write_json(path: Path, model: str, results: Sequence[Result]) -> None:
-    """Write the values of the table to a JSON file, unrounded."""
-    hidden = ("values", "examples")
+    """Write the metrics of the printed table to a JSON file, unrounded."""
     sets = [
-        {key: value for key, value in (vars(r) | r.values).items() if key not in hidden}
-        for r in results
+        {"kind": result.kind, "name": result.name} | result.values | result.counts
+        for result in results
     ]
     write_text(path, json.dumps({"model": model, "sets": sets}, indent=1) + "\n")

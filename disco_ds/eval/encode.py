@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,19 @@ from disco_ds.distributed import comm
 from disco_ds.eval.sets import ImageSet
 
 Tokenize = Callable[[list[str]], Tensor]
+
+
+class Pairs(NamedTuple):
+    """This rank's features of a captioned set."""
+
+    image: Tensor
+    """[n, D], unit rows, fp32."""
+    image_id: Tensor
+    """[n] int64: ids of the samples."""
+    text: Tensor
+    """[m, D], unit rows, fp32."""
+    text_id: Tensor
+    """[m] int64: for each caption the id of its sample."""
 
 
 @torch.no_grad()
@@ -34,10 +48,11 @@ def encode_images(
         this rank has no images left.
 
     Raises:
-        AgreedError: At the end, on all ranks, if shards cannot be read.
+        AgreedError: At the end, on all ranks, if shards or all images cannot be read.
     """
     device = comm.local_device()
     problem = None
+    num_read = torch.zeros(1, device=device)
     samples = read_all(images.source, images.data, spec, comm.rank(), comm.size(), images.text)
     share = math.ceil(images.source.num_samples / comm.size())
     for _ in range(math.ceil(share / chunk)):
@@ -47,6 +62,7 @@ def encode_images(
         except OSError as error:
             # Raised after the last forward pass, because the other ranks wait for this one there.
             problem = error
+        num_read += len(batch)
         pixels = [image for image, _, _ in batch]
         # A rank without images runs the model on a black image.
         pixels = pixels or [torch.zeros(3, *spec.size, dtype=torch.uint8)]
@@ -55,6 +71,8 @@ def encode_images(
     with comm.all_or_none(f"evaluation on {images.name}"):
         if problem is not None:
             raise problem
+    if not comm.all_reduce_sum(num_read):
+        raise comm.AgreedError(f"evaluation on {images.name}: no image could be read")
 
 
 @torch.no_grad()
@@ -70,6 +88,32 @@ def encode_texts(model: nn.Module, texts: list[str], tokenize: Tokenize, chunk: 
     return torch.cat(parts)
 
 
+def encode_pairs(
+    model: nn.Module, pairs: ImageSet, spec: ImageSpec, tokenize: Tokenize, chunk: int
+) -> Pairs:
+    """Encode this rank's images and their captions. Collective.
+
+    Only the first caption of an image is encoded if the set is for the validation loss.
+
+    Raises:
+        AgreedError: See encode_images.
+    """
+    parts, texts, image_ids, text_ids = [], list[str](), list[int](), list[int]()
+    for features, samples in encode_images(model, pairs, spec, chunk):
+        parts.append(features)
+        for _, caption, index in samples:
+            lines = [line.strip() for line in caption.splitlines() if line.strip()]
+            if pairs.batch:
+                lines = lines[:1]
+            image_ids.append(index)
+            texts += lines
+            text_ids += [index] * len(lines)
+    image, text = torch.cat(parts), encode_texts(model, texts, tokenize, chunk)
+    image_id = torch.tensor(image_ids, dtype=torch.int64, device=image.device)
+    text_id = torch.tensor(text_ids, dtype=torch.int64, device=image.device)
+    return Pairs(image, image_id, text, text_id)
+
+
 def encode_classes(
     model: nn.Module, classes: list[str], templates: tuple[str, ...], tokenize: Tokenize, chunk: int
 ) -> Tensor:
@@ -80,12 +124,17 @@ def encode_classes(
     # Each rank takes consecutive classes, so that gathering the means restores the order.
     share = math.ceil(len(classes) / comm.size())
     mine = classes[comm.rank() * share : (comm.rank() + 1) * share]
-    prompts = []
-    for name in mine:
-        for template in templates:
-            placeholder = "{c}" if "{c}" in template else "{}"
-            prompts.append(template.replace(placeholder, name))
+    fills = [template.replace("{c}", "{}") for template in templates]
+    prompts = [fill.replace("{}", name) for name in mine for fill in fills]
     features = encode_texts(model, prompts, tokenize, chunk)
     means = features.view(-1, len(templates), features.shape[-1]).mean(dim=1)
-    padded = F.pad(F.normalize(means, dim=-1), (0, 0, 0, share - len(mine)))
-    return comm.gather(padded)[: len(classes)]
+    return gather_rows(F.normalize(means, dim=-1))
+
+
+def gather_rows(x: Tensor) -> Tensor:
+    """Gather the rows of all ranks in rank order; their numbers may differ. Collective."""
+    # Collectives need equal shapes: pad to the longest, gather, and remove the padding.
+    counts = comm.gather_objects(len(x))
+    padding = x.new_zeros(max(counts) - len(x), *x.shape[1:])
+    parts = comm.gather(torch.cat([x, padding])).split(max(counts))
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])

@@ -4,10 +4,9 @@
     csv             image paths and captions, for retrieval and validation; columns as in open_clip
                     unless the settings name others
     image folder    one sub-folder per class: ImageNet val, -Sketch and -R (named by WordNet id),
-                    -v2 (named 0 to 999)
+                    -v2 (named 0 to 999), or named after the classes
     clip_benchmark  test/nshards.txt, test/0.tar ...; with labels in .cls, classnames.txt and
-                    zeroshot_classification_templates.txt; or with captions in .txt, one per line,
-                    and dataset_type.txt containing `retrieval`
+                    zeroshot_classification_templates.txt; or with captions in .txt, one per line
 
 All sets are checked when a run starts, so that a mistake is not discovered after the last step.
 """
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from disco_ds.config import DataSettings, EvalSettings
+from disco_ds.config.text_file import read_text
 from disco_ds.data import (
     ImageFolder,
     Manifest,
@@ -75,120 +75,106 @@ def load_sets(settings: EvalSettings, data: DataSettings) -> list[ImageSet]:
     Raises:
         ValueError: If a set is missing, empty or of another kind, or a label has no class name.
     """
-    sets = [_load_labeled(name, path, settings, data) for name, path in settings.labeled.items()]
-    for name, path in settings.retrieval.items():
-        sets.append(_load_captioned("retrieval", name, path, settings, data))
-    for name, path in settings.validation.items():
-        pairs = _load_captioned("validation", name, path, settings, data)
-        sets.append(replace(pairs, batch=settings.validation_batch))
+    kinds = {
+        "labeled": settings.labeled,
+        "retrieval": settings.retrieval,
+        "validation": settings.validation,
+    }
+    sets = []
+    for kind, paths in kinds.items():
+        load = _load_labeled if kind == "labeled" else _load_captioned
+        for name, path in paths.items():
+            try:
+                found = load(name, path, settings, data)
+            except ValueError as error:
+                raise ValueError(f"eval.{kind}.{name}: {error}") from None
+            if kind == "validation":
+                found = replace(found, batch=settings.validation_batch)
+            sets.append(found)
     return sets
 
 
-def _load_labeled(name: str, shards: str, settings: EvalSettings, data: DataSettings) -> ImageSet:
-    where = f"eval.labeled.{name}"
-    folder = resolve_shards(shards)
-    images = _open(name, where, folder, "classification", data, settings.label_key)
+def _load_labeled(name: str, path: str, settings: EvalSettings, data: DataSettings) -> ImageSet:
+    folder = resolve_shards(path)
+    images = _open(name, folder, data, settings.label_key, "{cls}")
     file = settings.classes.get(name)
     templates = settings.templates.get(name)
     if isinstance(images.source, ImageFolder):
         labels = images.source.classes
-        classes = read_classes(file, labels) if file else _imagenet_classes(where, labels)
+        classes = read_classes(file, labels) if file else _imagenet_classes(name, labels)
         return replace(images, classes=classes, templates=read_templates(templates or _IMAGENET))
-    assert isinstance(images.source, Manifest)
-    # Shards do not list their classes, so the labels must be read from the samples.
-    found = {label for label in read_labels(images.source, images.text) if label is not None}
-    if not found:
-        raise ValueError(
-            f"{where}: no sample of {shards} has a label {images.text}; set eval.label_key"
-        )
+    labels = _read_texts(images, "label_key")
     if _is_benchmark(folder):
         file = file or folder / "classnames.txt"
         provided = folder / "zeroshot_classification_templates.txt"
         templates = templates or (str(provided) if provided.is_file() else _IMAGENET)
-    classes = read_classes(file, found) if file else {label: label for label in sorted(found)}
+    classes = read_classes(file, labels) if file else {label: label for label in labels}
     prompts = read_templates(templates) if templates else PLAIN
     return replace(images, classes=classes, templates=prompts)
 
 
-def _load_captioned(
-    kind: str, name: str, shards: str, settings: EvalSettings, data: DataSettings
-) -> ImageSet:
-    where = f"eval.{kind}.{name}"
-    if Table.takes(shards):
-        return _open_csv(name, where, shards, settings, data)
-    folder = resolve_shards(shards)
-    images = _open(name, where, folder, "retrieval", data, settings.caption_key)
-    if not isinstance(images.source, Manifest):
-        raise ValueError(
-            f"{where}: {folder} contains no .tar shards; captions are read from shards or a csv"
-        )
-    if not any(read_labels(images.source, images.text)):
-        raise ValueError(
-            f"{where}: no sample of {shards} has a caption {images.text}; set eval.caption_key"
-        )
-    return images
-
-
-def _open_csv(
-    name: str, where: str, path: str, settings: EvalSettings, data: DataSettings
-) -> ImageSet:
-    """Open a csv of image paths and captions.
-
-    Raises:
-        ValueError: See Table.load.
-    """
-    caption = settings.caption_key
-    if caption == _SHARDS_CAPTION:
-        caption = _CSV_CAPTION
-    columns = {"image_key": f"{data.image_key};{_CSV_IMAGE}", "captions": {caption: 1.0}}
-    data = data.model_copy(update=columns)
-    try:
+def _load_captioned(name: str, path: str, settings: EvalSettings, data: DataSettings) -> ImageSet:
+    if Table.takes(path):
+        caption = settings.caption_key
+        if caption == _SHARDS_CAPTION:
+            caption = _CSV_CAPTION
+        columns = {"image_key": f"{data.image_key};{_CSV_IMAGE}", "captions": {caption: 1.0}}
+        data = data.model_copy(update=columns)
         return ImageSet(name, Table.load(path, None, data), data, caption)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+    images = _open(name, resolve_shards(path), data, settings.caption_key, "{txt}")
+    if isinstance(images.source, ImageFolder):
+        raise ValueError(f"{path} contains no .tar shards; captions are read from shards or a csv")
+    _read_texts(images, "caption_key")
+    return images
 
 
 def _is_benchmark(folder: Path) -> bool:
     return (folder / "test" / "nshards.txt").is_file()
 
 
-def _open(
-    name: str, where: str, folder: Path, kind: str, data: DataSettings, text: str
-) -> ImageSet:
+def _open(name: str, folder: Path, data: DataSettings, text: str, benchmark_text: str) -> ImageSet:
     """Open a folder in any of the layouts.
 
     Args:
         name: Name of the set.
-        where: The setting, for messages.
         folder: The folder.
-        kind: "classification" or "retrieval".
         data: How to read images from plain shards.
         text: Template of the label or captions in plain shards.
+        benchmark_text: The same in clip_benchmark's layout.
 
     Raises:
-        ValueError: If the folder is missing or its content does not match its description.
+        ValueError: If the folder is missing, empty or incomplete.
     """
     if not folder.is_dir():
-        raise ValueError(f"{where}: there is no folder {folder}")
+        raise ValueError(f"there is no folder {folder}")
     if _is_benchmark(folder):
-        type_file = folder / "dataset_type.txt"
-        found = _read(type_file).strip().lower() if type_file.is_file() else "classification"
-        if found != kind:
-            raise ValueError(f"{where}: {type_file} says {found}, expected {kind}")
         manifest = index_shards(folder / "test")
-        expected = _read(folder / "test" / "nshards.txt").strip()
-        if expected != str(len(manifest.shards)):
+        num_expected = (folder / "test" / "nshards.txt").read_text().strip()
+        if num_expected != str(len(manifest.shards)):
             raise ValueError(
-                f"{where}: nshards.txt says {expected}, but {folder / 'test'} has "
-                f"{len(manifest.shards)} .tar files"
+                f"{folder / 'test'} has {len(manifest.shards)} .tar files, but its nshards.txt "
+                f"says {num_expected}; download the missing ones"
             )
         # clip_benchmark's exports have fixed member names; those of the training data do not apply.
         data = data.model_copy(update={"image_key": "webp;png;jpg;jpeg"})
-        return ImageSet(name, manifest, data, "{txt}" if kind == "retrieval" else "{cls}")
+        return ImageSet(name, manifest, data, benchmark_text)
     if any(folder.glob("*.tar")):
         return ImageSet(name, load_manifest(folder), data, text)
     data = data.model_copy(update={"image_key": "image"})
     return ImageSet(name, ImageFolder(folder), data, "{cls}")
+
+
+def _read_texts(images: ImageSet, setting: str) -> list[str]:
+    """Return the sorted labels or captions of the samples in shards, which do not list them.
+
+    Raises:
+        ValueError: If no sample has one.
+    """
+    assert isinstance(images.source, Manifest)
+    texts = sorted({text for text in read_labels(images.source, images.text) if text})
+    if not texts:
+        raise ValueError(f"no sample has a text {images.text}; set eval.{setting}")
+    return texts
 
 
 def read_templates(wanted: str) -> tuple[str, ...]:
@@ -201,12 +187,13 @@ def read_templates(wanted: str) -> tuple[str, ...]:
         from open_clip import OPENAI_IMAGENET_TEMPLATES
 
         return tuple(fill("{c}") for fill in OPENAI_IMAGENET_TEMPLATES)
-    lines = tuple(line.strip() for line in _read(Path(wanted)).splitlines() if line.strip())
-    for number, line in enumerate(lines or ("",), start=1):
+    text = read_text(Path(wanted), "template file")
+    lines = tuple(line.strip() for line in text.splitlines() if line.strip())
+    for line in lines or ("",):
         if "{c}" not in line and "{}" not in line:
             raise ValueError(
-                f"{wanted}, template {number}: {line!r} has neither {{c}} nor {{}} "
-                "in place of the class name"
+                f"{wanted}: the template {line!r} has neither {{c}} nor {{}} in place of the class "
+                "name"
             )
     return lines
 
@@ -217,12 +204,11 @@ def read_classes(path: Path, labels: Collection[str]) -> dict[str, str]:
     The file is JSON (a list, or a mapping from label to name) or text (one name per line, or label
     and name per line). Names without labels belong to the labels in sorted order; but if all labels
     are numbers, the first name belongs to label 0 and so on, even if no sample has that label.
-    Keras' format {"0": [wnid, name]} is accepted too.
 
     Raises:
         ValueError: If a label has no name.
     """
-    text = _read(path)
+    text = read_text(path, "class name file")
     given: Any = [line.strip() for line in text.splitlines() if line.strip()]
     if path.suffix == ".json":
         try:
@@ -234,23 +220,21 @@ def read_classes(path: Path, labels: Collection[str]) -> dict[str, str]:
         if all(len(pair) == 2 for pair in words) and set(labels) <= {pair[0] for pair in words}:
             given = dict(words)
     if isinstance(given, dict):
-        pairs = [value if isinstance(value, list) else (key, value) for key, value in given.items()]
-        names = {str(key): str(value) for key, value in pairs if key in labels}
+        names = {label: str(name) for label, name in given.items() if label in labels}
     elif all(label.isdecimal() for label in labels):
         names = {str(number): name for number, name in enumerate(given)}
     else:
         names = dict(zip(sort_labels(labels), given, strict=False))
     missing = sort_labels(set(labels) - set(names))
     if missing or (isinstance(given, list) and len(names) != len(given)):
-        example = f", for example {missing[0]!r}" if missing else ""
         raise ValueError(
-            f"{path} names {len(given)} classes, but the images have {len(labels)} labels, "
-            f"{len(missing)} of them without a name{example}; add a line or JSON entry for each"
+            f"{path} must name each label of the images: class names: {len(given)}, labels: "
+            f"{len(labels)}, labels without a name: {', '.join(missing[:3]) or 'none'}"
         )
     return names
 
 
-def _imagenet_classes(where: str, labels: list[str]) -> dict[str, str]:
+def _imagenet_classes(name: str, labels: list[str]) -> dict[str, str]:
     """Return open_clip's class names for ImageNet's WordNet ids (wnids) or numbers 0 to 999.
 
     The labels may be only some of the wnids. Sub-folders with other names are named after
@@ -268,24 +252,12 @@ def _imagenet_classes(where: str, labels: list[str]) -> dict[str, str]:
     if set(labels) <= set(wnids) or set(labels) == set(numbers):
         keys = numbers if "0" in labels else wnids
         names = dict(zip(keys, IMAGENET_CLASSNAMES, strict=True))
-        return {key: name for key, name in names.items() if key in set(labels)}
-    if not all(re.fullmatch(r"\d+|n\d{8}", label) for label in labels):
-        logger.warning(
-            "%s: using the names of the sub-folders (%s ... %s) as class names",
-            where,
-            labels[0],
-            labels[-1],
+        return {label: names[label] for label in labels}
+    span = f"{labels[0]} ... {labels[-1]}"
+    if all(re.fullmatch(r"\d+|n\d{8}", label) for label in labels):
+        raise ValueError(
+            f"the sub-folders ({span}) are neither wnids of ImageNet-1k nor 0 to 999, so their "
+            f"class names are unknown; give a file with the names: eval.classes.{name}=FILE"
         )
-        return {label: label.replace("_", " ") for label in labels}
-    raise ValueError(
-        f"{where}: the sub-folders ({labels[0]} ... {labels[-1]}) are neither wnids of ImageNet-1k "
-        f"nor 0 to 999, so their class names are unknown; give a file with the names: "
-        f"{where.replace('labeled', 'classes')}=FILE"
-    )
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
+    logger.warning("eval.labeled.%s: using the sub-folders' names (%s) as class names", name, span)
+    return {label: label.replace("_", " ") for label in labels}

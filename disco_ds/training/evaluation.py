@@ -10,7 +10,7 @@ from typing import Any
 from disco_ds.data import ImageSpec
 from disco_ds.distributed import comm
 from disco_ds.distributed.heartbeat import Heartbeat
-from disco_ds.eval import Accuracy, ImageSet, Result, describe, evaluate_sets, record, tabulate
+from disco_ds.eval import ImageSet, Result, describe, evaluate_sets, record, tabulate
 from disco_ds.metrics.logger import MetricsLogger
 from disco_ds.metrics.report import log_errors, save_examples
 from disco_ds.metrics.tracking import WandbRun
@@ -54,7 +54,7 @@ class Evaluation:
     def _publish(self, step: int, results: list[Result]) -> None:
         samples = step * self.metrics.global_batch
         say(f"step {step:,}, epoch {samples / self.num_samples:.2f}:\n{describe(results)}")
-        classified = [result for result in results if isinstance(result, Accuracy)]
+        classified = [result for result in results if result.examples]
         if classified:
             with log_errors("images for report.png were not saved"):
                 save_examples(self.folder, classified[0].name, classified[0].examples)

@@ -24,7 +24,7 @@ from disco_ds.cli.main import main
 from disco_ds.config import DataSettings, EvalSettings, ModelSettings, load_config
 from disco_ds.data import ImageSpec, load_manifest, read_all, resolve_shards
 from disco_ds.distributed import comm
-from disco_ds.eval import Accuracy, Recall, evaluate_sets, load_sets
+from disco_ds.eval import Result, describe, evaluate_sets, load_sets
 from disco_ds.metrics.logger import METRICS_FILE
 from disco_ds.models.clip import build_model
 from disco_ds.run import evaluation_settings, load_model
@@ -39,7 +39,7 @@ from helpers.towers import BPE_SIZE, IMAGE_SIZE, write_tiny
 from helpers.trained import write_run
 
 
-def accuracies(path: Path, stage: int) -> tuple[Accuracy, tuple[float, float]]:
+def accuracies(path: Path, stage: int) -> tuple[Result, tuple[float, float]]:
     """By all ranks, and by a plain loop on every rank; after a little training, so that it is not all zeros."""
     overrides = [
         f"deepspeed.zero_optimization.stage={stage}",
@@ -59,7 +59,6 @@ def accuracies(path: Path, stage: int) -> tuple[Accuracy, tuple[float, float]]:
         (found,) = evaluate_sets(
             run.engine, run.evaluation.sets, run.evaluation.image, tokenize, config.micro_batch
         )
-        assert isinstance(found, Accuracy)
         manifest = load_manifest(resolve_shards("bundled:emoji/unseen"))
         samples = list(
             read_all(manifest, config.data, run.evaluation.image, 0, 1, "{json[caption]}")
@@ -80,12 +79,11 @@ def accuracies(path: Path, stage: int) -> tuple[Accuracy, tuple[float, float]]:
 def test_accuracy_of_all_ranks_is_that_of_a_plain_loop(size, stage, tmp_path):
     # 155 images and labels: neither divides by the ranks nor by the micro-batch.
     for found, plain in run_ranks(accuracies, size, recipe(tmp_path), stage):
-        assert (found.num_images, found.num_classes, found.num_broken) == (155, 155, 0)
-        assert (found.top1, found.top5) == pytest.approx(plain, abs=1.5 / 155)
-        assert found.recall == pytest.approx(found.top1)
-        assert found.top5 > 1.5 * 5 * found.chance, (
-            "training must show, or the two agree on nothing"
-        )
+        assert found.counts == {"num_images": 155, "num_classes": 155, "num_broken": 0}
+        top1, top5 = found.values["top1"], found.values["top5"]
+        assert (top1, top5) == pytest.approx(plain, abs=1.5 / 155)
+        assert found.values["recall"] == pytest.approx(top1)
+        assert top5 > 1.5 * 5 * found.values["chance"], "without training, zeros would agree"
 
 
 DATA = {"shards": "bundled:emoji/unseen", "image_key": "png", "workers": 1}
@@ -244,14 +242,17 @@ def check_figures(results: list[Any], plain: tuple[list[float], list[float]]) ->
     """Fewer images than ranks and one label only (single), a class without images and a broken image (folder)."""
     folder, benchmark, single, captioned = results
     accuracies, recalls = plain
-    assert [folder.top1, folder.recall, benchmark.top1, benchmark.recall] == pytest.approx(
-        accuracies
-    )
-    assert (folder.num_images, folder.num_classes, folder.num_broken) == (5, 3, 1)
-    assert (benchmark.num_images, benchmark.num_classes, benchmark.num_broken) == (7, 4, 0)
-    assert (single.top1, single.top5, single.num_images, single.num_classes) == (1, 1, 1, 1)
+    values = [
+        found.values[metric] for found in (folder, benchmark) for metric in ("top1", "recall")
+    ]
+    assert values == pytest.approx(accuracies)
+    assert folder.counts == {"num_classes": 3, "num_images": 5, "num_broken": 1}
+    assert benchmark.counts == {"num_classes": 4, "num_images": 7, "num_broken": 0}
+    assert (single.values["top1"], single.values["top5"]) == (1, 1)
+    assert single.counts == {"num_classes": 1, "num_images": 1, "num_broken": 0}
     assert list(captioned.values.values()) == pytest.approx(recalls)
-    assert (captioned.num_images, captioned.num_texts) == (11, sum(map(len, CAPTIONS)))
+    num_texts = sum(map(len, CAPTIONS))
+    assert captioned.counts == {"num_images": 11, "num_texts": num_texts, "num_broken": 0}
 
 
 def check_runs(found: dict[str, list[dict[str, Any]]]) -> None:
@@ -351,7 +352,7 @@ def test_command_stops_with_1_when_no_image_can_be_read(layouts):
     [
         (["model"], "nothing to evaluate on"),
         (["model", "eval.labeled.x=y", "--json", "no/where.json"], "there is no folder no"),
-        (["model", "eval.labeled.x=y"], "did you mean labeled"),
+        (["model", "eval.labelled.x=y"], "did you mean labeled"),
         (["model", "--config", "quickstar"], "unknown recipe"),
         (["model", "eval"], "not of the form"),
     ],
@@ -361,13 +362,24 @@ def test_mistake_on_the_command_line_is_told_before_any_work(arguments, words, c
     assert words in capsys.readouterr().err
 
 
-def test_recall_is_a_result_of_its_own() -> None:
-    result = Recall("x", {"i2t_r1": 0.5, "i2t_median": 3.0}, 10, 20, 0)
-    assert result.row == {
-        "retrieval": "x",
-        "i2t r1": "50.00%",
-        "i2t median": "3",
-        "images": "10",
-        "texts": "20",
-        "broken": "0",
-    }
+def test_table_has_a_header_for_each_group_of_metrics() -> None:
+    recall = {"i2t_r1": 0.5, "i2t_median": 3.0}
+    counts = {"num_images": 1000, "num_broken": 0}
+    table = describe(
+        [
+            Result("retrieval", "x", recall, counts),
+            Result("retrieval", "longer", recall, counts),
+            Result("validation", "y", {"loss_at_40": 1.25}, counts),
+            Result("validation", "z", {"loss_at_8": 1.0}, counts),
+        ]
+    )
+    assert [line.split() for line in table.splitlines()] == [
+        ["retrieval", "i2t_r1", "i2t_median", "images", "broken"],
+        ["x", "50.00%", "3", "1,000", "0"],
+        ["longer", "50.00%", "3", "1,000", "0"],
+        ["validation", "loss_at_40", "images", "broken"],
+        ["y", "1.2500", "1,000", "0"],
+        ["validation", "loss_at_8", "images", "broken"],
+        ["z", "1.0000", "1,000", "0"],
+    ]
+    assert len({len(line) for line in table.splitlines()[:3]}) == 1

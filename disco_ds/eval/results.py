@@ -1,0 +1,77 @@
+"""Results of evaluations, and how they are recorded and printed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Example(NamedTuple):
+    """An image with the model's predictions, for the report."""
+
+    image: NDArray[np.uint8]
+    """[H, W, 3]."""
+    label: str
+    best: list[str]
+    """Names of the three nearest classes, nearest first."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The metrics of one evaluation set."""
+
+    kind: str
+    """zero-shot, retrieval or validation."""
+    name: str
+    """Name of the set."""
+    values: dict[str, float]
+    """Metric -> value. Accuracies and recalls are fractions."""
+    counts: dict[str, int]
+    """What the values are computed from, and num_broken, the number of unreadable images."""
+    examples: Sequence[Example] = ()
+    """Classified images; the same at any number of ranks."""
+
+
+def record(results: Sequence[Result]) -> dict[str, float]:
+    """Return the results as points for metrics.jsonl and TensorBoard."""
+    return {
+        f"eval/{result.name}_{metric}": value
+        for result in results
+        for metric, value in result.values.items()
+    }
+
+
+def tabulate(results: Sequence[Result]) -> dict[str, list[dict[str, str | float]]]:
+    """Return the metrics as a table for each kind of evaluation, with a row for each set."""
+    tables: dict[str, list[dict[str, str | float]]] = {}
+    for result in results:
+        tables.setdefault(result.kind, []).append({"set": result.name, **result.values})
+    return tables
+
+
+def describe(results: Sequence[Result]) -> str:
+    """Format a table for each kind of evaluation, with a line for each set."""
+    lines = []
+    for columns, group in groupby(results, key=lambda result: (result.kind, *result.values)):
+        rows: list[list[str]] = []
+        for result in group:
+            values = [_format(metric, value) for metric, value in result.values.items()]
+            counts = [f"{count:,}" for count in result.counts.values()]
+            rows.append([result.name, *values, *counts])
+        names = [name.removeprefix("num_") for name in (*columns, *result.counts)]
+        widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
+        for row in (names, *rows):
+            cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+            lines.append("  ".join(cells))
+    return "\n".join(lines)
+
+
+def _format(metric: str, value: float) -> str:
+    if "loss" in metric:
+        return f"{value:.4f}"
+    return f"{value:g}" if "median" in metric else f"{value:.2%}"
