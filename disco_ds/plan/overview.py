@@ -9,7 +9,7 @@ from disco_ds.models.gpus import Gpu, find_gpu
 from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.fit import fit
 from disco_ds.plan.memory import GIB, Memory, plan_memory
-from disco_ds.plan.speed import Rates, Speed, plan_speed
+from disco_ds.plan.speed import Speed, plan_speed
 from disco_ds.plan.towers import Towers, trace
 
 
@@ -95,19 +95,17 @@ def plan_run(
         config = config.with_steps(known)
     config.num_micro_batches(ranks)  # raises before the trace if the batch does not divide
     towers = trace(config, config.micro_batch)
-    rates = Rates(chosen, assumed)
     # A recipe with fixed ranks would refuse all other numbers.
     free = config.model_copy(update={"ranks": None})
 
     def estimate(n: int) -> Estimate:
         memory = plan_memory(free, n, towers, assumed)
-        return Estimate(n, free.num_micro_batches(n), memory, plan_speed(free, n, towers, rates))
+        speed = plan_speed(free, n, towers, chosen, assumed)
+        return Estimate(n, free.num_micro_batches(n), memory, speed)
 
-    # Powers of two up to 1,024 GPUs.
-    others = {n for n in (2**i for i in range(11)) if ranks / 8 <= n <= 8 * ranks}
     scaling = {
         n: estimate(n)
-        for n in sorted({ranks, *others})
-        if config.global_batch % (n * config.micro_batch) == 0
+        for n in sorted({ranks, *(2**i for i in range(11))})
+        if ranks / 8 <= n <= 8 * ranks and config.global_batch % (n * config.micro_batch) == 0
     }
     return Plan(config, chosen, assumed, towers, scaling[ranks], tuple(scaling.values()))
