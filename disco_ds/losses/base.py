@@ -47,14 +47,12 @@ class Embeddings:
     """[b] int64 sample ids, for losses that keep state per sample."""
 
     def __post_init__(self) -> None:
-        if self.image.dim() != 2 or self.image.shape != self.text.shape:
+        image, text = self.image, self.text
+        alike = image.shape == text.shape and image.dtype == text.dtype
+        if image.dim() != 2 or not alike or not image.is_floating_point():
             raise ValueError(
-                f"image and text must be [b, D] of one shape, got {tuple(self.image.shape)} and "
-                f"{tuple(self.text.shape)}"
-            )
-        if self.image.dtype != self.text.dtype or not self.image.is_floating_point():
-            raise ValueError(
-                f"image and text must share a floating dtype, got {self.image.dtype} and {self.text.dtype}"
+                "image and text must be [b, D] of the same shape and floating dtype, got "
+                f"{tuple(image.shape)} {image.dtype} and {tuple(text.shape)} {text.dtype}"
             )
         for name in ("scale", "bias"):
             value = getattr(self, name)
@@ -240,11 +238,6 @@ def build_loss(name: str, **options: Any) -> Loss:
     if unknown and not takes_any:
         raise ValueError(
             f"loss {name!r} has no option {', '.join(unknown)}; its options: {', '.join(known) or 'none'}"
-        )
-    required = {key for key, option in known.items() if option.default is option.empty}
-    if missing := sorted(required - options.keys()):
-        raise ValueError(
-            f"loss {name!r} needs the option {', '.join(missing)}: set loss.options.{missing[0]}"
         )
     try:
         return cls(**options)

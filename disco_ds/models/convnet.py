@@ -49,6 +49,7 @@ class ConvNet(nn.Module):
         self.checkpointing = False
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute the activations in the backward."""
         self.checkpointing = enable
 
     def forward(self, x: Tensor) -> Tensor:

@@ -72,15 +72,19 @@ class TwoTowers(nn.Module):
         open_clip.set_model_preprocess_cfg(self, preprocessing)
 
     def encode_image(self, image: Tensor) -> Tensor:
+        """Turn normalized images [b, 3, H, W] into features [b, D]."""
         return self.visual(image)
 
     def encode_text(self, text: Tensor) -> Tensor:
+        """Turn tokens [b, L] into features [b, D]."""
         return self.text(text)
 
     def lock_image_tower(self, **_: Any) -> None:
+        """Freeze the image tower and its batch statistics."""
         self.visual = freeze_batch_norm_2d(self.visual.requires_grad_(False))
 
     def lock_text_tower(self, *_: Any) -> None:
+        """Freeze the text tower."""
         self.text.requires_grad_(False)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:

@@ -48,6 +48,7 @@ class Plan:
 
     @property
     def ranks_per_host(self) -> int:
+        """The number of ranks on a full host."""
         return min(self.now.ranks, self.assumed.per_host)
 
     @property

@@ -32,6 +32,7 @@ class Speed:
 
     @property
     def step_s(self) -> float:
+        """Time of the whole step."""
         return self.towers_s + self.loss_s + self.exposed_s
 
 
