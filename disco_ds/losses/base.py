@@ -140,7 +140,7 @@ class Loss(nn.Module):
         """
 
     def commit(self) -> None:
-        """Apply the state that the last forward and backward have staged. Called after their update."""
+        """Apply the state that the last step has staged. Called once the optimizer has stepped."""
 
     def cost(self, b: int, N: int, D: int, num_samples: int) -> LossCost | None:
         """Return the cost of this loss on one of N GPUs, or None if it is unknown.
@@ -270,11 +270,12 @@ def _find_class(name: str) -> type[Loss]:
 def list_options(cls: type[Loss]) -> tuple[dict[str, inspect.Parameter], bool]:
     """Return the options of a loss by name, and whether it accepts other ones too.
 
-    They are the parameters of its constructor and, if that ends in `**options`, those of the base's.
+    They are the parameters of its constructor and, if it ends in `**options`, those of its base
+    class.
     """
     found: dict[str, inspect.Parameter] = {}
     takes_any = False
-    # From the class to its bases, as long as each constructor passes on the options it does not know.
+    # From the class to its bases, as long as each constructor passes unknown options on.
     for owner in cls.__mro__[: cls.__mro__.index(Loss)]:
         if "__init__" not in vars(owner):
             continue

@@ -38,7 +38,7 @@ GammaSchedule = Literal["constant", "cosine", "fractional"]
 
 
 class FastCLIPLoss(TiledLoss):
-    """Half the mean over image anchors of tau_i (log(eps + u_i) + rho), plus the same of texts.
+    """The mean of tau_i (log(eps + u_i) + rho) over all image and text anchors i.
 
     u is the estimate after its update with this batch, and the gradient is that of g / (eps + u)
     with u held constant. `fastclip_v0` has no factor tau. rho is 0 except in presets that have an
@@ -50,10 +50,11 @@ class FastCLIPLoss(TiledLoss):
             "fractional": the same, sample by sample. None: the preset's schedule.
         gamma_min: Final weight.
         gamma_epochs: None: half of the epochs of the run.
-        eps: See above.
-        tau: Initial temperature, None: the preset's.
-        memory: Device of the state of the samples, see SampleState.
-        gather_both: Reduce gradients as the paper does, which sends no gradients of features.
+        eps: Added to u in the logarithm.
+        tau: Initial temperature. None: the preset's.
+        memory: Where the state of the samples is stored: "device" or "host".
+        gather_both: Gather the features of both sides, as the paper does, instead of sending
+            gradients of features.
         options: See TiledLoss.
 
     Raises:

@@ -65,7 +65,7 @@ def download_weights(name: str, settings: ModelSettings) -> None:
     Local files are not touched.
 
     Raises:
-        ValueError: If they cannot be downloaded, in one line.
+        ValueError: If they cannot be downloaded; the message is one line.
     """
     cfg = open_clip.get_pretrained_cfg(name, str(settings.pretrained))
     what = f"model.pretrained={settings.pretrained}"

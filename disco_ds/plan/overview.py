@@ -8,7 +8,7 @@ from disco_ds.config import Config
 from disco_ds.models.gpus import Gpu, find_gpu
 from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.fit import fit
-from disco_ds.plan.memory import GIB, Memory, plan_memory
+from disco_ds.plan.memory import GIB, Memory, known_samples, plan_memory
 from disco_ds.plan.speed import Speed, plan_speed
 from disco_ds.plan.towers import Towers, trace
 
@@ -91,9 +91,8 @@ def plan_run(
     assumed = assumed or Assumptions()
     if largest:
         config = fit(config, ranks, chosen.gib, host_gib, assumed)
-    known = config.data.num_samples if config.data.source == "synthetic" else assumed.num_samples
-    if known:
-        config = config.with_steps(known)
+    if num_samples := known_samples(config, assumed.num_samples):
+        config = config.with_steps(num_samples)
     config.num_micro_batches(ranks)  # raises before the trace if the batch does not divide
     towers = trace(config, config.micro_batch)
     # A recipe with fixed ranks would refuse all other numbers.

@@ -1,8 +1,8 @@
 """Softmax over a block of similarities that is never in memory as a whole.
 
 This file computes the sums of exponentials and the gradients. The pairs are left out of every sum
-and every weight: 1 - p loses its digits if p, the probability of the pair, is close to 1, and the
-sum over the others divided by the pair does not (docs/losses.md section 2).
+and every weight. If p, the probability of the pair, is close to 1, then 1 - p loses digits, but
+the sum over the others divided by the pair does not (docs/losses.md section 2).
 """
 
 # n rows, m columns, D width; x_ij = row_scale_i <row i, column j>, y_ij = column_scale_j <row i,

@@ -165,7 +165,7 @@ def _precision(tiling: Tiling) -> str:
 
 
 def _partial_vectors(tile: Tile) -> tuple[Tensor, Tensor]:
-    """Allocate a number per row from each block of columns, and per column from each block of rows.
+    """Allocate one number per row and block of columns, and one per column and block of rows.
 
     There is enough memory for the smallest blocks that may be chosen.
     """
