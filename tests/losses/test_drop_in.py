@@ -1,5 +1,7 @@
-"""open_clip's signatures with our losses inside: the full batch's gradient in loops that are not ours, and clear errors
-where a rank would otherwise hang or take its part of the batch for the whole."""
+"""The replacements for open_clip's losses: full-batch gradients in other training loops, and clear errors.
+
+Without the errors a rank would hang, or treat its part of the batch as the whole batch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FastCLIP's contract: state, value and all gradients equal the float64 oracle over many steps, at any ranks."""
+"""FastCLIP: state, loss and gradients equal a float64 oracle over many steps, at any number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract of every InfoNCE loss: value and all gradients equal the float64 oracle at any number of ranks."""
+"""The contract of every InfoNCE loss: loss and gradients equal a float64 oracle at any number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tiled losses where others break: extreme logits, and a bound on memory that no batch size moves."""
+"""The tiled losses at extreme logits, and their memory, which does not grow with the batch squared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A person's own loss, `package.module:Class`: docs/extending.md's own example, through every command."""
+"""Custom losses (`package.module:Class`): the example of docs/extending.md in every command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights and names of models: open_clip's keys, files that do not fit, configs that do not exist."""
+"""Model weights, keys and configs, including files that do not fit."""
 
 from __future__ import annotations
 

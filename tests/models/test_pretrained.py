@@ -1,4 +1,4 @@
-"""Weights a model starts from, towers that are partly trained, and the preprocessing that goes with them."""
+"""Initial weights, partly trained towers, and the preprocessing that belongs to the weights."""
 
 from __future__ import annotations
 

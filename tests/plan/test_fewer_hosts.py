@@ -1,4 +1,4 @@
-"""The numbers of ranks that lost hosts leave to a run, and what is refused before it starts."""
+"""Numbers of ranks that are possible after hosts are lost, and recipes that do not support them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan: traces against measured steps, ZeRO's share against an engine, what fits, the command and its mistakes."""
+"""The plan: traces against measured steps, ZeRO memory against an engine, `--fit`, and the command."""
 
 from __future__ import annotations
 

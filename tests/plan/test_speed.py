@@ -1,4 +1,4 @@
-"""What of a step's communication is hidden behind computation, by a plan with given rates."""
+"""Communication that a plan hides behind computation."""
 
 from __future__ import annotations
 

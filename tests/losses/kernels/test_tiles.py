@@ -1,6 +1,6 @@
-"""Tiles of similarities against float64: torch's ways here, Triton's under its interpreter in ranks of their own.
+"""Tiles of similarities against float64: torch in this process, Triton's interpreter in other processes.
 
-Triton decides at its first import whether it interprets, so that takes a fresh process.
+Triton decides at its first import whether to interpret, so that needs a new process.
 """
 
 from __future__ import annotations
