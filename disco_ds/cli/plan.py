@@ -9,7 +9,7 @@ from disco_ds.launch.hostfile import count_ranks
 from disco_ds.models.gpus import find_gpu
 from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.fit import write_recipe
-from disco_ds.plan.memory import GIB, PARTS, Memory, describe_pixels
+from disco_ds.plan.memory import GIB, PARTS, Memory
 from disco_ds.plan.overview import Estimate, Plan, plan_run
 
 
@@ -43,7 +43,6 @@ def run(args: argparse.Namespace) -> int:
     print(summary)
     print()
     print(describe_host(made))
-    print(describe_pixels(config.global_batch // ranks, made.towers, assumed.image_bytes))
     print()
     print("\n".join(describe_scaling(made)))
     if args.fit:

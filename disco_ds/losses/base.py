@@ -47,14 +47,12 @@ class Embeddings:
     """[b] int64 sample ids, for losses that keep state per sample."""
 
     def __post_init__(self) -> None:
-        if self.image.dim() != 2 or self.image.shape != self.text.shape:
+        image, text = self.image, self.text
+        alike = image.shape == text.shape and image.dtype == text.dtype
+        if image.dim() != 2 or not alike or not image.is_floating_point():
             raise ValueError(
-                f"image and text must be [b, D] of one shape, got {tuple(self.image.shape)} and "
-                f"{tuple(self.text.shape)}"
-            )
-        if self.image.dtype != self.text.dtype or not self.image.is_floating_point():
-            raise ValueError(
-                f"image and text must share a floating dtype, got {self.image.dtype} and {self.text.dtype}"
+                "image and text must be [b, D] of the same shape and floating dtype, got "
+                f"{tuple(image.shape)} {image.dtype} and {tuple(text.shape)} {text.dtype}"
             )
         for name in ("scale", "bias"):
             value = getattr(self, name)
@@ -142,7 +140,7 @@ class Loss(nn.Module):
         """
 
     def commit(self) -> None:
-        """Apply the state that the last forward and backward have staged. Called after their update."""
+        """Apply the state that the last step has staged. Called once the optimizer has stepped."""
 
     def cost(self, b: int, N: int, D: int, num_samples: int) -> LossCost | None:
         """Return the cost of this loss on one of N GPUs, or None if it is unknown.
@@ -241,11 +239,6 @@ def build_loss(name: str, **options: Any) -> Loss:
         raise ValueError(
             f"loss {name!r} has no option {', '.join(unknown)}; its options: {', '.join(known) or 'none'}"
         )
-    required = {key for key, option in known.items() if option.default is option.empty}
-    if missing := sorted(required - options.keys()):
-        raise ValueError(
-            f"loss {name!r} needs the option {', '.join(missing)}: set loss.options.{missing[0]}"
-        )
     try:
         return cls(**options)
     except Exception as error:
@@ -277,11 +270,12 @@ def _find_class(name: str) -> type[Loss]:
 def list_options(cls: type[Loss]) -> tuple[dict[str, inspect.Parameter], bool]:
     """Return the options of a loss by name, and whether it accepts other ones too.
 
-    They are the parameters of its constructor and, if that ends in `**options`, those of the base's.
+    They are the parameters of its constructor and, if it ends in `**options`, those of its base
+    class.
     """
     found: dict[str, inspect.Parameter] = {}
     takes_any = False
-    # From the class to its bases, as long as each constructor passes on the options it does not know.
+    # From the class to its bases, as long as each constructor passes unknown options on.
     for owner in cls.__mro__[: cls.__mro__.index(Loss)]:
         if "__init__" not in vars(owner):
             continue

@@ -122,7 +122,8 @@ class Gathered:
         if self.keep and shift is not None:
             shape = len(rows), len(self.columns)
             self.kept = torch.empty(shape, dtype=torch.bfloat16, device=rows.device)
-        part = softmax_sums(self._block(rows, scales, shift), maxima, self.kept)
+        block = self._block(rows, self.columns, scales, 0, shift)
+        part = softmax_sums(block, maxima, self.kept)
         if comm.size(self.group) == 1:
             return part
         # A rank has the columns' sums over its rows only. They are logarithms: to add them over
@@ -172,10 +173,9 @@ class Gathered:
         # distributes that.
         d_columns = zero_gradient(self.columns) if needs_columns else None
         parts = None if moments is None else (moments[0], moments.new_zeros(len(self.columns)))
-        block = self._block(rows, scales, shift)
-        kept = None if shift is None else self.kept
+        block = self._block(rows, self.columns, scales, 0, shift)
         column_shifts = self._gather_vector(shifts[1])
-        softmax_gradient(block, shifts[0], column_shifts, d_rows, d_columns, kept, parts)
+        softmax_gradient(block, shifts[0], column_shifts, d_rows, d_columns, self.kept, parts)
         if moments is not None and parts is not None:
             moments[1] = comm.all_reduce_sum(parts[1], self.group)[self.mine]
         if d_columns is not None:
@@ -192,9 +192,12 @@ class Gathered:
             return own[:1].expand(len(self.columns))
         return comm.gather(own, group=self.group)
 
-    def _block(self, rows: Tensor, scales: Tensor, shift: Tensor | None) -> Block:
-        column_scale = self._gather_vector(scales[1])
-        return Block(rows, self.columns, scales[0], column_scale, self.first, shift, self.tiling)
+    def _block(
+        self, anchors: Tensor, others: Tensor, scales: Tensor, side: int, shift: Tensor | None
+    ) -> Block:
+        """Return the block of this rank's rows (side 0) or columns (side 1) and all `others`."""
+        other_scale = self._gather_vector(scales[1 - side])
+        return Block(anchors, others, scales[side], other_scale, self.first, shift, self.tiling)
 
 
 class GatheredBoth(Gathered):
@@ -221,11 +224,8 @@ class GatheredBoth(Gathered):
             if needed or moments is not None:
                 others = self._gather(rows) if side else self.columns
                 parts = None if moments is None else (moments[side], moments.new_zeros(len(others)))
-                other_scale = self._gather_vector(scales[1 - side])
                 other_shift = self._gather_vector(shifts[1 - side])
-                block = Block(
-                    anchors, others, scales[side], other_scale, self.first, shift, self.tiling
-                )
+                block = self._block(anchors, others, scales, side, shift)
                 softmax_gradient(block, shifts[side], other_shift, gradient, None, None, parts)
             found.append(gradient)
         return found[0], found[1]
@@ -391,6 +391,7 @@ def add_pairs(
         others: [b, D], the other half of each pair.
         weight: [b].
         factor: 0-d or [1].
+        tiling: Provides the gain and the rounding of `others`.
     """
     if gradient is None:
         return

@@ -31,6 +31,7 @@ class ClipLoss(Loss):
         self.group = group
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
+        """Compute the loss from the whole matrix. Collective."""
         I_A = _gather_own_gradient(embeddings.image, self.group)
         T_A = _gather_own_gradient(embeddings.text, self.group)
         logits = embeddings.scale * (I_A @ T_A.T)  # [B, B]

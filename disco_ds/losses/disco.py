@@ -40,6 +40,7 @@ class DisCoLoss(Loss):
         self.group = group
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
+        """Compute the loss from this rank's two blocks. Collective."""
         I_n, T_n, s = embeddings.image, embeddings.text, embeddings.scale
         b, n = len(I_n), comm.rank(self.group)
         I_A = comm.gather(I_n, self.reduction, self.group)  # [B, D]

@@ -33,4 +33,5 @@ class DisCoFusedLoss(TiledLoss):
         self.store = store
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
+        """Compute the loss with gathered columns. Collective."""
         return infonce(embeddings, partial(Gathered, keep=self.store), self)

@@ -36,9 +36,8 @@ class _DropIn(nn.Module):
 
     def __init__(self, rank: int | None, world_size: int | None, options: dict[str, Any]):
         super().__init__()
-        self.rank = rank
-        self.world_size = world_size
-        self.group_checked = False
+        self.expected = rank, world_size
+        self.is_first = True
         self.check = options.pop("check", True)
         self.group = options.get("group")
         self.loss = build_loss(options.pop("loss"), **options)
@@ -69,10 +68,10 @@ class _DropIn(nn.Module):
             ValueError: On every rank, if the features of the ranks do not have the same shape.
         """
         scale = torch.as_tensor(logit_scale, device=image_features.device).reshape(1)
-        if not self.group_checked:
+        if self.is_first:
             self._check_group()
             warn_of_unusual(image_features, text_features, scale, self.group)
-            self.group_checked = True
+            self.is_first = False
         if self.check:
             check_alike(image_features, text_features, self.group)
         bias = torch.zeros_like(scale) if logit_bias is None else logit_bias.reshape(1)
@@ -85,12 +84,11 @@ class _DropIn(nn.Module):
         return {"contrastive_loss": value} if output_dict else value
 
     def _check_group(self) -> None:
-        rank, world_size = comm.rank(self.group), comm.size(self.group)
-        if self.rank not in (None, rank) or self.world_size not in (None, world_size):
+        actual = comm.rank(self.group), comm.size(self.group)
+        if any(x not in (None, y) for x, y in zip(self.expected, actual, strict=True)):
             raise ValueError(
-                f"{type(self).__name__} was given rank={self.rank}, world_size={self.world_size}, "
-                f"but the process group has rank {rank} of {world_size}: initialize "
-                "torch.distributed first, or omit both"
+                f"{type(self).__name__} was given (rank, world_size) {self.expected}, but the "
+                f"process group has {actual}; initialize torch.distributed first, or omit both"
             )
 
 

@@ -31,13 +31,14 @@ from disco_ds.losses.blocks import (
     pair_cosines,
     shift_fits,
 )
+from disco_ds.losses.kernels import full_dtype
 from disco_ds.losses.sample_state import Memory, SampleState, TauStep
 
 GammaSchedule = Literal["constant", "cosine", "fractional"]
 
 
 class FastCLIPLoss(TiledLoss):
-    """Half the mean over image anchors of tau_i (log(eps + u_i) + rho), plus the same of texts.
+    """The mean of tau_i (log(eps + u_i) + rho) over all image and text anchors i.
 
     u is the estimate after its update with this batch, and the gradient is that of g / (eps + u)
     with u held constant. `fastclip_v0` has no factor tau. rho is 0 except in presets that have an
@@ -49,10 +50,11 @@ class FastCLIPLoss(TiledLoss):
             "fractional": the same, sample by sample. None: the preset's schedule.
         gamma_min: Final weight.
         gamma_epochs: None: half of the epochs of the run.
-        eps: See above.
-        tau: Initial temperature, None: the preset's.
-        memory: Device of the state of the samples, see SampleState.
-        gather_both: Reduce gradients as the paper does, which sends no gradients of features.
+        eps: Added to u in the logarithm.
+        tau: Initial temperature. None: the preset's.
+        memory: Where the state of the samples is stored: "device" or "host".
+        gather_both: Gather the features of both sides, as the paper does, instead of sending
+            gradients of features.
         options: See TiledLoss.
 
     Raises:
@@ -103,6 +105,7 @@ class FastCLIPLoss(TiledLoss):
         self.state: SampleState | None = None
 
     def set_num_samples(self, num_samples: int, run_samples: int) -> None:
+        """Create the state of the samples."""
         if self.gamma_epochs is None:
             self.gamma_epochs = max(run_samples // (2 * num_samples), 1)
         self.state = SampleState(num_samples, self.memory, self.tau_step, self.group)
@@ -120,6 +123,7 @@ class FastCLIPLoss(TiledLoss):
         return self.gamma_min + (1 - self.gamma_min) * remaining
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
+        """Compute the loss, and stage the new state of its samples. Collective."""
         state = self._state()
         if embeddings.index is None:
             raise ValueError(f"{type(self).__name__} needs sample ids: Embeddings(..., index=[b])")
@@ -152,6 +156,7 @@ class FastCLIPLoss(TiledLoss):
         return LossOutput(loss, metrics)
 
     def commit(self) -> None:
+        """Apply the staged state."""
         self._state().commit()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
@@ -159,6 +164,7 @@ class FastCLIPLoss(TiledLoss):
         return self._state().state_dict()
 
     def load_state_parts(self, parts: Sequence[dict[str, Any]]) -> None:
+        """Restore the state of the samples at any number of ranks."""
         self._state().load_parts(parts)
 
     def _state(self) -> SampleState:
@@ -182,7 +188,6 @@ class _FastCLIP(torch.autograd.Function):
         gamma: float,
         loss: FastCLIPLoss,
     ) -> tuple[Tensor, ...]:
-        dtypes = rows.dtype, columns.dtype
         b = len(rows)
         group = loss.group
         tiling = loss.tiling.on(rows.device)
@@ -218,13 +223,11 @@ class _FastCLIP(torch.autograd.Function):
         ctx.gamma = gamma
         ctx.loss = loss
         ctx.tiling = tiling
-        ctx.dtypes = dtypes
         ctx.save_for_backward(rows, cross.own, tau, cosines, others, shifts, log_sum)
         value = (log_sum + loss.rho) * tau if loss.weighs_by_tau else log_sum
         hits = count_hits(sums.rows_max, x[0]), count_hits(sums.columns_max, x[1])
         ctx.mark_non_differentiable(log_u, *hits)
-        total = (value.sum() / (2 * b)).to(torch.promote_types(dtypes[0], torch.float32))
-        return total, log_u, *hits
+        return (value.sum() / (2 * b)).to(full_dtype(rows)), log_u, *hits
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
@@ -247,17 +250,16 @@ class _FastCLIP(torch.autograd.Function):
         add_pairs(d_columns, rows, -weights.sum(0), factor, tiling)
         d_tau = None
         if needs_tau:
-            direct = torch.zeros_like(log_sum)
-            if loss.weighs_by_tau:
-                direct = share * (log_sum + loss.rho)
+            direct = (
+                share * (log_sum + loss.rho) if loss.weighs_by_tau else torch.zeros_like(log_sum)
+            )
             if moments is None:
                 # <rows, their gradient> is the sum of all weights times h
                 d_tau = direct.sum() - inner_product(rows, d_rows) / tau
             else:
                 weighted = moments / tiling.gain() - cosines * weights
                 d_tau = direct - share / gamma * scales * weighted
-        d_rows = d_rows.to(ctx.dtypes[0]) if needs_rows else None
-        d_columns = d_columns.to(ctx.dtypes[1]) if needs_columns else None
+        # Autograd converts gradients to the dtypes of the inputs, and ignores those not needed.
         return d_rows, d_columns, d_tau, None, None, None
 
 

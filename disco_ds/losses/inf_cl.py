@@ -19,4 +19,5 @@ class InfCLLoss(TiledLoss):
     """
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
+        """Compute the loss with columns on a ring. Collective."""
         return infonce(embeddings, Ring, self)

@@ -22,7 +22,7 @@ from disco_ds.losses.blocks import (
     pair_cosines,
     shift_fits,
 )
-from disco_ds.losses.kernels import Sums, Tiling
+from disco_ds.losses.kernels import Sums, Tiling, full_dtype
 
 MakeBlocks = Callable[[Tensor, Tiling, torch.dtype | None, Any], Blocks]
 """Gathered or Ring: from this rank's columns [b, D], the tiling, the comm dtype and the group."""
@@ -36,6 +36,7 @@ def infonce(
     Collective in forward and backward.
 
     Args:
+        embeddings: Features and scale of this rank.
         make_blocks: Builds the comparison of this rank's rows with the columns of all ranks.
         loss: Provides tiling, comm dtype and group.
         shared: Images and texts are two views of one thing, and the denominator of an image
@@ -62,7 +63,6 @@ class _InfoNCE(torch.autograd.Function):
         loss: TiledLoss,
         shared: bool,
     ) -> tuple[Tensor, ...]:
-        ctx.dtypes = rows.dtype, columns.dtype
         group = loss.group
         tiling = loss.tiling.on(rows.device)
         rows, columns = tiling.hold(rows), tiling.hold(columns)
@@ -88,7 +88,7 @@ class _InfoNCE(torch.autograd.Function):
         ctx.save_for_backward(rows, cross.own, scale, x, sums.rows, sums.columns)
         hits = count_hits(sums.rows_max, x), count_hits(sums.columns_max, x)
         ctx.mark_non_differentiable(*hits)
-        return (per_pair.mean() / 2).to(torch.promote_types(ctx.dtypes[0], torch.float32)), *hits
+        return (per_pair.mean() / 2).to(full_dtype(rows)), *hits
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
@@ -120,9 +120,8 @@ class _InfoNCE(torch.autograd.Function):
             total = inner_product(rows, d_rows)
             if shared:
                 total = (total + inner_product(columns, d_columns)) / 2
-            d_scale = (total / scale).to(scale.dtype)
-        d_rows = d_rows.to(ctx.dtypes[0]) if needs_rows else None
-        d_columns = d_columns.to(ctx.dtypes[1]) if needs_columns else None
+            d_scale = total / scale
+        # Autograd converts gradients to the dtypes of the inputs, and ignores those not needed.
         return d_rows, d_columns, d_scale, None, None, None
 
 
@@ -139,13 +138,13 @@ def _sums(
     sums = cross.sums(rows, scales, shift, maxima)
     if not same:
         return sums
-    rows_with_rows = same[0].sums(rows, scales, shift, maxima)
-    columns_with_columns = same[1].sums(columns, scales, shift, maxima)
+    same_rows = same[0].sums(rows, scales, shift, maxima)
+    same_columns = same[1].sums(columns, scales, shift, maxima)
     return Sums(
-        torch.logaddexp(sums.rows, rows_with_rows.rows),
-        torch.logaddexp(sums.columns, columns_with_columns.rows),
-        _larger(sums.rows_max, rows_with_rows.rows_max),
-        _larger(sums.columns_max, columns_with_columns.rows_max),
+        torch.logaddexp(sums.rows, same_rows.rows),
+        torch.logaddexp(sums.columns, same_columns.rows),
+        _larger(sums.rows_max, same_rows.rows_max),
+        _larger(sums.columns_max, same_columns.rows_max),
     )
 
 

@@ -1,4 +1,4 @@
-"""Whether the features of all ranks fit together: asked before a collective that would hang, or return nonsense."""
+"""Checks of the features that a user's training loop passes to a loss."""
 
 from __future__ import annotations
 
@@ -13,37 +13,46 @@ from torch import Tensor
 from disco_ds.distributed import comm
 
 NORM_TOLERANCE = 0.02
-"""How far from 1 the norm of a feature may be: bf16 rounds to 0.004."""
+"""Largest deviation of a feature's norm from 1; rounding to bf16 causes 0.004."""
 LARGEST_LOG = math.log(100.0) + 1e-3
-"""The logarithm of the largest scale that CLIP's training allows. A scale that is trained is hardly ever so small."""
+"""Logarithm of CLIP's largest logit scale. A smaller logit scale is probably a logarithm."""
 
 
 def check_alike(image: Tensor, text: Tensor, group: Any = None, step: int = 0) -> None:
-    """Compare what every rank is about to put in. Collective, one small all_reduce and a wait for it.
+    """Compare the features' shapes and the step across ranks. Collective, one small all_reduce.
 
-    Args:   step: a count of this rank's steps; a rank that has left one out is found by it.
-    Raises: ValueError on every rank alike where shapes or steps differ.
+    Without this check, ranks that differ would hang in a collective or compute a wrong loss.
+
+    Args:
+        image: Image features.
+        text: Text features.
+        group: The process group; None: all ranks.
+        step: Number of steps that this rank has taken.
+
+    Raises:
+        ValueError: On every rank, if shapes or steps differ or a tensor is not [b, D].
     """
     if comm.size(group) == 1:
         return
     mine = [*image.shape, *text.shape] if image.dim() == text.dim() == 2 else [-1] * 4
-    both = torch.tensor([[*mine, step], [-x for x in (*mine, step)]], device=image.device)
-    most, least = comm.all_reduce_max(both, group).tolist()
+    values = torch.tensor([*mine, step], device=image.device)
+    most, least = comm.all_reduce_max(torch.stack([values, -values]), group).tolist()
     least = [-x for x in least]
     if most[4] != least[4]:
         raise ValueError(
-            f"rank {comm.rank(group)} is at step {step}, all are at {least[4]} to {most[4]}: a rank has left one "
-            "out, and what they train is not one model"
+            f"rank {comm.rank(group)} is at step {step}, but the ranks are at steps {least[4]} to "
+            f"{most[4]}: a rank has left one out; every rank must take every step"
         )
     if -1 in mine or most != least:
         raise ValueError(
-            f"features of rank {comm.rank(group)} are {tuple(image.shape)} and {tuple(text.shape)}; all ranks need the "
-            f"same [b, D], and have {least[:4]} to {most[:4]}: drop the last uneven batch (drop_last=True)"
+            f"features of rank {comm.rank(group)} have the shapes {tuple(image.shape)} and "
+            f"{tuple(text.shape)}, but all ranks need the same [b, D] and have {least[:4]} to "
+            f"{most[:4]}; drop the last uneven batch (drop_last=True)"
         )
 
 
 def warn_of_unusual(image: Tensor, text: Tensor, scale: Tensor, group: Any = None) -> None:
-    """Warn, on rank 0, of features that are not unit rows, or a scale that is rather its logarithm; some mean it."""
+    """Warn on rank 0 about features that are not unit rows, or a scale that looks like its log."""
     if comm.rank(group) > 0:
         return
     unit = True
@@ -52,22 +61,21 @@ def warn_of_unusual(image: Tensor, text: Tensor, scale: Tensor, group: Any = Non
         if worst > NORM_TOLERANCE:
             unit = False
             warn(
-                f"{name} features are not normalized (a norm is {worst:.2f} away from 1): the loss then depends on "
-                "their lengths; F.normalize(features, dim=-1) makes unit rows"
+                f"{name} features are not normalized: a norm is {worst:.2f} away from 1, and the "
+                "loss depends on it; normalize them with F.normalize(features, dim=-1)"
             )
     if unit and scale.item() <= LARGEST_LOG:
         warn(
-            f"the logit scale is {scale.item():.2f}, which is rather its logarithm: pass logit_scale.exp(), which CLIP "
-            "begins at 14.3 and SigLIP at 10"
+            f"the logit scale is {scale.item():.2f}, which looks like its logarithm; pass "
+            "logit_scale.exp(), which starts at 14.3 in CLIP and 10 in SigLIP"
         )
 
 
 def warn(text: str) -> None:
-    """Warn at the line of the user's code that torch or this package was called from."""
-    frame, level = sys._getframe(), 1
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).split(".")[0] in (
-        "torch",
-        "disco_ds",
-    ):
-        frame, level = frame.f_back, level + 1
+    """Warn at the line of the user's code from which torch or this package was called."""
+    frame = sys._getframe()
+    level = 1
+    while frame.f_back and str(frame.f_globals.get("__name__")).startswith(("torch.", "disco_ds.")):
+        frame = frame.f_back
+        level += 1
     warnings.warn(text, stacklevel=level)

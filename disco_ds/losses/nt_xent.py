@@ -31,4 +31,5 @@ class NTXentLoss(TiledLoss):
         self.ring = ring
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
+        """Compute the loss of both views. Collective."""
         return infonce(embeddings, Ring if self.ring else Gathered, self, shared=True)

@@ -26,11 +26,13 @@ BETA2 = 0.999
 """Adam's decay of the second moments."""
 EPS = 1e-8
 """Adam's epsilon."""
+CLAMP = 5.0
+"""Largest absolute value of a temperature's gradient."""
 
 
 @dataclass(frozen=True)
 class TauStep:
-    """Settings of Adam for the temperatures of the samples, each with a separate step count."""
+    """Settings of Adam for the temperatures of the samples."""
 
     start: float
     """Initial temperature."""
@@ -39,8 +41,6 @@ class TauStep:
     """Lower bound of a temperature."""
     high: float
     """Upper bound of a temperature."""
-    clamp: float = 5.0
-    """Largest absolute value of the gradient."""
 
 
 class SampleState:
@@ -88,11 +88,11 @@ class SampleState:
         self._ids = comm.gather(index.detach(), group=self.group)
         wrong = (self._ids < 0) | (self._ids >= self.num_samples)
         if bool(wrong.any()):
-            ids, ranks = self._ids[wrong], wrong.nonzero()[:, 0] // len(index)
+            first = int(wrong.nonzero()[0])
             raise comm.AgreedError(
-                f"sample id {ids[0].item()} of rank {ranks[0].item()} is not in [0, "
-                f"{self.num_samples}), the range given to set_num_samples ({len(ids)} such ids); "
-                "take ids and num_samples from the same data set"
+                f"sample id {int(self._ids[first])} of rank {first // len(index)} is not in [0, "
+                f"{self.num_samples}), the range given to set_num_samples; take ids and "
+                "num_samples from the same data set"
             )
         mine, slots = self._own()
         names = [name for name in ("log_u", "tau") if name in self.values]
@@ -136,17 +136,18 @@ class SampleState:
         A sample is stepped only when it is in a batch, so each has separate moments, a separate
         step count, and with that a separate bias correction.
         """
-        gradient = gradient.clamp(-step.clamp, step.clamp)
-        first = self.values["exp_avg"][slots].lerp(gradient, 1 - BETA1)
-        second = BETA2 * self.values["exp_avg_sq"][slots] + (1 - BETA2) * gradient.square()
-        steps = self.values["steps"][slots] + 1
+        values = self.values
+        gradient = gradient.clamp(-CLAMP, CLAMP)
+        first = values["exp_avg"][slots].lerp(gradient, 1 - BETA1)
+        second = BETA2 * values["exp_avg_sq"][slots] + (1 - BETA2) * gradient.square()
+        steps = values["steps"][slots] + 1
         mean = first / (1 - BETA1 ** steps.double())[:, None]
         variance = second / (1 - BETA2 ** steps.double())[:, None]
-        tau = self.values["tau"][slots] - step.lr * mean / (variance.sqrt() + EPS)
-        self.values["exp_avg"][slots] = first
-        self.values["exp_avg_sq"][slots] = second
-        self.values["steps"][slots] = steps
-        self.values["tau"][slots] = tau.clamp(step.low, step.high)
+        tau = values["tau"][slots] - step.lr * mean / (variance.sqrt() + EPS)
+        values["exp_avg"][slots] = first
+        values["exp_avg_sq"][slots] = second
+        values["steps"][slots] = steps
+        values["tau"][slots] = tau.clamp(step.low, step.high)
 
     def _own(self) -> tuple[Tensor, Tensor]:
         """Find the gathered ids that this rank owns.
@@ -173,16 +174,13 @@ class SampleState:
         # Rank m of M owned the ids m, m + M, ...; this rank owns those with id % N == n, of which
         # rank m had some if m and n are equal modulo the greatest common divisor. A part that has
         # none of them is not read.
-        for m in range(n % math.gcd(M, N), M, math.gcd(M, N)):
+        step = math.gcd(M, N)
+        for m in range(n % step, M, step):
             part = parts[m]
-            if (
-                part.keys() != self.state_dict().keys()
-                or part["values"].keys() != self.values.keys()
-            ):
+            if part.get("values", {}).keys() != self.values.keys():
                 raise ValueError(
-                    "the checkpoint has no state per sample as this loss keeps it "
-                    f"({', '.join(self.values)}) in the part of rank {m}; resume with the loss "
-                    "that the run started with"
+                    f"the loss in the checkpoint does not have {', '.join(self.values)} per sample "
+                    f"in the part of rank {m}; resume with the loss that the run started with"
                 )
             if part["num_samples"] != self.num_samples:
                 raise ValueError(

@@ -43,6 +43,7 @@ class SigLIPLoss(TiledLoss):
     initial_bias = -10.0
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
+        """Compute the loss with columns on a ring. Collective."""
         if embeddings.bias is None:
             raise ValueError(
                 "siglip needs a bias: pass Embeddings(..., bias=[1]), or return logit_bias as the "

@@ -11,16 +11,16 @@ import json
 import logging
 import math
 import types
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import open_clip
 import torch
 from open_clip.factory import add_model_config
-from open_clip.tokenizer import SigLipTokenizer
+from open_clip.transform import PreprocessCfg
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -35,17 +35,6 @@ logger = logging.getLogger(__name__)
 
 Features = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]
 """(image [b, D], text [b, D], scale [1], bias [1]): unit rows, in fp32; None if not computed."""
-
-
-@dataclass(frozen=True)
-class Preprocessing:
-    """Size and normalization of the model's images, from open_clip's preprocess_cfg."""
-
-    size: tuple[int, int]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    interpolation: Literal["bicubic", "bilinear"]
-    resize_mode: Literal["shortest", "longest", "squash"]
 
 
 def build_model(
@@ -273,17 +262,10 @@ def _parameters_by_tower(model: Any) -> tuple[list[nn.Parameter], list[nn.Parame
     return list(model.visual.parameters()), others
 
 
-def read_preprocessing(model: nn.Module) -> Preprocessing:
-    cfg = open_clip.get_model_preprocess_cfg(model)
-    size = cfg["size"]
-    height, width = (size, size) if isinstance(size, int) else size
-    return Preprocessing(
-        (height, width),
-        tuple(cfg["mean"]),
-        tuple(cfg["std"]),
-        cfg["interpolation"],
-        cfg.get("resize_mode", "shortest"),
-    )
+def read_preprocessing(model: nn.Module) -> PreprocessCfg:
+    """Return open_clip's preprocess_cfg of the model: size (H, W), normalization and resizing."""
+    cfg = PreprocessCfg(**open_clip.get_model_preprocess_cfg(model))
+    return replace(cfg, size=cfg.input_size[1:], mean=tuple(cfg.mean), std=tuple(cfg.std))
 
 
 def read_architecture(settings: ModelSettings) -> dict[str, Any]:
@@ -319,21 +301,15 @@ def build_tokenizer(settings: ModelSettings, model: nn.Module) -> Any:
     if isinstance(model, TwoTowers):
         return model.tokenizer
     name = register_config(settings.name)
-    source = open_clip.get_model_config(name)["text_cfg"].get("hf_tokenizer_name")
-    if source is None and "siglip" in name.lower():
-        # open_clip chooses one of these by the name alone.
-        kind = "mc4" if "i18n" in name.lower() else "c4-en"
-        if "siglip2" in name.lower():
-            kind = "gemma"
-        source = f"{SigLipTokenizer.VOCAB_FILES[kind]}, because its name contains siglip"
     try:
         tokenizer = open_clip.get_tokenizer(name)
     except Exception as error:  # from the hub's client, from transformers, or a missing package
         reason = " ".join(f"{type(error).__name__}: {error}".split())
+        source = open_clip.get_model_config(name)["text_cfg"].get("hf_tokenizer_name")
         raise ValueError(
-            f"model {settings.name}: its tokenizer ({source or 'CLIP BPE'}) could not be loaded; "
-            "to use a local one, set text_cfg.hf_tokenizer_name in a model config (.json) to a "
-            f"folder written by save_pretrained. {reason}"
+            f"model {settings.name}: its tokenizer ({source or 'chosen by its name'}) could not be "
+            "loaded; to use a local one, set text_cfg.hf_tokenizer_name in a model config (.json) "
+            f"to a folder written by save_pretrained. {reason}"
         ) from error
     _, vocab_size = read_text_size(model)
     if getattr(tokenizer, "vocab_size", 0) > vocab_size:
@@ -351,16 +327,12 @@ def register_config(name: str) -> str:
         ValueError: If the name is not a model of open_clip or disco_ds, nor a file.
     """
     bundled = PACKAGE / "assets" / "models"
-    path = bundled / f"{name}.json"
-    if not path.is_file() and name.endswith(".json"):
-        path = Path(name)
-        if not path.is_file():
-            raise ValueError(f"model.name: there is no file {name}")
+    path = Path(name) if name.endswith(".json") else bundled / f"{name}.json"
+    if path.is_file():
         try:
             json.loads(path.read_text(encoding="utf-8"))
         except json.JSONDecodeError as error:
             raise ValueError(f"model.name: {name} is not valid JSON: {error}") from None
-    if path.is_file():
         add_model_config(path)
         return path.stem
     known = open_clip.list_models()
@@ -369,7 +341,7 @@ def register_config(name: str) -> str:
         hint = did_you_mean(name, [*known, *ours])
         raise ValueError(
             f"unknown model {name!r}{hint}; expected a model of open_clip or of ours "
-            f"({', '.join(ours)}), or a .json file"
+            f"({', '.join(ours)}), or an existing .json file"
         )
     return name
 
@@ -403,15 +375,12 @@ def _lock(model: Any, settings: ModelSettings, learns_scale: bool) -> None:
 
 
 def _warn_of_batch_norm(model: nn.Module) -> None:
-    names = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm)
-    ]
+    norm = nn.modules.batchnorm._BatchNorm
+    names = [name for name, module in model.named_modules() if isinstance(module, norm)]
     if names:
         logger.warning(
             "BatchNorm in %s (%d layers) uses the statistics of a micro-batch, so the gradient "
             "depends on how the global batch is cut; GroupNorm or LayerNorm do not",
-            ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""),
+            names[0],
             len(names),
         )

@@ -40,8 +40,7 @@ def check_compiled(config: Config, model: Any, ranks: int) -> None:
     else:
         if not names:
             return
-        shown = [*names[:3], "..."] if len(names) > 3 else names
-        problem = f"draws random numbers in {', '.join(shown)}"
+        problem = f"draws random numbers in {', '.join(names[:3])}"
     repeated_by = f"{count} micro-batches" if count > 1 else "activation checkpointing"
     raise ValueError(
         f"model.compile with {repeated_by} is refused for model {config.model.label}, which "

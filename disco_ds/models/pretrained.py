@@ -37,16 +37,14 @@ def find_weights(name: str, settings: ModelSettings) -> str | None:
     """
     image = settings.pretrained_image
     path = settings.pretrained
-    if image is not None and str(image) != TIMM and not image.is_file():
+    if str(image) == TIMM:
+        if "timm_model_name" not in open_clip.get_model_config(name)["vision_cfg"]:
+            raise ValueError(
+                f"model.pretrained_image=timm: the image tower of {name} is not timm's; give a file"
+            )
+    elif image is not None and not image.is_file():
         raise ValueError(
             f"model.pretrained_image: no file {image}; expected a file, or timm for timm's weights"
-        )
-    if (
-        str(image) == TIMM
-        and "timm_model_name" not in open_clip.get_model_config(name)["vision_cfg"]
-    ):
-        raise ValueError(
-            f"model.pretrained_image=timm: the image tower of {name} is not timm's; give a file"
         )
     if path is None:
         return None
@@ -73,7 +71,7 @@ def download_weights(name: str, settings: ModelSettings) -> None:
     Local files are not touched.
 
     Raises:
-        ValueError: If they cannot be downloaded, in one line.
+        ValueError: If they cannot be downloaded; the message is one line.
     """
     cfg = open_clip.get_pretrained_cfg(name, str(settings.pretrained))
     what = f"model.pretrained={settings.pretrained}"
@@ -104,10 +102,9 @@ def read_overrides(name: str, settings: ModelSettings) -> dict[str, Any]:
         "resize_mode": settings.resize_mode,
     }
     merged = merge_preprocess_dict(merge_preprocess_dict({}, cfg), overrides)
+    merged.pop("size", None)
     return {
-        key: list(value) if isinstance(value, tuple) else value
-        for key, value in merged.items()
-        if key != "size"
+        key: list(value) if isinstance(value, tuple) else value for key, value in merged.items()
     }
 
 

@@ -72,27 +72,19 @@ class TwoTowers(nn.Module):
         open_clip.set_model_preprocess_cfg(self, preprocessing)
 
     def encode_image(self, image: Tensor) -> Tensor:
+        """Turn normalized images [b, 3, H, W] into features [b, D]."""
         return self.visual(image)
 
     def encode_text(self, text: Tensor) -> Tensor:
+        """Turn tokens [b, L] into features [b, D]."""
         return self.text(text)
 
-    def set_scale(self, initial_scale: float, initial_bias: float | None) -> None:
-        """Add the parameters that a loss learns, [1] each.
-
-        Args:
-            initial_scale: exp of the initial logit_scale.
-            initial_bias: Initial logit_bias, None for none.
-        """
-        self.logit_scale = nn.Parameter(torch.full((1,), math.log(initial_scale)))
-        self.logit_bias = None
-        if initial_bias is not None:
-            self.logit_bias = nn.Parameter(torch.full((1,), initial_bias))
-
     def lock_image_tower(self, **_: Any) -> None:
+        """Freeze the image tower and its batch statistics."""
         self.visual = freeze_batch_norm_2d(self.visual.requires_grad_(False))
 
     def lock_text_tower(self, *_: Any) -> None:
+        """Freeze the text tower."""
         self.text.requires_grad_(False)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
@@ -145,7 +137,10 @@ def build_two_towers(
                 f"model.factory: {settings.factory} returned a {type(model).__name__}, "
                 "not a TwoTowers"
             )
-        model.set_scale(initial_scale, initial_bias)
+        model.logit_scale = nn.Parameter(torch.full((1,), math.log(initial_scale)))
+        model.logit_bias = None
+        if initial_bias is not None:
+            model.logit_bias = nn.Parameter(torch.full((1,), initial_bias))
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(torch.get_default_dtype())

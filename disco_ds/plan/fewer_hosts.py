@@ -48,68 +48,53 @@ def check_fewer_hosts(
     if config.ranks not in (None, sum(slots)):
         config.num_micro_batches(sum(slots))  # raises: the recipe is for another number of ranks
     sources = load_sources(config.data)
-    sizes = [size for source in sources for size in source.sizes]
-    num_slots = count_slots(config.data, sources, ranks=1)
-    refuse_undivided(config, slots, at_least, num_slots)
+    num_samples = sum(sum(source.sizes) for source in sources)
     ranks = possible_ranks(slots, at_least)
-    result = f"the batch and the data slots are divisible by {_join(ranks, 'or')} ranks"
+    _refuse_undivided(config, ranks, at_least, count_slots(config.data, sources, ranks=1))
+    result = f"the batch and the data slots are divisible by {_join(ranks)} ranks"
     if gib is None:
         return f"{result}; memory is not checked because this host has no NVIDIA GPU"
     free = config.model_copy(update={"ranks": None})
-    assumed = Assumptions(num_samples=sum(sizes), per_host=max(slots))
+    assumed = Assumptions(num_samples=num_samples, per_host=max(slots))
     try:
         towers = trace(config, config.micro_batch)
         needs = {n: plan_memory(free, n, towers, assumed).total / GIB for n in ranks}
     except ValueError as error:
         # For example a custom model that cannot be traced, or a custom loss of unknown cost.
         return f"{result}; memory is not checked: {error}"
-    for n in ranks:
-        if needs[n] > gib:
-            raise ValueError(
-                f"--min-hosts {at_least}: with {n} ranks a GPU needs about {needs[n]:.1f} GiB and "
-                f"has {gib:.1f}; lower micro_batch, or raise --min-hosts (`disco-ds plan` shows "
-                "where the memory goes)"
-            )
-    return f"{result}; a GPU needs up to about {max(needs.values()):.1f} of {gib:.1f} GiB"
+    worst = max(needs, key=lambda n: needs[n])
+    if needs[worst] > gib:
+        raise ValueError(
+            f"--min-hosts {at_least}: with {worst} ranks a GPU needs about {needs[worst]:.1f} GiB "
+            f"and has {gib:.1f}; lower micro_batch, or raise --min-hosts (`disco-ds plan` shows "
+            "where the memory goes)"
+        )
+    return f"{result}; a GPU needs up to about {needs[worst]:.1f} of {gib:.1f} GiB"
 
 
-def refuse_undivided(config: Config, hosts: Sequence[int], at_least: int, num_slots: int) -> None:
-    """Refuse a recipe whose batch or slots are not divisible by every possible number of ranks.
-
-    Raises:
-        ValueError: With the required multiples, and a higher --min-hosts if one works.
-    """
-    B, m = config.global_batch, config.micro_batch
-
-    def find_problems(at_least: int) -> list[str]:
-        multiple = math.lcm(*possible_ranks(hosts, at_least))
-        problems = []
-        if B % (multiple * m):
-            problems.append(
-                f"global_batch {B} must be a multiple of {multiple * m:,} "
-                f"({multiple:,} x micro_batch {m})"
-            )
-        if num_slots % multiple:
-            problems.append(f"data.slots {num_slots} must be a multiple of {multiple:,}")
-        return problems
-
-    problems = find_problems(at_least)
-    if not problems:
-        return
-    ranks = _join(possible_ranks(hosts, at_least), "or")
-    message = f"--min-hosts {at_least}: the run may continue on {ranks} ranks, so "
-    message += " and ".join(problems)
-    works = [n for n in range(at_least + 1, len(hosts) + 1) if not find_problems(n)]
-    if works:
-        message += f"; or use --min-hosts {works[0]}, which works with the recipe as it is"
-    raise ValueError(message)
+def _refuse_undivided(config: Config, ranks: list[int], at_least: int, num_slots: int) -> None:
+    """Refuse a recipe whose batch or slots are not divisible by every possible number of ranks."""
+    multiple = math.lcm(*ranks)
+    problems = []
+    if config.global_batch % (multiple * config.micro_batch):
+        problems.append(
+            f"global_batch {config.global_batch} must be a multiple of "
+            f"{multiple * config.micro_batch:,} ({multiple:,} x micro_batch {config.micro_batch})"
+        )
+    if num_slots % multiple:
+        problems.append(f"data.slots {num_slots} must be a multiple of {multiple:,}")
+    if problems:
+        raise ValueError(
+            f"--min-hosts {at_least}: the run may continue on {_join(ranks)} ranks, so "
+            f"{' and '.join(problems)}; or raise --min-hosts"
+        )
 
 
-def _join(numbers: Sequence[int], word: str) -> str:
+def _join(numbers: Sequence[int]) -> str:
     *first, last = map(str, numbers)
     if len(first) > 8:
         first = [*first[:3], "..."]
-    return f"{', '.join(first)} {word} {last}" if first else last
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def read_gpu_gib() -> float | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
 
 import yaml
 
@@ -28,14 +27,6 @@ ENOUGH = 0.9
 """Among settings that reach this fraction of the largest global batch, the fastest one wins."""
 
 
-class Candidate(NamedTuple):
-    """The largest global batch for one choice of the other settings."""
-
-    flops: float
-    """FLOPs per sample."""
-    config: Config
-
-
 def fit(
     config: Config, ranks: int, gib: float, host_gib: float | None, assumed: Assumptions
 ) -> Config:
@@ -55,13 +46,13 @@ def fit(
     """
     per_host = min(ranks, assumed.per_host)
 
-    def change(B: int, m: int, checkpointing: bool, pixels: str) -> Config:
-        model = config.model.model_copy(update={"activation_checkpointing": checkpointing})
+    def change(K: int, m: int, checkpointing: bool, pixels: str) -> Config:
+        """Return the recipe with K micro-batches of m samples per rank."""
         update = {
-            "global_batch": B,
+            "global_batch": ranks * K * m,
             "micro_batch": m,
             "pixels": pixels,
-            "model": model,
+            "model": config.model.model_copy(update={"activation_checkpointing": checkpointing}),
             "ranks": ranks,
         }
         return config.model_copy(update=update)
@@ -72,51 +63,39 @@ def fit(
             return False
         return memory.total <= gib * GIB
 
-    def reach(checkpointing: bool, m: int, pixels: str) -> Candidate:
-        traces = [(n, trace(change(ranks, 1, checkpointing, pixels), n)) for n in TRACED]
-        towers = interpolate(traces, m)
-        step = ranks * m
-        K = search_largest(
-            lambda K: fits(change(step * K, m, checkpointing, pixels), towers),
-            MAX_GLOBAL_BATCH // step,
-        )
+    def largest(checkpointing: bool, m: int, pixels: str) -> tuple[float, Config]:
+        """Return the FLOPs per sample and the recipe of the largest batch for this choice."""
+        choice = m, checkpointing, pixels
+        towers = interpolate([(n, trace(change(1, *choice), n)) for n in TRACED], m)
+        most = MAX_GLOBAL_BATCH // (ranks * m)
+        K = search_largest(lambda K: fits(change(K, *choice), towers), most)
         # All micro-batches but the last go through the forward twice.
         replays = (K - 1) / K if K else 0
-        flops = (towers.flops + replays * towers.replay_flops) / m
-        return Candidate(flops, change(step * K, m, checkpointing, pixels))
+        return (towers.flops + replays * towers.replay_flops) / m, change(K, *choice)
 
     places = ("device",) if host_gib is None else ("device", "host", "compressed")
-    candidates = [reach(*choice) for choice in product((False, True), MICRO_BATCHES, places)]
+    found = [largest(*choice) for choice in product((False, True), MICRO_BATCHES, places)]
     # A slightly smaller batch is accepted if it saves much recomputation.
-    largest = max(candidate.config.global_batch for candidate in candidates)
-    candidates = [
-        candidate
-        for candidate in candidates
-        if candidate.config.global_batch >= max(1, ENOUGH * largest)
-    ]
-    candidates.sort(key=lambda candidate: (candidate.flops, -candidate.config.micro_batch))
-    for _, best in candidates:
+    enough = max(1, ENOUGH * max(config.global_batch for _, config in found))
+    found.sort(key=lambda pair: (pair[0], -pair[1].micro_batch))
+    for _, best in found:
         # The search has used interpolated traces. The result must fit according to its own trace.
-        if fits(best, trace(best, best.micro_batch)):
+        if best.global_batch >= enough and fits(best, trace(best, best.micro_batch)):
             return _shorten_warmup(best)
     # Nothing fits: report what the most modest settings would need.
     m = MICRO_BATCHES[0]
-    least = change(ranks * m, m, True, "device")
-    memory = plan_memory(least, ranks, trace(least, m), assumed)
-    parts = ", ".join(f"{part} {size / GIB:.2f}" for part, size in memory.parts.items() if size)
+    least = change(1, m, True, "device")
+    needed = plan_memory(least, ranks, trace(least, m), assumed).total / GIB
     raise ValueError(
         f"nothing fits {gib:g} GiB: a single micro-batch of {m}, with activation checkpointing, "
-        f"needs {memory.total / GIB:.2f} ({parts}); use a higher ZeRO stage, smaller buckets, or "
-        "more GPUs"
+        f"needs {needed:.2f}; use a higher ZeRO stage, smaller buckets, or more GPUs"
     )
 
 
 def _shorten_warmup(config: Config) -> Config:
     """Warm up for a tenth of the run if the larger batch leaves fewer steps than the warmup has."""
     optim = config.optim
-    if config.epochs is not None:
-        return config
-    if optim.warmup_steps + optim.cooldown_steps <= config.num_steps:
+    if config.epochs is not None or optim.warmup_steps + optim.cooldown_steps <= config.num_steps:
         return config
     warmup_steps = (config.num_steps - optim.cooldown_steps) // 10
     optim = optim.model_copy(update={"warmup_steps": warmup_steps})

@@ -139,9 +139,6 @@ def _plan_engine(
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     zero = DeepSpeedZeroConfig(**ds_config["zero_optimization"])
-    offloads_optimizer = _is_offloaded(zero.offload_optimizer)
-    offloads_parameters = _is_offloaded(zero.offload_param)
-    overlaps = bool(zero.overlap_comm)
     level = stage(ds_config)
     e = DTYPES[precision(ds_config)].itemsize
     K = config.num_micro_batches(N)
@@ -150,62 +147,55 @@ def _plan_engine(
     all_share = -(-(P + F) // N)
     largest = towers.largest * e
     bucket = e * int(zero.reduce_bucket_size)
-    if level == 2 and overlaps:  # engine.py widens the bucket to the largest parameter
+    if level == 2 and zero.overlap_comm:  # engine.py widens the bucket to the largest parameter
         bucket = max(bucket, largest)
     flattened = min(P * e, bucket)  # for the reduction
-    num_buckets = 1 + overlaps if zero.contiguous_gradients else 0
+    num_buckets = 1 + bool(zero.overlap_comm) if zero.contiguous_gradients else 0
+
     # Optimizer states in fp32; at ZeRO 1 to 3 with a master copy of the parameters.
     num_states = count_moments(config.optim)
     states = 4 * share * (1 + num_states) if level else 4 * P * num_states
-
     parameters = (P + F) * e
     permanent_buffers = 0
-    # Gradients during and after the backward, and buffers during the backward and the update.
+    # Gradients from the backward to the update, what the backward needs beyond them, and buffers
+    # of the backward and of the update.
+    gradients = (share if level else P) * e
+    extra_gradients = 0
+    backward_buffers = flattened + num_buckets * bucket
+    update_buffers = 4 * share
     if level == 0:
-        gradients = gradients_after = P * e
         backward_buffers = 0
         update_buffers = min(P, ALLREDUCE) * e
-    elif level == 1:
-        gradients = gradients_after = share * e
-        if overlaps and K == 1:
-            gradients += largest  # the one that autograd is computing
-        else:
-            gradients += P * e - flattened  # all of them, until they are copied into the bucket
-        backward_buffers = flattened + num_buckets * bucket
-        update_buffers = 4 * share
-    elif level == 2:
-        # With several micro-batches, the sum over earlier ones and the new gradients.
-        gradients_after = share * e * (2 if K > 1 else 1)
-        gradients = gradients_after + largest  # the one that autograd is computing
-        backward_buffers = flattened + num_buckets * bucket
-        update_buffers = 4 * share
+    elif level == 1 and not (zero.overlap_comm and K == 1):
+        extra_gradients = P * e - flattened  # all of them, until they are copied into the bucket
+    elif level < 3:
+        extra_gradients = largest  # the one that autograd is computing
+        if level == 2 and K > 1:
+            gradients *= 2  # the sum over earlier micro-batches and the new ones
     else:
         # This rank's share, and as many gathered parameters as the ds_config allows at a time.
         parameters = min(P + F, int(zero.max_live_parameters)) * e
-        if not offloads_parameters:
-            parameters += all_share * e
         permanent_buffers = bucket if zero.contiguous_gradients else 0
-        gradients = gradients_after = share * e
         backward_buffers = flattened
-        update_buffers = 4 * share
 
     host = {}
-    if offloads_optimizer:
+    if _is_offloaded(zero.offload_param):
+        host["parameters"] = all_share * e
+    elif level == 3:
+        parameters += all_share * e
+    if _is_offloaded(zero.offload_optimizer):
         host["optimizer"] = states + share * (4 + e)
         states = update_buffers = 0
         if level > 1:
-            gradients = gradients_after = 0
+            gradients = extra_gradients = 0
             backward_buffers += largest
-    if offloads_parameters:
-        host["parameters"] = all_share * e
 
-    idle = {
-        "parameters": parameters,
-        "optimizer": states,
-        "communication": permanent_buffers,
+    idle = {"parameters": parameters, "optimizer": states, "communication": permanent_buffers}
+    backward = {
+        "communication": permanent_buffers + backward_buffers,
+        "gradients": gradients + extra_gradients,
     }
-    backward = {"communication": permanent_buffers + backward_buffers, "gradients": gradients}
-    update = {"communication": permanent_buffers + update_buffers, "gradients": gradients_after}
+    update = {"communication": permanent_buffers + update_buffers, "gradients": gradients}
     moments = {"forward": idle, "loss": idle, "backward": idle | backward, "update": idle | update}
     return moments, host
 
@@ -265,15 +255,6 @@ def _plan_host(
     if cost.state_on_host:
         host["loss"] = cost.state
     return host
-
-
-def describe_pixels(b: int, towers: Towers, image_bytes: int) -> str:
-    """Describe how much memory the images of a step need as pixels and compressed."""
-    return (
-        f"pixels: {b:,} samples per rank are {b * towers.sample / 1e9:,.1f} GB as uint8, held "
-        f"between the two passes; with pixels=compressed {b * image_bytes / 1e9:,.1f} GB "
-        f"(at {image_bytes / 1000:g} kB each), decoded twice"
-    )
 
 
 def search_largest(fits: Callable[[int], bool], at_most: int = 2**40) -> int:

@@ -8,8 +8,8 @@ from disco_ds.config import Config
 from disco_ds.models.gpus import Gpu, find_gpu
 from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.fit import fit
-from disco_ds.plan.memory import GIB, Memory, plan_memory
-from disco_ds.plan.speed import Rates, Speed, plan_speed
+from disco_ds.plan.memory import GIB, Memory, known_samples, plan_memory
+from disco_ds.plan.speed import Speed, plan_speed
 from disco_ds.plan.towers import Towers, trace
 
 
@@ -48,6 +48,7 @@ class Plan:
 
     @property
     def ranks_per_host(self) -> int:
+        """The number of ranks on a full host."""
         return min(self.now.ranks, self.assumed.per_host)
 
     @property
@@ -90,24 +91,21 @@ def plan_run(
     assumed = assumed or Assumptions()
     if largest:
         config = fit(config, ranks, chosen.gib, host_gib, assumed)
-    known = config.data.num_samples if config.data.source == "synthetic" else assumed.num_samples
-    if known:
-        config = config.with_steps(known)
+    if num_samples := known_samples(config, assumed.num_samples):
+        config = config.with_steps(num_samples)
     config.num_micro_batches(ranks)  # raises before the trace if the batch does not divide
     towers = trace(config, config.micro_batch)
-    rates = Rates(chosen, assumed)
     # A recipe with fixed ranks would refuse all other numbers.
     free = config.model_copy(update={"ranks": None})
 
     def estimate(n: int) -> Estimate:
         memory = plan_memory(free, n, towers, assumed)
-        return Estimate(n, free.num_micro_batches(n), memory, plan_speed(free, n, towers, rates))
+        speed = plan_speed(free, n, towers, chosen, assumed)
+        return Estimate(n, free.num_micro_batches(n), memory, speed)
 
-    # Powers of two up to 1,024 GPUs.
-    others = {n for n in (2**i for i in range(11)) if ranks / 8 <= n <= 8 * ranks}
     scaling = {
         n: estimate(n)
-        for n in sorted({ranks, *others})
-        if config.global_batch % (n * config.micro_batch) == 0
+        for n in sorted({ranks, *(2**i for i in range(11))})
+        if ranks / 8 <= n <= 8 * ranks and config.global_batch % (n * config.micro_batch) == 0
     }
     return Plan(config, chosen, assumed, towers, scaling[ranks], tuple(scaling.values()))

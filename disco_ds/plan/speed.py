@@ -7,7 +7,7 @@ counted: waiting for data, stragglers, latencies, and the optimizer's computatio
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from disco_ds.config import Config, render_ds_config
 from disco_ds.config.ds_config import precision, stage
@@ -16,25 +16,6 @@ from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.losses import loss_cost
 from disco_ds.plan.towers import Towers
 from disco_ds.training.engine import DTYPES
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Achieved rates of a GPU, from its data sheet and the assumptions."""
-
-    gpu: Gpu
-    assumed: Assumptions = field(default_factory=Assumptions)
-
-    def link(self, ranks: int) -> float:
-        """Return bytes/s that a rank receives; across hosts the slowest connection decides."""
-        if ranks <= self.assumed.per_host:
-            return 1e9 * self.gpu.link
-        return 1e9 * min(self.gpu.link, self.assumed.between_hosts)
-
-    def flops(self, kind: str) -> float:
-        """Return FLOP/s of products in fp32, tf32 or 16 bits."""
-        nominal = {"fp32": self.gpu.fp32, "tf32": self.gpu.tf32}.get(kind, self.gpu.half)
-        return 1e12 * self.assumed.efficiency * nominal
 
 
 @dataclass(frozen=True)
@@ -51,23 +32,33 @@ class Speed:
 
     @property
     def step_s(self) -> float:
+        """Time of the whole step."""
         return self.towers_s + self.loss_s + self.exposed_s
 
 
-def plan_speed(config: Config, ranks: int, towers: Towers, rates: Rates) -> Speed | None:
+def plan_speed(
+    config: Config, ranks: int, towers: Towers, gpu: Gpu, assumed: Assumptions
+) -> Speed | None:
     """Predict the times of a step; None if the GPU's rates are unknown."""
-    if not (rates.gpu.half and rates.gpu.link):
+    if not (gpu.half and gpu.link):
         return None
     K = config.num_micro_batches(ranks)
     b = config.global_batch // ranks
     cost = loss_cost(config.loss.name, config.loss.options, b, ranks, towers.width)
-    tower_rate = rates.flops(precision(config.deepspeed))
+    nominal = {"fp32": gpu.fp32, "tf32": gpu.tf32}
+
+    def flop_rate(kind: str) -> float:
+        return 1e12 * assumed.efficiency * nominal.get(kind, gpu.half)
+
+    # Across hosts, the slowest connection decides.
+    link = gpu.link if ranks <= assumed.per_host else min(gpu.link, assumed.between_hosts)
+    tower_rate = flop_rate(precision(config.deepspeed))
     # All micro-batches but the last go through the forward once more, without a graph.
     tower_flops = (K - 1) * towers.replay_flops + K * towers.flops
-    loss_s = cost.flops / rates.flops(cost.precision)
-    engine_bytes = _count_engine(config, ranks, K, towers) if ranks > 1 else 0
-    loss_comm_s = cost.received_bytes / rates.link(ranks)
-    engine_comm_s = engine_bytes / rates.link(ranks)
+    loss_s = cost.flops / flop_rate(cost.precision)
+    engine_bytes = _count_engine(config, ranks, K, towers)
+    loss_comm_s = cost.received_bytes / (1e9 * link)
+    engine_comm_s = engine_bytes / (1e9 * link)
     hidden_s = min(loss_s, loss_comm_s) if cost.while_computing else 0.0
     zero = render_ds_config(config, ranks)["zero_optimization"]
     if K == 1 and stage(config.deepspeed) in (1, 2) and zero["overlap_comm"]:

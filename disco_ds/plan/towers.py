@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -34,6 +33,9 @@ from disco_ds.training.engine import DTYPES
 from disco_ds.training.step import Forward
 
 Watch = Callable[[str], AbstractContextManager[None]]
+
+_TRACES: dict[str, Towers] = {}
+"""Traces by the settings that they depend on."""
 
 
 @dataclass(frozen=True)
@@ -195,28 +197,21 @@ def trace(config: Config, m: int, like_gpu: bool = True) -> Towers:
     Raises:
         ValueError: If the model cannot be traced.
     """
-    # The key of the cache is JSON. Settings that do not affect the trace are set to fixed values,
-    # so that more calls hit the cache.
-    keys = {"name", "global_batch", "micro_batch", "model", "loss", "data", "deepspeed"}
-    tree = config.model_dump(mode="json", include=keys) | {"steps": 1, "optim": {"warmup_steps": 0}}
-    tree |= {
-        "global_batch": 1,
-        "micro_batch": 1,
-        "data": {"source": "synthetic", "augment": tree["data"]["augment"]},
-    }
-    try:
-        return _trace(Config.model_validate(tree).model_dump_json(), m, like_gpu)
-    except ValueError:
-        raise
-    except Exception as error:
-        # For example shapes that depend on values, or operators without fake tensor support.
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        raise ValueError(f"model {config.model.label} cannot be traced: {reason}") from error
+    settings = (config.model, config.loss, config.data.augment, precision(config.deepspeed))
+    key = f"{settings} {m} {like_gpu}"
+    if key not in _TRACES:
+        try:
+            _TRACES[key] = _trace(config, m, like_gpu)
+        except ValueError:
+            raise
+        except Exception as error:
+            # For example shapes that depend on values, or operators without fake tensor support.
+            reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            raise ValueError(f"model {config.model.label} cannot be traced: {reason}") from error
+    return _TRACES[key]
 
 
-@lru_cache(maxsize=64)
-def _trace(tree: str, m: int, like_gpu: bool) -> Towers:
-    config = Config.model_validate_json(tree)
+def _trace(config: Config, m: int, like_gpu: bool) -> Towers:
     found: Counter[str] = Counter()
     with _fake(like_gpu):
         model = prepare_model(config)

@@ -1,5 +1,7 @@
-"""open_clip's signatures with our losses inside: the full batch's gradient in loops that are not ours, and clear errors
-where a rank would otherwise hang or take its part of the batch for the whole."""
+"""The replacements for open_clip's losses: full-batch gradients in other training loops, and clear errors.
+
+Without the errors a rank would hang, or treat its part of the batch as the whole batch.
+"""
 
 from __future__ import annotations
 
@@ -184,7 +186,7 @@ def test_features_that_are_not_unit_rows_are_warned_of_once() -> None:
     features = model(image, text) | {"text_features": 3 * model(image, text)["text_features"]}
     loss = ClipLoss()
     with pytest.warns(
-        UserWarning, match=r"text features are not normalized .* 2\.00 away"
+        UserWarning, match=r"text features are not normalized.* 2\.00 away"
     ) as caught:
         loss(**features)
     assert caught[0].filename == __file__, "the user's line, not torch's"
@@ -195,7 +197,7 @@ def test_scale_that_is_still_a_logarithm_is_warned_of() -> None:
     model, (image, text) = Towers(False), batch()
     with pytest.warns(
         UserWarning,
-        match=r"the logit scale is 2\.00, which is rather its logarithm: pass .*exp\(\)",
+        match=r"the logit scale is 2\.00, which looks like its logarithm; pass .*exp\(\)",
     ):
         ClipLoss()(**model(image, text) | {"logit_scale": model.logit_scale})
 

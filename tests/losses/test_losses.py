@@ -1,4 +1,4 @@
-"""The contract of every InfoNCE loss: value and all gradients equal the float64 oracle at any number of ranks."""
+"""The contract of every InfoNCE loss: loss and gradients equal a float64 oracle at any number of ranks."""
 
 from __future__ import annotations
 
@@ -300,7 +300,7 @@ def test_duplicate_registration_is_refused():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"text": torch.ones(3, 5)}, "of one shape"),
+        ({"text": torch.ones(3, 5)}, "of the same shape"),
         ({"text": torch.ones(4, 5, dtype=torch.float64)}, "floating dtype"),
         ({"scale": torch.tensor(1.0)}, r"scale must have shape \[1\]"),
         ({"index": torch.zeros(3, dtype=torch.int64)}, "index must be"),

@@ -1,4 +1,4 @@
-"""The tiled losses where others break: extreme logits, and a bound on memory that no batch size moves."""
+"""The tiled losses at extreme logits, and their memory, which does not grow with the batch squared."""
 
 from __future__ import annotations
 
@@ -207,6 +207,5 @@ def test_memory_of_fastclip_is_bounded_by_features():
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("B", [4096, 16384])
-def test_memory_stays_bounded_at_larger_batches(B):
-    check_memory(B, 2, 256)
+def test_memory_stays_bounded_at_larger_batches():
+    check_memory(16384, 2, 256)

@@ -1,4 +1,4 @@
-"""What a loss asks of the host beside its tiles: torch calls, and exchanges between ranks."""
+"""Host overhead of a loss: torch calls outside of its tiles, and exchanges between ranks."""
 
 from __future__ import annotations
 

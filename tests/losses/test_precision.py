@@ -1,4 +1,4 @@
-"""What 16-bit factors cost: the bars of docs/exactness.md, and the range that fp16's weights have."""
+"""Accuracy of 16-bit factors: the limits in docs/exactness.md, and the range of fp16 weights."""
 
 from __future__ import annotations
 

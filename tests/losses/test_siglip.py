@@ -1,4 +1,4 @@
-"""The contract of the sigmoid loss, against a float64 oracle of one process."""
+"""The contract of the sigmoid loss, against a float64 oracle in one process."""
 
 from __future__ import annotations
 

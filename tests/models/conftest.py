@@ -1,4 +1,4 @@
-"""The smallest model of open_clip's kind."""
+"""A very small model of open_clip."""
 
 from __future__ import annotations
 

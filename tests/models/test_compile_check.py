@@ -1,4 +1,4 @@
-"""Compiled models whose forward is repeated: refused where they draw random numbers, exact where they do not."""
+"""Compiled models whose forward is repeated: refused if they draw random numbers, otherwise exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model a run trains: its features, locked towers, options."""
+"""The trained model: features, locked towers and options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights and names of models: open_clip's keys, files that do not fit, configs that do not exist."""
+"""Model weights, keys and configs, including files that do not fit."""
 
 from __future__ import annotations
 
@@ -178,10 +178,7 @@ def test_batch_norm_model_is_warned_of_naming_layers(
     count = sum(isinstance(m, nn.BatchNorm2d) for m in model.modules())
     assert count > 3
     (record,) = caplog.records
-    assert (
-        f"BatchNorm in visual.bn1, visual.bn2, visual.bn3, ... ({count} layers)"
-        in record.getMessage()
-    )
+    assert f"BatchNorm in visual.bn1 ({count} layers)" in record.getMessage()
 
 
 def test_model_without_batch_norm_is_not_warned_of(
@@ -202,7 +199,7 @@ def test_unknown_model_lists_the_nearest_and_ours() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (None, "model.name: .*no file .*odd.json"),
+        (None, "unknown model .*odd.json"),
         ("{", "odd.json is not valid JSON"),
         ("{}", "open_clip could not build it"),
         (json.dumps(TINY | {"vision_cfg": {"layrs": 3}}), "layrs"),

@@ -1,4 +1,4 @@
-"""A user's own model, `model.factory`: what is refused, what is made of it, and the example from end to end."""
+"""Custom models (`model.factory`): refused mistakes, the built model, and the example from end to end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parameters the optimizer treats alike, by hand on a small model of each kind."""
+"""Parameter groups of the optimizer, written out for a small model of each kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The numbers of ranks that lost hosts leave to a run, and what is refused before it starts."""
+"""Numbers of ranks that are possible after hosts are lost, and recipes that do not support them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SLOTS = "data.slots 4 must be a multiple of"
             ["data.slots=6"],
             ["2, 3 or 4 ranks", f"{BATCH} 48 ", "data.slots 6 must be a multiple of 12"],
         ),
-        ([1, 1, 1, 1], 2, [], [f"{BATCH} 48 ", "or use --min-hosts 4"]),
+        ([1, 1, 1, 1], 2, [], [f"{BATCH} 48 ", "raise --min-hosts"]),
         ([1, 1, 1, 1], 1, ["global_batch=48"], [f"{SLOTS} 12"]),
         ([17, 19, 23], 1, [], ["17, 19, 23, 36, 40, 42 or 59 ranks"]),
         ([1, 1], 1, ["ranks=3"], ["the recipe expects 3 ranks, but this run has 2"]),

@@ -1,4 +1,4 @@
-"""Memory of every registered loss: what plan/losses.py says is what its code allocates, at one rank and at two."""
+"""Planned memory of every registered loss against what it allocates, on one rank and on two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a step's communication is hidden behind computation, by a plan with given rates."""
+"""Communication that a plan hides behind computation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from disco_ds.models.gpus import find_gpu
 from disco_ds.plan.assumptions import Assumptions
-from disco_ds.plan.speed import Rates, Speed, plan_speed
+from disco_ds.plan.speed import Speed, plan_speed
 from disco_ds.plan.towers import Towers
 from helpers.towers import tiny_config, write_tiny
 
@@ -33,8 +33,8 @@ def plan(tmp_path):
             write_tiny(tmp_path), {"zero_optimization": {"stage": stage}}, global_batch=16_384, micro_batch=micro_batch,
             loss__name=loss,
         )  # fmt: skip
-        rates = Rates(find_gpu("A100-80G"), Assumptions(efficiency=1.0, between_hosts=bandwidth))
-        found = plan_speed(config, 16, TOWERS, rates)
+        assumed = Assumptions(efficiency=1.0, between_hosts=bandwidth)
+        found = plan_speed(config, 16, TOWERS, find_gpu("A100-80G"), assumed)
         assert found is not None
         return found
 

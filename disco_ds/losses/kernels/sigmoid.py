@@ -8,13 +8,12 @@ gradient are computed in one pass, without a second product. Pairs are left out.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from disco_ds.losses.kernels.similarity import Block
+from disco_ds.losses.kernels.similarity import Block, raise_maxima
 
 
 @dataclass
@@ -52,8 +51,6 @@ def sigmoid_block(
 
     Source: docs/losses.md section 5 (SigLIP, arXiv 2303.15343).
     """
-    n = len(block.rows)
-    m = len(block.columns)
     device = block.rows.device
     tiling = block.tiling
     tiles = block.tiles
@@ -61,16 +58,13 @@ def sigmoid_block(
     scale = block.row_scale[:1].to(block.dtype)
     bias = bias.to(block.dtype)
     loss, weight = torch.zeros(2, dtype=torch.float64, device=device)
-    largest = [
-        torch.full((k,), -math.inf, dtype=torch.float64, device=device) for k in (n, m) if maxima
-    ]
-    for i, j in tiling.cut(n, m, device):
+    largest = block.start_maxima() if maxima else []
+    for i, j in tiling.cut(len(block.rows), len(block.columns), device):
         tile = block.tile(i, j, scratch)
         losses, weights, W, *tops = tiles.sigmoid_weights(tile, scale, bias, maxima)
         loss += losses
         weight += weights
-        for total, part, new in zip(largest, (i, j), tops, strict=False):
-            torch.maximum(total[part], new.double(), out=total[part])
+        raise_maxima(largest, (i, j), tops)
         if d_rows is not None:
             tiling.add_product(d_rows[i], W, tile.c)
         if d_columns is not None:

@@ -1,8 +1,8 @@
 """Softmax over a block of similarities that is never in memory as a whole.
 
 This file computes the sums of exponentials and the gradients. The pairs are left out of every sum
-and every weight: 1 - p loses its digits if p, the probability of the pair, is close to 1, and the
-sum over the others divided by the pair does not (docs/losses.md section 2).
+and every weight. If p, the probability of the pair, is close to 1, then 1 - p loses digits, but
+the sum over the others divided by the pair does not (docs/losses.md section 2).
 """
 
 # n rows, m columns, D width; x_ij = row_scale_i <row i, column j>, y_ij = column_scale_j <row i,
@@ -11,6 +11,7 @@ sum over the others divided by the pair does not (docs/losses.md section 2).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from disco_ds.losses.kernels import torch_tiles
 from disco_ds.losses.kernels.availability import uses_triton
-from disco_ds.losses.kernels.tiles import Scratch, Tile, Tiling, full_dtype, pairs_offset
+from disco_ds.losses.kernels.tiles import Tile, Tiling, full_dtype, pairs_offset
 
 
 @dataclass(frozen=True)
@@ -51,21 +52,29 @@ class Block:
             return triton_tiles
         return torch_tiles
 
+    def start_maxima(self) -> list[Tensor]:
+        """Return -inf for each row and for each column, float64, for raise_maxima."""
+        device = self.rows.device
+        sides = self.rows, self.columns
+        return [torch.full((len(x),), -math.inf, dtype=torch.float64, device=device) for x in sides]
+
     @property
     def dtype(self) -> torch.dtype:
         """Return the dtype of scales, sums and gradients: fp32, or float64 for float64 features."""
         return full_dtype(self.rows)
 
-    def scratch(self, tiles: ModuleType) -> Scratch:
-        """Allocate the weights of one tile: torch needs full precision, Triton writes factors."""
+    def scratch(self, tiles: ModuleType) -> Tensor:
+        """Allocate the largest tile's weights: torch needs full precision, Triton writes factors."""
         dtype = self.dtype if tiles is torch_tiles else self.tiling.factor_dtype(self.rows)
-        return Scratch(self.tiling, len(self.rows), len(self.columns), dtype, self.rows.device)
+        rows, columns = self.tiling.size(self.rows.device)
+        size = min(rows, len(self.rows)) * min(columns, len(self.columns))
+        return torch.empty(size, dtype=dtype, device=self.rows.device)
 
-    def tile(self, i: slice, j: slice, scratch: Scratch | None) -> Tile:
+    def tile(self, i: slice, j: slice, scratch: Tensor | None) -> Tile:
         """Return the tile of rows i and columns j, with its memory in `scratch`."""
         r = self.tiling.factor(self.rows[i])
         c = self.tiling.factor(self.columns[j])
-        out = None if scratch is None else scratch.tile(i, j)
+        out = None if scratch is None else scratch[: len(r) * len(c)].view(len(r), len(c))
         return Tile(r, c, pairs_offset(i, j, self.first), self.tiling, out)
 
 
@@ -81,6 +90,14 @@ class Sums:
     """[n], the largest x of each row; None if maxima were not computed."""
     columns_max: Tensor | None
     """[m], the largest y of each column; None if maxima were not computed."""
+
+
+def raise_maxima(
+    largest: Sequence[Tensor], tile: tuple[slice, slice], tops: Sequence[Tensor]
+) -> None:
+    """Raise the maxima of a block, if there are any, to those of a tile."""
+    for total, part, new in zip(largest, tile, tops, strict=False):
+        torch.maximum(total[part], new.double(), out=total[part])
 
 
 def softmax_sums(block: Block, maxima: bool = True, kept: Tensor | None = None) -> Sums:
@@ -103,9 +120,7 @@ def softmax_sums(block: Block, maxima: bool = True, kept: Tensor | None = None) 
     empty = -math.inf if shift is None else 0.0
     row_sum = torch.full((n,), empty, dtype=torch.float64, device=device)
     column_sum = torch.full((m,), empty, dtype=torch.float64, device=device)
-    largest = [
-        torch.full((k,), -math.inf, dtype=torch.float64, device=device) for k in (n, m) if maxima
-    ]
+    largest = block.start_maxima() if maxima else []
     row_scale = block.row_scale.to(block.dtype)
     column_scale = block.column_scale.to(block.dtype)
     # The sums in Triton write no tile, so only torch needs memory for one.
@@ -121,8 +136,7 @@ def softmax_sums(block: Block, maxima: bool = True, kept: Tensor | None = None) 
             in_rows, in_columns, *tops = tiles.exp_sums(tile, row_scale[:1], shift, keep, maxima)
             row_sum[i] += in_rows
             column_sum[j] += in_columns
-        for total, part, new in zip(largest, (i, j), tops, strict=False):
-            torch.maximum(total[part], new.double(), out=total[part])
+        raise_maxima(largest, (i, j), tops)
     if shift is not None:
         row_sum.log_().add_(shift)
         column_sum.log_().add_(shift)

@@ -168,19 +168,6 @@ class Tile:
     """[n, m] memory for the tile: full precision in torch, factors in Triton, None for its sums."""
 
 
-class Scratch:
-    """Memory for one tile, reused for every tile of a block."""
-
-    def __init__(self, tiling: Tiling, n: int, m: int, dtype: torch.dtype, device: torch.device):
-        rows, columns = tiling.size(device)
-        self.flat = torch.empty(min(rows, n) * min(columns, m), dtype=dtype, device=device)
-
-    def tile(self, rows: slice, columns: slice) -> Tensor:
-        """Return memory for the tile of these rows and columns."""
-        n, m = rows.stop - rows.start, columns.stop - columns.start
-        return self.flat[: n * m].view(n, m)
-
-
 def full_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which sums of products of rows like x accumulate."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -198,6 +198,7 @@ def exp_sums_kernel(
     KEEP: tl.constexpr, MAXIMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH_BYTES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
+    """Compute torch_tiles.exp_sums, with a row of partial results per block."""
     x, rows, columns, i, j = _cosines(
         r,
         c,
@@ -234,6 +235,7 @@ def exp_weights_kernel(
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH_BYTES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
+    """Compute torch_tiles.exp_weights."""
     x, rows, columns, _, _ = _cosines(
         r,
         c,
@@ -267,6 +269,7 @@ def log_sums_kernel(
     MAXIMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH_BYTES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
+    """Compute torch_tiles.log_sums, with a row of partial results per block."""
     x, rows, columns, i, j = _cosines(
         r,
         c,
@@ -313,6 +316,7 @@ def log_weights_kernel(
     TWO_WEIGHTS: tl.constexpr, MOMENTS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH_BYTES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
+    """Compute torch_tiles.log_weights, with a row of partial moments per block."""
     x, rows, columns, i, j = _cosines(
         r,
         c,
@@ -369,6 +373,7 @@ def sigmoid_weights_kernel(
     SIGMOID: tl.constexpr, MAXIMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH_BYTES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
+    """Compute torch_tiles.sigmoid_weights, with partial results per block."""
     z, rows, columns, i, j = _cosines(
         r,
         c,

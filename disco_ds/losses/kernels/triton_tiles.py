@@ -48,12 +48,14 @@ def exp_sums(
 
 
 def exp_weights(tile: Tile, scale: Tensor, shift: Tensor, a: Tensor, beta: Tensor) -> Tensor:
+    """Compute torch_tiles.exp_weights in tile.out."""
     assert tile.out is not None
     _launch(kernels.exp_weights_kernel, tile, scale, shift.float(), tile.out, a, beta)
     return tile.out
 
 
 def kept_weights(e: Tensor, a: Tensor, beta: Tensor, tiling: Tiling, out: Tensor) -> Tensor:
+    """Compute torch_tiles.kept_weights in `out`."""
     n, m = e.shape
     grid = triton.cdiv(n, KEPT_BLOCK["BLOCK_M"]), triton.cdiv(m, KEPT_BLOCK["BLOCK_N"])
     with torch.cuda.device_of(out):
@@ -86,6 +88,7 @@ def log_weights(
     column_shift: Tensor,
     moments: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
+    """Compute torch_tiles.log_weights in tile.out."""
     out = tile.out
     assert out is not None
     row_moment, column_moment = (out, out) if moments is None else _partial_vectors(tile)
@@ -103,6 +106,7 @@ def log_weights(
 def sigmoid_weights(
     tile: Tile, scale: Tensor, bias: Tensor, maxima: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Compute torch_tiles.sigmoid_weights, with the weights in tile.out."""
     out = tile.out
     assert out is not None
     row_max, column_max = _partial_vectors(tile)
@@ -161,7 +165,7 @@ def _precision(tiling: Tiling) -> str:
 
 
 def _partial_vectors(tile: Tile) -> tuple[Tensor, Tensor]:
-    """Allocate a number per row from each block of columns, and per column from each block of rows.
+    """Allocate one number per row and block of columns, and one per column and block of rows.
 
     There is enough memory for the smallest blocks that may be chosen.
     """
