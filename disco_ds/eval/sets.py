@@ -143,7 +143,7 @@ def _open_csv(
     columns = {"image_key": f"{data.image_key};{_CSV_IMAGE}", "captions": {caption: 1.0}}
     data = data.model_copy(update=columns)
     try:
-        return ImageSet(name, Table.load(path, None, data), data, caption)
+        return ImageSet(name, Table.load(path, data), data, caption)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 

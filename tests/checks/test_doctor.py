@@ -265,7 +265,7 @@ def test_shard_that_was_cut_off_fails_its_count_and_its_samples(tmp_path: Path) 
     os.truncate(tmp_path / "00002.tar", 12_345)
     lines = look_at_data(data_of(tmp_path))
     assert the(lines, "manifest").status == "fail"
-    assert "00002.tar has 3 samples, was counted with 20" in the(lines, "manifest").found
+    assert "00002.tar: 3 samples" in the(lines, "manifest").found
     assert the(lines, "samples").status == "fail"
     assert "the tar has 3 complete samples: " in the(lines, "samples").found
 
@@ -276,7 +276,7 @@ def test_tars_joined_to_one_are_a_warning(tmp_path: Path) -> None:
     write_manifest(index_shards(path.parent))
     line = the(look_at_data(data_of(path.parent)), "manifest")
     assert line.status == "warn"
-    assert "00001.tar has an end mark at byte" in line.found
+    assert "00001.tar has data after its end mark at byte" in line.found
 
 
 def test_manifest_that_is_stale_or_missing_fails(tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_manifest_that_is_stale_or_missing_fails(tmp_path: Path) -> None:
     shutil.copy(tmp_path / "other" / "00000.tar", tmp_path / "data" / "00004.tar")
     line = the(look_at_data(data_of(tmp_path / "data")), "manifest")
     assert line.status == "fail"
-    assert "00004.tar has 40 samples, was counted with 20" in line.found
+    assert "00004.tar: 40 samples" in line.found
     write_shards(tmp_path / "same", [20])
     shutil.copy(tmp_path / "same" / "00000.tar", tmp_path / "data" / "00004.tar")
     os.utime(tmp_path / "data" / "00004.tar", (1, 1))
