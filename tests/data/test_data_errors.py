@@ -124,8 +124,7 @@ def test_truncated_shard_costs_its_lost_samples(
     assert "unexpected end of data" in broken[0] or "end mark" in broken[0]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("max_broken", [0.01, 1.0])
+@pytest.mark.parametrize(("workers", "max_broken"), [(0, 1.0), (2, 0.01)])
 def test_wrong_image_key_ends_with_the_members_seen(
     manifest: Manifest, workers: int, max_broken: float
 ) -> None:
@@ -288,7 +287,7 @@ from pathlib import Path
 from disco_ds.data import SampleForm, Share, load_manifest
 from helpers.shards import make_loader, read_rank, settings
 if __name__ == "__main__":
-    loader = make_loader(load_manifest(Path(sys.argv[1])), settings(workers=2))
+    loader = make_loader(load_manifest(Path(sys.argv[1])), settings(workers=1))
     read_rank(loader, 1)
     print(*loader.worker_pids, flush=True)
     if sys.argv[2] == "stay":
@@ -307,7 +306,7 @@ def test_workers_end_with_their_trainer(manifest: Manifest, tmp_path: Path, end:
     ) as trainer:
         assert trainer.stdout is not None
         pids = [int(pid) for pid in trainer.stdout.readline().split()]
-        assert len(pids) == 2
+        assert len(pids) == 1
         if end == "stay":
             trainer.kill()
         assert trainer.wait(20) == (-9 if end == "stay" else 0)

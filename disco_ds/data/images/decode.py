@@ -195,29 +195,23 @@ def _to_tensor(image: Image.Image) -> Tensor:
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
-class Captions:
-    """The caption templates of data.captions. One is drawn by weight and filled with the sample's members.
+def pick_caption(weights: dict[str, float], members: dict[str, bytes], uniform: float) -> str:
+    """Draw one of the caption templates by weight and fill it.
 
     A field names a member: {txt} is its text, {json[key]} an entry of the parsed JSON, and {json[key][0]} the first
     item of a list. A template that names a whole list is refused.
+
+    Args:
+        weights: Templates and weights, data.captions.
+        members: The sample's members.
+        uniform: Random number in [0, 1) that selects the template.
+
+    Raises:
+        BrokenSample: See fill_template.
     """
-
-    def __init__(self, weights: dict[str, float]) -> None:
-        self._templates = list(weights)
-        self._ends = list(accumulate(weights.values()))
-
-    def pick(self, members: dict[str, bytes], uniform: float) -> str:
-        """Return one caption.
-
-        Args:
-            members: The sample's members.
-            uniform: Random number in [0, 1) that selects the template.
-
-        Raises:
-            BrokenSample: See fill_template.
-        """
-        number = bisect_right(self._ends, uniform * self._ends[-1])
-        return fill_template(self._templates[number], members)
+    ends = list(accumulate(weights.values()))
+    number = bisect_right(ends, uniform * ends[-1])
+    return fill_template(list(weights)[number], members)
 
 
 def list_fields(template: str) -> set[str]:

@@ -25,11 +25,11 @@ from disco_ds.config.data import DataSettings
 from disco_ds.data.images.broken import DataError, breaks_sample
 from disco_ds.data.images.decode import (
     NUM_CROP_NUMBERS,
-    Captions,
     ImageSpec,
     decode_image,
     decode_pixels,
     find_image,
+    pick_caption,
     resize_for_evaluation,
     resize_random_crop,
     shorten_caption,
@@ -143,43 +143,40 @@ class Source:
         return DecodedSamples(self, settings, form, seed, num_slots)
 
 
+@dataclass(frozen=True)
 class DecodedSamples:
     """Samples decoded from the members that a source's Reader returns. The first read opens the source."""
 
-    def __init__(
-        self, source: Source, settings: DataSettings, form: SampleForm, seed: int, num_slots: int
-    ) -> None:
-        self._source = source
-        self._settings = settings
-        self._form = form
-        self._seed = seed
-        self._num_slots = num_slots
-        self._captions = Captions(settings.captions)
+    source: Source
+    settings: DataSettings
+    form: SampleForm
+    seed: int
+    num_slots: int
 
     @cached_property
     def _reader(self) -> Reader:
-        return self._source.open(self._num_slots, self._settings.window)
+        return self.source.open(self.num_slots, self.settings.window)
 
     def read(self, shard: int, entry: int, epoch: int, index: int) -> tuple[Decode, Tensor]:
         """Read a sample, see Samples."""
         with breaks_sample(OSError):
             members = self._reader.read(shard, entry)
         # The row begins with the numbers of the crop and ends with that of the caption.
-        numbers = keyed_row(self._seed, epoch, index, CAPTION_COLUMN + 1, CROP_COLUMN)
+        numbers = keyed_row(self.seed, epoch, index, CAPTION_COLUMN + 1, CROP_COLUMN)
         with breaks_sample():
-            caption = self._captions.pick(members, numbers[CAPTION_COLUMN])
-            data = find_image(members, self._settings.image_key)
-            text = self._form.tokenize([shorten_caption(caption)])
-        if text.shape != (1, self._form.context_length):
+            caption = pick_caption(self.settings.captions, members, numbers[CAPTION_COLUMN])
+            data = find_image(members, self.settings.image_key)
+            text = self.form.tokenize([shorten_caption(caption)])
+        if text.shape != (1, self.form.context_length):
             raise DataError(
                 f"the tokenizer returned shape {tuple(text.shape)} for one caption, but the model expects "
-                f"{(1, self._form.context_length)}; build both from the same model config"
+                f"{(1, self.form.context_length)}; build both from the same model config"
             )
         # Only compressed bytes are kept, so a worker can hold all samples of a step and decode them a second time.
         return partial(self._decode, data, numbers[:NUM_CROP_NUMBERS]), text[0]
 
     def _decode(self, data: bytes, uniform: Sequence[float]) -> Tensor:
-        settings, spec = self._settings, self._form.image
+        settings, spec = self.settings, self.form.image
         with breaks_sample():
             if settings.crop_scale is None:
                 return resize_for_evaluation(decode_image(data, settings.max_pixels), spec)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -159,24 +160,25 @@ def _find(num_shards: Sequence[int], shard: int) -> tuple[int, int]:
     return number, shard
 
 
+@dataclass(frozen=True)
 class MixedSamples:
     """The samples of all sources, whose shards are numbered consecutively."""
 
-    def __init__(self, num_shards: Sequence[int], opened: Sequence[Samples]) -> None:
-        self._num_shards = num_shards
-        self._opened = opened
+    num_shards: Sequence[int]
+    """Number of shards in each source."""
+    opened: Sequence[Samples]
 
     def read(self, shard: int, entry: int, epoch: int, index: int) -> tuple[Decode, Tensor]:
         """Read a sample, see Samples."""
-        number, shard = _find(self._num_shards, shard)
-        return self._opened[number].read(shard, entry, epoch, index)
+        number, shard = _find(self.num_shards, shard)
+        return self.opened[number].read(shard, entry, epoch, index)
 
     def name(self, shard: int, entry: int) -> str:
         """Return the sample's name for messages."""
-        number, shard = _find(self._num_shards, shard)
-        return self._opened[number].name(shard, entry)
+        number, shard = _find(self.num_shards, shard)
+        return self.opened[number].name(shard, entry)
 
     def close(self) -> None:
         """Close all files."""
-        for samples in self._opened:
+        for samples in self.opened:
             samples.close()

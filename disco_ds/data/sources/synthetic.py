@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -29,18 +31,18 @@ class SyntheticSource(Source):
         return SyntheticSamples(form, seed)
 
 
+@dataclass(frozen=True)
 class SyntheticSamples:
     """Samples that are generated in the model's form: there are no bytes to decode."""
 
-    def __init__(self, form: SampleForm, seed: int) -> None:
-        self._form = form
-        self._seed = seed
+    form: SampleForm
+    seed: int
 
     def read(self, shard: int, entry: int, epoch: int, index: int) -> tuple[Decode, Tensor]:
         """Generate a sample, see Samples."""
-        form = self._form
+        form = self.form
         # The epoch is not part of the key: a sample has one image and one caption.
-        random = torch.Generator().manual_seed(keyed_int(self._seed, index))
+        random = torch.Generator().manual_seed(keyed_int(self.seed, index))
         cells = torch.randint(256, (1, 3, _CELLS, _CELLS), dtype=torch.uint8, generator=random)
         text = torch.randint(form.vocab_size - 2, (form.context_length,), generator=random)
         # Start and end tokens as in open_clip's tokenizer, whose text towers pool at the largest token.
