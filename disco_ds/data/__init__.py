@@ -1,12 +1,12 @@
-"""The data room: samples in, micro-batches out, in an order that depends on nothing but the seed and the sources.
+"""Training data: samples in, micro-batches out, in an order that depends only on the seed and the sources.
 
     order      which sample comes when
     sources    where samples come from
-    remote     shards on other machines
+    remote     fetching and caching of remote shards
     images     decoding and augmentation
     pipeline   worker processes, buffers and the loader
 
-Of the package it imports only the settings. It takes (rank, size) as integers and never communicates.
+It imports only `config` and `names` from the package. Rank and number of ranks are arguments; nothing communicates.
 """
 
 from disco_ds.data.images.augment import augment

@@ -120,7 +120,7 @@ def _load_captioned(name: str, path: str, settings: EvalSettings, data: DataSett
             caption = _CSV_CAPTION
         columns = {"image_key": f"{data.image_key};{_CSV_IMAGE}", "captions": {caption: 1.0}}
         data = data.model_copy(update=columns)
-        return ImageSet(name, Table.load(path, None, data), data, caption)
+        return ImageSet(name, Table.load(path, data), data, caption)
     images = _open(name, resolve_shards(path), data, settings.caption_key, "{txt}")
     if isinstance(images.source, ImageFolder):
         raise ValueError(f"{path} contains no .tar shards; captions are read from shards or a csv")

@@ -17,13 +17,14 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as TF
 
 from disco_ds.data import BrokenSample, ImageSpec, read_all, read_labels
+from disco_ds.data.images.broken import breaks_sample
 from disco_ds.data.images.decode import (
-    Captions,
     _crop_box,
     decode_image,
     decode_pixels,
     fill_template,
     find_image,
+    pick_caption,
     resize_for_evaluation,
     resize_random_crop,
 )
@@ -48,16 +49,12 @@ def test_evaluation_resize_equals_open_clip(
         interpolation=interpolation,
     )
     spec = ImageSpec(target, interpolation, mode)  # type: ignore[arg-type]
-    for size in [(100, 75), (75, 101), (64, 64), (20, 17), (13, 300), (32, 32)] + [(2000, 13)] * (
-        mode == "shortest"
-    ):
+    for size in [(100, 75), (75, 101), (64, 64), (20, 17), (13, 300), (32, 32)]:
         image = noise(*size)
         ours = resize_for_evaluation(image, spec)
         assert ours.shape == (3, *target)
         assert ours.dtype == torch.uint8
-        # Beyond that aspect ratio only the crop is resized, whose box PIL keeps in single precision.
-        levels = 2 if max(size) > 64 * min(size) else 0
-        assert (ours - 255 * transform(image)).abs().max() < levels + 0.01, size
+        assert (ours - 255 * transform(image)).abs().max() < 0.01, size
 
 
 @pytest.mark.parametrize("name", ["ViT-B-32", "quickstart"])
@@ -77,14 +74,10 @@ def test_evaluation_pixels_are_those_of_the_model_s_own_preprocessing(name: str)
         assert torch.equal(ours.float() / 255, expected), mode
 
 
-def test_evaluation_resize_of_a_thread_does_not_fill_the_memory() -> None:
+def test_evaluation_of_a_very_long_image_does_not_fill_the_memory() -> None:
     image = Image.new("RGB", (2, 1_000_000), (9, 9, 9))
-    for mode in ("shortest", "longest", "squash"):
-        assert resize_for_evaluation(image, ImageSpec((224, 224), resize_mode=mode)).shape == (
-            3,
-            224,
-            224,
-        )  # type: ignore[arg-type]
+    with pytest.raises(BrokenSample, match="2 x 1000000"):
+        resize_for_evaluation(image, ImageSpec((224, 224)))
 
 
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
@@ -164,18 +157,19 @@ def test_palette_with_alpha_reads_without_a_warning() -> None:
     ("data", "reason"),
     [
         (b"", "UnidentifiedImageError"),
-        (b"GIF89a", "image: "),
+        (b"GIF89a", "Error"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "UnidentifiedImageError"),
         (bomb(), "DecompressionBombError|50000 x 50000"),
         (bomb(12_000), "144000000|12000 x 12000"),
         (encode(noise(40, 40), "JPEG")[:-200], "truncated"),
-        (encode(noise(40, 40), "WEBP")[:100], "image: "),
+        (encode(noise(40, 40), "WEBP")[:100], "Error"),
     ],
 )
 def test_broken_image_says_why(data: bytes, reason: str) -> None:
     for decode in (decode_image, decode_pixels):
-        with pytest.raises(BrokenSample) as error:
+        with pytest.raises(BrokenSample) as error, breaks_sample():
             decode(data, MAX_PIXELS)
+        assert " at 0x" not in str(error.value)
     assert any(word in str(error.value) for word in reason.split("|")), error.value
 
 
@@ -217,7 +211,7 @@ def test_template_is_filled(template: str, caption: str) -> None:
         ("{cap}", "KeyError: 'cap'"),
         ("{json[x]}", "KeyError"),
         ("{json[none]}", "null"),
-        ("{json[list]}", "{json[list]} is a list of 2 entries; {json[list][0]} is the first"),
+        ("{json[list]}", "{json[list][0]}"),
         ("{json[list][2]}", "IndexError"),
         ("", "is empty"),
         ("{}", ""),
@@ -237,11 +231,11 @@ def test_json_is_parsed_only_when_a_template_asks() -> None:
 
 
 def test_captions_follow_their_weights() -> None:
-    captions = Captions({"{txt}": 1.0, "never": 0.0, "b": 2.0, "c": 1.0})
-    counts = Counter(captions.pick(FIELDS, (i + 0.5) / 1000) for i in range(1000))
+    weights = {"{txt}": 1.0, "never": 0.0, "b": 2.0, "c": 1.0}
+    counts = Counter(pick_caption(weights, FIELDS, (i + 0.5) / 1000) for i in range(1000))
     assert counts == {"a cat": 250, "b": 500, "c": 250}
-    assert captions.pick(FIELDS, 0.0) == "a cat"
-    assert captions.pick(FIELDS, 1 - 2**-24) == "c"
+    assert pick_caption(weights, FIELDS, 0.0) == "a cat"
+    assert pick_caption({**weights, "also never": 0.0}, FIELDS, 1 - 2**-24) == "c"
 
 
 def test_read_all_gives_every_rank_its_samples_in_order(tmp_path: Path) -> None:

@@ -56,7 +56,8 @@ def test_check_tells_what_has_changed_and_writes_nothing(
     assert run(folder, "--check") == 2
     assert "manifest.json is not a manifest (FileNotFoundError" in capsys.readouterr().err
     run(folder)
-    before = (folder / NAME).read_text()
+    text = (folder / NAME).read_text()
+    before = [shard.bytes for shard in load_manifest(folder).shards]
     os.utime(folder / "00002.tar", (1, 1))
     assert run(folder, "--check") == 0
     assert capsys.readouterr().out.endswith(
@@ -67,16 +68,16 @@ def test_check_tells_what_has_changed_and_writes_nothing(
     (folder / "00001.tar").rename(folder / "x.tar")
     with open(folder / "00002.tar", "ab") as file:
         file.write(b"\0" * 512)
-    size = os.path.getsize(folder / "00002.tar")
+    sizes = {i: os.path.getsize(folder / f"0000{i}.tar") for i in (0, 2)}
     assert run(folder, "--check") == 1
     assert capsys.readouterr().out.splitlines() == [
-        "00000.tar has 4 samples, was counted with 3",
-        "00001.tar is gone",
-        f"00002.tar has {size:,} bytes instead of {size - 512:,}, and as many samples",
-        "x.tar is new: 5 samples",
+        f"00000.tar: 4 samples in {sizes[0]:,} bytes, but 3 samples in {before[0]:,} bytes in the manifest",
+        f"00001.tar: missing, but 5 samples in {before[1]:,} bytes in the manifest",
+        f"00002.tar: 2 samples in {sizes[2]:,} bytes, but 2 samples in {before[2]:,} bytes in the manifest",
+        f"x.tar: 5 samples in {before[1]:,} bytes, but missing in the manifest",
         f"{folder / NAME} is stale: 3 shards, 11 samples",
     ]
-    assert (folder / NAME).read_text() == before
+    assert (folder / NAME).read_text() == text
 
 
 def test_index_elsewhere_and_of_a_part(
@@ -84,7 +85,7 @@ def test_index_elsewhere_and_of_a_part(
 ) -> None:
     part = folder / "{00000..00001}.tar"
     assert run(part) == 2
-    assert "say --to FILE" in capsys.readouterr().err
+    assert "--to FILE" in capsys.readouterr().err
     assert run(part, "--to", tmp_path / "part.json") == 0
     assert not (folder / NAME).exists()
     (found,) = load_sources(settings(part, manifest=tmp_path / "part.json"))
@@ -125,7 +126,7 @@ def test_index_of_a_server_and_a_command(
     assert "secret" not in (tmp_path / "remote.json").read_text()
     command = f"pipe:cat {local.folder}/{{00000..00007}}.tar"
     assert run(command, "--to", tmp_path / "pipe.json") == 2
-    assert "runs its command in a shell" in capsys.readouterr().err
+    assert "pipe:" in capsys.readouterr().err
     assert run(command, "--to", tmp_path / "pipe.json", "--pipe") == 0
     assert (tmp_path / "pipe.json").read_text() == (tmp_path / "remote.json").read_text()
 
@@ -135,7 +136,7 @@ def test_index_of_a_server_and_a_command(
     [
         ("none", "there is no folder none"),
         ("x.csv", "a csv file needs no manifest"),
-        ("none/{0..2}.tar --to m", "none lacks 3 of 3 shards: 0.tar, 1.tar, 2.tar"),
+        ("none/{0..2}.tar --to m", "none/0.tar"),
     ],
 )
 def test_index_refuses(text: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,21 +152,16 @@ def test_data_after_the_end_mark_are_reported(
     sample = data.index(b"0002.")  # the header of the third of five
     data[sample : sample + 512] = bytes(512)
     two.write_bytes(data)
-    size = os.path.getsize(three)
+    end = find_end(three)
     three.write_bytes(three.read_bytes() + one.read_bytes())
     with open(one, "ab") as file:
         file.write(bytes(5000))  # padding, of any length
     assert run(folder) == 0
     assert load_manifest(folder).sizes == [3, 2, 2]
     first, second = (record.getMessage() for record in caplog.records)
-    assert first.startswith(
-        f"00001.tar has an end mark at byte {sample:,} and data after it, from byte {sample + 512:,}"
-    )
+    assert first.startswith(f"00001.tar has data after its end mark at byte {sample:,}")
     assert first.endswith("counted 2 samples")
-    end = find_end(three)
-    assert (
-        f"00002.tar has an end mark at byte {end:,} and data after it, from byte {size:,}" in second
-    )
+    assert second.startswith(f"00002.tar has data after its end mark at byte {end:,}")
 
 
 def find_end(path: Path) -> int:

@@ -29,7 +29,7 @@ from disco_ds.data.images.broken import breaks_sample, name_broken
 from helpers.shards import CONTEXT, SPEC, VOCAB, encode, noise, settings, tokenize
 
 SEED = 20_261_123
-FEW, MANY, MOST_S = 250, 20_000, 20
+FEW, MANY, MOST_S = 150, 5_000, 20
 FORMS = (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)
 KINDS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 CAPTIONS = {"{txt}": 1.0, "{json[label]} {json[list][0]}": 1.0}

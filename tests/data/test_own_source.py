@@ -203,9 +203,9 @@ def test_mistake_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
             {"path": "nowhere.sqlite"},
             "cannot be constructed: OperationalError: unable to open database file",
         ),
-        ("our_package.others:Bare", {}, "NotImplementedError: Bare has no sizes"),
-        ("our_package.others:Empty", {}, "`sizes` must sum to at least one sample"),
-        ("our_package.others:Unnamed", {}, "`fingerprint` be a text"),
+        ("our_package.others:Bare", {}, "NotImplementedError: the class defines no sizes"),
+        ("our_package.others:Empty", {}, "at least one sample in `sizes`"),
+        ("our_package.others:Unnamed", {}, "a str as `fingerprint`"),
     ],
 )
 def test_mistake_is_named(name: str, options: dict[str, Any], words: str, package: Path) -> None:

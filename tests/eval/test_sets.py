@@ -147,9 +147,9 @@ def test_template_file_needs_a_place_for_the_class(tmp_path: Path) -> None:
 
 def test_folders_that_are_no_set_are_refused(tmp_path: Path) -> None:
     refused(tmp_path / "nowhere", "eval.labeled.x: there is no folder")
-    refused(tmp_path, "no sub-folders", "sub-folder per class")
+    refused(tmp_path, "no sub-folder with an image", "sub-folder per class")
     (tmp_path / "empty" / "n01440764").mkdir(parents=True)
-    refused(tmp_path / "empty", "1 sub-folders without an image")
+    refused(tmp_path / "empty", "no sub-folder with an image")
     refused(make_folder(tmp_path / "few", ["0", "1"]), "neither wnids", "eval.classes.x=FILE")
     refused(make_folder(tmp_path / "wnids", ["n01440764", "n99999999"]), "neither wnids")
     refused(

@@ -46,7 +46,7 @@ def bad_settings(path: Path, folder: Path) -> None:
     said = refused(config("deepspeed.gradient_clipping=1.0"))
     expect(said, "gradient_clipping", "optim.clip_norm")
     expect(refused(config("data.shards=nowhere")), "nowhere")
-    expect(refused(config(f"data.shards={folder / 'empty'}")), "holds no .tar file")
+    expect(refused(config(f"data.shards={folder / 'empty'}")), "no .tar file")
     expect(refused(config(f"data.shards={folder / 'unindexed'}")), "manifest", "disco-ds index")
     expect(refused(config("eval.labeled={far: nowhere}")), "nowhere")
     expect(

@@ -1,1 +1,1 @@
-"""From bytes to images and captions, and their augmentation on the device."""
+"""Decoding of images and captions from bytes, and augmentation of images on the device."""

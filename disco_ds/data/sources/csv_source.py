@@ -1,9 +1,10 @@
-"""A csv file of image paths and captions: a row is a sample, its number the sample's id.
+"""A csv file of image paths and captions. A row is a sample, and its number is the sample's id.
 
-The format is that of open_clip's --train-data: column names in the first line, separated by tabs or commas.
-data.image_key names the column of paths, relative to the csv's folder or, as open_clip has them, the working directory;
-the templates of data.captions name the others.
-Only the offsets of the rows are kept in memory; for the data order the rows are divided into nominal shards.
+The format is that of open_clip's --train-data: the first line contains the column names, separated by tabs or commas.
+data.image_key names the column of paths, which are relative to the csv's folder or, as in open_clip, to the working
+directory. The templates of data.captions name the other columns.
+
+Only the offsets of the rows are kept in memory. For the data order, the rows are divided into nominal shards.
 """
 
 from __future__ import annotations
@@ -15,31 +16,31 @@ import logging
 import os
 from array import array
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, islice
+from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
 from disco_ds.config.data import DataSettings
-from disco_ds.data.images.broken import BrokenSample, breaks_sample, read_regular
+from disco_ds.data.images.broken import BrokenSample, read_regular
 from disco_ds.data.images.decode import list_fields
 from disco_ds.data.order.slots import divide
 from disco_ds.data.sources.base import Source
 from disco_ds.data.sources.listing import is_table
 
-_FIRST_ROWS = 16
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
 class Table(Source):
+    """A csv file whose rows have been found."""
+
     path: Path
     separator: str
-    columns: tuple[str, ...]
+    columns: list[str]
     image: str
     """The column of image paths."""
     starts: np.ndarray
@@ -53,53 +54,47 @@ class Table(Source):
         return divide(len(self.starts) - 1)
 
     def open(self, num_slots: int, window: int) -> TableReader:
+        """Open the file for reading in one process."""
         return TableReader(self)
 
     def find(self, image: str) -> Path:
-        """The path of an image: relative to the csv's folder or, where there is none, to the working directory."""
+        """Return the path of an image, relative to the csv's folder or, if it is not there, the working directory."""
         path = self.path.parent / image
         return path if os.path.lexists(path) or not os.path.lexists(image) else Path(image)
 
     @staticmethod
     def takes(shards: str) -> bool:
+        """Return whether a setting names a csv file."""
         return is_table(shards)
 
     @classmethod
-    def load(cls, shards: str, manifest: Path | None, settings: DataSettings) -> Table:
-        """Find the rows of a csv file; it needs no manifest.
+    def load(cls, shards: str, settings: DataSettings) -> Table:
+        """Find the rows of a csv file.
 
-        Raises:  ValueError for a file that is missing, empty or malformed, and for columns that it does not have.
+        Raises:
+            ValueError: If the file is missing, empty or malformed, or lacks a column that the settings name.
         """
-        path, separator = Path(shards).expanduser(), settings.csv_separator
+        path = Path(shards).expanduser()
         try:
             with open(path, "rb") as file:
                 first = file.readline()
                 heading = first.decode("utf-8-sig")  # Excel writes a byte order mark
-                separator = separator or ("\t" if "\t" in heading else ",")
-                columns = tuple(next(csv.reader([heading], delimiter=separator), ()))
+                separator = settings.csv_separator or ("\t" if "\t" in heading else ",")
+                columns = next(csv.reader([heading], delimiter=separator), [])
                 starts, fingerprint = _find_rows(file, separator, first)
         except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise ValueError(f"{path} cannot be read as a csv file: {error}") from None
         image = next((key for key in settings.image_key.split(";") if key in columns), None)
-        missing = sorted(
-            {field for template in settings.captions for field in list_fields(template)}
-            - set(columns)
-        )
-        if image is None or missing:
-            what = (
-                f"captions name {', '.join(missing)}"
-                if missing
-                else f"image_key is {settings.image_key}"
-            )
+        fields = {field for template in settings.captions for field in list_fields(template)}
+        if image is None or not fields <= set(columns):
             raise ValueError(
-                f"{path} has the columns {', '.join(columns)}, {what}: set, for instance, data.image_key="
-                "filepath data.captions={'{title}': 1} (and data.csv_separator=';')"
+                f"{path} has the columns {', '.join(columns)}, but data.image_key is {settings.image_key} and "
+                f"data.captions names {', '.join(sorted(fields))}; set them, for example data.image_key=filepath "
+                "data.captions={'{title}': 1}, or set data.csv_separator=';'"
             )
         if len(starts) < 2:
-            raise ValueError(f"{path} has no row below its column names")
-        table = cls(path, separator, columns, image, starts, fingerprint)
-        _refuse_missing(table)
-        return table
+            raise ValueError(f"{path} has no rows below its column names")
+        return cls(path, separator, columns, image, starts, fingerprint)
 
 
 class TableReader:
@@ -111,62 +106,46 @@ class TableReader:
         self._file: BinaryIO | None = None
 
     def read(self, shard: int, entry: int) -> dict[str, bytes]:
-        """The row's values by column, with the image's bytes in place of its path.
+        """Return the row's values by column, with the image's bytes in place of its path.
 
-        Raises:  BrokenSample if the row is short or its image cannot be read; OSError for the csv file itself.
+        Raises:
+            BrokenSample: If the row is malformed or too short, or if its image cannot be read.
+            OSError: If the csv file itself cannot be read.
         """
         table, row = self._table, self._first[shard] + entry
         if self._file is None:
             self._file = open(table.path, "rb", buffering=0)  # noqa: SIM115 - close() closes it
         start, stop = int(table.starts[row]), int(table.starts[row + 1])
+        data = os.pread(self._file.fileno(), stop - start, start)
         try:
-            text = os.pread(self._file.fileno(), stop - start, start).decode()
-            values = next(
-                csv.reader(io.StringIO(text, newline="\n"), delimiter=table.separator), []
-            )
-            sample = {
-                column: value.encode() for column, value in zip(table.columns, values, strict=False)
-            }
+            lines = io.StringIO(data.decode(), newline="\n")
+            values = next(csv.reader(lines, delimiter=table.separator), [])
         except (UnicodeDecodeError, csv.Error) as error:
             raise BrokenSample(f"the row cannot be read: {error}") from None
-        if table.image not in sample:
+        named = dict(zip(table.columns, values, strict=False))
+        if table.image not in named:
             raise BrokenSample(
                 f"the row has no {table.image}: {len(values)} of {len(table.columns)} values"
             )
-        path = table.find(sample[table.image].decode())
-        try:
-            return {**sample, table.image: read_regular(path)}
-        except (OSError, ValueError, BrokenSample) as error:
-            raise BrokenSample(f"image {path} cannot be read: {error}") from None
+        sample = {column: value.encode() for column, value in named.items()}
+        sample[table.image] = read_regular(table.find(named[table.image]))
+        return sample
 
     def name(self, shard: int, entry: int) -> str:
+        """Return `file/row number`, for messages."""
         return f"{self._table.path.name}/row {self._first[shard] + entry}"
 
     def close(self) -> None:
+        """Close the file."""
         if self._file is not None:
             self._file.close()
 
 
-def _refuse_missing(table: Table) -> None:
-    """Look at the first rows. Raises: ValueError where none of their images can be read, naming the first."""
-    reader, reasons = TableReader(table), []
-    with closing(reader):
-        places = ((shard, entry) for shard, size in enumerate(table.sizes) for entry in range(size))
-        for place in islice(places, _FIRST_ROWS):
-            try:
-                with breaks_sample():
-                    reader.read(*place)
-                return
-            except BrokenSample as error:
-                reasons.append(str(error))
-    raise ValueError(
-        f"{table.path}: none of the first {len(reasons)} rows can be read; the first: {reasons[0]}; paths are relative "
-        "to the csv's folder or to the working directory"
-    )
-
-
 def _find_rows(file: BinaryIO, separator: str, heading: bytes) -> tuple[np.ndarray, str]:
-    """Offsets of the rows, and the file's fingerprint. A quoted value may span lines; empty lines are no rows."""
+    """Return the offsets of the rows and the file's fingerprint.
+
+    A quoted value may span lines. Empty lines are skipped.
+    """
     position, digest = file.tell(), hashlib.sha256(heading)
     current: list[str] = []
 
@@ -180,22 +159,17 @@ def _find_rows(file: BinaryIO, separator: str, heading: bytes) -> tuple[np.ndarr
             yield current[-1]
 
     starts, start, joined = array("q"), position, list[str]()
-    rows = csv.reader(lines(), delimiter=separator)
+    rows = csv.reader(lines(), delimiter=separator, strict=True)
     while True:
         try:
             row = next(rows, None)
-            if row is None:
-                break
-            if len(current) > 1:
-                # A quote that is not closed joins the lines up to the next quote, which strict parsing refuses there.
-                next(csv.reader(current, delimiter=separator, strict=True))
-        except csv.Error:  # where `row` could not be read, it will be a broken sample
+        except csv.Error:
+            # A malformed row costs one sample. An open quote joins it with the lines up to the next quote.
             row = current
-            joined += (
-                [f"{rows.line_num - len(current) + 2} to {rows.line_num + 1}"]
-                if len(current) > 1
-                else []
-            )
+            if len(current) > 1:
+                joined.append(f"{rows.line_num - len(current) + 2}-{rows.line_num + 1}")
+        if row is None:
+            break
         if row:
             starts.append(start)
         start = position
@@ -203,9 +177,8 @@ def _find_rows(file: BinaryIO, separator: str, heading: bytes) -> tuple[np.ndarr
     starts.append(position)
     if joined:
         logger.warning(
-            "%s: a quote that is not closed makes one row of lines %s%s; their samples are lost: close or remove it",
-            getattr(file, "name", "the csv file"),
-            joined[0],
-            f", and {len(joined) - 1} more times" if len(joined) > 1 else "",
+            "%s: quotes are not closed, so each of these ranges of lines is read as one row: %s",
+            file.name,
+            ", ".join(joined[:5]),
         )
     return np.array(starts, dtype=np.int64), digest.hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Images in a folder with a sub-folder per class: a sub-folder is a shard, a file one of its entries."""
+"""Images in a folder with one sub-folder per class. A sub-folder is a shard, and a file is one of its entries."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ from collections.abc import Collection
 from functools import cached_property
 from pathlib import Path
 
-from disco_ds.data.images.broken import BrokenSample, read_regular
+from disco_ds.data.images.broken import read_regular
 from disco_ds.data.sources.base import Source
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
 
 class ImageFolder(Source):
-    """The class sub-folders, those without images too, and their image files, sorted by name (numbers as numbers).
+    """The class sub-folders and their image files, sorted by name (numerically if all names are numbers).
 
-    A sample's members are `image`, the bytes of the file, and `cls`, the name of its sub-folder. It is its own Reader.
+    A sample's members are `image`, the bytes of the file, and `cls`, the name of its sub-folder. The source is also its
+    own Reader.
 
-    Raises: ValueError if there is no sub-folder, or no image in any.
+    Raises:
+        ValueError: If there is no sub-folder, or if none contains an image.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).expanduser()
-        # Classes without images count too: they are among the answers of zero-shot classification.
-        found = [
-            entry.name
-            for entry in os.scandir(self.folder)
-            if entry.is_dir() and not entry.name.startswith(".")
-        ]
-        self.classes = sort_labels(found)
+        # Classes without images count too: they are possible answers in zero-shot classification.
+        self.classes = sort_labels(
+            [
+                entry.name
+                for entry in os.scandir(self.folder)
+                if entry.is_dir() and not entry.name.startswith(".")
+            ]
+        )
         self.files = [
             sorted(
-                entry.name
-                for entry in os.scandir(self.folder / name)
-                if entry.name.lower().endswith(_SUFFIXES)
+                name for name in os.listdir(self.folder / label) if name.lower().endswith(_SUFFIXES)
             )
-            for name in self.classes
+            for label in self.classes
         ]
         self.sizes = [len(names) for names in self.files]
         if not any(self.sizes):
-            what = f"{len(found)} sub-folders without an image" if found else "no sub-folders"
             raise ValueError(
-                f"{folder} has {what}; expected .tar shards, or a sub-folder per class that holds "
-                f"{', '.join(_SUFFIXES)}"
+                f"{folder} has no sub-folder with an image; expected .tar shards, or one sub-folder per class with "
+                f"{', '.join(_SUFFIXES)} files"
             )
 
     @cached_property
@@ -54,23 +54,26 @@ class ImageFolder(Source):
         return hashlib.sha256(json.dumps([self.classes, self.files]).encode()).hexdigest()[:16]
 
     def open(self, num_slots: int = 1, window: int = 1) -> ImageFolder:
+        """Return the source itself, which keeps no file open."""
         return self
 
     def read(self, shard: int, entry: int) -> dict[str, bytes]:
-        """The members of a sample. Raises: BrokenSample for a file that cannot be read."""
-        try:
-            image = read_regular(self.folder / self.name(shard, entry))
-        except OSError as error:
-            raise BrokenSample(f"cannot be read: {error.strerror}") from None
+        """Return the members of a sample.
+
+        Raises:
+            BrokenSample: If the file cannot be read.
+        """
+        image = read_regular(self.folder / self.name(shard, entry))
         return {"image": image, "cls": self.classes[shard].encode()}
 
     def name(self, shard: int, entry: int) -> str:
+        """Return `class/file`."""
         return f"{self.classes[shard]}/{self.files[shard][entry]}"
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
 
 def sort_labels(labels: Collection[str]) -> list[str]:
-    """In alphabetical order; if all are numbers, in numerical order."""
+    """Sort labels alphabetically or, if all of them are numbers, numerically."""
     return sorted(labels, key=int if all(label.isdecimal() for label in labels) else None)

@@ -1,6 +1,6 @@
-"""The manifest of tar shards: their names and sample counts, as `disco-ds index` has counted them.
+"""The manifest of tar shards: their names and sample counts, as counted by `disco-ds index` (counting.py).
 
-Sample ids and the data order follow from it, so every rank must find the same shards. Counting is in counting.py.
+Sample ids and the data order follow from it, so every rank must find the same shards.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from disco_ds.config.data import DataSettings, RemoteSettings
+from disco_ds.config.data import RemoteSettings
 from disco_ds.config.text_file import write_text
 from disco_ds.data.order.slots import count_at_hand
 from disco_ds.data.remote.shard_cache import ShardCache
 from disco_ds.data.sources.base import Source
-from disco_ds.data.sources.listing import NAME, Listing, find_shards, list_folder
+from disco_ds.data.sources.listing import NAME, Listing, list_folder
 from disco_ds.data.sources.tar import TarReader
 
-VERSION = 1
-_NAMED = 5
-"""How many shards a message names; further ones are counted."""
+_NUM_NAMED = 5
+"""Number of shards that a message names; others are counted."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
+    """A tar file and its number of samples."""
+
     name: str
     samples: int
     bytes: int
     mtime: int = 0
-    """When a local shard was last written, in seconds; 0: not known."""
+    """When a local shard was last written, in seconds; 0 if unknown."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,13 @@ class Manifest(Source):
     folder: Path
     shards: tuple[Shard, ...]
     urls: tuple[str, ...] = ()
-    """Of remote shards; others are in the folder."""
+    """URLs of remote shards; empty if the shards are in the folder."""
     remote: RemoteSettings = field(default=RemoteSettings(), compare=False, repr=False)
     """How remote shards are fetched."""
 
     @cached_property
     def sizes(self) -> list[int]:
+        """Number of samples in each shard."""
         return [shard.samples for shard in self.shards]
 
     @cached_property
@@ -61,145 +62,114 @@ class Manifest(Source):
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def open(self, num_slots: int = 1, window: int = 1) -> TarReader:
+        """Open the shards for reading in one process, see Source.open."""
         names = [shard.name for shard in self.shards]
         at_hand = num_slots * count_at_hand(len(names), self.num_samples, window)
         if not self.urls:
             return TarReader(self.folder, names, at_hand)
-        return TarReader(self._cache.folder, names, at_hand, self._cache.open)
+        cache = self._open_cache()
+        return TarReader(cache.folder, names, at_hand, cache.open)
 
     def open_fetcher(self) -> Callable[[int], None] | None:
-        return self._cache.fetch_ahead if self.urls and self.remote.ahead else None
+        """Return a function that fetches a remote shard into the cache, see Source.open_fetcher."""
+        return self._open_cache().fetch_ahead if self.urls and self.remote.ahead else None
 
-    @property
-    def _cache(self) -> ShardCache:
+    def _open_cache(self) -> ShardCache:
         names, sizes = [shard.name for shard in self.shards], [shard.bytes for shard in self.shards]
         return ShardCache(self.urls, names, sizes, self.remote)
 
     def label(self, shard: int, entry: int) -> str:
+        """Return a name for a sample without reading anything."""
         return f"{self.shards[shard].name}, entry {entry}"
-
-    @staticmethod
-    def takes(shards: str) -> bool:
-        return True
-
-    @classmethod
-    def load(cls, shards: str, manifest: Path | None, settings: DataSettings) -> Manifest:
-        """The shards that a text means, as counted in their manifest. Raises: as find_shards and load_manifest."""
-        return load_manifest(find_shards(shards, settings.remote), manifest, settings.remote)
 
 
 def write_manifest(manifest: Manifest, path: Path | None = None) -> Path:
-    """Write a manifest, by default into its folder, by a rename, and return its path."""
+    """Write a manifest atomically, by default into its folder, and return its path."""
     path = path or manifest.folder / NAME
     shards = [asdict(shard) for shard in manifest.shards]
-    write_text(path, json.dumps({"version": VERSION, "shards": shards}, indent=1) + "\n")
+    write_text(path, json.dumps({"version": 1, "shards": shards}, indent=1) + "\n")
     return path
 
 
 def read_manifest(path: Path) -> dict[str, Shard]:
-    """The shards in a manifest file, by name. Raises: ValueError if it is not a manifest of this version."""
+    """Read the shards of a manifest file, by name.
+
+    Raises:
+        ValueError: If the file is not a manifest.
+    """
     try:
-        tree: Any = json.loads(path.read_text(encoding="utf-8"))
-        version = tree["version"]
-        if version == VERSION:
-            shards = [
-                Shard(
-                    str(item["name"]),
-                    int(item["samples"]),
-                    int(item["bytes"]),
-                    int(item.get("mtime", 0)),
-                )
-                for item in tree["shards"]
-            ]
-            return {shard.name: shard for shard in sorted(shards, key=lambda shard: shard.name)}
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        shards = [Shard(**item) for item in tree["shards"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} is not a manifest ({type(error).__name__}: {error}); write it anew: disco-ds index"
+            f"{path} is not a manifest ({type(error).__name__}: {error}); write it with disco-ds index"
         ) from None
-    raise ValueError(
-        f"{path} has version {version!r}, this program reads {VERSION}: disco-ds index"
-    )
+    return {shard.name: shard for shard in shards}
 
 
 def load_manifest(
     where: Path | Listing, path: Path | None = None, remote: RemoteSettings | None = None
 ) -> Manifest:
-    """Read the manifest of a folder's shards, or the part of it that a listing names, and compare it with the shards.
+    """Read the manifest of a folder's shards, or the part that a listing names, and compare it with the shards.
 
-    Args:    path: of the manifest; None: manifest.json in the folder; remote: how remote shards will be fetched.
-    Raises:  ValueError stating what differs and the remedy. A shard that has changed is only a warning: a truncated one
-             costs the samples it lost.
+    A shard that changed since it was counted is only a warning: a truncated shard costs the samples it lost.
+
+    Args:
+        where: The folder or the listing.
+        path: Path of the manifest; None means manifest.json in the folder.
+        remote: How remote shards will be fetched.
+
+    Raises:
+        ValueError: If manifest and shards do not match; states the difference and the remedy.
+        OSError: If a listed local shard cannot be found.
     """
     listing = where if isinstance(where, Listing) else list_folder(where)
     folder, names = listing.folder, set(listing.names)
-    again = "disco-ds index 'SHARDS' --to FILE, and name FILE as manifest"
+    command = "disco-ds index 'SHARDS' --to FILE, and set data.manifest=FILE"
     if listing.whole:
-        again = f"disco-ds index {folder}" + (f" --to {path}" if path else "")
-    if path is None and listing.urls:
-        raise ValueError(f"remote shards need a manifest; count them: {again}")
+        command = f"disco-ds index {folder}" + (f" --to {path}" if path else "")
     path = path or folder / NAME
     if not path.is_file():
-        raise ValueError(f"there is no {path}; count the shards: {again}")
+        raise ValueError(f"there is no {path}; count the shards: {command}")
     known = read_manifest(path)
-    # A folder must match its manifest exactly; a listing may name a part of what the manifest counts.
+    # A folder must match its manifest exactly; a listing may name a part of it.
     if listing.whole and (gone := known.keys() - names):
         raise ValueError(
-            f"{path} lists shards that are not there: {some(gone)}; restore them, or count again: {again}"
+            f"{path} lists missing shards: {some(gone)}; restore them, or count again: {command}"
         )
     if uncounted := names - known.keys():
-        raise ValueError(f"{path} does not list {some(uncounted)}; count the shards: {again}")
-    if not (listing.whole or listing.urls) and (
-        gone := {name for name in names if not (folder / name).is_file()}
-    ):
-        raise ValueError(f"{folder} has no {some(gone)}")
-    manifest = Manifest(
-        folder,
-        tuple(known[name] for name in listing.names),
-        listing.urls,
-        remote or RemoteSettings(),
-    )
-    refuse_empty(manifest)
+        raise ValueError(f"{path} does not list {some(uncounted)}; count the shards: {command}")
+    shards = tuple(known[name] for name in listing.names)
+    manifest = Manifest(folder, shards, listing.urls, remote or RemoteSettings())
+    if not manifest.num_samples:
+        raise ValueError(f"the shards of {path} have no complete sample")
     if changed := find_changed(manifest):
         logger.warning(
-            "%s: %d of %d shards have another size or time than when they were counted: %s; disco-ds index --check "
-            "shows whether the counts still hold",
+            "%s: %d of %d shards changed in size or time since they were counted: %s; disco-ds index --check shows "
+            "whether the counts still hold",
             folder,
             len(changed),
             len(names),
-            some({manifest.shards[i].name for i in changed}),
+            some([shards[i].name for i in changed]),
         )
     return manifest
 
 
 def find_changed(manifest: Manifest) -> list[int]:
-    """Numbers of the local shards that have changed since they were counted."""
-    return (
-        []
-        if manifest.urls
-        else [i for i, s in enumerate(manifest.shards) if has_changed(manifest.folder, s)]
-    )
+    """Return the numbers of the local shards that changed since they were counted."""
+    if manifest.urls:
+        return []
+    return [i for i, shard in enumerate(manifest.shards) if has_changed(manifest.folder, shard)]
 
 
 def has_changed(folder: Path, shard: Shard) -> bool:
-    """Whether the size of a local shard or, where it is known, its time differs from when it was counted."""
+    """Return whether a local shard's size or, if known, its time differs from when it was counted."""
     status = os.stat(folder / shard.name)
-    return status.st_size != shard.bytes or (
-        shard.mtime != 0 and int(status.st_mtime) != shard.mtime
-    )
-
-
-def refuse_empty(manifest: Manifest) -> None:
-    """Raises: ValueError for shards without samples."""
-    empty = {shard.name for shard in manifest.shards if shard.samples == 0}
-    if empty:
-        where = "the list" if manifest.urls else manifest.folder
-        raise ValueError(
-            f"{where} has shards without a complete sample: {some(empty)}; remove them and index again"
-        )
+    return status.st_size != shard.bytes or shard.mtime not in (0, int(status.st_mtime))
 
 
 def some(names: Collection[str]) -> str:
-    """The first few names, and how many more there are."""
+    """Return the first few names, and how many more there are."""
     ordered = sorted(names)
-    rest = len(ordered) - _NAMED
-    return ", ".join(ordered[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+    rest = len(ordered) - _NUM_NAMED
+    return ", ".join(ordered[:_NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,20 +1,25 @@
-"""Random pixels and tokens, a function of the sample's id: to try a model or a cluster without data."""
+"""Random pixels and tokens that depend only on the sample's id, for trying a model or a cluster without data."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from disco_ds.config.data import DataSettings
-from disco_ds.data.order.counter_rng import keyed_bits
+from disco_ds.data.order.counter_rng import keyed_int
 from disco_ds.data.order.slots import divide
 from disco_ds.data.sources.base import Decode, SampleForm, Source
 
 _CELLS = 8
-"""An image is a grid of this many cells per side, each of one color."""
+"""An image is a grid with this many cells per side, each filled with one color."""
 
 
 class SyntheticSource(Source):
+    """A source of generated samples."""
+
     def __init__(self, num_samples: int) -> None:
         self.sizes = divide(num_samples)
         self.fingerprint = f"synthetic-{num_samples}"
@@ -22,36 +27,32 @@ class SyntheticSource(Source):
     def open_samples(
         self, settings: DataSettings, form: SampleForm, seed: int, num_slots: int
     ) -> SyntheticSamples:
+        """Return the samples in the model's form."""
         return SyntheticSamples(form, seed)
 
 
+@dataclass(frozen=True)
 class SyntheticSamples:
     """Samples that are generated in the model's form: there are no bytes to decode."""
 
-    def __init__(self, form: SampleForm, seed: int) -> None:
-        self._form = form
-        self._seed = seed
+    form: SampleForm
+    seed: int
 
     def read(self, shard: int, entry: int, epoch: int, index: int) -> tuple[Decode, Tensor]:
-        height, width = self._form.image.size
-        num_cells, num_tokens = 3 * _CELLS * _CELLS, self._form.context_length
+        """Generate a sample, see Samples."""
+        form = self.form
         # The epoch is not part of the key: a sample has one image and one caption.
-        bits = keyed_bits(
-            self._seed, torch.tensor([0]), torch.tensor([index]), num_cells + num_tokens
-        )[0]
-        cells = (bits[:num_cells] & 255).to(torch.uint8).view(3, _CELLS, _CELLS)
-        rows, columns = (
-            torch.arange(height) * _CELLS // height,
-            torch.arange(width) * _CELLS // width,
-        )
-        text = (bits[num_cells:] & 0xFFFF_FFFF) % (self._form.vocab_size - 2)
-        # Start and end tokens as open_clip's tokenizer sets them: its text towers pool at the largest token.
-        text[0], text[-1] = self._form.vocab_size - 2, self._form.vocab_size - 1
-        # Columns first: whole rows are then copied at once.
-        return lambda: cells.index_select(2, columns).index_select(1, rows), text
+        random = torch.Generator().manual_seed(keyed_int(self.seed, index))
+        cells = torch.randint(256, (1, 3, _CELLS, _CELLS), dtype=torch.uint8, generator=random)
+        text = torch.randint(form.vocab_size - 2, (form.context_length,), generator=random)
+        # Start and end tokens as in open_clip's tokenizer, whose text towers pool at the largest token.
+        text[0] = form.vocab_size - 2
+        text[-1] = form.vocab_size - 1
+        return lambda: F.interpolate(cells, form.image.size, mode="nearest")[0], text
 
     def name(self, shard: int, entry: int) -> str:
+        """Return the sample's name for messages."""
         return f"synthetic {shard}/{entry}"
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
