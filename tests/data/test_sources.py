@@ -137,12 +137,6 @@ def test_state_of_other_sources_is_refused(sources: Sources) -> None:
     other = mixed(sources=[{"shards": name, "weight": 1} for name in "abc"])
     with pytest.raises(ValueError, match="fingerprint"):
         make_loader(sources, other, state=state)
-    # A checkpoint of before there could be several.
-    loader = make_loader(sources[0], settings(slots=8))
-    old = merge_states([loader.state_dict()])
-    del old["sources"]
-    make_loader(sources[0], settings(slots=8), state=merge_states([old])).close()
-    loader.close()
 
 
 def test_resume_names_what_changed_of_the_sources() -> None:
