@@ -121,7 +121,7 @@ def test_state_of_another_run_is_refused(manifest: Manifest, tmp_path: Path) -> 
 
 
 def test_ranks_that_do_not_divide_the_slots_are_refused(manifest: Manifest) -> None:
-    with pytest.raises(ValueError, match=r"data.slots is 8 .* data.slots=6 or data.slots=9"):
+    with pytest.raises(ValueError, match=r"8 slots .* data.slots=6 or data.slots=9"):
         make_loader(manifest, settings(), 0, 3)
 
 

@@ -70,9 +70,9 @@ def test_default_slots_follow_the_shards(shards: int, slots: int) -> None:
 @pytest.mark.parametrize(
     ("default", "samples", "requested", "ranks", "words"),
     [
-        (3, 100, None, 2, ["data.slots is 3 (default)", "data.slots=2 or data.slots=4"]),
+        (3, 100, None, 2, ["3 slots", "600 shards", "data.slots=2 or data.slots=4"]),
         (3, 100, None, 8, ["multiple of 8 ranks", "data.slots=8"]),
-        (512, 10**6, 100, 8, ["data.slots is 100 (setting)", "data.slots=96 or data.slots=104"]),
+        (512, 10**6, 100, 8, ["100 slots", "set by data.slots", "data.slots=96 or data.slots=104"]),
         (512, 50, 100, 1, ["data.slots is 100", "50 samples", "at most 50"]),
         (2, 3, None, 8, ["8 ranks", "3 samples"]),
     ],
@@ -81,7 +81,7 @@ def test_choose_slots_that_do_not_fit_says_what_would(
     default: int, samples: int, requested: int | None, ranks: int, words: list[str]
 ) -> None:
     with pytest.raises(ValueError) as error:
-        choose_slots(samples, requested, ranks, default)
+        choose_slots(600, samples, requested, ranks, default)
     assert all(word in str(error.value) for word in words), str(error.value)
 
 

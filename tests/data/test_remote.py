@@ -304,12 +304,12 @@ def test_resumed_run_keeps_its_slots_and_windows(
     )
     with closing(make_loader(None, data, batch=96)) as new:
         assert new.state_dict()["slots"] == 8
-    for window in (SAMPLES, WINDOW):
-        order = Mixture([[SAMPLES] * NUM_SHARDS], [1.0], [True], 96, 3, [window])
+    for windows in ([SAMPLES], [WINDOW]):
+        order = Mixture([[SAMPLES] * NUM_SHARDS], [1.0], [True], 96, 3, windows)
         second = [
             order.locate(slot, *order.settle(slot, *state["cursor"][slot])) for slot in range(96)
         ]
-        state["windows"] = [window]
         with closing(make_loader(None, data, batch=96, state=merge_states([state]))) as loader:
             read = [int(index) for part in read_step(loader).index for index in part]
         assert read == [order.index(*place) for place in second]
+        state["windows"] = [WINDOW]  # as another default would have chosen

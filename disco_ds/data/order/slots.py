@@ -158,11 +158,14 @@ class Share:
         return self.global_batch // self.size // self.micro_batch
 
 
-def choose_slots(num_samples: int, requested: int | None, ranks: int, default: int) -> int:
+def choose_slots(
+    num_shards: int, num_samples: int, requested: int | None, ranks: int, default: int
+) -> int:
     """Choose the number of slots of a data set. It is independent of the number of ranks, but must be a multiple of it.
 
     Args:
-        num_samples: Samples in the data set.
+        num_shards: Shards of the data set.
+        num_samples: Samples of the data set.
         requested: data.slots; None: the default.
         ranks: Number of ranks of this run.
         default: Number of slots that suits the data set.
@@ -182,8 +185,8 @@ def choose_slots(num_samples: int, requested: int | None, ranks: int, default: i
         raise ValueError(f"{ranks} ranks cannot share {num_samples} samples; use fewer ranks")
     below = slots // ranks * ranks
     nearest = [str(count) for count in (below, below + ranks) if 0 < count <= num_samples]
-    origin = "default" if requested is None else "setting"
+    known = f"the default for {num_shards} shards" if requested is None else "set by data.slots"
     raise ValueError(
-        f"data.slots is {slots} ({origin}), which is not a multiple of {ranks} ranks; "
+        f"the data order has {slots} slots ({known}), not a multiple of {ranks} ranks; "
         f"set data.slots={' or data.slots='.join(nearest)}"
     )

@@ -78,7 +78,7 @@ def count_slots(
         slots for slots in SLOTS if slots <= len(sizes) and fits_default(settings, sources, slots)
     )
     default = saved or next(fitting, 1)
-    return choose_slots(sum(sizes), settings.slots, ranks, default)
+    return choose_slots(len(sizes), sum(sizes), settings.slots, ranks, default)
 
 
 def choose_windows(
@@ -89,7 +89,8 @@ def choose_windows(
     Args:    state: data state of a run that is resumed, which keeps its windows.
     """
     if state is not None:
-        return list(state["windows"])
+        # Older checkpoints have the same window for all sources, and do not say so.
+        return list(state.get("windows", [settings.window] * len(sources)))
     windows = []
     for part, source in zip(settings.parts, sources, strict=True):
         shard = math.ceil(source.num_samples / len(source.sizes))
