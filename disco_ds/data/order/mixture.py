@@ -43,8 +43,9 @@ class Draws:
     """
 
     def __init__(self, sizes: Sequence[int], num_slots: int, seed: int, window: int) -> None:
-        self._ends = np.cumsum(np.asarray(sizes, dtype=np.int64))
-        self._num_samples = int(self._ends[-1])
+        self._starts = np.concatenate([[0], np.cumsum(np.asarray(sizes, dtype=np.int64))])
+        """Where each shard starts, and at last the number of samples."""
+        self._num_samples = int(self._starts[-1])
         self._num_slots = num_slots
         self._seed = seed
         self._run = min(window, self._num_samples)
@@ -63,8 +64,8 @@ class Draws:
         # A slot draws in the epochs slot, slot + S, slot + 2 S, ..., so this is its draw number epoch // S.
         start = self._start(slot, epoch // self._num_slots // self._run)
         place = (start + keyed_int(self._seed, _DRAW, epoch) % self._run) % self._num_samples
-        shard = int(np.searchsorted(self._ends, place, side="right"))
-        return shard, place - (int(self._ends[shard - 1]) if shard else 0)
+        shard = self._find_shard(place)
+        return shard, place - int(self._starts[shard])
 
     def upcoming(self, slot: int, epoch: int, offset: int) -> Iterator[tuple[int, int]]:
         """List the shards of this run, of the next run, and so on, as DataOrder.upcoming does."""
@@ -72,15 +73,19 @@ class Draws:
         for run in count(draw // self._run):
             place, left = self._start(slot, run), self._run
             while left > 0:
-                shard = int(np.searchsorted(self._ends, place, side="right"))
+                shard = self._find_shard(place)
                 yield max(0, run * self._run - draw), shard
-                left -= int(self._ends[shard]) - place
+                end = int(self._starts[shard + 1])
+                left -= end - place
                 # The first shard follows the last one.
-                place = int(self._ends[shard]) % self._num_samples
+                place = end % self._num_samples
 
     def _start(self, slot: int, run: int) -> int:
         """Return the first entry of a slot's run."""
         return keyed_int(self._seed, _RUN, slot, run) % self._num_samples
+
+    def _find_shard(self, place: int) -> int:
+        return int(np.searchsorted(self._starts, place, side="right")) - 1
 
 
 class Mixture:
