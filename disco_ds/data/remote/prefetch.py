@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
+from disco_ds.data.images.broken import CacheFullError
 from disco_ds.data.order.mixture import Mixture
 from disco_ds.data.sources.base import Source
 
@@ -22,7 +23,9 @@ _THREADS = 2
 """While one thread waits for an answer, the other one receives."""
 _POLL_S = 0.5
 _RETRY_S = 30.0
-"""Pause before a shard that could not be fetched is tried again."""
+"""Pause before a shard that could not be fetched is tried again or, if the cache is full, before any shard is."""
+_BUSY_S = 1.0
+"""Pause after any other failure, before the next shard."""
 
 Cursor = dict[int, tuple[int, int]]
 """The next (epoch, offset) of streams."""
@@ -95,7 +98,9 @@ class FetchAhead:
             try:
                 if (fetch := fetchers[number]) is not None:
                     fetch(shard - first[number])
-            except Exception:
+            except Exception as error:
                 # Custom sources may raise anything. If the failure persists, the reader reports it.
                 with self._lock:
                     self._not_before[shard] = time.monotonic() + _RETRY_S
+                # A full cache has no room for the other shards either; any other failure may be a busy server.
+                time.sleep(_RETRY_S if isinstance(error, CacheFullError) else _BUSY_S)
