@@ -1,4 +1,4 @@
-"""Remote shards are fetched whole, in several attempts where that helps, and what fails is named without secrets."""
+"""Downloads of remote shards: whole, in several attempts if that helps, and with messages that contain no secrets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from helpers.web import Server, serve
 
 
 def read_both(sources: Any, data: DataSettings) -> Any:
-    """What two ranks at a time read in 8 steps, and where they stand then."""
+    """Read 8 steps with two ranks at the same time. Return the samples and the states."""
     loaders = [make_loader(sources, data, rank, 2) for rank in range(2)]
     try:
         return [read_rank(loader, 8) for loader in loaders], [
@@ -40,7 +40,7 @@ def test_shards_of_a_server_are_those_of_the_folder(
         f"{server.url}/{ALL}", shards.folder / "manifest.json", tmp_path / "cache", workers=2
     )
     assert read_both(load_sources(data), data) == read_both(shards, settings())
-    # Four processes want them at once, and each comes over the wire once.
+    # Four processes need the shards at the same time, but each shard is fetched once.
     assert server.asked == {f"/{shard.name}": 1 for shard in shards.shards}
 
 
@@ -53,11 +53,12 @@ def test_shards_of_commands_are_those_of_the_folder(shards: Manifest, tmp_path: 
     assert read_global(load_sources(data), data, 2, 4) == read_global(shards, settings(), 2, 4)
 
 
-def test_passing_failures_are_tried_again(shards: Manifest, server: Server, tmp_path: Path) -> None:
+def test_transient_failures_are_tried_again(
+    shards: Manifest, server: Server, tmp_path: Path
+) -> None:
     server.failures["/00001.tar"] = [503]
-    with open_cache(shards, server.url.replace("//", "//me:pass%20word@"), tmp_path / "cache").open(
-        1
-    ) as file:
+    url = server.url.replace("//", "//me:pass%20word@")
+    with open_cache(shards, url, tmp_path / "cache", timeout_s=1.0).open(1) as file:
         assert file.read() == (shards.folder / "00001.tar").read_bytes()
     assert server.asked == {"/00001.tar": 2}
     assert server.authorizations[-1] == "Basic bWU6cGFzcyB3b3Jk"
@@ -100,7 +101,7 @@ def test_lasting_failure_names_url_and_status_without_secrets(
 
 
 def fetch_broken(shards: Manifest, server: Server, folder: Path, **changes: Any) -> int:
-    """Fetch a shard whose first two answers break off. Returns: how many bytes were sent."""
+    """Fetch a shard whose first two answers break off. Return the number of bytes that were sent."""
     size = shards.shards[1].bytes
     server.broken["/00001.tar"] = [size // 4, size // 2]
     with open_cache(shards, server.url, folder, tries=4, **changes).open(1) as file:
@@ -108,7 +109,7 @@ def fetch_broken(shards: Manifest, server: Server, folder: Path, **changes: Any)
     return server.sent
 
 
-def test_attempt_goes_on_where_the_one_before_has_failed(
+def test_attempt_resumes_where_the_previous_one_failed(
     shards: Manifest, server: Server, tmp_path: Path
 ) -> None:
     assert fetch_broken(shards, server, tmp_path / "cache", timeout_s=0.5) == shards.shards[1].bytes
@@ -131,7 +132,7 @@ def test_without_a_strong_version_an_attempt_begins_anew(
 def test_shard_that_changes_between_attempts_is_fetched_from_its_beginning(
     shards: Manifest, server: Server, tmp_path: Path, ignores_if_range: bool
 ) -> None:
-    """Or else the file would be put together from two contents."""
+    """Otherwise the file would be a mixture of two versions."""
     server.ignores_if_range = ignores_if_range
     server.broken["/00001.tar"] = [shards.shards[1].bytes // 2]
     cache = open_cache(shards, server.url, tmp_path / "cache", tries=3, timeout_s=2.0)
@@ -149,9 +150,7 @@ def test_shard_that_changes_between_attempts_is_fetched_from_its_beginning(
     thread.join(20)
 
 
-@pytest.mark.parametrize(
-    "said", ["bytes 0-5/6", "bytes 1-2/3", "nonsense", "bytes 99999999-99999999/*"]
-)
+@pytest.mark.parametrize("said", ["bytes 1-2/3", "nonsense"])
 def test_answer_with_another_range_is_not_written_into_the_shard(
     shards: Manifest, server: Server, tmp_path: Path, said: str
 ) -> None:
@@ -166,16 +165,13 @@ def test_shard_that_is_cut_short_or_another_is_not_kept(
     server.resume.set()
     server.halves.add("/00000.tar")
     size = shards.shards[0].bytes
-    with pytest.raises(
-        DataError, match=f"the connection ended after {size // 2:,} of {size:,} bytes"
-    ):
+    with pytest.raises(DataError, match=f"{size // 2:,} of {size:,} bytes"):
         cache.open(0)
-    for change, words in ((b"x", f"more than {shards.shards[1].bytes:,}"), (None, "10,240 of")):
-        path = shards.folder / "00001.tar"
-        path.write_bytes(path.read_bytes() + change if change else path.read_bytes()[:10_240])
-        with pytest.raises(
-            DataError, match=f"{words}.* bytes as its manifest counts them; if it was written anew"
-        ):
+    path, size = shards.folder / "00001.tar", shards.shards[1].bytes
+    whole = path.read_bytes()
+    for content in (whole + b"x", whole[:10_240]):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=f"{len(content):,} bytes .* manifest .*{size:,};"):
             cache.open(1)
     assert [path.name for path in cache.folder.iterdir()] == [".lock"]
 
@@ -191,7 +187,7 @@ def test_failing_command_tells_its_status_and_nothing_else(
     with pytest.raises(DataError) as error:
         cache.open(2)
     assert str(error.value) == (
-        "shard 00002.tar cannot be fetched from its pipe:: the command ended with status 3; tries: 1"
+        "shard 00002.tar cannot be fetched from its pipe:: the command exited with status 3; tries: 1"
     )
     assert describe("https://u:p@h:81/x?y#z") == "https://h:81/x"
 
@@ -212,13 +208,13 @@ def test_command_that_hangs_is_ended_with_all_it_has_started(
     for command, words in (
         (
             f"sleep 600 & echo $! >> {pids}; cat /dev/null; wait",
-            "wrote nothing for data.remote.timeout_s=0.3 s",
+            "nothing for data.remote.timeout_s=0.3 s",
         ),
         (
             f"sleep 600 >/dev/null & echo $! >> {pids}; exec >&-; wait",
-            "did not end within data.remote.timeout_s=0.3 s",
+            "not exit within data.remote.timeout_s=0.3 s",
         ),
-        (f"yes & echo $! >> {pids}; wait", "more than 7 bytes as its manifest counts them"),
+        (f"yes & echo $! >> {pids}; wait", r"[\d,]+ bytes .* manifest .*7;"),
     ):
         cache = ShardCache(
             [f"pipe:{command}"],
@@ -230,7 +226,8 @@ def test_command_that_hangs_is_ended_with_all_it_has_started(
             cache.open(0)
     assert time.monotonic() - start < 20
     for pid in pids.read_text().split():
-        with suppress(FileNotFoundError):  # ended; or a zombie, where nobody reaps it
+        # It has ended, or is a zombie if nothing reaps it.
+        with suppress(FileNotFoundError):
             assert Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
 
 
@@ -238,13 +235,11 @@ def test_body_without_a_length_is_read_no_further_than_the_shard_may_be(
     shards: Manifest, server: Server, tmp_path: Path
 ) -> None:
     server.endless.add("/00000.tar")
-    with pytest.raises(
-        DataError, match=f"more than {shards.shards[0].bytes:,} bytes as its manifest counts them"
-    ):
+    with pytest.raises(DataError, match=rf"[\d,]+ bytes .* manifest .*{shards.shards[0].bytes:,};"):
         open_cache(shards, server.url, tmp_path / "cache", tries=1).open(0)
     settings = RemoteSettings(tries=2, cache_gb=0.005)
     with (
-        pytest.raises(DataError, match=r"more than data.remote.cache_gb \(0.005 GB\), .* tries: 1"),
+        pytest.raises(DataError, match=r"data.remote.cache_gb.*\(0.005 GB\); tries: 1"),
         fetch_temporary(f"{server.url}/00000.tar", "00000.tar", settings),
     ):
         pass
@@ -254,7 +249,7 @@ def test_body_without_a_length_is_read_no_further_than_the_shard_may_be(
 def test_attempts_that_last_longer_than_a_worker_may_be_silent_end_with_their_own_error(
     shards: Manifest, server: Server, tmp_path: Path
 ) -> None:
-    """Each attempt is a sign of life, and the fetch lasts longer than data.timeout_s."""
+    """The fetch takes longer than data.timeout_s, but each attempt is a sign of life."""
     server.stalled.update(f"/{shard.name}" for shard in shards.shards)
     data = remote(
         f"{server.url}/{ALL}",

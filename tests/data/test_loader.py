@@ -78,7 +78,7 @@ def test_global_batches_do_not_depend_on_ranks_workers_micro_batch(
 
 
 @pytest.mark.parametrize(("done", "size", "workers"), [(2, 4, 0), (7, 2, 0), (8, 2, 2), (0, 1, 0)])
-def test_resume_at_another_number_of_ranks_goes_on_exactly(
+def test_resume_at_another_number_of_ranks_is_exact(
     manifest: Manifest, reference: Any, done: int, size: int, workers: int
 ) -> None:
     _, middle, _ = read_global(manifest, settings(), 4, done)
@@ -108,25 +108,21 @@ def test_state_of_another_run_is_refused(manifest: Manifest, tmp_path: Path) -> 
     merged = merge_states(states)
     for loader in ranks:
         loader.close()
-    with pytest.raises(ValueError, match="slots 8, this run has 4"):
+    with pytest.raises(ValueError, match=r"slots 8\b.*\b4\b"):
         make_loader(manifest, settings(slots=4), state=merged)
-    with pytest.raises(ValueError, match="global_batch 24, this run has 48"):
+    with pytest.raises(ValueError, match=r"global_batch 24\b.*\b48\b"):
         make_loader(manifest, settings(), batch=48, state=merged)
     with pytest.raises(ValueError, match="fingerprint"):
         make_loader(write_shards(tmp_path, SIZES[::-1]), settings(), state=merged)
-    with pytest.raises(ValueError, match="merge_states"):
-        make_loader(manifest, settings(), state=states[0])
-    with pytest.raises(ValueError, match="4 of 8 slots are missing"):
+    with pytest.raises(ValueError, match="4 of 8 streams"):
         merge_states(states[:1])
-    with pytest.raises(ValueError, match="differ in steps"):
+    with pytest.raises(ValueError, match="steps"):
         merge_states([states[0], {**states[1], "steps": 1}])
 
 
 def test_ranks_that_do_not_divide_the_slots_are_refused(manifest: Manifest) -> None:
     with pytest.raises(ValueError, match=r"8 slots .* data.slots=6 or data.slots=9"):
         make_loader(manifest, settings(), 0, 3)
-    with pytest.raises(ValueError, match="global_batch 25"):
-        make_loader(manifest, settings(), batch=25, micro_batch=3)
 
 
 def read_ids(manifest: Manifest, steps: int) -> list[torch.Tensor]:
@@ -171,8 +167,8 @@ def test_step_that_is_not_read_to_its_end_is_passed_over(
         loader.close()
 
 
-def test_micro_batches_are_read_while_the_step_goes_on(manifest: Manifest, tmp_path: Path) -> None:
-    """The first is there before the others are decoded; the workers prepare a step while nobody asks."""
+def test_micro_batches_are_read_while_the_step_runs(manifest: Manifest, tmp_path: Path) -> None:
+    """The first one arrives before the others are decoded. The workers prepare a step while nothing is requested."""
     loader = make_loader(
         manifest, settings(workers=1), tokenize=partial(count_and_wait, tmp_path), micro_batch=3
     )
@@ -191,29 +187,29 @@ def test_micro_batches_are_read_while_the_step_goes_on(manifest: Manifest, tmp_p
 
 
 def check_whole(batch: MicroBatch) -> None:
-    """Nothing has been copied over it: images, texts and ids belong together."""
+    """Check that nothing has overwritten it: images, texts and ids belong together."""
     for image, text, index in zip(batch.image, batch.text, batch.index, strict=True):
         assert image[:, 4, 4].tolist() == list(color(int(index)))
         assert bytes(text[text > 0].tolist()) == b"%d" % index
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2])
-@pytest.mark.parametrize("pixels", ["device", "host", "compressed"])
-@pytest.mark.parametrize("micro_batch", [24, 12, 3])
-def test_micro_batches_are_the_same_in_both_passes(
-    tmp_path: Path, workers: int, pixels: Pixels, micro_batch: int
-) -> None:
-    """GradAccum's order of asking, with the last one in use until it is asked for the one after; workers are ahead."""
-
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     def change(index: int, sample: dict[str, bytes]) -> dict[str, bytes]:
         return sample | {"png": sample["png"][:40]} if index % 7 == 3 else sample
 
-    manifest, options = (
-        write_shards(tmp_path, SIZES, change),
-        {"workers": workers, "max_broken": 1.0},
-    )
-    reference = make_loader(manifest, settings(workers=0, max_broken=1.0), micro_batch=micro_batch)
-    loader = make_loader(manifest, settings(**options), micro_batch=micro_batch, pixels=pixels)
+    return write_shards(tmp_path_factory.mktemp("damaged"), SIZES, change)
+
+
+@pytest.mark.parametrize(("workers", "micro_batch"), [(0, 3), (2, 24), (1, 12), (2, 3)])
+@pytest.mark.parametrize("pixels", ["device", "host", "compressed"])
+def test_micro_batches_are_the_same_in_both_passes(
+    damaged: Manifest, workers: int, pixels: Pixels, micro_batch: int
+) -> None:
+    """GradAccum's order of requests. Each micro-batch is in use until the next request, while workers are ahead."""
+    reference = make_loader(damaged, settings(max_broken=1.0), micro_batch=micro_batch)
+    data = settings(workers=workers, max_broken=1.0)
+    loader = make_loader(damaged, data, micro_batch=micro_batch, pixels=pixels)
     K = 24 // micro_batch
     try:
         for step in range(6):
@@ -230,7 +226,7 @@ def test_micro_batches_are_the_same_in_both_passes(
             assert loader.state_dict() == reference.state_dict()
         assert loader.broken > 0
         if K > 3:
-            with pytest.raises(RuntimeError, match="micro-batch 3 is requested, 0 is due"):
+            with pytest.raises(AssertionError, match="micro-batch 3 is requested"):
                 _ = loader.read_step().micro_batches[3]
     finally:
         loader.close()
@@ -247,7 +243,7 @@ def test_only_what_waits_on_the_device_is_kept_there(manifest: Manifest) -> None
 
 
 def test_worker_lost_between_the_passes_is_an_error(manifest: Manifest) -> None:
-    """Before the loss it is told as every error of the data; after it nothing may stand in for the images."""
+    """Before the loss, this is reported as any data error. After the loss, placeholders must not replace the images."""
     loader = make_loader(
         manifest, settings(workers=1, prefetch=1), micro_batch=3, pixels="compressed"
     )
@@ -269,7 +265,7 @@ def test_worker_lost_between_the_passes_is_an_error(manifest: Manifest) -> None:
 
 
 def count_and_wait(folder: Path, texts: list[str]) -> torch.Tensor:
-    """After a micro-batch of three samples it waits for a file."""
+    """After a micro-batch of three samples, wait for a file."""
     with (folder / "calls").open("ab") as file:
         file.write(b".")
     while (folder / "calls").stat().st_size > 3 and not (folder / "open").exists():
@@ -316,7 +312,7 @@ def test_synthetic_source_is_a_function_of_the_id() -> None:
 
 
 def test_pixels_do_not_depend_on_ranks_but_on_the_epoch(tmp_path: Path) -> None:
-    """With a crop that matters: a gradient instead of one color."""
+    """With a color gradient, so that the crop changes the pixels."""
 
     def change(index: int, sample: dict[str, bytes]) -> dict[str, bytes]:
         picture = Image.linear_gradient("L").resize((40, 30)).convert("RGB")

@@ -1,12 +1,14 @@
-"""The data order: pure, complete per epoch, balanced; and the choice of slots."""
+"""The data order: a pure function, complete in every epoch and balanced over slots; and the choice of slots."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from disco_ds.data import DataOrder, choose_slots, keyed_uniform
+from disco_ds.data import DataOrder, Mixture, Source, choose_slots, keyed_uniform
 from disco_ds.data.order.counter_rng import keyed_bits, keyed_permutation, keyed_row
+from disco_ds.data.sources.load import count_slots
+from helpers.shards import settings
 
 
 @pytest.mark.parametrize(
@@ -38,7 +40,7 @@ def test_order_is_a_function_of_its_arguments() -> None:
     assert read() == read()
     assert read() != read(seed=2)
     assert read() != read(window=4)
-    # No other history than its arguments: one entry asked of a fresh order.
+    # A new order gives the same entry, so earlier calls have no influence.
     assert DataOrder([30, 20, 30], 4, 1, 5).locate(1, 0, 7) == read()[67]
 
 
@@ -53,48 +55,38 @@ def test_order_differs_between_epochs_and_slots() -> None:
 
 
 def test_order_ids_are_contiguous_in_manifest_order() -> None:
-    order = DataOrder([3, 4], 1, seed=0, window=8)
-    assert [order.index(0, 0), order.index(0, 2), order.index(1, 0), order.index(1, 3)] == [
-        0,
-        2,
-        3,
-        6,
-    ]
-    with pytest.raises(IndexError, match="slot 0 has 7 samples"):
-        order.locate(0, 0, 7)
+    order = Mixture([[3, 4], [2]], [1.0, 1.0], [False, False], 1, seed=0, windows=[8, 8])
+    entries = [(0, 0), (0, 2), (1, 0), (1, 3), (2, 1)]
+    assert [order.index(*entry) for entry in entries] == [0, 2, 3, 6, 8]
 
 
 @pytest.mark.parametrize(("shards", "slots"), [(1, 1), (5, 4), (24, 24), (500, 384), (40_000, 512)])
-def test_choose_slots_default_follows_the_shards(shards: int, slots: int) -> None:
-    assert choose_slots(shards, 10**6, None, 1) == slots
+def test_default_slots_follow_the_shards(shards: int, slots: int) -> None:
+    source = Source()
+    source.sizes = [30] * shards
+    assert count_slots(settings(), [source], 1) == slots
 
 
 @pytest.mark.parametrize(
-    ("shards", "samples", "requested", "ranks", "words"),
+    ("default", "samples", "requested", "ranks", "words"),
     [
-        (
-            3,
-            100,
-            None,
-            2,
-            ["3 slots", "default for 3 shards", "data.slots=2 or data.slots=4", "more shards"],
-        ),
-        (3, 100, None, 8, ["not a multiple of 8 ranks", "data.slots=8"]),
-        (600, 10**6, 100, 8, ["100 slots", "set by data.slots", "data.slots=96 or data.slots=104"]),
-        (600, 50, 100, 1, ["data.slots is 100", "50 samples", "at most 50"]),
-        (2, 3, None, 8, ["8 ranks cannot share 3 samples"]),
+        (3, 100, None, 2, ["3 slots", "600 shards", "data.slots=2 or data.slots=4"]),
+        (3, 100, None, 8, ["multiple of 8 ranks", "data.slots=8"]),
+        (512, 10**6, 100, 8, ["100 slots", "set by data.slots", "data.slots=96 or data.slots=104"]),
+        (512, 50, 100, 1, ["data.slots is 100", "50 samples", "at most 50"]),
+        (2, 3, None, 8, ["8 ranks", "3 samples"]),
     ],
 )
 def test_choose_slots_that_do_not_fit_says_what_would(
-    shards: int, samples: int, requested: int | None, ranks: int, words: list[str]
+    default: int, samples: int, requested: int | None, ranks: int, words: list[str]
 ) -> None:
     with pytest.raises(ValueError) as error:
-        choose_slots(shards, samples, requested, ranks)
+        choose_slots(600, samples, requested, ranks, default)
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
 def _splitmix(*keys: int) -> int:
-    """keyed_bits in Python's integers."""
+    """Compute keyed_bits with Python's integers."""
     mask = (1 << 64) - 1
 
     def mix(x: int) -> int:

@@ -1,4 +1,4 @@
-"""Remote shards ahead of their use: the most urgent first, within the cache, and never in a reader's way."""
+"""Prefetching of remote shards: the most urgent first, within the cache, and without disturbing readers."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ SIZES = [17, 30, 9, 25, 30, 13, 20, 22]
 
 @pytest.fixture
 def shards(tmp_path: Path) -> Manifest:
-    """Of one size, so that a bound of the cache is one on their number."""
+    """Shards of one size, so that a limit on the cache is a limit on their number."""
     return write_shards(tmp_path / "shards", [10] * 8)
 
 
-# What is needed next
+# Which shards are needed next
 
 
 def read_on(order: DataOrder | Draws, slot: int, epoch: int, offset: int, num: int) -> list[int]:
-    """The shards of the slot's next samples, from a place on."""
+    """List the shards of the slot's next samples, from a cursor on."""
     found = []
     for _ in range(num):
         epoch, offset = order.settle(slot, epoch, offset)
@@ -63,20 +63,19 @@ def test_upcoming_shards_are_those_read_next(
                 break
         assert [away for away, _ in promised] == sorted(away for away, _ in promised)
         for number, shard in enumerate(read):
-            # In time, and not a window too early.
+            # It was announced in time, and at most two windows too early.
             span = SIZES[shard] + 2 * window
             assert any(away <= number < away + span for away, found in promised if found == shard)
         for away, shard in promised:
-            if (
-                kind is DataOrder and 0 < away <= 500 - window
-            ):  # a draw need not hit every shard of its run
+            # With replacement, a run need not draw from all of its shards.
+            if kind is DataOrder and 0 < away <= 500 - window:
                 assert shard in read[away : away + window]
 
 
 def test_most_urgent_shard_comes_first_and_each_slot_has_one_beyond_its_window() -> None:
     order = Mixture([[100] * 12], [1.0], [False], 4, seed=5, windows=[10])
     ahead = FetchAhead([], order, least=1)
-    # Slots 0 and 1 have read 5 and 95 samples of the first epoch: each needs its second shard after 95 and 5 more.
+    # Slots 0 and 1 have read 5 and 95 samples of the first epoch, so they need their second shards after 95 and 5 more.
     ahead.move({0: (0, 5), 1: (0, 95)})
     own = DataOrder([100] * 12, 4, 5, 10)
     reads = {
@@ -132,11 +131,12 @@ def test_what_others_fetched_ahead_makes_room_for_a_reader_alone(
     limit = 3.5 * shards.shards[0].bytes
     cache = open_cache(shards, server.url, tmp_path / "cache", cache_gb=limit / 1e9)
     cache.open(0).close()
-    for shard in (1, 2, 3):  # the third takes the place of the one that has been read
+    # The third one replaces the shard that has been read.
+    for shard in (1, 2, 3):
         cache.fetch_ahead(shard)
     with pytest.raises(CacheFullError):
         cache.fetch_ahead(4)
-    # The reader takes the place of 3, which is needed last.
+    # The reader evicts shard 3, which is needed last.
     with cache.open(5):
         cache.open(1).close()
         cache.open(2).close()
@@ -146,7 +146,7 @@ def test_what_others_fetched_ahead_makes_room_for_a_reader_alone(
     assert server.asked["/00003.tar"] == 2
 
 
-def test_what_a_lost_run_had_fetched_ahead_makes_room_after_a_day(
+def test_what_an_ended_run_had_prefetched_makes_room_after_a_day(
     shards: Manifest, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = open_cache(
@@ -191,7 +191,7 @@ def test_reader_waits_for_the_room_of_what_is_being_fetched_ahead(
 def test_shard_that_is_just_complete_and_still_locked_is_waited_for(
     shards: Manifest, server: Server, tmp_path: Path
 ) -> None:
-    """Between the renaming and the release of its lock."""
+    """This is the state between the renaming and the release of the lock."""
     cache = open_cache(
         shards, server.url, tmp_path / "cache", cache_gb=1.5 * shards.shards[0].bytes / 1e9
     )
@@ -215,7 +215,8 @@ def test_wanted_shard_that_is_there_already_is_not_the_next_to_go(
     )
     for shard in (0, 1):
         cache.open(shard).close()
-        time.sleep(0.05)  # the clock of files ticks slowly
+        # File times are coarse.
+        time.sleep(0.05)
     cache.fetch_ahead(0)
     cache.fetch_ahead(2)
     cache.open(0).close()
@@ -236,7 +237,7 @@ def test_what_a_killed_process_had_half_fetched_ahead_makes_room(
 
 
 def test_small_source_beside_a_large_one_costs_no_time() -> None:
-    """Most intervals of its slots are empty."""
+    """Most intervals of the small source's slots are empty."""
     order = Mixture([[20], [100] * 1000], [0.5, 0.5], [False, False], 512, seed=5, windows=[50, 50])
     ahead = FetchAhead([], order, least=1)
     ahead.move({stream: (0, 0) for slot in range(64) for stream in order.streams(slot)})
@@ -299,9 +300,9 @@ def test_workers_have_fetched_what_comes_next_and_the_order_is_the_same(
             server.asked.clear()
             found[least] = ids(loader, 1)
             if least:
-                # Two slots: a shard in use and one ahead for each, though one step of four samples has been read.
+                # Each of two slots has a shard in use and one prefetched, although only one step has been read.
                 wait_for(lambda: len(server.asked) == 4)
-            time.sleep(1.2)
+            time.sleep(0.8)
             assert len(server.asked) == 2 + 2 * least
             found[least] += ids(loader, 15)
         assert all(count == 1 for count in server.asked.values())

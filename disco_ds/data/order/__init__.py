@@ -1,1 +1,4 @@
-"""Which sample comes when: a pure function of the seed and the sources' sizes, for any number of ranks and workers."""
+"""The data order: which sample comes when, as a pure function of the seed and the sources' sizes.
+
+It does not depend on the number of ranks or workers.
+"""

@@ -1,10 +1,10 @@
-"""Reads every sample of a data set once, in the order of its id, for evaluation: no augmentation, no shuffling."""
+"""Sequential reading for evaluation: every sample once, in the order of its id, without augmentation."""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from itertools import islice
@@ -25,8 +25,9 @@ from disco_ds.data.sources.base import Source
 from disco_ds.data.sources.manifest import Manifest
 
 THREADS = 4
-"""PIL releases the interpreter's lock while it decodes and resizes."""
+"""Decoding threads. PIL releases the GIL while it decodes and resizes."""
 _AHEAD = 16
+"""Number of samples being decoded at a time. A short queue limits memory."""
 
 logger = logging.getLogger(__name__)
 
@@ -38,13 +39,22 @@ def read_all(
     rank: int,
     size: int,
     label_template: str,
-    on_broken: Callable[[str], None] = logger.warning,
 ) -> Iterator[tuple[Tensor, str, int]]:
-    """(image [3, H, W] uint8, label, id) of the samples with id % size == rank, in order.
+    """Read the samples with id % size == rank, in order. Samples that cannot be read are skipped with a warning.
 
-    Args:    label_template: filled like a caption, e.g. {json[label]}; on_broken: called with `shard/key: reason` for
-             each sample that cannot be read, which is skipped.
-    Raises:  OSError naming a shard that cannot be read.
+    Args:
+        source: The data set.
+        settings: Which members of a sample to use, and limits.
+        image: Image format of the model.
+        rank: Rank of this process.
+        size: Number of ranks.
+        label_template: Filled in like a caption, for example {json[label]}.
+
+    Yields:
+        (image [3, H, W] uint8, label, id).
+
+    Raises:
+        OSError: If a shard cannot be read. The message names it.
     """
 
     def decode(members: dict[str, bytes]) -> tuple[Tensor, str]:
@@ -61,17 +71,17 @@ def read_all(
             try:
                 yield *future.result(), index
             except BrokenSample as error:
-                on_broken(name_broken(reader.name, shard, entry, error))
+                logger.warning(name_broken(reader.name, shard, entry, error))
 
-        # Reading is sequential in this thread, decoding parallel; a short queue keeps the order and bounds memory.
+        # This thread reads one sample after another; the pool decodes them in parallel.
         for shard, entry, index in islice(_places(source), rank, None, size):
             try:
                 with breaks_sample(OSError):
-                    members = reader.read(shard, entry)
+                    future = pool.submit(decode, reader.read(shard, entry))
             except BrokenSample as error:
-                on_broken(name_broken(reader.name, shard, entry, error))
-                continue
-            waiting.append((shard, entry, index, pool.submit(decode, members)))
+                future = Future()
+                future.set_exception(error)
+            waiting.append((shard, entry, index, future))
             if len(waiting) > _AHEAD:
                 yield from finish()
         while waiting:
@@ -79,9 +89,13 @@ def read_all(
 
 
 def read_labels(manifest: Manifest, label_template: str) -> list[str | None]:
-    """The label of every sample in the order of its id, without reading images; None for a sample without label.
+    """Read the label of every sample, in the order of ids, without reading images.
 
-    Raises:  OSError naming a shard that cannot be read.
+    Returns:
+        The labels; None for a sample without one.
+
+    Raises:
+        OSError: If a shard cannot be read. The message names it.
     """
     wanted = list_fields(label_template)
     labels: list[str | None] = []
@@ -96,7 +110,7 @@ def read_labels(manifest: Manifest, label_template: str) -> list[str | None]:
 
 
 def _places(source: Source) -> Iterator[tuple[int, int, int]]:
-    """(shard, entry, id) of every sample."""
+    """List (shard, entry, id) of every sample."""
     index = 0
     for shard, samples in enumerate(source.sizes):
         for entry in range(samples):

@@ -1,1 +1,1 @@
-"""From samples to micro-batches on the device: worker processes, shared buffers and the loader of a rank."""
+"""The way from samples to micro-batches on the device: worker processes, shared buffers and a rank's loader."""

@@ -1,16 +1,16 @@
-"""The micro-batches of one rank, step by step, and the position in the data order.
+"""The micro-batches of one rank, step by step, and its position in the data order.
 
-This is the trainer's view of the data. Reading a step raises nothing, because an exception on one rank would leave the
-others waiting in a collective: errors are returned with the step. (rank, size) are integers; nothing is communicated.
+This is the trainer's view of the data. Reading a step does not raise, because an exception on one rank would leave the
+other ranks waiting in a collective. Errors are returned with the step instead. The loader takes (rank, size) as
+integers and never communicates.
 """
 
 from __future__ import annotations
 
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -21,12 +21,12 @@ from disco_ds.data.images.broken import DataError
 from disco_ds.data.order.slots import Share
 from disco_ds.data.pipeline.feed import Delivery, Feed, Producer, Upload
 from disco_ds.data.pipeline.shared_batches import SharedBatches, batch_bytes
-from disco_ds.data.pipeline.staging import Staging, count_buffers, count_on_device, count_workers
+from disco_ds.data.pipeline.staging import Staging, count_buffers, count_on_device
 from disco_ds.data.pipeline.step_data import MicroBatch, MicroBatches, StepData
 from disco_ds.data.pipeline.worker import Job
-from disco_ds.data.pipeline.worker_process import InProcess, Worker
+from disco_ds.data.pipeline.worker_process import InProcess, Worker, describe_error
 from disco_ds.data.remote.cache_size import fit_cache
-from disco_ds.data.remote.prefetch import fetch_ahead
+from disco_ds.data.remote.prefetch import FetchAhead
 from disco_ds.data.sources.base import SampleForm, Source
 from disco_ds.data.sources.load import (
     choose_windows,
@@ -38,12 +38,39 @@ from disco_ds.data.sources.load import (
 )
 
 
-class Loader:
-    """A rank's micro-batches in the data order; see order.py for which samples they hold.
+@dataclass(frozen=True)
+class _Position:
+    """What a rank has read so far. It advances by whole steps, because a checkpoint cannot divide a global batch."""
 
-    Args:    sources: as load_sources returns them; state: None, or merge_states of the state_dicts of all
-             ranks, of which there may have been any number.
-    Raises:  ValueError if ranks, slots or state do not fit, or the data differ from the state's.
+    steps: int
+    broken: int
+    """Broken samples that were skipped."""
+    cursor: dict[int, tuple[int, int]]
+    """The next (epoch, offset) of the rank's streams."""
+
+
+class Loader:
+    """A rank's micro-batches in the data order, which order/slots.py defines.
+
+    A step's micro-batches are read when they are first requested. GradAccum then requests all but the last one again.
+    Until then they wait in one of three places, which `staging.pixels` names:
+
+    - "device": the device keeps all micro-batches of the step, and a buffer on the host is refilled once it is copied.
+    - "host": the buffers on the host are kept until the end of the step, and copied to the device a second time.
+    - "compressed": the workers keep the compressed images, and decode them into the next free buffers a second time.
+
+    Args:
+        settings: Settings of the data.
+        sources: The sources that load_sources returned.
+        form: The form in which the model takes a sample.
+        share: This rank's share of every global batch.
+        seed: Seed of the data order.
+        state: Position to resume from: merge_states of the state_dicts of all ranks, of which there may have been any
+            number. None: the start of the data.
+        staging: Resources of this rank.
+
+    Raises:
+        ValueError: If the numbers of slots and ranks do not fit, or the data differ from those of the state.
     """
 
     def __init__(
@@ -58,87 +85,101 @@ class Loader:
     ) -> None:
         staging = staging or Staging()
         self.num_samples = sum(source.num_samples for source in sources)
-        self.num_slots = count_slots(
-            settings, sources, share.size, state["slots"] if state else None
-        )
+        num_slots = count_slots(settings, sources, share.size, state["slots"] if state else None)
         sources = fit_cache(
-            settings, sources, self.num_slots, share.size, staging.ranks_here or share.size
+            settings, sources, num_slots, share.size, staging.ranks_here or share.size
         )
-        # Global position p belongs to slot p % S and to rank p % N; N divides S, so a rank owns these slots.
-        slots = tuple(range(share.rank, self.num_slots, share.size))
-        num_workers = min(count_workers(settings, staging.cores), len(slots))
-        # What the order depends on; a state is accepted only if all of it is equal.
-        parts = {
-            "slots": self.num_slots,
+        windows = choose_windows(settings, sources, state)
+        self._origin: dict[str, Any] = {
+            "slots": num_slots,
             "sources": len(sources),
             "fingerprint": fingerprint(settings, sources),
+            "windows": windows,
+            "global_batch": share.global_batch,
         }
-        parts["windows"] = windows = choose_windows(settings, sources, state)
-        self._origin: dict[str, Any] = {**parts, "global_batch": share.global_batch}
-        self._rank = share.rank
-        self._num_parts = share.num_micro_batches
-        state = self._check(state)
-        order = mix(settings, sources, self.num_slots, seed, windows)
-        self._go_to(state, [stream for slot in slots for stream in order.streams(slot)])
+        """What the order depends on. A state is accepted only if it agrees with all of it."""
+        order = mix(settings, sources, num_slots, seed, windows)
+        # Global position p belongs to slot p % S and to rank p % N. N divides S, so these slots belong to this rank.
+        slots = tuple(range(share.rank, num_slots, share.size))
+        streams = [stream for slot in slots for stream in order.streams(slot)]
+        if state is None:
+            self._position = _Position(0, 0, dict.fromkeys(streams, (0, 0)))
+        else:
+            self._check(state)
+            # One rank continues the count of all ranks, so that the sum over ranks is right.
+            broken = state["broken"] if share.rank == 0 else 0
+            cursor = {stream: tuple(state["cursor"][stream]) for stream in streams}
+            self._position = _Position(state["steps"], broken, cursor)
+        self._before = self._position
+        """The position before the current step."""
         self.worker_pids: list[int] = []
         self._error: str | None = None
+        self._rank = share.rank
+        self._num_parts = share.num_micro_batches
         self._pixels, self._device = staging.pixels, torch.device(staging.device)
-        self._before = self._steps, self.broken, self._cursor
         self._current: MicroBatches | None = None
         self._held: list[int] = []
-        """The buffers of the current step."""
-        self._uploads: dict[int, Upload] = {}  # started for the second pass, by micro-batch
-        self._num_again = 0  # micro-batches that were decoded again
+        """With pixels "host", the buffers of the current step."""
+        self._uploads: dict[int, Upload] = {}
+        """With pixels "host", the copies for the second pass that have been started, by micro-batch."""
+        self._num_again = 0
+        """With pixels "compressed", the number of micro-batches that were decoded again."""
         self._resources = ExitStack()
-        # The buffers are allocated before the workers, which inherit them.
+
+        # By default, one core is left to the trainer.
+        num_workers = max(staging.cores - 1, 1) if settings.workers is None else settings.workers
+        num_workers = min(num_workers, len(slots))
         layout = share.micro_batch, form.image.size, form.context_length
         most = int(staging.most_bytes // batch_bytes(*layout))
         num = count_buffers(settings.prefetch, self._num_parts, staging.pixels, num_workers, most)
+        # The buffers are allocated first, because the workers inherit them.
         self._batches = SharedBatches(num, *layout)
         self._resources.callback(self._batches.close)
         per_worker = -(-len(slots) // max(1, num_workers))
         job = Job(
             samples=open_sources(settings, sources, form, seed, per_worker),
             order=order,
-            max_broken=settings.max_broken,
-            patience_s=min(
-                settings.patience_s, settings.timeout_s / 2
-            ),  # a silent worker is taken to hang
+            settings=settings,
+            share=share,
             slots=slots,
-            cursor=self._cursor,
-            first=self._steps * share.global_batch // share.size,
-            micro_batch=share.micro_batch,
-            num_micro_batches=self._num_parts,
+            cursor=self._position.cursor,
+            first=self._position.steps * share.global_batch // share.size,
             decode_twice=staging.pixels == "compressed",
             batches=self._batches,
-            # A trainer that reads its samples itself has no time left between them.
-            ahead=fetch_ahead(sources, order, settings.remote.ahead) if num_workers else None,
+            # Without workers nothing is prefetched, since the trainer has no time between samples.
+            ahead=FetchAhead(sources, order, settings.remote.ahead if num_workers else 0),
         )
-        producers = self._start(
-            job, num_workers, settings.timeout_s, form.tokenize.__module__, partial(label, sources)
-        )
-        self._feed = Feed(
-            self._batches, producers, self._device, count_on_device(self._num_parts, staging.pixels)
-        )
+        producers: list[Producer] = []
+        for number in range(num_workers):
+            worker = Worker(
+                replace(job, worker=number, num_workers=num_workers),
+                settings.timeout_s,
+                form.tokenize.__module__,
+                partial(label, sources),
+            )
+            self._resources.callback(worker.close)
+            self.worker_pids.append(worker.pid)
+            producers.append(worker)
+        if not producers:
+            self._resources.callback(job.samples.close)
+            producers.append(InProcess(job))
+        on_device = count_on_device(self._num_parts, staging.pixels)
+        self._feed = Feed(self._batches, producers, self._device, on_device)
         self._resources.callback(self._feed.close)
 
-    def _go_to(self, state: dict[str, Any], streams: Sequence[int]) -> None:
-        """Start from where a state left the run, in these streams."""
-        self._steps: int = state["steps"]
-        self._cursor: dict[int, tuple[int, int]] = {
-            stream: tuple(state["cursor"][stream]) for stream in streams
-        }
-        # One rank continues the count of all ranks, so that the sum over ranks stays right.
-        self.broken: int = state["broken"] if self._rank == 0 else 0
+    @property
+    def broken(self) -> int:
+        """Broken samples that were skipped. The sum over ranks includes those from before a resume."""
+        return self._position.broken
 
     def read_step(self) -> StepData:
-        """The next step's micro-batches, read as they are requested and valid until the next call.
+        """Return the next step. Its micro-batches are read when they are requested, and valid until the next call.
 
-        Neither this nor reading them raises, except for one that is decoded again. After an error, this and all further
-        steps consist of placeholders.
+        Neither this call nor the first request of a micro-batch raises. After an error, this step and all further ones
+        consist of placeholders. Only decoding a micro-batch a second time may raise DataError.
         """
         self._finish_step()
-        self._before = self._steps, self.broken, dict(self._cursor)
+        self._before = self._position
         data = StepData(error=self._error)
         again = {
             "device": None,
@@ -152,22 +193,44 @@ class Loader:
         return data
 
     def drop_step(self) -> None:
-        """Take the position back to before this step, which a rank could not read; no further one can be read."""
-        self._error = self._error or "the data of another rank have failed"
-        self._steps, self.broken, self._cursor = self._before
+        """Return to the position before this step, because another rank could not read it. No further step is read."""
+        self._error = self._error or "another rank could not read its data"
+        self._position = self._before
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's position after the last step without an error. merge_states joins those of all ranks."""
+        return self._origin | asdict(self._position)
+
+    def close(self) -> None:
+        """Stop the workers and close all files."""
+        self._error = self._error or "the loader is closed"
+        self._resources.close()
+
+    def _check(self, state: dict[str, Any]) -> None:
+        """Check that a state belongs to this data order.
+
+        Raises:
+            ValueError: If it does not.
+        """
+        for key, expected in self._origin.items():
+            if state[key] != expected:
+                raise ValueError(
+                    f"the data order of the checkpoint has {key} {state[key]}, this run has {expected}; restore the "
+                    "setting or the shards, or start a new run"
+                )
 
     def _read(self, data: StepData) -> MicroBatch:
-        """The next micro-batch of a step; after an error a placeholder."""
+        """Return the next micro-batch of a step; after an error, a placeholder."""
         if self._error is None:
             try:
                 return self._accept(self._take(data), data)
             except Exception as error:
-                self._error = self._describe(error, self._steps + 1)
+                self._error = self._describe(error, self._position.steps + 1)
         data.error = self._error
         return self._placeholder
 
     def _take(self, data: StepData) -> Delivery:
-        """The next delivery; the time it takes is added to the step's. Raises: as the producers do."""
+        """Wait for the next delivery, and add the time to the step's."""
         start = time.perf_counter()
         try:
             return self._feed.take()
@@ -175,26 +238,34 @@ class Loader:
             data.wait_s += time.perf_counter() - start
 
     def _accept(self, delivery: Delivery, data: StepData) -> MicroBatch:
+        """Record a delivery of the first pass, and return its micro-batch."""
         data.index.append(self._batches[delivery.number].index.clone())
         for part in delivery.parts:
             data.cursor.update(part.cursor)
             data.broken += part.broken
-        # The position moves by whole steps: a state saved within a step would be between two global batches.
-        if len(data.index) == self._num_parts:
-            self._steps += 1
-            self._cursor.update(data.cursor)
-            self.broken += len(data.broken)
-        self._held.append(delivery.number)
-        # On the host, buffers are kept for the second pass, which begins by copying micro-batch 0 again.
+        is_last = len(data.index) == self._num_parts
+        if is_last:
+            position = self._position
+            self._position = _Position(
+                position.steps + 1,
+                position.broken + len(data.broken),
+                position.cursor | data.cursor,
+            )
         if self._pixels == "host":
-            self._upload_ahead(0 if len(self._held) == self._num_parts else None)
+            self._held.append(delivery.number)
+            # The second pass begins with micro-batch 0.
+            self._upload_ahead(0 if is_last else None)
         else:
-            self._feed.release(delivery.number)
-            self._feed.look_ahead()
+            self._recycle(delivery)
         return self._feed.arrive(delivery.upload)
 
+    def _recycle(self, delivery: Delivery) -> None:
+        """Let the delivery's buffer be filled again, and start copying the next micro-batch."""
+        self._feed.release(delivery.number)
+        self._feed.look_ahead()
+
     def _upload_again(self, k: int) -> MicroBatch:
-        """Micro-batch k once more, from its buffer on the host."""
+        """Return micro-batch k once more, from its buffer on the host."""
         if self._error is not None:
             return self._placeholder
         upload = self._uploads.pop(k, None) or self._feed.upload(self._held[k])
@@ -202,136 +273,72 @@ class Loader:
         return self._feed.arrive(upload)
 
     def _upload_ahead(self, k: int | None) -> None:
-        """Start copying micro-batch k again; or the next step's if k is None or the last one, which GradAccum keeps."""
+        """Start copying micro-batch k again or, if no micro-batch is due again, the first of the next step."""
+        # GradAccum keeps the graph of the last micro-batch, so it does not request that one again.
         if k is not None and k < self._num_parts - 1:
             self._uploads = {k: self._feed.upload(self._held[k])}
         else:
             self._feed.look_ahead()
 
     def _decode_again(self, data: StepData, k: int) -> MicroBatch:
-        """Micro-batch k, decoded once more. Raises: DataError, since the step must not go on without it."""
-        if k != self._num_again:
-            raise RuntimeError(f"micro-batch {k} is requested again, {self._num_again} is due")
+        """Return micro-batch k, which the workers decode once more.
+
+        Raises:
+            DataError: If that fails. A placeholder would spoil the step, whose loss is known already.
+        """
+        assert k == self._num_again, f"micro-batch {k} is requested again before {self._num_again}"
         try:
             delivery = self._take(data)
         except Exception as error:
-            raise DataError(self._describe(error, self._steps)) from None
+            raise DataError(self._describe(error, self._position.steps)) from None
         self._num_again += 1
-        self._feed.release(delivery.number)
-        self._feed.look_ahead()
+        self._recycle(delivery)
         return self._feed.arrive(delivery.upload)
 
     def _finish_step(self) -> None:
-        """Read what the last step has left unread, and release its buffers."""
-        if self._current is not None:
-            for k in range(self._current.num_read, self._num_parts):
-                _ = self._current[k]
-            self._current = None
-        if self._pixels == "host":
-            for number in self._held:
-                self._feed.release(number)
-        # The workers decode all but the last micro-batch twice, whether or not the second pass took place.
-        if self._pixels == "compressed" and self._held and self._error is None:
+        """Read what was left unread of the last step, and release its buffers."""
+        if self._current is None:
+            return
+        for k in range(self._current.num_read, self._num_parts):
+            _ = self._current[k]
+        for number in self._held:
+            self._feed.release(number)
+        # The workers decode all but the last micro-batch twice, even if the second pass did not take place.
+        if self._pixels == "compressed":
             try:
-                for k in range(self._num_again, self._num_parts - 1):
-                    self._decode_again(StepData(), k)
+                while self._error is None and self._num_again < self._num_parts - 1:
+                    _ = self._current[self._num_again]
             except DataError as error:
                 self._error = str(error)
         self._held, self._uploads, self._num_again = [], {}, 0
 
     def _describe(self, error: Exception, step: int) -> str:
-        """The message for an error, called inside the `except` block that has caught it."""
-        known = isinstance(error, (DataError, OSError))
-        text = str(error) if known else traceback.format_exc()
-        return f"data of rank {self._rank}, step {step}: {text}"
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's position after the last step read without an error; merge_states joins those of all ranks."""
-        return {
-            **self._origin,
-            "steps": self._steps,
-            "broken": self.broken,
-            "cursor": dict(self._cursor),
-        }
-
-    def close(self) -> None:
-        """End the workers and close all files."""
-        self._error = self._error or "the loader is closed"
-        self._resources.close()
-
-    def _check(self, state: dict[str, Any] | None) -> dict[str, Any]:
-        """The state to begin from. Raises: ValueError if it belongs to another order."""
-        num_streams = self.num_slots * self._origin["sources"]
-        if state is None:
-            return {
-                **self._origin,
-                "steps": 0,
-                "broken": 0,
-                "cursor": dict.fromkeys(range(num_streams), (0, 0)),
-            }
-        # Older checkpoints have one source and do not say so.
-        state = {"sources": 1, "windows": self._origin["windows"], **state}
-        for key, expected in self._origin.items():
-            if state[key] != expected:
-                raise ValueError(
-                    f"the checkpoint's data have {key} {state[key]}, this run has {expected}; the samples would "
-                    "come in another order: restore the setting or the shards, or start a new run"
-                )
-        if len(state["cursor"]) != num_streams:
-            raise ValueError(
-                f"the data state has {len(state['cursor'])} of {num_streams} slots: merge_states of every rank first"
-            )
-        return state
-
-    def _start(
-        self,
-        job: Job,
-        num_workers: int,
-        timeout_s: float,
-        preload: str,
-        label: Callable[[int, int], str],
-    ) -> list[Producer]:
-        """Start the workers; with none, samples are decoded in this process."""
-        producers: list[Producer] = []
-        for number in range(num_workers):
-            worker = Worker(
-                replace(job, worker=number, num_workers=num_workers), timeout_s, preload, label
-            )
-            self._resources.callback(worker.close)
-            self.worker_pids.append(worker.pid)
-            producers.append(worker)
-        if not producers:
-            self._resources.callback(job.samples.close)
-            producers.append(InProcess(job))
-        return producers
+        return f"data of rank {self._rank}, step {step}: {describe_error(error)}"
 
     @cached_property
     def _placeholder(self) -> MicroBatch:
-        return self._batches[0].map(
-            lambda value: torch.zeros(value.shape, dtype=value.dtype, device=self._device)
-        )
+        return self._batches[0].map(partial(torch.zeros_like, device=self._device))
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Join the state_dict of every rank's Loader into one state, from which any number of ranks can resume.
+    """Join the state_dicts of all ranks' loaders into one state, from which any number of ranks can resume.
 
-    Raises:  ValueError if the states are not of the same step of the same run.
+    Raises:
+        ValueError: If they do not belong to one step of one run, or ranks are missing.
     """
     first = states[0]
     shared = [key for key in first if key not in ("cursor", "broken")]
     if differing := [key for key in shared if any(state[key] != first[key] for state in states)]:
         raise ValueError(
-            f"the ranks' data states differ in {', '.join(differing)}: they are not of one step of one run"
+            f"the data states of the ranks differ in {', '.join(differing)}, so they are not from the same step"
         )
     cursor = {stream: place for state in states for stream, place in state["cursor"].items()}
-    num_streams = first["slots"] * first.get("sources", 1)
-    if missing := num_streams - len(cursor):
+    num_streams = first["slots"] * first["sources"]
+    if len(cursor) != num_streams:
         raise ValueError(
-            f"{missing} of {num_streams} slots are missing from the ranks' data states"
+            f"the data states of the ranks contain {len(cursor)} of {num_streams} streams, so ranks are missing"
         )
     merged = {key: first[key] for key in shared}
-    return {
-        **merged,
-        "broken": sum(state["broken"] for state in states),
-        "cursor": dict(sorted(cursor.items())),
-    }
+    merged["broken"] = sum(state["broken"] for state in states)
+    merged["cursor"] = dict(sorted(cursor.items()))
+    return merged

@@ -1,4 +1,4 @@
-"""What a rank trains on in one step: its micro-batches, which are read while the step runs."""
+"""The data of one step of a rank: its micro-batches, which are read while the step runs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class MicroBatch:
+    """Samples that are forwarded together, and where they come from."""
+
     image: Tensor
     """[m, 3, H, W] uint8."""
     text: Tensor
@@ -21,21 +23,24 @@ class MicroBatch:
     """[m] int64."""
 
     def copy_(self, source: MicroBatch) -> None:
-        """Copy from a micro-batch of the same shape, asynchronously where the hardware can."""
+        """Copy from a micro-batch of the same shape, asynchronously if the hardware supports it."""
         for name, value in vars(self).items():
             value.copy_(getattr(source, name), non_blocking=True)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+        """Return a micro-batch of changed tensors."""
         return MicroBatch(
             change(self.image), change(self.text), change(self.index), change(self.epoch)
         )
 
 
 class MicroBatches(Sequence[MicroBatch]):
-    """A step's micro-batches. Each is read when it is first requested, in order, and may then be requested again.
+    """A step's micro-batches. Each is read at its first request, which must be in order, and may be requested again.
 
-    Args:    read: returns the next one; again: returns micro-batch k once more; None: they are kept.
-    Raises:  RuntimeError if one is requested before those that precede it.
+    Args:
+        num: Number of micro-batches.
+        read: Returns the next micro-batch.
+        again: Returns micro-batch k once more. None: micro-batches are kept.
     """
 
     def __init__(
@@ -53,10 +58,9 @@ class MicroBatches(Sequence[MicroBatch]):
             raise IndexError(k)
         if k < self.num_read:
             return self._again(k) if self._again else self._kept[k]
-        if k > self.num_read:
-            raise RuntimeError(
-                f"micro-batch {k} is requested, {self.num_read} is due: they are read in order"
-            )
+        assert k == self.num_read, (
+            f"micro-batch {k} is requested before micro-batch {self.num_read}"
+        )
         batch = self._read()
         self.num_read += 1
         if self._again is None:
@@ -66,15 +70,15 @@ class MicroBatches(Sequence[MicroBatch]):
 
 @dataclass
 class StepData:
-    """A rank's share of one step; the fields are complete once all micro-batches have been read."""
+    """A rank's share of one step. The fields are complete once all micro-batches have been read."""
 
     micro_batches: Sequence[MicroBatch] = ()
     error: str | None = None
-    """What failed; from there on the micro-batches are placeholders, so that all collectives still take place."""
+    """What failed. Micro-batches after a failure are placeholders, so that all collectives still take place."""
     wait_s: float = 0.0
     """Time that the trainer waited for data."""
     broken: list[str] = field(default_factory=list)
-    """`shard/key: reason` for each sample that was skipped on the way to this step."""
+    """`shard/key: reason` of each broken sample that was skipped in this step."""
     index: list[Tensor] = field(default_factory=list)
     """[m] int64 sample ids of each micro-batch, on the CPU."""
     cursor: dict[int, tuple[int, int]] = field(default_factory=dict)

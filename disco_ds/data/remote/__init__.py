@@ -1,1 +1,1 @@
-"""Shards on other machines: fetched, cached on the host's disk, and prefetched."""
+"""Remote shards: fetched whole, cached on the host's disk, and prefetched."""

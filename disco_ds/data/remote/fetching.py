@@ -1,8 +1,7 @@
-"""Fetches remote shards: from http(s) URLs, or the output of shell commands (`pipe:COMMAND`).
+"""Downloads of remote shards from http(s) URLs, or from the output of shell commands (`pipe:COMMAND`).
 
-Why not fsspec: with what torch installs of it, it reads neither http (aiohttp is missing) nor s3 (s3fs). Its clients
-for object stores would be an addition to this file, which `pipe:` covers. Why not webdataset's gopen: it ignores some
-failures of its commands and does not look at the HTTP status.
+Alternatives considered: fsspec, as torch installs it, reads neither http (which needs aiohttp) nor s3 (which needs
+s3fs). webdataset's gopen ignores some failed commands and does not look at the HTTP status.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import base64
 import http.client
 import os
 import random
-import re
 import signal
 import subprocess
 import tempfile
@@ -22,27 +20,26 @@ import urllib.parse
 import urllib.request
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
-from multiprocessing.connection import (
-    wait,  # uses poll(): select() takes no descriptor from 1,024 on
-)
+
+# Uses poll(), because select() does not accept file descriptors above 1,023.
+from multiprocessing.connection import wait
 from typing import Any, BinaryIO
 
 from disco_ds.config.data import LEAST_CACHE_GB, MAX_JITTER, RemoteSettings
-from disco_ds.config.secrets import expand, redact
+from disco_ds.config.secrets import expand
 from disco_ds.data.images.broken import DataError
 from disco_ds.data.sources.listing import PIPE
 
 _TRANSIENT = {408, 416, 425, 429, 500, 502, 503, 504}
 """HTTP statuses after which another attempt may succeed."""
-_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 _BLOCK = 2**20
 
 
 class _Progress(threading.local):
-    """The last integer of `count`: attempts and blocks that have arrived. A data worker shares it with its trainer.
+    """A count of attempts and received blocks, by which a trainer sees that its data worker is alive.
 
-    Each thread has its own: what is fetched ahead must not hide that the reader of the samples hangs.
+    The count is the last integer of `count`, in memory that the worker shares with the trainer. Other threads of the
+    worker have separate counts, so that prefetching does not hide that the reading thread hangs.
     """
 
     def __init__(self) -> None:
@@ -61,67 +58,74 @@ class _FetchError(Exception):
         self.transient = transient
 
 
-@dataclass
-class _Arrived:
-    """The part of a shard that has arrived; the next attempt goes on from there if the server can."""
+class _Download:
+    """The part of a shard that has arrived. The next attempt resumes there if the server supports it."""
 
-    file: BinaryIO
-    size: int | None
-    """Expected size in bytes; None: any up to the limit."""
-    limit: int
-    done: int = 0
-    version: str | None = None
-    """The strong ETag of the content, or else its date, by which the server tells whether it has changed."""
+    def __init__(self, file: BinaryIO, size: int | None, limit: int) -> None:
+        self._file = file
+        self._size = size
+        self._limit = limit
+        self.done = 0
+        """Bytes that have arrived."""
+        self.version: str | None = None
+        """The strong ETag of the content or else its date, from which the server sees whether the content changed."""
 
     def write(self, block: bytes) -> None:
         view = memoryview(block)
         while view:
-            written = os.pwrite(self.file.fileno(), view, self.done)
+            written = os.pwrite(self._file.fileno(), view, self.done)
             view, self.done = view[written:], self.done + written
-            # Before more is written than may be: a body without a length could fill the disk.
-            if self.size is not None and self.done > self.size:
-                raise self.refuse(f"more than {self.size:,}")
-            if self.done > self.limit:
-                wrong = f"more than data.remote.cache_gb ({self.limit / 1e9:g} GB), which no shard may have"
-                raise _FetchError(wrong, transient=False)
+            # Checked after every write, because content without a stated length could fill the disk.
+            if self.done > (self._size or self._limit):
+                raise self._refuse()
 
     def finish(self) -> None:
-        if self.size is not None and self.done != self.size:
-            raise self.refuse(f"{self.done:,} of {self.size:,}")
-        self.file.truncate(self.done)
+        if self._size not in (None, self.done):
+            raise self._refuse()
+        self._file.truncate(self.done)
 
-    def refuse(self, what: str) -> _FetchError:
+    def _refuse(self) -> _FetchError:
+        """Return the error for content of the wrong size."""
         self.version = None
+        if self._size is None:
+            most = f"data.remote.cache_gb, the limit for a shard ({self._limit / 1e9:g} GB)"
+            return _FetchError(f"it has more bytes than {most}", transient=False)
         return _FetchError(
-            f"{what} bytes as its manifest counts them; if it was written anew, index it again"
+            f"{self.done:,} bytes arrived, but its manifest says {self._size:,}; if the shard was replaced, "
+            "index it again"
         )
 
 
 def fetch(
     url: str, name: str, file: BinaryIO, settings: RemoteSettings, size: int | None = None
 ) -> None:
-    """Write a remote shard into an open file, in several attempts if necessary.
+    """Download a remote shard into an open file, in several attempts if necessary.
 
-    Args:    name: for messages; size: expected size in bytes; None: any.
-    Raises:  DataError naming the URL, without what may be secret in it, and the last failure.
+    Args:
+        url: Address of the shard, or `pipe:COMMAND`.
+        name: Name of the shard in messages.
+        file: Unbuffered file to write to.
+        settings: Number of attempts, timeout and size limit.
+        size: Expected size in bytes; None: any up to the limit.
+
+    Raises:
+        DataError: If all attempts fail. The message has the URL, without secrets, and the last failure.
     """
-    arrived = _Arrived(file, size, int((settings.cache_gb or LEAST_CACHE_GB) * 1e9))
+    download = _Download(file, size, int((settings.cache_gb or LEAST_CACHE_GB) * 1e9))
     for number in range(settings.tries):
         if number:
-            # Random pauses, since many processes fail at once. They must not use the trainer's random generator.
-            time.sleep(
-                settings.pause_s(number) * random.SystemRandom().uniform(2 - MAX_JITTER, MAX_JITTER)
-            )
-        os.utime(
-            file.fileno()
-        )  # by which those who wait for this file see that it is being fetched
+            # The pauses are random because many processes fail at once. They must not use the trainer's generator.
+            jitter = random.SystemRandom().uniform(2 - MAX_JITTER, MAX_JITTER)
+            time.sleep(settings.pause_s(number) * jitter)
+        # Processes that wait for this file see from its time that it is being fetched.
+        os.utime(file.fileno())
         progress.add()
         try:
-            with closing(_read_url(url, settings.timeout_s, arrived)) as blocks:
+            with closing(_read(url, settings.timeout_s, download)) as blocks:
                 for block in blocks:
                     progress.add()
-                    arrived.write(block)
-            arrived.finish()
+                    download.write(block)
+            download.finish()
             return
         except _FetchError as error:
             progress.add()
@@ -129,125 +133,118 @@ def fetch(
             if not error.transient:
                 break
     raise DataError(
-        f"shard {name} cannot be fetched from {describe(url)}: {redact(str(last))}; tries: {number + 1}"
+        f"shard {name} cannot be fetched from {describe(url)}: {last}; tries: {number + 1}"
     )
 
 
 @contextmanager
 def fetch_temporary(url: str, name: str, settings: RemoteSettings) -> Iterator[BinaryIO]:
-    """A remote shard in an unnamed temporary file. Raises: as fetch."""
+    """Download a remote shard into an unnamed temporary file.
+
+    Raises:
+        DataError: If all attempts fail.
+    """
     with tempfile.TemporaryFile(buffering=0) as file:
         fetch(url, name, file, settings)
         yield file
 
 
 def describe(url: str) -> str:
-    """A URL without user, password and query, for messages. A command is not shown: it may hold secrets anywhere."""
+    """Return a URL without user, password and query, for messages. Commands are hidden: any part may be secret."""
     if url.startswith(PIPE):
         return "its pipe:"
     parts = urllib.parse.urlsplit(url)
-    return urllib.parse.urlunsplit(
-        (parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", "")
-    )
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
-def _read_url(url: str, timeout_s: float, arrived: _Arrived) -> Generator[bytes, None, None]:
-    """The content of a URL or the output of a command, block by block, from `arrived.done` on, which is set to 0 where
-    the source begins anew. Raises: _FetchError."""
+def _read(url: str, timeout_s: float, download: _Download) -> Generator[bytes, None, None]:
+    """Read a URL or the output of a command block by block, from `download.done` on.
+
+    A source that cannot resume sets `download.done` to 0 and starts from the beginning.
+
+    Raises:
+        _FetchError: If the attempt fails.
+    """
     try:
         if url.startswith(PIPE):
-            arrived.done = 0
+            download.done = 0
             yield from _read_command(url.removeprefix(PIPE), timeout_s)
         else:
-            yield from _read_http(url, timeout_s, arrived)
+            yield from _read_http(url, timeout_s, download)
     except urllib.error.HTTPError as error:
         error.close()
         if error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
-            arrived.version = None  # the next attempt asks for all
+            # The next attempt requests the whole shard.
+            download.version = None
         reason = http.client.responses.get(error.code, "")
         raise _FetchError(
-            f"HTTP status {error.code} {reason}".strip(), error.code in _TRANSIENT
+            f"HTTP status {error.code} {reason}".rstrip(), error.code in _TRANSIENT
         ) from None
     except OSError as error:
         raise _FetchError(str(getattr(error, "reason", error))) from None
     except (http.client.HTTPException, ValueError) as error:
-        # The text of the error may contain the URL.
+        # The message of the error may contain the URL, and with it secrets.
         raise _FetchError(type(error).__name__) from None
 
 
 def _read_command(command: str, timeout_s: float) -> Generator[bytes, None, None]:
-    # In a session of its own, to be ended with all that it has started.
+    # The command gets its own session, so that it can be killed with all processes that it has started.
     with subprocess.Popen(
         command, shell=True, stdout=subprocess.PIPE, start_new_session=True, bufsize=0
     ) as process:
         assert process.stdout is not None
+        limit = f"data.remote.timeout_s={timeout_s:g} s"
         try:
             block = b" "
             while block:
                 if not wait([process.stdout.fileno()], timeout_s):
-                    raise _FetchError(
-                        f"the command wrote nothing for data.remote.timeout_s={timeout_s:g} s"
-                    )
+                    raise _FetchError(f"the command wrote nothing for {limit}")
                 if block := process.stdout.read(_BLOCK):
                     yield block
             process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise _FetchError(
-                f"the command did not end within data.remote.timeout_s={timeout_s:g} s"
-            ) from None
+            raise _FetchError(f"the command did not exit within {limit}") from None
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:
-        raise _FetchError(f"the command ended with status {process.returncode}")
+        raise _FetchError(f"the command exited with status {process.returncode}")
 
 
-def _read_http(url: str, timeout_s: float, arrived: _Arrived) -> Generator[bytes, None, None]:
+def _read_http(url: str, timeout_s: float, download: _Download) -> Generator[bytes, None, None]:
     parts = urllib.parse.urlsplit(url)
     netloc = parts.netloc.rpartition("@")[2]
     request = urllib.request.Request(expand(urllib.parse.urlunsplit(parts._replace(netloc=netloc))))
-    # urllib does not use credentials in a URL. They must not follow a redirect to another host.
+    # urllib ignores credentials in a URL. An unredirected header is not sent to another host after a redirect.
     if parts.username:
         user, password = (
             expand(urllib.parse.unquote(part or "")) for part in (parts.username, parts.password)
         )
         pair = base64.b64encode(f"{user}:{password}".encode()).decode()
         request.add_unredirected_header("Authorization", f"Basic {pair}")
-    if arrived.done and arrived.version:
-        request.add_header("Range", f"bytes={arrived.done}-")
-        request.add_header(
-            "If-Range", arrived.version
-        )  # another content is sent from its beginning, with status 200
+    if download.done and download.version:
+        request.add_header("Range", f"bytes={download.done}-")
+        # If the content has changed, the server sends all of it, with status 200.
+        request.add_header("If-Range", download.version)
     with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+        # A weak ETag does not identify every byte (RFC 9110, 13.1.5).
+        tag, length = answer.headers["ETag"], answer.headers["Content-Length"]
+        version = tag if tag and not tag.startswith("W/") else answer.headers["Last-Modified"]
         if answer.status == http.client.PARTIAL_CONTENT:
-            _check_range(answer.headers["Content-Range"], _find_version(answer.headers), arrived)
+            # Continue only if this is the rest of the same content.
+            total = download.done + int(length or 0)
+            said = answer.headers["Content-Range"]
+            rest = f"bytes {download.done}-{total - 1}/{total}"
+            if said != rest or version not in (None, download.version):
+                download.version = None
+                raise _FetchError(f"the server sent {said}, but {rest} was requested")
         else:
-            arrived.done, arrived.version = 0, _find_version(answer.headers)
-        done, length = 0, answer.headers["Content-Length"]
-        while block := answer.read1(
-            _BLOCK
-        ):  # what has arrived; read() would wait for a whole block
-            done += len(block)
+            download.done, download.version = 0, version
+        received = 0
+        # read1 returns what has arrived; read would wait for a whole block.
+        while block := answer.read1(_BLOCK):
+            received += len(block)
             yield block
-    # An early end of the connection reads as the end of the content.
-    if length is not None and done < int(length):
-        raise _FetchError(f"the connection ended after {done:,} of {int(length):,} bytes")
-
-
-def _find_version(headers: http.client.HTTPMessage) -> str | None:
-    tag = headers["ETag"]
-    # RFC 9110, 13.1.5: a weak tag does not vouch for every byte.
-    return tag if tag and not tag.startswith("W/") else headers["Last-Modified"]
-
-
-def _check_range(text: str | None, version: str | None, arrived: _Arrived) -> None:
-    """Raises: _FetchError unless an answer goes on, to the end, where the last one has ended, in the same content."""
-    found = _RANGE.fullmatch(text or "")
-    if found and int(found[1]) == arrived.done and version in (None, arrived.version):
-        total = str(int(found[2]) + 1)
-        if found[3] == "*" or found[3] == total == str(arrived.size or total):
-            return
-    arrived.version = None
-    raise _FetchError(
-        f"the server was asked for the bytes from {arrived.done:,} on, and sends other ones"
-    )
+    # When the connection breaks, read1 reports the end of the content.
+    if length is not None and received < int(length):
+        raise _FetchError(f"the connection ended after {received:,} of {int(length):,} bytes")

@@ -1,8 +1,8 @@
-"""Fetches shards before they are read, in threads beside the worker that will read them.
+"""Prefetching of remote shards, in threads of the worker that will read them.
 
-What a slot reads next follows from the data order, so nothing is guessed: of all shards that the worker's streams will
-need, the one that is needed first is fetched first. It is a help only: the order does not depend on it, and what could
-not be fetched ahead is fetched, or reported, by the reader.
+The data order determines what each slot reads next, so nothing is guessed: among all shards that the worker's streams
+will need, the one that is needed first is fetched first. Prefetching is best effort. The order does not depend on it,
+and if it fails, the reader fetches the shard or reports the error.
 """
 
 from __future__ import annotations
@@ -20,32 +20,24 @@ from disco_ds.data.order.mixture import Mixture
 from disco_ds.data.sources.base import Source
 
 _THREADS = 2
-"""While one waits for an answer, the other one receives."""
+"""While one thread waits for an answer, the other one receives."""
 _POLL_S = 0.5
-_LATER_S = 30.0
-"""Pause after a failure: of this shard or, where the cache is full, of all."""
+_RETRY_S = 30.0
+"""Pause before a shard that could not be fetched is tried again or, if the cache is full, before any shard is."""
 _BUSY_S = 1.0
 """Pause after any other failure, before the next shard."""
-_NEVER = math.inf
 
 Cursor = dict[int, tuple[int, int]]
 """The next (epoch, offset) of streams."""
 
 
-def fetch_ahead(sources: Sequence[Source], order: Mixture, least: int) -> FetchAhead | None:
-    """As FetchAhead; None if no source has anything to fetch."""
-    return (
-        FetchAhead(sources, order, least)
-        if least and any(source.open_fetcher() for source in sources)
-        else None
-    )
-
-
 class FetchAhead:
-    """The shards to fetch for some streams of a data order.
+    """Prefetches shards for some streams of a data order.
 
-    Args:    sources: whose shards the order numbers consecutively; least: number of shards for every stream, beside
-             those that it reads from now.
+    Args:
+        sources: The sources of the order, which numbers their shards consecutively.
+        order: The data order.
+        least: Number of shards to prefetch for every stream, in addition to those that it is reading; 0: none.
     """
 
     def __init__(self, sources: Sequence[Source], order: Mixture, least: int) -> None:
@@ -54,28 +46,29 @@ class FetchAhead:
         self._least = least
         self._cursor: Cursor = {}
         self._not_before: dict[int, float] = {}
-        """Shards to leave alone until a time; for good, once they are fetched, or being fetched."""
+        """Times before which a shard is skipped; infinity if it was fetched or is being fetched."""
 
-    def start(self, cursor: Cursor) -> None:
-        """Start the threads, which end with the process."""
-        self._cursor = cursor
-        # An order keeps what it has computed last, so the reader needs another one.
+    def start(self) -> None:
+        """Start the threads, which end with the process, if a source has anything to prefetch."""
+        if not self._least or not any(source.open_fetcher() for source in self._sources):
+            return
+        # The reader needs a separate order, because an order caches its last results without locks.
         self._order = copy.deepcopy(self._order)
         self._lock = threading.Lock()
         for _ in range(_THREADS):
             threading.Thread(target=self._run, daemon=True).start()
 
     def move(self, cursor: Cursor) -> None:
-        """The streams have gone on. Called by the reading thread."""
+        """Set the position of the streams. The reading thread calls this."""
         self._cursor = cursor
 
     def find_wanted(self) -> list[int]:
-        """The shards that the streams need next, the most urgent first, among them those in use now."""
+        """List the shards that the streams are reading or need next, the most urgent first."""
         needed: dict[int, float] = {}
         for stream, place in self._cursor.items():
             beyond, reached = 0, 0.0
             for away, shard in self._order.upcoming(stream, *place):
-                # A window's shards are needed together.
+                # The shards of a window are needed together.
                 if away > reached and beyond >= self._least:
                     break
                 needed[shard] = min(away, needed.get(shard, away))
@@ -84,15 +77,13 @@ class FetchAhead:
         return sorted(needed, key=lambda shard: (needed[shard], shard))
 
     def _claim(self) -> int | None:
-        """The most urgent shard that nothing has been done about."""
+        """Return the most urgent shard that is neither fetched nor being fetched."""
         with self._lock:
             wanted = self.find_wanted()
-            self._not_before = {
-                shard: self._not_before[shard] for shard in wanted if shard in self._not_before
-            }
+            self._not_before = {shard: self._not_before.get(shard, 0) for shard in wanted}
             for shard in wanted:
-                if time.monotonic() >= self._not_before.get(shard, 0):
-                    self._not_before[shard] = _NEVER
+                if time.monotonic() >= self._not_before[shard]:
+                    self._not_before[shard] = math.inf
                     return shard
         return None
 
@@ -107,10 +98,9 @@ class FetchAhead:
             try:
                 if (fetch := fetchers[number]) is not None:
                     fetch(shard - first[number])
-            except (
-                Exception
-            ) as error:  # a source of one's own may raise anything; its reader reports what lasts
+            except Exception as error:
+                # Custom sources may raise anything. If the failure persists, the reader reports it.
                 with self._lock:
-                    self._not_before[shard] = time.monotonic() + _LATER_S
-                # Where the cache is full there is no room for the others either; a server may be busy.
-                time.sleep(_LATER_S if isinstance(error, CacheFullError) else _BUSY_S)
+                    self._not_before[shard] = time.monotonic() + _RETRY_S
+                # A full cache has no room for the other shards either; any other failure may be a busy server.
+                time.sleep(_RETRY_S if isinstance(error, CacheFullError) else _BUSY_S)

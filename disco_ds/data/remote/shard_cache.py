@@ -1,18 +1,17 @@
 """The cache of remote shards on a host's disk.
 
-The samples of a shard are read out of order, so a shard is fetched whole into a folder of this host, completed by a
-rename, and read there by all workers and ranks. A process locks the files it reads (flock), and the kernel releases its
-locks when it ends. Only files that nobody has locked are evicted: those that have been read before those fetched ahead,
-the least recently used first. The folder is a sub-folder of the one in the settings, writable by this user alone; files
-that the cache has not named are left alone.
+Samples are read out of order, so a shard is fetched whole into a local folder and completed by a rename. All workers
+and ranks of the host read it there. A process locks the files that it reads (flock); the kernel releases the locks when
+the process ends. Only unlocked files are evicted: first those that have been read, the least recently used one first,
+then prefetched ones. The folder is a sub-folder of data.remote.cache that only this user can write to. Files that the
+cache did not name are left alone.
 
-Why not webdataset's cache or fsspec's: the one names files by the last part of the path alone and evicts files that
-others are reading, the other has no size limit and no locks between processes.
+Alternatives considered: webdataset's cache names files by the last part of their path alone, and evicts files that
+other processes are reading. fsspec's cache has neither a size limit nor locks between processes.
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import os
@@ -29,21 +28,26 @@ from disco_ds.config.data import LEAST_CACHE_GB, RemoteSettings
 from disco_ds.data.images.broken import CacheFullError, DataError
 from disco_ds.data.remote.fetching import fetch, progress
 
-_OWN_NAME = re.compile(r"[0-9a-f]{64}\.(shard|partial)")
-"""Names of cached shards, and of those being fetched."""
+_CACHE_NAME = re.compile(r"[0-9a-f]{64}\.(shard|partial)")
+"""Names of cached shards, and of shards being fetched."""
 DISK_SHARE = 0.9
-"""The cache takes at most this fraction of what is free on its disk, or its own already."""
+"""The cache uses at most this fraction of the disk space that is free or already used by the cache."""
 _POLL_S = 0.05
-_AHEAD, _PLAIN = 0o700, 0o600
-"""Modes of a shard that is fetched ahead, until it is opened, and of all others: a mark that every process sees."""
+
+# The mode of a file shows all processes whether the shard was prefetched and not opened yet.
+_PREFETCHED, _OPENED = 0o700, 0o600
 _FORGOTTEN_S = 86400.0
-"""Age at which a shard that was fetched ahead, and not read, has no claim to its room: its run has ended."""
+"""A prefetched shard that was not opened for this long belongs to a run that has ended."""
 
 
 class ShardCache:
-    """Remote shards of a manifest as local files; it can be pickled.
+    """Remote shards of a manifest as local files. It can be pickled.
 
-    Args:    urls, names, sizes (in bytes, as counted) of the shards; settings: where, how much, how many attempts.
+    Args:
+        urls: Addresses of the shards.
+        names: Their names in messages.
+        sizes: Their sizes in bytes, as counted in the manifest.
+        settings: Folder, size limit and number of attempts.
     """
 
     def __init__(
@@ -61,103 +65,128 @@ class ShardCache:
         self._limit = find_limit(settings)
 
     def open(self, shard: int) -> BinaryIO:
-        """The file of a shard, fetched if it is missing; it is not evicted until it is closed.
+        """Open a shard, and fetch it first if it is missing. It is not evicted until the file is closed.
 
-        Raises:  DataError naming the URL and the status, or the file in the way; CacheFullError; OSError of the folder.
+        Raises:
+            DataError: If the shard cannot be fetched.
+            CacheFullError: If there is no room for it.
+            OSError: If the folder cannot be used.
         """
         path = self._locate(shard)
         while True:
             try:
-                file = _open(path, os.O_RDONLY)
+                file = open(path, "rb", buffering=0)  # noqa: SIM115 - the caller closes it
             except FileNotFoundError:
                 self._fetch(shard, path)
                 continue
             fcntl.flock(file, fcntl.LOCK_SH)
-            if (
-                os.fstat(file.fileno()).st_size != self._sizes[shard]
-            ):  # truncated by somebody: replace it
+            if os.fstat(file.fileno()).st_size != self._sizes[shard]:
+                # Something truncated the file, so replace it.
                 file.close()
                 self._fetch(shard, path)
             elif _is_at(file, path):
-                os.fchmod(file.fileno(), _PLAIN)
+                os.fchmod(file.fileno(), _OPENED)
                 os.utime(file.fileno())
                 return file
-            else:  # evicted between open and lock
+            else:
+                # It was evicted after it was opened and before it was locked.
                 file.close()
 
     def fetch_ahead(self, shard: int) -> None:
-        """Fetch a shard that will be opened later, in one attempt, if it is missing and nobody is fetching it.
+        """Prefetch a shard, in one attempt, unless it is there or another process is fetching it.
 
-        Raises:  as open; CacheFullError also if there is only room where shards lie that others have fetched ahead.
+        Raises:
+            DataError: If the shard cannot be fetched.
+            CacheFullError: If there is no room without evicting shards that are read or prefetched.
+            OSError: If the folder cannot be used.
         """
         path = self._locate(shard)
         try:
-            if stat.S_IMODE(path.stat().st_mode) != _AHEAD:
-                os.utime(path)  # read before, it would be the first to be evicted
+            if stat.S_IMODE(path.stat().st_mode) != _PREFETCHED:
+                # A shard that has been read would otherwise be evicted soon.
+                os.utime(path)
         except FileNotFoundError:
             self._fetch(shard, path, ahead=True)
 
     def _locate(self, shard: int) -> Path:
-        """Return the path of a shard's file. Raises: DataError for a folder that is not this user's alone."""
+        """Return the path of a shard's file, and create its folder.
+
+        Raises:
+            DataError: If other users could write to the folder.
+        """
         _make_private(self.folder)
-        # The size is part of the name: a shard that was indexed again is another file. The URL may hold secrets.
+        # A shard that was replaced and indexed again has another size and name. A hash, since URLs may contain secrets.
         key = hashlib.sha256(f"{self._sizes[shard]} {self._urls[shard]}".encode()).hexdigest()
         return self.folder / f"{key}.shard"
 
     def _fetch(self, shard: int, path: Path, ahead: bool = False) -> None:
-        """Fetch a shard to `path`, unless another process has just done so or, ahead of its use, is about to."""
-        name = path.with_suffix(".partial")
-        # The process that waits for what is fetched ahead makes its own attempts after that one.
+        """Fetch a shard to `path`, unless another process has just done so.
+
+        Args:
+            shard: Number of the shard.
+            path: Path of the complete file.
+            ahead: Return if another process is fetching the shard, instead of waiting for it.
+        """
+        partial = path.with_suffix(".partial")
+        # A prefetch needs one attempt only, because the reader tries again.
         settings = self._settings.model_copy(update={"tries": 1}) if ahead else self._settings
-        # The process that locks the .partial fetches; the others wait until it is renamed or removed.
-        with _open(name, os.O_RDWR | os.O_CREAT) as file:
-            # Waiting for the lock itself could take hours: once renamed, the file is locked by all its readers.
+        # The process that locks the .partial file fetches. The others wait until the file is renamed or removed.
+        with _open_or_create(partial) as file:
+            # Poll, because blocking on the lock could take hours: readers lock the file once it is renamed.
             changed_ns = 0
             while not _try_lock(file):
-                if ahead or not _is_at(file, name):
+                if ahead or not _is_at(file, partial):
                     return
                 if changed_ns != (changed_ns := os.fstat(file.fileno()).st_mtime_ns):
                     progress.add()
                 time.sleep(_POLL_S)
-            # Between opening and locking, its former owner may have finished.
-            if not _is_at(file, name):
+            if not _is_at(file, partial):
+                # Another process completed it after this one had opened it.
                 return
             try:
                 file.truncate(0)
-                os.fchmod(file.fileno(), _AHEAD if ahead else _PLAIN)
+                os.fchmod(file.fileno(), _PREFETCHED if ahead else _OPENED)
                 while not self._make_room(file, self._sizes[shard], ahead):
                     progress.add()
                     os.utime(file.fileno())
                     time.sleep(_POLL_S)
                 fetch(self._urls[shard], self._names[shard], file, settings, self._sizes[shard])
                 os.fsync(file.fileno())
-                name.rename(path)
+                partial.rename(path)
             except BaseException:
-                name.unlink(missing_ok=True)
+                partial.unlink(missing_ok=True)
                 raise
 
     def _make_room(self, file: BinaryIO, need: int, ahead: bool) -> bool:
-        """Evict shards until `need` more bytes fit, and reserve them by giving the file this size.
+        """Evict shards until `need` more bytes fit, and reserve them by extending the file to this size.
 
-        Args:    ahead: evict none that others have fetched ahead.
-        Returns: False if it takes what is being fetched ahead, which can be evicted as soon as it is there.
-        Raises:  CacheFullError if all else is being read.
+        Args:
+            file: The file of the shard to fetch.
+            need: Size of that shard.
+            ahead: Do not evict shards that other processes have prefetched.
+
+        Returns:
+            False if there will be room once shards that are now being prefetched can be evicted.
+
+        Raises:
+            CacheFullError: If everything else is being read.
         """
         limit = self._limit
-        # One process at a time, or two would count the same free space as theirs.
-        with _open(self.folder / ".lock", os.O_RDWR | os.O_CREAT) as lock:
+        # One process at a time, so that two of them do not count the same free space.
+        with _open_or_create(self.folder / ".lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            known = sorted(self._scan())
-            # Shards being fetched count with their full size, which they reserve below.
+            known = sorted(self._rank())
+            # Shards being fetched count with the full size, which they have reserved.
             used = sum(size for _, _, size, _ in known)
             coming = 0
             for unread, _, size, path in known:
                 if used + need <= limit:
                     break
-                # What a killed process has left half fetched is nobody's.
+                # A .partial file that can be locked was left by a killed process, so nothing protects it.
                 if not (ahead and unread and path.suffix == ".shard") and _evict(path):
                     used -= size
-                elif unread:  # locked, but not by a reader
+                elif unread:
+                    # It is locked by the process that prefetches it.
                     coming += size
             if used + need <= limit:
                 file.truncate(need)
@@ -165,103 +194,91 @@ class ShardCache:
             if not ahead and used - coming + need <= limit:
                 return False
             raise CacheFullError(
-                f"there is no room for a shard of {need:,} bytes in {self.folder}: {used:,} bytes are being read, "
+                f"{self.folder} has no room for a shard of {need:,} bytes, because {used:,} bytes are being read and "
                 f"data.remote.cache_gb is {limit / 1e9:g}; raise it, or set fewer data.slots"
             )
 
-    def _scan(self) -> Iterator[tuple[bool, int, int, Path]]:
-        """(whether fetched ahead and unread, order of eviction, size, path) of all shards of the cache."""
-        for entry in os.scandir(self.folder):
-            with suppress(FileNotFoundError):  # a .partial that has just been renamed
-                if _OWN_NAME.fullmatch(entry.name):
-                    found = entry.stat(follow_symlinks=False)
-                    recent = time.time() - found.st_mtime < _FORGOTTEN_S
-                    unread = stat.S_IMODE(found.st_mode) == _AHEAD and recent
-                    # Of those that have been read the oldest goes first, of the others the one that is needed last.
-                    yield (
-                        unread,
-                        -found.st_mtime_ns if unread else found.st_mtime_ns,
-                        found.st_size,
-                        Path(entry.path),
-                    )
+    def _rank(self) -> Iterator[tuple[bool, int, int, Path]]:
+        """List (whether prefetched and unread, eviction order, size, path) of all shards in the cache."""
+        for path, found in _list_shards(self.folder):
+            recent = time.time() - found.st_mtime < _FORGOTTEN_S
+            unread = stat.S_IMODE(found.st_mode) == _PREFETCHED and recent
+            # Of the shards that have been read, the oldest is evicted first; of the others, the newest, which is
+            # needed last.
+            order = -found.st_mtime_ns if unread else found.st_mtime_ns
+            yield unread, order, found.st_size, path
 
 
 def find_folder(settings: RemoteSettings) -> Path:
-    """The folder of this user's cached shards, which may not exist yet."""
+    """Return the folder of this user's cached shards, which may not exist yet."""
     return settings.cache.expanduser() / f"disco_ds-{os.geteuid()}"
 
 
 def find_limit(settings: RemoteSettings, wanted_bytes: float = 0) -> int:
-    """Size limit of the cache in bytes: data.remote.cache_gb, as far as its disk has room.
+    """Find the size limit of the cache in bytes: data.remote.cache_gb, or less if its disk is nearly full.
 
-    Args:    wanted_bytes: where data.remote.cache_gb is not set, the limit is this, or LEAST_CACHE_GB if that is more.
+    Args:
+        settings: Settings of remote shards.
+        wanted_bytes: The limit if data.remote.cache_gb is not set, but at least LEAST_CACHE_GB.
     """
     folder = find_folder(settings)
-    asked = (
-        1e9 * settings.cache_gb if settings.cache_gb else max(wanted_bytes, 1e9 * LEAST_CACHE_GB)
-    )
-    room = shutil.disk_usage(
-        next(path for path in (folder, *folder.parents) if os.path.isdir(path))
-    ).free
-    # A missing folder holds no shards; one that cannot be read is refused when the first shard is opened.
+    default_gb = max(wanted_bytes / 1e9, LEAST_CACHE_GB)
+    existing = next(path for path in (folder, *folder.parents) if path.is_dir())
+    room = shutil.disk_usage(existing).free
+    # An unreadable folder is an error only when the first shard is opened.
     with suppress(OSError):
-        for path in folder.iterdir():
-            if _OWN_NAME.fullmatch(path.name):
-                # Not its length, which a shard that is being fetched has before its content.
-                room += 512 * path.lstat().st_blocks
-    return int(min(asked, DISK_SHARE * room))
+        # Count allocated blocks, because a file being fetched is extended before its content arrives.
+        room += sum(512 * found.st_blocks for _, found in _list_shards(folder))
+    return int(min(1e9 * (settings.cache_gb or default_gb), DISK_SHARE * room))
+
+
+def _list_shards(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """List the files that the cache has named."""
+    for path in folder.iterdir():
+        # A .partial file may have been renamed meanwhile.
+        with suppress(FileNotFoundError):
+            if _CACHE_NAME.fullmatch(path.name):
+                yield path, path.lstat()
 
 
 def _make_private(folder: Path) -> None:
-    """Make a folder, and those above it, that only this user can write to. Raises: DataError if another is there."""
+    """Create a folder, and its parents, with access for this user alone.
+
+    Raises:
+        DataError: If the folder exists and other users could write to it.
+    """
     for path in (*reversed(folder.parents), folder):
         path.mkdir(0o700, exist_ok=True)
     found = os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode):
-        wrong = "a link"
+        wrong = "it is a link"
     elif found.st_uid != os.geteuid():
-        wrong = f"of user {found.st_uid}, not {os.geteuid()}"
+        wrong = f"it belongs to user {found.st_uid}"
     elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        wrong = "writable by others"
+        wrong = "others can write to it"
     else:
         return
     raise DataError(
-        f"{folder} must be a folder of this user alone, and is {wrong}; remove it, or set data.remote.cache to another "
-        "folder, on a disk of this host"
+        f"{folder} must be a folder that only user {os.geteuid()} can write to, but {wrong}; remove it, or set "
+        "data.remote.cache to another folder on a local disk"
     )
 
 
-def _open(path: Path, flags: int) -> BinaryIO:
-    """Open a file of the cache without following links. Raises: DataError for one that this user has not written."""
-    try:
-        # Without O_NONBLOCK, opening a named pipe would wait for its writer.
-        number = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        wrong = "is a link"
-    else:
-        found = os.fstat(number)
-        if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
-            return open(number, "r+b" if flags & os.O_RDWR else "rb", buffering=0)
-        os.close(number)
-        wrong = (
-            f"belongs to user {found.st_uid}"
-            if stat.S_ISREG(found.st_mode)
-            else "is not a regular file"
-        )
-    raise DataError(f"{path} is in the way of a cached shard: it {wrong}; remove it")
+def _open_or_create(path: Path) -> BinaryIO:
+    """Open a file for writing without truncating it."""
+    return open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0)
 
 
 def _is_at(file: BinaryIO, path: Path) -> bool:
+    """Return whether an open file still has this path."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
     return False
 
 
 def _evict(path: Path) -> bool:
-    """Remove a file unless a process has locked it; return whether it was removed."""
-    with suppress(OSError, DataError), _open(path, os.O_RDONLY) as file:
+    """Remove a file unless a process has locked it. Return whether it was removed."""
+    with suppress(OSError), path.open("rb") as file:
         if _try_lock(file):
             path.unlink()
             return True
@@ -269,7 +286,7 @@ def _evict(path: Path) -> bool:
 
 
 def _try_lock(file: BinaryIO) -> bool:
-    """Lock a file unless another process has locked it; return whether it is locked now."""
+    """Lock a file exclusively without waiting. Return whether that succeeded."""
     with suppress(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
