@@ -115,7 +115,7 @@ def test_launch_goes_on_before_a_damaged_checkpoint(tmp_path: Path) -> None:
     log = log_of(folder)
     assert "launch: restart 1 of 1, from runs/cut, step-00000020" in log
     assert re.search(
-        r"step-00000020 is damaged: engine/.*; trying the one before it, step-00000010", log
+        r"step-00000020 is damaged: engine/.*; trying the previous one, step-00000010", log
     )
     assert "runs/cut/checkpoints/step-00000020 is set aside as set-aside-step-00000020" in log
     same_as_uninterrupted(run, folder / "runs" / "whole")
