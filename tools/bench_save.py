@@ -65,7 +65,7 @@ def measure(gb: float, repeats: int, folder: Path) -> str:
         if number:
             copies.append(_seconds(bare))
         start = time.perf_counter()
-        save = _begin(folder / f"a{number}", host.take(state), background=True)
+        save = _begin(folder / f"a{number}", host.take(state))
         stalls.append(time.perf_counter() - start)
         save.finish()
         written.append(time.perf_counter() - start)
@@ -74,7 +74,7 @@ def measure(gb: float, repeats: int, folder: Path) -> str:
     waits = []
     for number in range(max(repeats // 2, 1)):
         start = time.perf_counter()
-        _begin(folder / f"s{number}", state, background=False).finish()
+        _begin(folder / f"s{number}", state).finish()
         waits.append(time.perf_counter() - start)
         _remove(folder)
     copy, stall = statistics.median(copies), statistics.median(stalls[1:])
@@ -88,10 +88,10 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def _begin(final: Path, state: dict[str, Any], background: bool) -> Save:
+def _begin(final: Path, state: dict[str, Any]) -> Save:
     partial = final.with_name(f".{final.name}.partial")
     partial.mkdir()
-    save = Save(final, partial, {"step": 0}, {partial / "rank_00000.pt": state}, background)
+    save = Save(final, partial, {"step": 0}, {partial / "rank_00000.pt": state})
     save.start()
     return save
 

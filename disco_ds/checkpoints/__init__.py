@@ -1,16 +1,25 @@
-"""A checkpoint's life, from the save to the export. Imported by training, plan, checks and cli.
+"""A checkpoint's life: write, complete, upload, retain, resume, reshard, export.
 
-1. Begin: `checkpoint.start_save` copies the state of every rank (DeepSpeed's engine files, the
-   loss's state per sample, the cursors of the data order, random generators) into pinned host
-   memory. Training then continues.
-2. Write: a thread of each rank (`background_save`, `writer`) writes and hashes that copy into
-   `step-N.partial`.
-3. Complete: once all ranks have written, rank 0 seals the folder with the hash of every file and
-   renames it to `step-N`. A folder without a seal is not a checkpoint, so a killed run leaves
-   nothing that looks like one.
-4. Keep: `retention` removes old checkpoints; `upload` runs the user's command on each new one.
-5. Resume: `resume` chooses a checkpoint and verifies its hashes; a damaged one gives way to the one
-   before it. `changes` compares its settings with the run's. At another world size, ZeRO stage or
-   precision, `reshard` loads the states by parameter name.
-6. Use: `weights` reads the weights alone, for evaluation; `export` writes them for other libraries.
+Imported by training, plan, checks and cli.
+
+1. **Write.** When a save is due, `saver` copies the state of every rank into pinned host memory
+   (`checkpoint`, `background_save`): DeepSpeed's engine files, the loss's state, the position in
+   the data order, and the random generators. Training then continues. A thread of each rank writes
+   the copy into `.step-N.partial` and hashes it (`writer`). Ranks never wait long for each other:
+   they meet every two seconds until all threads are done.
+2. **Complete.** When all ranks have written, they exchange sizes and checksums, and a thread of
+   rank 0 writes `checkpoint.json`, flushes the folders and renames `.step-N.partial` to `step-N`.
+   A folder called `step-N` is therefore complete, and a killed run leaves nothing that could be
+   mistaken for a checkpoint.
+3. **Upload.** `upload` runs the user's `checkpoint.copy_command` on each new checkpoint, one at a
+   time. Unfinished uploads are listed in `copies.json` and repeated when the run is resumed.
+4. **Retain.** `retention` removes old checkpoints. Damaged ones do not count, so the last intact
+   checkpoint always stays.
+5. **Resume.** `resume` chooses a checkpoint, compares its settings with those of the run
+   (`changes`), and verifies the checksum of every file before any file is parsed. If a file is
+   damaged, an unattended run falls back to the previous checkpoint. Newer checkpoints are set aside.
+6. **Reshard.** If the number of ranks, the ZeRO stage or the precision has changed, `reshard` loads
+   the optimizer's state by parameter name. Otherwise the resumed run is bit-identical.
+7. **Export.** `weights` reads the trained weights alone, for evaluation; `export` writes them for
+   open_clip and other libraries.
 """

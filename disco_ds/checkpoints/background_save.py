@@ -1,31 +1,29 @@
-"""A save in the background: the state is copied to host memory, then written, hashed and flushed during training.
+"""A save in the background: copy the state to host memory, then write, hash and flush it while training continues.
 
-A step waits only for the copy. The writer is a thread: it ends with its rank in any case, it needs no
-shared memory, and torch.save and hashlib release Python's lock for all but the small pickles. It never
-communicates. The ranks learn from the flags of a step (`agree` in training/loop.py) that all writers
-are done. Then the main threads exchange sizes and checksums, and a thread of rank 0 renames the folder
-and removes old checkpoints. The checksums are exchanged by a collective and not through files, because
-on NFS a host may see a new file of another host late.
+A training step waits only for the copy. The writer is a thread: it ends with its rank, it needs no
+shared memory, and torch.save and hashlib release Python's lock for everything but the small pickles.
+It never communicates. The ranks learn from the flags that they exchange at every step (`agree` in
+training/loop.py) that all writers are done. Then the main threads exchange sizes and checksums, and a
+thread of rank 0 renames the folder and removes old checkpoints. Checksums are exchanged by a
+collective and not through files, because on NFS a host may see a new file of another host late.
 
 Alternatives considered: DeepSpeed's decoupled engine sends the live tensors to a child process through
 /dev/shm, and hangs or silently loses saves if that fails; its fast engine writes before it returns.
-torch's StateDictStager keeps one buffer per living storage, which is allocated (and pinned) again for
-every tensor that DeepSpeed creates again, and rebuilds objects by rules of its own. The pickler here
-works like that of torch.save, so writing the copy gives exactly what torch.save would have written at
-once. Copies are not taken storage by storage from torch's pinned allocator, which rounds the size of
-each up to a power of two.
+torch's StateDictStager keeps one buffer per living storage, so it allocates and pins memory again for
+every tensor that DeepSpeed creates again. All tensors are copied into one block, because torch's pinned
+allocator would round the size of each one up to a power of two.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
+import math
 import os
-import pickle
 from collections.abc import Callable, Sequence
-from concurrent import futures
 from concurrent.futures import Future
+from copy import deepcopy
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -34,7 +32,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
-from torch.storage import TypedStorage, UntypedStorage
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from disco_ds.checkpoints.retention import META, seal, set_aside
 from disco_ds.checkpoints.writer import write_tensors
@@ -43,42 +41,43 @@ from disco_ds.data.pipeline.shared_batches import pin, unpin
 from disco_ds.distributed import comm, jobs
 
 ALIGNMENT = 64
-"""In host memory every storage starts at a multiple of this many bytes."""
+"""In host memory every tensor starts at a multiple of this many bytes."""
 
 
 class HostCopy:
-    """A block of host memory, pinned if the device is CUDA, that holds a copy of a state. Each save overwrites it."""
+    """A block of host memory that holds a copy of a state, pinned if the device is CUDA."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._pinned = False
 
     def take(self, state: Any) -> Any:
-        """Copy a tree of any objects that torch.save accepts. The copy is valid until the next call.
+        """Copy a tree of dicts, lists and tuples. The next call overwrites the copies of the tensors.
 
-        Tensors that share a storage share its copy; dtypes, strides and offsets stay the same.
+        Leaves other than tensors are copied by copy.deepcopy.
 
         Raises:
-            RuntimeError: If there is not enough memory. Pickle's errors are raised too.
+            RuntimeError: If there is not enough memory.
         """
-        storages: dict[int, UntypedStorage] = {}
-        structure = io.BytesIO()
-        _Pickler(structure, storages).dump(state)
-        sizes = [storage.nbytes() for storage in storages.values()]
-        padded = (-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+        # torch would rebuild a torch.Size as a tuple.
+        leaves, structure = tree_flatten(state, is_leaf=lambda node: isinstance(node, torch.Size))
+        sizes = [leaf.nbytes if isinstance(leaf, Tensor) else 0 for leaf in leaves]
+        padded = (math.ceil(size / ALIGNMENT) * ALIGNMENT for size in sizes)
         *starts, total = accumulate(padded, initial=0)
         self._reserve(total)
         # A slice of a NumPy array becomes a separate storage. torch.save would write the whole storage
         # of a slice of a tensor.
         memory = self._memory.numpy()
-        copies: dict[int, Tensor] = {}
-        for (key, storage), start, size in zip(storages.items(), starts, sizes, strict=True):
-            copies[key] = torch.from_numpy(memory[start : start + size])
-            source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            copies[key].copy_(source, non_blocking=True)
+        copies = []
+        for leaf, start, size in zip(leaves, starts, sizes, strict=True):
+            if isinstance(leaf, Tensor):
+                place = torch.from_numpy(memory[start : start + size])
+                place = place.view(leaf.dtype).view(leaf.shape)
+                copies.append(place.copy_(leaf.detach(), non_blocking=True))
+            else:
+                copies.append(deepcopy(leaf))
         get_accelerator().synchronize()
-        structure.seek(0)
-        return _Unpickler(structure, copies).load()
+        return tree_unflatten(copies, structure)
 
     def close(self) -> None:
         """Free the memory."""
@@ -96,68 +95,28 @@ class HostCopy:
             self._pinned = pin(self._memory, "a checkpoint's copy")
 
 
-class _Pickler(pickle.Pickler):
-    """Pickles everything but the storages, as torch.save does."""
-
-    def __init__(self, file: io.BytesIO, storages: dict[int, UntypedStorage]):
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self.storages = storages
-
-    def persistent_id(self, value: Any) -> Any:
-        dtype = None
-        if isinstance(value, TypedStorage):
-            dtype = value.dtype
-            value = value._untyped_storage
-        if not isinstance(value, UntypedStorage):
-            return None
-        self.storages[value._cdata] = value
-        return value._cdata, dtype
-
-
-class _Unpickler(pickle.Unpickler):
-    """Puts the copies in the place of the storages."""
-
-    def __init__(self, file: io.BytesIO, copies: dict[int, Tensor]):
-        super().__init__(file)
-        self.copies = copies
-
-    def persistent_load(self, key: Any) -> Any:
-        number, dtype = key
-        storage = self.copies[number].untyped_storage()
-        if dtype is None:
-            return storage
-        return TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
-
-
+@dataclass
 class Save:
     """A save in progress. Every rank must create one.
 
     Each rank writes its files in a thread. When all ranks have done so, they exchange the checksums,
     and a thread of rank 0 completes the checkpoint, so that training never waits for the disk.
-
-    Args:
-        final: The checkpoint's folder.
-        partial: The folder to write into.
-        meta: Content of checkpoint.json.
-        states: Path -> content of this rank's files. It must not change until they are written.
-        present: Files of this rank that are in the folder already.
     """
 
-    def __init__(
-        self,
-        final: Path,
-        partial: Path,
-        meta: dict[str, Any],
-        states: dict[Path, Any],
-        present: Sequence[Path] = (),
-    ):
-        self.final = final
-        self.partial = partial
-        self.meta = meta
-        self.states = states
-        self.present = present
-        self._job: Future[Any] = Future()
-        self._completing = False
+    final: Path
+    """The checkpoint's folder."""
+    partial: Path
+    """The folder to write into."""
+    meta: dict[str, Any]
+    """Content of checkpoint.json."""
+    states: dict[Path, Any]
+    """Content of this rank's files by path. It must not change until they are written."""
+    present: Sequence[Path] = ()
+    """Files of this rank that are in the folder already."""
+    _job: Future[Any] = field(default_factory=Future)
+    """The work of this rank's thread."""
+    _completing: bool = False
+    """Whether that work is to complete the checkpoint, rather than to write files."""
 
     @property
     def step(self) -> int:
@@ -173,10 +132,6 @@ class Save:
         """Start to write this rank's files, or write them again after a failure."""
         self._completing = False
         self._job = jobs.start(self._write)
-
-    def wait(self, seconds: float) -> None:
-        """Wait for this rank's thread, but at most this long."""
-        futures.wait([self._job], seconds)
 
     def wait_for_all(self) -> None:
         """Wait until the threads of all ranks are done. Collective."""

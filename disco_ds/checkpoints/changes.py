@@ -1,4 +1,4 @@
-"""Settings that differ from those of the checkpoint that a run goes on from: refused, or allowed by --allow-change."""
+"""Settings that differ from those of the checkpoint to resume from: refused unless --allow-change names them."""
 
 from __future__ import annotations
 
@@ -17,47 +17,59 @@ MAY_BE_ALLOWED = {
     *(f"data.{name}" for name in ("augment", "captions", "crop_ratio", "crop_scale")),
     *(f"model.{name}" for name in ("max_scale", "patch_dropout")),
 }
-"""What --allow-change may name. Other settings decide which samples come, what the loss's state means, or which group
-of parameters the optimizer's state belongs to, so that a run could not go on with another value."""
+"""Settings that --allow-change may name. A run could not resume with other values of the rest: they decide which
+samples are read, what the loss's state means, or which parameter group an optimizer state belongs to."""
 
 
 def refuse_changes(saved: dict[str, Any], now: dict[str, Any], allowed: Sequence[str] = ()) -> None:
-    """Refuse settings that differ from the checkpoint's, except those of --allow-change and what is within them.
+    """Refuse settings that differ from the checkpoint's, unless they are allowed.
 
-    Raises: ValueError naming each, and the --allow-change that would go on if there is one.
+    Args:
+        saved: Identity in the checkpoint, see checkpoint.identity.
+        now: Identity of this run.
+        allowed: Dotted names of --allow-change. A name includes the settings below it.
+
+    Raises:
+        ValueError: Naming each changed setting, and the option that allows them all, if there is one.
     """
     changed = [
         change for change in find_changes(saved, now) if not _is_within(change.setting, allowed)
     ]
-    if changed:
+    if not changed:
+        return
+    lines = ["the checkpoint was made with other settings:", *map(_describe, changed)]
+    if all(_is_within(change.setting, MAY_BE_ALLOWED) for change in changed):
         names = [
             name
             for name in sorted(MAY_BE_ALLOWED)
-            if any(_is_within(each.setting, [name]) for each in changed)
+            if any(_is_within(change.setting, [name]) for change in changed)
         ]
-        possible = all(_is_within(change.setting, MAY_BE_ALLOWED) for change in changed)
-        remedy = (
-            f"\n  --allow-change {','.join(names)} goes on with the new values" if possible else ""
-        )
-        what = "\n  ".join(map(_describe, changed))
-        raise ValueError(f"the checkpoint was made with other settings:\n  {what}{remedy}")
+        lines.append(f"--allow-change {','.join(names)} resumes with the new values")
+    raise ValueError("\n  ".join(lines))
 
 
 def refuse_unchangeable(allowed: Sequence[str], resume: str | None) -> None:
-    """Raises: ValueError for names of --allow-change that are unknown, or of what must not change within a run."""
+    """Refuse unusable values of --allow-change.
+
+    Args:
+        allowed: Dotted names of --allow-change.
+        resume: Value of --resume.
+
+    Raises:
+        ValueError: If a name is unknown or must not change within a run, or the run is not resumed.
+    """
     if allowed and not resume:
-        raise ValueError("--allow-change goes with --resume: a new run takes any settings")
+        raise ValueError("--allow-change needs --resume: a new run accepts any settings")
     for name in allowed:
         if not _is_within(name, MAY_BE_ALLOWED):
             known = ", ".join(sorted(MAY_BE_ALLOWED))
             raise ValueError(
-                f"--allow-change {name}: there is no such setting, or a run cannot change it: samples, loss or "
-                f"optimizer state would no longer fit; it may name {known}"
+                f"--allow-change {name}: not a setting that may change within a run; choose from: {known}"
             )
 
 
 class Change(NamedTuple):
-    """A setting, by its dotted name, that is not as it was when a checkpoint was written."""
+    """A setting, by its dotted name, whose value differs from that in the checkpoint."""
 
     setting: str
     old: Any
@@ -65,24 +77,25 @@ class Change(NamedTuple):
 
 
 def find_changes(saved: dict[str, Any], now: dict[str, Any]) -> list[Change]:
-    """What differs between two identities."""
-    return [change for key in now for change in _differences(key, saved.get(key), now[key])]
+    """Return the differences of two identities. A missing setting counts as null."""
+    old, new = _flatten(saved), _flatten(now)
+    names = dict.fromkeys([*new, *old])
+    return [
+        Change(name, old.get(name), new.get(name))
+        for name in names
+        if old.get(name) != new.get(name)
+    ]
 
 
-def _differences(key: str, saved: Any, now: Any) -> list[Change]:
-    if isinstance(saved, dict) and isinstance(now, dict):
-        keys = sorted(set(saved) | set(now))
-        return [
-            change
-            for part in keys
-            for change in _differences(f"{key}.{part}", saved.get(part), now.get(part))
-        ]
-    # JSON turns tuples into lists; compare as JSON would.
-    return (
-        []
-        if json.loads(json.dumps(saved)) == json.loads(json.dumps(now))
-        else [Change(key, saved, now)]
-    )
+def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of nested settings by dotted name, as JSON stores them (a tuple becomes a list)."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = json.loads(json.dumps(value))
+    return flat
 
 
 def _is_within(name: str, settings: Iterable[str]) -> bool:
@@ -90,8 +103,7 @@ def _is_within(name: str, settings: Iterable[str]) -> bool:
 
 
 def _describe(change: Change) -> str:
-    key, saved, now = change
     hint = ""
-    if key.startswith("model.preprocess.") and now is None:
+    if change.setting.startswith("model.preprocess.") and change.new is None:
         hint = "; it came with the weights of model.pretrained, whose folder is gone or has changed"
-    return f"{key}: {saved!r} in the checkpoint, {now!r} now{hint}"
+    return f"{change.setting}: {change.old!r} in the checkpoint, {change.new!r} now{hint}"

@@ -14,7 +14,6 @@ manages the folder that has all checkpoints of a run.
 from __future__ import annotations
 
 import json
-import pickle
 import random
 import re
 import shutil
@@ -22,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -31,7 +30,7 @@ from deepspeed.accelerator import get_accelerator
 
 from disco_ds.checkpoints.background_save import HostCopy, Save, checksum
 from disco_ds.checkpoints.retention import ENGINE, FORMAT, DamagedError, read_meta
-from disco_ds.checkpoints.writer import copy_files
+from disco_ds.checkpoints.writer import copy_offloaded
 from disco_ds.config import Config
 from disco_ds.config.ds_config import precision, stage
 from disco_ds.distributed import comm, jobs
@@ -52,7 +51,7 @@ DATA_MAY_CHANGE = {
     "remote",
     "options",
 }
-"""Data settings that change neither a sample nor its position. Sources are compared by their fingerprints instead."""
+"""Data settings that affect neither a sample nor its position. Sources are compared by their fingerprints instead."""
 
 SOURCE_MAY_CHANGE = {"shards", "manifest", "source", "options"}
 """The same for one entry of data.sources."""
@@ -94,29 +93,35 @@ def identity(config: Config, fingerprint: str, architecture: dict[str, Any]) -> 
 
 
 def shape(config: Config, ranks: int) -> dict[str, Any]:
-    """Return the settings that decide which rank holds what. They may change when a run is resumed, see reshard.py."""
-    return {
+    """Return the settings that decide which rank holds what, as JSON stores them.
+
+    They may change when a run is resumed, see reshard.py.
+    """
+    zero = config.deepspeed.get("zero_optimization", {})
+    found = {
         "ranks": ranks,
         "stage": stage(config.deepspeed),
         "precision": precision(config.deepspeed),
-        "zero_optimization": config.deepspeed.get("zero_optimization", {}),
+        "zero_optimization": {
+            key: value for key, value in zero.items() if key not in COMMUNICATION_SETTINGS
+        },
     }
+    return json.loads(json.dumps(found))
 
 
-def same_shape(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return True if every rank holds the same part of the state in both shapes."""
+class RunState(NamedTuple):
+    """This rank's part of what a checkpoint contains in addition to the engine's files."""
 
-    def without_communication(of: dict[str, Any]) -> dict[str, Any]:
-        zero = of["zero_optimization"].items()
-        kept = {key: value for key, value in zero if key not in COMMUNICATION_SETTINGS}
-        # A shape that was read from checkpoint.json has lists in place of tuples.
-        return json.loads(json.dumps(of | {"zero_optimization": kept}))
-
-    return without_communication(one) == without_communication(other)
+    meta: dict[str, Any]
+    """Content of checkpoint.json: step, num_steps, identity, shape, anomalies."""
+    data: dict[str, Any]
+    """State of the loader."""
+    loss: dict[str, Any]
+    """State of the loss."""
 
 
 def prepare(folder: Path, step: int, engine: Engine) -> tuple[Path, list[Path]]:
-    """Make the folder that a checkpoint is written into, with the files that DeepSpeed only copies. Collective.
+    """Make the folder that a checkpoint is written into, with the files that are only copied. Collective.
 
     Args:
         folder: The run folder.
@@ -130,6 +135,7 @@ def prepare(folder: Path, step: int, engine: Engine) -> tuple[Path, list[Path]]:
         AgreedError: If any rank could not write to the disk.
     """
     partial = folder / CHECKPOINTS / f".step-{step:08d}.partial"
+    what = f"preparing {partial}"
 
     def make_folder() -> None:
         if comm.rank() == 0:
@@ -138,26 +144,22 @@ def prepare(folder: Path, step: int, engine: Engine) -> tuple[Path, list[Path]]:
                 shutil.rmtree(partial)
             (partial / ENGINE).mkdir(parents=True)
 
-    jobs.run(f"preparing {partial}", make_folder)
-    return partial, jobs.run(f"preparing {partial}", lambda: copy_files(engine, partial, ENGINE))
+    jobs.run(what, make_folder)
+    return partial, jobs.run(what, lambda: copy_offloaded(engine, partial / ENGINE))
 
 
 def start_save(
     prepared: tuple[Path, list[Path]],
-    meta: dict[str, Any],
     engine: Engine,
-    data_state: dict[str, Any],
-    loss_state: dict[str, Any],
+    state: RunState,
     host: HostCopy | None = None,
 ) -> Save:
     """Start to write a checkpoint. Collective; the checkpoint is complete after Save.finish.
 
     Args:
         prepared: What `prepare` returned.
-        meta: step, num_steps, identity, shape.
         engine: The engine to save.
-        data_state: This rank's part.
-        loss_state: This rank's part.
+        state: The rest of what is saved.
         host: Memory to copy the state to and to write from; None: the state must not change until
             Save.finish.
 
@@ -165,14 +167,14 @@ def start_save(
         AgreedError: If any rank could not copy its part.
     """
     partial, present = prepared
-    states = collect_checkpoint(engine, partial, ENGINE)
+    files = collect_checkpoint(engine, partial, ENGINE)
     with comm.all_or_none(f"copying the state for {partial}"):
         rank_file = partial / f"rank_{comm.rank():05d}.pt"
-        states[rank_file] = {"rng": _rng_state(), "data": data_state, "loss": loss_state}
+        files[rank_file] = {"rng": _rng_state(), "data": state.data, "loss": state.loss}
         if host is not None:
-            states = host.take(states)
-        final = partial.with_name(f"step-{meta['step']:08d}")
-        save = Save(final, partial, {"format": FORMAT, **meta}, states, present)
+            files = host.take(files)
+    final = partial.with_name(f"step-{state.meta['step']:08d}")
+    save = Save(final, partial, {"format": FORMAT, **state.meta}, files, present)
     save.start()
     return save
 
@@ -238,37 +240,39 @@ class Saved:
         try:
             return torch.load(self.path / name, map_location="cpu", weights_only=plain, mmap=True)
         except Exception as error:
-            why = f"{type(error).__name__}: {error}"
-            # torch's own message advises to allow all classes.
-            if plain and isinstance(error, pickle.UnpicklingError):
-                why = "it holds more than tensors and plain values"
+            # Only the type of the error, because torch's message advises to load classes, and thus code.
+            why = type(error).__name__
             raise DamagedError(f"{self.path / name} cannot be read: {why}") from error
 
 
+@dataclass(frozen=True)
 class RankStates(Sequence[dict[str, Any]]):
-    """The states that every rank wrote under one key. A file is read only when its rank is indexed.
+    """The states that every rank wrote under one key. A rank's file is read only when it is indexed.
 
-    With hundreds of ranks, no rank could read the files of all.
+    With hundreds of ranks, it would take too long if every rank read all files.
     """
 
-    def __init__(self, saved: Saved, kind: str) -> None:
-        self._saved = saved
-        self._kind = kind
-        self._names = saved.rank_files
+    saved: Saved
+    kind: str
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self.saved.rank_files)
 
     def __getitem__(self, number: Any) -> Any:
-        if isinstance(number, slice):
-            return [self[i] for i in range(*number.indices(len(self)))]
-        name = self._names[number]
-        known = self._saved.gathered.get(name, {})
-        return known[self._kind] if self._kind in known else self._saved.load(name)[self._kind]
+        name = self.saved.rank_files[number]
+        known = self.saved.gathered.get(name, {})
+        if self.kind not in known:
+            known = self.saved.load(name)
+        return known[self.kind]
 
 
 def read(path: Path) -> Saved:
-    """Open a checkpoint in one process; each file is verified when it is loaded. Raises what read_meta raises."""
+    """Open a checkpoint in one process. Each file is verified when it is loaded.
+
+    Raises:
+        DamagedError: If the folder is not a disco_ds checkpoint, or an incomplete one.
+        ValueError: If it has another format.
+    """
     return Saved(path, read_meta(path))
 
 
@@ -294,17 +298,17 @@ def open_verified(path: Path, check: Callable[[dict[str, Any]], None]) -> Saved:
         check(meta)
     saved = Saved(path, meta)
     names = sorted(meta["files"])
-    with _damage_agreed(path):
-        saved.verify(names[comm.rank() :: comm.size()])
-    saved.verified.update(names)
     # Every rank needs the data states of all ranks, and most losses have no state.
     mine: dict[str, dict[str, Any]] = {}
     with _damage_agreed(path):
-        for name in saved.rank_files[comm.rank() :: comm.size()]:
-            state = saved.load(name)
-            mine[name] = {"data": state["data"]}
-            if state["loss"] == {}:
-                mine[name]["loss"] = {}
+        for name in names[comm.rank() :: comm.size()]:
+            saved.verify([name])
+            if RANK_FILE.fullmatch(name):
+                state = saved.load(name)
+                mine[name] = {"data": state["data"]}
+                if state["loss"] == {}:
+                    mine[name]["loss"] = {}
+    saved.verified.update(names)
     for part in comm.gather_objects(mine):
         saved.gathered.update(part)
     return saved

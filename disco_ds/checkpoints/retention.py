@@ -1,11 +1,10 @@
-"""The folder of a run's checkpoints: which are complete, which is the latest, which are removed or set aside.
+"""The folder of a run's checkpoints: which are complete, and which are removed or set aside.
 
-This module imports no torch, so that `disco-ds launch` can use it. checkpoint.py has the content of a
-checkpoint.
+This module imports no torch, so that `disco-ds launch` can use it. checkpoint.py describes the content
+of a checkpoint.
 
-    checkpoints/step-00000100/            complete: renamed to this when all its files were written
-    checkpoints/.step-00000200.partial/   being written, or left behind by a crash
-    checkpoints/.step-00000050.removed/   being removed, or files of it that could not be removed
+    checkpoints/step-00000100/            complete: renamed to this after all files were written
+    checkpoints/.step-00000200.partial/   being written or removed, or left behind by a crash
     checkpoints/set-aside-step-00000300/  newer than the one that a run was resumed from: never resumed,
                                           counted or removed
 """
@@ -40,7 +39,8 @@ class DamagedError(ValueError):
 
 def seal(meta: dict[str, Any]) -> str:
     """Return the SHA-256 of the content of checkpoint.json, without the seal itself."""
-    content = {key: value for key, value in json.loads(json.dumps(meta)).items() if key != "seal"}
+    content = json.loads(json.dumps(meta))
+    content.pop("seal", None)
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -54,13 +54,9 @@ def read_meta(path: Path) -> dict[str, Any]:
     try:
         meta = json.loads((path / META).read_text(encoding="utf-8"))
         intact = meta["seal"] == seal(meta)
-    except (FileNotFoundError, NotADirectoryError):
-        raise DamagedError(
-            f"{path} is not a complete disco_ds checkpoint: it has no {META}"
-        ) from None
     except (KeyError, OSError, TypeError, ValueError) as error:
         raise DamagedError(
-            f"{path / META} is not a disco_ds checkpoint description: {error!r}"
+            f"{path} is not a complete disco_ds checkpoint: {META}: {error!r}"
         ) from None
     if not intact:
         raise DamagedError(f"{path} is damaged: {META} is not what was written")
@@ -122,13 +118,6 @@ def find_older(path: Path) -> Path | None:
     return older[-1] if older else None
 
 
-def set_newer_aside(path: Path) -> None:
-    """Set aside every complete checkpoint of the run that is newer than this one. Rank 0 only."""
-    for other in reversed(list_complete(path.parents[1])):
-        if step_of(other) > step_of(path):
-            set_aside(other)
-
-
 def set_aside(path: Path) -> None:
     """Rename a checkpoint so that it is never resumed, counted or removed. Rank 0 only."""
     first = aside = path.with_name(f"set-aside-{path.name}")
@@ -165,11 +154,12 @@ def remove_checkpoints(
                 continue
             milestone = keep_every_steps > 0 and step_of(path) % keep_every_steps == 0
             if path not in busy and not milestone:
-                removed += _remove(path)
-        for ending in ("partial", "removed"):
-            for remains in (folder / CHECKPOINTS).glob(f".step-*.{ending}"):
-                if remains not in busy:
-                    _clear(remains)
+                # It is renamed first, so that a crash leaves no checkpoint with files missing.
+                path.rename(path.with_name(f".{path.name}.partial"))
+                removed += 1
+        for remains in (folder / CHECKPOINTS).glob(".step-*.partial"):
+            if remains not in busy:
+                _remove(remains)
     except OSError as error:
         warn_once(f"old checkpoints of {folder} are not removed: {error}")
     return removed
@@ -183,27 +173,12 @@ def _is_intact(path: Path) -> bool:
     return True
 
 
-def _remove(path: Path) -> bool:
-    """Remove a checkpoint.
-
-    Returns:
-        True if it is no longer a checkpoint, even if some of its files could not be removed.
-    """
+def _remove(path: Path) -> None:
+    """Remove a folder as far as possible, or a symbolic link without the folder it points to."""
     if path.is_symlink():
-        warn_once(f"{path} is a symbolic link, so it is not removed; remove it by hand")
-        return False
-    try:
-        # It is renamed first, so that a crash leaves no checkpoint with files missing.
-        renamed = path.rename(path.with_name(f".{path.name}.removed"))
-    except OSError as error:
-        warn_once(f"{path} is not removed: {error.strerror}; remove it by hand")
-        return False
-    _clear(renamed)
-    return True
-
-
-def _clear(path: Path) -> None:
-    """Remove a folder as far as possible; on NFS a file that another host has open stays."""
+        path.unlink()
+        return
     shutil.rmtree(path, ignore_errors=True)
-    if os.path.lexists(path):
+    if path.exists():
+        # On NFS, a file that another host has open stays.
         warn_once(f"{path} is not wholly removed; the next save tries again to remove the rest")

@@ -1,7 +1,7 @@
 """When and how a run saves: in the background, one save at a time, then old checkpoints are removed.
 
-checkpoint.py knows what a checkpoint contains, background_save.py how it is written, retention.py
-which ones are kept and upload.py how they are copied elsewhere. The training loop calls this file.
+checkpoint.py defines the content of a checkpoint, background_save.py writes it, retention.py removes old
+ones and upload.py copies new ones elsewhere. The training loop calls this file.
 """
 
 from __future__ import annotations
@@ -10,73 +10,53 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from deepspeed import DeepSpeedEngine as Engine
 
 from disco_ds.checkpoints import checkpoint, retention
 from disco_ds.checkpoints.background_save import HostCopy, Save
-from disco_ds.checkpoints.upload import Copies
+from disco_ds.checkpoints.checkpoint import RunState
+from disco_ds.checkpoints.upload import Uploads
 from disco_ds.config import CheckpointSettings
 from disco_ds.distributed import comm, jobs
 from disco_ds.distributed.heartbeat import Heartbeat
 
-ABANDON_S = 10.0
-"""How long a run that ends with an error waits for a write in progress."""
 logger = logging.getLogger(__name__)
 
 
-class RunState(NamedTuple):
-    """This rank's part of what a checkpoint contains in addition to the engine's files."""
-
-    meta: dict[str, Any]
-    """Content of checkpoint.json: step, num_steps, identity, shape, anomalies."""
-    data: dict[str, Any]
-    """State of the loader."""
-    loss: dict[str, Any]
-    """State of the loss."""
-
-
+@dataclass
 class Saver:
-    """Saves the checkpoints of a run.
+    """Saves the checkpoints of a run."""
 
-    Args:
-        folder: The run folder.
-        settings: How often to save and what to keep.
-        engine: The engine whose state is saved.
-        read_state: Returns the rest of the state after a step.
-        heartbeat: Learns that this rank waits for a save, which is not a hang.
-        add_wait: Called with the seconds that training has waited for a save.
-        uploads: Runs the user's command on every checkpoint; None if there is no command.
-    """
+    folder: Path
+    """The run folder."""
+    settings: CheckpointSettings
+    """How often to save and what to keep."""
+    engine: Engine
+    """The engine whose state is saved."""
+    read_state: Callable[[int], RunState]
+    """Returns the rest of the state after a step."""
+    heartbeat: Heartbeat
+    """Is informed that this rank waits for a save, which is not a hang."""
+    add_wait: Callable[[float], None]
+    """Called with the seconds that training has waited for a save."""
+    uploads: Uploads | None
+    """Runs the user's command on every checkpoint; None if there is no command."""
+    host_copy: HostCopy | None = None
+    """Host memory for a copy of the state, so that training continues while it is written."""
+    in_flight: Save | None = None
+    """The save in progress, the same on every rank."""
+    saved_step: int = 0
+    """Step of the last checkpoint that this run has completed."""
+    num_failed: int = 0
+    """Failed saves in a row."""
 
-    def __init__(
-        self,
-        folder: Path,
-        settings: CheckpointSettings,
-        engine: Engine,
-        read_state: Callable[[int], RunState],
-        heartbeat: Heartbeat,
-        add_wait: Callable[[float], None],
-        uploads: Copies | None,
-    ) -> None:
-        self.folder = folder
-        self.settings = settings
-        self.engine = engine
-        self.read_state = read_state
-        self.heartbeat = heartbeat
-        self.add_wait = add_wait
-        self.uploads = uploads
-        self.host_copy = HostCopy() if settings.asynchronous else None
-        """Host memory for a copy of the state, so that training continues while it is written."""
-        self.in_flight: Save | None = None
-        """The save in progress, the same on every rank."""
-        self.saved_step = 0
-        """Step of the last checkpoint that this run has completed."""
-        self.num_failed = 0
-        """Failed saves in a row."""
+    def __post_init__(self) -> None:
+        if self.settings.asynchronous:
+            self.host_copy = HostCopy()
 
     @property
     def is_writing(self) -> bool:
@@ -170,14 +150,12 @@ class Saver:
         is_waiting = True
         while is_waiting:
             # In short turns, because a collective that one rank reaches late times out.
-            left_s = min(end - time.monotonic(), jobs.TURN_S)
-            is_waiting = bool(self.uploads and left_s > 0 and self.uploads.wait(left_s))
-            is_waiting = comm.broadcast(is_waiting)
+            turn_end = min(end, time.monotonic() + jobs.TURN_S)
+            is_pending = self.uploads is not None and self.uploads.wait_until(turn_end)
+            is_waiting = comm.broadcast(is_pending and turn_end < end)
 
     def close(self) -> None:
-        """Free the host memory; if the run ended in the middle of a save, wait briefly for it."""
-        if self.in_flight is not None:
-            self.in_flight.wait(ABANDON_S)
+        """Free the host memory, unless a thread still writes from it because the run has failed."""
         if self.host_copy is not None and not self.is_writing:
             self.host_copy.close()
 
@@ -198,10 +176,7 @@ class Saver:
             except comm.AgreedError:
                 if not self._make_room():
                     raise
-        state = self.read_state(step)
-        return checkpoint.start_save(
-            prepared, state.meta, self.engine, state.data, state.loss, self.host_copy
-        )
+        return checkpoint.start_save(prepared, self.engine, self.read_state(step), self.host_copy)
 
     def _finish(self, last: bool = False) -> None:
         """Wait until the save in progress is complete, or has failed."""
@@ -233,7 +208,7 @@ class Saver:
         self.num_failed = 0
         self.saved_step = save.step
         if self.uploads:
-            self.uploads.start(save.final)
+            self.uploads.add(save.final)
 
     def _note_failure(self, step: int, last: bool, error: comm.AgreedError) -> None:
         """Count a failed save and remove its files. Raises `error` if the run cannot continue."""

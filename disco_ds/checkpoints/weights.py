@@ -1,6 +1,6 @@
-"""Reads trained weights from a run, a checkpoint of any ZeRO stage or an export, and builds the module around them.
+"""Read trained weights from a run, a checkpoint of any ZeRO stage or an export, and build the model from them.
 
-Resuming a training is checkpoint.py's, writing an export is export.py's.
+resume.py resumes training, and export.py writes exports.
 """
 
 from __future__ import annotations
@@ -25,71 +25,72 @@ from disco_ds.checkpoints.checkpoint import Saved, read
 from disco_ds.checkpoints.retention import ENGINE, META, DamagedError, find_latest, find_older
 from disco_ds.config import ModelSettings, load_config
 from disco_ds.models.clip import build_model, read_architecture, read_preprocessing
-from disco_ds.runs.run_folder import CHECKPOINTS
-from disco_ds.runs.run_folder import CONFIG as RUN_CONFIG
+from disco_ds.runs.run_folder import CHECKPOINTS, CONFIG
 
-CONFIG = "open_clip_config.json"
+MODEL_CONFIG = "open_clip_config.json"
 TENSORS = "open_clip_model.safetensors"
 WHOLE = f"{ENGINE}/mp_rank_00_model_states.pt"
-"""The file of a checkpoint below ZeRO 3 that has every parameter and buffer, which every rank held whole."""
+"""The file of a checkpoint below ZeRO 3 with every parameter and buffer, which every rank held whole."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A trained model: its tensors, and what is needed to build the module around them."""
+    """A trained model: its tensors, and what is needed to build it."""
 
     origin: Path
     """The checkpoint folder, exported folder or file that was read."""
     name: str
     """The model's name in the run, without folder and .json."""
     settings: ModelSettings
-    """Settings of this architecture and its tokenizer; those of training have their defaults."""
+    """Settings for this architecture and its tokenizer; those for training have their defaults."""
     architecture: dict[str, Any]
-    """read_architecture of the model as it was at training, with init_logit_bias exactly where there is a bias."""
+    """What read_architecture returned at training, with init_logit_bias only if there is a bias."""
     preprocess: dict[str, Any]
-    """Entries of open_clip's preprocess_cfg that need not be its defaults."""
+    """Entries of open_clip's preprocess_cfg that may differ from its defaults."""
     tensors: dict[str, Tensor]
-    """By open_clip's names, on the CPU, fp32 (integer buffers as they are); logit_scale and logit_bias are [1]."""
+    """By open_clip's names, on the CPU, fp32 (integer buffers unchanged); logit_scale and logit_bias are [1]."""
 
 
 def read_weights(path: str | Path) -> Weights:
     """Read the weights of a run folder (its last complete checkpoint), a checkpoint folder, or an export.
 
-    Memory: 4 bytes per parameter; the files are mapped while they are read.
+    Memory: 4 bytes per parameter; the files are memory-mapped while they are read.
 
-    Raises: ValueError for anything else, and for what is incomplete or damaged.
+    Raises:
+        ValueError: If the path is anything else, or incomplete or damaged.
     """
     path = Path(path).resolve()
     if path.is_file():
         return _read_file(path)
-    if (path / CONFIG).is_file():
+    if (path / MODEL_CONFIG).is_file():
         return _read_folder(path)
     if (path / CHECKPOINTS).is_dir():
         return _read_checkpoint(find_latest(path))
     if (path / META).is_file() or path.parent.name == CHECKPOINTS:
         return _read_checkpoint(path)
+    if not path.exists():
+        raise ValueError(f"{path} does not exist")
     raise ValueError(
-        f"{path} holds no weights: expected a run folder (with {CHECKPOINTS}/), a folder in its {CHECKPOINTS}/, an "
-        f"exported folder (with {CONFIG}) or an exported .pt"
-        + ("" if path.exists() else "; it does not exist")
+        f"{path} contains no weights: expected a run folder (with {CHECKPOINTS}/), a folder in its {CHECKPOINTS}/, an "
+        f"exported folder (with {MODEL_CONFIG}) or an exported .pt"
     )
 
 
 def build_from(weights: Weights) -> nn.Module:
-    """The open_clip module with these weights, fp32, on the CPU, in eval mode; its forward is model.forward.
+    """Build the open_clip model with these weights: fp32, on the CPU, in eval mode, with the forward of training.
 
-    Memory: 4 bytes per parameter, beside the weights' own.
+    Memory: 4 bytes per parameter, in addition to the weights.
 
-    Raises: ValueError if a tensor is missing, left over, or of another shape.
+    Raises:
+        ValueError: If a tensor is missing, unexpected, or of another shape.
     """
     bias = weights.architecture.get("init_logit_bias")
     model: Any = build_model(weights.settings, initial_bias=bias, pretrained=False)
     try:
-        model.load_state_dict(weights.tensors, strict=True)
+        model.load_state_dict(weights.tensors)
     except RuntimeError as error:
-        what = " ".join(str(error).split())
         raise ValueError(
-            f"{weights.origin} does not hold the weights of model {weights.name}: {what}"
+            f"{weights.origin} does not contain the weights of model {weights.name}: {error}"
         ) from None
     open_clip.set_model_preprocess_cfg(
         model, open_clip.get_model_preprocess_cfg(model) | weights.preprocess
@@ -100,42 +101,33 @@ def build_from(weights: Weights) -> nn.Module:
 
 
 def read_tensors(saved: Saved) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every parameter and buffer of a checkpoint; trained ones are their fp32 masters.
+    """Yield the name and value of every parameter and buffer of a checkpoint; trained ones are the fp32 masters.
 
-    At ZeRO 0 and 3 one tensor at a time is in memory, the rest is mapped; DeepSpeed's reader of ZeRO 1 and 2 holds all.
+    At ZeRO 0 and 3, one tensor at a time is in memory, and the rest is memory-mapped. DeepSpeed's
+    reader for ZeRO 1 and 2 holds all of them.
 
-    Raises: DamagedError for files that are not what was written, ValueError for those that cannot be read.
+    Raises:
+        DamagedError: If a file is not what was written.
     """
-    path, stage = saved.path, saved.meta["shape"]["stage"]
-    saved.verify(
-        [name for name in saved.meta["files"] if name.startswith(f"{ENGINE}/")]
-        if stage > 0
-        else [WHOLE]
-    )
+    stage = saved.meta["shape"]["stage"]
     state: dict[str, Any] = {}
-    try:
-        if stage < 3:
-            # At ZeRO 0 these are the masters (16-bit weights are refused there); at 1 only they have the frozen ones.
-            state |= saved.load(WHOLE)["module"]
-        if stage > 0:
-            with (
-                redirect_stdout(io.StringIO()),
-                redirect_stderr(io.StringIO()),
-            ):  # it prints and draws bars
-                state |= get_fp32_state_dict_from_zero_checkpoint(
-                    str(path), tag=ENGINE, lazy_mode=True
-                )
-        for name, value in state.items():
-            yield name, value.contiguous()
-    except Exception as error:
-        # An unknown file may fail anywhere in torch, pickle or DeepSpeed.
-        raise ValueError(
-            f"the weights of {path} cannot be read: {type(error).__name__}: {error}"
-        ) from error
+    if stage < 3:
+        # At ZeRO 0 these are the masters, because 16-bit weights are refused there. At ZeRO 1 and 2, only
+        # this file has the frozen parameters.
+        state |= saved.load(WHOLE)["module"]
+    if stage > 0:
+        saved.verify(name for name in saved.meta["files"] if name.startswith(f"{ENGINE}/"))
+        # DeepSpeed prints, and draws progress bars.
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            state |= get_fp32_state_dict_from_zero_checkpoint(
+                str(saved.path), tag=ENGINE, lazy_mode=True
+            )
+    for name, value in state.items():
+        yield name, value.contiguous()
 
 
 def _read_checkpoint(path: Path) -> Weights:
-    recipe = path.parent.parent / RUN_CONFIG
+    recipe = path.parent.parent / CONFIG
     if not recipe.is_file():
         raise ValueError(f"{path} is not inside a run folder: {recipe} is missing")
     try:
@@ -144,32 +136,30 @@ def _read_checkpoint(path: Path) -> Weights:
     except DamagedError as error:
         older = find_older(path)
         remedy = (
-            f"the one before it is {older}" if older else "the run has no older complete checkpoint"
+            f"the previous checkpoint is {older}"
+            if older
+            else "the run has no older complete checkpoint"
         )
         raise ValueError(f"{error}; {remedy}") from None
-    same = saved.meta["identity"]
-    preprocess = same.get("model.preprocess", {})
-    return _assemble(
-        path, load_config(recipe).model.label, same["model.config"], preprocess, tensors
-    )
+    identity = saved.meta["identity"]
+    name = load_config(recipe).model.label
+    preprocess = identity.get("model.preprocess", {})
+    return _assemble(path, name, identity["model.config"], preprocess, tensors)
 
 
 def _read_folder(path: Path) -> Weights:
-    if not (path / TENSORS).is_file():
-        raise ValueError(f"{path} is incomplete: {TENSORS} is missing")
     try:
-        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+        config = json.loads((path / MODEL_CONFIG).read_text(encoding="utf-8"))
         architecture, preprocess = config["model_cfg"], config.get("preprocess_cfg", {})
         tensors = load_file(path / TENSORS)
     except Exception as error:
         raise ValueError(
-            f"{path} is not an open_clip folder: {type(error).__name__}: {error}"
+            f"{path} is not a complete open_clip folder: {type(error).__name__}: {error}"
         ) from error
     if architecture["text_cfg"].get("hf_tokenizer_name"):
-        architecture["text_cfg"]["hf_tokenizer_name"] = str(
-            path
-        )  # its files lie beside the weights
-    # The folder's own name could mislead: open_clip chooses a tokenizer by the word siglip in it.
+        # The tokenizer's files are next to the weights.
+        architecture["text_cfg"]["hf_tokenizer_name"] = str(path)
+    # The folder's own name could mislead, because open_clip chooses the tokenizer by the word siglip in it.
     return _assemble(path, "export", architecture, preprocess, tensors)
 
 
@@ -179,8 +169,10 @@ def _read_file(path: Path) -> Weights:
         name, architecture = saved["name"], saved["model_cfg"]
         preprocess, tensors = saved["preprocess_cfg"], saved["state_dict"]
     except Exception as error:
-        what = f"{path} is not a .pt that disco-ds export wrote; other weights are for model.pretrained"
-        raise ValueError(f"{what}: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"{path} was not written by disco-ds export; use model.pretrained for other weights: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     return _assemble(path, name, architecture, preprocess, tensors)
 
 
@@ -203,28 +195,21 @@ def _assemble(
         settings = ModelSettings(factory=architecture["factory"], options=architecture["options"])
     else:
         settings = ModelSettings(name=_register(name, architecture))
-    return Weights(
-        origin,
-        Path(name).name.rpartition(":")[2].removesuffix(".json"),
-        settings,
-        architecture,
-        preprocess,
-        tensors,
-    )
+    label = Path(name).name.rpartition(":")[2].removesuffix(".json")
+    return Weights(origin, label, settings, architecture, preprocess, tensors)
 
 
 def _register(name: str, architecture: dict[str, Any]) -> str:
-    """A name under which open_clip builds this architecture: the run's own name, if that still means the same."""
+    """Return a name under which open_clip builds this architecture: the run's own name, if it still means the same."""
     try:
         if read_architecture(ModelSettings(name=name)) == architecture:
             return name
     except ValueError:
         pass  # the name of a config file that was removed, or is on another machine
     text = json.dumps(architecture)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     with tempfile.TemporaryDirectory() as folder:
-        path = (
-            Path(folder) / f"{Path(name).stem}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
-        )
+        path = Path(folder) / f"{Path(name).stem}-{digest}.json"
         path.write_text(text, encoding="utf-8")
         open_clip.add_model_config(path)
     return path.stem

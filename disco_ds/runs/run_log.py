@@ -1,4 +1,4 @@
-"""Messages of the first rank: printed, and written with the time into log.txt of the run folder.
+"""Messages of rank 0: printed, and written with the time to log.txt of the run folder.
 
 The log also has warnings and errors. A resumed run appends to the same file.
 """
@@ -13,8 +13,8 @@ from pathlib import Path
 LOG = "log.txt"
 _messages = logging.getLogger("disco_ds.said")
 _messages.setLevel(logging.INFO)
-_messages.propagate = False  # they are printed already
-_messages.addHandler(logging.NullHandler())  # for the time before there is a run folder
+_messages.propagate = False  # because they are printed already
+_messages.addHandler(logging.NullHandler())  # used until there is a run folder
 
 
 def say(text: str) -> None:
@@ -42,7 +42,7 @@ class _Handler(logging.FileHandler):
 
 @contextmanager
 def write_log(folder: Path) -> Iterator[None]:
-    """Write log.txt of a run folder while the block runs. Call this on the first rank only."""
+    """Write log.txt of a run folder while the block runs. Rank 0 only."""
     handler = _Handler(folder / LOG, encoding="utf-8", delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     loggers = (_messages, logging.getLogger())

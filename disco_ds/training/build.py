@@ -18,7 +18,7 @@ from torch import nn
 
 from disco_ds.checkpoints import checkpoint
 from disco_ds.checkpoints.changes import refuse_unchangeable
-from disco_ds.checkpoints.checkpoint import Saved
+from disco_ds.checkpoints.checkpoint import RunState, Saved
 from disco_ds.checkpoints.resume import (
     choose,
     find_started,
@@ -26,8 +26,8 @@ from disco_ds.checkpoints.resume import (
     restore,
     set_newer_aside,
 )
-from disco_ds.checkpoints.saver import RunState, Saver
-from disco_ds.checkpoints.upload import start_copies
+from disco_ds.checkpoints.saver import Saver
+from disco_ds.checkpoints.upload import start_uploads
 from disco_ds.config import Config, render_ds_config
 from disco_ds.data import (
     ImageSpec,
@@ -202,7 +202,7 @@ def build(
         }
         return RunState(meta, loader.state_dict(), loss.state_dict())
 
-    uploads = start_copies(config, folder, stack)
+    uploads = start_uploads(config, folder, stack)
     saver = Saver(
         folder, config.checkpoint, engine, read_state, heartbeat, metrics.add_save, uploads
     )

@@ -1,4 +1,4 @@
-"""Checkpoints written beside the training: the copy, the same files as a waiting save's, failures, a killed writer."""
+"""Asynchronous saves: the copy, the same files as a synchronous save writes, failures, a killed writer."""
 
 from __future__ import annotations
 
@@ -50,41 +50,45 @@ from helpers.towers import tiny_config, write_tiny
 
 
 class Holder:
-    """An object that is no container, as DeepSpeed's loss scaler."""
+    """An object that is not a container, like DeepSpeed's loss scaler."""
 
     def __init__(self, tensor: torch.Tensor):
         self.scale, self.tensor = 2.0, tensor
 
 
-def mixed_state() -> dict[str, Any]:
+def mixed_state() -> dict[Any, Any]:
     flat = torch.arange(24, dtype=torch.float32)
     return {
-        "views": [flat[:8].view(2, 4), flat[8:].view(4, 4).t(), flat],
+        Path("file"): [flat[:8].view(2, 4), flat[8:].view(4, 4).t(), flat],
         "parameter": nn.Parameter(torch.ones(3, dtype=torch.bfloat16)),
         "none": torch.empty(0),
+        "number": torch.tensor(3),
         "holder": Holder(flat[3]),
         "plain": ("text", 3, None, torch.float16, torch.Size([2])),
     }
 
 
-def test_copy_is_written_as_the_original_and_outlives_its_change() -> None:
-    state, host = mixed_state(), HostCopy()
-    original, written = io.BytesIO(), io.BytesIO()
-    torch.save(state, original)
-    copy = host.take(state)
-    state["views"][2].zero_()
+def test_copy_equals_the_original_and_outlives_its_change() -> None:
+    state, original = mixed_state(), mixed_state()
+    copy = HostCopy().take(state)
+    state[Path("file")][2].zero_()
     state["parameter"].data.zero_()
     state["holder"].scale = 1.0
+    written = io.BytesIO()
     torch.save(copy, written)
-    assert written.getvalue() == original.getvalue()
+    assert written.tell() < 10_000, "no file contains the memory of other tensors"
     written.seek(0)
     loaded = torch.load(written, weights_only=False)
-    assert loaded["views"][1].stride() == (1, 4)
-    assert (
-        loaded["views"][0].untyped_storage()._cdata == loaded["views"][2].untyped_storage()._cdata
-    )
-    assert torch.equal(loaded["views"][2], torch.arange(24, dtype=torch.float32))
-    assert type(loaded["parameter"]) is nn.Parameter
+    assert list(loaded) == list(original)
+    for mine, other in zip(loaded[Path("file")], original[Path("file")], strict=True):
+        assert torch.equal(mine, other)
+    for name in ("parameter", "none", "number"):
+        assert loaded[name].dtype == original[name].dtype
+        assert torch.equal(loaded[name], original[name])
+    assert not loaded["parameter"].requires_grad
+    assert (loaded["holder"].scale, float(loaded["holder"].tensor)) == (2.0, 3.0)
+    assert loaded["plain"] == original["plain"]
+    assert list(map(type, loaded["plain"])) == list(map(type, original["plain"]))
 
 
 def test_memory_of_a_copy_is_used_again() -> None:
@@ -100,14 +104,14 @@ def test_memory_of_a_copy_is_used_again() -> None:
 
 
 def slow_disk(run: Run, number: int) -> None:
-    """Make each flush take longer than a step, so that training goes on while a checkpoint is written."""
+    """Make each flush take longer than a step, so that training continues while a checkpoint is written."""
     fsync = os.fsync
     if number == 1:
         os.fsync = lambda handle: (time.sleep(0.1), fsync(handle))[1]
 
 
 def both_ways(path: Path, name: str, deepspeed: dict[str, Any]) -> None:
-    """A run that saves in every other step, in both ways: the same files, and the same records."""
+    """Save every other step, asynchronously and synchronously: the same files, and the same metrics."""
     own = ["steps=6", "checkpoint.keep_last=9", "log.tensorboard=false", "model.patch_dropout=0.5"]
     folders, fsync = {}, os.fsync
     for way in ("true", "false"):
@@ -126,7 +130,7 @@ def both_ways(path: Path, name: str, deepspeed: dict[str, Any]) -> None:
         finally:
             os.fsync = fsync
         assert any(comm.gather_objects(any(in_flight))[:1]) == (way == "true"), (
-            "the training has gone on meanwhile"
+            "training has continued meanwhile"
         )
         folders[way] = run.folder
     if comm.rank() == 0:
@@ -149,12 +153,12 @@ def all_stages(path: Path) -> None:
             both_ways(path, case, deepspeed)
 
 
-def test_checkpoint_written_beside_the_training_is_that_of_its_step(tmp_path: Path) -> None:
+def test_asynchronous_checkpoint_is_that_of_its_step(tmp_path: Path) -> None:
     run_ranks(both_ways, 2, recipe(tmp_path), "one", {})
 
 
 @pytest.mark.slow
-def test_checkpoint_written_beside_the_training_at_every_stage(tmp_path: Path) -> None:
+def test_asynchronous_checkpoint_at_every_stage(tmp_path: Path) -> None:
     run_ranks(all_stages, 2, recipe(tmp_path))
 
 
@@ -185,11 +189,11 @@ def failing_writer(path: Path) -> None:
         train(run)
     assert max(failed) >= 1
     assert run.saver.num_failed == 0
-    assert len(set(map(str, comm.gather_objects(failed)))) == 1, "all ranks count alike"
+    assert len(set(map(str, comm.gather_objects(failed)))) == 1, "all ranks count the same"
     assert [path.name for path in list_complete(run.folder)][-1] == "step-00000008"
     assert "step-00000002" not in [path.name for path in list_complete(run.folder)]
     assert not list((run.folder / CHECKPOINTS).glob(".step-*"))
-    # Where it never ends, the run does.
+    # If the saves keep failing, the run ends.
     config = load_config(
         path, ["steps=8", "checkpoint.max_failed_saves=0", "name=ends", "log.tensorboard=false"]
     )
@@ -335,11 +339,11 @@ def write_slowly_on_rank_0(run: Path, timeout_s: float) -> list[str]:
 def test_rank_that_writes_longer_than_a_collective_waits_is_waited_for_and_named(
     tmp_path: Path,
 ) -> None:
-    said, nothing = run_ranks(write_slowly_on_rank_0, 2, tmp_path, 3.0, joined=False)
+    said, nothing = run_ranks(write_slowly_on_rank_0, 2, tmp_path, 2.0, joined=False)
     assert read(find_latest(tmp_path)).step == 1
     assert nothing == []
     assert len(said) == 1
-    expect(said[0], "step-00000001", "rank 0", " 3 s")
+    expect(said[0], "step-00000001", "rank 0", " 2 s")
 
 
 def write_and_hang(run: Path, reached: Any) -> None:
@@ -448,7 +452,7 @@ def test_copy_without_memory_removes_no_checkpoint(tmp_path: Path) -> None:
 
 
 def save_from_nvme(folder: Path, model: str) -> str:
-    """A save where DeepSpeed says that the optimizer's states are in files of this rank, which rank 1 has lost."""
+    """Save while DeepSpeed reports that the optimizer's states are in files of this rank, which rank 1 has lost."""
     with comm.session(20):
         config = tiny_config(model, {"zero_optimization": {"stage": 3}}, global_batch=32)
         engine = build_engine(
@@ -468,7 +472,6 @@ def save_from_nvme(folder: Path, model: str) -> str:
         saved.verify(saved.meta["files"])
         copies = {name for name in saved.meta["files"] if "offloaded_tensors" in name}
         assert copies == {f"{ENGINE}/offloaded_tensors/rank{rank:02d}/moments" for rank in (0, 1)}
-        assert "zero_to_fp32.py" in saved.meta["files"]
     return str(caught.value)
 
 
@@ -486,7 +489,7 @@ KILLS = int(os.environ.get("DISCO_DS_TEST_KILLS", "9"))
 
 
 def cut_inside(run: Path, since: float, step: int = 0) -> str:
-    """What a save that began `since` then, of this step or later, is doing: nothing, copying, or writing files."""
+    """Return what a save that began after `since`, at this step or later, is doing: nothing, copy or write."""
     left = [
         path
         for path in (run / CHECKPOINTS).glob(".step-*.partial")

@@ -1,4 +1,4 @@
-"""Checkpoints copied by a user's command: one at a time, in the background, and a failure stops nothing."""
+"""Checkpoints uploaded by the user's command: one at a time, in the background, and a failure stops nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from disco_ds.checkpoints.retention import list_complete, remove_checkpoints
-from disco_ds.checkpoints.upload import Copies
+from disco_ds.checkpoints.upload import Uploads
 from disco_ds.config import CheckpointSettings
 from helpers.checkpoints import write_checkpoint
 
@@ -31,17 +31,17 @@ def test_copies_run_one_by_one_and_the_newest_waits(
     there.mkdir()
     script = 'while [ ! -e "$0" ]; do sleep 0.02; done; cp -r "$1" "$2"'
     with closing(
-        Copies(f"sh -c '{script}' {gate} {{path}} {there}/{{name}}", tmp_path / "log")
+        Uploads(f"sh -c '{script}' {gate} {{path}} {there}/{{name}}", tmp_path / "log")
     ) as copies:
         first, second, third = (make(tmp_path, f"step-{number}") for number in (1, 2, 3))
-        copies.start(first)
-        copies.start(second)
-        copies.start(third)
+        copies.add(first)
+        copies.add(second)
+        copies.add(third)
         assert copies.busy == [first, third]
-        assert f"{second} is not copied" in caplog.text
-        assert copies.wait(0.1), "the copy is under way"
+        assert f"{second} is not uploaded" in caplog.text
+        assert copies.wait_until(time.monotonic() + 0.1), "the copy is under way"
         gate.touch()
-        assert not copies.wait(10)
+        assert not copies.wait_until(time.monotonic() + 10)
         assert copies.busy == []
     assert sorted(path.name for path in there.iterdir()) == ["step-1", "step-3"]
     assert (there / "step-3" / "weights").read_text() == "step-3"
@@ -51,14 +51,14 @@ def test_copies_run_one_by_one_and_the_newest_waits(
     ("command", "said"),
     [("ls {path}/no", "exit code 2 of ls"), ("no-such-command {path}", "No such")],
 )
-def test_failed_copy_is_told(
+def test_failed_upload_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, command: str, said: str
 ) -> None:
-    copies = Copies(command, tmp_path / "log")
+    copies = Uploads(command, tmp_path / "log")
     path = make(tmp_path, "step-1")
-    copies.start(path)
-    assert not copies.wait(10)
-    assert f"{path} was not copied: " in caplog.text
+    copies.add(path)
+    assert not copies.wait_until(time.monotonic() + 10)
+    assert f"{path} was not uploaded: " in caplog.text
     assert said in caplog.text
     assert ("/no" in (tmp_path / "log").read_text()) == command.startswith("ls")
 
@@ -66,12 +66,12 @@ def test_failed_copy_is_told(
 def test_copy_that_takes_too_long_is_ended(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    copies = Copies("tail -f {path}/weights", tmp_path / "log")
-    copies.start(make(tmp_path, "step-1"))
-    assert copies.wait(0.3)
+    copies = Uploads("tail -f {path}/weights", tmp_path / "log")
+    copies.add(make(tmp_path, "step-1"))
+    assert copies.wait_until(time.monotonic() + 0.3)
     copies.close()
-    assert "was not copied in time" in caplog.text
-    assert not copies.wait(5), "its process has ended"
+    assert "was not uploaded in time" in caplog.text
+    assert not copies.wait_until(time.monotonic() + 5), "its process has ended"
 
 
 GATED = (
@@ -83,9 +83,9 @@ GATED = (
 
 def copy_and_hang(folder: Path, paths: list[Path], started: Any) -> None:
     os.chdir(folder)
-    copies = Copies(GATED, folder / "copies.log")
+    copies = Uploads(GATED, folder / "copies.log")
     for path in paths:
-        copies.start(path)
+        copies.add(path)
     started.set()
     time.sleep(600)
 
@@ -105,10 +105,10 @@ def test_copy_that_outlives_a_killed_run_is_waited_for_and_made_again(
     process.kill()
     process.join()
     log = tmp_path / "copies.log"
-    with closing(Copies(GATED, log)) as copies:
+    with closing(Uploads(GATED, log)) as copies:
         busy = copies.busy
         remove_checkpoints(tmp_path, keep_last=1, busy=busy)
-        waits = copies.wait(0.3)
+        waits = copies.wait_until(time.monotonic() + 0.3)
         copied = log.read_text().split()
         (
             tmp_path / "gate"
@@ -117,11 +117,11 @@ def test_copy_that_outlives_a_killed_run_is_waited_for_and_made_again(
         assert list_complete(tmp_path) == [old, waiting, new]
         assert waits
         assert copied == [str(old)], "two copies never run at once"
-        assert not copies.wait(20)
+        assert not copies.wait_until(time.monotonic() + 20)
         assert log.read_text().split() == [str(path) for path in (old, old, waiting)]
     for path in (old, waiting):
         assert (tmp_path / "there" / path.name / "weights").read_text() == path.name
-    with closing(Copies(GATED, log)) as copies:
+    with closing(Uploads(GATED, log)) as copies:
         assert copies.busy == []
 
 
@@ -131,11 +131,11 @@ def test_copy_that_was_ended_with_its_run_is_made_again(
     monkeypatch.chdir(tmp_path)
     path = write_checkpoint(tmp_path, 1)
     (path / "weights").write_text(path.name)
-    with closing(Copies(GATED, tmp_path / "copies.log")) as copies:
-        copies.start(path)
+    with closing(Uploads(GATED, tmp_path / "copies.log")) as copies:
+        copies.add(path)
     (tmp_path / "gate").touch()
-    with closing(Copies(GATED, tmp_path / "copies.log")) as copies:
-        assert not copies.wait(20)
+    with closing(Uploads(GATED, tmp_path / "copies.log")) as copies:
+        assert not copies.wait_until(time.monotonic() + 20)
     assert (tmp_path / "there" / path.name / "weights").read_text() == path.name
 
 

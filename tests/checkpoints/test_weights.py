@@ -1,4 +1,4 @@
-"""Weights read back from checkpoints of every stage and precision are the live engine's masters, bit for bit."""
+"""Weights read from checkpoints of every stage and precision are bit-identical to the engine's masters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from disco_ds.checkpoints.checkpoint import identity, shape
 from disco_ds.checkpoints.retention import META, find_latest
-from disco_ds.checkpoints.weights import CONFIG, TENSORS, build_from, read_weights
+from disco_ds.checkpoints.weights import MODEL_CONFIG, TENSORS, build_from, read_weights
 from disco_ds.config import ModelSettings, render_ds_config
 from disco_ds.distributed import comm
 from disco_ds.models.clip import build_model, build_tokenizer, read_architecture
@@ -213,9 +213,7 @@ def test_build_from_other_tensors_names_them(tmp_path: Path) -> None:
     write_run(tmp_path / "run", build_model(ModelSettings(name=model_file)), model_file)
     weights = read_weights(tmp_path / "run")
     del weights.tensors["text_projection"]
-    with pytest.raises(
-        ValueError, match=r"step-00000007 does not hold the weights of model tiny.*text_projection"
-    ):
+    with pytest.raises(ValueError, match=r"step-00000007 .*model tiny.*text_projection"):
         build_from(weights)
 
 
@@ -243,10 +241,10 @@ def spoil(run: Path, kind: str) -> Path:
         torch.save({"state_dict": {}}, run / "other.pt")
         return run / "other.pt"
     elif kind == "foreign export":
-        (run / CONFIG).write_text("{}")
+        (run / MODEL_CONFIG).write_text("{}")
         (run / TENSORS).touch()
     elif kind == "half an export":
-        (run / CONFIG).write_text("{}")
+        (run / MODEL_CONFIG).write_text("{}")
     elif kind == "nothing":
         return run / "nothing"
     return run
@@ -267,11 +265,11 @@ def spoil(run: Path, kind: str) -> Path:
             "engine/mp_rank_00_model_states.pt is not what was written; the run has no older complete",
         ),
         ("copied away", "copy is not inside a run folder: .*config.yaml is missing"),
-        ("foreign folder", "holds no weights: expected a run folder"),
-        ("foreign pt", r"is not a .pt that disco-ds export wrote.*model.pretrained"),
-        ("foreign export", "is not an open_clip folder"),
-        ("half an export", f"is incomplete: {TENSORS} is missing"),
-        ("nothing", "holds no weights: .*it does not exist"),
+        ("foreign folder", "contains no weights: expected a run folder"),
+        ("foreign pt", r"other.pt was not written by disco-ds export.*model.pretrained"),
+        ("foreign export", "run is not a complete open_clip folder: KeyError"),
+        ("half an export", "run is not a complete open_clip folder: "),
+        ("nothing", "nothing does not exist"),
     ],
 )
 def test_read_weights_what_is_not_whole_or_ours_is_refused(
@@ -291,7 +289,7 @@ def test_read_weights_runs_no_code_that_was_not_written_there_and_names_the_chec
     model = build_model(ModelSettings(name=model_file))
     older, newest = (write_run(tmp_path / "run", model, model_file, step) for step in (5, 40))
     plant(newest, "engine/mp_rank_00_model_states.pt", tmp_path / "ran")
-    with pytest.raises(ValueError, match=f"is not what was written; the one before it is {older}"):
+    with pytest.raises(ValueError, match=f"is not what was written; .*{older}"):
         read_weights(tmp_path / "run")
     assert not (tmp_path / "ran").exists()
     assert read_weights(older).origin == older

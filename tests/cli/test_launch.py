@@ -94,7 +94,7 @@ def test_killed_rank_is_restarted_from_the_last_undamaged_checkpoint(tmp_path: P
     log = log_of(folder)
     assert "launch: restart 1 of 1, from runs/cut, step-00000020" in log
     assert re.search(
-        r"step-00000020 is damaged: engine/.*; trying the one before it, step-00000010", log
+        r"step-00000020 is damaged: engine/.*; trying the previous one, step-00000010", log
     )
     assert "runs/cut/checkpoints/step-00000020 is set aside as set-aside-step-00000020" in log
     same_as_uninterrupted(run, folder / "runs" / "whole")

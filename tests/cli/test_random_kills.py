@@ -130,7 +130,7 @@ def test_ten_random_kills_and_a_flipped_bit_end_bit_identical(
     with capsys.disabled():
         print(f"\nseconds until training was further than before a kill: {', '.join(report)}")
     assert re.search(
-        r"step-\d+ is damaged: engine/.*; trying the one before it",
+        r"step-\d+ is damaged: engine/.*; trying the previous one",
         (folder / "log.txt").read_text(),
     )
     assert (run / FINISHED).exists()

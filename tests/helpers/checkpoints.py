@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 
-from disco_ds.checkpoints.checkpoint import _rng_state, identity, prepare, shape, start_save
+from disco_ds.checkpoints.checkpoint import (
+    RunState,
+    _rng_state,
+    identity,
+    prepare,
+    shape,
+    start_save,
+)
 from disco_ds.checkpoints.retention import FORMAT, META, seal
 from disco_ds.runs.run_folder import CHECKPOINTS
 from helpers.towers import TINY, tiny_config
@@ -25,7 +32,7 @@ SHAPE = shape(tiny_config("tiny", {"zero_optimization": {"stage": 1}}), 2)
 
 
 def write_checkpoint(run: Path, step: int, ranks: int = 2) -> Path:
-    """A whole checkpoint folder, written by hand."""
+    """Write a complete checkpoint folder without an engine."""
     path = run / CHECKPOINTS / f"step-{step:08d}"
     (path / "engine").mkdir(parents=True)
     (path / "engine" / "weights.pt").write_bytes(b"0123456789")
@@ -48,11 +55,11 @@ def save_now(
 ) -> Path:
     """Write a complete checkpoint and wait for it. Collective. Returns its folder."""
     prepared = prepare(folder, meta["step"], engine)
-    return start_save(prepared, meta, engine, data_state, loss_state).finish()
+    return start_save(prepared, engine, RunState(meta, data_state, loss_state)).finish()
 
 
 def describe(path: Path, meta: dict[str, Any]) -> None:
-    """checkpoint.json of the files that are there."""
+    """Write checkpoint.json for the files in the folder."""
     files = [file for file in path.rglob("*") if file.is_file() and file.name != META]
     sums = {str(file.relative_to(path)): sha256(file.read_bytes()).hexdigest() for file in files}
     meta["files"] = {
@@ -63,14 +70,14 @@ def describe(path: Path, meta: dict[str, Any]) -> None:
 
 
 def flip(path: Path) -> None:
-    """One bit in the middle of a file."""
+    """Flip a bit in the middle of a file."""
     body = bytearray(path.read_bytes())
     body[len(body) // 2] ^= 1
     path.write_bytes(body)
 
 
 class Bomb:
-    """Pickled, it makes a file when it is loaded."""
+    """An object whose pickle makes a file when it is loaded."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -80,7 +87,7 @@ class Bomb:
 
 
 def plant(path: Path, name: str, mark: Path) -> None:
-    """Code in the place of a checkpoint's file, and its size, but not its checksum, in checkpoint.json."""
+    """Replace a checkpoint's file by code, and its size, but not its checksum, in checkpoint.json."""
     torch.save({"module": Bomb(mark)}, path / name)
     meta = json.loads((path / META).read_text())
     meta["files"][name]["bytes"] = (path / name).stat().st_size

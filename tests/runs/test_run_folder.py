@@ -1,4 +1,4 @@
-"""The run folder: made once, found again, held by one run at a time."""
+"""The run folder: made once, found again, locked by one run at a time."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_make_run_folder_that_exists_takes_the_next_number(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", ["", "a/b", "../a", "a\nb", "a:b", "~"])
 def test_make_run_folder_odd_name_is_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="not a plain folder name"):
+    with pytest.raises(ValueError, match="not a folder name"):
         make_run_folder(tmp_path, name)
     assert not list(tmp_path.iterdir())
 
