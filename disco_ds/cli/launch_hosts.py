@@ -39,7 +39,6 @@ CHOOSES_HOSTS = {
     "--master_addr",
 }
 """Arguments of deepspeed that select hosts and slots of the hostfile."""
-Stopped = Callable[[], bool]
 FIND = """
 import psutil, sys
 launch, number, found = sys.argv[1], int(sys.argv[2]), 0
@@ -107,7 +106,7 @@ def wait_for_hosts(
     launch: str,
     least: int,
     patience_s: float,
-    stopped: Stopped,
+    stopped: Callable[[], bool],
 ) -> list[str] | None:
     """Wait until all hosts can be reached, and end what is left of the launch there.
 

@@ -13,6 +13,8 @@ from disco_ds.cli.packing import unpack
 from disco_ds.models.gpus import GPUS
 from disco_ds.plan.assumptions import Assumptions
 
+MAX = 1e15
+"""Larger numbers, such as infinity, are refused."""
 OVERVIEW = """\
 Try it without data or GPU:
   disco-ds train --config quickstart
@@ -73,15 +75,14 @@ def make_parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     return parser, dict(commands.choices)
 
 
-def _number(kind: type, low: float, high: float = 1e12) -> Callable[[str], float]:
+def _number(kind: type, low: float, high: float = MAX) -> Callable[[str], float]:
     """Return a reader of numbers from low to high, both included, for argparse."""
 
     def read(text: str) -> float:
         value: float = kind(text)
         if not low <= value <= high:  # true for NaN, too
-            raise argparse.ArgumentTypeError(
-                f"expected a number from {low:g} to {high:g}, got {text}"
-            )
+            limits = f"of at least {low:g}" if high == MAX else f"from {low:g} to {high:g}"
+            raise argparse.ArgumentTypeError(f"expected a number {limits}, got {text}")
         return value
 
     # argparse names the type in its message about text that is not a number.

@@ -301,7 +301,7 @@ def test_damaged_packed_word_is_refused(word: str, capsys: pytest.CaptureFixture
     [
         (
             ["launch", "--config", "quickstart", "--restarts", "-5"],
-            "0 to 1e+12, got -5",
+            "at least 0, got -5",
         ),
         (["launch", "--config", "quickstart", "--restarts", "two"], "invalid int value: 'two'"),
         (["index", "folder", "--workers", "-1"], "0 to 1024, got -1"),
@@ -311,7 +311,7 @@ def test_damaged_packed_word_is_refused(word: str, capsys: pytest.CaptureFixture
         ),
         (
             ["plan", "--config", "quickstart", "--flops", "nan"],
-            "0.001 to 1e+12, got nan",
+            "at least 0.001, got nan",
         ),
         (["plan", "--config", "quickstart", "--bandwidth", "inf"], "got inf"),
         (["plan", "--config", "quickstart", "--host-memory", "-1"], "got -1"),
