@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -143,11 +144,16 @@ class MetricsLogger:
 
     def _flush(self) -> None:
         assert self.file is not None
+        size = os.fstat(self.file.fileno()).st_size
+        left = self.unwritten
         try:
             # A write to a nearly full disk may store only part of the data.
-            while self.unwritten:
-                self.unwritten = self.unwritten[self.file.write(self.unwritten) :]
+            while left:
+                left = left[self.file.write(left) :]
+            self.unwritten = b""
         except OSError as error:
+            if len(left) < len(self.unwritten):  # the file never contains half a record
+                self.file.truncate(size)
             logger.warning("%s: %s; the records wait in memory", self.path, error.strerror)
 
     def _describe(self, record: dict[str, Any]) -> str:
