@@ -1,16 +1,16 @@
-"""Samples per second and core of the data pipeline, beside open_clip's own on the same shards.
+"""Compare the data pipeline with open_clip's on the same shards, in samples per second and core.
 
-    python tools/bench_data.py                                224-pixel JPEG shards made for it, one worker each
+    python tools/bench_data.py                                generated shards of 224-pixel JPEGs, one worker each
     python tools/bench_data.py --shards DIR --size 224
     python tools/bench_data.py --decoders                     ms per image: PIL, and torchvision, which the workers use
-    python tools/bench_data.py --waits --load 0.8             share of a step spent waiting for data, with a device that
-                                                              sleeps instead of computing; decoding takes 0.8 of it
+    python tools/bench_data.py --waits --load 0.8             fraction of a step spent waiting for data; the device only
+                                                              sleeps, and decoding takes 0.8 of the step
 
-Both sides read tars of JPEG and text, take a random crop of 0.9 to 1 of the area, resize bicubic with antialias,
-tokenize, and hand batches of uint8 pixels over from one worker process. open_clip's side is open_clip_train's
-get_wds_dataset with --webdataset's version installed for it alone, in a folder that goes before this environment.
-Runs alternate, each in processes of its own; the figures are medians. A core is one second of CPU time of trainer and
-worker together.
+Both pipelines read tars of JPEG and text, take a random crop of 0.9 to 1 of the area, resize it (bicubic with
+antialiasing), tokenize, and pass batches of uint8 pixels from one worker process to the trainer. For open_clip this is
+open_clip_train's get_wds_dataset. The webdataset version that it needs is installed in a separate folder, which comes
+before this environment on the path. The runs alternate, each in new processes; the results are medians. One core means
+one second of CPU time of trainer and worker together.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from disco_ds.data.pipeline.staging import LEAST_AHEAD
 BATCH = 128
 WAITS_BATCH = 32
 WARM_UP = 8
-"""Batches before the clock starts: the worker has started, and its shuffle buffer holds something."""
+"""Batches before the measurement starts; by then the worker runs and its shuffle buffer is filled."""
 SCALE = (0.9, 1.0)
 TOKENIZER = "ViT-B-32"
 PANDAS = ("pandas", "python-dateutil", "pytz", "tzdata", "six")
-"""open_clip_train imports it."""
+"""open_clip_train imports this package."""
 
 
 def parse_args() -> Namespace:
@@ -55,37 +55,37 @@ def parse_args() -> Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--shards", type=Path, help="a folder of tars with a manifest.json (default: made for this)"
+        "--shards", type=Path, help="folder of tars with manifest.json (default: generated shards)"
     )
     parser.add_argument(
         "--size",
         type=int,
         default=224,
-        help="pixels of a side, of the images made and of the crops",
+        help="side of the generated images and of the crops, in pixels",
     )
-    parser.add_argument("--batches", type=int, default=40, help=f"measured, of {BATCH} samples")
+    parser.add_argument("--batches", type=int, default=40, help=f"batches of {BATCH} samples to measure")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
         "--webdataset",
         default="0.2.86",
-        help="the version for open_clip's side, which needs < 0.2.96",
+        help="version for open_clip, which needs < 0.2.96",
     )
     parser.add_argument(
-        "--decoders", action="store_true", help="compare what decodes and resizes, and nothing else"
+        "--decoders", action="store_true", help="only compare decoding and resizing"
     )
-    parser.add_argument("--waits", action="store_true", help="simulate a device, and nothing else")
+    parser.add_argument("--waits", action="store_true", help="only measure waits with a simulated device")
     parser.add_argument(
         "--load",
         type=float,
         default=0.8,
-        help="of --waits: time to decode a step / time to compute it",
+        help="with --waits: time to decode a step / time to compute it",
     )
     parser.add_argument("--side", choices=("disco_ds", "open_clip"), help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def make_shards(folder: Path, size: int, shards: int = 4, samples: int = 1000) -> None:
-    """JPEG images of smooth colors with noise, about as large as photographs of that size, and captions."""
+    """Write shards of captioned JPEGs with smooth colors and noise; the files are about as large as photographs."""
     generator = numpy.random.default_rng(0)
     for number in range(shards):
         with tarfile.open(folder / f"{number:05d}.tar", "w") as tar:
@@ -111,7 +111,7 @@ def make_jpeg(generator: numpy.random.Generator, size: int) -> bytes:
 
 
 def compare_decoders(size: int) -> None:
-    """Decode and resize a JPEG by nine tenths: milliseconds, and how far the pixels are from PIL's, of 255."""
+    """Time decoding and resizing a JPEG to nine tenths, in ms, and compare the pixels (0 to 255) with PIL's."""
     from disco_ds.data.images.decode import (
         NUM_CROP_NUMBERS,
         ImageSpec,
@@ -166,7 +166,7 @@ def show_waits(folder: Path, size: int, load: float) -> None:
     """For one worker and a device that computes as GradAccum does: what of a step is not computing, and of that the
     waiting for samples that are not decoded yet. The rest is copies and sleeping for too long."""
     torch.set_num_threads(1)
-    print(f"{'pixels':12} {'micro-batches':>13} {'step ms':>8} {'beside %':>10} {'waiting %':>13}")
+    print(f"{'pixels':12} {'micro-batches':>13} {'step ms':>8} {'other %':>10} {'waiting %':>13}")
     for pixels, K in itertools.product(get_args(Pixels), (1, 8, 32)):
         loader = open_loader(folder, size, WAITS_BATCH, K, pixels)
         try:
@@ -197,7 +197,7 @@ def show_waits(folder: Path, size: int, load: float) -> None:
 
 
 def compute(data: StepData, K: int, forward: float) -> None:
-    """A step on a device that takes `forward` seconds for one."""
+    """Run a step on a simulated device whose forward pass takes `forward` seconds."""
     for k in range(K):
         _ = data.micro_batches[k]
         time.sleep(forward)
@@ -251,7 +251,7 @@ def open_clip_batches(folder: Path, size: int) -> Iterator[Any]:
 
 
 def measure(args: Namespace) -> None:
-    """One side, in this process: prints {samples/s, samples per CPU second}."""
+    """Measure one of the two pipelines in this process; print {samples/s, samples per CPU second}."""
     torch.set_num_threads(1)
     batches = (our_batches if args.side == "disco_ds" else open_clip_batches)(
         args.shards, args.size
@@ -270,7 +270,7 @@ def measure(args: Namespace) -> None:
 
 
 def cpu_seconds() -> float:
-    """Of this process and its living children."""
+    """Return the CPU seconds of this process and its running children."""
     import psutil
 
     own = resource.getrusage(resource.RUSAGE_SELF)

@@ -1,19 +1,18 @@
-"""The losses and training on one GPU beside the published ones, as Markdown for docs/results.md.
+"""Compare losses and training on one GPU with published implementations; print Markdown for docs/results.md.
 
-    python tools/bench_gpu.py --budget 540         in parts: give it again until no slice is left
-    python tools/bench_gpu.py --only "one: *"      some of the shapes or losses
-    python tools/bench_gpu.py --only "step: *"     or of what train_rates.py measures: step, GradAccum, peak, data
+    python tools/bench_gpu.py --budget 540         works in parts: repeat the command until no slice is left
+    python tools/bench_gpu.py --only "one: *"      only some shapes or losses
+    python tools/bench_gpu.py --only "step: *"     or some of the slices of train_rates.py: step, GradAccum, peak, data
 
-Each loss at each shape is a slice in a process of its own (see slices.py), and so is each measure of training; the
-tables have all that are in the file. What matters most comes first: our losses, our steps, the others', and last what
-takes minutes.
+Each loss at each shape is a slice that runs in a separate process (see slices.py), and so is each measurement of
+training. The tables show all slices in the results file. The most important slices run first: our losses, our training
+steps, then other implementations, and finally whatever takes minutes.
 
-Of a loss, time is the median of forward and backward by CUDA events, without communication where one GPU stands for a
-rank of several. Memory is the peak beyond the features and their gradients. An error is the largest row error of the
-feature gradients against float64, over the largest true row or s/B if that is more, for the worst of random, typical
-and aligned pairs.
-The rate is units x 2 b B D FLOP over the time, as a share of torch's own fp16 product of 8192 x 8192
-matrices, which is measured in the same process.
+The time of a loss is the median of forward and backward by CUDA events, without communication where one GPU stands for
+one rank of several. Memory is the peak in addition to the features and their gradients. The error is the largest row
+error of the feature gradients against float64, divided by the largest true row or by s/B if that is larger. The worst
+of random, typical and aligned pairs is shown. The rate is units x 2 b B D FLOP divided by the time, as a fraction of
+the rate of torch's fp16 product of 8192 x 8192 matrices, which is measured in the same process.
 """
 
 from __future__ import annotations
@@ -41,21 +40,21 @@ from disco_ds.distributed import comm
 
 FOLDER = "runs/bench_gpu"
 SCALES = (1 / 0.07, 100.0)
-"""Times are taken at the first; errors at both."""
+"""Logit scales: times are measured at the first, errors at both."""
 NOISE = (1e6, 2.0, 0.05)
-"""How much of it a text has beside its image: random, typical and aligned pairs."""
+"""Noise of a text relative to its image: random, typical and aligned pairs."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A global batch of B pairs, of which one rank of `ranks` computes its share."""
+    """A global batch of B pairs; one of `ranks` ranks computes its share of it."""
 
     title: str
     batch: int
     width: int
     ranks: int
     tiny: int
-    """The global batch of a rehearsal."""
+    """Global batch of a test run on a CPU."""
     repeats: int = 20
     seconds: float = 40
     kind: str = "softmax"
@@ -80,17 +79,17 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of the table."""
+    """Format a line of the table."""
 
     build: Callable[[float, int], Method]
     """From the scale and the global batch."""
     units: int
     true: str
-    """The loss of ours whose float64 answer is the true one."""
+    """Our loss whose float64 result is the reference."""
 
 
 def ours(name: str, units: int = 4, accuracy: bool = False, **options: Any) -> Entry:
-    """accuracy: as in a step that is logged; the published losses find none."""
+    """Build the methods; with `accuracy` ours compute accuracies, as on logged steps, which published losses do not."""
 
     def build(_: float, batch: int) -> Method:
         return bench_loss.our_method(name, batch, accuracy, **options)
@@ -121,7 +120,7 @@ PEERS = {"softmax": ("disco_fused", peers.SOFTMAX), "sigmoid": ("siglip", peers.
 
 
 def entries(shape: Shape) -> dict[str, Entry]:
-    """Label -> entry of everything that runs at this shape."""
+    """Return everything that runs at this shape, by label."""
     found = dict(OURS[shape.kind])
     true, others = PEERS.get(shape.kind, ("", {}))
     for label, peer in others.items():
@@ -132,7 +131,7 @@ def entries(shape: Shape) -> dict[str, Entry]:
 
 
 def list_slices() -> list[slices.Slice]:
-    """In the order of their importance, as a budget may end before they do."""
+    """Return the slices, most important first, because the budget may not suffice for all."""
     losses = {name: slices.Slice(name, SHAPES[key].seconds) for name, key in _losses()}
     late = [x for name, x in losses.items() if name.startswith("4M")]
     mine = [x for name, x in losses.items() if x not in late and _is_ours(name)]
@@ -141,7 +140,7 @@ def list_slices() -> list[slices.Slice]:
 
 
 def _losses() -> Iterator[tuple[str, str]]:
-    """Slice, and the shape it is of."""
+    """Return each slice with its shape."""
     for key, shape in SHAPES.items():
         yield from ((f"{key}: {label}", key) for label in entries(shape))
 
@@ -152,7 +151,7 @@ def _is_ours(name: str) -> bool:
 
 
 def measure(name: str, rehearse: bool, record: slices.Record) -> None:
-    """The slice of this name; its one record has the figures, or the `problem`, or what is `missing`."""
+    """Run the slice of this name; its only record contains the results, the `problem` or what is `missing`."""
     key, label = name.split(": ")
     if key in train_rates.KINDS:
         with comm.session(timeout_s=600):
@@ -201,7 +200,7 @@ def measure(name: str, rehearse: bool, record: slices.Record) -> None:
 
 
 def find_error(method: Method, true_name: str, batch: int, width: int, scale: float) -> float:
-    """The worst of all kinds of pairs and of both sides' gradients, in one process that has the whole batch."""
+    """Return the largest error over all kinds of pairs and both sides, with the whole batch in one process."""
     worst = 0.0
     for noise in NOISE:
         leaves = bench_loss.make_leaves(batch, width, scale, 1, noise=noise)
@@ -225,25 +224,25 @@ def row_error(got: Tensor | None, true: Tensor | None, floor: float) -> float:
 
 
 def show(name: str, outcome: slices.Outcome) -> str:
-    """What is printed as a slice ends."""
+    """Describe the result of a slice that has ended."""
     record = outcome.records[0] if outcome.records else {}
     return f"{name}: {train_rates.in_short(record) or problem(outcome)} ({outcome.seconds:.0f} s)"
 
 
 def problem(outcome: slices.Outcome) -> str:
-    """Why a slice has no figures."""
+    """Describe why a slice has no results."""
     record = outcome.records[0] if outcome.records else {}
     return str(record.get("missing") or record.get("problem") or outcome.end)
 
 
 def failed(name: str, outcome: slices.Outcome) -> bool:
-    """Whether a slice did not end by itself, or one of ours has no figures; what others cannot do is no failure."""
+    """Return whether a slice was interrupted or one of ours has no results; other implementations may fail."""
     ours_has_none = _is_ours(name) and not any(train_rates.in_short(x) for x in outcome.records)
     return outcome.end is not None and (outcome.end != "done" or ours_has_none)
 
 
 def tables(outcomes: dict[str, slices.Outcome], command: str) -> Iterator[str]:
-    """Lines of Markdown: where it was measured, a table for each shape and measure, and what has no figures."""
+    """Return Markdown: the machine, a table for each shape and measurement, and what has no results."""
     for where in {str(x.where): x.where for x in outcomes.values() if x.where}.values():
         versions = ", ".join(
             f"{package} {version}" for package, version in where["versions"].items()
@@ -300,10 +299,10 @@ def main(argv: Sequence[str] = ()) -> int:
         return slices.run_here(args, lambda record: measure(args.slice, args.rehearse, record))
     outcomes, left = slices.run(list_slices(), args, 1, show)
     command = shlex.join(["python", f"tools/{Path(__file__).name}", *argv])
-    print("\nA rehearsal at tiny shapes: none of these are figures." if args.rehearse else "")
+    print("\nA test run at tiny shapes: the numbers mean nothing." if args.rehearse else "")
     print("\n".join(tables(outcomes, command)))
     if left:
-        print(f"\n{left} slices are left: give the command again")
+        print(f"\n{left} slices are left: repeat the command")
     return int(any(failed(name, x) for name, x in outcomes.items()))
 
 

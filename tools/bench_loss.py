@@ -1,11 +1,11 @@
-"""Time, memory, received bytes and error of every registered loss, beside open_clip's and the published kernels.
+"""Measure time, memory, received bytes and error of all losses, including open_clip's and published kernels.
 
-    python tools/bench_loss.py --ranks 2 --batch 8192                 two CPU ranks, or that many GPUs
-    python tools/bench_loss.py --as-rank-of 64 --batch 196608      the share of one rank of 64, without communication
+    python tools/bench_loss.py --ranks 2 --batch 8192                 two CPU ranks, or two GPUs
+    python tools/bench_loss.py --as-rank-of 64 --batch 196608         the work of one rank of 64, without communication
 
-Runs of all losses alternate; times are medians. Memory is the peak beyond the features and their gradients. Errors are
-the largest row error of the feature gradients over the largest true row, that of float64 (InfoNCE: `clip`'s) at a
-smaller batch.
+The runs of the losses alternate; times are medians. Memory is the peak in addition to the features and their gradients.
+The error is the largest row error of the feature gradients against float64 (for InfoNCE losses that of `clip`), divided
+by the largest true row, at a smaller batch.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ def parse_args() -> argparse.Namespace:
         "--ranks", type=int, default=1, help="processes, one device each (default: 1)"
     )
     parser.add_argument(
-        "--as-rank-of", type=int, metavar="N", help="one rank's share of N, on one device"
+        "--as-rank-of", type=int, metavar="N", help="the work of one of N ranks, on one device"
     )
     parser.add_argument("--batch", type=int, default=8192, help="global batch B")
     parser.add_argument("--width", type=int, default=512, help="width D of the features")
     parser.add_argument("--scale", type=float, default=1 / 0.07)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
-        "--methods", nargs="*", help="some of the names in the table (default: all that run here)"
+        "--methods", nargs="*", help="names in the table (default: all that run here)"
     )
-    parser.add_argument("--precisions", nargs="*", help="beside auto (default: none; on a GPU all)")
-    parser.add_argument("--out", type=Path, help="writes OUT.json and OUT.png")
+    parser.add_argument("--precisions", nargs="*", help="in addition to auto (default: none; on a GPU all)")
+    parser.add_argument("--out", type=Path, help="write OUT.json and OUT.png")
     return parser.parse_args()
 
 
 def our_methods(precisions: list[str], num_samples: int) -> dict[str, Method]:
-    """Every registered loss under its name, with the options that change what it costs."""
+    """Return every registered loss by name, including variants whose options change its cost."""
     options: dict[str, dict[str, Any]] = {}
     for name in list_losses():
         options[name] = {}
@@ -74,7 +74,7 @@ def our_methods(precisions: list[str], num_samples: int) -> dict[str, Method]:
 
 
 def our_method(name: str, num_samples: int, accuracy: bool = True, **options: Any) -> Method:
-    """accuracy: as in a step that is logged."""
+    """Build our losses; `accuracy` is computed as on logged steps."""
     loss = build_loss(name, **options)
     loss.set_num_samples(num_samples, num_samples)
     loss.accuracy = accuracy
@@ -87,7 +87,7 @@ def our_method(name: str, num_samples: int, accuracy: bool = True, **options: An
 
 
 def other_methods(args: argparse.Namespace) -> dict[str, Method]:
-    """open_clip's loss both ways, and on a GPU the published kernels that are installed."""
+    """Return open_clip's loss in both modes and, on a GPU, the installed published kernels."""
     found = {
         f"open_clip {way}": peers.open_clip(way == "local", autocast=False)(0)
         for way in ("full", "local")
@@ -96,12 +96,12 @@ def other_methods(args: argparse.Namespace) -> dict[str, Method]:
         try:
             found[label] = peer.build(args.scale)
         except ImportError as error:
-            print(f"{label} is left out: {error}", file=sys.stderr)
+            print(f"{label} is skipped: {error}", file=sys.stderr)
     return found
 
 
 def pretend(N: int) -> None:
-    """A world of N ranks of which only this one exists: others' blocks are copies of its own, and nothing is sent."""
+    """Simulate N ranks in one process: the blocks of the others are copies of this rank's, and nothing is sent."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -121,7 +121,7 @@ def pretend(N: int) -> None:
 
 
 class Received(TorchDispatchMode):
-    """Bytes this rank receives, counted from the collectives as a ring does them."""
+    """Counts the bytes that this rank receives if every collective is a ring."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ def _nbytes(value: Any) -> int:
 
 
 class Peak:
-    """Highest memory within a `with` block above that at its start, in bytes."""
+    """Measures the peak memory of a `with` block minus the memory at its start, in bytes."""
 
     def __enter__(self) -> Peak:
         self.bytes, self.done = 0, threading.Event()
@@ -204,7 +204,7 @@ def synchronize() -> None:
 
 
 def run_once(method: Method, leaves: list[Tensor]) -> float:
-    """Seconds of forward and backward."""
+    """Return the seconds of forward and backward."""
     for leaf in leaves:
         leaf.grad = None
     synchronize()
@@ -216,7 +216,7 @@ def run_once(method: Method, leaves: list[Tensor]) -> float:
 
 
 def find_errors(methods: dict[str, Method], args: argparse.Namespace) -> dict[str, float]:
-    """By method, at ERROR_BATCH."""
+    """Return the gradient error of each method at ERROR_BATCH."""
     b = max(ERROR_BATCH // comm.size(), 1)
     leaves = make_leaves(b, args.width, args.scale, comm.rank())
     errors = {}
@@ -239,7 +239,7 @@ def find_errors(methods: dict[str, Method], args: argparse.Namespace) -> dict[st
 
 
 def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Method -> its figures, the worst of all ranks. Collective."""
+    """Return the worst results over all ranks, by method. Collective."""
     warnings.simplefilter("ignore", FutureWarning)  # open_clip's collectives are deprecated
     on_gpu = torch.cuda.is_available()
     precisions = args.precisions or (["fp32", "tf32", "bf16"] if on_gpu else [])
@@ -326,7 +326,7 @@ def write_out(rows: dict[str, dict[str, float]], args: argparse.Namespace) -> No
 
 
 def worker(rank: int, args: argparse.Namespace, port: int) -> None:
-    """One rank."""
+    """Run one rank."""
     import os
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(args.ranks)}
@@ -349,7 +349,7 @@ def main() -> int:
     args = parse_args()
     N = args.as_rank_of or args.ranks
     if args.as_rank_of and args.ranks != 1:
-        print("--as-rank-of runs on one device: leave --ranks out", file=sys.stderr)
+        print("--as-rank-of runs on one device; remove --ranks", file=sys.stderr)
         return 2
     if args.batch % N:
         print(

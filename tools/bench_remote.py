@@ -1,15 +1,16 @@
-"""Share of a run spent waiting for remote shards, with `data.remote.ahead` and without; and what is fetched in vain.
+"""Measure how long a run waits for remote shards with and without `data.remote.ahead`, and what is fetched in vain.
 
-    python tools/bench_remote.py                      a server of 50 MB/s and 200 ms on loopback, for this alone
-    python tools/bench_remote.py --load 0.6 0.9       share of the bandwidth that the run needs
+    python tools/bench_remote.py                      starts a server on loopback with 50 MB/s and a latency of 200 ms
+    python tools/bench_remote.py --load 0.6 0.9       fraction of the bandwidth that the run needs
     python tools/bench_remote.py --ratio              bytes fetched per byte used at the default settings
 
-The shards are made for it: small images, each beside a member of 100 KB, so that fetching is work and decoding is not.
-The device sleeps instead of computing. The first steps, in which the workers and the first shards come, are not
-counted, and the cache is too small to keep the epoch.
+The generated shards contain small images, each with a member of 100 KB, so that fetching takes long and decoding does
+not. The device only sleeps. The first steps are not counted, because the workers start and the first shards arrive
+then. The cache is too small for the epoch.
 
---ratio reads shards of 25 samples in windows of 10, which stand for the 10,000 and 4,096 of two large data sets, with
-the number of shards, the slots and the cache that the defaults give these data sets where the disk has room.
+--ratio reads shards of 25 samples in windows of 10. They stand for the shards of 10,000 samples and windows of 4,096 of
+two large data sets, with their number of shards, and the slots and cache that the defaults choose for them if the disk
+has enough space.
 """
 
 from __future__ import annotations
@@ -55,14 +56,14 @@ from disco_ds.data.sources.load import count_slots
 SHARDS, SAMPLES, MEMBER = 64, 100, 100_000
 BATCH, SLOTS, WINDOW, WORKERS = 64, 8, 50, 2
 CACHE = 0.4
-"""Of the 0.64e9 bytes of an epoch."""
+"""Size of the cache, of the 0.64e9 bytes of an epoch."""
 WARM_UP, STEPS = 20, 100
 SMALL, RATIO_SHARDS = 25, 12
-"""With --ratio: samples of a shard, and shards that every slot reads."""
+"""For --ratio: samples per shard, and shards that every slot reads."""
 
 
 class Link:
-    """What all connections share: blocks leave at `rate` bytes per second."""
+    """A bandwidth limit shared by all connections: `rate` bytes per second."""
 
     def __init__(self, rate: float) -> None:
         self._rate = rate
@@ -152,7 +153,7 @@ def measure(url: str, folder: Path, ahead: int, needed: float) -> tuple[float, f
 
 
 class SameHandler(http.server.SimpleHTTPRequestHandler):
-    """Answers every request with the one shard, and counts."""
+    """Answers every request with the same shard and counts the requests."""
 
     def __init__(self, *args: Any, body: bytes, asked: list[str], **options: Any) -> None:
         self._body, self._asked = body, asked
@@ -177,7 +178,7 @@ def name_shards(num_shards: int, samples: int, size: int, url: str) -> Manifest:
 
 
 def measure_ratio(num_shards: int, gb: float, hosts: int, again: bool) -> str:
-    """The first rank's host alone is run, with one rank for each host, and the data set's slots."""
+    """Simulate the first host of a data set with one rank per host and the data set's slots."""
     data = DataSettings(shards=None, sources=({"shards": "unused", "replacement": again},))
     real = name_shards(num_shards, 10_000, int(gb * 1e9), "")
     slots = count_slots(data, [real], hosts)
@@ -240,12 +241,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--load", type=float, nargs="+", default=[0.6, 0.8], help="share of the bandwidth needed"
+        "--load", type=float, nargs="+", default=[0.6, 0.8], help="fractions of the bandwidth that the run needs"
     )
-    parser.add_argument("--rate", type=float, default=50.0, help="of the server, MB/s")
-    parser.add_argument("--latency", type=float, default=200.0, help="of an answer, ms")
+    parser.add_argument("--rate", type=float, default=50.0, help="bandwidth of the server, MB/s")
+    parser.add_argument("--latency", type=float, default=200.0, help="latency of a response, ms")
     parser.add_argument(
-        "--ratio", action="store_true", help="measure what is fetched per byte used"
+        "--ratio", action="store_true", help="measure bytes fetched per byte used"
     )
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,11 +1,11 @@
-"""How long a step waits for a save: asynchronous, synchronous, and the bare copy of the state, on one rank.
+"""Measure how long a step waits for an asynchronous and a synchronous save, and for a plain copy of the state.
 
     python tools/bench_save.py --gb 1 4 --repeats 5 --folder /data/scratch
 
-The state is what a rank writes at ZeRO 1 with AdamW in fp32: master weights and two moments, made of tensors of 64 MB.
-It is on the GPU where there is one. The writes go to --folder, with checksums and fsync as in a run. The first
-asynchronous save, which allocates (and on a GPU pins) the host's memory, is given apart; the other figures are medians.
-The bare copy is one copy_ of each tensor into the same memory, right before each save but the first.
+It runs on one rank. The state is what a rank saves at ZeRO 1 with AdamW in fp32: master weights and two moments, in
+tensors of 64 MB, on the GPU if there is one. The files go to --folder, with checksums and fsync as in a run. The first
+asynchronous save is listed separately, because it allocates the host memory and, on a GPU, pins it. The other results
+are medians. The plain copy is one copy_ of each tensor into the same memory, right before each save except the first.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def measure(gb: float, repeats: int, folder: Path) -> str:
-    """A line of the table."""
+    """Format a line of the table."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     pieces = max(round(gb * 1e9 / PIECE), 1)
     state = {f"part {k}": torch.full((PIECE // 4,), float(k), device=device) for k in range(pieces)}

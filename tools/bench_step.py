@@ -1,11 +1,11 @@
-"""Where a training step's time and memory go, by loss and by cut: DisCo-CLIP's Tables 1 and 4, measured here.
+"""Measure time and memory of the phases of a training step by loss, as in DisCo-CLIP's Tables 1 and 4.
 
-    python tools/bench_step.py --ranks 2 --batch 512 --micro-batch 64              two CPU ranks, or that many GPUs
+    python tools/bench_step.py --ranks 2 --batch 512 --micro-batch 64              two CPU ranks, or two GPUs
     python tools/bench_step.py --ranks 8 --batch 32768 --micro-batch 512 --model ViT-B-32 --deepspeed zero1
 
-Each method takes whole optimizer steps on random data, in alternation with the others; times are medians. The phases
-are those that step.py names: forwards without graph; the loss with its collectives, forward and backward; the towers'
-backward (with the forwards that GradAccum repeats), the gradients' reduction and the update.
+Each method runs whole optimizer steps on random data. The methods alternate; times are medians. The phases are those of
+step.py: the forward passes without graph; the loss with its collectives, forward and backward; and the backward pass of
+the towers (with the forward passes that GradAccum repeats), the gradient reduction and the update.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def parse_args() -> argparse.Namespace:
         "--micro-batch",
         type=int,
         default=64,
-        help="of the methods with GradAccum; the others have one",
+        help="micro-batch of the methods with GradAccum; the others use one",
     )
     parser.add_argument("--model", default="quickstart")
-    parser.add_argument("--deepspeed", default="zero1", help="a name of ds_configs/ or a file")
+    parser.add_argument("--deepspeed", default="zero1", help="a ds_config: a name in ds_configs/ or a file")
     parser.add_argument(
         "--precision", choices=("fp32", "autocast"), default="fp32", help="autocast: bf16"
     )
@@ -59,7 +59,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def build_step(args: argparse.Namespace, loss_name: str, micro_batch: int) -> Callable[[], Any]:
-    """An engine of its own, and a function that takes one step with it."""
+    """Build a separate engine and a function that runs one step with it."""
     precision: dict[str, Any] = {
         "torch_autocast": {"enabled": args.precision == "autocast", "dtype": "bfloat16"}
     }
@@ -104,7 +104,7 @@ def _pair(size: Any) -> tuple[int, int]:
 
 
 def measure(step: Callable[[], Any]) -> dict[str, float]:
-    """Milliseconds of one step and of its phases, and the peak of memory above that at its start in MiB (GPU)."""
+    """Return the ms of a step and its phases, and on a GPU the peak memory minus that at its start, in MiB."""
     activities = [ProfilerActivity.CPU] + (
         [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     )
@@ -128,7 +128,7 @@ def measure(step: Callable[[], Any]) -> dict[str, float]:
 
 
 def run(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Method -> its medians, the worst of all ranks. Collective."""
+    """Return the medians of each method, the worst of all ranks. Collective."""
     whole = args.batch // comm.size()
     steps = {}
     for name in args.losses:
@@ -169,7 +169,7 @@ def print_table(rows: dict[str, dict[str, float]], args: argparse.Namespace) -> 
 
 
 def worker(rank: int, args: argparse.Namespace, port: int) -> None:
-    """One rank."""
+    """Run one rank."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(args.ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "KINETO_LOG_LEVEL": "99"}
     if not torch.cuda.is_available():

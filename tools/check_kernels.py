@@ -1,18 +1,18 @@
-"""Are the kernels right on this GPU, and how fast? Triton and torch at every precision against float64.
+"""Check the kernels on this GPU: Triton and torch at every precision against float64, and their speed.
 
-    python tools/check_kernels.py --budget 540            in parts: give it again until no slice is left
+    python tools/check_kernels.py --budget 540            works in parts: repeat the command until no slice is left
     python tools/check_kernels.py --only "forced bf16 *"
 
-What is checked is cut into slices, each in a process of its own (see slices.py):
-  default P    tiles and blocks at precision P with the configuration that is taken where nothing is timed
+The checks are divided into slices, each of which runs in a separate process (see slices.py):
+  default P    tiles and blocks at precision P with the configuration that is used without autotuning
   losses P     whole losses as a trainer calls them: loss_checks.py
-  float64      the float64 answers of this GPU, which everything is held against, against the CPU's
-  far          rows, columns and tiles that lie more than 2^31 elements into their tensor
+  float64      this GPU's float64 results, the reference of all other slices, against the CPU's
+  far          rows, columns and tiles whose offset in their tensor exceeds 2^31 elements
   forced P C   tiles with one of the configurations that the autotuner may choose
-  rates P      registers and rates of those that it does choose, beside torch's own products
+  rates P      registers and speed of the configurations that it does choose, and of torch's matrix products
 
-An error is the largest difference over the largest true value. Triton's may be twice torch's at the same precision.
-Exit 1 if a check fails, or if there is no GPU.
+An error is the largest difference divided by the largest true value. Triton's may be twice torch's at the same
+precision. The exit code is 1 if a check fails or there is no GPU.
 """
 
 from __future__ import annotations
@@ -68,17 +68,17 @@ PRECISIONS = ("fp16", "bf16", "tf32", "fp32")
 @dataclass(frozen=True)
 class Sizes:
     square: Tile
-    """As large as the weights of a default tile."""
+    """Number of weights of a default tile."""
     wide: Tile
-    """As large as a default tile of which nothing is written."""
+    """Size of a default tile without outputs as large as the tile."""
     block: Tile
-    """Several default tiles, ragged."""
+    """Several default tiles, with an incomplete last one."""
     ragged: Tile
     others: tuple[Tile, ...]
     batch: int
     """Of whole losses."""
     far: int
-    """Elements before what is looked at."""
+    """Number of elements before the checked ones."""
 
 
 FULL = Sizes(
@@ -112,7 +112,7 @@ def factors(tile: Tile) -> list[Tensor]:
 
 
 def check_far(beyond: int, record: Record) -> None:
-    """Each way in which an address may pass that many elements; takes 9 GB where they are 2^31."""
+    """Check every way in which an offset can exceed that many elements; 2^31 elements take 9 GB."""
     from disco_ds.losses.kernels import triton_tiles as tiles
 
     n, D, tiling = (
@@ -185,7 +185,7 @@ def check_forced(precision: str, number: int, sizes: Sizes, record: Record) -> N
 
 
 def check_square(precision: str, sizes: Sizes, record: Record) -> None:
-    """The tiles that production takes, and a ragged one."""
+    """Return tiles of the usual sizes and one whose sizes do not divide."""
     tiling = Tiling(None, precision, "triton")
     check_tile(sizes.square, tiling, record)
     check_tile(sizes.wide, tiling, record, sums_on_tile)
@@ -217,7 +217,7 @@ def configurations(precision: str) -> list[Any]:
 
 
 def work(sizes: Sizes) -> dict[Slice, Callable[[Record], None]]:
-    """What to do in each slice, in their order."""
+    """Return the work of each slice, in order."""
     found: dict[Slice, Callable[[Record], None]] = {}
     for precision in PRECISIONS:
         found[Slice(f"default {precision}", 100, alone=False)] = partial(
@@ -247,7 +247,7 @@ def main(argv: Sequence[str] = ()) -> int:
         "--jobs",
         type=int,
         default=4,
-        help="slices at once, but those that measure rates (default: 4)",
+        help="slices at a time, except those that measure rates (default: 4)",
     )
     args = slices.parse(parser, argv, FOLDER)
     if not (torch.cuda.is_available() or args.rehearse):
@@ -265,7 +265,7 @@ def main(argv: Sequence[str] = ()) -> int:
     outcomes, left = slices.run(list(todo), args, args.jobs, show)
     print("\n".join(summary(outcomes)))
     if left:
-        print(f"{left} slices are left: give the command again")
+        print(f"{left} slices are left: repeat the command")
     return int(
         any(failures(name, x) or x.end not in (None, "done") for name, x in outcomes.items())
     )
@@ -280,12 +280,12 @@ def failures(name: str, outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def does_not_fit(name: str, record: dict[str, Any]) -> bool:
-    """Whether it says that a configuration needs more shared memory than this GPU has; unforced, none such is taken."""
+    """Return whether the error says that a forced configuration needs more shared memory than this GPU has."""
     return name.startswith("forced") and record.get("problem", "").startswith("OutOfResources")
 
 
 def show(name: str, outcome: Outcome) -> str:
-    """What is printed as a slice ends."""
+    """Describe the result of a slice that has ended."""
     lines = [in_a_line(name, outcome)]
     for x in failures(name, outcome):
         errors = f": Triton {x['triton']:.1e}, torch {x['torch']:.1e}" if "triton" in x else ""
@@ -305,7 +305,7 @@ def in_a_line(name: str, outcome: Outcome) -> str:
 
 
 def summary(outcomes: dict[str, Outcome]) -> Iterator[str]:
-    """Lines: where it ran, every slice, every rate."""
+    """Return lines on the machine, every slice and every rate."""
     yield ""
     for where in {str(x.where): x.where for x in outcomes.values() if x.where}.values():
         yield f"{where['device']}, {where['date']}, " + ", ".join(

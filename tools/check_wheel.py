@@ -1,7 +1,7 @@
-"""`make wheel`: build the sdist and the wheel into dist/, and try the wheel in an empty environment.
+"""Build the sdist and the wheel into dist/ and try the wheel in a new environment (`make wheel`).
 
-The environment is a temporary one that sees the packages installed beside this Python, so that nothing is downloaded;
-disco_ds itself is the wheel's.
+The temporary environment sees the packages that are installed for this Python, so nothing is downloaded. Only disco_ds
+comes from the wheel.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BUILD = (
     "import sys, setuptools.build_meta as b; to = sys.argv[1]; b.build_sdist(to); b.build_wheel(to)"
 )
 FOLDERS = {"recipes": "disco_ds/recipes", "ds_configs": "ds_configs", "assets": "disco_ds/assets"}
-"""Folder in the installed package -> in the repository: all of its data files must be in the wheel."""
+"""Folder in the installed package -> folder in the repository, whose data files must all be in the wheel."""
 SUFFIXES = {".yaml", ".json", ".md", ".tar"}
 
 
@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def build(work: Path) -> Path:
-    """Of a copy, since setuptools leaves build/ and egg-info, which a later build would read. Returns: the wheel."""
+    """Build the wheel from a copy, because setuptools leaves build/ and egg-info, which a later build reads."""
     copy, dist = work / "source", work / "dist"
     dist.mkdir()
     files = subprocess.run(
@@ -59,7 +59,7 @@ def build(work: Path) -> Path:
 
 
 def expected() -> list[str]:
-    """Names that the wheel must have."""
+    """Return the names that the wheel must contain."""
     found = []
     for inside, folder in FOLDERS.items():
         files = [path for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES]
@@ -69,7 +69,7 @@ def expected() -> list[str]:
 
 
 def try_out(wheel: Path, env: Path, work: Path) -> None:
-    """Install and run it. Raises: CalledProcessError."""
+    """Install the wheel and run it; raise CalledProcessError if that fails."""
     venv.create(env, with_pip=False)
     python = env / "bin" / "python"
     command = [

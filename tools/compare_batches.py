@@ -1,8 +1,10 @@
-"""Train the quickstart at several batches, and on a quarter of the data, and print the results as a Markdown table.
+"""Train the quickstart at several batch sizes, and on a quarter of the data; print the results as a Markdown table.
 
-In small what DisCo-CLIP's Tables 5 and 6 ask: what does the batch do at equal samples, and what is more data worth
-against more epochs on less? One process and one thread per run, `--jobs` runs at a time; a run that has finished is not
-done again. From a clone: python tools/compare_batches.py [--samples N] [--out DIR] [key=value ...]
+This asks the questions of DisCo-CLIP's Tables 5 and 6 on a small scale: What does the batch size change at equal
+samples? How much better is more data than more epochs on less data? Each run has one process and one thread; `--jobs`
+runs take place at a time, and finished runs are not repeated.
+
+    python tools/compare_batches.py [--samples N] [--out DIR] [key=value ...]
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from disco_ds.data import index_shards, resolve_shards, write_manifest
 BATCHES = (64, 128, 256, 512, 1024, 2048)
 QUARTER_BATCHES = (64, 256, 1024)
 MICRO_BATCH = 128
-"""Larger batches are cut into micro-batches of this size (GradAccum)."""
+"""Larger batches are divided into micro-batches of this size (GradAccum)."""
 WARMUP_SAMPLES = 5120
-"""The recipe's 40 steps of 128: the same part of every run, whatever its batch."""
+"""The recipe's 40 steps of 128: the same fraction of every run at any batch size."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Cell:
 
 
 def make_quarter(folder: Path) -> Path:
-    """Every fourth shard of the training set, in a folder of its own. The shards were shuffled when they were made."""
+    """Link every fourth training shard into a separate folder. The shards were shuffled when they were written."""
     shards = sorted(resolve_shards("bundled:emoji/train").glob("*.tar"))[::4]
     folder.mkdir(parents=True, exist_ok=True)
     for shard in shards:
@@ -47,7 +49,7 @@ def make_quarter(folder: Path) -> Path:
 
 
 def settings(cell: Cell, out: Path, samples: int) -> list[str]:
-    """What the cell's run changes in the recipe."""
+    """Return the settings of the run that differ from the recipe."""
     changes = [
         f"samples={samples}",
         f"global_batch={cell.batch}",
@@ -59,7 +61,7 @@ def settings(cell: Cell, out: Path, samples: int) -> list[str]:
 
 
 def describe(cell: Cell, result: dict[str, float]) -> str:
-    """The cell's line of the table."""
+    """Format the run's line of the table."""
     accuracies = [
         result[f"eval/{name}"] for name in ("validation_top1", "validation_top5", "unseen_top1")
     ]

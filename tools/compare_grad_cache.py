@@ -1,20 +1,21 @@
-"""contrastive_step beside sentence-transformers' cached loss and GradCache: time, memory and error of the gradient.
+"""Compare contrastive_step with sentence-transformers' cached loss and GradCache: time, memory, gradient error.
 
     python -m venv compare_env && compare_env/bin/pip install --editable . transformers sentence-transformers GradCache
     compare_env/bin/python tools/compare_grad_cache.py
 
-An environment of its own, because nothing else here needs those packages; all contenders share its torch. Every
-contender computes the same gradient: CLIP's loss in both directions over the global batch, of one BERT (BERT-tiny's
-shape, random weights) for both sides, under DistributedDataParallel on CPU ranks of one thread (gloo), with dropout.
-A step is forwards, loss and backwards, without an optimizer. Each contender has processes of its own, which take
-turns: one step of each, then the next of each in the opposite order. Times are medians, of the slowest rank; "against"
-is the median over turns of the ratio in one turn. On a busy machine CPU seconds say more than seconds.
+It needs a separate environment, because nothing else in this repository uses those packages; all contenders share its
+torch. Every contender computes the same gradient: that of CLIP's loss in both directions over the global batch, with
+one BERT (the shape of BERT-tiny, random weights) for both sides, under DistributedDataParallel on CPU ranks of one
+thread (gloo), with dropout. A step consists of forward passes, loss and backward passes, without an optimizer. Each
+contender has separate processes. They take turns: one step of each, then one of each in the opposite order. Times are
+medians over steps of the slowest rank; "against" is the median over turns of the ratio within a turn. On a busy machine
+CPU seconds are more reliable than seconds.
 
-Peak memory is the resident set of one rank during its first step, above that before the step. Errors are
-|gradient - true| / |true| over all weights without dropout, at a smaller batch (--error-batch), where the true gradient
-is that of the whole batch in one graph, one process and float64. `factor` is the multiple of the true gradient that was
-found (1 is right), `error / factor` what remains of the error once it is divided out. GradCache 0.0.1 of PyPI is
-installed as gradcache, but its modules import each other as grad_cache: here it has both names.
+Peak memory is the resident set of one rank during its first step minus that before the step. The error is
+|gradient - true| / |true| over all weights without dropout, at a smaller batch (--error-batch). The true gradient is
+that of the whole batch in one graph, in one process and float64. `factor` is the multiple of the true gradient that was
+found (1 is right), and `error / factor` is the error that remains after dividing by it. GradCache 0.0.1 on PyPI is
+installed as gradcache, but its modules import each other as grad_cache, so both names are defined here.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ SCALE = 20.0  # sentence-transformers' default
 VOCABULARY = 30_522
 Side = dict[str, Tensor]
 Step = Callable[[tuple[Side, Side]], object]
-"""The gradient of this rank's pairs, left in the parameters."""
+"""Leaves the gradient of this rank's pairs in the parameters."""
 
 
 class Encoder(nn.Module):
-    """Tokens -> unit rows: the mean over the last layer of a BERT."""
+    """An encoder from tokens to unit rows: the mean over the last layer of a BERT."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
@@ -76,7 +77,7 @@ class Encoder(nn.Module):
 
 
 def make_pairs(count: int, length: int) -> tuple[Side, Side]:
-    """A text and the same one with half of its tokens drawn anew; none is padded."""
+    """Return random texts and copies with half of the tokens redrawn; none is padded."""
     generator = torch.Generator().manual_seed(1)
     first, other = (
         torch.randint(1000, VOCABULARY, (count, length), generator=generator) for _ in "ab"
@@ -90,13 +91,13 @@ def make_pairs(count: int, length: int) -> tuple[Side, Side]:
 
 
 def take(pairs: tuple[Side, Side], rank: int, ranks: int) -> tuple[Side, Side]:
-    """One rank's pairs of the global batch."""
+    """Return one rank's pairs of the global batch."""
     first, second = ({key: x.chunk(ranks)[rank] for key, x in side.items()} for side in pairs)
     return first, second
 
 
 def cached_loss(encoder: nn.Module, micro_batch: int) -> tuple[nn.Module, Step]:
-    """Its CachedMultipleNegativesRankingLoss in both directions, the model inside wrapped as its trainer does."""
+    """Build its CachedMultipleNegativesRankingLoss in both directions, wrapping the model as its trainer does."""
     from sentence_transformers import SentenceTransformer, losses, util
 
     class Adapter(nn.Module):
@@ -126,7 +127,7 @@ def cached_loss(encoder: nn.Module, micro_batch: int) -> tuple[nn.Module, Step]:
 
 
 def grad_cache(encoder: nn.Module, micro_batch: int) -> tuple[nn.Module, Step]:
-    """GradCache as its README has it for DDP and a tied encoder; its loss, which has one direction, made symmetric."""
+    """Build GradCache as in its README for DDP and a tied encoder, with its one-directional loss made symmetric."""
     if find_spec("grad_cache") is None:
         sys.modules["grad_cache"] = importlib.import_module("gradcache")
     losses = importlib.import_module("grad_cache.loss")
@@ -165,11 +166,11 @@ def ours(name: str, part: int = 1) -> Callable[[nn.Module, int], tuple[nn.Module
 @dataclass(frozen=True)
 class Contender:
     build: Callable[[nn.Module, int], tuple[nn.Module, Step]]
-    """From the encoder and the micro-batch: the wrapped model and its step. Collective."""
+    """Builds the wrapped model and its step from the encoder and the micro-batch. Collective."""
     package: str = ""
-    """What PyPI calls it."""
+    """Its name on PyPI."""
     modules: tuple[str, ...] = ()
-    """Any of which shows that it is installed."""
+    """Modules of which any shows that it is installed."""
 
 
 CONTENDERS = {
@@ -184,7 +185,7 @@ CONTENDERS = {
 
 
 class Ranks:
-    """One contender's processes, which wait for commands."""
+    """The processes of one contender, which wait for commands."""
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
         context = multiprocessing.get_context("spawn")
@@ -202,7 +203,7 @@ class Ranks:
             self.processes.append(process)
 
     def call(self, command: str) -> list[Any]:
-        """What each rank answers. Raises: RuntimeError with the traceback of the first rank that fails."""
+        """Return the answer of each rank; raise RuntimeError with the traceback of the first rank that fails."""
         for pipe in self.pipes:
             pipe.send(command)
         answers: dict[Any, Any] = {}
@@ -220,7 +221,7 @@ class Ranks:
 
 
 def serve(name: str, rank: int, port: int, args: argparse.Namespace, pipe: Any) -> None:
-    """One rank of one contender: an answer for each command, or a traceback."""
+    """Run one rank of one contender, which answers each command with a result or a traceback."""
     try:
         torch.set_num_threads(1)
         warnings.simplefilter("ignore")  # theirs, of torch's deprecated functions
@@ -258,7 +259,7 @@ def gradient_of(encoder: nn.Module) -> Tensor:
 
 
 def true_gradient(args: argparse.Namespace) -> Tensor:
-    """Of the whole error batch: one graph, one process, float64."""
+    """Return the gradient of the whole error batch, in one graph, one process and float64."""
     encoder = Encoder(args).double().eval()
     first, second = (encoder(**side) for side in make_pairs(args.error_batch, args.length))
     logits, target = SCALE * first @ second.T, torch.arange(args.error_batch)
@@ -267,7 +268,7 @@ def true_gradient(args: argparse.Namespace) -> Tensor:
 
 
 def compare_gradients(got: Tensor, true: Tensor) -> dict[str, float]:
-    """The error, the multiple of the true gradient that `got` has in it, and the error without that multiple."""
+    """Return the error, the multiple of the true gradient in `got`, and the error without that multiple."""
     got, length = got.double(), true.norm()
     factor = got @ true / length**2
     return {
@@ -278,7 +279,7 @@ def compare_gradients(got: Tensor, true: Tensor) -> dict[str, float]:
 
 
 def measure(names: list[str], args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Contender -> its figures, the worst of all ranks."""
+    """Return the worst results over all ranks, by contender."""
     true = true_gradient(args)
     rows: dict[str, dict[str, Any]] = {}
     contenders = [Ranks(name, args) for name in names]
@@ -308,7 +309,7 @@ def measure(names: list[str], args: argparse.Namespace) -> dict[str, dict[str, A
 
 
 def describe(rows: dict[str, dict[str, Any]], args: argparse.Namespace) -> str:
-    """As a Markdown table."""
+    """Format the results as a Markdown table."""
     base = next(iter(rows))
     packages = filter(None, ["torch", "transformers", *(CONTENDERS[name].package for name in rows)])
     ranks = f"{args.ranks} CPU ranks of one thread, global batch {args.batch:,}, micro-batch {args.micro_batch}"
@@ -333,7 +334,7 @@ def describe(rows: dict[str, dict[str, Any]], args: argparse.Namespace) -> str:
 
 
 def missing(names: list[str]) -> list[str]:
-    """Packages that these contenders need, and this environment has not."""
+    """Return the packages that these contenders need and this environment lacks."""
     asked = (CONTENDERS[name] for name in names)
     return [x.package for x in asked if x.modules and not any(map(find_spec, x.modules))]
 
@@ -346,20 +347,20 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME"
     )
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=4096, help="pairs of all ranks")
+    parser.add_argument("--batch", type=int, default=4096, help="global batch, in pairs")
     parser.add_argument(
         "--micro-batch",
         type=int,
         default=128,
-        help="pairs of one rank that are forwarded at a time",
+        help="pairs per forward pass of one rank",
     )
     parser.add_argument(
-        "--error-batch", type=int, default=1024, help="pairs of all ranks, for the error"
+        "--error-batch", type=int, default=1024, help="global batch for the error, in pairs"
     )
-    parser.add_argument("--length", type=int, default=16, help="tokens of a text")
+    parser.add_argument("--length", type=int, default=16, help="tokens per text")
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5, help="timed steps of each")
+    parser.add_argument("--repeats", type=int, default=5, help="timed steps of each contender")
     return parser.parse_args(argv)
 
 

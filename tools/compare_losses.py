@@ -1,8 +1,10 @@
-"""Train the quickstart with several losses at equal samples, over seeds; mean and spread as a Markdown table.
+"""Train the quickstart with several losses and seeds at equal samples; print means and spreads as Markdown.
 
-What FastCLIP's tables ask, in small: which loss learns most from small batches? One process and one thread per run,
-`--jobs` runs at a time; a run that has finished is not done again. Settings of one loss alone: --of fastclip_v3
-optim.tau_lr=1e-4. From a clone: python tools/compare_losses.py [key=value ...] [--losses ...] [--batches ...] [...]
+This asks the question of FastCLIP's tables on a small scale: Which loss learns most from small batches? Each run has
+one process and one thread; `--jobs` runs take place at a time, and finished runs are not repeated.
+
+    python tools/compare_losses.py [key=value ...] [--losses ...] [--batches ...]
+    python tools/compare_losses.py --of fastclip_v3 optim.tau_lr=1e-4          a setting of one loss only
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from disco_ds.losses import list_losses
 
 LOSSES = ("clip", "siglip", "sogclr", "fastclip_v0", "fastclip_v1", "fastclip_v2", "fastclip_v3")
 WARMUP_SAMPLES = 5120
-"""The recipe's 40 steps of 128: the same part of every run, whatever its batch."""
+"""The recipe's 40 steps of 128: the same fraction of every run at any batch size."""
 SHOWN = {
     "eval/validation_top1": "validation top-1",
     "eval/validation_top5": "top-5",
@@ -32,7 +34,7 @@ Results = dict["Cell", list[dict[str, float]]]
 
 @dataclass(frozen=True)
 class Cell:
-    """A line of the table: the same run at each seed."""
+    """One line of the table: the same run with each seed."""
 
     loss: str
     batch: int
@@ -42,7 +44,7 @@ class Cell:
         return f"{self.loss}-{self.batch}-{self.optimizer}-seed{seed}"
 
     def settings(self, seed: int, samples: int) -> list[str]:
-        """What a run changes in the recipe."""
+        """Return the settings of a run that differ from the recipe."""
         return [
             f"loss={{name: {self.loss}}}",
             f"global_batch={self.batch}",
@@ -67,7 +69,7 @@ def compare(cells: list[Cell], args: argparse.Namespace) -> Results:
 
 
 def spread(values: Iterable[float]) -> str:
-    """Mean and standard deviation over seeds, in percent."""
+    """Return the mean and standard deviation over seeds, in percent."""
     percent = [100 * value for value in values]
     return (
         f"{mean(percent):.1f} ± {stdev(percent):.1f}" if len(percent) > 1 else f"{percent[0]:.1f}"
@@ -86,7 +88,7 @@ def describe(results: Results) -> str:
 
 
 def draw(results: Results, path: Path) -> None:
-    """A point per run and a bar for the mean, by loss and batch."""
+    """Draw a point for each run and a bar for the mean, by loss and batch."""
     from matplotlib import pyplot
 
     keys = ("eval/validation_top1", "eval/unseen_top1")

@@ -1,10 +1,10 @@
-"""How far the losses are from float64 at each precision, beside open_clip's loss under its amp_bf16: a table.
+"""Compare the losses at each precision, and open_clip's loss under its amp_bf16, with float64; print a table.
 
     python tools/compare_precision.py                                 4,096 pairs of width 512, as in docs/exactness.md
 
-All get the same unit rows in fp32. The error is the larger of the two sides' largest row error, over the larger of the
-true gradient's largest row and scale / batch. On a CPU factors are rounded as a GPU's tensor cores take them, and sums
-are fp32 there too, so the table holds for a GPU but for the order of its sums.
+All get the same unit rows in fp32. The error is the largest row error of either side, divided by the largest row of the
+true gradient or by scale / batch if that is larger. On a CPU, factors are rounded as a GPU's tensor cores round them,
+and sums are fp32 on both, so the table is valid for a GPU except for the order of its sums.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from disco_ds.losses import Embeddings, build_loss
 
 SCALES = (14.3, 100.0)
 NOISE = {"random": None, "typical": 2.0, "aligned": 0.05}
-"""Of texts, beside images of length 1 in each direction; None: texts have nothing to do with images."""
+"""Noise of texts relative to their images; None: texts are independent of images."""
 OURS: dict[str, dict[str, Any]] = {
     "fp16 (auto on a GPU)": {"precision": "fp16"},
     "fp16, `store: true`": {"precision": "fp16", "store": True},
@@ -51,7 +51,7 @@ def ours(image: Tensor, text: Tensor, scale: float, **options: Any) -> Gradients
 
 
 def open_clip(image: Tensor, text: Tensor, scale: float) -> Gradients:
-    """As open_clip's trainer calls its loss with --precision amp_bf16."""
+    """Call open_clip's loss as its trainer does with --precision amp_bf16."""
     leaves = [x.clone().requires_grad_() for x in (image, text)]
     with torch.autocast(image.device.type, torch.bfloat16):
         loss = ClipLoss()(*leaves, torch.tensor(scale))
@@ -70,7 +70,7 @@ def error(got: Gradients, true: Gradients, scale: float) -> float:
 
 
 def measure(B: int, D: int) -> dict[str, list[float]]:
-    """Errors by method, in the order of every kind of pairs at every scale."""
+    """Return the errors by method, for every kind of pairs at every scale."""
     table: dict[str, list[float]] = {name: [] for name in (OPEN_CLIP, *OURS)}
     for kind in NOISE:
         image, text = make_pairs(kind, B, D)

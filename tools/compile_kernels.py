@@ -1,12 +1,13 @@
-"""Compile the Triton kernels for GPUs that are not here, and say what the machine code takes.
+"""Compile the Triton kernels for GPUs that this machine does not have, and list what the machine code uses.
 
-    python tools/compile_kernels.py                                          everything, for all GPUs
+    python tools/compile_kernels.py                                          all kernels for all GPUs
     python tools/compile_kernels.py --arch 90 --kernels exp_sums --precisions fp16 --widths 512 768
 
-No GPU and no driver are needed: Triton brings NVIDIA's assembler. Columns: registers a thread; bytes of spilled
-registers; shared memory; programs that fit on a multiprocessor; the matrix instruction; cycles of a multiprocessor that
-the product takes at the full rate of its cores, and those in which its four schedulers issue everything, the product's
-own loop included, for blocks without pairs and edges. Exit 1 if a kernel does not compile.
+It needs neither a GPU nor a driver, because Triton includes NVIDIA's assembler. The columns are: registers per thread;
+bytes of spilled registers; shared memory; programs that fit on a multiprocessor; the matrix instruction; the cycles of
+a multiprocessor that the product takes at the full rate of its cores; and the cycles in which its four schedulers issue
+all instructions, including the product's loop, for blocks without pairs and edges. The exit code is 1 if a kernel does
+not compile.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ VARIANTS: dict[str, tuple[str, dict[str, bool]]] = {
     "sigmoid": ("sigmoid_weights_kernel", {"SIGMOID": True, "MAXIMA": True}),
     "sigmoid-maxima": ("sigmoid_weights_kernel", {"SIGMOID": True, "MAXIMA": False}),
 }
-"""What the losses launch: a kernel and its flags."""
+"""What the losses launch: kernels and their flags."""
 SCALARS = {"n", "m", "pairs", "r_row", "c_row", "tuned", "out_row"}
 UNALIGNED = {"n", "pairs", "tuned"}
-"""Numbers whose divisibility by 16 the launch does not tell."""
+"""Arguments that the launch does not declare divisible by 16."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Compiled:
     spilled_bytes: int
     shared_bytes: int
     matrix: str
-    """The matrix instruction: wgmma, tcgen05, mma; FFMA where there is none."""
+    """Names of the matrix instructions; FFMA is used without one."""
     product_cycles: float
     issue_cycles: float
     warps: int
@@ -63,7 +64,7 @@ class Compiled:
 
     @property
     def programs(self) -> int:
-        """How many fit on a multiprocessor at once."""
+        """Return how many programs fit on a multiprocessor."""
         by_memory = (SHARED[self.arch] + 1) * 1024 // (self.shared_bytes + 1024)
         return min(by_memory, 65536 // (self.registers * self.warps * 32))
 
@@ -143,7 +144,7 @@ def _by_position(function: Any, constants: dict[str, Any]) -> Iterator[tuple[int
 
 
 def _disassemble(cubin: bytes) -> tuple[dict[str, str], str]:
-    """Resources, and the machine code in words."""
+    """Return the resources and a description of the machine code."""
     tool = str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -222,7 +223,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def cases(variant: str, precision: str) -> list[triton.Config]:
-    """The configurations that triton_tiles would time for a large tile."""
+    """Return the configurations that triton_tiles would time for a large tile."""
     dtype = {
         "fp32": torch.float32,
         "tf32": torch.float32,
@@ -255,7 +256,7 @@ def main() -> int:
 def show(
     variant: str, precision: str, D: int, config: triton.Config, arch: int, strided: bool
 ) -> bool:
-    """Prints a line. Returns: whether it compiled."""
+    """Print a line and return whether the kernel compiled."""
     sizes = config.kwargs
     block = f"{sizes['BLOCK_M']}x{sizes['BLOCK_N']} w{config.num_warps} s{config.num_stages}"
     head = f"{arch:<5}{variant:<17}{precision:<6}{D:<6}{block:<15}"

@@ -1,10 +1,10 @@
-"""Look at a data set: a sheet of its images with their captions, chosen by place alone.
+"""Draw a sheet of a data set's images with their captions, which are selected by position only.
 
     python tools/contact_sheet.py bundled:emoji/train --out sheet.png
     python tools/contact_sheet.py bundled:emoji/{train,validation,unseen} --group '{json[vendor]}' --out docs/emoji.png
 
-Of n samples in a group, sample i * n // count for i below count is shown, in the order of the shards; --shift k shows
-the k-th after each of them instead.
+Of a group's n samples, the samples i * n // count are shown for i = 0 ... count - 1, in the order of the shards;
+--shift k shows the k-th sample after each of them instead.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("shards", nargs="+", help="folders of shards, or bundled:<set>")
     parser.add_argument("--out", type=Path, required=True, help="the PNG to write")
-    parser.add_argument("--count", type=int, default=12, help="images of each group (default: 12)")
-    parser.add_argument("--shift", type=int, default=0, help="look at others (default: 0)")
+    parser.add_argument("--count", type=int, default=12, help="images per group (default: 12)")
+    parser.add_argument("--shift", type=int, default=0, help="shift the selected positions (default: 0)")
     parser.add_argument(
         "--group", default="all", help="template to group the samples by, e.g. {json[vendor]}"
     )
     parser.add_argument(
         "--caption", default="{txt}", help="template of the caption (default: {txt})"
     )
-    parser.add_argument("--image-key", default="jpg;jpeg;png;webp", help="member that is the image")
+    parser.add_argument("--image-key", default="jpg;jpeg;png;webp", help="extension of the image's member")
     parser.add_argument(
         "--size", type=int, default=64, help="side of an image in pixels (default: 64)"
     )
@@ -48,7 +48,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def choose(manifest: Manifest, args: argparse.Namespace) -> dict[int, str]:
-    """Id -> group of the samples to show, and what to write above the group."""
+    """Return the group of each sample to show, by id, and the title of each group."""
     groups: dict[str, list[int]] = defaultdict(list)
     for index, group in enumerate(read_labels(manifest, args.group)):
         groups[group or "no group"].append(index)
@@ -67,7 +67,7 @@ def choose(manifest: Manifest, args: argparse.Namespace) -> dict[int, str]:
 
 
 def read_blocks(shards: str, args: argparse.Namespace) -> dict[str, list[tuple[Image.Image, str]]]:
-    """Title -> images with their captions."""
+    """Read the images and captions to show, by title."""
     manifest = load_manifest(resolve_shards(shards))
     chosen = choose(manifest, args)
     settings = DataSettings(shards=shards, image_key=args.image_key)
@@ -81,7 +81,7 @@ def read_blocks(shards: str, args: argparse.Namespace) -> dict[str, list[tuple[I
 
 
 def draw(blocks: dict[str, list[tuple[Image.Image, str]]], size: int) -> Image.Image:
-    """All blocks below each other, every caption whole where three lines hold it."""
+    """Draw all blocks below each other; captions are cut after three lines."""
     fonts = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
     small, bold = (
         ImageFont.truetype(str(fonts / name), 11)

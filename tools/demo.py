@@ -1,6 +1,6 @@
-"""`make demo`: train, evaluate and export the quickstart, on the GPUs there are, else on two CPU ranks.
+"""Train, evaluate and export the quickstart on all GPUs, or on two CPU ranks without one (`make demo`).
 
-What the launcher and the libraries say goes to runs/demo.log; what the run says is shown.
+The output of the run is shown. The output of the launcher and of the libraries goes to runs/demo.log.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NOISE = re.compile(
 """Lines of DeepSpeed's and torch's loggers."""
 FOLDER = re.compile(r"^(.+): global batch [\d,]+ = ")
 MISSING = (
-    "{} is not installed beside this Python ({}): run `make demo`, which installs what it needs"
+    "{} is not installed for this Python ({}): run `make demo`, which installs what it needs"
 )
 
 
@@ -44,7 +44,7 @@ def main() -> int:
     arguments = trainer_arguments(ranks, sys.argv[1:])
     launch = front_end(arguments, gpus, ranks)
     command = [*launch[3:-1], *arguments]  # as a person would type it
-    print(f"deepspeed {shlex.join(command)}\n(the launcher's own words: {LOG})", flush=True)
+    print(f"deepspeed {shlex.join(command)}\n(output of the launcher: {LOG})", flush=True)
     LOG.parent.mkdir(exist_ok=True)
     with LOG.open("w", encoding="utf-8") as log:
         code, folder = follow(launch, environment, log)
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def trainer_arguments(ranks: int, given: list[str]) -> list[str]:
-    """The quickstart's, changed as the command line says."""
+    """Return the settings of the quickstart with the overrides of the command line."""
     own = (
         []
         if any(word.startswith("micro_batch=") for word in given)
@@ -84,7 +84,7 @@ def front_end(arguments: list[str], gpus: int, ranks: int) -> list[str]:
 def follow(
     command: list[str], environment: dict[str, str], log: IO[str]
 ) -> tuple[int, Path | None]:
-    """Run, show what is not noise, keep all of it. Returns: exit code, the run's folder once it was named."""
+    """Run a command, show its relevant lines and log all; return its exit code and, once printed, the run folder."""
     folder = None
     with subprocess.Popen(
         command,
@@ -109,7 +109,7 @@ def follow(
 
 
 def finish(folder: Path) -> int:
-    """Export what was learnt."""
+    """Export the trained model."""
     from disco_ds.checkpoints.export import export_run
 
     print(f"exported for open_clip: {export_run(folder, folder / 'export')}")
@@ -117,7 +117,7 @@ def finish(folder: Path) -> int:
 
 
 def free_port() -> int:
-    """The launcher's own 29500 may be another run's."""
+    """Return a free port; another run may use the launcher's default, 29500."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Runs of one recipe with other settings, several at a time, each done once: what the comparing tools share."""
+"""Run one recipe with several combinations of settings, some at a time and each once, for the compare_* tools."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 def train_all(
     runs: Mapping[str, list[str]], out: Path, jobs: int, recipe: str
 ) -> dict[str, dict[str, float]]:
-    """Name -> what its finished.json holds. One process and one thread per run, `jobs` of them at a time.
+    """Run all, `jobs` at a time with one process and thread each; return the content of finished.json by name.
 
     Args:   runs: name -> settings, key=value; out: folder of the runs; what has finished there is not done again.
     Raises: subprocess.CalledProcessError for a run that fails; its words are in <out>/<name>.log.

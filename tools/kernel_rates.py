@@ -1,4 +1,4 @@
-"""What the autotuner chooses on this GPU for tiles of production's size, and how fast they and torch's products are."""
+"""Measure the speed of large tiles with the configurations that the autotuner chooses, and of torch's products."""
 
 # n rows and columns of a tile, D width
 
@@ -98,7 +98,7 @@ def calls(precision: str, n: int, wide: int, D: int) -> Iterator[Call]:
 
 
 def launched(call: Call) -> dict[str, Any]:
-    """The configuration that a call takes for its kernel, and what its machine code needs."""
+    """Return the configuration chosen for a call's kernel, and the resources of its machine code."""
     if call.kernel is None:
         return {}
     from disco_ds.losses.kernels import triton_kernels

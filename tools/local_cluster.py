@@ -1,14 +1,14 @@
-"""Several hosts on one machine, to try a launch over ssh without a cluster.
+"""Simulate several hosts on one machine, to try a launch over ssh without a cluster.
 
     python tools/local_cluster.py [--hosts 2] [--slots 1] -- \\
         deepspeed --hostfile /run/cluster/hosts --module disco_ds.train --config quickstart
 
-What it is: each host is a set of Linux namespaces (network, host name, mounts, processes) with an address on a common
-switch and an sshd; the command runs on the first. All see the same files, as with a shared file system, but for
-/run, /etc/ssh and /dev/shm, which are each host's own. /run/cluster/hosts is the hostfile; ssh needs no password.
-DeepSpeed's front end ends processes by their name on Ctrl-C (pkill -f): here it finds only those of these hosts.
-Everything ends with this process, whatever ends it, and leaves nothing. What it is not: part of the package, or a way
-to train: the hosts share the machine's cores. Needs Linux, root, and Debian's pdsh, openssh-server and iproute2.
+Each host is a set of Linux namespaces (network, host name, mounts, processes) with an address on a common switch and an
+sshd. The command runs on the first host. All hosts see the same files, as on a shared file system, except for /run,
+/etc/ssh and /dev/shm, which are separate. /run/cluster/hosts is the hostfile; ssh needs no password. On Ctrl-C
+DeepSpeed's launcher kills processes by name (pkill -f); here it reaches only the processes of these hosts. All hosts
+end with this process, however it ends, and leave nothing behind. This is not part of the package and no way to train,
+because the hosts share the machine's cores. It needs Linux, root, and Debian's pdsh, openssh-server and iproute2.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ ServerAliveCountMax 3
 
 
 def describe_missing() -> str | None:
-    """What this machine lacks to be a cluster, in words; None: nothing."""
+    """Describe what this machine lacks to simulate a cluster; None if nothing."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "Linux and root are needed to make network namespaces"
     lacking = {
@@ -125,7 +125,7 @@ class LocalCluster:
         self.close()
 
     def close(self) -> None:
-        """End all hosts, and with them every process, link and mount they have."""
+        """End all hosts with all of their processes, links and mounts."""
         for holder in self.holders.values():
             assert holder.stdin is not None
             holder.stdin.close()
@@ -145,11 +145,11 @@ class LocalCluster:
         folder: Path | None = None,
         **options: Any,
     ) -> Any:
-        """The subprocess.Popen of a command on a host; `options` are Popen's. Its processes end with the host."""
+        """Start a command on a host as a subprocess.Popen with `options`. Its processes end with the host."""
         return subprocess.Popen(self._on(host, command, folder), env=_env(), **options)
 
     def run(self, command: Sequence[str], host: str = "host-1", given: str = "") -> str:
-        """What a command prints on a host. Raises: RuntimeError when it fails."""
+        """Return what a command prints on a host; raise RuntimeError if it fails."""
         done = subprocess.run(
             self._on(host, command), env=_env(), input=given, capture_output=True, text=True
         )
@@ -187,7 +187,7 @@ class LocalCluster:
             self.holders[host] = holder
             assert holder.stdout is not None
             if holder.stdout.readline() != "up\n":
-                raise RuntimeError(f"{host} cannot be made: {describe_missing()}")
+                raise RuntimeError(f"cannot create {host}: {describe_missing()}")
         self.run(["ip", "link", "add", "bridge", "type", "bridge"], SWITCH)
         self.run(["ip", "link", "set", "bridge", "up"], SWITCH)
         for number, (host, address) in enumerate(self.addresses.items(), 1):
@@ -204,7 +204,7 @@ class LocalCluster:
             self._wait_for_ssh(host)
 
     def _connect(self, host: str, port: str) -> None:
-        """Plug the host's eth0 into a port of the switch."""
+        """Connect the host's eth0 to a port of the switch."""
         # Not self.run: there the process number would not be known.
         enter = ["nsenter", "--target", str(self.holders[SWITCH].pid), "--net"]
         peer = ["peer", "name", "eth0", "netns", str(self.holders[host].pid)]
@@ -214,7 +214,7 @@ class LocalCluster:
         self.run(["ip", "link", "set", port, "up", "master", "bridge"], SWITCH)
 
     def _files(self) -> dict[str, str]:
-        """Path -> text of what is the same on every host."""
+        """Return the files that are the same on every host: path -> text."""
         public = self.run(["cat", "/etc/ssh/key.pub"])
         names = [f"{address} {host}" for host, address in self.addresses.items()]
         # What sshd's shells would not know: DeepSpeed hands on only this file, PYTHON* and the like.
@@ -246,29 +246,29 @@ class LocalCluster:
 
 
 def _path() -> str:
-    """Programs beside this Python first, as in an activated environment; sbin is not in everybody's PATH."""
+    """Return PATH with this Python's programs first, as in an activated environment, and sbin, which may be missing."""
     return os.pathsep.join(
         [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"]
     )
 
 
 def _env() -> dict[str, str]:
-    """The environment of a host's processes: CPU ranks unless told otherwise, as the hosts share the GPUs."""
+    """Return the environment of a host's processes: CPU ranks by default, because the hosts share the GPUs."""
     own = {"PATH": _path(), "DS_ENV_FILE": str(ENVIRONMENT)}
     return {"DS_ACCELERATOR": "cpu", **os.environ, **own}
 
 
 def main() -> int:
-    """Exit code: the command's; 2: no cluster can be made here; 124: it took longer than --timeout; 130: Ctrl-C."""
+    """Return the command's exit code; 2: no cluster is possible here; 124: --timeout has passed; 130: Ctrl-C."""
     parser = argparse.ArgumentParser(
         description="Run a command on the first of several hosts made on this machine."
     )
     parser.add_argument("--hosts", type=int, default=2, choices=range(1, 251), metavar="N")
     parser.add_argument(
-        "--slots", type=int, default=1, metavar="N", help="ranks per host, as the hostfile says"
+        "--slots", type=int, default=1, metavar="N", help="slots per host in the hostfile"
     )
     parser.add_argument(
-        "--timeout", type=float, default=3600.0, metavar="S", help="end everything after S seconds"
+        "--timeout", type=float, default=3600.0, metavar="S", help="stop everything after S seconds"
     )
     parser.add_argument("command", nargs="+", help=f"after --; the hostfile is {HOSTFILE}")
     args = parser.parse_args()
@@ -282,7 +282,7 @@ def main() -> int:
         try:
             code = process.wait(timeout=args.timeout)
         except subprocess.TimeoutExpired:
-            print(f"no end after {args.timeout:g} s: all hosts are ended", file=sys.stderr)
+            print(f"not finished after {args.timeout:g} s; all hosts were stopped", file=sys.stderr)
             return 124
         except KeyboardInterrupt:
             return 128 + signal.SIGINT

@@ -1,4 +1,4 @@
-"""Whole losses on this GPU against float64, as a trainer calls them: what check_kernels.py does beside single tiles."""
+"""Check whole losses on this GPU, called as by a trainer, against float64. A part of check_kernels.py."""
 
 # B batch, D width, s scale
 
@@ -31,7 +31,7 @@ LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
     "isogclr": ("isogclr", {}),
 }
 TRUE = {"disco_fused": "clip", "inf_cl": "clip"}
-"""The plain loss that answers in float64; the others by their own name."""
+"""Loss -> plain loss whose float64 result is the reference; by default the loss itself."""
 KEEPS_STATE = ("fastclip_v2", "fastclip_v3", "isogclr")
 OWN_TAU = ("fastclip_v2", "isogclr")
 CASES = (
@@ -42,12 +42,12 @@ CASES = (
     ("outlier", 100.0),
 )
 LIMITS = {"fp32": 1e-4, "tf32": 2e-2, "fp16": 2e-2, "bf16": 1e-1}
-"""The most that an error may be, lest Triton and torch be wrong alike: several times that of a CPU's rounding."""
+"""Maximum error, in case Triton and torch make the same mistake: several times a CPU's rounding error."""
 SCALARS = ("loss", "d scale", "d bias")
 
 
 def check(precision: str, batch: int, D: int, record: Record) -> None:
-    """Errors of every loss for every case, the same bits twice, and whether a shift was found where there is one."""
+    """Check the errors of every loss in every case, bitwise repeatability, and that shifts are found."""
     limit = LIMITS.get(precision, LIMITS["fp16"] if device() == "cuda" else LIMITS["fp32"])
     for kind, s in CASES:
         leaves = make_leaves(kind, s, batch, D)
@@ -147,7 +147,7 @@ def answer(
     impl: str | None = None,
     **options: Any,
 ) -> dict[str, Tensor]:
-    """The loss and its gradients; shift: whether there was one, of losses that look for it. impl None: by torch."""
+    """Compute the loss and its gradients, and whether a loss that looks for a shift found one. impl None: torch."""
     if impl is not None:
         options["impl"] = impl
     loss = build(name, s, len(leaves[0]), **options)
@@ -176,7 +176,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def distance(key: str, got: Tensor, true: Tensor, floor: float) -> float:
-    """Largest row error over the largest true row or `floor`; of a scalar, over it or 1. NaN if one is."""
+    """Return the largest row error over the largest true row or `floor` (scalars: over it or 1); NaN if any is NaN."""
     difference = got.double() - true
     if key in SCALARS:
         return (difference.abs() / true.abs().clamp(min=1)).max().item()

@@ -1,9 +1,10 @@
 """Rebuild the bundled emoji data set, byte for byte, from seven pinned npm packages.
 
-What it is: it draws the emoji of six vendors at 64 pixels, captions each with its Unicode label, takes duplicates
-and blanks out, splits into train, validation and unseen, and writes tar shards with a manifest and ATTRIBUTION.md.
-What it is not: part of the package (the shards are bundled, nobody needs this tool to train), nor a general builder.
-Needs resvg-py and, without --packages, npm. Run: python tools/make_emoji_shards.py [--packages DIR] [--out DIR]
+It draws the emoji of six vendors at 64 pixels, captions each with its Unicode label, removes duplicates and blank
+images, splits the rest into train, validation and unseen, and writes tar shards with a manifest and ATTRIBUTION.md. The
+shards are bundled, so nobody needs this tool to train. It needs resvg-py and, without --packages, npm.
+
+    python tools/make_emoji_shards.py [--packages DIR] [--out DIR]
 """
 
 from __future__ import annotations
@@ -96,11 +97,11 @@ class Sample:
     hexcode: str
 
     def order(self) -> str:
-        """The hash that shuffles samples, the same on every machine."""
+        """Return the hash that orders the samples, the same on every machine."""
         return hashlib.sha256(f"{self.vendor}/{self.hexcode}".encode()).hexdigest()
 
     def members(self, key: str) -> dict[str, bytes]:
-        """The three members of this sample in a shard: name -> content."""
+        """Return the three members of this sample in a shard, by name."""
         fields = {name: value for name, value in vars(self).items() if name != "png"}
         fields |= {"key": key, "width": SIZE, "height": SIZE}
         text = json.dumps(fields, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
@@ -112,7 +113,7 @@ class Sample:
 
 
 def read_package(folder: Path, name: str, version: str) -> dict[str, bytes]:
-    """The JSON files and the licence of a packed npm package: path inside the package -> content."""
+    """Return the JSON files and the license of a packed npm package, by path inside the package."""
     path = folder / f"{name.removeprefix('@').replace('/', '-')}-{version}.tgz"
     if not path.exists():
         raise ValueError(
@@ -135,12 +136,12 @@ def read_package(folder: Path, name: str, version: str) -> dict[str, bytes]:
 
 
 def plain(text: str) -> str:
-    """Lower case with straight quotation marks."""
+    """Return the text in lower case with straight quotation marks."""
     return text.lower().translate(str.maketrans("\u2019\u201c\u201d", '\'""'))
 
 
 def slug(label: str) -> str:
-    """The icon name that the vendors' packages make of a label."""
+    """Return the icon name that the vendors' packages derive from a label."""
     text = (
         unicodedata.normalize("NFKD", label.lower().replace("&", "and"))
         .encode("ascii", "ignore")
@@ -150,14 +151,14 @@ def slug(label: str) -> str:
 
 
 def without_selector(hexcode: str) -> str:
-    """A hexcode without the variation selector, which vendors write or leave out."""
+    """Return a hexcode without the variation selector, which only some vendors write."""
     return hexcode.upper().replace("-FE0F", "")
 
 
 def find_icon(
     icons: dict[str, Any], chars: dict[str, str], entry: dict[str, Any], unicode_name: str
 ) -> str | None:
-    """The name of a vendor's drawing of an emoji, or None: by code point, else by the names the emoji has or had."""
+    """Find a vendor's icon of an emoji by code point or by any present or past name of the emoji; None if missing."""
     label, is_fxemoji = entry["label"], icons["prefix"] == "fxemoji"
     told = chars.get(without_selector(entry["hexcode"])) or (
         FXEMOJI_NAMES if is_fxemoji else OLDER_NAMES
@@ -175,7 +176,7 @@ def find_icon(
 
 
 def make_svg(icons: dict[str, Any], name: str) -> str | None:
-    """The whole SVG of an icon; None where it cannot be drawn as meant (withdrawn, or its style sheet is lost)."""
+    """Return the whole SVG of an icon; None if it was withdrawn or its style sheet is lost."""
     alias = icons.get("aliases", {}).get(name, {})
     icon = icons["icons"][alias.get("parent", name)]
     body = icon["body"]
@@ -191,7 +192,7 @@ def make_svg(icons: dict[str, Any], name: str) -> str | None:
 
 
 def render(svg: str) -> bytes | None:
-    """A palettised PNG [64, 64] of an SVG on white; None where nothing can be seen on it."""
+    """Render an SVG on white as a PNG [64, 64] with a palette; None if nothing is visible."""
     from resvg_py import svg_to_bytes  # the rest of this file, and its tests, do without
 
     drawn = svg_to_bytes(svg_string=svg, background="#ffffff", skip_system_fonts=True)
@@ -205,7 +206,7 @@ def render(svg: str) -> bytes | None:
 
 
 def draw_vendor(vendor: str, files: dict[str, bytes], labels: dict[str, bytes]) -> list[Sample]:
-    """Every emoji of one vendor that has a label, drawn; skin tones and single letters are left out."""
+    """Draw every labeled emoji of a vendor except skin tones and single letters."""
     icons, chars, info = (json.loads(files[f"{name}.json"]) for name in ("icons", "chars", "info"))
     chars = {without_selector(code): name for code, name in chars.items()}
     unicode_names, names = (
@@ -234,7 +235,7 @@ def draw_vendor(vendor: str, files: dict[str, bytes], labels: dict[str, bytes]) 
 
 
 def drop_duplicates(samples: list[Sample]) -> list[Sample]:
-    """Keep the first of identical images with one label, and none of those that carry several labels."""
+    """Keep the first of identical images with the same label, and no identical images with different labels."""
     same: dict[bytes, list[Sample]] = defaultdict(list)
     for sample in samples:
         same[Image.open(io.BytesIO(sample.png)).convert("RGB").tobytes()].append(sample)
@@ -242,7 +243,7 @@ def drop_duplicates(samples: list[Sample]) -> list[Sample]:
 
 
 def split(samples: list[Sample]) -> dict[str, list[Sample]]:
-    """Samples per split: unseen labels are on no training image, validation labels are all on one."""
+    """Divide samples into splits: unseen labels have no training image, every validation label has one."""
     trained = {sample.label for sample in samples if sample.vendor != HELD_OUT}
     held_out = [
         sample for sample in samples if sample.vendor == HELD_OUT and sample.label in trained
@@ -260,7 +261,7 @@ def split(samples: list[Sample]) -> dict[str, list[Sample]]:
 
 
 def write_shards(samples: list[Sample], folder: Path, num_shards: int) -> None:
-    """Write shards of equal size (within one) in a hash-shuffled order, and manifest.json; older shards are removed."""
+    """Replace the shards in a folder: hash-shuffled, sizes that differ by at most one sample, with manifest.json."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.tar"):
         old.unlink()
@@ -281,7 +282,7 @@ def write_shards(samples: list[Sample], folder: Path, num_shards: int) -> None:
 
 
 def attribution(packages: dict[str, dict[str, bytes]], splits: dict[str, list[Sample]]) -> str:
-    """ATTRIBUTION.md: whose work it is, under which licence, what was changed, how much of it is where."""
+    """Return ATTRIBUTION.md: authors, licenses, changes, and the number of images per split."""
     counts = Counter(
         (name, sample.vendor) for name, samples in splits.items() for sample in samples
     )

@@ -2,7 +2,7 @@
 
     python tools/make_reference.py
 
-tests/docs/test_reference.py fails while the committed pages are not what this writes.
+tests/docs/test_reference.py fails if the committed pages differ from its output.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MADE = "<!-- Made by tools/make_reference.py from the code: change that, and run
 
 
 def settings_page() -> str:
-    """docs/settings.md: every setting of a recipe, the losses' options, and what a ds_config may say."""
+    """Return docs/settings.md: settings of a recipe, options of the losses, and what a ds_config may contain."""
     lines = [
         "# All settings",
         "",
@@ -102,7 +102,7 @@ def settings_page() -> str:
 
 
 def sections(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
-    """Dotted prefix and model of each group of settings, the outer one first."""
+    """Return the dotted prefix and model of each group of settings, outermost first."""
     yield prefix, model
     for name, field in model.model_fields.items():
         if inspect.isclass(field.annotation) and issubclass(field.annotation, BaseModel):
@@ -112,7 +112,7 @@ def sections(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, type[Ba
 
 
 def rows(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, str, str, str]]:
-    """Name, type, default and meaning of each setting that is no group."""
+    """Return name, type, default and meaning of each setting that is not a group."""
     for name, field in model.model_fields.items():
         if inspect.isclass(field.annotation) and issubclass(field.annotation, BaseModel):
             continue
@@ -121,7 +121,7 @@ def rows(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, str, str, s
 
 
 def describe_type(field: FieldInfo) -> str:
-    """The type in words, with its bounds."""
+    """Describe a type with its bounds."""
     # The bounds of `PositiveInt | None` are those of PositiveInt.
     inner = [
         part for each in get_args(field.annotation) for part in getattr(each, "__metadata__", ())
@@ -163,12 +163,12 @@ def _type(annotation: Any) -> str:
 
 
 def show(value: Any) -> str:
-    """A default as YAML has it."""
+    """Format a default as YAML."""
     return json.dumps(str(value) if isinstance(value, Path) else value).strip('"')
 
 
 def text(words: str) -> str:
-    """One line of Markdown that may stand in a table."""
+    """Format text as one line of Markdown for a table."""
     return " ".join(words.split()).replace("|", "\\|")
 
 
@@ -181,7 +181,7 @@ def flatten(prefix: str, tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def loss_options() -> dict[str, str]:
-    """Options with their defaults -> the losses that take them."""
+    """Return the losses that accept each option with its default."""
     from disco_ds.losses import build_loss, list_losses
     from disco_ds.losses.base import list_options
 
@@ -196,7 +196,7 @@ def loss_options() -> dict[str, str]:
 
 
 def open_clip_page() -> str:
-    """docs/from_open_clip.md with its table of flags renewed; the rest of the page is written by hand."""
+    """Return docs/from_open_clip.md with an updated table of flags; the rest of the page is written by hand."""
     begin, end = (
         f"<!-- {word} of what tools/make_reference.py makes -->" for word in ("Begin", "End")
     )

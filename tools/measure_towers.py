@@ -1,8 +1,8 @@
-"""Measure the memory of the towers' passes on this machine's device, and compare it with what `disco-ds plan` traces.
+"""Measure the memory of the towers on this machine's device and compare it with `disco-ds plan`.
 
     python tools/measure_towers.py vit_b_32_32k [micro_batch=16 ...]
 
-On a GPU it uses the largest micro-batch that fits, on a CPU the recipe's.
+On a GPU it uses the largest micro-batch that fits, on a CPU that of the recipe.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def compare(config: Config) -> str:
 
         m, choice = (
             step * search_largest(fits),
-            f"the largest micro-batch, in steps of {step}, beside nothing else",
+            f"the largest micro-batch, in steps of {step}, with nothing else in memory",
         )
         if not m:
             raise ValueError(f"a micro-batch of {step} does not fit {torch.cuda.get_device_name()}")

@@ -1,8 +1,8 @@
-"""open_clip's own training step, by its own code: open_clip_train's train_one_epoch on pixels that are there already.
+"""Train with open_clip's code, open_clip_train's train_one_epoch, on pixels that are already in memory.
 
-What its main() does around that is repeated here, since main() does it inline: the model, AdamW's two groups, the
-schedule, torch.compile of the whole model, TF32 and cuDNN's benchmark. Its pixels are normalized before they reach the
-device, ours on it.
+open_clip's main() does everything else inline, so it is repeated here: the model, AdamW's two parameter groups, the
+schedule, torch.compile of the whole model, TF32 and cuDNN's benchmark mode. open_clip normalizes the pixels before they
+are copied to the device; disco_ds does so on the device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from disco_ds.models.clip import read_preprocessing, read_text_size
 
 
 class Pixels:
-    """A data set and loader as train_one_epoch wants them: one batch, again and again, with a mark before each."""
+    """A data set and loader for train_one_epoch that repeat one batch and set a time mark before each repetition."""
 
     num_batches = num_samples = (
         10**9
@@ -48,7 +48,7 @@ class Pixels:
 
 
 def step_ms(name: str, batch_size: int, compiled: bool, steps: int, warmups: int) -> list[float]:
-    """Milliseconds of each step of training with amp_bf16. name: one that open_clip knows."""
+    """Return the ms of each training step with amp_bf16; `name` is an open_clip model."""
     device = comm.local_device()
     args: Namespace = parse_args(
         [

@@ -1,6 +1,6 @@
-"""The losses that others have published, called the way their authors do, behind one signature.
+"""Published losses by other authors, called as their authors do, with one common signature.
 
-Each is built for a constant scale, which memeff's temperature is, and gets fp32 unit rows, which it casts itself.
+Each is built for a constant scale, as memeff requires for its temperature, and casts the fp32 unit rows that it gets.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ Method = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 @dataclass(frozen=True)
 class Peer:
     build: Callable[[float], Method]
-    """From the scale. Raises: ImportError where the package is not installed."""
+    """Builds it for a scale; raises ImportError if the package is not installed."""
     units: int
-    """Products of b x B x D that it takes forward and backward, on one rank."""
+    """Number of b x B x D products in forward and backward, on one rank."""
     units_of_share: int | None
-    """The same on one rank of several; None where it does not run on several."""
+    """The same on one of several ranks; None if it supports only one."""
 
 
 def open_clip(
     local: bool, autocast: bool = True, compiled: bool = False
 ) -> Callable[[float], Method]:
-    """open_clip's loss; `autocast`: as its trainer calls it with --precision amp_bf16."""
+    """Build open_clip's loss; with `autocast` it runs as its trainer runs it with --precision amp_bf16."""
 
     def build(_: float) -> Method:
         from open_clip.loss import ClipLoss
@@ -50,7 +50,7 @@ def open_clip(
 
 
 def inf_cl(_: float) -> Method:
-    """Inf-CL's ring, or its kernel for one GPU, whose ring asks for a process group."""
+    """Build Inf-CL's ring or, since that needs a process group, its kernel for one GPU."""
     from inf_cl import cal_flash_loss, cal_inf_loss
 
     def one_way(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def inf_cl(_: float) -> Method:
 
 
 def memeff(dtype: torch.dtype) -> Callable[[float], Method]:
-    """memeff with gradients at their true scale; fp32 features are multiplied in tf32."""
+    """Build memeff with correctly scaled gradients; fp32 features are multiplied in tf32."""
 
     def build(scale: float) -> Method:
         from memeff import DistributedMemoryEfficientCLIPLoss, MemoryEfficientCLIPLoss

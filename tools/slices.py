@@ -1,7 +1,7 @@
-"""Work on a GPU in slices, each in a process of its own, with results that outlast it.
+"""Divide work on a GPU into slices, each of which runs in a separate process and saves its results.
 
-A slice that crashes, hangs or loses its CUDA context costs itself only. Results are lines of JSON in one file; a slice
-that has ended is in that file and is not repeated, so that work may stop at any time and go on later.
+A slice that crashes, hangs or loses its CUDA context does not affect the others. The results are lines of JSON in one
+file. A slice that has ended is not repeated, so the work can be interrupted at any time and resumed later.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 Record = Callable[..., None]
-"""Adds a line with these fields to the results of the slice that runs."""
+"""Adds a line with these fields to the results of the running slice."""
 PATIENCE = 3
-"""A slice is ended after this many times the seconds that it was expected to take."""
+"""A slice is stopped after this many times its expected duration."""
 PACKAGES = ("torch", "triton", "deepspeed", "open_clip_torch", "inf-cl", "memeff", "siglip-kernel")
 
 
@@ -36,25 +36,25 @@ PACKAGES = ("torch", "triton", "deepspeed", "open_clip_torch", "inf-cl", "memeff
 class Slice:
     name: str
     seconds: float
-    """What it is expected to take on a GPU, from the end of its imports on."""
+    """Expected seconds on a GPU after the imports."""
     alone: bool = True
-    """Whether it measures time, so that nothing else may use the GPU."""
+    """Whether it measures time and therefore needs the GPU for itself."""
 
 
 @dataclass
 class Outcome:
-    """The last run of a slice."""
+    """The most recent run of a slice."""
 
     where: dict[str, Any] = field(default_factory=dict)
-    """When, with which device and which versions it ran."""
+    """Date, device and versions of the run."""
     records: list[dict[str, Any]] = field(default_factory=list)
     end: str | None = None
-    """"done", or what ended it; None while that has not happened."""
+    """"done", or why it was stopped; None while it runs."""
     seconds: float = 0.0
 
 
 class Results:
-    """A file of lines {"slice": name, ...}. Lines of several processes may mix."""
+    """A file of lines {"slice": name, ...}. Lines of several processes may be interleaved."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -65,7 +65,7 @@ class Results:
             file.write(json.dumps({"slice": name} | fields) + "\n")
 
     def read(self) -> dict[str, Outcome]:
-        """By slice; of an earlier run of the same slice nothing is left."""
+        """Return the most recent outcome of each slice."""
         found: dict[str, Outcome] = {}
         lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
         for line in lines:
@@ -85,7 +85,7 @@ class Results:
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str], folder: str) -> argparse.Namespace:
-    """Adds the options of every tool that works in slices. folder: of the results, if --out does not say."""
+    """Add the options of all tools that work in slices; `folder` is for the results unless --out is given."""
     parser.add_argument(
         "--only", nargs="+", default=["*"], metavar="PATTERN", help='slices, such as "losses *"'
     )
@@ -97,13 +97,13 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str], folder: str) -> 
         type=float,
         default=float("inf"),
         metavar="SECONDS",
-        help="start no slice beyond it",
+        help="start no slice that would take longer than this in total",
     )
     parser.add_argument(
-        "--rehearse", action="store_true", help="tiny shapes, on a CPU too: does every slice run?"
+        "--rehearse", action="store_true", help="test that every slice runs, with tiny shapes, also on a CPU"
     )
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help=f"lines of JSON (default: {folder}/results.jsonl)"
+        "--out", type=Path, metavar="FILE", help=f"results as lines of JSON (default: {folder}/results.jsonl)"
     )
     parser.add_argument("--slice", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -155,7 +155,7 @@ def run(
 
 
 class Child:
-    """The process of one slice; it does nothing but import until it is followed."""
+    """The process of one slice; before `follow` is called it only imports."""
 
     def __init__(self, of: Slice, args: argparse.Namespace):
         self.slice, self.log_path = of, args.out.with_suffix(".log")
@@ -167,7 +167,7 @@ class Child:
         )
 
     def follow(self, results: Results, deadline: float) -> bool:
-        """Tell it to start and wait for its end. Returns: whether it has one, or was cut by the budget."""
+        """Start the slice and wait for its end; return False if the budget ran out first."""
         start = time.monotonic()
         left, patience = deadline - start, PATIENCE * self.slice.seconds
         end = self._wait(min(left, patience)) if self.slice.seconds < left else None
@@ -183,7 +183,7 @@ class Child:
         return True
 
     def _wait(self, seconds: float) -> int | None:
-        """Exit code, None for a process that has none by then."""
+        """Return the exit code; None if the process still runs."""
         try:
             self.process.communicate(b"start\n", timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -191,7 +191,7 @@ class Child:
         return self.process.returncode
 
     def _end(self) -> str:
-        """What it has printed, which the log of all slices gets."""
+        """Return what the process has printed, for the log of all slices."""
         self.process.kill()
         self.process.wait()
         with self.log as log, open(self.log_path, "a", encoding="utf-8") as whole:
@@ -202,7 +202,7 @@ class Child:
 
 
 def run_here(args: argparse.Namespace, do: Callable[[Record], None]) -> int:
-    """The process of one slice: do(record) when its turn comes. Returns: the exit code."""
+    """Run one slice in this process, do(record), when its turn comes; return the exit code."""
     if not sys.stdin.readline():  # the program that started this one is gone
         return 1
     results = Results(args.out)
@@ -213,7 +213,7 @@ def run_here(args: argparse.Namespace, do: Callable[[Record], None]) -> int:
 
 @contextmanager
 def case(record: Record, **fields: Any) -> Iterator[None]:
-    """A part of a slice that may fail without the others: what it raises is recorded as its `problem`."""
+    """Isolate a part of a slice: an error in it is recorded as its `problem`, and the other parts still run."""
     try:
         yield
     except Exception as error:
@@ -225,14 +225,14 @@ def case(record: Record, **fields: Any) -> Iterator[None]:
 
 
 def in_words(error: BaseException) -> str:
-    """The first and the last line of what it says: a compiler's begin with the source, CUDA's with the cause."""
+    """Return the first and last line of an error: a compiler's starts with the source, CUDA's with the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     ends = dict.fromkeys((*lines[:1], *lines[-1:]))
     return f"{type(error).__name__}: {' ... '.join(line[:200] for line in ends)}"
 
 
 def surroundings() -> dict[str, Any]:
-    """Date, device and versions, for the head of a table."""
+    """Return date, device and versions for the head of a table."""
     import torch
 
     device = (

@@ -1,4 +1,4 @@
-"""Triton's tiles and blocks against torch's and float64: what check_kernels.py runs on a GPU and tests interpret."""
+"""Check Triton's tiles and blocks against torch's and float64, on a GPU (check_kernels.py) or interpreted (tests)."""
 
 # n rows, m columns, D width of a tile
 
@@ -55,7 +55,7 @@ class Check(NamedTuple):
 
 
 def features(n: int, D: int, device: str, seed: int, layout: str = "strided") -> Tensor:
-    """Unit rows [n, D] in fp32; strided: every second row of a tensor with other numbers between and behind them."""
+    """Return unit rows [n, D] in fp32; `strided`: every second row of a tensor that has other numbers between them."""
     generator = torch.Generator().manual_seed(seed)
     rows = F.normalize(torch.randn(n, D, generator=generator), dim=1).to(device)
     if layout == "strided":
@@ -64,7 +64,7 @@ def features(n: int, D: int, device: str, seed: int, layout: str = "strided") ->
 
 
 def lay_out(x: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """The same numbers at other places, with what is not a number between them."""
+    """Return the same numbers in another memory layout with NaN in between."""
     size = 1 + sum((length - 1) * stride for length, stride in zip(x.shape, strides, strict=True))
     return (
         torch.full((size,), math.nan, dtype=x.dtype, device=x.device)
@@ -90,7 +90,7 @@ def check_tiles(
 def on_tile(
     tiles: ModuleType, r: Tensor, c: Tensor, pairs: int | None, tiling: Tiling
 ) -> dict[str, Tensor]:
-    """What each function returns or writes, by name."""
+    """Return the outputs of each function by name."""
     dtype, (n, m), device = torch.promote_types(r.dtype, torch.float32), (len(r), len(c)), r.device
     out = poisoned(n, m, dtype if tiles is torch_tiles else tiling.factor_dtype(r), device)
     scale, bias = (torch.tensor([x], dtype=dtype, device=device) for x in (14.3, -10.0))
@@ -123,7 +123,7 @@ def on_tile(
 def sums_on_tile(
     tiles: ModuleType, r: Tensor, c: Tensor, pairs: int | None, tiling: Tiling
 ) -> dict[str, Tensor]:
-    """What the functions return that write nothing as large as the tile."""
+    """Return the outputs of the functions that write nothing as large as the tile."""
     dtype, (n, m), device = torch.promote_types(r.dtype, torch.float32), (len(r), len(c)), r.device
     out = poisoned(n, m, dtype, device) if tiles is torch_tiles else None
     scale, shift = (torch.tensor([x], dtype=torch.float64, device=device) for x in (14.3, SHIFT))
@@ -135,14 +135,14 @@ def sums_on_tile(
 
 
 def many_scales(n: int, m: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Exponents of up to 900, for which no single shift would do."""
+    """Return exponents of up to 900, for which no single shift suffices."""
     return tuple(
         torch.linspace(1, top, k, dtype=dtype, device=device) for top, k in ((900, n), (700, m))
     )
 
 
 def poisoned(n: int, m: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[n, m] of what reads as not a number in any floating dtype."""
+    """Return [n, m] of bytes that are NaN in any floating dtype."""
     memory = torch.empty(n, m, dtype=dtype, device=device)
     memory.view(torch.uint8).fill_(255)
     return memory
@@ -151,7 +151,7 @@ def poisoned(n: int, m: int, dtype: torch.dtype, device: torch.device) -> Tensor
 def check_blocks(
     rows: Tensor, columns: Tensor, first: int | None, tiling: Tiling
 ) -> Iterator[Check]:
-    """The public functions on a block of several tiles; the reference has its factors rounded to the same precision."""
+    """Check the public functions on a block of several tiles; the factors of the reference are rounded equally."""
     exact = [tiling.round(x).double() for x in (rows, columns)]
     true = on_block(*exact, first, replace(tiling, impl="torch"))
     mine, theirs = (
@@ -162,7 +162,7 @@ def check_blocks(
 
 
 def on_block(rows: Tensor, columns: Tensor, first: int | None, tiling: Tiling) -> dict[str, Tensor]:
-    """What each public function returns or adds, by name."""
+    """Return the outputs of each public function by name."""
     rows, columns = tiling.hold(rows), tiling.hold(columns)
     dtype, (n, m), device = full_dtype(rows), (len(rows), len(columns)), rows.device
     scale, bias = (torch.tensor([x], dtype=dtype, device=device) for x in (14.3, -10.0))
@@ -202,7 +202,7 @@ def on_block(rows: Tensor, columns: Tensor, first: int | None, tiling: Tiling) -
 
 
 def error(got: Tensor, true: Tensor) -> float:
-    """Largest difference over the largest finite true value; not a number if one is not."""
+    """Return the largest difference divided by the largest finite true value; NaN if any is NaN."""
     got = got.to(true.dtype)
     size = torch.where(true.isfinite(), true, 0).abs().max().clamp(min=1e-30)
     return (torch.where(got == true, 0, (got - true).abs()).max() / size).item()
@@ -213,7 +213,7 @@ def device() -> str:
 
 
 def keep(record: Record, label: str, check: Check, limit: float = math.inf) -> None:
-    """Record a check; limit: of Triton's error, whatever torch's is."""
+    """Record a check; `limit` bounds Triton's error independently of torch's."""
     # The interpreter cuts numbers to bf16, which a GPU and torch round.
     cut = device() == "cpu" and any(word in f"{label} {check.name}" for word in ("kept", "store"))
     passes = check.passes and check.triton <= limit

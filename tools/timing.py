@@ -1,4 +1,4 @@
-"""How long work takes on this device, and how fast its library multiplies."""
+"""Measure the duration of work on this device, and the rate of its matrix products."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def median_ms(call: Callable[[], object], repeats: int, warmups: int = 3) -> float:
-    """Milliseconds of the device, by CUDA events; by the clock on a CPU."""
+    """Measure milliseconds by CUDA events, or by the clock on a CPU."""
     for _ in range(warmups):
         call()
     return statistics.median(
@@ -37,7 +37,7 @@ def _on_cpu(call: Callable[[], object]) -> float:
 
 
 class Clock:
-    """Times between marks in the device's stream, which nothing waits for; by the clock on a CPU."""
+    """Marks in the device's stream that nothing waits for, or of the clock on a CPU, and the times between them."""
 
     def __init__(self) -> None:
         self.marks: list[Any] = []
@@ -50,7 +50,7 @@ class Clock:
             self.marks.append(time.perf_counter())
 
     def ms(self) -> list[float]:
-        """Milliseconds from each mark to the next."""
+        """Return the milliseconds from each mark to the next."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
             return [a.elapsed_time(b) for a, b in pairwise(self.marks)]

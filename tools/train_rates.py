@@ -1,12 +1,12 @@
-"""Training on one GPU: what bench_gpu.py measures beside the losses. Each slice wants a process group of one rank.
+"""Measure training on one GPU, for bench_gpu.py. Each slice needs a process group of one rank.
 
-  step       steps of ours on pixels that lie on the device, and open_clip's own; each with and without torch.compile
-  GradAccum  eight micro-batches in a step beside eight plain steps of one
-  peak       the highest memory of a run beside what `disco-ds plan` says
-  data       a run from JPEG shards, and how much of its time it waits for data
+  step       our steps on pixels that are already on the device, and open_clip's; each with and without torch.compile
+  GradAccum  a step of eight micro-batches, and eight steps of one
+  peak       the peak memory of a run, and the prediction of `disco-ds plan`
+  data       a run from JPEG shards, and the fraction of time that it waits for data
 
-Ours are bf16 autocast at ZeRO 1 with disco_fused and without accuracies, as in steps that are not logged. MFU counts
-each operation once (flops.py), over the GPU's promised rate in 16 bits (gpus.py).
+Our steps use bf16 autocast, ZeRO 1 and disco_fused, without accuracies, like steps that are not logged. MFU counts each
+operation once (flops.py) and divides by the GPU's specified 16-bit rate (gpus.py).
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from disco_ds.training.loop import train
 from disco_ds.training.step import train_step
 
 TINY = str(Path(__file__).with_name("tiny_vit.json"))
-"""The model of a rehearsal."""
+"""Model of a test run on a CPU."""
 MICRO_BATCHES = {"ViT-B-32": 2048, "ViT-B-16": 768, "ViT-L-14": 256}
-"""Planned at 65 to 72 GiB."""
+"""Runs that the plan puts at 65 to 72 GiB."""
 MFU_GOALS = {"ViT-B-32": 0.30, "ViT-B-16": 0.45, "ViT-L-14": 0.50}
 ACCUMULATED = ("ViT-B-32", "ViT-L-14")
 FROM_SHARDS = ("ViT-B-32", "ViT-L-14")
@@ -90,7 +90,7 @@ SETTINGS = {
 
 
 def our_slices() -> list[slices.Slice]:
-    """What is to be measured first, in its order."""
+    """Return our slices, in the order in which they run."""
     found = [slices.Slice(f"step: {name}", 60) for name in MICRO_BATCHES]
     found += [slices.Slice(f"GradAccum: {name}", 90) for name in ACCUMULATED]
     found += [slices.Slice(f"peak: {label}", 60) for label in SETTINGS]
@@ -98,14 +98,14 @@ def our_slices() -> list[slices.Slice]:
 
 
 def other_slices() -> list[slices.Slice]:
-    """open_clip's step, and then all that is compiled."""
+    """Return the slices of open_clip's step and then the compiled ones."""
     found = [slices.Slice(f"step: {name}, open_clip", 60) for name in MICRO_BATCHES]
     names = [f"step: {name}, {who}compiled" for name in MICRO_BATCHES for who in ("", "open_clip ")]
     return found + [slices.Slice(name, 180) for name in names]
 
 
 def measure(name: str, rehearse: bool, record: slices.Record) -> None:
-    """The slice of this name; its one record has the figures, or the `problem`, or what is `missing`."""
+    """Run the slice of this name; its only record contains the results, the `problem` or what is `missing`."""
     kind, label = name.split(": ")
     work: dict[str, Callable[[str, bool], dict[str, Any]]] = {
         "step": measure_step,
@@ -174,7 +174,7 @@ def measure_step(label: str, rehearse: bool) -> dict[str, Any]:
 
 
 def build_step(config: Config) -> tuple[Callable[[], Any], int]:
-    """A function that takes one step on random pixels, and the floating-point operations of a sample."""
+    """Return a function that runs one step on random pixels, and the FLOPs per sample."""
     device, m = comm.local_device(), config.micro_batch
     loss = build_loss(config.loss.name, **config.loss.options).to(device)
     loss.set_num_samples(config.global_batch, config.global_batch)
@@ -194,7 +194,7 @@ def build_step(config: Config) -> tuple[Callable[[], Any], int]:
 
 
 def time_steps(step: Callable[[], Any], steps: int, warmups: int) -> list[float]:
-    """Milliseconds of each, one after the other without a pause."""
+    """Return the ms of each step; the steps run without a pause."""
     for _ in range(warmups):
         step()
     if torch.cuda.is_available():
@@ -208,7 +208,7 @@ def time_steps(step: Callable[[], Any], steps: int, warmups: int) -> list[float]
 
 
 def peak_flops() -> float | None:
-    """Of this GPU in 16 bits, None if it is not known; of no meaning on a CPU, where a rehearsal needs a number."""
+    """Return this GPU's 16-bit FLOP/s, None if unknown; on a CPU an arbitrary number for test runs."""
     if not torch.cuda.is_available():
         return 1e12
     gpu = recognize(torch.cuda.get_device_name())
@@ -216,14 +216,14 @@ def peak_flops() -> float | None:
 
 
 def peak_bytes() -> int:
-    """Of the device since the last reset; of this process on a CPU."""
+    """Return the peak memory of the device since the last reset; on a CPU that of this process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def measure_accumulation(model: str, rehearse: bool) -> dict[str, Any]:
-    """Steps of K micro-batches, and of one, on as many samples."""
+    """Compare a step of K micro-batches with K steps of one micro-batch."""
     count, found = 2 if rehearse else 8, {}
     for name, k, steps in (("plain", 1, 2 * count), ("whole", count, 3)):
         config = settings(model, MICRO_BATCHES[model], k, rehearse)
@@ -247,11 +247,11 @@ def measure_accumulation(model: str, rehearse: bool) -> dict[str, Any]:
 
 
 class EnoughError(Exception):
-    """The run has done the steps that were wanted."""
+    """Raised after the requested number of steps."""
 
 
 def run_steps(config: Config, steps: int) -> list[dict[str, Any]]:
-    """The records of a run's first logged steps: the trainer's own loop, left before it saves anything."""
+    """Return the records of a run's first logged steps, from the trainer's loop, which ends before it saves."""
     done = 0
 
     def count(*_: Any) -> None:
@@ -274,7 +274,7 @@ def workers() -> int:
 
 
 def measure_peak(label: str, rehearse: bool) -> dict[str, Any]:
-    """Without what a plan adds for the allocator's and CUDA's own needs, which torch does not count as allocated."""
+    """Return the plan without its allowance for the allocator and CUDA, which torch does not count as allocated."""
     x = SETTINGS[label]
     config = settings(
         x.model,
@@ -305,7 +305,7 @@ def measure_peak(label: str, rehearse: bool) -> dict[str, Any]:
 
 
 def measure_data(model: str, rehearse: bool) -> dict[str, Any]:
-    """Of the steps after the first ones, in which the workers start."""
+    """Measure the steps after the first ones, during which the workers start."""
     shards, samples, size, each = (2, 40, 40, 2) if rehearse else (16, 250, 256, 5)
     with tempfile.TemporaryDirectory() as folder:
         make_shards(Path(folder), size, shards, samples)
@@ -334,7 +334,7 @@ def is_ours(name: str) -> bool:
 
 
 def in_short(record: dict[str, Any]) -> str | None:
-    """The figure that is printed as a slice ends; None where there is none."""
+    """Return the number that is printed when a slice ends; None if there is none."""
     for key, text in (
         ("ratio", "{:.2f} of the plain time"),
         ("ms", "{:.2f} ms"),
@@ -349,7 +349,7 @@ def in_short(record: dict[str, Any]) -> str | None:
 def tables(
     outcomes: dict[str, slices.Outcome], problem: Callable[[slices.Outcome], str]
 ) -> Iterator[str]:
-    """Lines of Markdown: a table for each kind, and what has no figures. problem: of an outcome, in words."""
+    """Return Markdown: a table for each kind and what has no results; `problem` describes the problem of an outcome."""
     rows = {"step": step_rows, "GradAccum": accumulation_rows, "peak": peak_rows, "data": data_rows}
     for kind in KINDS:
         mine = {
@@ -387,7 +387,7 @@ def step_rows(found: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 
 def accumulation_rows(found: dict[str, dict[str, Any]]) -> Iterator[str]:
-    yield "\n### GradAccum beside plain steps on as many samples\n"
+    yield "\n### GradAccum and plain steps on the same number of samples\n"
     yield "| model | micro-batches | GradAccum ms | plain ms | ratio | goal |"
     yield "|---|---|---|---|---|---|"
     for label, x in found.items():

@@ -7,14 +7,15 @@ results     what is recorded and printed   validation  loss on held-out pairs
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from disco_ds.data import ImageSpec
 from disco_ds.distributed import comm
-from disco_ds.eval.encode import Tokenize
+from disco_ds.eval.encode import Encoder
 from disco_ds.eval.results import Result, describe, record, tabulate
 from disco_ds.eval.retrieval import retrieve
 from disco_ds.eval.sets import ImageSet, load_sets
@@ -24,8 +25,13 @@ from disco_ds.eval.zero_shot import classify
 __all__ = ["ImageSet", "Result", "describe", "evaluate_sets", "load_sets", "record", "tabulate"]
 
 
+@torch.no_grad()
 def evaluate_sets(
-    model: nn.Module, sets: Sequence[ImageSet], spec: ImageSpec, tokenize: Tokenize, chunk: int
+    model: nn.Module,
+    sets: Sequence[ImageSet],
+    spec: ImageSpec,
+    tokenize: Callable[[list[str]], Tensor],
+    chunk: int,
 ) -> list[Result]:
     """Evaluate the model on every set, in eval mode. Collective: every rank must call this.
 
@@ -51,14 +57,14 @@ def evaluate_sets(
         statistics = comm.broadcast([buffer.cpu() for buffer in buffers])
         for buffer, value in zip(buffers, statistics, strict=True):
             buffer.copy_(value)
+    encoder = Encoder(model, spec, tokenize, chunk)
     results = []
     for item in sets:
         if item.classes:
-            evaluate = classify
+            results.append(classify(encoder, item))
         elif item.batch:
-            evaluate = validate
+            results.append(validate(encoder, item))
         else:
-            evaluate = retrieve
-        results.append(evaluate(model, item, spec, tokenize, chunk))
+            results.append(retrieve(encoder, item))
     model.train(training)
     return results

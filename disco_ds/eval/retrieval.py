@@ -7,10 +7,9 @@ features dominate the memory.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from disco_ds.data import ImageSpec
-from disco_ds.eval.encode import Tokenize, encode_pairs, gather_rows
+from disco_ds.eval.encode import Encoder, gather_rows
 from disco_ds.eval.results import Result
 from disco_ds.eval.sets import ImageSet
 
@@ -18,10 +17,7 @@ _ROWS = 128
 """Number of queries that are compared with all keys at a time."""
 
 
-@torch.no_grad()
-def retrieve(
-    model: nn.Module, captioned: ImageSet, spec: ImageSpec, tokenize: Tokenize, chunk: int
-) -> Result:
+def retrieve(encoder: Encoder, captioned: ImageSet) -> Result:
     """Compute the recall on a set in both directions. Collective.
 
     The values of i2t and t2i are r1, r5 and r10 (fraction of queries with a match among the first
@@ -30,7 +26,7 @@ def retrieve(
     Raises:
         AgreedError: If shards cannot be read, or no image can be read.
     """
-    image, image_id, text, text_id = encode_pairs(model, captioned, spec, tokenize, chunk)
+    image, image_id, text, text_id = encoder.encode_pairs(captioned)
     i2t = gather_rows(find_ranks(image, image_id, gather_rows(text), gather_rows(text_id)))
     t2i = gather_rows(find_ranks(text, text_id, gather_rows(image), gather_rows(image_id)))
     values = summarize("i2t", i2t) | summarize("t2i", t2i)

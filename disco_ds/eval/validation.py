@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from disco_ds.data import ImageSpec
 from disco_ds.distributed import comm
-from disco_ds.eval.encode import Tokenize, encode_pairs, gather_rows
+from disco_ds.eval.encode import Encoder, gather_rows
 from disco_ds.eval.results import Result
 from disco_ds.eval.sets import ImageSet
 
 
-@torch.no_grad()
-def validate(
-    model: nn.Module, pairs: ImageSet, spec: ImageSpec, tokenize: Tokenize, chunk: int
-) -> Result:
+def validate(encoder: Encoder, pairs: ImageSet) -> Result:
     """Compute InfoNCE and the accuracy in the batch; equal at any number of ranks. Collective.
 
     Batches are formed in the order of the samples, and pairs that do not fill a batch are left out.
@@ -26,25 +22,24 @@ def validate(
     Raises:
         AgreedError: If shards cannot be read, or no image can be read.
     """
-    mine = encode_pairs(model, pairs, spec, tokenize, chunk)
+    mine = encoder.encode_pairs(pairs)
     order = gather_rows(mine.image_id).argsort()
     image, text = gather_rows(mine.image)[order], gather_rows(mine.text)[order]
-    scale = model(text=tokenize([""]).to(image.device))[2]
+    scale = encoder.model(text=encoder.tokenize([""]).to(image.device))[2]
     batch = min(pairs.batch, len(image))
     starts = range(0, len(image) - batch + 1, batch)
     sums = torch.zeros(3, dtype=torch.float64, device=image.device)
     for start in starts[comm.rank() :: comm.size()]:
-        sums += sum_batch(image[start : start + batch], text[start : start + batch], scale)
-    num_pairs = batch * len(starts)
-    means = (comm.all_reduce_sum(sums) / num_pairs).tolist()
+        sums += score_batch(image[start : start + batch], text[start : start + batch], scale)
+    means = (comm.all_reduce_sum(sums) / len(starts)).tolist()
     names = [f"{kind}_at_{batch}" for kind in ("loss", "i2t", "t2i")]
     num_broken = pairs.source.num_samples - len(image)
-    counts = {"num_pairs": num_pairs, "num_broken": num_broken}
+    counts = {"num_pairs": batch * len(starts), "num_broken": num_broken}
     return Result("validation", pairs.name, dict(zip(names, means, strict=True)), counts)
 
 
-def sum_batch(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
-    """Sum the loss and the hits of a batch.
+def score_batch(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+    """Compute the loss, the image-to-text accuracy and the text-to-image accuracy of a batch.
 
     Args:
         image: [B, D], unit rows.
@@ -52,12 +47,11 @@ def sum_batch(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
         scale: [1].
 
     Returns:
-        [3] float64: the loss, image-to-text hits and text-to-image hits.
+        [3] float64.
     """
     logits = scale * (image @ text.T)
     labels = torch.arange(len(logits), device=logits.device)
-    losses, hits = [], []
-    for side in (logits, logits.T):
-        losses.append(F.cross_entropy(side, labels, reduction="sum").double())
-        hits.append((side.argmax(dim=1) == labels).sum().double())
-    return torch.stack([(losses[0] + losses[1]) / 2, *hits])
+    loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+    i2t = (logits.argmax(dim=1) == labels).double().mean()
+    t2i = (logits.argmax(dim=0) == labels).double().mean()
+    return torch.stack([loss.double(), i2t, t2i])

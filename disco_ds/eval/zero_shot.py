@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import nn
 
-from disco_ds.data import ImageSpec
 from disco_ds.distributed import comm
-from disco_ds.eval.encode import Tokenize, encode_classes, encode_images
+from disco_ds.eval.encode import Encoder
 from disco_ds.eval.results import Example, Result
 from disco_ds.eval.sets import ImageSet
 
@@ -17,10 +15,7 @@ NUM_EXAMPLES = 24
 """Maximum number of examples, spaced evenly over the set."""
 
 
-@torch.no_grad()
-def classify(
-    model: nn.Module, labeled: ImageSet, spec: ImageSpec, tokenize: Tokenize, chunk: int
-) -> Result:
+def classify(encoder: Encoder, labeled: ImageSet) -> Result:
     """Compute the accuracy on a labeled set. Collective.
 
     The values are top1 and top5, recall (top-1 accuracy of each class, averaged over the classes),
@@ -30,13 +25,13 @@ def classify(
         AgreedError: If shards cannot be read, or no image can be read.
     """
     names = list(labeled.classes.values())
-    texts = encode_classes(model, names, labeled.templates, tokenize, chunk)
+    texts = encoder.encode_classes(names, labeled.templates)
     class_of = {label: number for number, label in enumerate(labeled.classes)}
     # Rows: images, top-1 hits and top-5 hits of each class.
     hits = torch.zeros(3, len(names), dtype=torch.int64, device=texts.device)
     examples = dict[int, Example]()
     every = math.ceil(labeled.source.num_samples / NUM_EXAMPLES)
-    for features, samples in encode_images(model, labeled, spec, chunk):
+    for features, samples in encoder.encode_images(labeled):
         classes = [class_of[label] for _, label, _ in samples]
         target = torch.tensor(classes, dtype=torch.int64, device=texts.device)
         best = (features @ texts.T).topk(min(5, len(names)), dim=1).indices

@@ -113,12 +113,15 @@ class AnomalyDetector:
             True if the batch must be skipped.
         """
         recent = self.recent[name]
-        message = describe_spike(value, recent, by_factor=name == "grad_norm")
+        message = ""
+        if is_spike(value, recent, by_factor=name == "grad_norm"):
+            message = (
+                f"{name.replace('grad_', 'gradient ')} {value:.4g} is far above the median of the "
+                f"last {len(recent)} steps, {statistics.median(recent):.4g}"
+            )
+            if self.skip:
+                message += "; the batch is skipped"
         recent.append(value)
-        if message:
-            message = f"{name.replace('grad_', 'gradient ')} {message}"
-        if message and self.skip:
-            message += "; the batch is skipped"
         self._update(f"{name}_spike", step, value, message, repeat=self.skip)
         return bool(message) and self.skip
 
@@ -147,22 +150,16 @@ class AnomalyDetector:
             return
         for side in ("image", "text"):
             cosine, rank = record[f"{side}_cosine"], record[f"{side}_rank"]
-            spread = 1 - cosine
-            best_spread = self._keep_best(f"{side}_spread", spread)
-            best_rank = self._keep_best(f"{side}_rank", rank)
             message = ""
-            if spread < COLLAPSED * best_spread or rank < COLLAPSED * best_rank:
-                message = (
-                    f"the {side} features collapse: the mean cosine between samples is "
-                    f"{cosine:.3f} (lowest so far: {1 - best_spread:.3f}), the effective rank "
-                    f"{rank:.1f} (highest so far: {best_rank:.1f})"
-                )
+            for name, value in ((f"{side}_spread", 1 - cosine), (f"{side}_rank", rank)):
+                self.best[name] = max(value, self.best.get(name, value))
+                if value < COLLAPSED * self.best[name]:
+                    message = (
+                        f"the {side} features collapse: their mean cosine is {cosine:.3f}, their "
+                        f"effective rank {rank:.1f}; {name.replace('_', ' ')} has fallen from "
+                        f"{self.best[name]:.3g} to {value:.3g}"
+                    )
             self._update(f"{side}_collapse", step, rank, message)
-
-    def _keep_best(self, name: str, value: float) -> float:
-        """Return the highest value so far."""
-        self.best[name] = max(value, self.best.get(name, value))
-        return self.best[name]
 
     def _update(
         self, anomaly: str, step: int, value: float, message: str, repeat: bool = False
@@ -182,19 +179,16 @@ class AnomalyDetector:
             logger.warning("step %d: %s", step, message)
 
 
-def describe_spike(value: float, recent: Sequence[float], by_factor: bool) -> str:
-    """Describe how far a value is above the values of the previous steps.
+def is_spike(value: float, recent: Sequence[float], by_factor: bool) -> bool:
+    """Return whether a value is far above the values of the previous steps.
 
     Args:
         value: The new value.
         recent: The values of consecutive previous steps.
         by_factor: Compare logarithms, because the noise of a gradient norm is multiplicative.
-
-    Returns:
-        The description; empty if the value is not a spike.
     """
     if len(recent) < MIN_HISTORY:
-        return ""
+        return False
     values = [*recent, value]
     if by_factor:
         values = [math.log(max(x, TINY)) for x in values]
@@ -206,10 +200,7 @@ def describe_spike(value: float, recent: Sequence[float], by_factor: bool) -> st
     # A change is the difference of two values, so it has sqrt(2) times the noise of one.
     deviation = 1.4826 * mad / math.sqrt(2)
     least = math.log(MIN_NORM_FACTOR) if by_factor else MIN_LOSS_RISE * abs(median)
-    if now - median > max(MIN_DEVIATIONS * deviation, least):
-        usual = statistics.median(recent)
-        return f"{value:.4g} is far above the median of the last {len(recent)} steps, {usual:.4g}"
-    return ""
+    return now - median > max(MIN_DEVIATIONS * deviation, least)
 
 
 def features_spread(image: Tensor, text: Tensor) -> dict[str, Tensor]:

@@ -68,11 +68,8 @@ class MetricsLogger:
         self.unwritten = b""
         with comm.all_or_none(f"opening {self.path}"):
             if comm.rank() == 0:
-                last_records = _drop_after(self.path, first_step)
+                _drop_after(self.path, first_step)
                 self.file = io.FileIO(self.path, "a")
-                # rewind_tensorboard has dropped the points of this step.
-                for record in last_records:
-                    self._write_events(record)
         self.start = self.since = time.monotonic()
         self.first_step = self.last_step = first_step
         self.wait_s = self.step_wait_s = self.save_s = 0.0
@@ -155,7 +152,7 @@ class MetricsLogger:
                 left = left[self.file.write(left) :]
             self.unwritten = b""
         except OSError as error:
-            if len(left) < len(self.unwritten):
+            if len(left) < len(self.unwritten):  # the file never contains half a record
                 self.file.truncate(size)
             logger.warning("%s: %s; the records wait in memory", self.path, error.strerror)
 
@@ -188,7 +185,7 @@ class MetricsLogger:
 
 
 def rewind_tensorboard(monitor: Any, samples: int) -> None:
-    """Hide TensorBoard's points from `samples` on, which the resumed run will write again.
+    """Hide TensorBoard's points after `samples`, which the resumed run will write again.
 
     Args:
         monitor: The monitor of the DeepSpeed engine.
@@ -200,40 +197,38 @@ def rewind_tensorboard(monitor: Any, samples: int) -> None:
 
     writer = monitor.tb_monitor.summary_writer
     writer.close()
-    monitor.tb_monitor.summary_writer = SummaryWriter(writer.log_dir, purge_step=samples)
+    monitor.tb_monitor.summary_writer = SummaryWriter(writer.log_dir, purge_step=samples + 1)
 
 
-def _drop_after(path: Path, step: int) -> list[dict[str, Any]]:
+def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Read the records of a metrics.jsonl.
+
+    Returns:
+        The records, and the number of unreadable lines, such as one that a crash cut off.
+    """
+    records, num_bad = [], 0
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                record = json.loads(line if line.endswith("\n") else "")
+                records.append(record | {key: int(record[key]) for key in ("step", "samples")})
+            except (ValueError, KeyError, TypeError):
+                num_bad += 1
+    return records, num_bad
+
+
+def _drop_after(path: Path, step: int) -> None:
     """Remove unreadable lines and the records that the resumed run will write again.
 
     The evaluation of `step` comes after its checkpoint, so it is repeated and removed too.
-
-    Returns:
-        The remaining records of `step`.
     """
     if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        return
+    records, num_bad = read_records(path)
     kept = []
-    last = []
-    for line in lines:
-        record = _parse(line)
+    for record in records:
         is_evaluation = any(name.startswith("eval/") for name in record)
-        if record["step"] < step:
-            kept.append(line)
-        elif record["step"] == step and not is_evaluation:
-            kept.append(line)
-            last.append(record)
-    if len(kept) < len(lines):
+        if record["step"] < step or (record["step"] == step and not is_evaluation):
+            kept.append(json.dumps(record) + "\n")
+    if len(kept) < len(records) + num_bad:
         write_text(path, "".join(kept))
-    return [record for record in last if "samples" in record]
-
-
-def _parse(line: str) -> dict[str, Any]:
-    """Return the record of a line, or a record of step infinity if a crash cut the line off."""
-    try:
-        record = json.loads(line if line.endswith("\n") else "")
-        float(record["step"])
-        return record
-    except (ValueError, KeyError, TypeError):
-        return {"step": float("inf")}

@@ -15,38 +15,31 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy
 from numpy.typing import NDArray
-from PIL import Image
 
-from disco_ds.metrics.logger import METRICS_FILE
+from disco_ds.metrics.logger import METRICS_FILE, read_records
 from disco_ds.metrics.step_metrics import METRICS
 from disco_ds.runs.run_folder import CHANGES, FINISHED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, SubFigure
     from torch.utils.tensorboard import SummaryWriter
 
 REPORT = "report.png"
 EXAMPLES = "examples.npz"
-MAX_POINTS = 2000
-"""Maximum number of points per curve; consecutive lines of a longer file are averaged."""
-_COLUMNS = 4
+NUM_MEANS = 40
+"""A curve with at least twice as many points also shows this many means."""
+_COLUMNS = 6
 """Number of example images in a row."""
-_MAX_LETTERS = 32
+_MAX_LETTERS = 28
 """Longer labels are cut."""
-# A color-blind-safe palette. Right and wrong predictions also differ by a mark and a line style.
-BLUE = "#0072B2"
-ORANGE = "#D55E00"
-GREEN = "#009E73"
-PURPLE = "#AA4499"
-GRAY = "#595959"
+# Right and wrong predictions also differ by a mark and a line style.
+RIGHT, WRONG = "C0", "C2"
 STYLE: dict[str, Any] = {
     "font.size": 9,
     "axes.titlelocation": "left",
@@ -61,60 +54,10 @@ STYLE: dict[str, Any] = {
     "figure.constrained_layout.w_pad": 0.1,
     "text.parse_math": False,  # labels may contain dollar signs
 }
+Curves = dict[str, list[tuple[float, float]]]
+"""Name -> (samples, value)."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class History:
-    """The content of a metrics.jsonl."""
-
-    curves: dict[str, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
-    """Name -> (samples, value); NaN replaces values that are not finite."""
-    step: int = 0
-    samples: int = 0
-    bad_lines: int = 0
-    """Number of lines that could not be read."""
-
-    @property
-    def global_batch(self) -> int:
-        """Samples per step."""
-        return self.samples // self.step if self.step else 0
-
-
-def read_history(path: Path) -> History:
-    """Read all curves of a metrics.jsonl in bounded memory.
-
-    Raises:
-        ValueError: If the file does not exist.
-    """
-    if not path.is_file():
-        raise ValueError(f"{path.parent} is not a run folder: it has no {path.name}")
-    history = History()
-    with path.open(encoding="utf-8", errors="replace") as file:
-        lines_per_point = math.ceil(sum(1 for _ in file) / MAX_POINTS)
-        file.seek(0)
-        while lines := list(islice(file, lines_per_point)):
-            points: dict[str, list[float]] = defaultdict(list)
-            for line in lines:
-                _read_line(line, history, points)
-            for name, values in points.items():
-                history.curves[name].append((history.samples, sum(values) / len(values)))
-    return history
-
-
-def _read_line(line: str, history: History, points: dict[str, list[float]]) -> None:
-    """Add the values of a line to `points`, and its step to the history."""
-    try:
-        record = json.loads(line)
-        step, samples = int(record.pop("step")), int(record.pop("samples"))
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-        history.bad_lines += 1
-        return
-    history.step, history.samples = step, samples
-    for name, value in record.items():
-        if isinstance(value, int | float):
-            points[name].append(value if math.isfinite(value) else math.nan)
 
 
 @contextmanager
@@ -143,7 +86,7 @@ def save_examples(
 
 
 def write_report(folder: Path, writer: SummaryWriter | None = None) -> Path:
-    """Draw report.png of a run folder; with a writer, also add its parts as TensorBoard images.
+    """Draw report.png of a run folder; with a writer, also add it as a TensorBoard image.
 
     Returns:
         The path of the picture.
@@ -151,28 +94,36 @@ def write_report(folder: Path, writer: SummaryWriter | None = None) -> Path:
     Raises:
         ValueError: If the folder has no metrics.jsonl.
     """
+    from matplotlib import style
+
     path = folder / METRICS_FILE
-    history = read_history(path)
-    if history.bad_lines:
-        logger.warning("%s: unreadable lines skipped: %d", path, history.bad_lines)
+    if not path.is_file():
+        raise ValueError(f"{folder} is not a run folder: it has no {METRICS_FILE}")
+    records, num_bad = read_records(path)
+    if num_bad:
+        logger.warning("%s: unreadable lines skipped: %d", path, num_bad)
     examples: dict[str, Any] = {}
     if (folder / EXAMPLES).exists():
         with numpy.load(folder / EXAMPLES) as saved:
             examples = dict(saved)
+    last = records[-1] if records else {"step": 0, "samples": 0}
     state = "finished" if (folder / FINISHED).exists() else "not finished"
     written = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
+    global_batch = last["samples"] // max(last["step"], 1)
     title = (
-        f"{folder.resolve().name}: {history.step:,} steps of {history.global_batch:,} samples"
+        f"{folder.resolve().name}: {last['step']:,} steps of {global_batch:,} samples"
         f"{describe_changes(folder)}, {state}, last record {written}"
     )
-    pictures = draw_report(history, title, examples)
-    partial = folder / f"{REPORT}.partial"
-    Image.fromarray(numpy.concatenate(list(pictures.values()))).save(partial, format="png")
+    partial = folder / f"partial-{REPORT}"
+    with style.context(["default", "seaborn-v0_8-colorblind", STYLE]), warnings.catch_warnings():
+        # The font may lack the script of a label.
+        warnings.filterwarnings("ignore", "Glyph .* missing")
+        figure = draw_report(read_curves(records), global_batch, title, examples)
+        figure.savefig(partial)
+        if writer is not None:
+            writer.add_figure("report", figure, last["samples"])
+            writer.flush()
     partial.replace(folder / REPORT)
-    if writer is not None:
-        for name, picture in pictures.items():
-            writer.add_image(f"report/{name}", picture, history.samples, dataformats="HWC")
-        writer.flush()
     return folder / REPORT
 
 
@@ -186,99 +137,76 @@ def describe_changes(folder: Path) -> str:
     )
 
 
-def draw_report(
-    history: History, title: str, examples: dict[str, Any]
-) -> dict[str, NDArray[numpy.uint8]]:
-    """Draw the parts of the report.
+def read_curves(records: Sequence[dict[str, Any]]) -> Curves:
+    """Return the numbers of the records as curves over the samples seen."""
+    curves: Curves = defaultdict(list)
+    for record in records:
+        for name, value in record.items():
+            if isinstance(value, int | float):
+                curves[name].append((record["samples"], value))
+    return curves
 
-    Returns:
-        Pictures [H, W, 3] of the same width by name, from top to bottom.
-    """
-    from matplotlib import style
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+def draw_report(curves: Curves, global_batch: int, title: str, examples: dict[str, Any]) -> Figure:
+    """Draw loss, accuracy, a panel for each metric with a curve label, and the examples."""
     from matplotlib.figure import Figure
-
-    def draw(figure: Figure) -> NDArray[numpy.uint8]:
-        canvas = FigureCanvasAgg(figure)
-        canvas.draw()
-        return numpy.asarray(canvas.buffer_rgba())[..., :3]
-
-    pictures = {}
-    with style.context(["default", STYLE]), warnings.catch_warnings():
-        # The font may lack the script of a label.
-        warnings.filterwarnings("ignore", "Glyph .* missing")
-        figure = Figure((14, 7), dpi=110, layout="constrained")
-        draw_curves(figure, history, title)
-        pictures["curves"] = draw(figure)
-        if examples:
-            rows = math.ceil(len(examples["label"]) / _COLUMNS)
-            figure = Figure((14, 0.4 + 1.05 * rows), dpi=110, layout="constrained")
-            draw_examples(figure, examples, rows)
-            pictures["examples"] = draw(figure)
-    return pictures
-
-
-def draw_curves(figure: Figure, history: History, title: str) -> None:
-    """Draw loss and accuracy, and below them one panel for each metric with a curve label."""
     from matplotlib.ticker import PercentFormatter
 
+    rows = math.ceil(len(examples["label"]) / _COLUMNS) if examples else 0
+    heights = (4.6, 2.4, 0.3 + 1.6 * rows)
+    num_parts = 3 if examples else 2
+    figure = Figure((14, sum(heights[:num_parts])), dpi=110, layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, weight="bold")
-    grid = figure.add_gridspec(2, 1, height_ratios=(2, 1))
-    lower = figure.add_subfigure(grid[1])
-    loss, accuracy = figure.add_subfigure(grid[0]).subplots(1, 2)
-    draw_curve(loss, history, "loss", BLUE, "training loss")
-    B = history.global_batch
-    if B > 1:
-        chance = math.log(B)
-        label = f"guessing among {B:,} by softmax: ln {B} = {chance:.2f}"
-        loss.axhline(chance, color=GRAY, linestyle="--", linewidth=1, label=label)
+    parts: Any = figure.subfigures(num_parts, height_ratios=heights[:num_parts])
+    upper, lower = parts[:2]
+    loss, accuracy = upper.subplots(1, 2)
+    draw_curve(loss, curves, "loss", "training loss")
+    if global_batch > 1:
+        chance = math.log(global_batch)
+        label = f"guessing among {global_batch:,} by softmax: {chance:.2f}"
+        loss.axhline(chance, color="gray", linestyle="--", linewidth=1, label=label)
     finish_axes(loss, "loss", "Loss")
-    draw_accuracy(accuracy, history)
+    draw_accuracy(accuracy, curves)
     accuracy.yaxis.set_major_formatter(PercentFormatter(1))
     panels = [metric for metric in METRICS if metric.curve]
     for axes, metric in zip(lower.subplots(1, len(panels)), panels, strict=True):
-        draw_curve(axes, history, metric.name, BLUE)
+        draw_curve(axes, curves, metric.name)
         finish_axes(axes, metric.curve)
+    if examples:
+        draw_examples(parts[2], examples, rows)
+    return figure
 
 
-def draw_accuracy(axes: Axes, history: History) -> None:
+def draw_accuracy(axes: Axes, curves: Curves) -> None:
     """Draw the accuracy in the batch, and the zero-shot accuracy of every set next to chance."""
-    draw_curve(axes, history, "i2t_accuracy", BLUE, "in the batch, image to text")
-    draw_curve(axes, history, "t2i_accuracy", GREEN, "in the batch, text to image")
-    sets = [name.removesuffix("_top1") for name in history.curves if name.endswith("_top1")]
-    looks = cycle(((ORANGE, "o"), (PURPLE, "s"), (GRAY, "D")))
-    for name, (color, marker) in zip(sets, looks, strict=False):
-        samples, values = zip(*history.curves[f"{name}_top1"], strict=True)
+    draw_curve(axes, curves, "i2t_accuracy", "in the batch, image to text")
+    draw_curve(axes, curves, "t2i_accuracy", "in the batch, text to image")
+    sets = [name.removesuffix("_top1") for name in curves if name.endswith("_top1")]
+    for name in sets:
+        samples, values = zip(*curves[f"{name}_top1"], strict=True)
         label = f"{name.removeprefix('eval/')}, zero-shot top-1: {values[-1]:.1%}"
-        if f"{name}_chance" in history.curves:
-            chance = history.curves[f"{name}_chance"][-1][1]
-            axes.axhline(chance, color=color, linestyle="--", linewidth=1)
+        (line,) = axes.plot(samples, values, marker="o")
+        if f"{name}_chance" in curves:
+            chance = curves[f"{name}_chance"][-1][1]
+            axes.axhline(chance, color=line.get_color(), linestyle="--", linewidth=1)
             label += f" (chance, dashed: {chance:.2%})"
-        axes.plot(samples, values, color=color, marker=marker, label=label)
+        line.set_label(label)
     finish_axes(axes, "accuracy", "Learning")
     axes.set_ylim(bottom=0)
 
 
-def draw_curve(
-    axes: Axes, history: History, name: str, color: str, label: str | None = None
-) -> None:
-    """Draw a curve as a thin line with its running mean as a thick line."""
-    points = numpy.array(history.curves.get(name, []), dtype=numpy.float64)
-    samples, values = points.reshape(-1, 2).T
-    known = numpy.isfinite(values)
-    if not known.any():
+def draw_curve(axes: Axes, curves: Curves, name: str, label: str | None = None) -> None:
+    """Draw a curve; if it is long, as a thin line with means of its parts as a thick one."""
+    points = numpy.array(curves.get(name, []), dtype=numpy.float64).reshape(-1, 2)
+    points = points[numpy.isfinite(points).all(axis=-1)]
+    if not len(points):
         return
-    width = len(values) // 25
-    if width < 2:
-        axes.plot(samples, values, color=color, marker=".", label=label)
+    if len(points) < 2 * NUM_MEANS:
+        axes.plot(*points.T, marker=".", label=label)
         return
-    axes.plot(samples, values, color=color, linewidth=0.6, alpha=0.35)
-    sums = numpy.convolve(numpy.where(known, values, 0), numpy.ones(width), "same")
-    counts = numpy.convolve(known, numpy.ones(width), "same")
-    with numpy.errstate(invalid="ignore"):
-        means = sums / counts
-    label = label and f"{label}, running mean"
-    axes.plot(samples, means, color=color, linewidth=1.8, label=label)
+    (line,) = axes.plot(*points.T, linewidth=0.6, alpha=0.35)
+    means = [part.mean(axis=0) for part in numpy.array_split(points, NUM_MEANS)]
+    axes.plot(*zip(*means, strict=True), color=line.get_color(), linewidth=1.8, label=label)
 
 
 def finish_axes(axes: Axes, label: str, title: str = "") -> None:
@@ -288,42 +216,32 @@ def finish_axes(axes: Axes, label: str, title: str = "") -> None:
     axes.set(xlabel="samples seen", ylabel=label, title=title)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     if not axes.lines:
-        axes.text(0.5, 0.5, "nothing recorded", transform=axes.transAxes, ha="center", color=GRAY)
+        axes.text(0.5, 0.5, "nothing recorded", transform=axes.transAxes, ha="center")
     elif title:
         # A fixed place: matplotlib needs ten seconds to find the "best" one on a long curve.
         axes.legend(loc="lower left" if label == "loss" else "upper left")
 
 
-def draw_examples(figure: Figure, examples: dict[str, Any], rows: int) -> None:
-    """Draw each image with its label in bold and, below it, the nearest labels, right or wrong."""
-    from matplotlib.patches import Rectangle
-
+def draw_examples(figure: SubFigure, examples: dict[str, Any], rows: int) -> None:
+    """Draw each image below its label and above the nearest labels, marked as right or wrong."""
     labels, best = examples["label"].tolist(), examples["best"].tolist()
-    num_shown = len(best[0])
-    num_first = sum(label == top[0] for label, top in zip(labels, best, strict=True))
-    num_found = sum(label in top for label, top in zip(labels, best, strict=True))
+    num_right = sum(label == top[0] for label, top in zip(labels, best, strict=True))
     title = (
         f"{len(labels)} images of {examples['name']} with the labels nearest to each: the first is "
-        f"right for {num_first} (solid frame), one of the first {num_shown} for {num_found}"
+        f"right for {num_right} (solid frame)"
     )
     figure.suptitle(title, x=0.01, ha="left", fontsize=10, weight="bold")
-    # Texts are excluded from the layout, so that all columns have the same width.
-    text: dict[str, Any] = {"va": "center", "in_layout": False}
-    grid = figure.subplots(rows, _COLUMNS, squeeze=False).flatten().tolist()
-    for axes in grid:
+    grid = figure.subplots(rows, _COLUMNS, squeeze=False).flatten()
+    for axes in grid[len(labels) :]:
         axes.axis("off")
     for axes, image, label, top in zip(grid, examples["image"], labels, best, strict=False):
-        color, line = (BLUE, "-") if label == top[0] else (ORANGE, "--")
-        axes.imshow(image, extent=(0, 1, 0, 1), interpolation="nearest")
-        frame = Rectangle((0, 0), 1, 1, fill=False, clip_on=False, ec=color, ls=line, lw=2)
-        axes.add_patch(frame)
-        axes.set(xlim=(0, 3.7), ylim=(0, 1))
-        axes.text(1.1, 0.9, _shorten(label), weight="bold", **text)
-        for place, guess in enumerate(top):
-            mark, color = ("✓", BLUE) if guess == label else ("✗", ORANGE)
-            axes.text(1.1, 0.64 - 0.25 * place, f"{mark} {_shorten(guess)}", color=color, **text)
+        color, line = (RIGHT, "-") if label == top[0] else (WRONG, "--")
+        axes.imshow(image, interpolation="nearest")
+        axes.spines[:].set(visible=True, color=color, linestyle=line, linewidth=2)
+        guesses = [f"{'✓' if guess == label else '✗'} {_shorten(guess)}" for guess in top]
+        axes.set(xticks=[], yticks=[], xlabel="\n".join(guesses))
+        axes.set_title(_shorten(label), loc="center", size=9)
 
 
 def _shorten(label: str) -> str:
-    label = " ".join(label.split())
-    return label if len(label) <= _MAX_LETTERS else f"{label[: _MAX_LETTERS - 1]}…"
+    return " ".join(label.split())[:_MAX_LETTERS]

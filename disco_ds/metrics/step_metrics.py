@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from disco_ds.distributed import comm
 
-MASK = 2**64 - 1
-
 
 @dataclass(frozen=True)
 class LogPoint:
@@ -70,10 +68,6 @@ class Metric:
     """Reduction over ranks: "same" for equal values, "sum" for integers, or "max"."""
     show: Callable[[Any], str] | None = None
     """Formats it for the progress line, possibly as an empty string; None: it is not shown."""
-    record: Callable[[Any], Any] = lambda value: value
-    """Converts the reduced value for the record."""
-    if_known: bool = False
-    """Whether a value of None is left out of the record instead of written as null."""
     curve: str = ""
     """Label of its panel in report.png; empty: no panel.
 
@@ -88,13 +82,6 @@ def _mfu(now: LogPoint, since: Interval) -> float | None:
 
 
 METRICS = (
-    # One digest of the global batch; it does not depend on the order or on the number of ranks.
-    Metric(
-        "ids",
-        lambda now, since: digest(now.index.cpu()),
-        "sum",
-        record=lambda value: f"{value & MASK:016x}",
-    ),
     Metric("loss", show="loss {:.4f}".format),
     Metric("i2t_accuracy", show="i2t {:.1%}".format),
     Metric("t2i_accuracy", show="t2i {:.1%}".format),
@@ -104,7 +91,7 @@ METRICS = (
         show="scale {:.2f}".format,
         curve="logit scale",
     ),
-    Metric("bias", lambda now, since: None if now.bias is None else now.bias.item(), if_known=True),
+    Metric("bias", lambda now, since: None if now.bias is None else now.bias.item()),
     Metric("lr", lambda now, since: now.lr, show="lr {:.2e}".format, curve="learning rate"),
     Metric(
         "grad_norm",
@@ -118,7 +105,7 @@ METRICS = (
         show="{:,.0f} samples/s".format,
         curve="samples / s",
     ),
-    Metric("mfu", _mfu, if_known=True),
+    Metric("mfu", _mfu),
     Metric(
         "data_wait",
         lambda now, since: since.wait_s / since.seconds,
@@ -130,7 +117,6 @@ METRICS = (
         lambda now, since: since.peak_bytes,
         "max",
         show=lambda value: f"{value / 2**30:.1f} GiB",
-        record=int,
     ),
     Metric(
         "broken_samples",
@@ -144,30 +130,28 @@ METRICS = (
         show=lambda value: f"{value} batches skipped" if value else "",
     ),
 )
-"""The metrics in the order of a record, except that all of LogPoint.metrics follow the ids."""
+"""The metrics in the order of the progress line."""
 
 
 def compute_metrics(now: LogPoint, since: Interval) -> dict[str, Any]:
-    """Compute the metrics of a record by name.
+    """Compute the metrics of a record by name; None if a metric is unknown.
+
+    `ids` is a digest of the global batch, the same at any number of ranks.
 
     Collective: every rank must call this at the same step.
     """
-    computed = [metric for metric in METRICS if metric.value]
-    values = {metric.name: metric.value(now, since) for metric in computed if metric.value}
+    device = comm.local_device()
+    ids = int(comm.all_reduce_sum(digest(now.index.cpu()).to(device)))
+    losses = {name: value.item() for name, value in now.metrics.items()}
+    values = {metric.name: metric.value(now, since) for metric in METRICS if metric.value}
     for kind, dtype, reduce in (
         ("sum", torch.int64, comm.all_reduce_sum),
         ("max", torch.float64, comm.all_reduce_max),
     ):
-        names = [metric.name for metric in computed if metric.over_ranks == kind]
-        mine = torch.stack([torch.as_tensor(values[name], dtype=dtype) for name in names])
-        values |= zip(names, reduce(mine.to(comm.local_device())).tolist(), strict=True)
-    recorded = {
-        metric.name: metric.record(values[metric.name])
-        for metric in computed
-        if values[metric.name] is not None or not metric.if_known
-    }
-    losses = {name: value.item() for name, value in now.metrics.items()}
-    return {"ids": recorded.pop("ids"), **losses, **recorded}
+        names = [metric.name for metric in METRICS if metric.over_ranks == kind]
+        mine = torch.tensor([values[name] for name in names], dtype=dtype, device=device)
+        values |= zip(names, reduce(mine).tolist(), strict=True)
+    return {"ids": f"{ids % 2**64:016x}", **losses, **values}
 
 
 def digest(index: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ there anyway. On a CPU they come from the clock.
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -42,7 +43,10 @@ class Phases:
 
     def note_peak(self) -> int:
         """Return the highest memory since the last reset, in bytes, and update peak_bytes."""
-        peak = _peak_resident() if _on_cpu() else get_accelerator().max_memory_allocated()
+        if _on_cpu():
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        else:
+            peak = get_accelerator().max_memory_allocated()
         self.peak_bytes = max(self.peak_bytes, peak)
         return peak
 
@@ -73,29 +77,31 @@ class Phases:
         """
         if not self._spans:
             return {}
-        names, starts, ends, received, peaks = zip(*self._spans, strict=True)
-        mine = {"time/data_wait_s": wait_s}
-        for name, start, end in zip(names, starts, ends, strict=True):
-            mine[f"time/{name}_s"] = end - start if _on_cpu() else start.elapsed_time(end) / 1000
-        mine |= {
-            "comm/received_bytes": sum(received),
-            "memory/host_bytes": psutil.Process().memory_info().rss,
-        }
+        mine = {"time/data_wait_s": wait_s, "comm/received_bytes": 0.0}
+        for name, start, end, received, peak in self._spans:
+            mine["comm/received_bytes"] += received
+            if _on_cpu():
+                mine[f"time/{name}_s"] = end - start
+            else:
+                mine[f"time/{name}_s"] = start.elapsed_time(end) / 1000
+                mine[f"memory/{name}_bytes"] = peak
+        mine["memory/host_bytes"] = psutil.Process().memory_info().rss
         if not _on_cpu():
-            mine |= {f"memory/{name}_bytes": peak for name, peak in zip(names, peaks, strict=True)}
             mine["memory/reserved_bytes"] = get_accelerator().max_memory_reserved()
         # A single gather provides the means, the maxima and the slowest rank.
         row = torch.tensor([list(mine.values())], dtype=torch.float64, device=comm.local_device())
-        ranks = comm.gather(row).cpu()
+        ranks = dict(zip(mine, comm.gather(row).cpu().unbind(1), strict=True))
+        values = {
+            name: (x.mean() if name.startswith("time/") else x.max()).item()
+            for name, x in ranks.items()
+        }
         # A rank waits for its data in the forward phase. At ZeRO 3 that phase has collectives, so
         # the other ranks wait in it too.
-        arrivals = ranks[:, list(mine).index("time/forward_s")]
-        means, most, last = ranks.mean(0).tolist(), ranks.amax(0).tolist(), int(arrivals.argmax())
-        values = {
-            name: (means if name.startswith("time/") else most)[k] for k, name in enumerate(mine)
-        }
-        values |= {"ranks/slowest": last, "ranks/slowest_s": arrivals[last].item()}
-        return values | {"ranks/median_s": arrivals.quantile(0.5).item()}
+        arrivals = ranks["time/forward_s"]
+        values["ranks/slowest"] = int(arrivals.argmax())
+        values["ranks/slowest_s"] = arrivals.max().item()
+        values["ranks/median_s"] = arrivals.quantile(0.5).item()
+        return values
 
 
 def _on_cpu() -> bool:
@@ -109,9 +115,3 @@ def _now() -> Any:
     event = get_accelerator().Event(enable_timing=True)
     event.record()
     return event
-
-
-def _peak_resident() -> int:
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,6 +75,26 @@ def open_wandb(config: Config, folder: Path, stack: ExitStack) -> WandbRun | Non
     return run
 
 
+def _disable_on_error(method: Callable[..., None]) -> Callable[..., None]:
+    """Let a method of WandbRun do nothing once any of them has failed, and never raise."""
+
+    @wraps(method)
+    def guarded(self: WandbRun, *args: Any) -> None:
+        if self.run is None:
+            return
+        try:
+            method(self, *args)
+        except Exception as error:
+            logger.warning(
+                "W&B receives nothing more until the run is resumed: %s: %s",
+                type(error).__name__,
+                error,
+            )
+            self.run = None
+
+    return guarded
+
+
 class WandbRun:
     """A W&B run with the interface of DeepSpeed's monitors.
 
@@ -84,8 +105,9 @@ class WandbRun:
     def __init__(self, config: Config, folder: Path) -> None:
         import wandb
 
-        os.environ.setdefault("WANDB_INIT_TIMEOUT", f"{min(START_S, config.timeout_s / 4):g}")
-        os.environ.setdefault("WANDB_FINISH_TIMEOUT", f"{min(UPLOAD_S, config.timeout_s / 4):g}")
+        for name, seconds in (("INIT", START_S), ("FINISH", UPLOAD_S)):
+            limit = min(seconds, config.timeout_s / 4)
+            os.environ.setdefault(f"WANDB_{name}_TIMEOUT", f"{limit:g}")
         id_file = folder / WANDB_ID
         given: dict[str, Any] = {
             **config.log.wandb.model_dump(),
@@ -115,11 +137,14 @@ class WandbRun:
         self.folder = folder
         self.run: Any = run
 
+    @_disable_on_error
     def write_events(self, events: Sequence[tuple[str, float, int]]) -> None:
         """Log points, each a (name, value, samples), as DeepSpeed's monitors do."""
         if events:
-            self._log(events[0][2], lambda: {name: value for name, value, _ in events})
+            values = {name: value for name, value, _ in events}
+            self.run.log({"samples": events[0][2], **values})
 
+    @_disable_on_error
     def write_results(
         self,
         samples: int,
@@ -135,46 +160,27 @@ class WandbRun:
         """
         from wandb import Image, Table
 
-        def make() -> dict[str, Any]:
-            values: dict[str, Any] = {}
-            for kind, rows in tables.items():
-                data = [list(row.values()) for row in rows]
-                values[f"eval/{kind}"] = Table(columns=list(rows[0]), data=data)
-            # Not in a table: W&B keeps the images of tables outside of the run folder until upload.
-            images = [
-                Image(image, caption=f"{label}; nearest: {', '.join(best)}")
-                for image, label, best in examples
-            ]
-            if images:
-                values["eval/examples"] = images
-            return values
+        values: dict[str, Any] = {"samples": samples}
+        for kind, rows in tables.items():
+            data = [list(row.values()) for row in rows]
+            values[f"eval/{kind}"] = Table(columns=list(rows[0]), data=data)
+        # Not in a table: W&B keeps the images of tables outside of the run folder until upload.
+        images = [
+            Image(image, caption=f"{label}; nearest: {', '.join(best)}")
+            for image, label, best in examples
+        ]
+        if images:
+            values["eval/examples"] = images
+        self.run.log(values)
 
-        self._log(samples, make)
-
+    @_disable_on_error
     def write_report(self, samples: int, path: Path) -> None:
         """Log report.png."""
         from wandb import Image
 
-        self._log(samples, lambda: {"report": Image(str(path))})
+        self.run.log({"samples": samples, "report": Image(str(path))})
 
+    @_disable_on_error
     def close(self) -> None:
         """End the W&B run after all uploads are done or UPLOAD_S have passed."""
-        exit_code = 0 if (self.folder / FINISHED).exists() else 1
-        self._guard(lambda: self.run.finish(exit_code=exit_code))
-
-    def _log(self, samples: int, make: Callable[[], dict[str, Any]]) -> None:
-        self._guard(lambda: self.run.log({"samples": samples, **make()}))
-
-    def _guard(self, work: Callable[[], object]) -> None:
-        """Run `work`; on any error disable W&B and let the training continue."""
-        if self.run is None:
-            return
-        try:
-            work()
-        except Exception as error:
-            logger.warning(
-                "W&B receives nothing more until the run is resumed: %s: %s",
-                type(error).__name__,
-                error,
-            )
-            self.run = None
+        self.run.finish(exit_code=0 if (self.folder / FINISHED).exists() else 1)

@@ -1,4 +1,4 @@
-"""What sets are made of what lies in a folder, and the mistakes that are told at the start."""
+"""Evaluation sets in every layout, and the mistakes that are reported at the start."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ DATA = DataSettings(source="synthetic")
 
 
 def load(folder: Path, **changes: object) -> ImageSet:
-    """The one labeled set of a folder."""
+    """Load the labeled set in a folder."""
     (found,) = load_sets(EvalSettings(labeled={"x": str(folder)}, **changes), DATA)  # type: ignore[arg-type]
     return found
 
 
 def make_folder(folder: Path, names: list[str]) -> Path:
-    """A sub-folder per name, the first with an image."""
+    """Create a sub-folder for each name, the first with an image."""
     for name in names:
         (folder / name).mkdir(parents=True)
     Image.new("RGB", (4, 4)).save(folder / names[0] / "0.png")

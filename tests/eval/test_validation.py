@@ -1,4 +1,4 @@
-"""The validation loss of all ranks is that of a plain loop; sub-folders named after their classes work as they are."""
+"""The validation loss on all ranks equals a plain loop; sub-folders may be named after their classes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DATA = DataSettings(shards=SHARDS, image_key="png")
 
 
 def losses(model_file: str, batch: int) -> tuple[Result, list[float]]:
-    """By all ranks, and by a plain loop over whole batches on every rank: loss, accuracy i2t and t2i."""
+    """Return the result of all ranks, and loss and accuracies of a plain loop over whole batches."""
     torch.manual_seed(0)
     settings = ModelSettings(name=model_file, token_embedding_std=1.0)
     model = build_model(settings, initial_scale=20.0).eval()
@@ -68,7 +68,7 @@ def test_validation_loss_is_that_of_a_plain_loop_at_any_number_of_ranks(
 
 
 def test_validation_pairs_may_be_a_csv_with_open_clips_columns(tmp_path: Path) -> None:
-    """Beside training data in shards, whose settings name other members."""
+    """The settings of the training data, which are shards, name other members."""
     for number in range(3):
         Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / f"{number}.png")
     rows = "".join(f"{number}.png\tpicture {number}\n" for number in range(3))
@@ -89,7 +89,7 @@ def test_validation_pairs_may_be_a_csv_with_open_clips_columns(tmp_path: Path) -
 
 
 class Norm(torch.nn.Module):
-    """Two towers of one batch normalization each."""
+    """Two towers that consist of one batch normalization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Norm(torch.nn.Module):
 def losses_with_statistics(batch: int) -> float:
     model = Norm()
     generator = torch.Generator().manual_seed(comm.rank())
-    model.norm.running_mean = 100 * torch.rand(3, generator=generator)  # of this rank's samples
+    model.norm.running_mean = 100 * torch.rand(3, generator=generator)  # differs between ranks
     sets = EvalSettings(validation={"pairs": SHARDS}, validation_batch=batch, caption_key=CAPTION)
     tokenize = SimpleTokenizer(context_length=8)
     (found,) = evaluate_sets(model, load_sets(sets, DATA), ImageSpec((8, 8)), tokenize, 16)
@@ -113,7 +113,7 @@ def losses_with_statistics(batch: int) -> float:
 
 
 def test_statistics_of_batch_normalization_are_rank_0s() -> None:
-    """A checkpoint holds those, so that its evaluation is the one during the run."""
+    """A checkpoint contains those, so its evaluation equals the one during the run."""
     (alone,) = run_ranks(losses_with_statistics, 1, 40)
     assert run_ranks(losses_with_statistics, 2, 40) == pytest.approx([alone] * 2, rel=1e-5)
 

@@ -1,4 +1,4 @@
-"""The rules of early trouble on made-up numbers: what they find, what they pass, what a checkpoint keeps of them."""
+"""The anomaly rules on synthetic numbers: what they report, what they ignore, and their state in a checkpoint."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def watching(skip: bool = False, **changes: Any) -> tuple[AnomalyDetector, Notes
 
 
 def falling(step: int, draw: random.Random) -> float:
-    """A loss as of a healthy run: it falls from ln(4096), with a noise of 2%."""
+    """Return the loss of a healthy run: it falls from ln(4096), with 2% noise."""
     return (2 + 6.3 * math.exp(-step / 150)) * (1 + draw.gauss(0, 0.02))
 
 
@@ -44,7 +44,7 @@ def test_healthy_run_is_silent() -> None:
         draw = random.Random(seed)
         for step in range(1, 1001):
             assert not trouble.check_spike("loss", step, falling(step, draw))
-            # A norm's noise is of factors, and it grows as the first features come apart.
+            # The noise of a norm is multiplicative, and the norm grows while the first features separate.
             assert not trouble.check_spike(
                 "grad_norm", step, (0.5 + min(step / 200, 1)) * math.exp(draw.gauss(0, 0.25))
             )
@@ -85,7 +85,7 @@ def test_every_skipped_batch_is_logged(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_level_that_stays_is_no_spike() -> None:
-    """Else a run whose loss has risen for good would skip all data there are."""
+    """Otherwise a run whose loss has risen permanently would skip all of its data."""
     trouble, _ = watching(skip=True)
     draw = random.Random(0)
     for step in range(WINDOW):
@@ -140,7 +140,7 @@ def record(
 
 def test_scale_at_its_bound_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     trouble, notes = watching()
-    # 98.87 is where bf16 weights are held: exp(bf16(ln 100)).
+    # bf16 weights cannot exceed 98.87, which is exp(bf16(ln 100)).
     for step, scale in enumerate((14.3, 60.0, 97.0, 98.87, 100.0, 100.0, 80.0, 100.0)):
         trouble.check_record(record(step, scale=scale))
     assert notes == [(3, {"trouble/scale_at_bound": 98.87}), (7, {"trouble/scale_at_bound": 100.0})]
@@ -155,8 +155,8 @@ def test_collapse_is_measured_by_the_best_of_the_run(
     now: dict[str, float], caplog: pytest.LogCaptureFixture
 ) -> None:
     trouble, notes = watching(warmup_steps=10)
-    trouble.check_record(record(5, cosine=0.0, rank=128.0))  # in the warm-up
-    trouble.check_record(record(60, cosine=0.0, rank=128.0))  # after it, but among the first steps
+    trouble.check_record(record(5, cosine=0.0, rank=128.0))  # during warmup
+    trouble.check_record(record(60, cosine=0.0, rank=128.0))  # after warmup, but within WINDOW
     for step in (70, 80):
         trouble.check_record(record(step))
     assert notes == []
@@ -196,13 +196,13 @@ def test_spread_is_of_all_pairs_in_the_sample() -> None:
 
 
 def test_rules_take_no_time() -> None:
-    """All rules together at log.every_steps=10: below 0.5% of a step of 200 ms."""
+    """All rules at log.every_steps=10 must take less than 0.5% of a step of 200 ms."""
     trouble, _ = watching()
     draw = random.Random(0)
     values = [1 + draw.random() for _ in range(1000)]
     image, text = (F.normalize(torch.randn(SAMPLE, 512), dim=1) for _ in range(2))
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # idle threads that wait for work would count as work
+    torch.set_num_threads(1)  # the CPU time of idle threads would count
     features_spread(image, text)
     start = time.process_time()
     for step, value in enumerate(values):

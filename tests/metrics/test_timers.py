@@ -1,4 +1,4 @@
-"""What a sampled step is said to have cost: phases, bytes, the slow rank, and MFU's two sides."""
+"""The measurements of a sampled step: phases, bytes, slowest rank; FLOPs and GPU names for MFU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SLOW = 1
 
 
 def step(phases: Phases, sampled: bool) -> dict[str, float]:
-    """One in which a rank waits for data in its forward."""
+    """Run a step in which one rank waits for data in its forward phase."""
     late = comm.rank() == SLOW
     timer = phases.timer(sampled)
     with timer("step/forward"):
@@ -45,7 +45,7 @@ def measure() -> list[dict[str, float]]:
 
 
 def received() -> dict[str, tuple[float, float]]:
-    """Loss -> bytes by comm's count, and by the operations that torch is seen to do."""
+    """Return the bytes that each loss receives, counted by comm and from torch's operations."""
     counter = load_tool("bench_loss").Received
     found = {}
     for name in ("clip", "disco", "disco_fused", "inf_cl"):
@@ -72,7 +72,7 @@ def test_sampled_step_tells_the_slow_rank_and_the_bytes_of_its_loss() -> None:
     assert sampled["ranks/median_s"] == pytest.approx(0.2, abs=0.1)
     assert sampled["time/data_wait_s"] == pytest.approx(0.1)
     assert sampled["time/forward_s"] == pytest.approx(0.2, abs=0.1)
-    # The rank that was early waits in the loss; half of it is the mean over two.
+    # The early rank waits in the loss; the mean over two ranks is half of that time.
     assert sampled["time/loss_s"] == pytest.approx(0.1, abs=0.1)
     assert sampled["comm/received_bytes"] == 4 * 8 * 4 + 10 * 4 + 1000 * 4
     assert sampled["memory/host_bytes"] > 10 * 2**20
@@ -85,7 +85,7 @@ def test_step_that_is_not_sampled_is_not_timed() -> None:
 
 
 def tower(tokens: int, width: int) -> int:
-    """Matrix products of the two layers: q k v, scores and sums, projection, the wide part."""
+    """Return the FLOPs of the matrix products of two layers: q k v, scores and sums, projection, MLP."""
     per_layer = tokens * width * 3 * width + 2 * tokens * tokens * width + tokens * width * width
     return 2 * 2 * (per_layer + 2 * tokens * width * 4 * width)
 

@@ -1,4 +1,4 @@
-"""Runs in W&B, with a stand-in for the package and with the package itself, offline; and DeepSpeed's CSV monitor."""
+"""Runs in W&B, with a stand-in for the package or the package itself, offline; and DeepSpeed's CSV monitor."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def teardown():
 
 
 def wandb_recipe(folder: Path, **changes: Any) -> Path:
-    """Two steps, logged to W&B, with an evaluation on the bundled images."""
+    """Write a recipe of two steps, logged to W&B, with an evaluation on the bundled images."""
     log = {
         "every_steps": 1,
         "wandb": {"project": "clip", "name": "one", "group": "tiny", "entity": "team"},
@@ -139,7 +139,7 @@ def test_folder_that_wandb_leaves_is_not_taken_for_the_package(
 def use_stand_in(folder: Path) -> None:
     for name in [
         name for name in sys.modules if name.partition(".")[0] == "wandb"
-    ]:  # another library's, if installed
+    ]:  # the real package, if it is installed
         del sys.modules[name]
     sys.path.insert(0, str(folder))
     os.environ["STAND_IN_CALLS"] = str(folder / "calls.jsonl")
@@ -154,7 +154,7 @@ def train(path: Path, *overrides: str, problem: str = "", resume: Path | None = 
 
 
 def called(kind: str | None = None) -> list[dict[str, Any]]:
-    """The calls of the last run, or those of a kind."""
+    """Return the calls of the last run, all or those of one kind."""
     made = [
         json.loads(line) for line in Path(os.environ["STAND_IN_CALLS"]).read_text().splitlines()
     ]
@@ -162,22 +162,22 @@ def called(kind: str | None = None) -> list[dict[str, Any]]:
 
 
 def logged(name: str) -> list[Any]:
-    """(samples, value) of every call that has logged it."""
+    """Return (samples, value) of every call that has logged this name."""
     return [(call["samples"], call[name]) for call in called("log") if name in call]
 
 
 def new_and_extended(path: Path, folder: Path) -> None:
-    """Two ranks, of which the first alone talks to W&B."""
+    """Train on two ranks, of which only the first calls W&B, then extend the run."""
     use_stand_in(folder)
     run = train(path)
     if os.environ["RANK"] == "0":
         look_at_new_run(path, run)
-    # Extended: the same run, whose name is that of the folder if none is given.
+    # The extended run keeps its id; without a setting its name is the folder's.
     assert train(path, "steps=3", "log.wandb.name=null", resume=run) == run
     if os.environ["RANK"] == "0":
         (init,) = called("init")
         assert (init["id"], init["name"]) == ("id-of-wandb", "tiny")
-        assert [samples for samples, _ in logged("train/loss")] == [32, 48]
+        assert [samples for samples, _ in logged("train/loss")] == [48]
 
 
 def look_at_new_run(path: Path, run: Path) -> None:
@@ -198,6 +198,10 @@ def look_at_new_run(path: Path, run: Path) -> None:
     assert (run / WANDB_ID).read_text() == "id-of-wandb"
     losses = [(record["samples"], record["loss"]) for record in records(run) if "loss" in record]
     assert logged("train/loss") == losses
+    with (path.parent / "points" / "train_loss.csv").open() as file:
+        head, *rows = csv.reader(file)
+    assert head == ["step", "loss"]
+    assert [(int(samples), float(loss)) for samples, loss in rows] == losses
     assert len(losses) == 2
     ((samples, table),) = logged("eval/zero-shot")
     top1 = json.loads((run / "finished.json").read_text())["eval/unseen_top1"]
@@ -223,7 +227,13 @@ def test_wandb_gets_settings_points_images_and_table_and_a_resume_goes_on_in_its
     tmp_path: Path,
 ) -> None:
     (tmp_path / "wandb.py").write_text(STAND_IN)
-    run_ranks(new_and_extended, 2, wandb_recipe(tmp_path), tmp_path, joined=False)
+    deepspeed = {
+        "base": "zero1",
+        "torch_autocast": {"enabled": False},
+        "csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "points"},
+    }
+    path = wandb_recipe(tmp_path, deepspeed=deepspeed)
+    run_ranks(new_and_extended, 2, path, tmp_path, joined=False)
 
 
 def troubles(path: Path, folder: Path) -> None:
@@ -258,7 +268,7 @@ def test_no_run_fails_for_wandb_but_a_missing_key_is_refused_and_a_failed_run_is
 
 
 def offline(path: Path) -> tuple[str, str]:
-    """A run of two steps and two more after a resume: its folder, and the id that W&B has given it."""
+    """Train two steps, resume for two more; return the run folder and W&B's run id."""
     home = dict.fromkeys(
         ("WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR"), str(path.parent)
     )
@@ -302,21 +312,3 @@ def test_blocks_of_the_manual_are_settings() -> None:
         second["deepspeed"]["comet"].items()
         <= render_ds_config(settings(deepspeed=read), 1)["comet"].items()
     )
-
-
-def with_csv(path: Path, folder: Path) -> str:
-    given = {"enabled": True, "output_path": str(folder), "job_name": "points"}
-    return str(
-        run_training(load_config(path, ["steps=2", f"deepspeed.csv_monitor={json.dumps(given)}"]))
-    )
-
-
-def test_csv_monitor_of_deepspeed_gets_every_point(tmp_path: Path) -> None:
-    (run,) = run_ranks(with_csv, 1, recipe(tmp_path), tmp_path, joined=False)
-    with (tmp_path / "points" / "train_loss.csv").open() as file:
-        head, *rows = csv.reader(file)
-    assert head == ["step", "loss"]
-    assert [(int(samples), float(loss)) for samples, loss in rows] == [
-        (record["samples"], record["loss"]) for record in records(Path(run)) if "loss" in record
-    ]
-    assert len(rows) == 2

@@ -1,4 +1,4 @@
-"""The tools that wait for a GPU, rehearsed without one: every kind of slice runs, fails alone, and is resumed."""
+"""Test runs on a CPU of the GPU tools: every kind of slice runs, fails without the others, and is resumed."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def absent(_: float) -> Any:
 
 
 def bench(names: list[str], path: Path) -> None:
-    """These slices in this process, as slices.run_here does each in one of its own."""
+    """Run these slices in this process; slices.run_here runs each in a separate one."""
     torch.set_num_threads(1)
     results = slices.Results(path)
     broken = {"broken": peers.Peer(lambda _: fail, 5, 5), "absent": peers.Peer(absent, 5, None)}
@@ -152,29 +152,20 @@ def test_bench_gpu_runs_every_loss_and_prints_what_has_figures(tmp_path):
 
 
 def train_slices(names: list[str]) -> dict[str, list[dict[str, Any]]]:
-    """Records of slices of training, in this rank."""
+    """Return the records of training slices, run on this rank."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for name, records in found.items():
         train_rates.measure(name, True, lambda records=records, **fields: records.append(fields))
     return found
 
 
-FEW = [
-    "step: ViT-B-32",
-    "step: ViT-B-32, open_clip",
-    "GradAccum: ViT-L-14",
-    "peak: ViT-B-32, 8 x 1024, zero1, pixels on the host",
-    "data: ViT-B-32",
-]
 ALL = [x.name for x in (*train_rates.our_slices(), *train_rates.other_slices())]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    "names", [FEW, pytest.param(ALL, marks=pytest.mark.slow)], ids=["few", "all"]
-)
-def test_bench_gpu_measures_training_and_prints_it(names):
-    (found,) = run_ranks(train_slices, 1, names, timeout_s=1700)
+def test_bench_gpu_measures_training_and_prints_it():
+    (found,) = run_ranks(train_slices, 1, ALL, timeout_s=1700)
     outcomes = {name: slices.Outcome({}, records, "done", 1.0) for name, records in found.items()}
     outcomes["step: ViT-B-16, open_clip"] = slices.Outcome(
         {}, [{"missing": "No module named 'absent'"}], "done", 1.0
@@ -220,7 +211,7 @@ def leaves() -> list[Tensor]:
 
 
 def pretended() -> list[float]:
-    """The losses that send features round a ring, in a world of copies."""
+    """Run the losses that send features around a ring, with ranks that are copies."""
     bench_loss.pretend(WORLD)
     return [build_loss(name)(Embeddings(*leaves())).loss.item() for name in ("inf_cl", "siglip")]
 
@@ -237,7 +228,7 @@ def test_pretended_world_is_one_of_copies():
 
 
 def interpreted() -> dict[str, list[dict[str, Any]]]:
-    """Slices of check_kernels by name, the last one with kernels that are broken."""
+    """Return slices of check_kernels by name, the last one with broken kernels."""
     from disco_ds.losses.kernels import triton_tiles
 
     check_kernels, loss_checks = load_tool("check_kernels"), load_tool("loss_checks")
@@ -280,6 +271,7 @@ def interpreted() -> dict[str, list[dict[str, Any]]]:
     return found
 
 
+@pytest.mark.slow
 def test_check_kernels_runs_every_kind_of_slice_and_finds_what_is_wrong(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     check_kernels = load_tool("check_kernels")

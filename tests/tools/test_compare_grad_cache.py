@@ -1,4 +1,4 @@
-"""tools/compare_grad_cache.py, rehearsed at a tiny size with the contenders that are installed; ours always are."""
+"""tools/compare_grad_cache.py at a tiny size, with the installed contenders; ours are always installed."""
 
 from __future__ import annotations
 

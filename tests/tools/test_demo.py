@@ -1,4 +1,4 @@
-"""`make demo` as a newcomer runs it: from a clone whose path has a space, twice."""
+"""`make demo` as a new user runs it, twice, from a clone whose path contains a space."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def clone(tmp_path):
-    """What the demo needs of a clone, where a space is in the way."""
+    """Copy what the demo needs to a path that contains a space."""
     folder = tmp_path / "a clone"
     ignored = shutil.ignore_patterns("__pycache__")
     for name in ("disco_ds", "ds_configs", "tools"):
