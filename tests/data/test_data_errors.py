@@ -52,7 +52,7 @@ def damage(index: int, sample: dict[str, bytes]) -> dict[str, bytes]:
 
 REASONS = (
     "truncated",
-    "image: ",
+    "UnidentifiedImageError",
     "50000 x 50000|DecompressionBomb",
     "is empty",
     "UnicodeDecodeError",
@@ -238,7 +238,7 @@ def test_wrong_context_length_is_an_error(manifest: Manifest) -> None:
     error = read_step(loader).error
     loader.close()
     assert error is not None
-    assert "tokenizer returned (1, 8)" in error
+    assert "(1, 8)" in error
 
 
 def test_silent_worker_is_an_error_after_the_timeout(manifest: Manifest) -> None:
