@@ -73,7 +73,7 @@ def test_shares_follow_the_weights_and_epochs_are_whole(reference: Any) -> None:
     ("size", "workers"),
     [
         (4, 0),
-        (2, 2),
+        (2, 1),
         pytest.param(1, 1, marks=pytest.mark.slow),
         pytest.param(1, 2, marks=pytest.mark.slow),
         pytest.param(4, 1, marks=pytest.mark.slow),
