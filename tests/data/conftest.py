@@ -1,4 +1,4 @@
-"""Shards in a folder, and on a server of this host."""
+"""Fixtures: shards in a folder and on a local server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random augmentation: the same pixels however a batch is cut, and those of torchvision for the same random numbers."""
+"""Random augmentation: independent of how a batch is divided, and equal to torchvision for the same random numbers."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_random_erasing_covers_boxes_of_timm_s_area_and_aspect_with_noise() -> N
     assert abs(some.float().mean() - 0.25) < 0.06
     heights, widths = erased.any(2).sum(1)[some], erased.any(1).sum(1)[some]
     areas, aspects = heights * widths / (60 * 90), (heights / widths).log()
-    # All of a box is erased, but for noise that happens to equal what was there.
+    # A box is erased completely, except where the noise happens to equal the old pixel.
     assert (erased.flatten(1).sum(1)[some] > 0.99 * heights * widths).all()
     assert 0.015 < areas.min() < areas.max() < 0.345
     assert abs(areas.mean() - (0.02 + 1 / 3) / 2) < 0.03
@@ -128,7 +128,7 @@ def test_random_erasing_takes_one_to_re_count_boxes() -> None:
         .mean()
         for count in (1, 4)
     ]
-    # The boxes share the area between them, as timm's do.
+    # The boxes of an image share the area of one, as in timm.
     assert abs(share[0] - 0.176) < 0.02
     assert 0.13 < share[1] < share[0]
 
@@ -152,7 +152,7 @@ def test_augment_equals_torchvisions_affine(height: int, width: int) -> None:
     for i in range(6):
         angle, zoom = 14 * drawn[i, 0].item(), 1 + 0.2 * drawn[i, 1].item()
         shift = [0.12 * drawn[i, 2].item() * width, 0.12 * drawn[i, 3].item() * height]
-        # It takes translations as whole pixels, so it works on 8 x 8 pixels for each of ours.
+        # TF.affine translates by whole pixels, so each pixel becomes 8 x 8 pixels.
         padded = torch.nn.functional.interpolate(
             image[i : i + 1].float() / 255, scale_factor=8, mode="nearest"
         )

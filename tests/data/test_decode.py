@@ -68,7 +68,7 @@ def test_evaluation_pixels_are_those_of_the_model_s_own_preprocessing(name: str)
         ("P", (side - 1, 2 * side)),
     ]:
         data = encode(noise(*size).convert(mode))
-        # RGB first, as webdataset and torchvision's image folders hand images to the transform.
+        # webdataset and torchvision's image folders convert to RGB before the transform.
         expected = transform(Image.open(io.BytesIO(data)).convert("RGB"))
         ours = resize_for_evaluation(decode_image(data, MAX_PIXELS), ImageSpec((side, side)))
         assert torch.equal(ours.float() / 255, expected), mode

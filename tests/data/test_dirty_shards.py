@@ -1,4 +1,4 @@
-"""A thousand shards with what web-scale shards have in them: an epoch is completed, and every loss is told."""
+"""A thousand shards with the defects of web-scale data: the epoch completes, and every skipped sample is reported."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ SPEC = ImageSpec((64, 64))
 
 
 def write_all(folder: Path, dirty: bool) -> Manifest:
-    """20,000 JPEG images of 96 pixels; dirty: 1% of them broken, 1% without a caption, one a bomb, and three shards cut
-    in the middle of their eleventh sample after they were counted."""
+    """Write 20,000 JPEGs of 96 pixels.
+
+    If dirty, 1% are broken, 1% lack a caption, one is a bomb, and three shards are cut in the middle of their eleventh
+    sample after they were counted.
+    """
     folder.mkdir()
     generator = numpy.random.default_rng(0)
     images = [
@@ -70,7 +73,7 @@ def tokenize(texts: list[str]) -> torch.Tensor:
 
 
 def read_epoch(manifest: Manifest, workers: int) -> tuple[set[int], list[str], float]:
-    """(ids seen in the first epoch, names of broken samples, samples per second)."""
+    """Return (ids seen in the first epoch, names of broken samples, samples per second)."""
     settings = DataSettings(shards=str(manifest.folder), workers=workers, max_broken=0.1)
     loader = Loader(
         settings, [manifest], SampleForm(SPEC, tokenize, 2, 50_000), Share(0, 1, BATCH, BATCH), 0

@@ -1,6 +1,6 @@
-"""The bundled emoji shards as they are shipped, and the writer of tools/make_emoji_shards.py on made-up samples.
+"""The bundled emoji shards, and the writer of tools/make_emoji_shards.py on made-up samples.
 
-Not a test of the drawing: that needs the npm packages and resvg-py, which a test run must not.
+The drawing is not tested: it needs npm packages and resvg-py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TEXTS = ["caption", "group", "hexcode", "key", "keywords", "label", "licence", "
 
 
 def read_shard(path: Path) -> list[dict[str, Any]]:
-    """The samples of a shard in order: the fields of the JSON, with `text`, `png` (bytes) and `names` beside them."""
+    """Return the samples of a shard in order: their members by extension, and `tar_key`."""
     samples: dict[str, dict[str, Any]] = {}
     with tarfile.open(path) as tar:
         for member in tar:

@@ -1,4 +1,4 @@
-"""Samples that are made to end a run: each costs itself, is named and counted, and the others are read as ever."""
+"""Samples built to crash a run: each is skipped, named and counted, and all others are read normally."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Members = list[tuple[tarfile.TarInfo, bytes]]
 
 
 def tiff_of_one_tile(side: int) -> bytes:
-    """A TIFF of 10 x 10 pixels, compressed, in one tile of side x side pixels."""
+    """Return a TIFF of 10 x 10 pixels that is stored as one compressed tile of side x side pixels."""
     data = bytes(64)
     tags = [
         (256, 10),
@@ -96,7 +96,7 @@ def test_samples_cost_themselves_alone_in_a_worker(tmp_path: Path) -> None:
 
 
 def check_costs(manifest: Manifest, lost: set[int], **changes: Any) -> set[str]:
-    """Read one epoch, and return how the broken samples are named."""
+    """Read one epoch, check that only `lost` is skipped, and return the reports on broken samples."""
     captions = {"{json[label]}": 1.0}
     loader = make_loader(
         manifest, settings(captions=captions, **changes), batch=manifest.num_samples, tokenize=upset
@@ -113,7 +113,7 @@ def check_costs(manifest: Manifest, lost: set[int], **changes: Any) -> set[str]:
 
 
 def header(name: str, size: int, data: bytes = b"", pax: dict[str, str] | None = None) -> bytes:
-    """A header that says it has `size` bytes, in base 256 unless octal digits hold it."""
+    """Return a header that claims `size` bytes, in base 256 if the size does not fit in octal digits."""
     info = tarfile.TarInfo(name)
     info.pax_headers = pax or {}
     form = tarfile.PAX_FORMAT if pax else tarfile.GNU_FORMAT
@@ -126,7 +126,7 @@ def header(name: str, size: int, data: bytes = b"", pax: dict[str, str] | None =
 
 
 def sparse(size: int) -> bytes:
-    """A member of 1,024 bytes that stands for a sparse file of `size`."""
+    """Return a member of 1,024 bytes that represents a sparse file of `size` bytes."""
     data = b"1\n%d\n512\n" % (size - 512)
     pax = {
         "GNU.sparse.major": "1",
@@ -139,7 +139,7 @@ def sparse(size: int) -> bytes:
 
 END = bytes(1024)
 GOOD = header("a.png", 3, b"png") + header("a.txt", 1, b"a") + header("b.png", 3, b"png")
-"""Two samples, of which the second is known to be complete once another one begins."""
+"""Two samples; the second counts as complete only when another one follows."""
 AFTER = header("z.png", 3, b"png")
 
 
@@ -184,8 +184,8 @@ def test_header_of_a_name_has_any_size(tmp_path: Path, kind: bytes, size: int) -
     block[148:156] = b"%06o\0 " % sum(block)
     (tmp_path / "0.tar").write_bytes(GOOD + bytes(block) + AFTER + END)
     (counted,) = index_shards(tmp_path).sizes
-    assert counted == 1 or size == -1  # which tarfile rounds up to 0 blocks, so that it goes on
-    # However many come one after another.
+    assert counted == 1 or size == -1  # tarfile rounds -1 up to 0 blocks and continues
+    # Thousands of such headers in a row.
     block[124:136] = tarfile.itn(0, 12, tarfile.GNU_FORMAT)
     block[148:156] = b"        "
     block[148:156] = b"%06o\0 " % sum(block)

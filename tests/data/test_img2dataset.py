@@ -1,4 +1,4 @@
-"""What the real img2dataset writes: a stored sample of it, and (slow) the program itself against a loopback web server.
+"""Output of img2dataset: a stored example, and (slow) the program itself against a local web server.
 
 It needs webdataset < 0.3, so it runs in an environment of its own. tests/img2dataset was written by `download` below:
 emoji of disco_ds/assets/emoji/validation, see there for their license.
@@ -39,12 +39,12 @@ from helpers.shards import CONTEXT, SPEC, VOCAB, tokenize
 STORED = Path(__file__).parent / "img2dataset"
 PER_SHARD = 3
 MISSING = (1, 5)
-"""Images that the server does not have."""
+"""Images that are missing on the server."""
 NUM = 2 * PER_SHARD
 
 
 def write_images(folder: Path) -> list[str]:
-    """Some bundled emoji as files, but for the missing ones; their captions."""
+    """Write some bundled emoji as files, except the missing ones, and return all captions."""
     manifest = load_manifest(resolve_shards("bundled:emoji/validation"))
     reader = TarReader(manifest.folder, [shard.name for shard in manifest.shards], 1)
     captions = []
@@ -64,7 +64,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 @contextmanager
 def serve(folder: Path) -> Iterator[str]:
-    """The folder at a URL on this host."""
+    """Serve the folder at a URL on this host."""
     with http.server.ThreadingHTTPServer(
         ("127.0.0.1", 0), partial(Quiet, directory=folder)
     ) as server:
@@ -78,7 +78,7 @@ def serve(folder: Path) -> Iterator[str]:
 
 
 def download(program: Path, scratch: Path) -> tuple[Path, list[str]]:
-    """Let img2dataset fetch the images into two shards; their folder, and the captions it was given."""
+    """Run img2dataset to write two shards; return their folder and the captions it was given."""
     (scratch / "images").mkdir()
     captions = write_images(scratch / "images")
     with serve(scratch / "images") as url:
@@ -113,7 +113,7 @@ def download(program: Path, scratch: Path) -> tuple[Path, list[str]]:
 
 
 def check_folder(folder: Path, captions: list[str]) -> None:
-    """Index the folder, and train from what is in it."""
+    """Check the manifest and the samples of the folder, and read a training step from it."""
     assert {path.name for path in folder.iterdir()} >= {
         "00000.tar",
         "00000.parquet",

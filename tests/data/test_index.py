@@ -1,4 +1,4 @@
-"""`disco-ds index`: what it writes, keeps, finds stale, and refuses."""
+"""`disco-ds index`: writing, incremental counting, --check, and errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_index_writes_then_counts_only_what_has_changed(
 ) -> None:
     assert run(folder) == 0
     assert capsys.readouterr().out == f"{folder / NAME}: 3 shards, 10 samples\n"
-    # Other contents under the same size and time: the count is kept, so it was not looked at.
+    # The content changed but not size and time: the count is kept, so the file was not read.
     path, times = folder / "00001.tar", os.stat(folder / "00001.tar")
     size = times.st_size
     write_tar(path, [("0.txt", b"")])
@@ -44,7 +44,7 @@ def test_index_writes_then_counts_only_what_has_changed(
     write_tar(folder / "00003.tar", [("0.txt", b"")])
     assert run(folder) == 0
     assert load_manifest(folder).sizes == [3, 1, 2, 1]
-    # What is no manifest any more is written anew.
+    # A damaged manifest is replaced.
     (folder / NAME).write_text("{")
     assert run(folder) == 0
     assert load_manifest(folder).num_samples == 7
@@ -91,7 +91,7 @@ def test_index_elsewhere_and_of_a_part(
     (found,) = load_sources(settings(part, manifest=tmp_path / "part.json"))
     assert found.sizes == [3, 5]
     assert run(part, "--to", tmp_path / "part.json", "--check") == 0
-    # Braces that name every shard of the folder are the folder.
+    # Braces that name every shard of a folder count as the folder.
     assert run(folder / "{00000..00002}.tar") == 0
     assert (folder / NAME).exists()
     (folder / NAME).unlink()

@@ -1,7 +1,7 @@
-"""Shards, csv files and images broken at random, by seed: every sample is read or costs itself, twice the same.
+"""Fuzzing of shards, csv files and images by seed: every sample is read or skipped, with the same result twice.
 
-Each case makes a shard of a few sound samples, changes it a little, as disks, networks and people do, and reads all
-that was counted before the change and after it, on the path that the workers take.
+Each case writes a shard with a few valid samples, damages it slightly, as disks, networks and people do, and reads it
+with the count from before and from after the damage, through the code that the workers use.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def image(kind: str) -> bytes:
 
 
 def members(rng: random.Random) -> list[tuple[str, bytes]]:
-    """Three sound samples."""
+    """Return three valid samples."""
     found = []
     for i in range(3):
         name = rng.choice(("", "folder/", "d.v1/", "x" * 120 + "/", "caf\u00e9/")) + f"{i:03d}"
@@ -77,7 +77,7 @@ def flip(rng: random.Random, data: bytearray) -> None:
 
 
 def flip_early(rng: random.Random, data: bytearray) -> None:
-    """Where formats have their sizes and counts."""
+    """Change bytes near the start, where formats store sizes and counts."""
     for _ in range(rng.choice((1, 2, 4))):
         if data:
             data[rng.randrange(min(len(data), 64))] = rng.choice(
@@ -130,7 +130,7 @@ def headers(data: bytearray) -> list[int]:
 
 
 def seal(data: bytearray, at: int) -> None:
-    """Make the header's checksum right."""
+    """Correct the header's checksum."""
     data[at + 148 : at + 156] = b" " * 8
     data[at + 148 : at + 156] = b"%06o\0 " % sum(data[at : at + 512])
 
@@ -170,7 +170,7 @@ def double(rng: random.Random, data: bytearray) -> None:
 
 
 def prefix_pax(rng: random.Random, data: bytearray) -> None:
-    """Records before a member that say what they like."""
+    """Insert arbitrary pax records before a member."""
     key = rng.choice(("size", "path", "GNU.sparse.size", "GNU.sparse.map", "hdrcharset", "mtime"))
     value = rng.choice(("", "x", "../../etc", "1,2,3", "1e400", "nan", *map(str, NUMBERS)))
     records = {
@@ -197,7 +197,7 @@ TAR: tuple[Mutation, ...] = (
 
 
 def make_tar(rng: random.Random) -> tuple[bytes, bytes]:
-    """A sound tar, and what has become of it."""
+    """Return a valid tar and its damaged version."""
     sound, form = members(rng), rng.choice(FORMS)
     whole, changed = write(sound, form), list(sound)
     if rng.random() < 0.5:
@@ -218,7 +218,7 @@ def make_tar(rng: random.Random) -> tuple[bytes, bytes]:
 
 
 def read_tar(folder: Path, rng: random.Random) -> Iterator[str]:
-    """What becomes of every sample of the sound count, and of the count after the change."""
+    """Yield the result for every sample, with the count from before and from after the damage."""
     whole, changed = make_tar(rng)
     path = folder / "0.tar"
     path.write_bytes(whole)
@@ -235,7 +235,7 @@ def read_tar(folder: Path, rng: random.Random) -> Iterator[str]:
 
 
 def read(source: Source, data: DataSettings) -> Iterator[str]:
-    """The digest of each sample, or how its loss is told."""
+    """Yield the digest of each sample or the report that it is broken."""
     samples = source.open_samples(data, SampleForm(SPEC, tokenize, CONTEXT, VOCAB), 0, 1)
     index = 0
     try:
@@ -316,7 +316,7 @@ def within(seconds: int, case: int) -> Iterator[None]:
 
 
 def check(folder: Path, case: int) -> tuple[int, int]:
-    """(samples read, broken ones) of a case, which is a function of its number."""
+    """Return (samples read, samples broken) of a case, which depends only on its number."""
     kind = read_csv if case % 5 == 4 else read_tar
     with within(MOST_S, case):
         try:
@@ -332,7 +332,7 @@ def check(folder: Path, case: int) -> tuple[int, int]:
 def test_few_mutations_end_in_samples_or_broken_samples(tmp_path: Path) -> None:
     counts = [check(tmp_path, case) for case in range(FEW)]
     good, broken = map(sum, zip(*counts, strict=True))
-    assert good > FEW  # a mutation does not cost what it has not touched
+    assert good > FEW  # samples that were not touched are read
     assert broken > FEW // 4
 
 

@@ -1,4 +1,4 @@
-"""A user's own source, `package.module:Class`: the example of docs/extending.md in a recipe, resumed and mixed."""
+"""Custom sources, `package.module:Class`: the example of docs/extending.md in a recipe, resumed and mixed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Unnamed(Source):
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on PYTHONPATH that holds our_package."""
+    """A folder on PYTHONPATH that contains our_package."""
     folder = tmp_path / "path"
     (folder / "our_package").mkdir(parents=True)
     (code,) = re.findall(
@@ -75,7 +75,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write_pairs(path: Path, first: int, num: int, without: int = -1) -> str:
-    """A table of samples whose ids begin with `first`; one of them has no image."""
+    """Write a table of samples with ids from `first` on; sample `without` has no image."""
     with sqlite3.connect(path) as database:
         database.execute("CREATE TABLE pairs(image BLOB, caption TEXT)")
         for index in range(first, first + num):
@@ -138,7 +138,7 @@ def test_recipe_with_an_own_source_trains_and_resumes(package: Path, tmp_path: P
     done = disco_ds("train", "--config", config, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     whole = ids(tmp_path / "runs" / "tiny")
-    # From step 2 again, with the table at another place.
+    # Resume from step 2, with the table at another path.
     Path(path).rename(tmp_path / "moved.sqlite")
     folder = tmp_path / "runs" / "tiny"
     (folder / FINISHED).unlink()

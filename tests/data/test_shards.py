@@ -1,4 +1,4 @@
-"""Tar shards and their manifest: the index against webdataset, truncation, and every refusal."""
+"""Tar shards and their manifest: comparison with webdataset, truncation, and every error message."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_every_truncation_keeps_the_complete_samples(
     for size in range(sample + 512 + 700, 4 * sample + 512, 200):
         (tmp_path / "cut.tar").write_bytes(data[:size])
         caplog.clear()
-        # A sample counts once a header of the next one, or the end mark, is there.
+        # A sample counts if it is followed by the header of the next one or by the end mark.
         assert index_shards(tmp_path).sizes == [(size - 512) // sample]
         assert "cut.tar is truncated" in caplog.text
     (tmp_path / "cut.tar").write_bytes(data[: 4 * sample + 512])

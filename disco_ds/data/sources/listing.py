@@ -131,22 +131,17 @@ def list_shards(text: str) -> Listing:
         # The folder is everything up to the last slash before the first brace; the rest is names.
         start, stop = text.partition("{")[0].rfind("/") + 1, len(text)
     given = text[start:stop]
+    too_many = f"{given} names more than {MAX_SHARDS:,} shards"
     # braceexpand expands each range as a whole, even if fewer names are taken.
-    longest = max(
-        (
-            len(range(0, abs(int(last) - int(first)) + 1, int(step or 1) or 1))
-            for first, last, step in _RANGE.findall(given)
-        ),
-        default=1,
-    )
-    names = []
+    for first, last, step in _RANGE.findall(given):
+        if len(range(0, abs(int(last) - int(first)) + 1, int(step or 1) or 1)) > MAX_SHARDS:
+            raise ValueError(too_many)
     try:
-        if longest <= MAX_SHARDS:
-            names = sorted(islice(braceexpand(given, escape=False), MAX_SHARDS + 1))
+        names = sorted(islice(braceexpand(given, escape=False), MAX_SHARDS + 1))
     except ValueError:
         raise ValueError(f"the braces of {given} do not match") from None
-    if not 0 < len(names) <= MAX_SHARDS:
-        raise ValueError(f"{given} names more than {MAX_SHARDS:,} shards")
+    if len(names) > MAX_SHARDS:
+        raise ValueError(too_many)
     if len(set(names)) < len(names):
         raise ValueError(f"{given} names a shard twice")
     if remote:
