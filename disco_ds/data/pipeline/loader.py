@@ -98,6 +98,8 @@ class Loader:
             "global_batch": share.global_batch,
         }
         """What the order depends on. A state is accepted only if it agrees with all of it."""
+        if state is not None:
+            self._check(state)
         order = mix(settings, sources, num_slots, seed, windows)
         # Global position p belongs to slot p % S and to rank p % N. N divides S, so these slots belong to this rank.
         slots = tuple(range(share.rank, num_slots, share.size))
@@ -105,7 +107,6 @@ class Loader:
         if state is None:
             self._position = _Position(0, 0, dict.fromkeys(streams, (0, 0)))
         else:
-            self._check(state)
             # One rank continues the count of all ranks, so that the sum over ranks is right.
             broken = state["broken"] if share.rank == 0 else 0
             cursor = {stream: tuple(state["cursor"][stream]) for stream in streams}
