@@ -63,7 +63,9 @@ def parse_args() -> Namespace:
         default=224,
         help="side of the generated images and of the crops, in pixels",
     )
-    parser.add_argument("--batches", type=int, default=40, help=f"batches of {BATCH} samples to measure")
+    parser.add_argument(
+        "--batches", type=int, default=40, help=f"batches of {BATCH} samples to measure"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
         "--webdataset",
@@ -73,7 +75,9 @@ def parse_args() -> Namespace:
     parser.add_argument(
         "--decoders", action="store_true", help="only compare decoding and resizing"
     )
-    parser.add_argument("--waits", action="store_true", help="only measure waits with a simulated device")
+    parser.add_argument(
+        "--waits", action="store_true", help="only measure waits with a simulated device"
+    )
     parser.add_argument(
         "--load",
         type=float,

@@ -51,7 +51,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--methods", nargs="*", help="names in the table (default: all that run here)"
     )
-    parser.add_argument("--precisions", nargs="*", help="in addition to auto (default: none; on a GPU all)")
+    parser.add_argument(
+        "--precisions", nargs="*", help="in addition to auto (default: none; on a GPU all)"
+    )
     parser.add_argument("--out", type=Path, help="write OUT.json and OUT.png")
     return parser.parse_args()
 

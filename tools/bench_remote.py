@@ -241,13 +241,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--load", type=float, nargs="+", default=[0.6, 0.8], help="fractions of the bandwidth that the run needs"
+        "--load",
+        type=float,
+        nargs="+",
+        default=[0.6, 0.8],
+        help="fractions of the bandwidth that the run needs",
     )
     parser.add_argument("--rate", type=float, default=50.0, help="bandwidth of the server, MB/s")
     parser.add_argument("--latency", type=float, default=200.0, help="latency of a response, ms")
-    parser.add_argument(
-        "--ratio", action="store_true", help="measure bytes fetched per byte used"
-    )
+    parser.add_argument("--ratio", action="store_true", help="measure bytes fetched per byte used")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.ratio:

@@ -47,7 +47,9 @@ def parse_args() -> argparse.Namespace:
         help="micro-batch of the methods with GradAccum; the others use one",
     )
     parser.add_argument("--model", default="quickstart")
-    parser.add_argument("--deepspeed", default="zero1", help="a ds_config: a name in ds_configs/ or a file")
+    parser.add_argument(
+        "--deepspeed", default="zero1", help="a ds_config: a name in ds_configs/ or a file"
+    )
     parser.add_argument(
         "--precision", choices=("fp32", "autocast"), default="fp32", help="autocast: bf16"
     )

@@ -33,14 +33,18 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("shards", nargs="+", help="folders of shards, or bundled:<set>")
     parser.add_argument("--out", type=Path, required=True, help="the PNG to write")
     parser.add_argument("--count", type=int, default=12, help="images per group (default: 12)")
-    parser.add_argument("--shift", type=int, default=0, help="shift the selected positions (default: 0)")
+    parser.add_argument(
+        "--shift", type=int, default=0, help="shift the selected positions (default: 0)"
+    )
     parser.add_argument(
         "--group", default="all", help="template to group the samples by, e.g. {json[vendor]}"
     )
     parser.add_argument(
         "--caption", default="{txt}", help="template of the caption (default: {txt})"
     )
-    parser.add_argument("--image-key", default="jpg;jpeg;png;webp", help="extension of the image's member")
+    parser.add_argument(
+        "--image-key", default="jpg;jpeg;png;webp", help="extension of the image's member"
+    )
     parser.add_argument(
         "--size", type=int, default=64, help="side of an image in pixels (default: 64)"
     )

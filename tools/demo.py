@@ -21,9 +21,7 @@ NOISE = re.compile(
 )
 """Lines of DeepSpeed's and torch's loggers."""
 FOLDER = re.compile(r"^(.+): global batch [\d,]+ = ")
-MISSING = (
-    "{} is not installed for this Python ({}): run `make demo`, which installs what it needs"
-)
+MISSING = "{} is not installed for this Python ({}): run `make demo`, which installs what it needs"
 
 
 def main() -> int:

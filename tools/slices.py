@@ -100,10 +100,15 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str], folder: str) -> 
         help="start no slice that would take longer than this in total",
     )
     parser.add_argument(
-        "--rehearse", action="store_true", help="test that every slice runs, with tiny shapes, also on a CPU"
+        "--rehearse",
+        action="store_true",
+        help="test that every slice runs, with tiny shapes, also on a CPU",
     )
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help=f"results as lines of JSON (default: {folder}/results.jsonl)"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help=f"results as lines of JSON (default: {folder}/results.jsonl)",
     )
     parser.add_argument("--slice", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
