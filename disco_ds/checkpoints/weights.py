@@ -89,8 +89,9 @@ def build_from(weights: Weights) -> nn.Module:
     try:
         model.load_state_dict(weights.tensors)
     except RuntimeError as error:
+        why = " ".join(str(error).split())  # torch's message has several lines
         raise ValueError(
-            f"{weights.origin} does not contain the weights of model {weights.name}: {error}"
+            f"{weights.origin} does not contain the weights of model {weights.name}: {why}"
         ) from None
     open_clip.set_model_preprocess_cfg(
         model, open_clip.get_model_preprocess_cfg(model) | weights.preprocess

@@ -411,6 +411,7 @@ def train_epochs(path: Path) -> None:
     train_six(path, str(whole.with_name("resumed")))
 
 
+@pytest.mark.slow
 def test_epochs_are_counted_from_the_data_and_resumed(tmp_path: Path) -> None:
     """Sixty-four samples, 16 per step: four steps per epoch."""
     samples = [image_sample(number) for number in range(64)]
