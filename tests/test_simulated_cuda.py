@@ -115,8 +115,8 @@ def test_at_zero_0_the_norm_is_ours_to_look_at(fast):
     "name",
     [
         *(
-            "step with pixels=device",
-            "step with pixels=compressed",
+            "step with image_staging=device",
+            "step with image_staging=compressed",
             "step with augmentation",
             "step of two views",
         ),

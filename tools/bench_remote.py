@@ -1,4 +1,4 @@
-"""Measure how long a run waits for remote shards with and without `data.remote.ahead`, and what is fetched in vain.
+"""Measure how long a run waits for remote shards, with and without prefetching, and what is fetched in vain.
 
     python tools/bench_remote.py                      starts a server on loopback with 50 MB/s and a latency of 200 ms
     python tools/bench_remote.py --load 0.6 0.9       fraction of the bandwidth that the run needs
@@ -121,7 +121,7 @@ def make_shards(folder: Path) -> None:
 def measure(url: str, folder: Path, ahead: int, needed: float) -> tuple[float, float]:
     """Returns: seconds until the first step, and the share of the others that waits; needed: bytes per second."""
     with tempfile.TemporaryDirectory() as cache:
-        remote = {"http": True, "cache": cache, "cache_gb": CACHE, "ahead": ahead}
+        remote = {"http": True, "cache": cache, "cache_gb": CACHE, "prefetch_shards": ahead}
         text = f"{url}/{{00000..{SHARDS - 1:05d}}}.tar"
         manifest = folder / "manifest.json"
         shape = {"slots": SLOTS, "window": WINDOW, "workers": WORKERS}

@@ -283,7 +283,7 @@ def measure_peak(label: str, rehearse: bool) -> dict[str, Any]:
         rehearse,
         model={"activation_checkpointing": x.checkpointing},
         data={"source": "synthetic", "workers": 1 if rehearse else workers()},
-        pixels=x.pixels,
+        image_staging=x.pixels,
         deepspeed=read_ds_config(x.deepspeed, Path.cwd()),
     )
     towers = trace(config, config.micro_batch)

@@ -43,8 +43,8 @@ RANK_FILE = re.compile(r"rank_\d+\.pt")
 DATA_MAY_CHANGE = {
     "workers",
     "prefetch",
-    "timeout_s",
-    "patience_s",
+    "worker_timeout_s",
+    "retry_s",
     "max_broken",
     "shards",
     "manifest",

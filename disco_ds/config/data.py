@@ -71,7 +71,7 @@ class RemoteSettings(Settings):
     """Size limit of the cache, in 1e9 bytes. At most 90% of the free disk space is used. Null: room
     for the shards that the slots of this host read at a time and fetch ahead, and at least 100. A
     run that reads more shards at a time than the cache can contain is refused at the start."""
-    ahead: int = Field(1, ge=0, le=1000)
+    prefetch_shards: int = Field(1, ge=0, le=1000)
     """Shards that each slot fetches before they are needed, as far as the cache has room for them.
     A slot that shuffles several shards together fetches at least that many. 0: a shard is fetched
     when its first sample is read."""
@@ -81,7 +81,7 @@ class RemoteSettings(Settings):
     shard fetched ahead of its use has one attempt more."""
     timeout_s: float = Field(60.0, gt=0, le=MAX_SECONDS)
     """Seconds without data from the server or the command after which an attempt fails. It must be
-    below data.timeout_s, and all attempts together must take less than the top-level timeout_s."""
+    below data.worker_timeout_s, and all attempts together must take less than the top-level timeout_s."""
 
     def pause_s(self, number: int) -> float:
         """Return the mean pause before attempt `number`, if the first attempt has number 0."""
@@ -91,7 +91,7 @@ class RemoteSettings(Settings):
     def longest_s(self) -> float:
         """Seconds after which fetching a shard has failed for good."""
         pauses = sum(MAX_JITTER * self.pause_s(number) for number in range(1, self.tries))
-        return (self.tries + (self.ahead > 0)) * self.timeout_s + pauses
+        return (self.tries + (self.prefetch_shards > 0)) * self.timeout_s + pauses
 
 
 def _check_captions(captions: dict[str, float]) -> dict[str, float]:
@@ -181,12 +181,12 @@ class DataSettings(Settings):
     prefetch: int | None = Field(None, gt=0, le=2**24)
     """Number of micro-batches prepared ahead. Null: those of one step and at least 4, within an
     eighth of the host's memory. Lower it if the host runs out of memory."""
-    timeout_s: float = Field(300.0, gt=0, le=MAX_SECONDS)
+    worker_timeout_s: float = Field(300.0, gt=0, le=MAX_SECONDS)
     """The run stops if a data worker makes no progress for this many seconds. It must be below the
     top-level timeout_s."""
-    patience_s: float = Field(60.0, ge=0, le=MAX_SECONDS)
+    retry_s: float = Field(60.0, ge=0, le=MAX_SECONDS)
     """Seconds for which an unreadable shard or csv is tried again before all ranks save a
-    checkpoint and stop; at most half of data.timeout_s. Raise it if the file system has outages.
+    checkpoint and stop; at most half of data.worker_timeout_s. Raise it if the file system has outages.
     Fetching remote shards has data.remote.tries instead."""
     max_broken: float = Field(0.01, ge=0, le=1)
     """Fraction of unreadable samples that are skipped before the run stops. Each worker tolerates

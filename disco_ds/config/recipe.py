@@ -197,7 +197,7 @@ class Config(Settings):
     """Length of the run in epochs, rounded down to whole steps. An epoch has as many samples as all
     sources together. They are counted when the run starts, which writes `steps` into the run's
     config.yaml."""
-    pixels: Pixels = "device"
+    image_staging: Pixels = "device"
     """Where the images of a step wait between the two passes of GradAccum: `device`: as uint8 in
     device memory; `host`: as uint8 in pinned host memory, if device memory is short; `compressed`:
     in the data workers, which then decode them twice, if host memory is short too."""
@@ -255,18 +255,18 @@ class Config(Settings):
 
     @model_validator(mode="after")
     def _check_timeouts(self) -> Config:
-        if self.data.timeout_s >= self.timeout_s:
+        if self.data.worker_timeout_s >= self.timeout_s:
             raise ValueError(
-                f"data.timeout_s={self.data.timeout_s:g} must be below timeout_s={self.timeout_s:g}: "
+                f"data.worker_timeout_s={self.data.worker_timeout_s:g} must be below timeout_s={self.timeout_s:g}: "
                 "otherwise the other ranks time out before the stuck worker is named"
             )
         remote = self.data.remote
         if not (remote.http or remote.pipe):
             return self
-        if remote.timeout_s >= self.data.timeout_s:
+        if remote.timeout_s >= self.data.worker_timeout_s:
             raise ValueError(
                 f"data.remote.timeout_s={remote.timeout_s:g} must be below "
-                f"data.timeout_s={self.data.timeout_s:g}"
+                f"data.worker_timeout_s={self.data.worker_timeout_s:g}"
             )
         if remote.longest_s >= self.timeout_s:
             raise ValueError(

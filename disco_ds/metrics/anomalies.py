@@ -174,7 +174,7 @@ class AnomalyDetector:
         if anomaly in self.known and not repeat:
             return
         self.known.add(anomaly)
-        self.note(step, {f"trouble/{anomaly}": value})
+        self.note(step, {f"anomaly/{anomaly}": value})
         if comm.rank() == 0:
             logger.warning("step %d: %s", step, message)
 

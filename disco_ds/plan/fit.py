@@ -51,7 +51,7 @@ def fit(
         update = {
             "global_batch": ranks * K * m,
             "micro_batch": m,
-            "pixels": pixels,
+            "image_staging": pixels,
             "model": config.model.model_copy(update={"activation_checkpointing": checkpointing}),
             "ranks": ranks,
         }

@@ -95,7 +95,7 @@ def plan_memory(
         "update": {"features": 3 * features},
     }
     num_pixels = config.micro_batch * count_on_device(
-        config.num_micro_batches(ranks), config.pixels
+        config.num_micro_batches(ranks), config.image_staging
     )
     ordered = {}
     for name, moment in moments.items():
@@ -248,9 +248,11 @@ def _plan_host(
     m = config.micro_batch
     # The number of workers of a run depends on the cores of its host, which are unknown here.
     workers = 1 if config.data.workers is None else config.data.workers
-    buffers = count_buffers(config.data.prefetch, b // m, config.pixels, workers, most=LEAST_AHEAD)
+    buffers = count_buffers(
+        config.data.prefetch, b // m, config.image_staging, workers, most=LEAST_AHEAD
+    )
     host = {"pixels, in buffers": buffers * m * towers.sample}
-    if config.pixels == "compressed":
+    if config.image_staging == "compressed":
         host["images, compressed"] = b * image_bytes
     if cost.state_on_host:
         host["loss"] = cost.state

@@ -155,7 +155,7 @@ def build(
             config.seed,
             merge_states(saved.states("data")) if saved else None,
             Staging(
-                config.pixels,
+                config.image_staging,
                 comm.local_device(),
                 share.ranks,
                 share.cores,
@@ -189,7 +189,7 @@ def build(
         skip=config.on_spike == "skip",
         max_scale=config.model.max_scale if loss.learns_scale else None,
         warmup_steps=config.optim.warmup_steps,
-        state=saved.meta["trouble"] if saved else None,
+        state=saved.meta["anomalies"] if saved else None,
     )
 
     def read_state(step: int) -> RunState:
@@ -198,7 +198,7 @@ def build(
             "num_steps": config.num_steps,
             "identity": identity,
             "shape": checkpoint.shape(config, comm.size()),
-            "trouble": anomalies.state_dict(),
+            "anomalies": anomalies.state_dict(),
         }
         return RunState(meta, loader.state_dict(), loss.state_dict())
 

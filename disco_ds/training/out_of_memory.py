@@ -93,8 +93,8 @@ def _remedies(config: Config, phase: str) -> Iterator[str]:
         yield from _remedies_of_loss(config)
     elif config.micro_batch > 1:
         yield f"micro_batch={config.micro_batch // 2} (now {config.micro_batch})"
-    if config.pixels == "device":
-        yield "pixels=compressed, or pixels=host"
+    if config.image_staging == "device":
+        yield "image_staging=compressed, or image_staging=host"
     if phase in ("forward", "backward and update") and not config.model.activation_checkpointing:
         yield "model.activation_checkpointing=true"
     level = stage(config.deepspeed)

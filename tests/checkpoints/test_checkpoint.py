@@ -96,7 +96,12 @@ def test_refuse_changes_setting_that_went_or_came_is_named() -> None:
         {},
         {"micro_batch": 4},
         {"name": "other", "runs": "elsewhere"},
-        {"data__workers": 2, "data__prefetch": 9, "data__timeout_s": 1.0, "data__max_broken": 0.5},
+        {
+            "data__workers": 2,
+            "data__prefetch": 9,
+            "data__worker_timeout_s": 1.0,
+            "data__max_broken": 0.5,
+        },
         {"model__activation_checkpointing": True, "model__compile": True},
         {
             "log__every_steps": 3,
@@ -104,7 +109,7 @@ def test_refuse_changes_setting_that_went_or_came_is_named() -> None:
             "checkpoint__every_steps": 1,
             "checkpoint__keep_last": 9,
         },
-        {"pixels": "host", "timeout_s": 400.0},
+        {"image_staging": "host", "timeout_s": 400.0},
     ],
 )
 def test_refuse_changes_lets_the_rest_change(changes: dict[str, Any]) -> None:

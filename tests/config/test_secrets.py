@@ -75,5 +75,5 @@ def test_fetching_longer_than_the_timeout_of_the_ranks_is_refused() -> None:
     with pytest.raises(ValueError, match=r"data.remote.tries=5 .* 742.5 s .* timeout_s=600"):
         load_config("quickstart", ["data.remote.http=true", "data.remote.timeout_s=120"])
     assert load_config("quickstart", ["data.remote.timeout_s=120"]).data.remote.longest_s == 742.5
-    without = ["data.remote.timeout_s=120", "data.remote.ahead=0"]
+    without = ["data.remote.timeout_s=120", "data.remote.prefetch_shards=0"]
     assert load_config("quickstart", without).data.remote.longest_s == 622.5

@@ -214,7 +214,7 @@ def test_to_yaml_of_text_that_looks_like_a_number_loads_as_text(
 
 
 def test_data_timeout_longer_than_the_collectives_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"data.timeout_s=300 must be below timeout_s=100"):
+    with pytest.raises(ValueError, match=r"data.worker_timeout_s=300 must be below timeout_s=100"):
         settings(timeout_s=100)
 
 

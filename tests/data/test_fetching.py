@@ -253,14 +253,14 @@ def test_body_without_a_length_is_read_no_further_than_the_shard_may_be(
 def test_attempts_that_last_longer_than_a_worker_may_be_silent_end_with_their_own_error(
     shards: Manifest, server: Server, tmp_path: Path
 ) -> None:
-    """The fetch takes longer than data.timeout_s, but each attempt is a sign of life."""
+    """The fetch takes longer than data.worker_timeout_s, but each attempt is a sign of life."""
     server.stalled.update(f"/{shard.name}" for shard in shards.shards)
     data = remote(
         f"{server.url}/{ALL}",
         shards.folder / "manifest.json",
         tmp_path / "cache",
         workers=1,
-        timeout_s=2.0,
+        worker_timeout_s=2.0,
         remote={"timeout_s": 1.2, "tries": 3},
     )
     loader = make_loader(load_sources(data), data)
@@ -270,7 +270,7 @@ def test_attempts_that_last_longer_than_a_worker_may_be_silent_end_with_their_ow
     assert error is not None
     assert f"cannot be fetched from {server.url}/0000" in error
     assert "timed out; tries: 3" in error
-    assert time.monotonic() - start > 1.5 * data.timeout_s
+    assert time.monotonic() - start > 1.5 * data.worker_timeout_s
 
 
 def test_variable_of_a_url_that_is_not_set_is_named_before_anything_is_fetched(

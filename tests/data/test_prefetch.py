@@ -291,7 +291,7 @@ def test_workers_have_fetched_what_comes_next_and_the_order_is_the_same(
             "http": True,
             "cache": tmp_path / f"cache-{least}",
             "timeout_s": 20.0,
-            "ahead": least,
+            "prefetch_shards": least,
         }
         data = settings(
             text, manifest=manifest, remote=own, slots=2, window=5, workers=1, prefetch=1

@@ -203,7 +203,9 @@ def test_default_cache_holds_the_shards_in_use(
     most: float,
 ) -> None:
     set_default_room(monkeypatch, many[0].shards[0].bytes)
-    data = name_many(many, tmp_path, again, workers=workers, remote={"ahead": int(workers > 0)})
+    data = name_many(
+        many, tmp_path, again, workers=workers, remote={"prefetch_shards": int(workers > 0)}
+    )
     # The shards that are prefetched at the end have not been read yet: up to two for each slot.
     ahead = (2 if again else 1) * SLOTS / NUM_SHARDS if workers else 0
     assert fetched_per_used(many, data, size) < most + ahead

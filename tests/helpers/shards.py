@@ -110,7 +110,7 @@ def write_shards(
 
 def settings(folder: Path | str = "unused", **changes: Any) -> DataSettings:
     return DataSettings(
-        **{"shards": str(folder), "workers": 0, "window": 5, "timeout_s": 240.0, **changes}
+        **{"shards": str(folder), "workers": 0, "window": 5, "worker_timeout_s": 240.0, **changes}
     )
 
 

@@ -63,7 +63,7 @@ def test_spike_is_found_and_named_once(
             "it only warns"
         )
     assert [step for step, _ in notes] == [200, 250], "once for two in a row"
-    assert all(values.keys() == {f"trouble/{name}_spike"} for _, values in notes)
+    assert all(values.keys() == {f"anomaly/{name}_spike"} for _, values in notes)
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(said) == 2
     assert said[0].startswith(f"step 200: {name.replace('grad_', 'gradient ')} ")
@@ -143,7 +143,7 @@ def test_scale_at_its_bound_is_said_once(caplog: pytest.LogCaptureFixture) -> No
     # bf16 weights cannot exceed 98.87, which is exp(bf16(ln 100)).
     for step, scale in enumerate((14.3, 60.0, 97.0, 98.87, 100.0, 100.0, 80.0, 100.0)):
         trouble.check_record(record(step, scale=scale))
-    assert notes == [(3, {"trouble/scale_at_bound": 98.87}), (7, {"trouble/scale_at_bound": 100.0})]
+    assert notes == [(3, {"anomaly/scale_at_bound": 98.87}), (7, {"anomaly/scale_at_bound": 100.0})]
     assert caplog.text.count("has reached its bound model.max_scale (100)") == 2
     fixed, notes = watching(max_scale=None)
     fixed.check_record(record(1, scale=100.0))
@@ -162,7 +162,7 @@ def test_collapse_is_measured_by_the_best_of_the_run(
     assert notes == []
     trouble.check_record(record(90, **now))
     trouble.check_record(record(95, **now))
-    assert [(step, *values) for step, values in notes] == [(90, "trouble/image_collapse")]
+    assert [(step, *values) for step, values in notes] == [(90, "anomaly/image_collapse")]
     assert caplog.text.count("step 90: the image features collapse: ") == 1
     assert "step 95" not in caplog.text
 

@@ -246,7 +246,10 @@ def test_host_holds_images_as_the_recipe_says(tmp_path: Path) -> None:
 
     def host(pixels: str) -> dict[str, int]:
         return plan_memory(
-            config.model_copy(update={"pixels": pixels}), 2, towers, Assumptions(image_bytes=700)
+            config.model_copy(update={"image_staging": pixels}),
+            2,
+            towers,
+            Assumptions(image_bytes=700),
         ).host
 
     def buffers(num: int) -> dict[str, int]:

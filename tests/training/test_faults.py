@@ -54,7 +54,7 @@ def data_faults(path: Path, folder: Path) -> None:
     def config(name: str, *overrides: str) -> Config:
         data = [
             f"data.shards={folder / name}",
-            "data.patience_s=0",
+            "data.retry_s=0",
             "data.slots=2",
             "data.window=4",
             "steps=30",

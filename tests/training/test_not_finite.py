@@ -45,7 +45,7 @@ def passed_over(
         own = [
             f"name={name}-{kind}",
             f"skip_nonfinite={len(kinds)}",
-            f"pixels={where}",
+            f"image_staging={where}",
             "log.tensorboard=false",
         ]
         config = load_config(path, own)

@@ -106,7 +106,7 @@ def test_rank_without_memory_explains_and_the_others_name_it(tmp_path):
     expect(told, "GiB allocated (peak ", "disco-ds plan --config NAME --ranks 2")
     expect(
         told,
-        f"{HELPS} forward, in this order:\n    micro_batch=2 (now 4)\n    pixels=",
+        f"{HELPS} forward, in this order:\n    micro_batch=2 (now 4)\n    image_staging=",
         "deepspeed=zero2",
     )
     expect(
@@ -140,8 +140,12 @@ def test_out_of_memory_in_evaluation_is_told(tmp_path):
     ("phase", "changes", "first"),
     [
         ("building", {}, "nvidia-smi"),
-        ("forward", {"micro_batch": 1}, "pixels="),
-        ("forward", {"micro_batch": 1, "pixels": "host"}, "model.activation_checkpointing=true"),
+        ("forward", {"micro_batch": 1}, "image_staging="),
+        (
+            "forward",
+            {"micro_batch": 1, "image_staging": "host"},
+            "model.activation_checkpointing=true",
+        ),
         ("loss", {"loss": {"name": "disco"}}, "loss.name=disco_fused"),
         ("loss", {}, "loss.options.tile="),
         ("backward and update", {}, "micro_batch=8 (now 16)"),

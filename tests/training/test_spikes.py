@@ -89,7 +89,7 @@ def skipped(path: Path, case: str, deepspeed: dict[str, Any]) -> None:
         ]
         assert [line["skipped_batches"] for line in lines[0]][MIN_HISTORY:] == [0, 2, 2]
         seen = [(line["step"], *line) for line in records(spoilt) if "loss" not in line]
-        assert seen == [(LOSS, *POINT, f"trouble/{name}_spike") for name in ("loss", "grad_norm")]
+        assert seen == [(LOSS, *POINT, f"anomaly/{name}_spike") for name in ("loss", "grad_norm")]
         assert not [line for line in records(without) if "loss" not in line]
 
 
@@ -112,8 +112,8 @@ def resumed(path: Path, case: str) -> None:
     comm.barrier()
     if comm.rank() == 0:
         equal_checkpoints(folder / "whole", last)
-        assert read_meta(folder / "whole")["trouble"] == read_meta(last)["trouble"]
-        keys = (*SAME, "trouble/loss_spike", "trouble/grad_norm_spike")
+        assert read_meta(folder / "whole")["anomalies"] == read_meta(last)["anomalies"]
+        keys = (*SAME, "anomaly/loss_spike", "anomaly/grad_norm_spike")
         after = records(folder)
         assert [[line.get(key) for key in keys] for line in after] == [
             [line.get(k) for k in keys] for line in before
@@ -128,9 +128,9 @@ def warned(path: Path) -> None:
             name: line["step"]
             for line in records(folder)
             for name in line
-            if name.startswith("trouble/")
+            if name.startswith("anomaly/")
         }
-        assert found == {"trouble/loss_spike": LOSS, "trouble/grad_norm_spike": NORM}
+        assert found == {"anomaly/loss_spike": LOSS, "anomaly/grad_norm_spike": NORM}
         assert read_meta(folder / CHECKPOINTS / f"step-{STEPS:08d}")["step"] == STEPS
         assert records(folder)[-1]["skipped_batches"] == 0
 
@@ -184,7 +184,7 @@ def signs(folder: Path) -> dict[str, int]:
     found: dict[str, int] = {}
     for line in records(folder):
         found = {
-            name.removeprefix("trouble/"): line["step"] for name in line if "trouble/" in name
+            name.removeprefix("anomaly/"): line["step"] for name in line if "anomaly/" in name
         } | found
     return found
 

@@ -148,13 +148,13 @@ class Loader:
             decode_twice=staging.pixels == "compressed",
             batches=self._batches,
             # Without workers nothing is prefetched, since the trainer has no time between samples.
-            ahead=FetchAhead(sources, order, settings.remote.ahead if num_workers else 0),
+            ahead=FetchAhead(sources, order, settings.remote.prefetch_shards if num_workers else 0),
         )
         producers: list[Producer] = []
         for number in range(num_workers):
             worker = Worker(
                 replace(job, worker=number, num_workers=num_workers),
-                settings.timeout_s,
+                settings.worker_timeout_s,
                 form.tokenize.__module__,
                 partial(label, sources),
             )

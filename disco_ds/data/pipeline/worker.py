@@ -119,7 +119,7 @@ class _Reader:
         """
         job = self._job
         # A worker that is silent for timeout_s counts as hung, so it must not wait that long for a file.
-        patience_s = min(job.settings.patience_s, job.settings.timeout_s / 2)
+        patience_s = min(job.settings.retry_s, job.settings.worker_timeout_s / 2)
         epoch, offset = self.cursor[stream]
         skipped = 0
         while True:

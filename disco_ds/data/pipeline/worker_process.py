@@ -111,8 +111,8 @@ class Worker:
             while not self._connection.poll(self._timeout_s):
                 if fetched == (fetched := self._at[2]):
                     raise DataError(
-                        f"{self._name} (pid {self.pid}) was silent for data.timeout_s={self._timeout_s:g} s"
-                        f"{self._where()}; look for a stalled file system, or raise data.timeout_s"
+                        f"{self._name} (pid {self.pid}) was silent for data.worker_timeout_s={self._timeout_s:g} s"
+                        f"{self._where()}; look for a stalled file system, or raise data.worker_timeout_s"
                     )
             answer = self._connection.recv()
         except (EOFError, OSError):

@@ -80,7 +80,9 @@ def sum_bytes(
             per_shard = num_slots * whole / len(source.shards)
             at_hand = count_at_hand(len(source.shards), source.num_samples, settings.window)
             # With replacement, the next run has no shards in common with the current one.
-            ahead = max(settings.remote.ahead, at_hand if part.replacement else at_hand - 1)
+            ahead = max(
+                settings.remote.prefetch_shards, at_hand if part.replacement else at_hand - 1
+            )
             used += min(whole, at_hand * per_shard)
             wanted += min(whole, (at_hand + ahead) * per_shard)
     return used, wanted

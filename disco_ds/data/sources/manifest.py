@@ -72,7 +72,7 @@ class Manifest(Source):
 
     def open_fetcher(self) -> Callable[[int], None] | None:
         """Return a function that fetches a remote shard into the cache, see Source.open_fetcher."""
-        return self._open_cache().fetch_ahead if self.urls and self.remote.ahead else None
+        return self._open_cache().fetch_ahead if self.urls and self.remote.prefetch_shards else None
 
     def _open_cache(self) -> ShardCache:
         names, sizes = [shard.name for shard in self.shards], [shard.bytes for shard in self.shards]

@@ -173,14 +173,14 @@ class Training:
     ) -> None:
         ds_config = {"zero_optimization": {"stage": stage}} | PRECISIONS[precision]
         optim = {"optim__name": "adamw", "optim__lr": 1e-3, "optim__weight_decay": 0.1}
-        given = {"pixels": "host", "loss__name": loss, **optim, **changes}
+        given = {"image_staging": "host", "loss__name": loss, **optim, **changes}
         size = {"micro_batch": MICRO_BATCH, "global_batch": MICRO_BATCH * K * comm.size()}
         self.config, self.K = (
             tiny_config(write_tiny(Path.cwd(), layers=1), ds_config, **size, **given),
             K,
         )
         self.prepare = prepare(self.config)
-        self.loader = open_loader(self.config.global_batch, self.config.pixels)
+        self.loader = open_loader(self.config.global_batch, self.config.image_staging)
         self.loss = build_loss(loss, **self.config.loss.options).to("cuda")
         self.loss.set_num_samples(NUM_SAMPLES, 10 * NUM_SAMPLES)
         start = self.loss.initial_scale, self.loss.initial_bias, self.loss.learns_scale
@@ -278,8 +278,8 @@ def step_cases() -> Iterator[tuple[str, Case]]:
         )
     for pixels in ("device", "compressed"):
         yield (
-            f"step with pixels={pixels}",
-            Case(partial(step_case, 1, "autocast", 3, pixels=pixels)),
+            f"step with image_staging={pixels}",
+            Case(partial(step_case, 1, "autocast", 3, image_staging=pixels)),
         )
     moves = {
         "rotate_degrees": 14,
