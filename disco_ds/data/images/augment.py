@@ -18,6 +18,7 @@ from disco_ds.data.order.counter_rng import (
     AUGMENT_COLUMN,
     COLOR_COLUMN,
     NOISE_COLUMN,
+    keyed_bits,
     keyed_uniform,
 )
 
@@ -66,8 +67,10 @@ def augment(
             # timm's noise is normal in normalized pixels. This is uniform, so that pixels stay in [0, 1]; its mean and
             # deviation (0.5, 0.29) are close to CLIP's (0.46, 0.27).
             size = height * width
-            noise = keyed_uniform(seed, epoch, index, size, NOISE_COLUMN + view * size)
-            noise = noise.view(-1, height, width)
+            bits = keyed_bits(seed, epoch, index, size, NOISE_COLUMN + view * size)
+            # 21 of the 64 random bits of a pixel for each channel.
+            channels = [(bits >> first & (1 << 21) - 1).float() for first in (0, 21, 42)]
+            noise = torch.stack(channels, dim=1).view_as(pixels) * 2.0**-21
             pixels = erase_boxes(pixels, noise, drawn[:, COLUMNS:], settings)
         return pixels
 

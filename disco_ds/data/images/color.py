@@ -91,7 +91,7 @@ def erase_boxes(pixels: Tensor, noise: Tensor, drawn: Tensor, settings: AugmentS
 
     Args:
         pixels: [m, 3, H, W] fp32.
-        noise: [m, H, W] fp32, the same for the three channels.
+        noise: [m, 3, H, W] fp32.
         drawn: [m, BOX_COLUMNS], uniform in [0, 1).
         settings: The probability and the largest number of boxes.
     """
@@ -108,7 +108,7 @@ def erase_boxes(pixels: Tensor, noise: Tensor, drawn: Tensor, settings: AugmentS
         rows = _within(height, (area.sqrt() * root).round(), top)
         columns = _within(width, (area.sqrt() / root).round(), left)
         inside |= (box < number)[:, None, None] & rows[:, :, None] & columns[:, None, :]
-    return torch.where(inside[:, None], noise[:, None], pixels)
+    return torch.where(inside[:, None], noise, pixels)
 
 
 def _within(side: int, length: Tensor, place: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import logging
 import os
 from array import array
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -32,6 +33,9 @@ from disco_ds.data.sources.base import Source
 from disco_ds.data.sources.listing import is_table
 
 logger = logging.getLogger(__name__)
+
+_FIRST_ROWS = 16
+"""Number of rows that are read when the file is opened."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +76,8 @@ class Table(Source):
         """Find the rows of a csv file.
 
         Raises:
-            ValueError: If the file is missing, empty or malformed, or lacks a column that the settings name.
+            ValueError: If the file is missing, empty or malformed, if it lacks a column that the settings name, or if
+                none of its first rows can be read.
         """
         path = Path(shards).expanduser()
         try:
@@ -94,7 +99,9 @@ class Table(Source):
             )
         if len(starts) < 2:
             raise ValueError(f"{path} has no rows below its column names")
-        return cls(path, separator, columns, image, starts, fingerprint)
+        table = cls(path, separator, columns, image, starts, fingerprint)
+        _check_first_rows(table)
+        return table
 
 
 class TableReader:
@@ -139,6 +146,22 @@ class TableReader:
         """Close the file."""
         if self._file is not None:
             self._file.close()
+
+
+def _check_first_rows(table: Table) -> None:
+    """Raise ValueError if none of the first rows can be read, as with a wrong folder or separator."""
+    first = ""
+    with closing(TableReader(table)) as reader:
+        for entry in range(min(_FIRST_ROWS, table.sizes[0])):
+            try:
+                reader.read(0, entry)
+                return
+            except BrokenSample as error:
+                first = first or str(error)
+    raise ValueError(
+        f"{table.path}: none of the first rows can be read. The first: {first}. Paths are relative to the csv's "
+        "folder or to the working directory"
+    )
 
 
 def _find_rows(file: BinaryIO, separator: str, heading: bytes) -> tuple[np.ndarray, str]:
