@@ -149,7 +149,7 @@ class DataSettings(Settings):
     """A folder of .tar shards; shards listed by braces, such as /data/{00000..00099}.tar,
     https://host/{0..9}.tar or pipe:COMMAND {0..9}; a .csv of image paths and captions; or
     `bundled:emoji/train`, which is part of this package."""
-    sources: tuple[SourceSettings, ...] | None = Field(None, min_length=1)
+    sources: tuple[SourceSettings, ...] | None = None
     """Several sources, mixed by weight, instead of data.shards."""
     manifest: Path | None = None
     """Manifest that `disco-ds index` wrote for the shards. Null: manifest.json in their folder."""

@@ -91,7 +91,7 @@ class ModelSettings(Settings):
     @model_validator(mode="after")
     def _check_factory(self) -> ModelSettings:
         if self.options and self.factory is None:
-            raise ValueError("model.options are for model.factory, which is not set: remove them")
+            raise ValueError("remove model.options: they are for model.factory, which is not set")
         for name in OPEN_CLIP_ONLY if self.factory else ():
             if getattr(self, name) != ModelSettings.model_fields[name].default:
                 raise ValueError(f"remove model.{name}: model.factory builds the model itself")

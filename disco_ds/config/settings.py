@@ -64,7 +64,7 @@ def explain_value(key: str, item: Any) -> str:
     if item["type"] in ("value_error", "assertion_error"):
         text = str(item["ctx"]["error"])  # it names the settings if it is about several
         return text if key.rpartition(".")[2] in text else f"{key}: {text}"
-    expected = re.sub(r"^\w+ should", "must", item["msg"])
+    expected = re.sub(r"^\w+ should", "must", item["msg"]).replace(" after validation", "")
     if problem in ("type", "parsing", "from_float") and kind in _TYPES:
         expected = f"must be {_TYPES[kind]}"
     return f"{key} {expected}, got {shorten(repr(item['input']))}"

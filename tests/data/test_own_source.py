@@ -225,12 +225,12 @@ def test_mistake_is_named(name: str, options: dict[str, Any], words: str, packag
     [
         (
             {"source": "synthetik"},
-            "data.source is 'synthetik'; expected shards, synthetic, or your own as package.module",
+            "data.source is 'synthetik'; expected",
         ),
         ({"source": "a:"}, "data.source is 'a:'"),
         (
             {"shards": "a", "options": {"path": "x"}},
-            "data.options are those of your own source, and data.source is shards",
+            "data.source is shards; remove",
         ),
         ({"sources": [{"shards": "a"}, {"options": {}}]}, "data.sources.1.shards is missing"),
     ],

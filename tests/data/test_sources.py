@@ -167,18 +167,18 @@ def test_resume_names_what_changed_of_the_sources() -> None:
     [
         (
             {"shards": "a", "sources": [{"shards": "b"}]},
-            "data.sources takes the place of data.shards",
+            "data.sources replaces data.shards",
         ),
         (
             {"sources": [{"shards": "a", "weight": 1}, {"shards": "b"}]},
-            "give every source a weight, or none",
+            "data.sources: set a weight for every source",
         ),
-        ({"sources": []}, "data.sources: tuple should have at least 1 item"),
+        ({"sources": []}, "data.shards is missing"),
         (
             {"sources": [{"shards": "a", "wieght": 1}]},
             "data.sources.0.wieght; did you mean weight?",
         ),
-        ({"sources": [{"shards": "a", "captions": {}}]}, "data.captions needs templates"),
+        ({"sources": [{"shards": "a", "captions": {}}]}, "data.sources.0.captions: "),
         ({"sources": [{"weight": 1}]}, "data.sources.0.shards is missing"),
     ],
 )
