@@ -356,6 +356,7 @@ def widened(model: str) -> None:
         assert engine.optimizer.reduce_bucket_size == expected, zero
 
 
+@pytest.mark.slow
 def test_bucket_of_zero_2_holds_the_largest_parameter_where_it_overlaps(tmp_path: Path) -> None:
     run_ranks(widened, 1, write_tiny(tmp_path))
 
@@ -391,5 +392,6 @@ def resumed_in_other_buckets(model: str, folder: Path) -> None:
             assert all(torch.equal(value, other[name]) for name, value in ends[0].items()), stage
 
 
+@pytest.mark.slow
 def test_checkpoint_goes_on_in_other_buckets(tmp_path: Path) -> None:
     run_ranks(resumed_in_other_buckets, 2, write_tiny(tmp_path), tmp_path)
