@@ -333,7 +333,7 @@ def test_csv_fingerprint_follows_its_rows(tmp_path: Path) -> None:
             "data.image_key is jpg;jpeg;png;webp",
         ),
         ("filepath;title\na;b\n", CSV, "has the columns filepath;title"),
-        ("filepath\ttitle\na.png\tb\nc.png\tb\n", CSV, "The first: image "),
+        ("filepath\ttitle\na.png\tb\nc.png\tb\n", CSV, "a.png"),
     ],
 )
 def test_csv_that_cannot_be_used_is_refused(
