@@ -81,7 +81,7 @@ def test_benchmark_layout_brings_its_classes_templates_and_captions(tmp_path: Pa
     (tmp_path / "labeled" / "classnames.txt").write_text("red\ngreen\n")
     refused(tmp_path / "labeled", "class names: 2", "labels: 3", "without a name: 2")
     (tmp_path / "labeled" / "classnames.txt").unlink()
-    refused(tmp_path / "labeled", "classnames.txt does not exist")
+    refused(tmp_path / "labeled", "classnames.txt", "No such file")
     (tmp_path / "labeled" / "test" / "nshards.txt").write_text("3")
     refused(tmp_path / "labeled", "nshards.txt says 3", "has 2 .tar")
 

@@ -229,4 +229,4 @@ def test_contact_sheet_shows_what_its_rule_says(tmp_path, monkeypatch, capsys):
     )
     monkeypatch.setattr(sys, "argv", ["sheet", "bundled:emoji/none", "--out", str(out)])
     assert tool.main() == 2
-    assert "known: bundled:emoji/train" in capsys.readouterr().err
+    assert "available: bundled:emoji/train" in capsys.readouterr().err

@@ -52,7 +52,7 @@ def bad_settings(path: Path, folder: Path) -> None:
     expect(
         refused(config("eval={labeled: {far: 'bundled:emoji/unseen'}, label_key: '{json[no]}'}")),
         "far",
-        "has a label",
+        "eval.label_key",
     )
     expect(refused(config("data.slots=5")), "data.slots=4 or data.slots=6")
     expect(
