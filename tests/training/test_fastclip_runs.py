@@ -280,5 +280,5 @@ def test_rate_of_a_temperature_that_nobody_learns_is_refused(tmp_path):
 
 
 def test_slow_temperature_needs_a_rate_of_its_own():
-    with pytest.raises(ValueError, match=r"tau_slow \(0\.03\) has no effect without optim\.tau_lr"):
+    with pytest.raises(ValueError, match=r"tau_slow=0\.03 has no effect without optim\.tau_lr"):
         OptimSettings(tau_slow=0.03)
