@@ -40,7 +40,10 @@ def read_hostfile(path: Path) -> dict[str, int]:
     """
     if not path.is_file():
         raise ValueError(f"no hostfile {path}: deepspeed would start ranks on this host only")
-    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"hostfile {path} is not UTF-8 text: byte {error.start}") from None
     for number, line in enumerate(text.splitlines(), 1):
         if not LINE.fullmatch(line.strip()):
             # DeepSpeed would use the beginning of the line, and pass the host's name to shells.
