@@ -37,8 +37,8 @@ A CLIP model trained with disco_ds: {count:,} values in {dtype}, from {origin}. 
 """
 """Beginning of README.md, which makes it a model card."""
 NOTE = """
-(timm knows its image tower only once `{module}` is imported: disco_ds must be installed
-where the model is loaded, and imported first, as below.)
+(timm does not recognize this model's image tower until `{module}` is imported. disco_ds must be
+installed where the model is loaded, and imported first, as shown below.)
 """
 CUSTOM = """
 The model is built by `{factory}`, which must be importable where it is loaded:

@@ -214,7 +214,7 @@ def _read(source: Source, data: DataSettings) -> Line:
         many = len(broken) > 2 + data.max_broken * len(chosen) or 2 * len(broken) > len(chosen)
         status = "fail" if many else "warn"
     remedy = (
-        "see data.image_key and data.captions; a run stops at a fraction of "
+        "see data.image_key and data.captions; a run stops once the fraction of broken samples exceeds "
         f"data.max_broken={data.max_broken:g}"
     )
     return Line(status, "samples", found, remedy)

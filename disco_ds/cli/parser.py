@@ -362,7 +362,7 @@ def _add_index(parser: argparse.ArgumentParser) -> None:
 examples:
   disco-ds index /data/shards
   disco-ds index 'https://example.org/{000..099}.tar' --to manifest.json
-exit code: 0 written, or nothing has changed (--check), 1 changed (--check), 2 invalid arguments
+exit codes: 0 = written, or unchanged (with --check); 1 = changed (with --check); 2 = invalid arguments
 """
     parser.add_argument(
         "shards", help="a folder of .tar files, or their names with braces: '/data/{000..099}.tar'"
