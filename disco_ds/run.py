@@ -220,7 +220,8 @@ def _restored_process() -> Iterator[None]:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         sys.excepthook = hook
-        os.environ.clear()
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
         os.environ.update(environment)
 
 

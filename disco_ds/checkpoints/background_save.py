@@ -21,6 +21,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -132,6 +133,10 @@ class Save:
         """Start to write this rank's files, or write them again after a failure."""
         self._completing = False
         self._job = jobs.start(self._write)
+
+    def wait(self, seconds: float) -> None:
+        """Wait for this rank's thread, but at most this long."""
+        futures.wait([self._job], seconds)
 
     def wait_for_all(self) -> None:
         """Wait until the threads of all ranks are done. Collective."""

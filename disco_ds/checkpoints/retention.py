@@ -23,7 +23,7 @@ from typing import Any
 
 from disco_ds.runs.run_folder import CHECKPOINTS, STEP
 
-FORMAT = 5
+FORMAT = 6
 """Version of the layout of a checkpoint."""
 META = "checkpoint.json"
 ENGINE = "engine"
@@ -154,15 +154,23 @@ def remove_checkpoints(
                 continue
             milestone = keep_every_steps > 0 and step_of(path) % keep_every_steps == 0
             if path not in busy and not milestone:
-                # It is renamed first, so that a crash leaves no checkpoint with files missing.
-                path.rename(path.with_name(f".{path.name}.partial"))
-                removed += 1
+                removed += _hide(path)
         for remains in (folder / CHECKPOINTS).glob(".step-*.partial"):
             if remains not in busy:
                 _remove(remains)
     except OSError as error:
         warn_once(f"old checkpoints of {folder} are not removed: {error}")
     return removed
+
+
+def _hide(path: Path) -> bool:
+    """Rename a checkpoint before it is removed, so that a crash leaves no checkpoint with files missing."""
+    try:
+        path.rename(path.with_name(f".{path.name}.partial"))
+    except OSError as error:
+        warn_once(f"{path} is not removed: {error.strerror}")
+        return False
+    return True
 
 
 def _is_intact(path: Path) -> bool:

@@ -155,7 +155,9 @@ class Saver:
             is_waiting = comm.broadcast(is_pending and turn_end < end)
 
     def close(self) -> None:
-        """Free the host memory, unless a thread still writes from it because the run has failed."""
+        """Free the host memory; if the run ended in the middle of a save, wait briefly for it."""
+        if self.in_flight is not None:
+            self.in_flight.wait(10.0)
         if self.host_copy is not None and not self.is_writing:
             self.host_copy.close()
 

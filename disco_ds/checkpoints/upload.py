@@ -43,7 +43,14 @@ class Uploads:
         self._listed: list[str] = []
         """The content of that file."""
         if self._list_file.exists():
-            self._listed = json.loads(self._list_file.read_text(encoding="utf-8"))
+            try:
+                self._listed = [str(path) for path in json.loads(self._list_file.read_text())]
+            except (OSError, ValueError, TypeError) as error:
+                logger.warning(
+                    "%s is unreadable (%s): check which uploads are complete",
+                    self._list_file,
+                    error,
+                )
         self._queue = [Path(path) for path in self._listed if Path(path).exists()]
         self._process: subprocess.Popen[bytes] | None = None
         """Uploads the first of the queue; None while an upload of an earlier run has not ended."""

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     except RendezvousError as error:
         return fail_rank(error, 1)
     except (*AGREED_ERRORS, OSError) as error:
-        return fail_rank(error, exit_code(error), speaks=first)
+        return fail_rank(error, exit_code(error), speaks=first or isinstance(error, OSError))
     return 0
 
 

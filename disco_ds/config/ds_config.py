@@ -15,7 +15,6 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from disco_ds.config.recipe_yaml import parse
 from disco_ds.config.settings import explain_value
 from disco_ds.config.text_file import read_text
 from disco_ds.names import suggest
@@ -176,11 +175,35 @@ def read_ds_config(entry: str | dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    # JSON is valid YAML, except for tabs between its parts.
-    tree = parse(read_text(path, "ds_config").replace("\t", " "), str(path))
+    try:
+        tree = json.loads(
+            read_text(path, "ds_config"),
+            object_pairs_hook=_refuse_duplicates,
+            parse_constant=_refuse_constant,
+        )
+    except RecursionError:
+        raise ValueError(f"{path} is not a ds_config: it is nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: JSON syntax error: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     if not isinstance(tree, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(tree).__name__}")
     return tree
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build an object of a JSON file, and refuse a key that is given twice."""
+    tree: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in tree:
+            raise ValueError(f"key {key!r} is given twice")
+        tree[key] = value
+    return tree
+
+
+def _refuse_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not a JSON number")
 
 
 def complete_ds_config(ds_config: dict[str, Any], owned: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from disco_ds.config.settings import explain_value
 from disco_ds.config.text_file import read_text
 from disco_ds.names import did_you_mean, shorten, suggest
 
-MAX_PROBLEMS = 8
+MAX_PROBLEMS = 20
 """Number of problems that one message lists; the others are counted."""
 
 
@@ -41,11 +41,12 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     if not isinstance(tree, dict):
         raise ValueError(f"{path}: expected a mapping of settings, got {type(tree).__name__}")
     assigned = split_overrides(overrides)
-    tree["deepspeed"] = read_ds_config(tree.get("deepspeed", "zero1"), path.parent)
+    entries = [value for keys, value in assigned if keys == ["deepspeed"]]
+    entry = entries[0] if entries else tree.get("deepspeed", "zero1")
+    tree["deepspeed"] = read_ds_config(entry, path.parent)
     for keys, value in assigned:
-        if keys == ["deepspeed"]:
-            value = read_ds_config(value, path.parent)
-        assign(tree, keys, value)
+        if keys != ["deepspeed"]:
+            assign(tree, keys, value)
     return check_config(tree, str(path), [".".join(keys) for keys, _ in assigned])
 
 

@@ -19,7 +19,7 @@ from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_va
 
 from disco_ds.config.data import AugmentSettings, DataSettings, Pixels
 from disco_ds.config.model import ModelSettings
-from disco_ds.config.optim import OptimSettings
+from disco_ds.config.optim import OptimSettings, TowerOptimSettings
 from disco_ds.config.recipe_yaml import Dumper
 from disco_ds.config.settings import MAX_SECONDS, Settings
 from disco_ds.config.templates import check_template
@@ -275,6 +275,18 @@ class Config(Settings):
                 "the former or raise timeout_s; otherwise the other ranks time out before the shard "
                 "is named"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_locked_towers(self) -> Config:
+        locked = {
+            "image": self.model.lock_image,
+            "text": self.model.lock_text or self.model.two_views,
+        }
+        for tower, is_locked in locked.items():
+            is_frozen = is_locked and not self.model.unlocked_layers
+            if is_frozen and getattr(self.optim, tower) != TowerOptimSettings():
+                raise ValueError(f"remove optim.{tower}: the {tower} tower is not trained")
         return self
 
     @model_validator(mode="after")

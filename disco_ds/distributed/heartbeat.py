@@ -182,10 +182,12 @@ class Heartbeat:
             self._hurry = True
             # Meanwhile _beat names the lost rank and ends this process.
             time.sleep(self._patience_s + 3 * self._interval_s)
-        self._exit_reason = ""
+        reason = ""
         if error is not None:
             place = f"rank {self._rank} on {socket.gethostname()} (last {self.place})"
-            self._exit_reason = f"{place} failed: {type(error).__name__}: {error}"
+            reason = f"{place} failed: {type(error).__name__}: {error}"
+        # Assigned once, because the beat thread may read it at any time.
+        self._exit_reason = reason
         self._wake.set()
         beat_thread, clock_thread = self._threads
         beat_thread.join(self.lost_after_s)
@@ -372,7 +374,9 @@ class Heartbeat:
         Raises:
             RuntimeError: If the store does not answer.
         """
-        self._store.compare_set(VERDICT, "", reason)
+        # The store refuses strings with surrogates, which names of files may contain.
+        text = reason.encode("utf-8", "backslashreplace").decode()
+        self._store.compare_set(VERDICT, "", text)
 
     def _send_beat(self) -> None:
         self._serial += 1

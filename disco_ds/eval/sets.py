@@ -204,6 +204,7 @@ def read_classes(path: Path, labels: Collection[str]) -> dict[str, str]:
     The file is JSON (a list, or a mapping from label to name) or text (one name per line, or label
     and name per line). Names without labels belong to the labels in sorted order; but if all labels
     are numbers, the first name belongs to label 0 and so on, even if no sample has that label.
+    Keras' format {"0": [wnid, name]} is accepted too.
 
     Raises:
         ValueError: If a label has no name.
@@ -220,7 +221,8 @@ def read_classes(path: Path, labels: Collection[str]) -> dict[str, str]:
         if all(len(pair) == 2 for pair in words) and set(labels) <= {pair[0] for pair in words}:
             given = dict(words)
     if isinstance(given, dict):
-        names = {label: str(name) for label, name in given.items() if label in labels}
+        pairs = [value if isinstance(value, list) else (key, value) for key, value in given.items()]
+        names = {str(key): str(value) for key, value in pairs if key in labels}
     elif all(label.isdecimal() for label in labels):
         names = {str(number): name for number, name in enumerate(given)}
     else:

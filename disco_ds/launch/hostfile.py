@@ -44,6 +44,8 @@ def read_hostfile(path: Path) -> dict[str, int]:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"hostfile {path} is not UTF-8 text: byte {error.start}") from None
+    except OSError as error:
+        raise ValueError(f"hostfile {path} cannot be read: {error.strerror}") from None
     for number, line in enumerate(text.splitlines(), 1):
         if not LINE.fullmatch(line.strip()):
             # DeepSpeed would use the beginning of the line, and pass the host's name to shells.

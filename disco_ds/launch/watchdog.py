@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from contextlib import suppress
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import psutil
@@ -36,7 +37,7 @@ def die_with_launcher() -> None:
         front_end = launcher.parent()
         if front_end and FRONT_ENDS & {Path(word).name for word in front_end.cmdline()}:
             threading.Thread(
-                target=_end_after, args=(front_end,), name="launcher-watch", daemon=True
+                target=_end_after, args=(front_end.pid,), name="launcher-watch", daemon=True
             ).start()
 
 
@@ -48,6 +49,14 @@ def die_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _end_after(process: psutil.Process) -> None:
-    process.wait()
+def _end_after(pid: int) -> None:
+    # psutil would wait forever for a zombie that nobody reaps, as in a container without an init process.
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        pass
+    except OSError:
+        return  # this kernel cannot watch a process
+    else:
+        wait([handle])
     os.kill(os.getpid(), signal.SIGKILL)

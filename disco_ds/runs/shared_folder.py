@@ -67,7 +67,14 @@ def open_folder(config: Config, resume: str | None, stack: ExitStack) -> Path:
 def count_finished(folder: Path) -> int:
     """Return the number of steps of a run that has completed all of them, 0 for any other run."""
     path = folder / FINISHED
-    return json.loads(path.read_text(encoding="utf-8"))["steps"] if path.exists() else 0
+    if not path.exists():
+        return 0
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["steps"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} cannot be read: {error}; remove it if the run is not finished"
+        ) from None
 
 
 @contextmanager

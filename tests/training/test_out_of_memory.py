@@ -43,7 +43,7 @@ def enter(
         nonlocal calls
         if type(module).__name__ != "VisionTransformer" or number not in faulty:
             return
-        if not module.training and phase == "evaluating":
+        if not module.training and phase == "evaluating" and calls:
             fail()
         calls += module.training
         if calls == 5 and phase == "forward":

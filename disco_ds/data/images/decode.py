@@ -41,6 +41,8 @@ NUM_CROP_NUMBERS = 2 * _TRIES + 2
 """Random numbers for a crop: area and aspect ratio for each attempt, and the place."""
 _MAX_ASPECT = 64
 """Evaluation refuses longer images, which could be huge after the resize of their short side."""
+_MAX_DEPTH = 200
+"""Levels of a JSON member."""
 _MAX_CAPTION = 2**14
 """Bytes of a caption that the tokenizer gets."""
 _MAX_WORD = 2**11
@@ -241,7 +243,28 @@ class _Fields(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         data: bytes = super().__getitem__(name)
-        return json.loads(data) if name.rpartition(".")[2] == "json" else data.decode("utf-8")
+        return _parse_json(data) if name.rpartition(".")[2] == "json" else data.decode("utf-8")
+
+
+def _parse_json(data: bytes) -> Any:
+    """Parse JSON of limited depth.
+
+    json.loads itself stops at a depth that depends on the caller's stack, so a sample could be broken in one process
+    and not in another.
+
+    Raises:
+        ValueError: If the data is not JSON or is nested too deeply.
+    """
+    text = data.decode(json.detect_encoding(data), "surrogatepass")
+    if text.count("[") + text.count("{") > _MAX_DEPTH:
+        depth = 0
+        # Brackets within strings do not nest.
+        bare = re.sub(r'"(?:[^"\\]|\\.)*"', "", text, flags=re.DOTALL)
+        for bracket in re.findall(r"[][{}]", bare):
+            depth += 1 if bracket in "[{" else -1
+            if depth > _MAX_DEPTH:
+                raise ValueError(f"JSON nested in more than {_MAX_DEPTH} levels")
+    return json.loads(text)
 
 
 class _Formatter(string.Formatter):

@@ -10,6 +10,7 @@ import base64
 import http.client
 import os
 import random
+import re
 import signal
 import subprocess
 import tempfile
@@ -30,6 +31,8 @@ from disco_ds.config.secrets import expand
 from disco_ds.data.images.broken import DataError
 from disco_ds.data.sources.listing import PIPE
 
+_RANGE = re.compile(r"bytes (?P<first>\d+)-(?P<last>\d+)/(?P<total>\d+|\*)")
+"""The header Content-Range."""
 _TRANSIENT = {408, 416, 425, 429, 500, 502, 503, 504}
 """HTTP statuses after which another attempt may succeed."""
 _BLOCK = 2**20
@@ -232,12 +235,16 @@ def _read_http(url: str, timeout_s: float, download: _Download) -> Generator[byt
         version = tag if tag and not tag.startswith("W/") else answer.headers["Last-Modified"]
         if answer.status == http.client.PARTIAL_CONTENT:
             # Continue only if this is the rest of the same content.
-            total = download.done + int(length or 0)
             said = answer.headers["Content-Range"]
-            rest = f"bytes {download.done}-{total - 1}/{total}"
-            if said != rest or version not in (None, download.version):
+            found = _RANGE.fullmatch(said or "")
+            is_rest = found is not None and int(found["first"]) == download.done
+            if found is not None and found["total"] != "*":
+                is_rest &= int(found["last"]) + 1 == int(found["total"])
+            if not is_rest or version not in (None, download.version):
                 download.version = None
-                raise _FetchError(f"the server sent {said}, but {rest} was requested")
+                raise _FetchError(
+                    f"the server sent {said} instead of the rest from byte {download.done}"
+                )
         else:
             download.done, download.version = 0, version
         received = 0

@@ -223,7 +223,7 @@ def find_limit(settings: RemoteSettings, wanted_bytes: float = 0) -> int:
     """
     folder = find_folder(settings)
     default_gb = max(wanted_bytes / 1e9, LEAST_CACHE_GB)
-    existing = next(path for path in (folder, *folder.parents) if path.is_dir())
+    existing = next(path for path in (folder, *folder.parents) if os.path.isdir(path))
     room = shutil.disk_usage(existing).free
     # An unreadable folder is an error only when the first shard is opened.
     with suppress(OSError):

@@ -51,10 +51,11 @@ def index_shards(
     listing = where if isinstance(where, Listing) else list_folder(where)
     names, urls = listing.names, listing.urls or [None] * len(listing.names)
     # Manifests may lack a modification time (0). Those shards are counted again.
+    wanted = set(names)
     shards = {
         shard.name: shard
         for shard in known
-        if shard.name in set(names)
+        if shard.name in wanted
         and not listing.urls
         and shard.mtime
         and not has_changed(listing.folder, shard)

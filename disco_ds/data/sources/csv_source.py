@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -152,9 +152,10 @@ def _check_first_rows(table: Table) -> None:
     """Raise ValueError if none of the first rows can be read, as with a wrong folder or separator."""
     first = ""
     with closing(TableReader(table)) as reader:
-        for entry in range(min(_FIRST_ROWS, table.sizes[0])):
+        places = ((shard, entry) for shard, size in enumerate(table.sizes) for entry in range(size))
+        for place in islice(places, _FIRST_ROWS):
             try:
-                reader.read(0, entry)
+                reader.read(*place)
                 return
             except BrokenSample as error:
                 first = first or str(error)

@@ -128,6 +128,8 @@ def load_manifest(
     command = "disco-ds index 'SHARDS' --to FILE, and set data.manifest=FILE"
     if listing.whole:
         command = f"disco-ds index {folder}" + (f" --to {path}" if path else "")
+    if path is None and listing.urls:
+        raise ValueError(f"remote shards need a manifest; count them: {command}")
     path = path or folder / NAME
     if not path.is_file():
         raise ValueError(f"there is no {path}; count the shards: {command}")

@@ -7,7 +7,6 @@ sample's entry is its position in the tar. Tars must be uncompressed. Nothing is
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import sys
@@ -25,6 +24,10 @@ from disco_ds.data.images.broken import MAX_BYTES, BrokenSample, CacheFullError
 
 _META = re.compile(r"__[^/]*__($|/)")
 """Members that webdataset skips."""
+_MAX_HEADER = 2**16
+"""Bytes of a header with a long name or pax records. A path in a file system has at most 4096."""
+_MAX_READS = 64
+"""Reads for one member: its header, and those of a long name and of pax records."""
 _FILES_KEPT = 64
 """Number of local shards that stay open."""
 _SEARCHED_BYTES = 2**20
@@ -101,6 +104,34 @@ def has_data_after_end(file: BinaryIO, index: TarIndex) -> bool:
     return any(file.read(_SEARCHED_BYTES))
 
 
+class _Headers:
+    """The part of a tar that tarfile may read: headers of limited size and number.
+
+    A damaged header can contain any size. tarfile would allocate it, seek to it, or spend hours on a large pax header,
+    whose text it searches in quadratic time.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._end = os.fstat(file.fileno()).st_size
+        self.num_reads = 0
+        """Reads since the last member."""
+
+    def read(self, size: int) -> bytes:
+        self.num_reads += 1
+        if not 0 <= size <= _MAX_HEADER or self.num_reads > _MAX_READS:
+            raise tarfile.ReadError(f"a header at byte {self.tell()} has {size} bytes")
+        return self._file.read(size)
+
+    def seek(self, offset: int) -> int:
+        if not 0 <= offset < self._end:
+            raise tarfile.ReadError("unexpected end of data")
+        return self._file.seek(offset)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+
 def _walk(file: BinaryIO, at: int = 0) -> Iterator[tarfile.TarInfo]:
     """Yield the regular members from offset `at` on, and leave the file one block behind the start of the end mark.
 
@@ -108,11 +139,13 @@ def _walk(file: BinaryIO, at: int = 0) -> Iterator[tarfile.TarInfo]:
         tarfile.ReadError: Where the tar is truncated or damaged.
     """
     file.seek(at)
+    headers = _Headers(file)
     try:
-        with tarfile.open(fileobj=file, mode="r:", errorlevel=0) as tar:
+        with tarfile.open(fileobj=headers, mode="r:", errorlevel=0) as tar:  # type: ignore[call-overload]
             while (member := tar.next()) is not None:
+                headers.num_reads = 0
                 # tarfile would keep all of them.
-                tar.members.clear()  # type: ignore[attr-defined]
+                tar.members.clear()
                 if member.isfile():
                     yield member
                 # A damaged header may contain a negative size, with which tarfile would go in circles.
@@ -125,13 +158,9 @@ def _walk(file: BinaryIO, at: int = 0) -> Iterator[tarfile.TarInfo]:
             mark = file.read(tarfile.BLOCKSIZE)
             if len(mark) < tarfile.BLOCKSIZE or any(mark):
                 raise tarfile.ReadError(f"no end mark at byte {tar.offset}")
-    except tarfile.ReadError:
+    except (OSError, MemoryError, tarfile.ReadError):
         raise
-    except Exception as error:
-        # tarfile raises many types for damaged headers: ValueError, RecursionError, MemoryError for the length of a
-        # name, and OSError with EINVAL for an offset that no file has. Other OSErrors come from the storage.
-        if isinstance(error, OSError) and error.errno != errno.EINVAL:
-            raise
+    except Exception as error:  # tarfile raises many types for damaged headers
         raise tarfile.ReadError(f"{type(error).__name__}: {error}") from None
 
 
