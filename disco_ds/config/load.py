@@ -19,7 +19,7 @@ from disco_ds.config.settings import explain_value
 from disco_ds.config.text_file import read_text
 from disco_ds.names import did_you_mean, shorten, suggest
 
-MAX_PROBLEMS = 20
+MAX_PROBLEMS = 8
 """Number of problems that one message lists; the others are counted."""
 
 
