@@ -114,14 +114,14 @@ def changed_on_resume(path: Path) -> None:
     expect(
         refused(load_config(path, ["name=first", "steps=2"]), resume=folder),
         "is at step 4",
-        "end at 2",
+        "end at step 2",
     )
     config = load_config(path, ["name=first", "steps=6"])
     expect(refused(config, resume=str(runs / "missing")), "incomplete", "rank_00001.pt is missing")
     expect(
         refused(config, resume=str(runs / "cut")), "damaged", "rank_00001.pt has 10 bytes, expected"
     )
-    expect(refused(config, resume=str(runs / "foreign")), "not a disco_ds checkpoint")
+    expect(refused(config, resume=str(runs / "foreign")), "foreign", "disco_ds checkpoint")
     said = refused(config, resume=str(runs / "unreadable"))
     expect(
         said,
