@@ -208,10 +208,7 @@ def test_two_hosts_train_as_one_and_their_mistakes_are_named(
         # What the shells between make of overrides that `deepspeed` hands on as they are.
         code, said = launch("name=braces", "data.shards=/data/{00000..00003}.tar")
         assert code == 2
-        assert (
-            "data.shards is given twice, by 'data.shards=/data/00000.tar' and 'data.shards=/data/00001.tar'"
-            in said
-        )
+        assert "data.shards is given twice" in said
         code, said = launch("name=$(hostname)", "seed=1")
         assert code == 2
         assert 'name: "host-1" on host-1 (rank 0); "host-2" on host-2 (rank 1)\n' in said
