@@ -68,8 +68,11 @@ class MetricsLogger:
         self.unwritten = b""
         with comm.all_or_none(f"opening {self.path}"):
             if comm.rank() == 0:
-                _drop_after(self.path, first_step)
+                last_records = _drop_after(self.path, first_step)
                 self.file = io.FileIO(self.path, "a")
+                # rewind_tensorboard has hidden the points of this step.
+                for record in last_records:
+                    self._write_events(record)
         self.start = self.since = time.monotonic()
         self.first_step = self.last_step = first_step
         self.wait_s = self.step_wait_s = self.save_s = 0.0
@@ -185,9 +188,7 @@ class MetricsLogger:
 
 
 def rewind_tensorboard(monitor: Any, samples: int) -> None:
-    """Hide TensorBoard's points after `samples`, which the resumed run will write again.
-
-    Points at `samples` stay. If the evaluation of that step is repeated, it has two equal points there.
+    """Hide TensorBoard's points from `samples` on, which the resumed run will write again.
 
     Args:
         monitor: The monitor of the DeepSpeed engine.
@@ -199,7 +200,7 @@ def rewind_tensorboard(monitor: Any, samples: int) -> None:
 
     writer = monitor.tb_monitor.summary_writer
     writer.close()
-    monitor.tb_monitor.summary_writer = SummaryWriter(writer.log_dir, purge_step=samples + 1)
+    monitor.tb_monitor.summary_writer = SummaryWriter(writer.log_dir, purge_step=samples)
 
 
 def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
@@ -219,18 +220,22 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
     return records, num_bad
 
 
-def _drop_after(path: Path, step: int) -> None:
+def _drop_after(path: Path, step: int) -> list[dict[str, Any]]:
     """Remove unreadable lines and the records that the resumed run will write again.
 
     The evaluation of `step` comes after its checkpoint, so it is repeated and removed too.
+
+    Returns:
+        The remaining records of `step`.
     """
     if not path.exists():
-        return
+        return []
     records, num_bad = read_records(path)
     kept = []
     for record in records:
         is_evaluation = any(name.startswith("eval/") for name in record)
         if record["step"] < step or (record["step"] == step and not is_evaluation):
-            kept.append(json.dumps(record) + "\n")
+            kept.append(record)
     if len(kept) < len(records) + num_bad:
-        write_text(path, "".join(kept))
+        write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+    return [record for record in kept if record["step"] == step]

@@ -79,7 +79,7 @@ def data_faults(path: Path, folder: Path) -> None:
     said = failure(config("killed", "data.workers=1"), kill_worker, StopError)
     expect(said, "data failed on rank 1: ", "data worker 0 of 1", "died, exit code -9")
     said = failure(config("vanished"), remove, StopError)
-    expect(said, "data failed on rank ", "No such file", str(folder / "vanished"))
+    expect(said, "data failed on rank", "No such file", str(folder / "vanished"))
     expect(
         stopped(config("keys", "data.captions={'{json[title]}': 1.0}")),
         "title",
