@@ -64,13 +64,17 @@ def test_recipe_runs_scaled_down(names: list[str], tmp_path: Path) -> None:
         assert json.loads((folder / FINISHED).read_text())["steps"] == 2
 
 
+def plan_total(name: str) -> int:
+    config = load_config(name)
+    return plan_memory(config, config.ranks or 1, trace(config, config.micro_batch)).total
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE)
 def test_recipe_fits_the_gpu_it_is_for(name: str) -> None:
-    config = load_config(name)
-    memory = plan_memory(config, config.ranks or 1, trace(config, config.micro_batch))
-    assert memory.total <= find_gpu(LARGE[name]).gib * GIB
+    # In a new process, because a trace depends on what earlier tests have set in torch.
+    (total,) = run_ranks(plan_total, 1, name, joined=False)
+    gib = find_gpu(LARGE[name]).gib
+    assert total <= gib * GIB
     text = (PACKAGE / "recipes" / f"{name}.yaml").read_text()
-    assert f"{memory.total / GIB:.1f} of {find_gpu(LARGE[name]).gib:g} GiB" in text, (
-        "its comment has the planned memory"
-    )
+    assert f"{total / GIB:.1f} of {gib:g} GiB" in text, "its comment has the planned memory"
