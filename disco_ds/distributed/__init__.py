@@ -1,4 +1,4 @@
-"""Cooperation of ranks: collectives, agreement, heartbeats, signals.
+"""Coordination of ranks: collectives, agreement, heartbeats and signals.
 
 Only comm.py uses torch.distributed.
 """

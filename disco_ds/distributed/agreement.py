@@ -1,7 +1,7 @@
-"""Check that all ranks have the same settings, and name the keys, values, hosts and ranks that differ.
+"""Check that all ranks have the same settings; otherwise report which settings differ on which hosts and ranks.
 
 On several hosts, a remote shell expands the launcher's arguments, and the recipe may be a different
-file on each host. A rank with different settings would train a wrong model or make all others hang.
+file on each host. A rank whose settings differ would train a wrong model or make all other ranks hang.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 from disco_ds.distributed import comm
 
 MAX_SHOWN = 5
-"""Maximum number of settings, and of values of one setting, in a message."""
+"""A message lists at most this many settings, and at most this many values per setting."""
 Report = tuple[str, dict[str, str]]
-"""A rank's host and its settings: dotted key -> value in JSON."""
+"""(host, settings) of a rank. The settings map a dotted key to its value as JSON text."""
 REMEDY = (
     "the remote shell expands the arguments of `deepspeed --hostfile`: start with `disco-ds launch`, or "
     "write the settings into the recipe, which must be the same file on every host"
@@ -28,11 +28,12 @@ def check_agreement(settings: dict[str, Any], remedy: str = REMEDY) -> None:
     """Check that all ranks have the same settings. Collective.
 
     Args:
-        settings: Nested settings that JSON can represent.
-        remedy: Last part of the error message.
+        settings: Nested dicts of settings, with values that JSON can represent.
+        remedy: Advice on how to fix the difference, the last part of the error message.
 
     Raises:
-        ValueError: On every rank, naming the keys that differ, their values, hosts and ranks.
+        ValueError: On every rank, if settings differ. The message lists the keys that differ, with their
+            values and the hosts and ranks that have each value.
     """
     mine = dict(_flatten(settings))
     digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()

@@ -1,8 +1,8 @@
 """Collectives. No other file uses deepspeed.comm or torch.distributed.
 
-`gather` is differentiable: its backward sums over ranks. If the mean of a loss over the N ranks is
-the global loss, the gradient at the features is N times the true one. The engine then averages over
-ranks, which makes the gradient at the parameters exact.
+`gather` is differentiable: its backward sums gradients over ranks. If the mean of a loss over the N ranks is
+the global loss, the gradient at the features is N times the true one. The engine then averages
+gradients over ranks, which makes the gradient at the parameters exact.
 
 Every function also works on one rank and without a process group.
 """
@@ -34,19 +34,19 @@ Result = TypeVar("Result")
 
 _received = 0.0
 _next_port: int | None = None
-"""Port of the next session; None if this process has not left a session yet."""
+"""Port of the next session; None if the next session uses MASTER_PORT as it is."""
 
 
 def received_bytes() -> float:
-    """Return the bytes that this rank has received so far in the tensor collectives of this file.
+    """Return how many bytes this rank has received so far in the tensor collectives of this file.
 
-    The numbers are those of ring algorithms.
+    The count assumes that every collective uses a ring algorithm.
     """
     return _received
 
 
 def _count(x: Tensor, times: float) -> None:
-    """Add `times` the size of x to received_bytes."""
+    """Add `times` x the size of `x` in bytes to the count of received bytes."""
     global _received
     _received += times * x.nbytes
 
@@ -57,7 +57,7 @@ def init(timeout_s: float) -> None:
     Without a launcher, create a group of one rank. Collective: every rank must call this.
 
     Args:
-        timeout_s: Timeout of the collectives of all groups created from now on, including ZeRO's.
+        timeout_s: Timeout of collectives, for all groups created from now on, including ZeRO's groups.
 
     Raises:
         ValueError: If the environment variables are incomplete.
@@ -67,7 +67,7 @@ def init(timeout_s: float) -> None:
 
     disable_custom_ops()
     timeout = timedelta(seconds=timeout_s)
-    # new_group and DeepSpeed's groups take these defaults.
+    # new_group, which DeepSpeed also calls, uses these default timeouts.
     distributed_c10d.default_pg_timeout = timeout
     distributed_c10d.default_pg_nccl_timeout = timeout
     if "RANK" not in os.environ:
@@ -105,16 +105,16 @@ def init(timeout_s: float) -> None:
 
 
 class RendezvousError(ConnectionError):
-    """The ranks cannot meet: the port is taken or not reachable, or a rank came too late."""
+    """The ranks cannot meet: the port is taken or not reachable, or a rank did not arrive in time."""
 
 
 @contextmanager
 def session(timeout_s: float) -> Iterator[None]:
     """Join the process group for a `with` block. Collective.
 
-    All ranks leave the block together, because a rank that exits early makes the others abort. If
-    the block raises on a rank, that rank does not wait, so that the launcher sees it exit and stops
-    the others.
+    All ranks leave the block together, because a rank that exits early makes the others abort. If the
+    block raises an error on a rank, that rank does not wait for the others: the launcher then sees it
+    exit and stops the others.
 
     Args:
         timeout_s: See `init`.
@@ -135,7 +135,7 @@ def session(timeout_s: float) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        # With one rank nobody else is waiting, and this process may start another session.
+        # With one rank, no other rank is waiting, and this process may start another session.
         if size() == 1:
             dist.destroy_process_group()
         raise
@@ -147,10 +147,10 @@ def session(timeout_s: float) -> Iterator[None]:
 
 
 def _joined() -> bool:
-    """Return whether there is a process group, and make deepspeed.comm use one that torch has created.
+    """Return whether there is a process group. If only torch has created one, make deepspeed.comm use it.
 
-    A DDP or FSDP loop initializes torch.distributed only. Otherwise each rank would see a world of
-    one rank and treat its part of the batch as the whole batch.
+    A DDP or FSDP loop initializes torch.distributed only. If deepspeed.comm were not initialized too,
+    each rank would see a world of one rank and treat its part of the batch as the whole batch.
     """
     if not dist.is_initialized() and torch.distributed.is_initialized():
         disable_custom_ops()
@@ -165,7 +165,7 @@ def _joined() -> bool:
 
 
 def rank(group: Group = None) -> int:
-    """Return the number of this process in the group."""
+    """Return the rank of this process in the group."""
     return dist.get_rank(group) if _joined() else 0
 
 
@@ -205,7 +205,7 @@ def open_store(timeout_s: float) -> Any:
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Return whether an error comes from a collective, so that its cause may be another rank."""
+    """Return whether an error was raised by a collective, in which case another rank may have caused it."""
     if is_out_of_memory(error):
         return False
     if isinstance(error, torch.distributed.DistError):
@@ -219,15 +219,15 @@ def is_communication_error(error: BaseException) -> bool:
 
 
 def gather(x: Tensor, reduction: Reduction = "reduce_scatter", group: Group = None) -> Tensor:
-    """Gather the rows of every rank, in rank order; backward sums all ranks' gradients of a row.
+    """Gather the rows of every rank, in rank order. The backward sums the gradient of each row over ranks.
 
     Collective, in forward and in backward: every rank must call this.
 
     Args:
         x: [b, ...], the same shape on every rank.
-        reduction: The collective of the backward. "reduce_scatter", or "all_reduce" as in
-            DisCo-CLIP's Algorithm 1, which reduces the gradients of all rows and keeps those of
-            this rank's b rows.
+        reduction: The collective that the backward uses. "all_reduce", as in DisCo-CLIP's
+            Algorithm 1, sums the gradients of all rows and keeps the gradients of this rank's b
+            rows. "reduce_scatter" gives the same result with less communication.
         group: The ranks that take part.
 
     Returns:
@@ -237,7 +237,7 @@ def gather(x: Tensor, reduction: Reduction = "reduce_scatter", group: Group = No
 
 
 def reduce_scatter_in_place(x: Tensor, group: Group = None) -> Tensor:
-    """Sum x over ranks and return this rank's rows of the sum, without gradient. Collective.
+    """Sum `x` over ranks and return this rank's rows of the sum. Collective; not differentiable.
 
     Args:
         x: [N b, ...], contiguous. It serves as a buffer, so its content is undefined afterwards.
@@ -255,19 +255,19 @@ def reduce_scatter_in_place(x: Tensor, group: Group = None) -> Tensor:
 
 
 def all_reduce_sum(x: Tensor, group: Group = None) -> Tensor:
-    """Return the sum over ranks as a new tensor, without gradient. Collective."""
+    """Return the sum of `x` over ranks as a new tensor. Collective; not differentiable."""
     return _all_reduce(x, group, dist.ReduceOp.SUM)
 
 
 def all_reduce_max(x: Tensor, group: Group = None) -> Tensor:
-    """Return the maximum over ranks as a new tensor, without gradient. Collective."""
+    """Return the elementwise maximum of `x` over ranks as a new tensor. Collective; not differentiable."""
     return _all_reduce(x, group, dist.ReduceOp.MAX)
 
 
 def ring_exchange(
     outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: Group
 ) -> list[Any]:
-    """Start sending to the next rank and receiving from the previous rank.
+    """Start sending `outgoing` to the next rank and receiving `incoming` from the previous rank.
 
     Returns:
         The requests to wait for.
@@ -300,7 +300,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        # `grad` must stay as it is, because autograd may pass the same tensor to another node.
+        # `grad` must not be modified, because autograd may pass the same tensor to another node.
         if ctx.reduction == "reduce_scatter":
             copy = grad.clone(memory_format=torch.contiguous_format)
             return reduce_scatter_in_place(copy, ctx.group), None, None
@@ -320,7 +320,7 @@ def _all_reduce(x: Tensor, group: Group, op: Any) -> Tensor:
 
 
 def gather_objects(item: Any) -> list[Any]:
-    """Return every rank's picklable object, in rank order. Collective."""
+    """Gather a picklable object from every rank; return the objects in rank order. Collective."""
     if not _joined():
         return [item]
     items: list[Any] = [None] * size()
@@ -329,7 +329,7 @@ def gather_objects(item: Any) -> list[Any]:
 
 
 def broadcast(item: Any) -> Any:
-    """Return rank 0's picklable object. Collective."""
+    """Return on every rank the picklable object that rank 0 passed. Collective."""
     items = [item]
     if _joined():
         dist.broadcast_object_list(items, src=0)
@@ -342,15 +342,16 @@ class AgreedError(ValueError):
 
 @contextmanager
 def all_or_none(what: str) -> Iterator[None]:
-    """Run a block so that it fails on all ranks or on none. The block must not communicate.
+    """Make a `with` block fail on all ranks if it fails on any. The block must not communicate.
 
-    Collective: every rank must enter.
+    Collective: every rank must enter the block.
 
     Args:
-        what: What the block does, for the error message.
+        what: What the block does. The error message starts with it.
 
     Raises:
-        AgreedError: On every rank, naming the ranks and hosts that failed, and why.
+        AgreedError: On every rank, if the block failed on any. The message names the ranks and hosts that
+            failed, and the first error.
     """
     problem: str | None = None
     try:
@@ -374,7 +375,7 @@ def from_rank_0(what: str, work: Callable[[], Result]) -> Result:
     """Call `work` on rank 0 only and return its picklable result on every rank. Collective.
 
     Args:
-        what: What `work` does, for the error message.
+        what: What `work` does. The error message starts with it.
         work: The function to call.
 
     Raises:
@@ -388,7 +389,7 @@ def from_rank_0(what: str, work: Callable[[], Result]) -> Result:
 
 
 def join_ranks(ranks: Iterable[int]) -> str:
-    """Name ranks briefly: "rank 3", "ranks 0-6, 9"."""
+    """Format rank numbers briefly, such as "rank 3" or "ranks 0-6, 9"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""Recognize errors that mean that the accelerator is out of memory."""
+"""Recognize the errors that are raised when the accelerator is out of memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether torch, cuBLAS, cuDNN or NCCL could not allocate memory on the accelerator."""
+    """Return whether the error means that torch, cuBLAS, cuDNN or NCCL could not allocate accelerator memory."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     texts = (

@@ -1,10 +1,10 @@
-"""Diagnostics that a rank writes before the heartbeat ends it: thread stacks and NCCL's flight record.
+"""Diagnostics that a rank writes before the heartbeat ends its process: thread stacks and NCCL's flight record.
 
-torch's flight recorder keeps the last NCCL collectives of every group. `torchfrtrace` compares the
-records of all ranks and names the first collective in which they differ.
+torch's flight recorder keeps the last NCCL collectives of every group. torch's tool `torchfrtrace`
+compares the records of all ranks and names the first collective in which they differ.
 
-Nothing here may keep the process from ending: the files are written in a thread, for at most
-LIMIT_S, and a timer in C ends the process if a call into CUDA blocks all of Python.
+Nothing here may keep the process from ending. The files are written in a thread, which gets at most
+LIMIT_S. A timer in C ends the process if a call into CUDA blocks all Python threads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from deepspeed.accelerator import get_accelerator
 
 FOLDER = "diagnostics"
-"""Name of the folder in the run folder."""
+"""Name of the diagnostics folder inside the run folder."""
 STACKS = "stacks_rank_{}.txt"
 TRACE = "nccl_trace_rank_"
 """Prefix of a file name that ends with the rank, as torchfrtrace expects."""
@@ -27,9 +27,9 @@ STDERR = 2
 
 
 def record_collectives() -> None:
-    """Turn on NCCL's flight recorder and its dump at a timeout. Call this before init_process_group.
+    """Turn on NCCL's flight recorder, and let it write its record when a collective times out.
 
-    Environment variables that the user has set are kept.
+    Call this before init_process_group. Environment variables that the user has set are kept.
     """
     if _uses_nccl():
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
@@ -37,9 +37,9 @@ def record_collectives() -> None:
 
 
 def dump_records_to(folder: Path) -> None:
-    """Let torch write NCCL's flight record into this folder at a timeout, unless the user chose another place.
+    """Make torch write NCCL's flight record to this folder after a timeout, unless the user has set a path.
 
-    torch reads the variable when it first writes a record, and appends the rank to its value.
+    torch reads the environment variable when it first writes a record, and appends the rank to the path.
     """
     if _uses_nccl():
         with suppress(OSError):
@@ -48,7 +48,7 @@ def dump_records_to(folder: Path) -> None:
 
 
 def write_diagnostics(folder: Path | None, rank: int) -> None:
-    """Write the files of this rank in at most LIMIT_S. Without a folder, the stacks go to stderr."""
+    """Write this rank's diagnostics, waiting at most LIMIT_S. If `folder` is None, write only stacks, to stderr."""
     end_process_after(LIMIT_S + 5)
     writer = threading.Thread(target=_write, args=(folder, rank), daemon=True)
     writer.start()
@@ -56,7 +56,7 @@ def write_diagnostics(folder: Path | None, rank: int) -> None:
 
 
 def end_process_after(seconds: float) -> None:
-    """End this process with exit code 1 and all stacks on stderr, unless this is called again earlier.
+    """End this process after this time, with exit code 1 and all stacks on stderr. A new call restarts the timer.
 
     The timer runs in C: torch.cuda.Event.query and the dump of NCCL's flight record hold the GIL,
     so a call that blocks in the driver stops every Python thread.

@@ -14,26 +14,27 @@ import torch
 from disco_ds.distributed import comm
 
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-"""Files with the memory limit of a container, of cgroups 2 and 1."""
+"""Files that contain the memory limit of a container, under cgroups v2 and v1."""
 
 
 @dataclass(frozen=True)
 class HostShare:
-    """What one rank may use of its host."""
+    """The cores and memory of a host that one of its ranks may use."""
 
     ranks: int
     """Number of ranks on this host."""
     cores: int
     memory_bytes: int
-    """Share of the memory that was free when the run began."""
+    """This rank's share of the memory that was free when the run began."""
 
 
 def share_host() -> HostShare:
     """Return this rank's share of its host, and set torch's number of threads accordingly. Collective.
 
     Under `deepspeed`, torch starts one thread per core in every rank; torchrun sets
-    OMP_NUM_THREADS=1. A given OMP_NUM_THREADS is kept. Ranks that are bound to different cores, as
-    by --bind_cores_to_rank or srun --cpus-per-task, keep all of their cores.
+    OMP_NUM_THREADS=1. If OMP_NUM_THREADS is set, the number of
+    threads is not changed. Ranks that are bound to different cores, for example by
+    --bind_cores_to_rank or srun --cpus-per-task, keep all of their cores.
     """
     host = socket.gethostname()
     cores = sorted(os.sched_getaffinity(0))

@@ -1,8 +1,8 @@
 """Requests to save or to stop a run between two steps.
 
-They come from SIGTERM, SIGUSR1 or SIGINT (Ctrl-C) to any rank, and from the clock. A signal only
-sets a flag. The flags are part of the all_reduce of every step (`agree` in training/loop.py), so
-that all ranks act after the same step. A second Ctrl-C ends the process at once.
+A request comes from SIGTERM, SIGUSR1 or SIGINT (Ctrl-C) sent to any rank, or from a timer. A signal
+only sets a flag. An all_reduce in every step (`agree` in training/loop.py) shares the flags, so that
+all ranks save or stop after the same step. A second Ctrl-C ends the process at once.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 ONE_INTERRUPT_S = 2.0
 """Several SIGINTs within this time count as one Ctrl-C.
 
-A terminal sends it to all processes of a job, and torchrun then sends it to the ranks again.
+A terminal sends SIGINT to all processes of a job, and torchrun then sends it to the ranks again.
 """
 _ANSWER = b"\nCtrl-C: saving after this step; press again to end at once without saving\n"
 
 
 class Interrupts:
-    """The requests that this rank has received, and those that all ranks have agreed on.
+    """The requests that this rank has received, and the requests that all ranks have agreed on.
 
     Args:
-        save_every_s: Time between two requests to save, by this rank's clock; 0 for none.
-        is_writing: Returns whether this rank still writes a checkpoint in the background.
+        save_every_s: Request a save when the last one began this long ago, by this rank's clock; 0
+            disables these requests.
+        is_writing: Returns whether this rank is still writing a checkpoint in the background.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Interrupts:
         self.since = time.monotonic()
         """When the last save began."""
         self.asked: str | None = None
-        """Name of the signal that was received."""
+        """Name of the last signal that this rank has received, or None."""
         self.save = False
         """Agreed by all ranks: save after this step."""
         self.stop = False
@@ -57,18 +58,18 @@ class Interrupts:
 
     @property
     def requests(self) -> tuple[float, float, float]:
-        """(save, stop, still writing), 0 or 1 each, to be max-reduced over ranks."""
+        """This rank's (save, stop, still writing), each 0 or 1, for an all_reduce that takes the maximum."""
         late = 0 < self.save_every_s <= time.monotonic() - self.since
         return float(late), float(self.asked is not None), float(self.is_writing())
 
     def agree(self, save: bool, stop: bool, writing: bool) -> None:
-        """Set what all ranks have agreed on. A run that stops also saves."""
+        """Store what all ranks have agreed on. A run that stops also saves."""
         self.save = save or stop
         self.stop = stop
         self.written = not writing
 
     def saved(self) -> None:
-        """Restart the clock as a save begins, whether it will succeed or not."""
+        """Restart the timer of periodic saves. Called when a save begins, whether or not it succeeds."""
         self.since = time.monotonic()
 
     def _handle(self, number: int, frame: Any) -> None:
@@ -78,8 +79,8 @@ class Interrupts:
         now = time.monotonic()
         if self._first_interrupt is None:
             self._first_interrupt = now
-            # Not print(), because the handler may run inside another print(). Writing may fail
-            # because the same Ctrl-C has ended a `tee` that reads our output.
+            # Not print(), because the handler may run inside another print(). Writing fails
+            # if the same Ctrl-C has ended a `tee` that reads our output.
             with suppress(OSError):
                 os.write(2, _ANSWER if rank() == 0 else b"")
         elif now - self._first_interrupt > ONE_INTERRUPT_S:

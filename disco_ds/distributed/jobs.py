@@ -1,8 +1,7 @@
-"""Work that each rank does in a thread, such as writing files, and that all ranks wait for together.
+"""Jobs: long work, such as writing files, that each rank runs in a thread and all ranks wait for together.
 
-A collective times out if one rank reaches it much later than the others. So a rank never works for
-long before a collective: the work runs in a thread, and the ranks meet in short turns until every
-job is done.
+A collective times out if one rank reaches it much later than the others. Long work therefore runs in
+a thread, and meanwhile the ranks call a short collective every few seconds until every job is done.
 """
 
 from __future__ import annotations
@@ -18,15 +17,14 @@ from typing import TypeVar
 from disco_ds.distributed import comm
 
 TURN_S = 2.0
-"""How long a rank waits for its own job before it meets the others; far below the timeout of a
-collective."""
+"""Maximum time that a rank waits for its own job between two collectives. It is far below their timeout."""
 LOG_EVERY_S = 60.0
 Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
 
 
 def start(work: Callable[[], Result]) -> Future[Result]:
-    """Call `work` in a thread that ends with the process. An error is raised by the future's result()."""
+    """Call `work` in a daemon thread. If `work` raises an error, the future's result() raises it again."""
     job: Future[Result] = Future()
 
     def run() -> None:
@@ -44,7 +42,7 @@ def wait_for_all(job: Future[Result], what: str) -> None:
 
     Args:
         job: This rank's job.
-        what: What the ranks are waiting for, for the log.
+        what: Name of the job in the log.
     """
     begin = logged = time.monotonic()
     while True:
@@ -64,7 +62,7 @@ def run(what: str, work: Callable[[], Result]) -> Result:
     """Call `work`, which may take long and must not communicate, on every rank. Collective.
 
     Raises:
-        AgreedError: On every rank, if it fails on any.
+        AgreedError: On every rank, if `work` fails on any rank.
     """
     job = start(work)
     wait_for_all(job, what)

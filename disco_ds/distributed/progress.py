@@ -1,8 +1,8 @@
-"""The progress of a rank: the last mark that its host has passed, and the last one of its device.
+"""The progress of a rank: the last mark that its host process has passed, and the last that its device has passed.
 
-Collectives of an accelerator are asynchronous. If the device of one rank hangs, its host continues
-until it next reads from the device, exactly like the hosts of all other ranks, so only the devices
-show which rank hangs. Each mark is therefore followed by an event on the device's stream.
+Collectives on an accelerator are asynchronous. If the device of one rank hangs, the hosts of all ranks
+continue until they next read from their devices. The hosts therefore do not show which rank hangs;
+only the devices do. So each mark also records an event on the device's stream.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class Place(NamedTuple):
     """A place in the training."""
 
     number: int
-    """Number of the mark, counted from 1 and equal on all ranks; 0: before the first mark."""
+    """Number of the mark, counted from 1 and the same on all ranks; 0 means before the first mark."""
     step: int
-    """Steps done."""
+    """Number of completed steps."""
     doing: str
     """The phase that begins here, such as "forward"."""
 
@@ -30,11 +30,11 @@ class Place(NamedTuple):
 class Progress:
     """Host and device progress of this rank.
 
-    The training thread sets marks; the heartbeat thread asks how far the device has come.
+    The training thread calls `mark`, and the heartbeat thread calls `poll_device`.
 
     Args:
-        make_event: Creates a device event, such as torch.cuda.Event. None: there is no device, and the
-            host does all work.
+        make_event: Creates a device event, such as torch.cuda.Event. None means that there is no device
+            and the host does all the work.
     """
 
     def __init__(self, make_event: Callable[[], Any] | None = None):
@@ -52,13 +52,13 @@ class Progress:
             event = self._make_event()
             event.record()
             self._pending.append((place, event))
-        # Set the time before the place: a reader that takes the place first then never combines a
-        # new place with an old time.
+        # Set the time before the place. The heartbeat thread reads the place before the time, so it
+        # never sees a new place with an old time.
         self.last_change = time.monotonic()
         self.host = place
 
     def poll_device(self) -> None:
-        """Update the device's progress without waiting. A broken device stays at its last place."""
+        """Update the device's progress without waiting. If the device is broken, its place does not change."""
         if self._make_event is None:
             self.device = self.host
             return
@@ -66,5 +66,5 @@ class Progress:
             while self._pending and self._pending[0][1].query():
                 self.device = self._pending.popleft()[0]
                 self.last_change = time.monotonic()
-        except RuntimeError:  # the training raises it too, at its next use of the device
+        except RuntimeError:  # the training thread gets this error too when it next uses the device
             pass

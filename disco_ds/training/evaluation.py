@@ -1,4 +1,4 @@
-"""The evaluations of a run: on all its sets, with the results in the log, metrics, report and W&B."""
+"""Evaluate a run's model on all evaluation sets, and write the results to the log, metrics, report and W&B."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from disco_ds.training.engine import Engine
 
 @dataclass
 class Evaluation:
-    """Evaluates the model on all sets of the run."""
+    """Evaluates the model on all evaluation sets of the run."""
 
     sets: list[ImageSet]
     engine: Engine
@@ -29,17 +29,17 @@ class Evaluation:
     batch_size: int
     """Images or texts per rank and forward pass."""
     num_samples: int
-    """Size of the training set, for the epoch in the log."""
+    """Size of the training set, from which the epoch in the log is computed."""
     folder: Path
     metrics: MetricsLogger
     heartbeat: Heartbeat
     wandb: WandbRun | None
 
     def __call__(self, step: int) -> dict[str, float]:
-        """Evaluate and log the results after a step. Collective; training is not affected.
+        """Evaluate the model after this step and log the results. Collective; training is not affected.
 
         Returns:
-            The values as in metrics.jsonl, by name.
+            The values that were written to metrics.jsonl, keyed by name.
         """
         self.heartbeat.mark(step, "evaluating")
         start = time.monotonic()

@@ -1,7 +1,7 @@
-"""The training loop: steps, logs, saves, evaluations, and the end of a run.
+"""The training loop: run steps, log, save and evaluate, and finish the run.
 
-build.py builds the run, step.py computes one step, and run.py calls this file for Python programs
-and the command line.
+build.py builds the run, and step.py computes one step. run.py calls this file, both for Python
+programs and for the command line.
 """
 
 from __future__ import annotations
@@ -42,32 +42,33 @@ class StopError(RuntimeError):
 
 
 class DataStopError(StopError):
-    """All ranks have agreed to stop because one rank's data failed; that step changed nothing."""
+    """All ranks have agreed to stop because a rank could not read its data. The failed step changed nothing."""
 
 
 class AskedToStopError(RuntimeError):
-    """A signal requested the run to stop, and all ranks have saved."""
+    """A signal requested the run to stop, and all ranks have saved a checkpoint."""
 
 
 def train(run: Run) -> None:
-    """Train from the run's first step to its last. Collective.
+    """Train from the first step of the run to the last. Collective.
 
     Raises:
         StopError: If data cannot be read, or the ranks are at different steps.
         FloatingPointError: If the loss is not finite.
-        AskedToStopError: After a signal, when a checkpoint is saved.
+        AskedToStopError: If a signal requested a stop. A checkpoint has been saved by then.
         comm.AgreedError: If an evaluation or the last save fails.
     """
     run.engine.train()
     step, num_steps = run.first_step, run.config.num_steps
-    # A checkpoint is saved before the evaluation of its step, which may therefore be missing.
+    # A step is evaluated after its checkpoint is saved. If the run stopped in between, the evaluation
+    # of the step that this run resumes from is missing.
     if 0 < step < num_steps and is_due(run, step, run.config.eval):
         run.evaluation(step)
     while step < num_steps:
         is_logged = (step + 1) % run.config.log.every_steps == 0 or step + 1 == num_steps
         data = run.loader.read_step()
         output = run_step(run, step, data, is_logged)
-        if output is None:  # the batch was skipped; the next one takes its place
+        if output is None:  # the batch was skipped; the next batch takes its place
             continue
         step += 1
         if is_logged:
@@ -88,20 +89,21 @@ def train(run: Run) -> None:
 def run_step(run: Run, step: int, data: StepData, is_logged: bool) -> StepOutput | None:
     """Train one step, and handle its errors. Collective.
 
-    All errors here are raised on every rank, before anything is changed.
+    All errors are raised on every rank, before the model or the optimizer has changed.
 
     Args:
         run: The run.
         step: Number of completed steps.
         data: This rank's micro-batches.
-        is_logged: Whether the step's metrics are logged; accuracies are computed only then.
+        is_logged: Whether the step's metrics are logged. If False, no accuracies are computed.
 
     Returns:
-        The output of the step; None if its batch is skipped.
+        The output of the step, or None if its batch was skipped.
 
     Raises:
-        DataStopError: If a rank could not read its data; progress is saved.
-        FloatingPointError: If the loss is not finite, more than config.skip_nonfinite times in a row.
+        DataStopError: If a rank could not read its data. The message says whether progress was saved.
+        FloatingPointError: If the loss or the gradient was not finite in more than
+            config.skip_nonfinite batches in a row.
     """
     config = run.config
     run.loss.accuracy = is_logged
@@ -146,14 +148,14 @@ def run_step(run: Run, step: int, data: StepData, is_logged: bool) -> StepOutput
         run.metrics.add_wait(data.wait_s)
         run.metrics.name_broken(step, data.broken)
     run.skipped_in_a_row = 0
-    # If fp16's loss scaler has skipped the update, the loss's state must not change either.
+    # If the fp16 loss scaler has skipped the update, the loss must not update its state either.
     if output.grad_norm is not None:
         run.loss.commit()
     return output
 
 
 def save(run: Run, step: int) -> None:
-    """Save a checkpoint after this step; see Saver.save. Collective."""
+    """Save a checkpoint after this step, as described in Saver.save. Collective."""
     run.interrupts.saved()
     if run.interrupts.stop:
         run.heartbeat.stop_agreed()
@@ -161,10 +163,10 @@ def save(run: Run, step: int) -> None:
 
 
 def mark_phases(run: Run, step: int, timer: Timer) -> Timer:
-    """Extend the timer of the step's phases so that the heartbeat publishes each phase as it begins."""
+    """Wrap the timer of the step's phases so that the heartbeat also publishes each phase as it begins."""
 
     def begin(name: str) -> AbstractContextManager[Any]:
-        # The first step may take very long, because it compiles.
+        # The first step is not timed: it may take very long, because the model is compiled in it.
         run.heartbeat.mark(step, name.removeprefix("step/"), timed=step > run.first_step)
         return timer(name)
 
@@ -172,7 +174,7 @@ def mark_phases(run: Run, step: int, timer: Timer) -> Timer:
 
 
 def is_due(run: Run, step: int, settings: CheckpointSettings | EvalSettings) -> bool:
-    """Return whether settings.every_steps or settings.every_epochs asks for a save or an evaluation now."""
+    """Return whether `settings` (every_steps or every_epochs) require a save or an evaluation after this step."""
     if settings.every_epochs:
         steps_per_epoch = run.loader.num_samples / run.config.global_batch
         before = (step - 1) / steps_per_epoch // settings.every_epochs
@@ -189,29 +191,30 @@ def agree(
     embeddings: Embeddings,
     out: LossOutput,
 ) -> None:
-    """Make all ranks continue or stop together, before anything is changed. Collective, one all_reduce.
+    """Make all ranks continue or stop together, before the parameters are updated. Collective: one all_reduce.
 
-    The ranks also agree on requests to save or to stop, which are handled after the step.
+    The ranks also agree on pending requests to save or to stop, which `train` handles after the step.
 
     Raises:
-        StopError: For a data error, or ranks at different steps.
-        FloatingPointError: If the loss is not finite. The message names the step and the ranks.
-        SpikeError: If the batch is to be skipped because of its loss.
+        StopError: If a rank could not read its data, or if the ranks are at different steps.
+        FloatingPointError: If the loss is not finite. The message names the step and the ranks at fault.
+        SpikeError: If the batch must be skipped because its loss is a spike.
     """
     loss = out.loss
     has_error = float(data.error is not None)
     flags = torch.tensor(
         [0.0, has_error, *interrupts.requests, step, -step, 0.0], dtype=torch.float64
     )
-    # The host does not wait for the device here, because CUDA copies a few bytes asynchronously.
+    # This does not make the host wait for the device: CUDA copies a few bytes asynchronously.
     flags = flags.to(loss.device, non_blocking=True)
     flags[0] = ~torch.isfinite(loss.detach())
     flags[-1] = out.metrics["loss"]
     agreed = comm.all_reduce_max(flags).tolist()
     not_finite, has_error, save, stop, writing, last, first, global_loss = agreed
-    # The maxima of step and -step are the last step of any rank and minus the first.
+    # The maximum of `step` over ranks is the latest step, and the maximum of `-step` is minus the earliest.
     if last != -first:
-        # A rank has skipped a collective, and its later ones were matched with those of other ranks.
+        # A rank has skipped a collective, so its next collectives were matched with the wrong collectives
+        # of other ranks.
         places = comm.gather_objects(f"rank {comm.rank()} on {socket.gethostname()}: step {step}")
         raise StopError(
             "the ranks are at different steps, so they have not trained one model: "
@@ -228,7 +231,7 @@ def agree(
         errors = {rank: error for rank, (error, *_) in enumerate(reports) if error is not None}
         first_error = next(iter(errors.values()))
         raise DataStopError(f"step {step}: data failed on {comm.join_ranks(errors)}: {first_error}")
-    # NaN in one rank's features makes the loss of every rank NaN, so look at the features first.
+    # A NaN in the features of one rank makes the loss of every rank NaN, so check the features first.
     sources = [rank for rank, (*_, finite) in enumerate(reports) if not finite]
     what = "features"
     if not sources:
@@ -259,9 +262,10 @@ def log(run: Run, step: int, output: StepOutput, data: StepData) -> None:
 
 
 def prepare(config: Config) -> Callable[[MicroBatch], tuple[Tensor, Tensor, Tensor]]:
-    """Return the function that turns a micro-batch into inputs of the towers: image, text or second view, ids.
+    """Return the function that turns a micro-batch into (image, text or second view, sample ids).
 
-    Both forwards get equal inputs, because the augmentation depends on (seed, epoch, id) only.
+    The augmentation depends only on (seed, epoch, sample id), so both forwards of a micro-batch get
+    equal inputs.
     """
 
     def augmented(batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
@@ -274,7 +278,7 @@ def prepare(config: Config) -> Callable[[MicroBatch], tuple[Tensor, Tensor, Tens
 
 
 def finish(run: Run) -> None:
-    """Evaluate, mark the run as finished, draw its report and print where its results are. Collective."""
+    """Evaluate the model, mark the run as finished, draw the report and print where the results are. Collective."""
     num_steps = run.config.num_steps
     values = run.evaluation(num_steps)
     run.heartbeat.mark(num_steps, "ending")

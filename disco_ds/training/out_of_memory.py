@@ -1,4 +1,4 @@
-"""Explain an out-of-memory error: the phase it happened in, how much memory was in use, and which settings help."""
+"""Explain an out-of-memory error: its phase, the memory in use, and the settings that save memory in that phase."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class OutOfMemory(RuntimeError):  # noqa: N818
     """The accelerator of this rank ran out of memory.
 
     Args:
-        text: One line.
-        explanation: Memory in use and settings that help; empty if another rank of this host has
-            reported them.
+        text: The error message, in one line.
+        explanation: Lines that list the memory in use and the settings that save memory. Empty if
+            another rank on this host has already reported them.
     """
 
     def __init__(self, text: str, explanation: list[str]):
@@ -36,12 +36,12 @@ class OutOfMemory(RuntimeError):  # noqa: N818
 def explained(
     config: Config, phase: Callable[[], str], report: Callable[[str], object]
 ) -> Iterator[None]:
-    """Turn an out-of-memory error of the block into one that names the settings that help.
+    """Turn an out-of-memory error raised in the `with` block into one that names settings that save memory.
 
     Args:
         config: Settings of the run.
-        phase: Returns what the run is doing.
-        report: Called with the explanation on the first rank of each host that runs out of memory.
+        phase: Returns the name of the phase that the run is in, such as "forward".
+        report: Called with the explanation, on each host only by the first rank that runs out of memory.
 
     Raises:
         OutOfMemory: On the ranks that ran out of memory.
@@ -61,7 +61,7 @@ def explained(
 
 
 def _is_first_of_host() -> bool:
-    """Return True on the first rank of this host that calls. Not collective, because other ranks may be fine."""
+    """Return True if no other rank on this host has called this yet. Not collective: other ranks may be fine."""
     if comm.size() == 1:
         return True
     store = comm.open_store(STORE_TIMEOUT_S)
@@ -69,7 +69,7 @@ def _is_first_of_host() -> bool:
 
 
 def _explain(config: Config, phase: str) -> list[str]:
-    # DeepSpeed's CPU accelerator has these numbers too, from psutil.
+    # This works on the CPU too: DeepSpeed's CPU accelerator gets these numbers from psutil.
     device = get_accelerator()
     allocated = device.memory_allocated() / GIB
     peak = device.max_memory_allocated() / GIB
@@ -86,7 +86,7 @@ def _explain(config: Config, phase: str) -> list[str]:
 
 
 def _remedies(config: Config, phase: str) -> Iterator[str]:
-    """Yield changes that save memory in this phase and that the recipe can still make, cheapest first."""
+    """Yield changes to the recipe that save memory in this phase and are not made yet, cheapest first."""
     if phase == "building":
         yield "nvidia-smi: does another process use this GPU?"
     if phase == "loss":

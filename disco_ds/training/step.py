@@ -1,6 +1,6 @@
 """One optimizer step of the trainer: GradAccum (grad_accum.py) with a DeepSpeed engine.
 
-A tower that is not trained ("locked") runs only once per micro-batch.
+A locked tower, which is not trained, runs only once per micro-batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from disco_ds.training.grad_accum import MicroFeatures, Rng, accumulate
 Prepare = Callable[[Any], tuple[Tensor, Tensor, Tensor]]
 """Micro-batch -> (image [m, 3, H, W], text [m, L] or second views, index [m]), on the device.
 
-It returns the same values in every call with the same micro-batch."""
+Repeated calls with the same micro-batch return the same values."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,15 @@ class StepOutput:
     """What train_step returns."""
 
     metrics: dict[str, Tensor]
-    """LossOutput.metrics: 0-d each, the same on every rank."""
+    """LossOutput.metrics. Each value is 0-d and the same on every rank."""
     scale: Tensor
-    """[1], the scale that the loss was computed with."""
+    """[1], the logit scale that the loss was computed with."""
     grad_norm: Tensor | None
     """Norm of the whole gradient before clipping; None if a loss scaler skipped the step."""
     features: tuple[Tensor, ...]
-    """The first rows of this rank's features of each side, at most SAMPLE."""
+    """This rank's image features and text features, each cut to the first SAMPLE rows."""
     bias: Tensor | None = None
-    """[1], the bias that the loss was computed with; None: the model has no bias."""
+    """[1], the logit bias that the loss was computed with; None if the model has no bias."""
 
 
 def train_step(
@@ -53,23 +53,24 @@ def train_step(
     refuses_norm: Callable[[int, Tensor], bool] | None = None,
     timer: Timer = record_function,
 ) -> StepOutput:
-    """Update the parameters once with the gradient of the global batch. Collective: every rank must call this.
+    """Update the parameters once, using the gradient of the global batch. Collective: every rank must call this.
 
     Args:
         engine: The engine.
         loss: The loss of the global batch.
-        micro_batches: This rank's K micro-batches. K, which is the engine's
-            gradient_accumulation_steps, and their size are the same on every rank.
+        micro_batches: This rank's K micro-batches, where K is the engine's
+            gradient_accumulation_steps. K and the size of a micro-batch are the same on every rank.
         prepare: Turns a micro-batch into the inputs of the towers.
         max_scale: Upper bound of exp(logit_scale) after the update.
-        agree: Called with this rank's embeddings and the output of the loss before anything is
-            changed. It must raise on all ranks or on none, and it may set the learning rates.
-        refuses_norm: See `refuses` of backward_and_step.
-        timer: Context manager that is opened around each phase.
+        agree: Called with this rank's embeddings and the output of the loss, before any parameter
+            or optimizer state changes. It must raise on all ranks or on none. It may set the
+            learning rates.
+        refuses_norm: Passed to backward_and_step as `refuses`.
+        timer: Called with the name of each phase; returns a context manager that is open during it.
 
     Raises:
-        FloatingPointError, SpikeError: See backward_and_step. Model and optimizer are then unchanged,
-            as they are after every error that `agree` raises.
+        FloatingPointError, SpikeError: See backward_and_step. After these errors, and after any error
+            that `agree` raises, the model and the optimizer are unchanged.
     """
     update = partial(backward_and_step, engine, refuses=refuses_norm)
     towers = Forward(engine, prepare)
@@ -87,7 +88,7 @@ def train_step(
 
 
 class Forward:
-    """Runs the towers on a micro-batch, and repeats the trained towers for the gradient."""
+    """Runs the towers on a micro-batch, and runs the trained towers again to compute their gradient."""
 
     def __init__(self, engine: Engine, prepare: Prepare):
         self.engine = engine
@@ -99,7 +100,7 @@ class Forward:
         image, text, index = self.prepare(batch)
         with torch.no_grad():
             locked_image, locked_text, *_ = self._run_towers(image, text, trained=False)
-        rng = Rng()  # after the locked tower, which `again` does not repeat
+        rng = Rng()  # taken after the locked tower has run, because `again` does not run it
         with torch.set_grad_enabled(keep_graph):
             image, text, scale, bias = self._run_towers(image, text, trained=True)
         image = locked_image if image is None else image
@@ -107,13 +108,13 @@ class Forward:
         return MicroFeatures((image, text, scale, bias), index, rng)
 
     def again(self, batch: Any, first: MicroFeatures) -> MicroFeatures:
-        """Compute the features of the trained towers again, with a graph; they equal the first ones."""
+        """Recompute the features of the trained towers, now with a graph. They equal the features in `first`."""
         image, text, index = self.prepare(batch)
         first.rng.restore()
         return MicroFeatures(self._run_towers(image, text, trained=True), index, first.rng)
 
     def _run_towers(self, image: Tensor, text: Tensor, trained: bool) -> Any:
-        """Run either the trained or the locked towers; the features of the others are None."""
+        """Run either the trained or the locked towers. The features of a tower that does not run are None."""
         sides = {"image": image, "text": text}
         chosen = {name: value for name, value in sides.items() if self.trained[name] == trained}
         return self.engine(**chosen) if chosen else (None, None, None, None)
