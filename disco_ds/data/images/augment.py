@@ -65,8 +65,8 @@ def augment(
         pixels = jitter_colors(pixels, drawn, settings)
         if settings.re_prob:
             # timm fills with normally distributed noise after normalization. The noise here is uniform, so that pixels
-            # stay in [0, 1]. Its mean and standard deviation (0.5, 0.29) are close to those of CLIP's training images
-            # (0.46, 0.27).
+            # stay in [0, 1]. Its mean and standard deviation (0.5, 0.29) are close to the constants of CLIP's
+            # normalization (0.46, 0.27).
             size = height * width
             bits = keyed_bits(seed, epoch, index, size, NOISE_COLUMN + view * size)
             # A pixel has 64 random bits; each of its three channels uses 21 of them.
