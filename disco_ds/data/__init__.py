@@ -1,12 +1,13 @@
 """Training data: samples in, micro-batches out, in an order that depends only on the seed and the sources.
 
-    order      which sample comes when
+    order      the order in which samples are read
     sources    where samples come from
     remote     fetching and caching of remote shards
     images     decoding and augmentation
     pipeline   worker processes, buffers and the loader
 
-It imports only `config` and `names` from the package. Rank and number of ranks are arguments; nothing communicates.
+This package imports only `config` and `names` from the rest of disco_ds. It receives the rank and the number of ranks
+as arguments, and never communicates with other ranks.
 """
 
 from disco_ds.data.images.augment import augment

@@ -1,7 +1,7 @@
-"""Random augmentation of a batch of images, on the device that holds it.
+"""Random augmentation of a batch of images, on the device where the batch is.
 
-The random numbers are keyed by (seed, epoch, sample id), so both passes of GradAccum see the same pixels, at any number
-of ranks. Cropping happens in the workers, when they decode.
+The random numbers are keyed by (seed, epoch, sample id). Both passes of GradAccum therefore see the same pixels, and
+the pixels do not depend on the number of ranks. Cropping is not done here: the data workers crop when they decode.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ from disco_ds.data.order.counter_rng import (
 )
 
 _NUM_COLUMNS = 10
-"""Random numbers per image for moves and channels, see augment."""
+"""Random numbers per image and view for rotation, zoom, shift, and the scale and offset of each channel."""
 _NUM_COLOR_COLUMNS = 64
-"""Random numbers per image that are reserved for colors and boxes."""
+"""Random numbers per image and view that are reserved for color jitter and random erasing."""
 
 
 def augment(
     image: Tensor, epoch: Tensor, index: Tensor, seed: int, settings: AugmentSettings, view: int = 0
 ) -> Tensor:
-    """Rotate, zoom and shift each image, scale and offset its channels, jitter its colors, and erase boxes.
+    """Rotate, zoom and shift each image, scale and offset its channels, jitter its colors, and erase random boxes.
 
     Args:
         image: [m, 3, H, W] uint8.
-        epoch: [m] int64, on the same device.
-        index: Sample ids [m] int64, on the same device.
+        epoch: Epoch of each sample, [m] int64, on the same device as `image`.
+        index: Sample ids, [m] int64, on the same device as `image`.
         seed: Seed of the run.
-        settings: What to change.
-        view: Number of the view; each view has different random numbers.
+        settings: Which augmentations to apply, and how strongly.
+        view: Number of this augmented view of the images. Each view uses different random numbers.
 
     Returns:
-        [m, 3, H, W] fp32 in [0, 1], also under autocast. Pixels from outside the image are white. If the settings
-        change nothing, `image` itself, in uint8.
+        [m, 3, H, W] fp32 in [0, 1], even under autocast. Areas that were outside the original image are white. If the
+        settings enable no augmentation, returns `image` itself, in uint8.
     """
     if settings == AugmentSettings():
         return image
     height, width = image.shape[2:]
     with torch.autocast(device_type=image.device.type, enabled=False):
         pixels = image.to(torch.float32) / 255
-        # [m, 10] in [-1, 1): rotation, zoom, shift x and y, factor and offset of each channel.
+        # [m, 10] in [-1, 1): rotation, zoom, shift in x and y, three channel factors, three channel offsets.
         first = AUGMENT_COLUMN + view * _NUM_COLUMNS
         drawn = 2 * keyed_uniform(seed, epoch, index, _NUM_COLUMNS, first) - 1
         if settings.rotate_degrees or settings.zoom or settings.shift:
             grid = _grid(drawn, settings, height, width)
-            # grid_sample returns 0 outside of its input, which is white in the inverted image.
+            # grid_sample fills areas outside its input with 0. Inverting the image before and after makes them white.
             pixels = 1 - F.grid_sample(1 - pixels, grid, padding_mode="zeros", align_corners=False)
         factor = 1 + settings.color_scale * drawn[:, 4:7, None, None]
         offset = settings.color_offset * drawn[:, 7:10, None, None]
@@ -64,11 +64,12 @@ def augment(
         drawn = keyed_uniform(seed, epoch, index, COLUMNS + BOX_COLUMNS, first)
         pixels = jitter_colors(pixels, drawn, settings)
         if settings.re_prob:
-            # timm's noise is normal in normalized pixels. This is uniform, so that pixels stay in [0, 1]; its mean and
-            # deviation (0.5, 0.29) are close to CLIP's (0.46, 0.27).
+            # timm fills with normally distributed noise after normalization. The noise here is uniform, so that pixels
+            # stay in [0, 1]. Its mean and standard deviation (0.5, 0.29) are close to the constants of CLIP's
+            # normalization (0.46, 0.27).
             size = height * width
             bits = keyed_bits(seed, epoch, index, size, NOISE_COLUMN + view * size)
-            # 21 of the 64 random bits of a pixel for each channel.
+            # A pixel has 64 random bits; each of its three channels uses 21 of them.
             channels = [(bits >> first & (1 << 21) - 1).float() for first in (0, 21, 42)]
             noise = torch.stack(channels, dim=1).view_as(pixels) * 2.0**-21
             pixels = erase_boxes(pixels, noise, drawn[:, COLUMNS:], settings)
@@ -76,15 +77,16 @@ def augment(
 
 
 def _grid(drawn: Tensor, settings: AugmentSettings, height: int, width: int) -> Tensor:
-    """Return where each output pixel comes from, [m, H, W, 2] in grid_sample's coordinates (align_corners=False).
+    """Return the input position of each output pixel, [m, H, W, 2] in grid_sample's coordinates (align_corners=False).
 
-    Computed elementwise, because affine_grid is a matrix product, which TF32 would round to a tenth of a pixel.
+    This does not use affine_grid, which is a matrix multiplication: with TF32, its rounding errors reach a tenth of a
+    pixel.
     """
     angle = math.radians(settings.rotate_degrees) * drawn[:, 0]
     zoom = 1 + settings.zoom * drawn[:, 1]
     cos = (torch.cos(angle) / zoom)[:, None, None]
     sin = (torch.sin(angle) / zoom)[:, None, None]
-    # A side has length 2 in these coordinates, so a shift by a fraction of the side is doubled.
+    # The image is 2 units wide and 2 units high in these coordinates, so a shift, given as a fraction, is doubled.
     shift = 2 * settings.shift * drawn[:, 2:4, None, None]
     x = _centers(width, drawn)[None, None, :] - shift[:, 0]
     y = _centers(height, drawn)[None, :, None] - shift[:, 1]

@@ -1,7 +1,8 @@
-"""Broken samples are skipped: the exceptions, and the one place that turns any error in a sample's content into one.
+"""Exceptions for data errors, and the context manager that turns any error in a sample's content into BrokenSample.
 
-Samples that are too large are refused by their size, before anything is spent on them. Time and memory that a sample
-takes must not decide, because the data order must be the same on every machine.
+Broken samples are skipped. Samples that are too large are rejected by their size, before they are read or decoded. How
+much time or memory a sample takes must not decide whether it is skipped, because the data order must be the same on
+every machine.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from typing import TypeVar
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 MAX_BYTES = 2**31 - 4096
-"""Size of the largest member or file: the most that one read returns on Linux."""
+"""Maximum size in bytes of a tar member or file, because one read returns no more than this on Linux."""
 _MAX_TEXT = 500
-"""Maximum length of an error message in a report; it may contain anything from the sample."""
+"""Maximum length of an error message in a report. The message may quote arbitrary content of the sample."""
 _MAX_NAME = 200
 """Maximum length of a sample's name in a report."""
 _MAX_PAUSE_S = 8.0
 
 
 class BrokenSample(Exception):  # noqa: N818 - an event that costs one sample, not an error of the run
-    """A sample cannot be used, for the reason given; it is skipped."""
+    """A sample cannot be used and is skipped. The message is the reason."""
 
 
 class DataError(Exception):
@@ -38,7 +39,7 @@ class DataError(Exception):
 
 
 class CacheFullError(DataError):
-    """There is no space for another shard: all cached ones are in use."""
+    """The cache has no space for another shard, because all cached shards are in use."""
 
 
 @contextmanager
@@ -46,15 +47,16 @@ def breaks_sample(*others: type[Exception]) -> Iterator[None]:
     """Turn any exception that a sample's content causes into BrokenSample.
 
     Args:
-        *others: Exceptions that pass because the content does not cause them: OSError while a shard is being read.
-            DataError always passes, and so does MemoryError, which depends on the machine.
+        *others: Exception types to let through because the sample's content does not cause them, such as OSError while
+            a shard is being read. BrokenSample, DataError and MemoryError are always let through; MemoryError because
+            it depends on the machine.
     """
     try:
         yield
     except Exception as error:
         if isinstance(error, (BrokenSample, DataError, MemoryError, *others)):
             raise
-        # Addresses of objects differ from run to run.
+        # Remove the memory addresses of objects, because they differ from run to run.
         reason = re.sub(r" at 0x[0-9a-f]+", "", str(error))
         raise BrokenSample(f"{type(error).__name__}: {printable(reason)}") from error
 
@@ -65,10 +67,10 @@ def name_broken(
     """Return `shard/key: reason`, on one line.
 
     Args:
-        name: Returns the name of the sample (shard, entry). It may fail, since it reads what is broken.
+        name: Function that returns the sample's name, given shard and entry. It may fail, because it reads the shard.
         shard: Number of the shard.
-        entry: Position of the sample in it.
-        error: The reason.
+        entry: Position of the sample in the shard.
+        error: Why the sample is broken.
 
     Raises:
         OSError: If the shard itself cannot be read.
@@ -82,16 +84,16 @@ def name_broken(
 
 
 def printable(text: str, most: int = _MAX_TEXT) -> str:
-    """Shorten a text to about `most` characters, and escape control characters and what UTF-8 cannot encode."""
+    """Shorten a text to about `most` characters, and escape characters that cannot be printed or encoded in UTF-8."""
     short = text if len(text) <= most else f"{text[: most // 2]} ... {text[-(most // 2) :]}"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in short)
 
 
 def read_patiently(read: Callable[[], T], patience_s: float) -> T:
-    """Call `read`, and repeat it with growing pauses while it raises OSError, for at most `patience_s` seconds.
+    """Call `read`. If it raises OSError, retry with growing pauses for at most `patience_s` seconds.
 
     Raises:
-        OSError: The last one.
+        OSError: The error of the last attempt.
     """
     end, pause_s = time.monotonic() + patience_s, 0.5
     while True:
@@ -108,11 +110,11 @@ def read_patiently(read: Callable[[], T], patience_s: float) -> T:
 
 
 def read_regular(path: Path) -> bytes:
-    """Read a file that a sample names.
+    """Read a file whose path is part of a sample.
 
     Raises:
-        BrokenSample: If the file cannot be read, is too large, or is not a regular file: a device or a named pipe could
-            be endless.
+        BrokenSample: If the file cannot be read, is too large, or is not a regular file. Reading a device or a named
+            pipe might never end.
     """
     try:
         status = path.stat()

@@ -1,7 +1,7 @@
 """Conversion of a sample's bytes into an image tensor and a caption.
 
-Every function here depends only on the bytes, settings and random numbers that it is given. Callers wrap it in
-broken.breaks_sample, which turns the errors of the decoders into BrokenSample.
+The result of every function here depends only on the bytes, settings and random numbers that are passed to it. Callers
+wrap the calls in broken.breaks_sample, which turns the decoders' errors into BrokenSample.
 """
 
 from __future__ import annotations
@@ -30,41 +30,44 @@ from torchvision.io import ImageReadMode, decode_jpeg
 from disco_ds.data.images.broken import BrokenSample
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
-"""Formats that PIL may open. Others start programs (EPS) or are not used for photographs."""
+"""Formats that PIL may open. Of the other formats, EPS starts an external program and the rest are rare for photos."""
 _JPEG = b"\xff\xd8"
-# decode_image applies the limit of the settings instead. PIL's is fixed, and PIL warns of images that it then decodes.
+# decode_image checks data.max_pixels instead. PIL's limit is disabled, because PIL decodes some images above its limit
+# and only warns.
 Image.MAX_IMAGE_PIXELS = None
 _TILE = (322, 323)
-"""TIFF tags of the width and height of a tile."""
+"""The TIFF tags for tile width and tile height."""
 _TRIES = 10
 NUM_CROP_NUMBERS = 2 * _TRIES + 2
-"""Random numbers for a crop: area and aspect ratio for each attempt, and the place."""
+"""Random numbers for a crop: area and aspect ratio for each of _TRIES attempts, and two for the position."""
 _MAX_ASPECT = 64
-"""Evaluation refuses longer images, which could be huge after the resize of their short side."""
+"""Maximum ratio of the long side to the short side in evaluation. An image with a larger ratio could become huge when
+its short side is resized to the model's size."""
 _MAX_DEPTH = 200
-"""Levels of a JSON member."""
+"""Maximum nesting depth of a JSON member."""
 _MAX_CAPTION = 2**14
-"""Bytes of a caption that the tokenizer gets."""
+"""Maximum number of bytes of a caption that are passed to the tokenizer."""
 _MAX_WORD = 2**11
-"""Bytes of a word that the tokenizer gets."""
+"""Maximum number of bytes of a word that are passed to the tokenizer."""
 
 
 @dataclass(frozen=True)
 class ImageSpec:
-    """Size and resizing of the images that a model takes."""
+    """The image size that a model expects, and how images are resized to it."""
 
     size: tuple[int, int]
     """Height and width."""
     interpolation: Literal["bicubic", "bilinear"] = "bicubic"
     resize_mode: Literal["shortest", "longest", "squash"] = "shortest"
-    """How evaluation resizes: fill the size and crop, fit into it and pad with black, or ignore the aspect ratio."""
+    """How evaluation resizes an image. "shortest": scale it to cover the size, then crop. "longest": scale it to fit
+    into the size, then pad with black. "squash": ignore the aspect ratio."""
 
 
 def find_image(members: dict[str, bytes], image_key: str) -> bytes:
-    """Return the first member that data.image_key (such as `jpg;png`) names.
+    """Return the image bytes of a sample: the first key in data.image_key (such as `jpg;png`) that the sample has.
 
     Raises:
-        BrokenSample: If there is none; lists the members.
+        BrokenSample: If the sample has none of the keys. The message lists the sample's members.
     """
     for key in image_key.split(";"):
         if key in members:
@@ -73,35 +76,35 @@ def find_image(members: dict[str, bytes], image_key: str) -> bytes:
 
 
 def decode_image(data: bytes, max_pixels: int) -> Image.Image:
-    """Decode an RGB image. Transparency is dropped, as in open_clip.
+    """Decode an image and convert it to RGB. Transparency is dropped, as in open_clip.
 
     Raises:
-        BrokenSample: If the image has more than max_pixels; nothing has been decoded then.
+        BrokenSample: If the image has more than max_pixels. This is checked before decoding.
         Exception: PIL's decoders raise many types: OSError, SyntaxError, struct.error, IndexError and others.
     """
     image: Image.Image = Image.open(BytesIO(data), formats=_FORMATS)
     width, height = image.size
     if isinstance(image, TiffImageFile):
-        # A TIFF's tile is decoded whole and can be far larger than the image.
+        # PIL decodes whole tiles of a TIFF, and a tile can be far larger than the image.
         tile_width, tile_height = (image.tag_v2.get(tag, 1) for tag in _TILE)
         width, height = max(width, tile_width), max(height, tile_height)
     if width * height > max_pixels:
         raise BrokenSample(f"image: {width} x {height} pixels, data.max_pixels is {max_pixels}")
     image.load()
     if image.mode == "P" and "transparency" in image.info:
-        # PIL warns about alpha values of a palette unless they go through RGBA.
+        # Convert by way of RGBA, because PIL warns if a palette with alpha values is converted directly to RGB.
         image = image.convert("RGBA")
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def decode_pixels(data: bytes, max_pixels: int) -> Tensor:
-    """Decode an image to [3, H, W] uint8. torchvision decodes JPEGs, in little more than half of PIL's time.
+    """Decode an image to [3, H, W] uint8. JPEGs are decoded by torchvision, which takes little over half of PIL's time.
 
     Raises:
         BrokenSample: See decode_image.
     """
     if data.startswith(_JPEG):
-        # If anything fails here, decode_image reads the image anyway or explains what is wrong.
+        # If anything fails here, decode_image below either succeeds or raises an error that explains the problem.
         with suppress(Exception), Image.open(BytesIO(data), formats=("JPEG",)) as header:
             if header.mode in ("RGB", "L") and header.width * header.height <= max_pixels:
                 encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -110,13 +113,13 @@ def decode_pixels(data: bytes, max_pixels: int) -> Tensor:
 
 
 def resize_for_evaluation(image: Image.Image, spec: ImageSpec) -> Tensor:
-    """Resize and crop or pad with open_clip's evaluation transform.
+    """Resize an image with open_clip's evaluation transform, which also crops or pads it if necessary.
 
     Returns:
         [3, H, W] uint8.
 
     Raises:
-        BrokenSample: If the image is too long.
+        BrokenSample: If the long side is more than 64 times the short side.
     """
     if max(image.size) > _MAX_ASPECT * min(image.size):
         raise BrokenSample(
@@ -128,7 +131,7 @@ def resize_for_evaluation(image: Image.Image, spec: ImageSpec) -> Tensor:
 
 @lru_cache
 def _evaluation_transform(spec: ImageSpec) -> Any:
-    # Imported here: it takes seconds, and only evaluation needs it.
+    # Imported here, because the import takes seconds and only evaluation needs it.
     from open_clip import image_transform
 
     return image_transform(
@@ -148,23 +151,24 @@ def resize_random_crop(
     ratio: tuple[float, float],
     uniform: Sequence[float],
 ) -> Tensor:
-    """Resize a random crop to the model's size.
+    """Take a random crop of an image and resize it to the model's size.
 
     Args:
         image: [3, h, w] uint8.
         spec: The model's size and interpolation.
-        scale: Range of the crop's area, as a fraction of the image's.
+        scale: Range of the crop's area, as a fraction of the image's area.
         ratio: Range of the crop's aspect ratio.
         uniform: NUM_CROP_NUMBERS random numbers in [0, 1).
 
     Returns:
         [3, H, W] uint8.
 
-    Source: torchvision.transforms.RandomResizedCrop, with given random numbers.
+    Source: torchvision.transforms.RandomResizedCrop, but with random numbers that the caller passes.
     """
     left, top, width, height = _crop_box(image.shape[2], image.shape[1], scale, ratio, uniform)
     crop = image[None, :, top : top + height, left : left + width]
-    # The same filters as PIL's, on uint8: some pixels differ by one level, in less than half of PIL's time.
+    # The filters are the same as PIL's, but applied to uint8 tensors: this takes less than half of PIL's time, and some
+    # pixels differ from PIL's by one level.
     return F.interpolate(
         crop, spec.size, mode=spec.interpolation, align_corners=False, antialias=True
     )[0]
@@ -178,16 +182,17 @@ def _crop_box(
     uniform: Sequence[float],
 ) -> tuple[int, int, int, int]:
     """Return (left, top, width, height) of a random crop."""
-    # As in torchvision: the area is uniform, the aspect ratio log-uniform, and a box that does not fit is drawn again.
+    # As in torchvision: the area is drawn uniformly and the aspect ratio log-uniformly. If the box does not fit into
+    # the image, both are drawn again.
     low, high = math.log(ratio[0]), math.log(ratio[1])
     for i in range(_TRIES):
         area = width * height * (scale[0] + (scale[1] - scale[0]) * uniform[2 * i])
         aspect = math.exp(low + (high - low) * uniform[2 * i + 1])
         w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
         if 0 < w <= width and 0 < h <= height:
-            # All attempts share the two numbers that place the box, since only one attempt uses them.
+            # The last two random numbers place the box. All attempts can share them, because only one attempt succeeds.
             return int(uniform[-1] * (width - w + 1)), int(uniform[-2] * (height - h + 1)), w, h
-    # No box fitted: take the largest one in the center whose aspect ratio is in the range.
+    # No box fitted. Take the largest centered box whose aspect ratio is in the range.
     w = min(width, round(height * ratio[1]))
     h = min(height, round(width / ratio[0]))
     return (width - w) // 2, (height - h) // 2, w, h
@@ -198,14 +203,14 @@ def _to_tensor(image: Image.Image) -> Tensor:
 
 
 def pick_caption(weights: dict[str, float], members: dict[str, bytes], uniform: float) -> str:
-    """Draw one of the caption templates by weight and fill it.
+    """Choose one of the caption templates at random, according to their weights, and fill it.
 
-    A field names a member: {txt} is its text, {json[key]} an entry of the parsed JSON, and {json[key][0]} the first
-    item of a list. A template that names a whole list is refused.
+    A field in a template names a member of the sample: {txt} is the text of the member txt, {json[key]} is an entry of
+    the parsed member json, and {json[key][0]} is the first item of a list. A field must not be a whole list.
 
     Args:
-        weights: Templates and weights, data.captions.
-        members: The sample's members.
+        weights: The weight of each template, from data.captions.
+        members: The sample's members: bytes by extension.
         uniform: Random number in [0, 1) that selects the template.
 
     Raises:
@@ -217,16 +222,17 @@ def pick_caption(weights: dict[str, float], members: dict[str, bytes], uniform: 
 
 
 def list_fields(template: str) -> set[str]:
-    """Return the members that a template refers to."""
-    # "json[label]" refers to the member json.
+    """Return the names of the members that a template refers to."""
+    # For example, the field "json[label]" refers to the member json.
     return {name.partition("[")[0] for _, name, _, _ in string.Formatter().parse(template) if name}
 
 
 def fill_template(template: str, members: dict[str, bytes]) -> str:
-    """Fill a template with the sample's members and strip the result.
+    """Fill a template with the sample's members, and strip white space from both ends.
 
     Raises:
-        BrokenSample: If a field is missing or the result is empty; lists the members.
+        BrokenSample: If a field is missing or cannot be used, or if the result is empty. The message lists the sample's
+            members.
     """
     seen = f"; the sample has {', '.join(members)}"
     try:
@@ -239,7 +245,7 @@ def fill_template(template: str, members: dict[str, bytes]) -> str:
 
 
 class _Fields(dict[str, Any]):
-    """The members by name, decoded when a template refers to them."""
+    """The members of a sample by name. A member is decoded as text or JSON when a template refers to it."""
 
     def __getitem__(self, name: str) -> Any:
         data: bytes = super().__getitem__(name)
@@ -283,16 +289,20 @@ _FORMATTER = _Formatter()
 
 
 def shorten_caption(text: str) -> str:
-    """Cut a caption to what a tokenizer can use, so that its time is bounded.
+    """Shorten a very long caption, to limit the time that the tokenizer takes.
 
-    CLIP's byte pair encoding takes quadratic time for a word: 10 s for 16,000 letters. A caption of at most 2,048 bytes
-    is left as it is. Of a longer one, the first 16,384 bytes are kept, and the first 2,048 of each run without a space.
-    A token of CLIP's vocabulary represents some 5 bytes on average, so the 77 tokens of its context are full long
-    before. Text without spaces, as in Chinese or Thai, is cut like a word, after 682 characters.
+    CLIP's byte pair encoding takes time quadratic in the length of a word: 10 s for 16,000 letters. A caption of at
+    most 2,048 bytes is not changed. A longer caption is cut to 16,384 bytes, and each of its words to 2,048 bytes. This
+    rarely affects the tokens: one token of CLIP's vocabulary stands for about 5 bytes on average, so CLIP's context of
+    77 tokens is usually full much earlier. Text without spaces, such as Chinese or Thai, is treated as one word, so it
+    is cut after 682 characters.
     """
     data = text.encode("utf-8", "surrogatepass")
     if len(data) <= _MAX_WORD:
         return text
-    # Only these spaces: tokenizers remove others, such as control characters, which would join the words.
+    # Only these characters count as separators. Tokenizers remove other separators, such as control characters, and
+    # would thereby join the words around them.
     data = re.sub(rb"([^ \t\r\n]{%d})[^ \t\r\n]+" % _MAX_WORD, rb"\1", data[:_MAX_CAPTION])
-    return data.decode("utf-8", "ignore")  # drops the rest of a character that was cut
+    return data.decode(
+        "utf-8", "ignore"
+    )  # drops the bytes of a character that was cut in the middle

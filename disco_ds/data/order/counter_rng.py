@@ -1,8 +1,8 @@
-"""Counter-based random numbers: a pure function of keys, equal in every process and on every device.
+"""Counter-based random numbers: a pure function of integer keys, with equal results in every process and on any device.
 
 The generator applies the finalizer of splitmix64 to a chain of keys. Integer arithmetic gives the same bits on CPU and
-GPU. The generator has no state, so checkpoints need not save any. The data order, the workers (crop, caption) and the
-augmentation on the device use it.
+GPU. The generator has no state, so nothing has to be saved in checkpoints. It is used by the data order, by the data
+workers (for crops and captions) and by the augmentation on the device.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-# Each sample has a row of random numbers. The constants below are the first column of each use.
+# Each sample has a row of random numbers, and each use of random numbers has its own columns of that row. The constants
+# below are the first columns.
 CROP_COLUMN = 0
 """22 columns for the random crop."""
 CAPTION_COLUMN = 22
-"""One column for the choice of the caption."""
+"""One column for the choice of the caption template."""
 AUGMENT_COLUMN = 32
-"""Ten columns per view for rotation, zoom, shift, contrast and brightness."""
+"""Ten columns per view for rotation, zoom, shift, and the scale and offset of the channels."""
 COLOR_COLUMN = 128
-"""64 columns per view for color jitter and erased boxes."""
+"""64 columns per view for color jitter and random erasing."""
 NOISE_COLUMN = 1 << 20
-"""One column per view and pixel for the noise in erased boxes."""
+"""One column per view and pixel for the noise that fills erased boxes."""
 
 _MASK = 0xFFFF_FFFF_FFFF_FFFF
 
 
 def _signed(value: int) -> int:
-    """Return the int64 with the same 64 bits, since torch has no arithmetic on uint64."""
+    """Reinterpret the 64 bits of an unsigned integer as int64, because torch has no arithmetic on uint64."""
     return (value + 2**63) % 2**64 - 2**63
 
 
@@ -42,14 +43,15 @@ _FACTOR_2 = _signed(0x94D0_49BB_1331_11EB)
 def keyed_uniform(seed: int, epoch: Tensor, index: Tensor, num: int, first: int = 0) -> Tensor:
     """Draw a row of uniform random numbers for each sample.
 
-    The value in a column does not depend on `num` or `first`.
+    A row has infinitely many columns, of which this function returns `num`. The value in each column is fixed: it does
+    not depend on `num` or `first`.
 
     Args:
         seed: Any integer.
-        epoch: [m] int64.
-        index: [m] int64 sample ids, on the same device.
-        num: Number of columns.
-        first: The first column.
+        epoch: Epoch of each sample, [m] int64.
+        index: Sample ids, [m] int64, on the same device as `epoch`.
+        num: Number of columns to return.
+        first: The first column to return.
 
     Returns:
         [m, num] fp32 in [0, 1), multiples of 2**-24, equal to the bit on CPU and GPU.
@@ -62,35 +64,35 @@ def keyed_uniform(seed: int, epoch: Tensor, index: Tensor, num: int, first: int 
 
 
 def keyed_bits(seed: int, epoch: Tensor, index: Tensor, num: int, first: int = 0) -> Tensor:
-    """Draw random bits for each sample: as keyed_uniform, but [m, num] int64 with 64 random bits each."""
+    """Draw random bits for each sample. Like keyed_uniform, but return [m, num] int64 with 64 random bits per value."""
     key = _absorb(_absorb(torch.full_like(index, _signed(seed)), epoch), index)
     columns = torch.arange(first, first + num, dtype=torch.int64, device=index.device)
     return _absorb(key[:, None], columns[None, :])
 
 
 def keyed_row(seed: int, epoch: int, index: int, num: int, first: int = 0) -> list[float]:
-    """Draw the row of keyed_uniform for one sample, without tensors, which are slower for a single row."""
+    """Return the same numbers as keyed_uniform for a single sample, but without tensors, which is faster."""
     key = _absorb_int(_absorb_int(seed, epoch), index)
     columns = range(first, first + num)
     return [(_absorb_int(key, column) >> 40) * 2.0**-24 for column in columns]
 
 
 def keyed_int(*keys: int) -> int:
-    """Draw 64 random bits as a Python integer."""
+    """Draw 64 random bits, determined by the keys, as a Python integer."""
     return reduce(_absorb_int, keys, 0)
 
 
 def keyed_permutation(num: int, *keys: int) -> Tensor:
-    """Draw a random permutation of 0 .. num - 1, [num] int64.
+    """Draw a random permutation of 0 .. num - 1, determined by the keys, [num] int64.
 
-    Unlike numpy's permutations, it is guaranteed to be the same in every version of the library.
+    Unlike numpy's permutations, it does not depend on the version of a library.
     """
     key = torch.tensor([_signed(keyed_int(*keys))])
     return torch.argsort(_absorb(key, torch.arange(num)), stable=True)
 
 
 def _absorb(key: Tensor, value: Tensor) -> Tensor:
-    """Add a key to the chain. Products of int64 wrap around, as the algorithm requires."""
+    """Add `value` to the chain of keys. int64 multiplication wraps around, as the algorithm requires."""
     return _mix(_mix(key) + (value + 1) * _GAMMA)
 
 

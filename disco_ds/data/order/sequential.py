@@ -1,4 +1,4 @@
-"""Sequential reading for evaluation: every sample once, in the order of its id, without augmentation."""
+"""Sequential reading for evaluation: every sample is read once, in the order of sample ids, without augmentation."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from disco_ds.data.sources.base import Source
 from disco_ds.data.sources.manifest import Manifest
 
 THREADS = 4
-"""Decoding threads. PIL releases the GIL while it decodes and resizes."""
+"""Number of decoding threads. Threads help because PIL releases the GIL while it decodes and resizes."""
 _AHEAD = 16
-"""Number of samples being decoded at a time. A short queue limits memory."""
+"""Maximum number of samples in the decoding queue, to limit memory."""
 
 logger = logging.getLogger(__name__)
 
@@ -40,21 +40,21 @@ def read_all(
     size: int,
     label_template: str,
 ) -> Iterator[tuple[Tensor, str, int]]:
-    """Read the samples with id % size == rank, in order. Samples that cannot be read are skipped with a warning.
+    """Read the samples with id % size == rank, in the order of their ids. Skip broken samples with a warning.
 
     Args:
         source: The data set.
-        settings: Which members of a sample to use, and limits.
-        image: Image format of the model.
+        settings: Settings of the data; only image_key and max_pixels are used.
+        image: The image size that the model expects.
         rank: Rank of this process.
         size: Number of ranks.
-        label_template: Filled in like a caption, for example {json[label]}.
+        label_template: Template of the label, such as {json[label]}. It is filled like a caption template.
 
     Yields:
-        (image [3, H, W] uint8, label, id).
+        (image [3, H, W] uint8, label, sample id).
 
     Raises:
-        OSError: If a shard cannot be read. The message names it.
+        OSError: If a shard cannot be read. The message names the shard.
     """
 
     def decode(members: dict[str, bytes]) -> tuple[Tensor, str]:
@@ -73,7 +73,7 @@ def read_all(
             except BrokenSample as error:
                 logger.warning(name_broken(reader.name, shard, entry, error))
 
-        # This thread reads one sample after another; the pool decodes them in parallel.
+        # This thread reads the samples one after another; the threads of the pool decode them in parallel.
         for shard, entry, index in islice(_places(source), rank, None, size):
             try:
                 with breaks_sample(OSError):
@@ -92,10 +92,10 @@ def read_labels(manifest: Manifest, label_template: str) -> list[str | None]:
     """Read the label of every sample, in the order of ids, without reading images.
 
     Returns:
-        The labels; None for a sample without one.
+        One label per sample, or None if the sample has no readable label.
 
     Raises:
-        OSError: If a shard cannot be read. The message names it.
+        OSError: If a shard cannot be read. The message names the shard.
     """
     wanted = list_fields(label_template)
     labels: list[str | None] = []
@@ -110,7 +110,7 @@ def read_labels(manifest: Manifest, label_template: str) -> list[str | None]:
 
 
 def _places(source: Source) -> Iterator[tuple[int, int, int]]:
-    """List (shard, entry, id) of every sample."""
+    """Yield (shard, entry, sample id) for every sample."""
     index = 0
     for shard, samples in enumerate(source.sizes):
         for entry in range(samples):

@@ -1,17 +1,19 @@
-"""The order of the training samples as a pure function of (seed, shard sizes, slots, window).
+"""The order of the training samples as a pure function of (seed, shard sizes, number of slots, window).
 
-The order does not depend on ranks, workers or micro-batches. This module neither reads nor decodes anything.
+The order does not depend on the numbers of ranks and workers or on the size of micro-batches. This module neither reads
+nor decodes any data.
 
-- An epoch is a random permutation of the shards. Their entries, laid end to end, are a sequence of n samples.
-- The sequence is cut into S intervals, one for each logical slot: in an epoch, slot s owns [k n / S, (k + 1) n / S)
-  with k = (s + epoch) % S. Every sample therefore comes once per epoch, any number of shards works, and the slots
-  differ by at most one sample. Because k rotates with the epoch, no slot gets ahead of the others. Inside its interval,
-  a slot shuffles the entries of one window at a time.
+- In each epoch, the shards are randomly permuted. Their entries, concatenated in that order, are a sequence of n
+  samples.
+- The sequence is cut into S intervals, one for each of S slots. In an epoch, slot s owns [k n / S, (k + 1) n / S) with
+  k = (s + epoch) % S. Every sample is therefore read once per epoch, the number of shards is arbitrary, and the slots
+  differ by at most one sample. Because k rotates with the epoch, no slot gets ahead of the others. Within its interval,
+  a slot shuffles one window of consecutive entries at a time.
 - A slot reads its epochs one after another. Its cursor (epoch, offset) determines the next (shard, entry). If a sample
   is broken, the slot's next entry takes its place.
 - Position p of the endless global sequence belongs to slot p % S. Global batch t consists of the positions
-  [t B, (t + 1) B); rank r of N takes those with p % N == r, in ascending order. N must divide S, so every slot belongs
-  to one rank, and every such N produces the same global batches.
+  [t B, (t + 1) B). Of these, rank r of N takes the positions with p % N == r, in ascending order. N must divide S, so
+  that every slot belongs to exactly one rank. Every such N produces the same global batches.
 """
 
 from __future__ import annotations
@@ -26,27 +28,30 @@ import numpy as np
 from disco_ds.data.order.counter_rng import keyed_permutation
 
 SLOTS = (512, 384, 256, 192, 128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
-"""Default numbers of slots: divisible by most world sizes."""
+"""Candidates for the default number of slots, chosen to be divisible by common world sizes."""
 
-# First keys of the permutations of shards and of windows.
+# Keys that make the random permutations of shards and of windows independent of each other.
 _SHARDS, _WINDOW = 1, 2
 _EPOCHS_KEPT = 4
-"""Number of cached permutations of the shards. Slots are in different epochs only near the end of one."""
+"""Number of epochs whose shard permutations are cached. Slots are in different epochs only near the end of an epoch."""
 
 
 def count_at_hand(num_shards: int, num_samples: int, window: int) -> int:
-    """Count the shards that a slot reads at a time: those of a window, plus one because it may begin inside a shard."""
+    """Estimate how many shards a slot reads at a time.
+
+    This is as many shards as one window fills, plus one because a window may start in the middle of a shard.
+    """
     return math.ceil(window * num_shards / num_samples) + 1
 
 
 class DataOrder:
-    """The shard and entry of every sample of every slot.
+    """The order of a single source: the shard and entry of every sample of every slot.
 
     Args:
         sizes: Number of samples in each shard.
-        num_slots: S.
+        num_slots: Number of slots, S.
         seed: Seed of all permutations.
-        window: Number of entries that are shuffled together.
+        window: Number of consecutive entries that are shuffled together.
     """
 
     def __init__(self, sizes: Sequence[int], num_slots: int, seed: int, window: int) -> None:
@@ -59,23 +64,23 @@ class DataOrder:
         self._windows: dict[int, tuple[tuple[int, int], np.ndarray]] = {}
 
     def length(self, slot: int, epoch: int) -> int:
-        """Return the number of samples of a slot in an epoch."""
+        """Return the number of samples that a slot reads in an epoch."""
         start, stop = self._interval(slot, epoch)
         return stop - start
 
     def settle(self, slot: int, epoch: int, offset: int) -> tuple[int, int]:
-        """Return the cursor unchanged or, past the slot's epoch, the start of its next epoch that has samples."""
-        # A loop, because a slot may have no samples in an epoch of a very small data set.
+        """Return the cursor of the slot's next sample. At the end of an epoch, it moves to the next non-empty epoch."""
+        # This is a loop because in a very small data set a slot may have no samples in an epoch.
         while offset >= self.length(slot, epoch):
             epoch, offset = epoch + 1, 0
         return epoch, offset
 
     def locate(self, slot: int, epoch: int, offset: int) -> tuple[int, int]:
-        """Return (shard, entry) of the slot's sample number `offset` in an epoch."""
+        """Return the (shard, entry) of sample number `offset` of a slot in an epoch."""
         start, stop = self._interval(slot, epoch)
         number = offset // self._window
         base = start + number * self._window
-        # The last window of an interval is shorter.
+        # The last window of an interval may be shorter.
         shuffled = self._shuffle(slot, epoch, number, min(self._window, stop - base))
         place = base + int(shuffled[offset % self._window])
         # Find the shard that covers this place in the epoch's sequence.
@@ -85,16 +90,16 @@ class DataOrder:
         return shard, place - int(ends[at]) + int(self._sizes[shard])
 
     def upcoming(self, slot: int, epoch: int, offset: int) -> Iterator[tuple[int, int]]:
-        """List the shards that the slot reads from the current window on, endlessly.
+        """Yield the shards that the slot reads, starting with its current window, endlessly.
 
         Yields:
-            (number of samples after which the slot may need the shard, shard).
+            A pair (samples, shard). The slot may need the shard once it has read this many more samples.
         """
         reached = offset // self._window * self._window
         before = -offset
         while True:
             start, stop = self._interval(slot, epoch)
-            # Skip empty intervals without computing their epoch's permutation.
+            # For an empty interval, do not compute the permutation of its epoch.
             if start < stop:
                 shards, ends = self._epoch(epoch)
                 at = int(np.searchsorted(ends, start + reached, side="right"))
@@ -106,13 +111,13 @@ class DataOrder:
             reached, before, epoch = 0, before + stop - start, epoch + 1
 
     def _interval(self, slot: int, epoch: int) -> tuple[int, int]:
-        # Integer arithmetic, so that neighboring intervals meet exactly for any number of samples.
+        # Integer arithmetic ensures that adjacent intervals have no gap or overlap.
         k = (slot + epoch) % self._num_slots
         n, num_slots = self._num_samples, self._num_slots
         return k * n // num_slots, (k + 1) * n // num_slots
 
     def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the epoch's permutation of the shards, and where each shard ends in the epoch's sequence."""
+        """Return an epoch's permutation of the shards, and where each shard ends in the epoch's sequence."""
         if epoch not in self._epochs:
             shards = keyed_permutation(len(self._sizes), self._seed, _SHARDS, epoch).numpy()
             self._epochs[epoch] = (shards, np.cumsum(self._sizes[shards]))
@@ -121,7 +126,7 @@ class DataOrder:
         return self._epochs[epoch]
 
     def _shuffle(self, slot: int, epoch: int, number: int, size: int) -> np.ndarray:
-        # Cache only the current window of each slot, because a slot reads its windows in order.
+        # Cache only the permutation of each slot's current window, because a slot reads its windows in order.
         kept = self._windows.get(slot)
         if kept is None or kept[0] != (epoch, number):
             order = keyed_permutation(size, self._seed, _WINDOW, epoch, slot, number).numpy()
@@ -130,10 +135,10 @@ class DataOrder:
 
 
 def divide(num_samples: int) -> list[int]:
-    """Divide samples that are not stored in shards into nominal shards, enough for the largest default of slots.
+    """Divide samples that are not stored in shards into nominal shards, up to the largest default number of slots.
 
     Returns:
-        The sizes of the nominal shards.
+        The number of samples in each nominal shard.
     """
     num_shards = min(SLOTS[0], num_samples)
     return [
@@ -144,7 +149,7 @@ def divide(num_samples: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Share:
-    """A rank's share of every global batch, which must consist of whole micro-batches."""
+    """A rank's share of every global batch. It must be a whole number of micro-batches."""
 
     rank: int
     size: int
@@ -154,24 +159,24 @@ class Share:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches per rank and step."""
+        """Number of micro-batches per rank in each step."""
         return self.global_batch // self.size // self.micro_batch
 
 
 def choose_slots(
     num_shards: int, num_samples: int, requested: int | None, ranks: int, default: int
 ) -> int:
-    """Choose the number of slots of a data set. It is independent of the number of ranks, but must be a multiple of it.
+    """Return the requested or the default number of slots, after checking that it suits the data and the ranks.
 
     Args:
-        num_shards: Shards of the data set.
-        num_samples: Samples of the data set.
-        requested: data.slots; None: the default.
-        ranks: Number of ranks of this run.
-        default: Number of slots that suits the data set.
+        num_shards: Number of shards in the data set, for the message.
+        num_samples: Number of samples in the data set. Every slot needs at least one.
+        requested: data.slots. None selects the default.
+        ranks: Number of ranks of this run. The number of slots must be a multiple of it.
+        default: Default number of slots.
 
     Raises:
-        ValueError: If the number does not work. The message suggests numbers that do.
+        ValueError: If the number of slots does not work. The message suggests numbers that work, if there are any.
     """
     slots = default if requested is None else requested
     if slots > num_samples:

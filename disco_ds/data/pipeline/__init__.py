@@ -1,1 +1,1 @@
-"""The way from samples to micro-batches on the device: worker processes, shared buffers and a rank's loader."""
+"""The pipeline that turns samples into micro-batches on the device: worker processes, shared buffers and the loader."""

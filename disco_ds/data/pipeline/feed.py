@@ -1,11 +1,12 @@
-"""Copies of micro-batches from the workers' buffers to the device, one ahead of its use.
+"""Copying of micro-batches from the workers' buffers on the host to the device, one micro-batch ahead of its use.
 
-The life of a buffer on the host: it is granted to all producers, each of which fills its rows; received; copied to the
-device; released by the loader; and granted again once the copy is complete.
+A buffer on the host goes through this cycle. It is granted to all producers, which means that each producer may fill
+its rows of the buffer. Once all producers have reported, the buffer is received, and copied to the device. The loader
+releases it, and it is granted again once the copy is complete.
 
-Copies run on a separate stream into device buffers that are used in turn. The streams wait for each other, so the host
-waits only for samples that are not decoded yet. No thread is needed: every request for a micro-batch also starts the
-next copy, and under GradAccum the requests are spread over the whole step.
+Copies run on a separate CUDA stream, into device buffers that are used in rotation. The streams wait for each other on
+the device, so the host waits only for samples that are not decoded yet. No thread is needed: every request for a
+micro-batch also starts the next copy, and with GradAccum the requests are spread over the whole step.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from disco_ds.data.pipeline.worker import Part
 
 
 class Producer(Protocol):
-    """A process that fills some rows of every buffer: a worker, or the trainer itself."""
+    """Fills some rows of every buffer: a worker process or, without workers, the trainer's own process."""
 
     def grant(self, number: int) -> None:
-        """Allow it to fill this buffer, after those that were granted before."""
+        """Allow the producer to fill this buffer, after all buffers that were granted earlier."""
 
     def is_ready(self) -> bool:
         """Return whether `receive` would return at once."""
 
     def receive(self) -> Part:
-        """Wait until it has filled its rows of the next buffer. Raise what reading the samples raised."""
+        """Wait until the producer has filled its rows of the next buffer. Raise any error from reading the samples."""
 
 
 @dataclass
@@ -43,12 +44,12 @@ class Upload:
 
     batch: MicroBatch
     event: Any
-    """Recorded after the copy."""
+    """Device event that marks the end of the copy."""
 
 
 @dataclass
 class Delivery:
-    """A buffer that all producers have filled, and its copy to the device."""
+    """A buffer on the host that all producers have filled, and its upload to the device."""
 
     number: int
     parts: list[Part]
@@ -56,13 +57,13 @@ class Delivery:
 
 
 class Feed:
-    """Micro-batches in the order in which they are produced.
+    """Delivers micro-batches to the device in the order of the data.
 
     Args:
         batches: Buffers on the host.
-        producers: They fill the buffers in the order in which these are granted.
-        device: Where micro-batches are delivered.
-        on_device: Number of micro-batches that the device holds, including the one being copied.
+        producers: The processes that fill the buffers, in the order in which the buffers are granted.
+        device: Device to which micro-batches are copied.
+        on_device: Number of micro-batches that the device holds at a time, including the one being copied.
     """
 
     def __init__(
@@ -78,42 +79,42 @@ class Feed:
         self._stream = self._streams.Stream()
         allocate = partial(torch.empty_like, device=device)
         self._on_device = deque(batches[0].map(allocate) for _ in range(on_device))
-        """Device buffers, the next one to be overwritten first."""
+        """Buffers on the device. The first one is overwritten next."""
         if device.type == "cuda":
             batches.pin()
         self._granted: deque[int] = deque()
-        """Granted buffers, in order."""
+        """Numbers of the granted buffers, in the order in which they are filled."""
         self._next: Delivery | Exception | None = None
-        """What look_ahead has received for the next call of `take`."""
+        """The delivery or error that look_ahead has received, to be returned or raised by the next call of `take`."""
         self._copied_at: dict[int, Any] = {}
-        """The event recorded after the last copy of each buffer."""
+        """For each buffer, the event that marks the end of its latest copy."""
         self._released: list[int] = []
-        """Released buffers that may still be copied."""
+        """Numbers of released buffers that have not been granted again. Their copies may still be running."""
         for number in range(len(batches)):
             self._grant(number)
 
     def take(self) -> Delivery:
-        """Wait for the next micro-batch. Its buffer does not change until it is released.
+        """Wait for the next micro-batch. Its buffer on the host does not change until the buffer is released.
 
-        Raises what `Producer.receive` raises.
+        Raises any exception that `Producer.receive` raises.
         """
-        # An error that look_ahead has met is raised here, where the trainer expects it.
+        # An error that occurred in look_ahead is raised here, where the trainer expects it.
         delivery, self._next = self._next or self._receive(), None
         if isinstance(delivery, Exception):
             raise delivery
         return delivery
 
     def look_ahead(self) -> None:
-        """Start copying the next micro-batch if it is decoded, and grant copied buffers. Never wait."""
+        """Start copying the next micro-batch if it is decoded, and grant copied buffers again. This never waits."""
         self._grant_copied()
         if self._next is None and self._is_ready():
             self._next = self._receive()
 
     def upload(self, number: int) -> Upload:
-        """Start copying a buffer to the device, over the micro-batch that was uploaded longest ago."""
+        """Start copying a buffer to the device, where it overwrites the micro-batch that was uploaded longest ago."""
         batch = self._on_device[0]
         self._on_device.rotate(-1)
-        # The current stream may still be reading the old micro-batch.
+        # The current stream may still be reading the micro-batch that is overwritten.
         self._stream.wait_stream(self._streams.current_stream())
         with self._streams.stream(self._stream):
             batch.copy_(self._batches[number])
@@ -133,8 +134,8 @@ class Feed:
         self._grant_copied()
 
     def close(self) -> None:
-        """Wait for running copies, because their memory will be freed."""
-        # RuntimeError: the device has failed.
+        """Wait until all copies are complete, so that the host buffers can be freed."""
+        # A RuntimeError means that the device has failed, so there is nothing to wait for.
         with suppress(RuntimeError):
             for event in self._copied_at.values():
                 event.synchronize()
@@ -145,7 +146,7 @@ class Feed:
     def _receive(self) -> Delivery | Exception:
         try:
             if not self._is_ready():
-                # The producers may be waiting for a buffer.
+                # The producers may be waiting for a free buffer.
                 self._grant_copied(wait=True)
             number = self._granted.popleft()
             parts = [producer.receive() for producer in self._producers]
@@ -154,7 +155,11 @@ class Feed:
             return error
 
     def _grant_copied(self, wait: bool = False) -> None:
-        """Grant released buffers whose copy is complete, since a running copy still reads its buffer."""
+        """Grant the released buffers whose copies are complete. A buffer is still read while its copy is running.
+
+        Args:
+            wait: Wait for the copies of all released buffers.
+        """
         for number in list(self._released):
             if wait:
                 self._copied_at[number].synchronize()

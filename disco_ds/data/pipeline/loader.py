@@ -1,8 +1,8 @@
 """The micro-batches of one rank, step by step, and its position in the data order.
 
-This is the trainer's view of the data. Reading a step does not raise, because an exception on one rank would leave the
-other ranks waiting in a collective. Errors are returned with the step instead. The loader takes (rank, size) as
-integers and never communicates.
+This is the trainer's interface to the data. Reading a step never raises, because an exception on one rank would leave
+the other ranks waiting in a collective. Errors are returned with the step instead. The loader receives the rank and the
+number of ranks as integers, and never communicates with other ranks.
 """
 
 from __future__ import annotations
@@ -40,37 +40,40 @@ from disco_ds.data.sources.load import (
 
 @dataclass(frozen=True)
 class _Position:
-    """What a rank has read so far. It advances by whole steps, because a checkpoint cannot divide a global batch."""
+    """A rank's position in the data order. It advances by whole steps, because checkpoints fall between steps."""
 
     steps: int
+    """Number of steps that have been read."""
     broken: int
-    """Broken samples that were skipped."""
+    """Number of broken samples that were skipped."""
     cursor: dict[int, tuple[int, int]]
-    """The next (epoch, offset) of the rank's streams."""
+    """The next (epoch, offset) of each of the rank's streams, keyed by stream number."""
 
 
 class Loader:
-    """A rank's micro-batches in the data order, which order/slots.py defines.
+    """Reads a rank's micro-batches, step by step, in the order that order/slots.py and order/mixture.py define.
 
-    A step's micro-batches are read when they are first requested. GradAccum then requests all but the last one again.
-    Until then they wait in one of three places, which `staging.pixels` names:
+    A micro-batch is read when it is first requested. In its second pass, GradAccum requests all micro-batches of the
+    step but the last one again. `staging.pixels` selects where they are kept between the two passes:
 
-    - "device": the device keeps all micro-batches of the step, and a buffer on the host is refilled once it is copied.
-    - "host": the buffers on the host are kept until the end of the step, and copied to the device a second time.
-    - "compressed": the workers keep the compressed images, and decode them into the next free buffers a second time.
+    - "device": The device keeps all micro-batches of the step. A buffer on the host is refilled as soon as it is
+      copied.
+    - "host": The buffers on the host are kept until the end of the step, and are copied to the device a second time.
+    - "compressed": The workers keep the compressed images, and decode them a second time into the next free buffers.
 
     Args:
         settings: Settings of the data.
         sources: The sources that load_sources returned.
-        form: The form in which the model takes a sample.
+        form: The image size and tokens that the model expects.
         share: This rank's share of every global batch.
         seed: Seed of the data order.
-        state: Position to resume from: merge_states of the state_dicts of all ranks, of which there may have been any
-            number. None: the start of the data.
+        state: Position to resume from, as merge_states returns it. The run that saved it may have had any number of
+            ranks. None means the start of the data.
         staging: Resources of this rank.
 
     Raises:
-        ValueError: If the numbers of slots and ranks do not fit, or the data differ from those of the state.
+        ValueError: If the number of slots does not suit the number of ranks, or if the data order differs from that of
+            `state`.
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class Loader:
             "windows": windows,
             "global_batch": share.global_batch,
         }
-        """What the order depends on. A state is accepted only if it agrees with all of it."""
+        """Everything that determines the data order. A state is accepted only if all of these values are the same."""
         if state is not None:
             self._check(state)
         order = mix(settings, sources, num_slots, seed, windows)
@@ -107,12 +110,12 @@ class Loader:
         if state is None:
             self._position = _Position(0, 0, dict.fromkeys(streams, (0, 0)))
         else:
-            # One rank continues the count of all ranks, so that the sum over ranks is right.
+            # Rank 0 continues from the total count and the other ranks from 0, so that the sum over ranks is right.
             broken = state["broken"] if share.rank == 0 else 0
             cursor = {stream: tuple(state["cursor"][stream]) for stream in streams}
             self._position = _Position(state["steps"], broken, cursor)
         self._before = self._position
-        """The position before the current step."""
+        """The position at the start of the current step."""
         self.worker_pids: list[int] = []
         self._error: str | None = None
         self._rank = share.rank
@@ -120,14 +123,14 @@ class Loader:
         self._pixels, self._device = staging.pixels, torch.device(staging.device)
         self._current: MicroBatches | None = None
         self._held: list[int] = []
-        """With pixels "host", the buffers of the current step."""
+        """If pixels is "host": numbers of the buffers that contain the current step's micro-batches."""
         self._uploads: dict[int, Upload] = {}
-        """With pixels "host", the copies for the second pass that have been started, by micro-batch."""
+        """If pixels is "host": copies that have been started for the second pass, keyed by micro-batch number."""
         self._num_again = 0
-        """With pixels "compressed", the number of micro-batches that were decoded again."""
+        """If pixels is "compressed": number of micro-batches in this step that have been decoded a second time."""
         self._resources = ExitStack()
 
-        # By default, one core is left to the trainer.
+        # By default, one core is reserved for the trainer.
         num_workers = max(staging.cores - 1, 1) if settings.workers is None else settings.workers
         num_workers = min(num_workers, len(slots))
         layout = share.micro_batch, form.image.size, form.context_length
@@ -147,7 +150,7 @@ class Loader:
             first=self._position.steps * share.global_batch // share.size,
             decode_twice=staging.pixels == "compressed",
             batches=self._batches,
-            # Without workers nothing is prefetched, since the trainer has no time between samples.
+            # Without workers, nothing is prefetched, because the trainer's own process reads the samples.
             ahead=FetchAhead(sources, order, settings.remote.prefetch_shards if num_workers else 0),
         )
         producers: list[Producer] = []
@@ -170,14 +173,14 @@ class Loader:
 
     @property
     def broken(self) -> int:
-        """Broken samples that were skipped. The sum over ranks includes those from before a resume."""
+        """Number of broken samples that were skipped. The sum over all ranks includes samples from before a resume."""
         return self._position.broken
 
     def read_step(self) -> StepData:
-        """Return the next step. Its micro-batches are read when they are requested, and valid until the next call.
+        """Return the next step. Its micro-batches are read when they are requested, and are valid until the next call.
 
-        Neither this call nor the first request of a micro-batch raises. After an error, this step and all further ones
-        consist of placeholders. Only decoding a micro-batch a second time may raise DataError.
+        Neither this call nor the first request for a micro-batch raises. After an error, the rest of this step and all
+        later steps consist of placeholders. Only decoding a micro-batch a second time may raise DataError.
         """
         self._finish_step()
         self._before = self._position
@@ -194,12 +197,12 @@ class Loader:
         return data
 
     def drop_step(self) -> None:
-        """Return to the position before this step, because another rank could not read it. No further step is read."""
+        """Return to the position before this step, because another rank could not read its part. Read no more data."""
         self._error = self._error or "another rank could not read its data"
         self._position = self._before
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's position after the last step without an error. merge_states joins those of all ranks."""
+        """Return this rank's position after the last step without an error, as input for merge_states."""
         return self._origin | asdict(self._position)
 
     def close(self) -> None:
@@ -208,10 +211,10 @@ class Loader:
         self._resources.close()
 
     def _check(self, state: dict[str, Any]) -> None:
-        """Check that a state belongs to this data order.
+        """Check that a state was saved with the same data order.
 
         Raises:
-            ValueError: If it does not.
+            ValueError: If the data order differs.
         """
         for key, expected in self._origin.items():
             if state[key] != expected:
@@ -221,7 +224,7 @@ class Loader:
                 )
 
     def _read(self, data: StepData) -> MicroBatch:
-        """Return the next micro-batch of a step; after an error, a placeholder."""
+        """Return the next micro-batch of a step or, after an error, a placeholder."""
         if self._error is None:
             try:
                 return self._accept(self._take(data), data)
@@ -231,7 +234,7 @@ class Loader:
         return self._placeholder
 
     def _take(self, data: StepData) -> Delivery:
-        """Wait for the next delivery, and add the time to the step's."""
+        """Wait for the next delivery, and add the waiting time to data.wait_s."""
         start = time.perf_counter()
         try:
             return self._feed.take()
@@ -239,7 +242,7 @@ class Loader:
             data.wait_s += time.perf_counter() - start
 
     def _accept(self, delivery: Delivery, data: StepData) -> MicroBatch:
-        """Record a delivery of the first pass, and return its micro-batch."""
+        """Record a delivery of the first pass in `data`, and return its micro-batch."""
         data.index.append(self._batches[delivery.number].index.clone())
         for part in delivery.parts:
             data.cursor.update(part.cursor)
@@ -254,14 +257,14 @@ class Loader:
             )
         if self._pixels == "host":
             self._held.append(delivery.number)
-            # The second pass begins with micro-batch 0.
+            # After the last micro-batch, start the second pass, which begins with micro-batch 0.
             self._upload_ahead(0 if is_last else None)
         else:
             self._recycle(delivery)
         return self._feed.arrive(delivery.upload)
 
     def _recycle(self, delivery: Delivery) -> None:
-        """Let the delivery's buffer be filled again, and start copying the next micro-batch."""
+        """Release the delivery's buffer, and start copying the next micro-batch if it is decoded."""
         self._feed.release(delivery.number)
         self._feed.look_ahead()
 
@@ -274,18 +277,24 @@ class Loader:
         return self._feed.arrive(upload)
 
     def _upload_ahead(self, k: int | None) -> None:
-        """Start copying micro-batch k again or, if no micro-batch is due again, the first of the next step."""
-        # GradAccum keeps the graph of the last micro-batch, so it does not request that one again.
+        """Start copying the micro-batch that will be requested next.
+
+        Args:
+            k: Number of a micro-batch of this step to copy a second time. If it is None or the last micro-batch, start
+                copying the next new micro-batch instead.
+        """
+        # GradAccum keeps the autograd graph of the last micro-batch, so it does not request that micro-batch again.
         if k is not None and k < self._num_parts - 1:
             self._uploads = {k: self._feed.upload(self._held[k])}
         else:
             self._feed.look_ahead()
 
     def _decode_again(self, data: StepData, k: int) -> MicroBatch:
-        """Return micro-batch k, which the workers decode once more.
+        """Return micro-batch k, which the workers decode a second time.
 
         Raises:
-            DataError: If that fails. A placeholder would spoil the step, whose loss is known already.
+            DataError: If decoding fails. A placeholder would make the gradients wrong, because the loss of this step
+                was computed from the real samples.
         """
         assert k == self._num_again, f"micro-batch {k} is requested again before {self._num_again}"
         try:
@@ -297,14 +306,15 @@ class Loader:
         return self._feed.arrive(delivery.upload)
 
     def _finish_step(self) -> None:
-        """Read what was left unread of the last step, and release its buffers."""
+        """Read the micro-batches of the last step that were never requested, and release the step's buffers."""
         if self._current is None:
             return
         for k in range(self._current.num_read, self._num_parts):
             _ = self._current[k]
         for number in self._held:
             self._feed.release(number)
-        # The workers decode all but the last micro-batch twice, even if the second pass did not take place.
+        # The workers decode all micro-batches but the last one twice. If the trainer skipped its second pass, the
+        # second copies must be read here.
         if self._pixels == "compressed":
             try:
                 while self._error is None and self._num_again < self._num_parts - 1:
@@ -322,10 +332,10 @@ class Loader:
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Join the state_dicts of all ranks' loaders into one state, from which any number of ranks can resume.
+    """Merge the state_dicts of all ranks' loaders into one state, from which any number of ranks can resume.
 
     Raises:
-        ValueError: If they do not belong to one step of one run, or ranks are missing.
+        ValueError: If the state_dicts are not from the same step of the same run, or if a rank's state_dict is missing.
     """
     first = states[0]
     shared = [key for key in first if key not in ("cursor", "broken")]

@@ -1,7 +1,8 @@
-"""Buffers for micro-batches in memory that a rank's trainer shares with its data workers.
+"""Buffers for micro-batches, in memory that a rank's trainer shares with its data workers.
 
-Each worker writes its samples directly to their rows, so nothing has to be joined or copied. The memory is a memfd.
-Unlike /dev/shm it has no separate size limit, and the kernel frees it when the last process that maps it ends.
+Each worker writes its samples directly into the right rows of a buffer, so nothing has to be concatenated or copied
+between processes. The memory is a memfd. Unlike /dev/shm, a memfd has no separate size limit, and the kernel frees it
+when the last process that maps it ends.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class SharedBatches:
-    """Buffers of one MicroBatch each, initially zero. Pickled to a process that is being started, they are shared.
+    """A list of buffers that each contain one MicroBatch, initially zero.
+
+    When this object is pickled to a process that is being started, both processes share the same memory.
 
     Args:
         num: Number of buffers.
-        micro_batch: Samples in each.
+        micro_batch: Number of samples in each buffer.
         image_size: (height, width).
-        context_length: Tokens of a text.
+        context_length: Number of tokens in each text.
     """
 
     def __init__(
@@ -58,11 +61,11 @@ class SharedBatches:
         self._map()
 
     def pin(self) -> None:
-        """Page-lock the memory, so that copies to the CUDA device are asynchronous."""
+        """Page-lock the memory, so that copies to the CUDA device can be asynchronous."""
         self._pinned = pin(self._memory, "the data's buffers")
 
     def close(self) -> None:
-        """Unpin the memory, which is freed with the last tensor that uses it."""
+        """Unpin the memory and close its file descriptor. The memory is freed with the last tensor that uses it."""
         if self._pinned:
             unpin(self._memory)
         os.close(self._fd)
@@ -81,14 +84,18 @@ class SharedBatches:
 
 
 def pin(memory: Tensor, what: str) -> bool:
-    """Page-lock host memory for CUDA. If that fails, warn that copies of `what` will be slower.
+    """Page-lock host memory for CUDA. If this fails, log a warning that copies will be slower.
+
+    Args:
+        memory: The memory to pin.
+        what: What the memory contains, for the warning.
 
     Returns:
         Whether the memory was pinned.
     """
     error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))  # type: ignore[attr-defined]
     if error:
-        # CUDA would otherwise report the error again for the next kernel.
+        # CUDA reports the error once more at the next kernel launch. Launch a kernel here to clear the error.
         with suppress(RuntimeError):
             torch.zeros(1, device="cuda")
         logger.warning(

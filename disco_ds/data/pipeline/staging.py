@@ -1,4 +1,4 @@
-"""Where, and how many of, a rank's micro-batches wait on their way from the workers to the step."""
+"""Where a rank's micro-batches are kept on their way from the workers to the training step, and how many of them."""
 
 from __future__ import annotations
 
@@ -9,38 +9,42 @@ import torch
 from disco_ds.config.data import Pixels
 
 LEAST_AHEAD = 4
-"""Number of micro-batches that are prefetched even if a step has fewer."""
+"""Default number of micro-batches to prefetch if a step has fewer than this."""
 
 
 @dataclass(frozen=True)
 class Staging:
-    """Resources that a rank's data may use, and where micro-batches are delivered."""
+    """Resources that a rank's data loading may use, and the device to which micro-batches are delivered."""
 
     pixels: Pixels = "device"
-    """Where images wait between GradAccum's two passes: on the device, in buffers on the host, or compressed in the
-    workers, which decode them twice."""
+    """Where images are kept between GradAccum's two passes: "device" on the device, "host" in buffers on the host, or
+    "compressed" in the workers, which decode them twice."""
     device: torch.device | str = "cpu"
-    """Where micro-batches are delivered."""
+    """Device to which micro-batches are delivered."""
     ranks_here: int | None = None
-    """Number of ranks on this host, which share the cache of remote shards; None: all ranks of the run."""
+    """Number of ranks on this host. They share the host's cache of remote shards. None means that all ranks of the run
+    are on this host."""
     cores: int = 2
-    """CPU cores of this rank, which determine the default number of workers."""
+    """Number of CPU cores available to this rank. It determines the default number of workers."""
     most_bytes: float = 2**40
-    """Maximum size of the prefetch buffers, unless data.prefetch sets their number."""
+    """Maximum total size in bytes of the prefetch buffers. Ignored if data.prefetch sets the number of buffers."""
 
 
 def count_buffers(
     prefetch: int | None, num_micro_batches: int, pixels: Pixels, num_workers: int, most: int
 ) -> int:
-    """Count the micro-batches that a rank holds on the host: the one in use, or a whole step, and the prefetched ones.
+    """Return the number of micro-batch buffers that a rank needs on the host.
+
+    These are the buffers in use (all micro-batches of a step if pixels is "host", otherwise one) plus the buffers for
+    prefetched micro-batches.
 
     Args:
-        prefetch: Number of prefetched micro-batches. None: a whole step, because the workers would otherwise be idle
-            during GradAccum's second pass.
-        num_micro_batches: Micro-batches per rank and step.
-        pixels: Where images wait between the passes.
-        num_workers: Data workers; without any, nothing is prefetched.
-        most: Maximum number of prefetched micro-batches if `prefetch` is None.
+        prefetch: Number of micro-batches to prefetch. None selects the number in a step (at least LEAST_AHEAD), because
+            with fewer the workers would be idle during GradAccum's second pass.
+        num_micro_batches: Number of micro-batches per rank in each step.
+        pixels: Where images are kept between GradAccum's two passes.
+        num_workers: Number of data workers. If it is 0, nothing is prefetched.
+        most: Maximum number of micro-batches to prefetch if `prefetch` is None.
     """
     held = num_micro_batches if pixels == "host" else 1
     if not num_workers:
@@ -51,5 +55,9 @@ def count_buffers(
 
 
 def count_on_device(num_micro_batches: int, pixels: Pixels) -> int:
-    """Count the micro-batches that a device holds: the one in use, or a whole step, and the one being copied."""
+    """Return the number of micro-batch buffers that a rank needs on its device.
+
+    These are the buffers in use (all micro-batches of a step if pixels is "device", otherwise one) plus one buffer for
+    the micro-batch being copied.
+    """
     return 1 + (num_micro_batches if pixels == "device" else 1)

@@ -1,4 +1,4 @@
-"""The data of one step of a rank: its micro-batches, which are read while the step runs."""
+"""One rank's data for one training step. Its micro-batches are read while the step runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples that are forwarded together, and where they come from."""
+    """The samples of one forward pass, with their ids and epochs."""
 
     image: Tensor
     """[m, 3, H, W] uint8."""
@@ -20,27 +20,29 @@ class MicroBatch:
     index: Tensor
     """[m] int64 sample ids."""
     epoch: Tensor
-    """[m] int64."""
+    """[m] int64, the epoch of each sample."""
 
     def copy_(self, source: MicroBatch) -> None:
-        """Copy from a micro-batch of the same shape, asynchronously if the hardware supports it."""
+        """Copy the tensors of `source`, which has the same shapes, asynchronously if the hardware supports it."""
         for name, value in vars(self).items():
             value.copy_(getattr(source, name), non_blocking=True)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
-        """Return a micro-batch of changed tensors."""
+        """Apply a function to each tensor, and return the results as a micro-batch."""
         return MicroBatch(
             change(self.image), change(self.text), change(self.index), change(self.epoch)
         )
 
 
 class MicroBatches(Sequence[MicroBatch]):
-    """A step's micro-batches. Each is read at its first request, which must be in order, and may be requested again.
+    """The micro-batches of a step. Each is read when it is first requested, and may be requested again later.
+
+    The first requests must be in order.
 
     Args:
         num: Number of micro-batches.
-        read: Returns the next micro-batch.
-        again: Returns micro-batch k once more. None: micro-batches are kept.
+        read: Function that reads the next micro-batch.
+        again: Function that returns micro-batch k a second time. If it is None, this object keeps the micro-batches.
     """
 
     def __init__(
@@ -70,16 +72,17 @@ class MicroBatches(Sequence[MicroBatch]):
 
 @dataclass
 class StepData:
-    """A rank's share of one step. The fields are complete once all micro-batches have been read."""
+    """A rank's data for one step. The fields are complete once all micro-batches have been read."""
 
     micro_batches: Sequence[MicroBatch] = ()
     error: str | None = None
-    """What failed. Micro-batches after a failure are placeholders, so that all collectives still take place."""
+    """Description of the error, or None. All micro-batches after an error are placeholders, so that this rank still
+    takes part in all collectives."""
     wait_s: float = 0.0
-    """Time that the trainer waited for data."""
+    """Time in seconds that the trainer waited for data."""
     broken: list[str] = field(default_factory=list)
     """`shard/key: reason` of each broken sample that was skipped in this step."""
     index: list[Tensor] = field(default_factory=list)
-    """[m] int64 sample ids of each micro-batch, on the CPU."""
+    """Sample ids of each micro-batch, [m] int64 on the CPU."""
     cursor: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """The next (epoch, offset) of every stream that was read from."""
+    """The next (epoch, offset) of every stream that this step read from, keyed by stream number."""

@@ -1,7 +1,7 @@
-"""The work of one decoding process, which owns some of its rank's slots.
+"""The work of one data worker, which owns some of its rank's slots.
 
-Into every micro-batch of the rank it writes the rows that belong to its slots. The buffers are shared by all workers of
-the rank, which fill them together.
+In every micro-batch of the rank, the worker writes the rows that belong to its slots. All workers of the rank share the
+buffers, and together they fill all rows.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from disco_ds.data.remote.prefetch import FetchAhead
 from disco_ds.data.sources.base import Decode, Samples
 
 _SPARE_BROKEN = 16
-"""Broken samples that a worker tolerates in addition to data.max_broken, so that the first sample cannot stop a run."""
+"""Number of broken samples that a worker tolerates in addition to the fraction data.max_broken, so that a few broken
+samples at the start cannot stop a run."""
 _NUM_NAMED = 5
-"""Number of broken samples that a message names."""
+"""Maximum number of broken samples that an error message lists."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +41,14 @@ class Part:
     """A worker's report on the rows that it has written into one buffer."""
 
     cursor: dict[int, tuple[int, int]]
-    """The next (epoch, offset) of every stream that was read from."""
+    """The next (epoch, offset) of every stream that was read from, keyed by stream number."""
     broken: list[str]
     """`shard/key: reason` of each broken sample that was skipped."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A sample and its place in the micro-batch."""
+    """A sample and its row number in the micro-batch."""
 
     place: int
     text: Tensor
@@ -56,7 +57,7 @@ class Row:
     decode: Decode
 
     def write(self, batch: MicroBatch, image: Tensor) -> None:
-        """Write the sample into a buffer."""
+        """Write the sample to its row of a buffer."""
         batch.image[self.place] = image
         batch.text[self.place] = self.text
         batch.index[self.place] = self.index
@@ -65,10 +66,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Job:
-    """One worker's share of a rank's samples, pickled to the worker.
+    """Everything that a worker needs to produce its share of a rank's samples. It is pickled to the worker.
 
-    The rank's sample number q, counted from the start of the run, is sample number q // len(slots) of slots[q %
-    len(slots)].
+    The rank's samples are numbered from the start of training. Sample q of the rank is sample q // len(slots) of the
+    slot slots[q % len(slots)].
     """
 
     samples: Samples
@@ -76,27 +77,28 @@ class Job:
     settings: DataSettings
     share: Share
     slots: tuple[int, ...]
-    """The rank's slots, in order."""
+    """All slots of the rank, including those of its other workers, in order."""
     cursor: dict[int, tuple[int, int]]
-    """The (epoch, offset) at which each of their streams begins."""
+    """The (epoch, offset) at which to start reading each stream of these slots, keyed by stream number."""
     first: int
-    """Number of the rank's first sample."""
+    """Number of the first sample to read, among the rank's samples."""
     decode_twice: bool
-    """After the micro-batches of a step, decode all but the last again from the compressed images."""
+    """Whether to decode all micro-batches of a step but the last one a second time at the end of the step, from the
+    compressed images."""
     batches: SharedBatches
-    """The buffers to write into."""
+    """The shared buffers to write into."""
     ahead: FetchAhead
     """Prefetches remote shards."""
     worker: int = 0
     """This worker owns slots[worker::num_workers]."""
     num_workers: int = 1
     at: Any = field(default_factory=lambda: [-1, -1, 0])
-    """Integers that the trainer reads: shard and entry of the current sample, or -1, and the count of
-    fetching.progress."""
+    """Three integers that the trainer reads: the shard and the entry of the sample that is being read (-1 if there is
+    none), and the count of fetching.progress."""
 
 
 class _Reader:
-    """Reads the next good sample of each stream, and counts the broken ones."""
+    """Reads the next usable sample of a stream, and counts the broken samples that it skips."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -106,19 +108,25 @@ class _Reader:
         self._num_read = 0
         self._num_broken = 0
         self._last: list[str] = []
-        """The last broken samples."""
+        """Descriptions of the last few broken samples, for the error message."""
 
     def next(self, stream: int, place: int, broken: list[str]) -> tuple[Row, Tensor]:
-        """Read the stream's next good sample, for a place in the micro-batch, and add the broken ones to `broken`.
+        """Read the stream's next usable sample.
+
+        Args:
+            stream: Number of the stream.
+            place: Row number of the sample in the micro-batch.
+            broken: A description of each broken sample that is skipped is appended to this list.
 
         Returns:
-            The row and its image.
+            The row and its decoded image.
 
         Raises:
-            DataError: If too many samples are broken, or all that the stream has in two epochs.
+            DataError: If too many samples are broken, or if all samples that the stream has in two epochs are broken.
+            OSError: If a shard cannot be read.
         """
         job = self._job
-        # A worker that is silent for timeout_s counts as hung, so it must not wait that long for a file.
+        # The trainer considers a worker hung if it is silent for worker_timeout_s, so retries must end earlier.
         patience_s = min(job.settings.retry_s, job.settings.worker_timeout_s / 2)
         epoch, offset = self.cursor[stream]
         skipped = 0
@@ -141,7 +149,8 @@ class _Reader:
                 broken.append(name_broken(job.samples.name, shard, entry, error))
                 self._count(broken[-1], error.__cause__)
             skipped += 1
-            # With data.max_broken=1, a stream without a readable sample must still end. Its samples differ by epoch.
+            # Even with data.max_broken=1, a stream without any readable sample must not be searched forever. Two epochs
+            # are searched, because a stream has different samples in each epoch.
             if skipped >= _SPARE_BROKEN + 2 * job.order.length(stream, epoch):
                 raise DataError(
                     f"stream {stream} has no readable sample among {skipped}; the last ones: {'; '.join(self._last)}"
@@ -151,8 +160,8 @@ class _Reader:
         """Count a broken sample.
 
         Args:
-            text: `shard/key: reason`.
-            cause: What our code or the user's raised.
+            text: Description of the sample, `shard/key: reason`.
+            cause: The original exception from disco_ds or from the user's code, if any.
 
         Raises:
             DataError: If too many samples are broken.
@@ -171,15 +180,18 @@ class _Reader:
 
 
 def produce_parts(job: Job, next_buffer: Callable[[], int]) -> Iterator[Part]:
-    """Write one worker's rows of all micro-batches of its rank, step by step, endlessly.
+    """Write one worker's rows of every micro-batch of its rank, step by step, endlessly.
 
     Args:
-        job: The worker's share.
-        next_buffer: Returns the number of the buffer for the next micro-batch. It may wait for one.
+        job: Which rows to write, and where to read their samples.
+        next_buffer: Function that returns the number of the buffer for the next micro-batch. It may wait for a buffer.
+
+    Yields:
+        A report on each micro-batch, after the worker's rows have been written.
 
     Raises:
-        DataError: If too many samples are broken, or a shard cannot be fetched.
-        OSError: If a shard cannot be read. The message names it.
+        DataError: If too many samples are broken, or if a shard cannot be fetched.
+        OSError: If a shard cannot be read. The message names the shard.
     """
     reader = _Reader(job)
     job.ahead.move(dict(reader.cursor))
@@ -195,7 +207,7 @@ def produce_parts(job: Job, next_buffer: Callable[[], int]) -> Iterator[Part]:
             if job.decode_twice:
                 first_pass.append(rows)
             start += job.share.micro_batch
-        # GradAccum's second pass does not request the last micro-batch, because its graph is kept.
+        # GradAccum's second pass does not request the last micro-batch, because its autograd graph is kept.
         for rows in first_pass[:-1]:
             batch = job.batches[next_buffer()]
             for row in rows:
@@ -204,12 +216,12 @@ def produce_parts(job: Job, next_buffer: Callable[[], int]) -> Iterator[Part]:
 
 
 def _fill(job: Job, reader: _Reader, start: int, batch: MicroBatch) -> tuple[list[Row], Part]:
-    """Write the worker's rows of the micro-batch that begins with the rank's sample number `start`."""
+    """Write the worker's rows of the micro-batch whose first sample is the rank's sample number `start`."""
     rows: list[Row] = []
     part = Part({}, [])
     for q in range(start, start + job.share.micro_batch):
         number, i = divmod(q, len(job.slots))
-        # The workers own the slots in turn. Samples of other workers' slots are not even located.
+        # Slots are assigned to the workers in turn. Skip the samples of other workers' slots.
         if i % job.num_workers == job.worker:
             stream = job.order.stream(job.slots[i], number)
             row, image = reader.next(stream, q - start, part.broken)

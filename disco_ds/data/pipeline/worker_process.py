@@ -1,8 +1,8 @@
-"""The decoding processes of a rank, and their replacement if data.workers is 0: the trainer's own process.
+"""The data workers of a rank: separate processes or, if data.workers is 0, the trainer's own process.
 
-Alternatives considered: torch's DataLoader installs a SIGCHLD handler. If a worker dies, it raises in the trainer's
-main thread, wherever that is, even between two collectives. Here, a worker that is dead, silent or failing makes only
-`Worker.receive` raise.
+Alternatives considered: torch's DataLoader installs a SIGCHLD handler. If a worker dies, the handler raises an
+exception in the trainer's main thread at an arbitrary point, even between two collectives. Here, if a worker dies,
+hangs or fails, only `Worker.receive` raises.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from disco_ds.data.pipeline.worker import Job, Part, produce_parts
 from disco_ds.data.remote.fetching import progress
 
 _GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Signals that reach whole process groups. Workers block them, because the trainer stops its workers."""
+"""Signals that are sent to whole process groups. Workers block these signals, because the trainer stops its workers."""
 
 
 class InProcess:
-    """A producer that decodes in the trainer's process, whenever the trainer wants to receive something."""
+    """A producer that decodes in the trainer's own process, when `receive` is called."""
 
     def __init__(self, job: Job) -> None:
         self._buffers: deque[int] = deque()
         self._parts = produce_parts(job, self._buffers.popleft)
 
     def grant(self, number: int) -> None:
-        """Allow it to fill this buffer, after those that were granted before."""
+        """Allow this producer to fill a buffer, after all buffers that were granted earlier."""
         self._buffers.append(number)
 
     def is_ready(self) -> bool:
-        """Return whether `receive` would return at once: never."""
+        """Return False, because `receive` always has to decode."""
         return False
 
     def receive(self) -> Part:
@@ -54,16 +54,16 @@ class InProcess:
 
 
 class Worker:
-    """A producer that decodes in a separate process, which ends with the trainer.
+    """A producer that decodes in a separate process. The process ends when the trainer ends.
 
-    A fork server starts the process. Forking the trainer would copy locks that its threads hold. Spawning would import
-    torch and the tokenizer's package (5 s of a core) in every worker instead of once per rank.
+    A fork server starts the process. Forking the trainer itself would copy locks that the trainer's threads hold.
+    Spawning would import torch and the tokenizer's package in every worker (5 s of CPU time) instead of once per rank.
 
     Args:
-        job: What the process does.
-        timeout_s: Seconds without a sign of life after which the worker counts as hung.
-        preload: Module that the fork server imports.
-        label: Names a sample, given by shard and entry, without reading it.
+        job: What the process reads and writes.
+        timeout_s: The worker is considered hung if it reports neither a result nor progress for this many seconds.
+        preload: Module that the fork server imports before it starts workers.
+        label: Function that returns a name for a sample, given shard and entry, without reading the sample.
     """
 
     def __init__(
@@ -81,18 +81,19 @@ class Worker:
         with _block_signals(), _hide_main():
             self._process.start()
         theirs.close()
-        # At exit, multiprocessing sends SIGTERM to daemons, but workers block it. Kill them before that.
+        # At exit, multiprocessing sends SIGTERM to daemon processes and waits for them, but workers block SIGTERM. So
+        # kill them earlier.
         self.close = Finalize(self, _kill, (self._process, self._connection), exitpriority=10)
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Process id of the worker."""
         assert self._process.pid is not None
         return self._process.pid
 
     def grant(self, number: int) -> None:
-        """Allow the worker to fill this buffer, after those that were granted before."""
-        # If the worker has died, receive reports it, after the parts that the worker had sent.
+        """Allow the worker to fill this buffer, after all buffers that were granted earlier."""
+        # If the worker has died, `receive` reports this once it has returned everything that the worker had sent.
         with suppress(OSError):
             self._connection.send(number)
 
@@ -104,7 +105,7 @@ class Worker:
         """Wait for the worker's report on the next buffer.
 
         Raises:
-            DataError: If the worker failed, died, or gave no sign of life for timeout_s.
+            DataError: If the worker failed, died, or reported neither a result nor progress for timeout_s.
         """
         try:
             fetched = self._at[2]
@@ -131,7 +132,10 @@ class Worker:
 
 
 def describe_error(error: Exception) -> str:
-    """Return the message of a data error, and the traceback of any other. Called where the error is caught."""
+    """Return the message of a DataError or OSError, or the traceback of any other error.
+
+    Must be called from the `except` block that catches the error.
+    """
     return str(error) if isinstance(error, (DataError, OSError)) else traceback.format_exc()
 
 
@@ -143,8 +147,8 @@ def _kill(process: mp.process.BaseProcess, connection: Connection) -> None:
 
 @contextmanager
 def _block_signals() -> Iterator[None]:
-    """Block the group signals while a process starts, so that it inherits the mask."""
-    # Starting the resource tracker later would unblock the signals.
+    """Block _GROUP_SIGNALS in this process while it starts another one, which inherits the signal mask."""
+    # Start multiprocessing's resource tracker first, because starting it later would unblock the signals.
     resource_tracker.ensure_running()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _GROUP_SIGNALS)
     try:
@@ -155,7 +159,7 @@ def _block_signals() -> Iterator[None]:
 
 @contextmanager
 def _hide_main() -> Iterator[None]:
-    """Keep a process that is started from importing the trainer's main module, and with it DeepSpeed."""
+    """Keep a new process from importing the trainer's main module, which would also import DeepSpeed."""
     main = vars(sys.modules["__main__"])
     names = ["__spec__", "__file__"]
     hidden = {name: main.pop(name) for name in names if name in main}
@@ -167,12 +171,12 @@ def _hide_main() -> Iterator[None]:
 
 
 def _main(job: Job, connection: Connection) -> None:
-    """Fill the granted buffers and report on each. After an error, send its text and end."""
+    """Run a worker: fill each granted buffer and report on it. After an error, send its description and return."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _GROUP_SIGNALS)
     threading.Thread(target=_follow_parent, daemon=True).start()
-    # The number of workers determines how many cores are used.
+    # One thread per worker, so that the number of workers determines how many cores are used.
     torch.set_num_threads(1)
-    # PIL warns of flaws in images that it can still read.
+    # Ignore PIL's warnings, because they are about flaws in images that PIL can still read.
     warnings.filterwarnings("ignore", module=r"PIL\.")
     progress.count = job.at
     # The trainer may close the connection at any time.
@@ -185,7 +189,7 @@ def _main(job: Job, connection: Connection) -> None:
 
 
 def _follow_parent() -> None:
-    """End with the trainer, even if it is killed while this process hangs in a read."""
+    """End this process when the trainer ends, even if the trainer is killed while this process hangs in a read."""
     parent = mp.parent_process()
     assert parent is not None
     parent.join()
