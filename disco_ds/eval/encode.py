@@ -1,7 +1,7 @@
 """Encode the images and texts of an evaluation set; every rank encodes its share.
 
-All ranks make the same number of forward passes: at ZeRO 3 a pass that only one rank makes would
-hang.
+All ranks make the same number of forward passes: at ZeRO 3, a forward pass that some ranks do not
+join would hang.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Pairs(NamedTuple):
     text: Tensor
     """[m, D], unit rows, fp32."""
     text_id: Tensor
-    """[m] int64: for each caption the id of its sample."""
+    """[m] int64: the sample id of each caption."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Encoder:
             try:
                 batch = list(islice(samples, self.chunk))
             except OSError as error:
-                # Raised after the last forward pass, where the other ranks wait for this one.
+                # Raise it only after the last forward pass, because the other ranks need this rank until then.
                 problem = error
             num_read += len(batch)
             pixels = [image for image, _, _ in batch]
@@ -132,7 +132,7 @@ class Encoder:
 
 
 def gather_rows(x: Tensor) -> Tensor:
-    """Gather the rows of all ranks in rank order; their numbers may differ. Collective."""
+    """Gather the rows of all ranks in rank order; ranks may have different numbers of rows. Collective."""
     # Collectives need equal shapes: pad to the longest, gather, and remove the padding.
     counts = comm.gather_objects(len(x))
     padding = x.new_zeros(max(counts) - len(x), *x.shape[1:])

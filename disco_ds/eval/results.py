@@ -32,9 +32,9 @@ class Result:
     values: dict[str, float]
     """Metric -> value. Accuracies and recalls are fractions."""
     counts: dict[str, int]
-    """What the values are computed from, and num_broken, the number of unreadable images."""
+    """Numbers of items that the values are computed from, and of unreadable images (num_broken)."""
     examples: Sequence[Example] = ()
-    """Classified images; the same at any number of ranks."""
+    """Example images with predictions; the same for any number of ranks."""
 
 
 def record(results: Sequence[Result]) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Image-text retrieval: find each caption's image and each image's captions.
 
-Every rank compares its images and texts with those of all ranks, some rows at a time, so that the
-features dominate the memory.
+Every rank compares its images and texts with the texts and images of all ranks. It does so a few
+rows at a time, so that the similarities need less memory than the features.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def retrieve(encoder: Encoder, captioned: ImageSet) -> Result:
 def find_ranks(query: Tensor, query_id: Tensor, key: Tensor, key_id: Tensor) -> Tensor:
     """Find the rank, counted from 1, of each query's best match among the keys.
 
-    Keys with the id of the query match it. Keys of equal similarity are ranked in their order, so
+    A key matches a query if both have the same id. Keys of equal similarity keep their order, so
     that a model whose features are all equal scores no better than chance.
 
     Args:
         query: [q, D], unit rows.
-        query_id: [q] int64; each of them is also in key_id.
+        query_id: [q] int64; each id also occurs in key_id.
         key: [k, D], unit rows.
         key_id: [k] int64.
 

@@ -73,7 +73,8 @@ def load_sets(settings: EvalSettings, data: DataSettings) -> list[ImageSet]:
     """Open all sets that the settings name, and read their labels.
 
     Raises:
-        ValueError: If a set is missing, empty or of another kind, or a label has no class name.
+        ValueError: If a set is missing, is empty, or does not fit the setting that names it; or if a
+            label has no class name.
     """
     kinds = {
         "labeled": settings.labeled,
@@ -140,7 +141,7 @@ def _open(name: str, folder: Path, data: DataSettings, text: str, benchmark_text
         folder: The folder.
         data: How to read images from plain shards.
         text: Template of the label or captions in plain shards.
-        benchmark_text: The same in clip_benchmark's layout.
+        benchmark_text: Template of the label or captions in clip_benchmark's layout.
 
     Raises:
         ValueError: If the folder is missing, empty or incomplete.
@@ -155,7 +156,7 @@ def _open(name: str, folder: Path, data: DataSettings, text: str, benchmark_text
                 f"{folder / 'test'} has {len(manifest.shards)} .tar files, but its nshards.txt "
                 f"says {num_expected}; download the missing ones"
             )
-        # clip_benchmark's exports have fixed member names; those of the training data do not apply.
+        # clip_benchmark's exports have fixed member names; the training data's names do not apply.
         data = data.model_copy(update={"image_key": "webp;png;jpg;jpeg"})
         return ImageSet(name, manifest, data, benchmark_text)
     if any(folder.glob("*.tar")):
@@ -168,7 +169,7 @@ def _read_texts(images: ImageSet, setting: str) -> list[str]:
     """Return the sorted labels or captions of the samples in shards, which do not list them.
 
     Raises:
-        ValueError: If no sample has one.
+        ValueError: If no sample has a label or caption.
     """
     assert isinstance(images.source, Manifest)
     texts = sorted({text for text in read_labels(images.source, images.text) if text})
@@ -199,7 +200,7 @@ def read_templates(wanted: str) -> tuple[str, ...]:
 
 
 def read_classes(path: Path, labels: Collection[str]) -> dict[str, str]:
-    """Read class names by label from a file.
+    """Read the class name of each label from a file.
 
     The file is JSON (a list, or a mapping from label to name) or text (one name per line, or label
     and name per line). Names without labels belong to the labels in sorted order; but if all labels

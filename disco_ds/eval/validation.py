@@ -13,7 +13,9 @@ from disco_ds.eval.sets import ImageSet
 
 
 def validate(encoder: Encoder, pairs: ImageSet) -> Result:
-    """Compute InfoNCE and the accuracy in the batch; equal at any number of ranks. Collective.
+    """Compute the InfoNCE loss and the in-batch accuracies. Collective.
+
+    The values are the same for any number of ranks.
 
     Batches are formed in the order of the samples, and pairs that do not fill a batch are left out.
     A set smaller than a batch forms one batch. The values depend on the batch size, so their names

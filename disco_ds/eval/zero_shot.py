@@ -27,7 +27,7 @@ def classify(encoder: Encoder, labeled: ImageSet) -> Result:
     names = list(labeled.classes.values())
     texts = encoder.encode_classes(names, labeled.templates)
     class_of = {label: number for number, label in enumerate(labeled.classes)}
-    # Rows: images, top-1 hits and top-5 hits of each class.
+    # The rows count images, top-1 hits and top-5 hits; each column is a class.
     hits = torch.zeros(3, len(names), dtype=torch.int64, device=texts.device)
     examples = dict[int, Example]()
     every = math.ceil(labeled.source.num_samples / NUM_EXAMPLES)
@@ -39,7 +39,7 @@ def classify(encoder: Encoder, labeled: ImageSet) -> Result:
         seen = torch.ones_like(target)
         hits.index_add_(1, target, torch.stack([seen, right[:, 0].long(), right.any(dim=1).long()]))
         for (image, label, index), nearest in zip(samples, best[:, :3].tolist(), strict=True):
-            # Chosen by id, so that the examples do not depend on the number of ranks.
+            # Examples are chosen by sample id, so that they do not depend on the number of ranks.
             if index % every == 0:
                 pixels = image.permute(1, 2, 0).numpy()
                 best_names = [names[number] for number in nearest]

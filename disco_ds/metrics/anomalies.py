@@ -50,11 +50,14 @@ MIN_DEVIATIONS = 8.0
 The standard deviation is estimated from the MAD of the changes between steps.
 """
 MIN_LOSS_RISE = 0.1
-"""A loss spike exceeds the median by at least this fraction of it."""
+"""A loss spike exceeds the median by at least this fraction of the median."""
 MIN_NORM_FACTOR = 4.0
 """A gradient-norm spike is at least this multiple of the median."""
 AT_BOUND = 0.98
-"""The scale counts as at its bound from this fraction of it: bf16 weights round ln(100) to 98.9."""
+"""The scale counts as being at its bound from this fraction of the bound.
+
+It is below 1 because bf16 weights round the log of the scale, so that a bound of 100 becomes 98.9.
+"""
 TINY = 1e-30
 """Replaces a gradient norm of 0, which has no logarithm."""
 COLLAPSED = 0.5
@@ -126,9 +129,9 @@ class AnomalyDetector:
         return bool(message) and self.skip
 
     def check_norm(self, step: int, norm: Tensor) -> bool:
-        """Check the gradient norm, 0-d, before its update; see check_spike.
+        """Check the gradient norm (0-d) before the optimizer update; see check_spike.
 
-        Collective if spikes are skipped.
+        Collective if batches that cause a spike are skipped.
         """
         # Ranks sum the norm in different orders. Near the threshold they must still agree on
         # whether to skip the batch, so they all check the maximum.
@@ -164,7 +167,7 @@ class AnomalyDetector:
     def _update(
         self, anomaly: str, step: int, value: float, message: str, repeat: bool = False
     ) -> None:
-        """Report an anomaly when it begins, or at every check with `repeat`.
+        """Report an anomaly when it begins; with `repeat`, report it at every check.
 
         An empty message means that the anomaly is absent.
         """
@@ -197,7 +200,7 @@ def is_spike(value: float, recent: Sequence[float], by_factor: bool) -> bool:
     changes = [after - first for first, after in pairwise(before)]
     typical = statistics.median(changes)
     mad = statistics.median(abs(change - typical) for change in changes)
-    # A change is the difference of two values, so it has sqrt(2) times the noise of one.
+    # A change is the difference of two values, so its noise is sqrt(2) times that of a value.
     deviation = 1.4826 * mad / math.sqrt(2)
     least = math.log(MIN_NORM_FACTOR) if by_factor else MIN_LOSS_RISE * abs(median)
     return now - median > max(MIN_DEVIATIONS * deviation, least)
@@ -211,7 +214,7 @@ def features_spread(image: Tensor, text: Tensor) -> dict[str, Tensor]:
 
     Args:
         image: Unit rows of this rank, SAMPLE of them or all if there are fewer.
-        text: Unit rows of this rank, as many as image rows.
+        text: Unit rows of this rank; the same number of rows as image.
 
     Returns:
         `image_cosine`, `image_rank`, `text_cosine` and `text_rank`, 0-d, the same on every rank.

@@ -37,8 +37,8 @@ NUM_MEANS = 40
 _COLUMNS = 6
 """Number of example images in a row."""
 _MAX_LETTERS = 28
-"""Longer labels are cut."""
-# Right and wrong predictions also differ by a mark and a line style.
+"""Maximum number of letters of a label; longer labels are cut."""
+# Colors of right and wrong predictions, which a check mark and a line style distinguish too.
 RIGHT, WRONG = "C0", "C2"
 STYLE: dict[str, Any] = {
     "font.size": 9,
@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def log_errors(what: str) -> Iterator[None]:
-    """Log any error of the block instead of raising it: a missing picture must not stop a run."""
+    """Log any error in the block instead of raising it: a missing picture must not stop a run."""
     try:
         yield
     except Exception as error:
@@ -138,7 +138,7 @@ def describe_changes(folder: Path) -> str:
 
 
 def read_curves(records: Sequence[dict[str, Any]]) -> Curves:
-    """Return the numbers of the records as curves over the samples seen."""
+    """Return the numeric values in the records as curves over the number of samples seen."""
     curves: Curves = defaultdict(list)
     for record in records:
         for name, value in record.items():
@@ -196,7 +196,7 @@ def draw_accuracy(axes: Axes, curves: Curves) -> None:
 
 
 def draw_curve(axes: Axes, curves: Curves, name: str, label: str | None = None) -> None:
-    """Draw a curve; if it is long, as a thin line with means of its parts as a thick one."""
+    """Draw a curve; a long curve is a thin line, with a thick line of the means of its parts."""
     points = numpy.array(curves.get(name, []), dtype=numpy.float64).reshape(-1, 2)
     points = points[numpy.isfinite(points).all(axis=-1)]
     if not len(points):
@@ -210,7 +210,7 @@ def draw_curve(axes: Axes, curves: Curves, name: str, label: str | None = None) 
 
 
 def finish_axes(axes: Axes, label: str, title: str = "") -> None:
-    """Set labels, title and legend."""
+    """Set the axis labels, title and legend."""
     from matplotlib.ticker import EngFormatter
 
     axes.set(xlabel="samples seen", ylabel=label, title=title)

@@ -46,7 +46,7 @@ class Interval:
     """Measurements of this rank since the previous log record."""
 
     samples: int
-    """Number of samples of all ranks."""
+    """Number of samples, summed over all ranks."""
     seconds: float
     wait_s: float
     """Seconds spent waiting for data."""
@@ -61,15 +61,15 @@ class Metric:
     """One logged number."""
 
     name: str
-    """Its key in metrics.jsonl; in TensorBoard it is train/NAME."""
+    """Key of the metric in metrics.jsonl; its tag in TensorBoard is train/NAME."""
     value: Callable[[LogPoint, Interval], Any] | None = None
-    """Computes it on this rank; None if it is an entry of LogPoint.metrics."""
+    """Computes the metric on this rank; None if the metric is an entry of LogPoint.metrics."""
     over_ranks: Literal["same", "sum", "max"] = "same"
     """Reduction over ranks: "same" for equal values, "sum" for integers, or "max"."""
     show: Callable[[Any], str] | None = None
-    """Formats it for the progress line, possibly as an empty string; None: it is not shown."""
+    """Formats the metric for the progress line, possibly as an empty string; None: not shown."""
     curve: str = ""
-    """Label of its panel in report.png; empty: no panel.
+    """Label of the metric's panel in report.png; empty: no panel.
 
     The loss and the accuracies have no label because the report draws them in larger panels.
     """
@@ -134,7 +134,7 @@ METRICS = (
 
 
 def compute_metrics(now: LogPoint, since: Interval) -> dict[str, Any]:
-    """Compute the metrics of a record by name; None if a metric is unknown.
+    """Compute the metrics of a log record, keyed by name; the value of an unknown metric is None.
 
     `ids` is a digest of the global batch, the same at any number of ranks.
 
@@ -155,7 +155,7 @@ def compute_metrics(now: LogPoint, since: Interval) -> dict[str, Any]:
 
 
 def digest(index: Tensor) -> Tensor:
-    """Sum a 64-bit mix of each sample id.
+    """Sum a 64-bit hash of each sample id.
 
     The result, 0-d int64, depends only on the ids and not on how they are split or ordered.
     """

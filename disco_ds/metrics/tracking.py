@@ -1,8 +1,8 @@
 """Log a run to Weights & Biases: settings, points, tables, images and its final state.
 
-It replaces DeepSpeed's W&B monitor, which knows neither the settings nor the id of a run, and whose
+This module replaces DeepSpeed's W&B monitor, which knows neither the settings nor the id of a run, and whose
 points W&B drops when a resumed run repeats steps. Only rank 0 talks to W&B. An error after the
-start costs points and never stops the run. The package wandb is imported only if a run asks for it.
+start may lose points but never stops the run. The package wandb is imported only if a run asks for it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def open_wandb(config: Config, folder: Path, stack: ExitStack) -> WandbRun | Non
     Args:
         config: The recipe.
         folder: The run folder.
-        stack: Closes the W&B run, as failed if the run folder has no finished.json.
+        stack: Closes the W&B run, and marks it as failed if the run folder has no finished.json.
 
     Raises:
         ValueError: On every rank, if W&B has no API key or rejects the settings.

@@ -17,15 +17,15 @@ class Assumptions:
     context_gib: float = 1.0
     """GiB of each GPU for the CUDA context, NCCL's buffers and library workspaces."""
     image_bytes: int = 30_000
-    """Size of a compressed image, for recipes that hold images compressed."""
+    """Bytes per compressed image, for recipes that hold images compressed."""
     num_samples: int | None = None
-    """Number of samples in the data, for losses with state per sample; None if unknown."""
+    """Number of samples in the data, for losses that keep state per sample; None if unknown."""
     per_host: int = 8
     """GPUs per host."""
     efficiency: float = 0.2
-    """Achieved fraction of the nominal FLOP/s.
+    """Achieved fraction of the GPU's nominal FLOP/s.
 
-    This is the fraction in DisCo-CLIP's Table 4, for ViT-B/32 on A100s.
+    The default is the fraction in DisCo-CLIP's Table 4, for ViT-B/32 on A100s.
     """
     between_hosts: float = 25.0
-    """GB/s that a GPU receives from other hosts: 200 Gbit/s for each GPU."""
+    """GB/s that each GPU receives from other hosts; the default is 200 Gbit/s."""

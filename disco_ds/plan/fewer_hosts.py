@@ -14,10 +14,10 @@ from disco_ds.plan.towers import trace
 
 
 def possible_ranks(slots: Sequence[int], at_least: int) -> list[int]:
-    """Return all possible numbers of ranks on `at_least` or more of the hosts.
+    """Return every total number of ranks that `at_least` or more of the hosts can have.
 
     Args:
-        slots: Number of ranks of each host.
+        slots: Number of ranks on each host.
         at_least: Minimum number of hosts.
     """
     sums = {(0, 0)}
@@ -33,9 +33,9 @@ def check_fewer_hosts(
 
     Args:
         config: The recipe.
-        slots: Number of ranks of each host.
+        slots: Number of ranks on each host.
         at_least: Minimum number of hosts.
-        gib: Memory of a GPU in GiB; None if unknown.
+        gib: Memory per GPU in GiB; None if unknown.
 
     Returns:
         The result, as a sentence.
@@ -100,7 +100,7 @@ def _join(numbers: Sequence[int]) -> str:
 def read_gpu_gib() -> float | None:
     """Return the memory of this host's smallest NVIDIA GPU in GiB, or None if there is none.
 
-    It creates no CUDA context.
+    This function creates no CUDA context.
     """
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:

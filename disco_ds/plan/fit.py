@@ -15,14 +15,14 @@ from disco_ds.plan.memory import GIB, interpolate, plan_memory, search_largest
 from disco_ds.plan.towers import Towers, trace
 
 TRACED = (64, 1024)
-"""Micro-batches that are traced; others are interpolated.
+"""Micro-batch sizes that are traced; the results for other sizes are interpolated.
 
-Below 64 the peak consists of temporary copies of the weights.
+Below 64, temporary copies of the weights dominate the peak memory.
 """
 MICRO_BATCHES = tuple(2**i for i in range(6, 13))
-"""Micro-batches that are tried."""
+"""Micro-batch sizes that are tried."""
 MAX_GLOBAL_BATCH = 2**26
-"""The search ends here."""
+"""Largest global batch that the search considers."""
 ENOUGH = 0.9
 """Among settings that reach this fraction of the largest global batch, the fastest one wins."""
 
@@ -32,17 +32,17 @@ def fit(
 ) -> Config:
     """Find the recipe with the largest global batch.
 
-    The search tries micro-batches, activation checkpointing and places for the step's pixels.
+    The search varies the micro-batch size, activation checkpointing, and where pixels are held.
 
     Args:
         config: The recipe.
         ranks: Number of GPUs.
-        gib: Memory of a GPU in GiB.
-        host_gib: Memory of a host in GiB, where pixels may be held; None: they stay on the GPU.
+        gib: Memory per GPU in GiB.
+        host_gib: Memory per host in GiB for holding pixels; None keeps the pixels on the GPU.
         assumed: What can be neither traced nor counted.
 
     Raises:
-        ValueError: If nothing fits; the message has the least memory that is needed.
+        ValueError: If nothing fits; the message states the least memory that is needed.
     """
     per_host = min(ranks, assumed.per_host)
 
@@ -69,7 +69,7 @@ def fit(
         towers = interpolate([(n, trace(change(1, *choice), n)) for n in TRACED], m)
         most = MAX_GLOBAL_BATCH // (ranks * m)
         K = search_largest(lambda K: fits(change(K, *choice), towers), most)
-        # All micro-batches but the last go through the forward twice.
+        # All micro-batches except the last run the forward pass twice.
         replays = (K - 1) / K if K else 0
         return (towers.flops + replays * towers.replay_flops) / m, change(K, *choice)
 
@@ -79,7 +79,7 @@ def fit(
     enough = max(1, ENOUGH * max(config.global_batch for _, config in found))
     found.sort(key=lambda pair: (pair[0], -pair[1].micro_batch))
     for _, best in found:
-        # The search has used interpolated traces. The result must fit according to its own trace.
+        # The search used interpolated traces, so check the result again with an exact trace.
         if best.global_batch >= enough and fits(best, trace(best, best.micro_batch)):
             return _shorten_warmup(best)
     # Nothing fits: report what the most modest settings would need.
@@ -109,7 +109,7 @@ def write_recipe(config: Config, folder: Path, comment: str) -> Path:
         The path of recipe.yaml.
 
     Raises:
-        ValueError: If the folder has a recipe already, or settings contradict each other.
+        ValueError: If the folder already has a recipe, or if settings contradict each other.
     """
     path = folder / "recipe.yaml"
     if path.exists():

@@ -1,10 +1,10 @@
-"""Cost of each registered loss: memory of its code, FLOPs, and bytes received.
+"""Cost of each registered loss: memory that it needs, FLOPs, and bytes received.
 
 The formulas follow the code of the losses, and tests/plan/test_plan_losses.py compares them with
 measurements. Every registered loss must be listed here; custom losses have a method `cost`.
 """
 
-# b samples of this rank, N ranks, B = N b, D width of the features, which are fp32
+# b: samples per rank; N: number of ranks; B = N b; D: width of the features, which are fp32
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def loss_cost(
         b: Samples per rank.
         N: Number of ranks.
         D: Width of the features.
-        num_samples: Samples in the data, for losses with state per sample.
+        num_samples: Number of samples in the data, for losses that keep state per sample.
 
     Raises:
         ValueError: If the loss is unknown here or does not have one of the options.

@@ -53,7 +53,7 @@ def plan_speed(
     # Across hosts, the slowest connection decides.
     link = gpu.link if ranks <= assumed.per_host else min(gpu.link, assumed.between_hosts)
     tower_rate = flop_rate(precision(config.deepspeed))
-    # All micro-batches but the last go through the forward once more, without a graph.
+    # All micro-batches except the last run an additional forward pass, without a graph.
     tower_flops = (K - 1) * towers.replay_flops + K * towers.flops
     loss_s = cost.flops / flop_rate(cost.precision)
     engine_bytes = _count_engine(config, ranks, K, towers)
@@ -62,8 +62,8 @@ def plan_speed(
     hidden_s = min(loss_s, loss_comm_s) if cost.while_computing else 0.0
     zero = render_ds_config(config, ranks)["zero_optimization"]
     if K == 1 and stage(config.deepspeed) in (1, 2) and zero["overlap_comm"]:
-        # Only gradients, two thirds of the bytes, are sent during the backward; the updated
-        # parameters are gathered after it.
+        # During the backward pass, only gradients (two thirds of the bytes) are sent. The
+        # updated parameters are gathered afterwards.
         backward_s = (towers.flops - towers.replay_flops) / tower_rate
         hidden_s += min(backward_s, 2 / 3 * engine_comm_s)
     return Speed(
@@ -80,9 +80,10 @@ def _count_engine(config: Config, ranks: int, K: int, towers: Towers) -> int:
     level = stage(config.deepspeed)
     parameters = towers.trained * DTYPES[precision(config.deepspeed)].itemsize
     part = (ranks - 1) / ranks
-    if level < 2:  # once a step: an all_reduce, and at ZeRO 1 a gather of the updated parameters
+    if level < 2:  # per step: an all_reduce, and at ZeRO 1 a gather of the updated parameters
         return int(part * parameters * (2 + level))
-    if level == 2:  # an all_reduce for every micro-batch, and the gather
+    if level == 2:  # an all_reduce per micro-batch, and one gather per step
         return int(part * parameters * (2 * K + 1))
-    # Parameters for every forward and backward unless they stay; gradients to their owners.
+    # ZeRO 3: parameters are gathered for each pass that does not still have them, and gradients
+    # are sent to the ranks that own them.
     return int(part * parameters * (3 * K - 1 + K))

@@ -1,7 +1,7 @@
 """Trace the memory and FLOPs that the towers need for a micro-batch.
 
 The trace runs the recipe's model through the passes of a training step on fake tensors, which have
-shapes but no memory. They are on a fake CPU, because the backward of a fake GPU needs a driver.
+shapes but no memory. The fake tensors are on the CPU, because a backward pass on a fake GPU needs a driver.
 tools/measure_towers.py runs the same passes on real tensors.
 """
 
@@ -35,14 +35,14 @@ from disco_ds.training.step import Forward
 Watch = Callable[[str], AbstractContextManager[None]]
 
 _TRACES: dict[str, Towers] = {}
-"""Traces by the settings that they depend on."""
+"""Cached traces, keyed by the settings that they depend on."""
 
 
 @dataclass(frozen=True)
 class Towers:
-    """What one micro-batch needs: memory and FLOPs of products.
+    """What the towers need for one micro-batch: memory, and FLOPs of matrix multiplications.
 
-    Bytes do not include the parameters, their gradients and the uint8 pixels.
+    The byte counts do not include the parameters, their gradients or the uint8 pixels.
     """
 
     replay: int
@@ -66,7 +66,7 @@ class Towers:
     width: int
     """Width of the features."""
     sample: int
-    """Bytes of a decoded sample: uint8 image, tokens, id and epoch."""
+    """Bytes per decoded sample: uint8 image, tokens, id and epoch."""
 
 
 class Allocations(TorchDispatchMode):
@@ -90,7 +90,7 @@ class Allocations(TorchDispatchMode):
         for tensor in tree_leaves(out):
             if not isinstance(tensor, Tensor) or tensor.is_meta:
                 continue
-            # Views share a storage, which counts once, until its last tensor is gone.
+            # Views share one storage. It is counted once, until the last tensor that uses it is freed.
             storage = tensor.untyped_storage()
             if storage not in self._known:
                 self._known[storage] = True
@@ -107,7 +107,7 @@ class Allocations(TorchDispatchMode):
 
 
 class _Engine:
-    """Replaces DeepSpeed's engine, with only what step.Forward needs."""
+    """Stands in for DeepSpeed's engine; provides only what step.Forward needs."""
 
     def __init__(self, model: nn.Module, kind: str):
         self.module = model
@@ -140,7 +140,7 @@ def run_passes(
         forward(batch, keep_graph=False)
     with watch("forward"):
         features = forward(batch, keep_graph=True).features
-    # This creates scalars only, so what is counted here is what the graph holds.
+    # This block creates only scalars, so the memory counted here is what the graph holds.
     with watch("held"):
         sums = [x.sum() for x in features if x is not None and x.requires_grad]
         surrogate = torch.stack(sums).sum()
@@ -152,7 +152,7 @@ def run_passes(
 def prepare_model(config: Config) -> nn.Module:
     """Build the recipe's model in training mode and the run's dtype, with gradients allocated.
 
-    Its weights are random.
+    The model's weights are random.
     """
     loss = build_loss(config.loss.name, **config.loss.options)
     # Pretrained weights make no difference here, and a compiled model cannot be traced.
@@ -167,7 +167,7 @@ def prepare_model(config: Config) -> nn.Module:
     finally:
         torch.set_default_dtype(before)
     model.train()
-    # plan/memory.py plans the gradients, so the backward must not count them as new memory.
+    # plan/memory.py counts the gradients, so the backward pass must not count them again.
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
@@ -220,7 +220,7 @@ def _trace(config: Config, m: int, like_gpu: bool) -> Towers:
         trained = [p.numel() for p in parameters if p.requires_grad]
         samples = [batch.image, batch.text, batch.index, batch.epoch]
         gradients = [p.grad for p in parameters if p.grad is not None]
-        # plan/memory.py plans what exists before the passes.
+        # Do not count what exists before the passes; plan/memory.py counts it.
         memory = Allocations([*parameters, *model.buffers(), *gradients, *samples])
 
         @contextmanager
