@@ -24,7 +24,10 @@ Pixels = Literal["device", "host", "compressed"]
 
 
 class AugmentSettings(Settings):
-    """Random augmentation of the training images, computed on the device. 0 disables a kind of augmentation."""
+    """Random augmentation of the training images, computed on the device.
+
+    A value of 0 disables that kind of augmentation.
+    """
 
     rotate_degrees: float = Field(0.0, ge=0, le=180)
     """Maximum rotation in degrees. The angle is uniform between -rotate_degrees and
@@ -45,9 +48,8 @@ class AugmentSettings(Settings):
     ] = (0.0,) * 4
     """Strengths of the random changes of brightness, contrast, saturation and hue, as in
     torchvision's ColorJitter. The order of the four changes is random for each image. Brightness,
-    contrast and saturation are each multiplied by a factor that is uniform in [max(0, 1 -
-    strength), 1 + strength]. The hue is rotated by at most the given fraction of the color
-    circle."""
+    contrast and saturation are each multiplied by a uniform factor in [max(0, 1 - strength), 1 +
+    strength]. The hue is rotated by at most the given fraction of the color circle."""
     color_jitter_prob: float = Field(1.0, ge=0, le=1)
     """Fraction of images to which color_jitter is applied."""
     gray_scale_prob: float = Field(0.0, ge=0, le=1)
@@ -259,7 +261,7 @@ class DataSettings(Settings):
         )
 
     def settings_of(self, part: SourceSettings) -> DataSettings:
-        """Return a copy of these settings in which the settings of one source take precedence."""
+        """Return a copy of these settings with the image_key and captions of one source."""
         changes = {
             "image_key": part.image_key or self.image_key,
             "captions": part.captions or self.captions,

@@ -59,9 +59,9 @@ class CheckpointSettings(Settings):
     every_epochs: float = Field(0.0, ge=0)
     """Number of epochs between checkpoints. If it is set, every_steps is ignored. 0: not set."""
     every_minutes: float = Field(0.0, ge=0, le=MAX_SECONDS / 60)
-    """Also save a checkpoint when this many minutes have passed since the last one. 0: off. At any
-    value, sending SIGTERM, SIGUSR1 or SIGINT (Ctrl-C) to any rank saves a checkpoint and ends the
-    run."""
+    """Also save a checkpoint when this many minutes have passed since the last one. 0: off.
+    Regardless of this setting, sending SIGTERM, SIGUSR1 or SIGINT (Ctrl-C) to any rank saves a
+    checkpoint and ends the run."""
     asynchronous: bool = True
     """Write checkpoints in the background. Training then pauses only while each rank copies its
     state to host memory. The copy takes as much host memory as the checkpoint files of that rank.
