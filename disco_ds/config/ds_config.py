@@ -232,8 +232,8 @@ def complete_ds_config(ds_config: dict[str, Any], owned: dict[str, Any]) -> dict
     check_precision(ds_config)
     rendered = merge(copy.deepcopy(DEFAULTS), copy.deepcopy(ds_config))
     if precision(rendered) == "autocast":
-        # The empty list keeps all gradient reductions in 32 bits. By default, DeepSpeed reduces the
-        # gradients of Linear and Conv modules in 16 bits.
+        # DeepSpeed may reduce the gradients of these modules in 16 bits. Its default is Linear and
+        # Conv modules; the empty list excludes every module.
         rendered["torch_autocast"].setdefault("lower_precision_safe_modules", [])
     zero = rendered["zero_optimization"]
     level = stage(rendered)
