@@ -36,7 +36,7 @@ class AugmentSettings(Settings):
     """Maximum relative change of the image's size. The zoom factor is uniform between 1 - zoom and
     1 + zoom."""
     shift: float = Field(0.0, ge=0, lt=1)
-    """Maximum translation along each axis, as a fraction of the image's side."""
+    """Maximum translation along each axis, as a fraction of the image's side length."""
     color_scale: float = Field(0.0, ge=0, lt=1)
     """Maximum relative change of contrast. Each channel has its own factor, uniform between
     1 - color_scale and 1 + color_scale."""
@@ -68,25 +68,25 @@ class RemoteSettings(Settings):
     http: bool = False
     """Allow shards at http:// and https:// URLs."""
     pipe: bool = False
-    """Allow shards of the form `pipe:COMMAND`, which are the output of a shell command. The author
-    of the recipe can then run any command with your permissions."""
+    """Allow shards of the form `pipe:COMMAND`. Such a shard is the output of a shell command, so
+    the author of the recipe can run any command with your permissions."""
     cache: Path = Path("~/.cache/disco_ds")
     """Folder on a local disk of each host, shared by all ranks of that host. Fetched shards are
     kept in the sub-folder `disco_ds-UID`, which only your user can read, until other shards need
     the space. No other files in the folder are touched."""
     cache_gb: PositiveFloat | None = None
-    """Size limit of the cache on each host, in units of 1e9 bytes. At most 90% of the free disk
-    space is used. Null: enough for the shards that the slots of the host read and prefetch at a
-    time, but at least 100. If the cache is too small for the shards that are read at a time, the
-    run is refused at the start."""
+    """Size limit of the cache on each host, in units of 1e9 bytes. The cache never uses more than
+    90% of the free disk space. Null: enough for all shards that the slots of the host read or
+    prefetch at the same time, but at least 100. If the shards that are read at the same time do not
+    fit into the cache, the run is refused at the start."""
     prefetch_shards: int = Field(1, ge=0, le=1000)
     """Number of shards that each slot fetches before they are needed, as long as the cache has
-    room. A slot that shuffles several shards together fetches at least as many shards as it
-    shuffles together. 0: a shard is fetched when its first sample is read."""
+    room. Shards that a slot shuffles together are fetched together, even if there are more of them.
+    0: a shard is fetched when its first sample is read."""
     tries: int = Field(5, gt=0, le=100)
-    """Number of attempts to fetch a shard. The pauses between the attempts are about 1, 2, 4 and 8
-    s, and never longer than timeout_s. An attempt resumes where the previous one stopped if the
-    server supports that. A prefetched shard gets one additional attempt."""
+    """Number of attempts to fetch a shard. The pauses between attempts start at about 1 s and
+    double each time, but are never longer than timeout_s. An attempt resumes where the previous one
+    stopped if the server supports that. A prefetched shard gets one additional attempt."""
     timeout_s: float = Field(60.0, gt=0, le=MAX_SECONDS)
     """An attempt fails if no data arrives from the server or the command for this many seconds. The
     value must be below data.worker_timeout_s, and all attempts together must take less time than
@@ -152,8 +152,8 @@ class DataSettings(Settings):
     """Where samples come from, and how they are read, decoded and augmented."""
 
     source: SourceName = "shards"
-    """Where the samples come from. `shards`: the files that data.shards or data.sources names.
-    `synthetic`: random pixels and tokens, for trying out a model or a cluster without data.
+    """Where the samples come from. `shards`: the files in data.shards or data.sources. `synthetic`:
+    random pixels and tokens, for trying out a model or a cluster without data.
     `package.module:Class`: a custom source, which must be importable through PYTHONPATH."""
     shards: str | None = None
     """Location of the samples: a folder of .tar shards; a list of shards in brace notation, such as
@@ -170,8 +170,8 @@ class DataSettings(Settings):
     num_samples: int = Field(1_000_000, gt=0, le=10**11)
     """Number of samples of the synthetic source."""
     image_key: str = "jpg;jpeg;png;webp"
-    """Names (extensions) of the members that may contain the image, tried in this order. For a csv:
-    the name of the column of image paths."""
+    """Names (extensions) of the members that may contain the image, separated by semicolons and
+    tried in this order. For a csv: the name of the column of image paths."""
     captions: Captions = Field({"{txt}": 1.0})
     """Caption templates and their weights, such as {"{txt}": 0.5, "{json[keywords]}": 0.5}. A field
     in braces names a member, an entry of a JSON member (or one item of a list in it:
@@ -187,8 +187,8 @@ class DataSettings(Settings):
     remote shards at a time."""
     window: int = Field(4096, gt=0)
     """Number of consecutive samples in a slot that are shuffled together. Raise it if neighboring
-    samples are similar. For a source with replacement, the window has at least the average number
-    of samples per shard."""
+    samples are similar. For a source with replacement, a window has at least as many samples as an
+    average shard."""
     workers: int | None = Field(None, ge=0, le=1024)
     """Number of worker processes per rank, which read and decode samples. Null: one fewer than the
     number of CPU cores per rank. 0: the training process decodes the samples. Raise the number if
@@ -207,8 +207,8 @@ class DataSettings(Settings):
     instead."""
     max_broken: float = Field(0.01, ge=0, le=1)
     """Fraction of samples that may be unreadable. Unreadable samples are skipped. The run stops if
-    one worker finds more unreadable samples than this fraction of the samples that it has read,
-    plus 16."""
+    a worker finds more unreadable samples than 16 plus this fraction of the samples that it has
+    read."""
     max_pixels: int = Field(89_478_485, gt=0)
     """Images with more pixels than this are skipped as possible decompression bombs."""
     crop_scale: Annotated[tuple[Fraction, Fraction], AfterValidator(_check_order)] | None = (

@@ -34,8 +34,8 @@ class ModelSettings(Settings):
     """Name of an open_clip model, path of a model config (.json), or `quickstart`, a small model in
     this package that trains on a CPU."""
     factory: str | None = Field(None, pattern=rf"^{CUSTOM_CODE}$")
-    """A function as `package.module:function` that returns a disco_ds.TwoTowers, a custom model to
-    use instead of an open_clip model; see docs/extending.md."""
+    """Custom model to use instead of an open_clip model, as `package.module:function`. The function
+    returns a disco_ds.TwoTowers; see docs/extending.md."""
     options: dict[str, Any] = Field({})
     """Keyword arguments for the function model.factory."""
     pretrained: Path | None = None
@@ -46,7 +46,7 @@ class ModelSettings(Settings):
     """Initial weights of the image tower only: a local file, or `timm` for the pretrained weights
     of an image tower from timm."""
     lock_image: bool = False
-    """Freeze the image tower (LiT). It usually has pretrained weights."""
+    """Freeze the image tower (LiT), usually in combination with pretrained weights."""
     lock_text: bool = False
     """Freeze the text tower."""
     unlocked_layers: int = Field(0, ge=0)

@@ -33,8 +33,8 @@ class OptimSettings(Settings):
     """Peak learning rate. Null: base_lr x global_batch / 32,768, which scales with the global batch
     size."""
     base_lr: float = Field(5e-4, gt=0, lt=1e38)
-    """Peak learning rate for a global batch of 32,768 samples. It is used if `lr` is null, and
-    scaled linearly with the global batch size (DisCo-CLIP)."""
+    """Peak learning rate for a global batch of 32,768 samples. It is used only if `lr` is null and
+    is scaled linearly with the global batch size (DisCo-CLIP)."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.98)
     """Betas of AdamW, LAMB and Lion."""
     eps: float = Field(1e-6, gt=0)
@@ -45,8 +45,8 @@ class OptimSettings(Settings):
     """Weight decay of the weight matrices. Biases, normalization parameters, the logit scale and
     the logit bias have no weight decay."""
     clip_norm: float = Field(0.0, ge=0)
-    """Maximum norm of the whole gradient. Larger gradients are scaled down to this norm. 0: no
-    clipping. If the gradient norm has spikes, set a value such as 1."""
+    """Maximum norm of the gradient of all parameters together. Larger gradients are scaled down to
+    this norm. 0: no clipping. If the gradient norm has spikes, set a value such as 1."""
     schedule: Literal["cosine", "constant", "cooldown"] = "cosine"
     """Learning rate schedule after warmup. `cosine`: cosine decay to lr_min. `constant`: no change.
     `cooldown`: constant, then a linear decay to lr_min over the last cooldown_steps."""

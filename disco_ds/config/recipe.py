@@ -54,8 +54,8 @@ class CheckpointSettings(Settings):
     """When checkpoints are saved, which ones are kept, and where they are copied."""
 
     every_steps: int = Field(1000, ge=0)
-    """Number of steps between checkpoints. 0: no checkpoints at fixed steps. The end of the run is
-    always saved."""
+    """Number of steps between checkpoints. 0: no checkpoints at fixed steps. A checkpoint is always
+    saved at the end of the run."""
     every_epochs: float = Field(0.0, ge=0)
     """Number of epochs between checkpoints. If it is set, every_steps is ignored. 0: not set."""
     every_minutes: float = Field(0.0, ge=0, le=MAX_SECONDS / 60)
@@ -119,8 +119,8 @@ class LogSettings(Settings):
     wandb: WandbSettings = WandbSettings()
     peak_flops: PositiveFloat | None = None
     """Peak floating-point operations per second of one device, used to compute MFU (model FLOPs
-    utilization). Null: the 16-bit peak of the GPU, if the package knows this GPU model. Otherwise,
-    set it to get the MFU."""
+    utilization). Null: the 16-bit peak of the GPU, if this GPU model is known. For any other
+    device, MFU is logged only if this is set."""
 
 
 Template = Annotated[str, AfterValidator(check_template)]
@@ -327,7 +327,7 @@ class Config(Settings):
         return self.steps if self.steps is not None else (self.samples or 0) // self.global_batch
 
     def with_steps(self, num_samples: int) -> Config:
-        """Return these settings with the length of the run in steps, converted from epochs if necessary.
+        """Return these settings. If the length of the run is given in epochs, convert it to steps.
 
         Args:
             num_samples: Number of samples in one epoch.
