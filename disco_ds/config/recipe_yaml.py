@@ -1,6 +1,6 @@
 """Parse recipes (YAML) and overrides (`a.b=value`).
 
-Duplicate keys are refused, because all values but one would be lost silently.
+Duplicate keys are refused, because otherwise all values but one would be silently lost.
 """
 
 from __future__ import annotations
