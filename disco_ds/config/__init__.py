@@ -1,6 +1,6 @@
 """Settings of a run: the recipe (YAML) and DeepSpeed's settings (JSON).
 
-Import-light: importing it imports neither torch nor DeepSpeed.
+Import-light: importing this package imports neither torch nor DeepSpeed.
 """
 
 from disco_ds.config.data import AugmentSettings, DataSettings, RemoteSettings, SourceSettings

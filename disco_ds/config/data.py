@@ -1,4 +1,4 @@
-"""The `data` section of a recipe: where samples come from, how they are read and augmented."""
+"""The `data` section of a recipe: where samples come from, and how they are read and augmented."""
 
 from __future__ import annotations
 
@@ -12,25 +12,31 @@ from disco_ds.config.templates import check_template
 from disco_ds.names import CUSTOM_CODE
 
 MAX_JITTER = 1.5
-"""Pauses between attempts are random, from 2 - MAX_JITTER to MAX_JITTER times their mean."""
+"""Each pause between attempts to fetch a shard is random: from 2 - MAX_JITTER to MAX_JITTER times
+the mean pause."""
 
 LEAST_CACHE_GB = 100.0
-"""Default size of the cache of remote shards, in 1e9 bytes, if its disk has room and the slots need no more."""
+"""Default size limit of the cache for remote shards, in units of 1e9 bytes. The default is higher
+if the slots need more space, and lower if the disk has less free space."""
 
 Pixels = Literal["device", "host", "compressed"]
-"""Where the images of a step wait between the two passes of GradAccum."""
+"""Where the images of a step are stored between the two passes of GradAccum."""
 
 
 class AugmentSettings(Settings):
-    """Random augmentation of the training images, computed on the device. 0 disables each kind."""
+    """Random augmentation of the training images, computed on the device.
+
+    A value of 0 disables that kind of augmentation.
+    """
 
     rotate_degrees: float = Field(0.0, ge=0, le=180)
     """Maximum rotation in degrees. The angle is uniform between -rotate_degrees and
     +rotate_degrees."""
     zoom: float = Field(0.0, ge=0, lt=1)
-    """Maximum relative change of size. The factor is uniform between 1 - zoom and 1 + zoom."""
+    """Maximum relative change of the image's size. The zoom factor is uniform between 1 - zoom and
+    1 + zoom."""
     shift: float = Field(0.0, ge=0, lt=1)
-    """Maximum translation along each axis, as a fraction of the image's side."""
+    """Maximum translation along each axis, as a fraction of the image's side length."""
     color_scale: float = Field(0.0, ge=0, lt=1)
     """Maximum relative change of contrast. Each channel has its own factor, uniform between
     1 - color_scale and 1 + color_scale."""
@@ -40,56 +46,59 @@ class AugmentSettings(Settings):
     color_jitter: tuple[
         NonNegativeFloat, NonNegativeFloat, NonNegativeFloat, Annotated[float, Field(ge=0, le=0.5)]
     ] = (0.0,) * 4
-    """Brightness, contrast, saturation and hue as in torchvision's ColorJitter, in a random order
-    for each image. The first three are factors, uniform in [max(0, 1 - value), 1 + value]; the hue
-    turns by at most this fraction of the color circle."""
+    """Strengths of the random changes of brightness, contrast, saturation and hue, as in
+    torchvision's ColorJitter. The order of the four changes is random for each image. Brightness,
+    contrast and saturation are each multiplied by a uniform factor in [max(0, 1 - strength), 1 +
+    strength]. The hue is rotated by at most the given fraction of the color circle."""
     color_jitter_prob: float = Field(1.0, ge=0, le=1)
     """Fraction of images to which color_jitter is applied."""
     gray_scale_prob: float = Field(0.0, ge=0, le=1)
     """Fraction of images that are converted to gray scale."""
     re_prob: float = Field(0.0, ge=0, le=1)
-    """Fraction of images in which random boxes are replaced by noise, with the sizes of timm's
-    RandomErasing."""
+    """Fraction of images in which random boxes are erased, that is, filled with noise. The box
+    sizes are those of timm's RandomErasing."""
     re_count: int = Field(1, ge=1, le=8)
-    """Maximum number of erased boxes in an image. The number is uniform from 1, and the boxes
-    together have the area of one."""
+    """Maximum number of erased boxes per image. The number of boxes is uniform between 1 and
+    re_count. All boxes of an image together have the area that a single box would have."""
 
 
 class RemoteSettings(Settings):
-    """How remote shards are fetched. A shard is fetched as a whole before it is read."""
+    """How remote shards are fetched. A whole shard is fetched before its first sample is read."""
 
     http: bool = False
     """Allow shards at http:// and https:// URLs."""
     pipe: bool = False
-    """Allow shards as `pipe:COMMAND`. The recipe's author can then run any command in a shell with
-    your rights."""
+    """Allow shards of the form `pipe:COMMAND`. Such a shard is the output of a shell command, so
+    the author of the recipe can run any command with your permissions."""
     cache: Path = Path("~/.cache/disco_ds")
-    """Folder on a local disk of each host, shared by all ranks of the host. Fetched shards are kept
-    in its sub-folder `disco_ds-UID`, which only your user can read, until other shards need the
-    space. No other files are touched."""
+    """Folder on a local disk of each host, shared by all ranks of that host. Fetched shards are
+    kept in the sub-folder `disco_ds-UID`, which only your user can read, until other shards need
+    the space. No other files in the folder are touched."""
     cache_gb: PositiveFloat | None = None
-    """Size limit of the cache, in 1e9 bytes. At most 90% of the free disk space is used. Null: room
-    for the shards that the slots of this host read at a time and fetch ahead, and at least 100. A
-    run that reads more shards at a time than the cache can contain is refused at the start."""
+    """Size limit of the cache on each host, in units of 1e9 bytes. The cache never uses more than
+    90% of the free disk space. Null: enough for all shards that the slots of the host read or
+    prefetch at the same time, but at least 100. If the shards that are read at the same time do not
+    fit into the cache, the run is refused at the start."""
     prefetch_shards: int = Field(1, ge=0, le=1000)
-    """Shards that each slot fetches before they are needed, as far as the cache has room for them.
-    A slot that shuffles several shards together fetches at least that many. 0: a shard is fetched
-    when its first sample is read."""
+    """Number of shards that each slot fetches before they are needed, as long as the cache has
+    room. Shards that a slot shuffles together are fetched together, even if there are more of them.
+    0: a shard is fetched when its first sample is read."""
     tries: int = Field(5, gt=0, le=100)
-    """Attempts to fetch a shard. Pauses of about 1, 2, 4 and 8 s separate them, none longer than
-    timeout_s. An attempt continues where the previous one stopped if the server supports that. A
-    shard fetched ahead of its use has one attempt more."""
+    """Number of attempts to fetch a shard. The pauses between attempts start at about 1 s and
+    double each time, but are never longer than timeout_s. An attempt resumes where the previous one
+    stopped if the server supports that. A prefetched shard gets one additional attempt."""
     timeout_s: float = Field(60.0, gt=0, le=MAX_SECONDS)
-    """Seconds without data from the server or the command after which an attempt fails. It must be
-    below data.worker_timeout_s, and all attempts together must take less than the top-level timeout_s."""
+    """An attempt fails if no data arrives from the server or the command for this many seconds. The
+    value must be below data.worker_timeout_s, and all attempts together must take less time than
+    the top-level timeout_s."""
 
     def pause_s(self, number: int) -> float:
-        """Return the mean pause before attempt `number`, if the first attempt has number 0."""
+        """Return the mean pause in seconds before attempt `number`. The first attempt is number 0."""
         return min(2.0 ** (number - 1), self.timeout_s / MAX_JITTER)
 
     @property
     def longest_s(self) -> float:
-        """Seconds after which fetching a shard has failed for good."""
+        """Maximum time in seconds that all attempts to fetch one shard take together."""
         pauses = sum(MAX_JITTER * self.pause_s(number) for number in range(1, self.tries))
         return (self.tries + (self.prefetch_shards > 0)) * self.timeout_s + pauses
 
@@ -115,25 +124,26 @@ SourceName = Annotated[str, Field(pattern=rf"^(shards|synthetic|{CUSTOM_CODE})$"
 
 
 class SourceSettings(Settings):
-    """One of several sources."""
+    """Settings of one source in data.sources."""
 
     source: SourceName = "shards"
-    """Where samples of this source come from: `shards`, `synthetic` or `package.module:Class`, as for
-    data.source."""
+    """Where the samples of this source come from: `shards`, `synthetic` or `package.module:Class`.
+    Works like data.source."""
     options: dict[str, Any] = Field({})
-    """Keyword arguments of this source, as data.options."""
+    """Keyword arguments for this source, if it is a custom source. Works like data.options."""
     shards: str | None = None
-    """Shards of this source, as data.shards."""
+    """Location of the shards of this source. Works like data.shards."""
     manifest: Path | None = None
-    """Manifest of this source, as data.manifest."""
+    """Manifest of the shards of this source. Works like data.manifest."""
     weight: PositiveFloat | None = None
-    """Share of this source in the samples, relative to the weights of the other sources. Set it for
-    every source or for none. Null: the number of samples in the source."""
+    """Weight of this source in the mixture. Its share of the training samples is its weight divided
+    by the sum of the weights of all sources. Set a weight for every source or for none. Null: the
+    number of samples in the source."""
     replacement: bool = False
-    """Draw samples of this source independently, with replacement. False: each sample is used once
-    per epoch."""
+    """Draw the samples of this source independently, with replacement. False: each sample is used
+    once per epoch."""
     image_key: str | None = None
-    """Members that may contain the image in this source. Null: data.image_key."""
+    """Names of the members that may contain the image in this source. Null: data.image_key."""
     captions: Captions | None = None
     """Caption templates of this source. Null: data.captions."""
 
@@ -142,68 +152,76 @@ class DataSettings(Settings):
     """Where samples come from, and how they are read, decoded and augmented."""
 
     source: SourceName = "shards"
-    """Where samples come from. `shards`: the files of data.shards or data.sources; `synthetic`: random
-    pixels and tokens, to try a model or a cluster without data; `package.module:Class`: a custom
-    source, importable through PYTHONPATH."""
+    """Where the samples come from. `shards`: the files in data.shards or data.sources. `synthetic`:
+    random pixels and tokens, for trying out a model or a cluster without data.
+    `package.module:Class`: a custom source, which must be importable through PYTHONPATH."""
     shards: str | None = None
-    """A folder of .tar shards; shards listed by braces, such as /data/{00000..00099}.tar,
-    https://host/{0..9}.tar or pipe:COMMAND {0..9}; a .csv of image paths and captions; or
-    `bundled:emoji/train`, which is part of this package."""
+    """Location of the samples: a folder of .tar shards; a list of shards in brace notation, such as
+    /data/{00000..00099}.tar, https://host/{0..9}.tar or pipe:COMMAND {0..9}; a .csv file of image
+    paths and captions; or `bundled:emoji/train`, a small data set in this package."""
     sources: tuple[SourceSettings, ...] | None = None
-    """Several sources, mixed by weight, instead of data.shards."""
+    """List of several sources that are mixed by weight. It replaces data.shards."""
     manifest: Path | None = None
-    """Manifest that `disco-ds index` wrote for the shards. Null: manifest.json in their folder."""
+    """Path of the manifest that `disco-ds index` wrote for the shards. Null: manifest.json in the
+    folder of the shards."""
     options: dict[str, Any] = Field({})
-    """Keyword arguments of a custom source."""
+    """Keyword arguments for a custom source."""
     remote: RemoteSettings = RemoteSettings()
     num_samples: int = Field(1_000_000, gt=0, le=10**11)
     """Number of samples of the synthetic source."""
     image_key: str = "jpg;jpeg;png;webp"
-    """Member names (extensions) that may contain the image, tried in this order. For a csv: the
-    column of image paths."""
+    """Names (extensions) of the members that may contain the image, separated by semicolons and
+    tried in this order. For a csv: the name of the column of image paths."""
     captions: Captions = Field({"{txt}": 1.0})
     """Caption templates and their weights, such as {"{txt}": 0.5, "{json[keywords]}": 0.5}. A field
-    in braces is a member, an entry of a JSON member (of a list: {json[captions][0]}), or a column
-    of a csv. Each time a sample is used, one template is drawn by weight."""
+    in braces names a member, an entry of a JSON member (or one item of a list in it:
+    {json[captions][0]}), or a column of a csv. Each time a sample is used, one template is drawn at
+    random according to the weights."""
     csv_separator: str | None = Field(None, min_length=1, max_length=1)
     """Column separator of a csv. Null: a tab if the first line contains one, otherwise a comma."""
     slots: int | None = Field(None, gt=0, le=2**20)
-    """Number of logical streams that make up the data order. It must be a multiple of the number of
-    ranks, and a resumed run keeps its number; choose one with many divisors if the number of ranks
-    may change. Null: 512, or fewer if there are fewer shards or if the shards are remote and large
-    (all slots together read at most 128e9 bytes of remote shards at a time)."""
+    """Number of slots. A slot is a logical stream of samples, and all slots together make up the
+    data order. The number must be a multiple of the number of ranks, and it stays the same when a
+    run is resumed. Choose a number with many divisors if the number of ranks may change. Null: 512,
+    or fewer if there are fewer shards or if all slots together would read more than 128e9 bytes of
+    remote shards at a time."""
     window: int = Field(4096, gt=0)
-    """Number of consecutive samples of a slot that are shuffled together. Raise it if neighboring
-    samples are similar. A source with replacement draws from at least one shard's samples."""
+    """Number of consecutive samples in a slot that are shuffled together. Raise it if neighboring
+    samples are similar. For a source with replacement, a window has at least as many samples as an
+    average shard."""
     workers: int | None = Field(None, ge=0, le=1024)
-    """Decoding processes per rank. Null: one fewer than the rank's share of the cores; 0: decode in
-    the training process. Raise it if `time/data_wait_s` is a large part of a step."""
+    """Number of worker processes per rank, which read and decode samples. Null: one fewer than the
+    number of CPU cores per rank. 0: the training process decodes the samples. Raise the number if
+    `time/data_wait_s` is a large part of the time of a step."""
     prefetch: int | None = Field(None, gt=0, le=2**24)
-    """Number of micro-batches prepared ahead. Null: those of one step and at least 4, within an
-    eighth of the host's memory. Lower it if the host runs out of memory."""
+    """Number of micro-batches that each rank prepares ahead. Null: the number of micro-batches in
+    one step, or 4 if that is more, but at most as many as fit into an eighth of the rank's share of
+    host memory. Lower the number if the host runs out of memory."""
     worker_timeout_s: float = Field(300.0, gt=0, le=MAX_SECONDS)
     """The run stops if a data worker makes no progress for this many seconds. It must be below the
     top-level timeout_s."""
     retry_s: float = Field(60.0, ge=0, le=MAX_SECONDS)
-    """Seconds for which an unreadable shard or csv is tried again before all ranks save a
-    checkpoint and stop; at most half of data.worker_timeout_s. Raise it if the file system has outages.
-    Fetching remote shards has data.remote.tries instead."""
+    """Number of seconds for which reading an unreadable shard or csv is retried. Afterwards, all
+    ranks save a checkpoint and stop. The number is limited to half of data.worker_timeout_s. Raise
+    it if the file system has outages. For fetching remote shards, data.remote.tries applies
+    instead."""
     max_broken: float = Field(0.01, ge=0, le=1)
-    """Fraction of unreadable samples that are skipped before the run stops. Each worker tolerates
-    this fraction of its samples, and 16 samples more."""
+    """Fraction of samples that may be unreadable. Unreadable samples are skipped. The run stops if
+    a worker finds more unreadable samples than 16 plus this fraction of the samples that it has
+    read."""
     max_pixels: int = Field(89_478_485, gt=0)
     """Images with more pixels than this are skipped as possible decompression bombs."""
     crop_scale: Annotated[tuple[Fraction, Fraction], AfterValidator(_check_order)] | None = (
         0.9,
         1.0,
     )
-    """Range of the random resized crop's area, as a fraction of the image's area. Null: no random
-    crop; images are resized as in evaluation."""
+    """Smallest and largest area of the random resized crop, as fractions of the image's area. Null:
+    no random crop. Images are then resized as in evaluation."""
     crop_ratio: Annotated[tuple[PositiveFloat, PositiveFloat], AfterValidator(_check_order)] = (
         0.75,
         4 / 3,
     )
-    """Range of the random resized crop's aspect ratio (width / height)."""
+    """Smallest and largest aspect ratio (width / height) of the random resized crop."""
     augment: AugmentSettings = AugmentSettings()
 
     @model_validator(mode="after")
@@ -230,7 +248,7 @@ class DataSettings(Settings):
 
     @property
     def parts(self) -> tuple[SourceSettings, ...]:
-        """The sources, at least one."""
+        """Settings of each source. If data.sources is not set, there is exactly one source."""
         if self.source == "shards" and self.sources:
             return self.sources
         return (
@@ -243,7 +261,7 @@ class DataSettings(Settings):
         )
 
     def settings_of(self, part: SourceSettings) -> DataSettings:
-        """Return the settings that apply to one source."""
+        """Return a copy of these settings with the image_key and captions of one source."""
         changes = {
             "image_key": part.image_key or self.image_key,
             "captions": part.captions or self.captions,

@@ -1,8 +1,8 @@
 """Read, check and complete the DeepSpeed settings of a run (ds_config, JSON).
 
-DeepSpeed ignores unknown keys, and some of its defaults change results. Therefore every key is
-checked here, and the rendered ds_config.json contains every default that matters. DeepSpeed is
-imported only when a file is checked, for the names of its keys.
+DeepSpeed ignores unknown keys, and some of its defaults change results. Therefore this module checks
+every key and writes every default that matters into the rendered ds_config.json. It imports
+DeepSpeed only to check a ds_config, because the names of the valid keys come from DeepSpeed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OWNED_BY_RECIPE = {
     "wandb": "log.wandb",
     "steps_per_print": "log.every_steps",
 }
-"""Keys that the recipe owns -> name of the recipe's setting."""
+"""DeepSpeed key that must not be in a ds_config -> the recipe setting that controls it."""
 
 DEFAULTS: dict[str, Any] = {
     "zero_optimization": {
@@ -57,18 +57,19 @@ DEFAULTS: dict[str, Any] = {
     "zero_allow_untested_optimizer": True,
     "zero_force_ds_cpu_optimizer": False,
     "wall_clock_breakdown": False,
-    # DeepSpeed's default is on. It waits for the device twice in every micro-batch, and nothing
-    # here reads it.
+    # DeepSpeed enables this timer by default. The timer waits for the device twice per micro-batch,
+    # and nothing in this package reads it.
     "timers": {"throughput": {"enabled": False}},
     "checkpoint": {"tag_validation": "Fail"},
 }
-"""Values that are written for keys that are not in the file and that change results or speed."""
+"""Values of keys that change results or speed. They are written into the rendered ds_config for
+keys that the file does not set."""
 
 GRADIENT_BUCKET = 50_000_000
 """Default number of gradient elements that ZeRO 1 to 3 reduce at a time.
 
-DeepSpeed's default is 500 million, which is more than most CLIP models have: no gradient would be
-sent before the backward ends.
+DeepSpeed's default is 500 million. Most CLIP models have fewer parameters, so no gradient would be
+reduced before the end of the backward pass.
 """
 
 _DTYPES = ("fp32", "fp16", "bf16")
@@ -77,7 +78,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "seq_parallel_communication_data_type": _DTYPES,
     "log_level": ("debug", "info", "warning", "error", "critical"),
 }
-"""Allowed values of top-level keys. DeepSpeed fails at the start for other values."""
+"""Allowed values of some top-level keys. With any other value, DeepSpeed would fail at startup."""
 FLAGS = {
     "disable_allgather",
     "disable_python_gc",
@@ -87,7 +88,8 @@ FLAGS = {
     "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer",
 }
-"""Top-level keys that are true or false. DeepSpeed would read "false" as true."""
+"""Top-level keys whose values must be true or false. DeepSpeed would read the text "false" as
+true."""
 SECTIONS = {
     "activation_checkpointing",
     "aio",
@@ -97,7 +99,8 @@ SECTIONS = {
     "flops_profiler",
 }
 TOP_LEVEL = SECTIONS | FLAGS | DEFAULTS.keys() | VALUES.keys()
-"""Top-level keys of DeepSpeed 0.19 that are useful for a CLIP trainer and that the recipe does not own."""
+"""Top-level keys of DeepSpeed 0.19 that are useful for a CLIP trainer and that the recipe does not
+control."""
 
 REFUSED_KEYS = {
     "amp": "use torch_autocast",
@@ -121,8 +124,8 @@ REFUSED_KEYS = {
     "fp16.fp16_master_weights_and_grads": "the master weights and gradients are fp32",
     "comet.api_key": "settings are copied into run folders; set the environment variable COMET_API_KEY instead",
 }
-"""Refused keys (dotted inside a section) -> reason. They change the gradient, hold a secret or no
-longer exist."""
+"""Refused key (as section.key if it is inside a section) -> reason. These keys change the gradient,
+contain a secret or do not exist anymore."""
 
 NEUTRAL: dict[str, Any] = {
     "managed_gradient_accumulation": True,
@@ -130,11 +133,12 @@ NEUTRAL: dict[str, Any] = {
     "gradient_predivide_factor": 1.0,
     "zero_optimization.compute_grad_norm": True,
 }
-"""Values at which refused keys change nothing. For all other refused keys, that value is false."""
+"""Values at which some refused keys change nothing. For the other refused keys, that value is
+false."""
 
 
 def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Merge `changes` into `base` recursively, in place, and return `base`."""
+    """Merge `changes` into `base` recursively and in place. Return `base`."""
     for key, value in changes.items():
         if isinstance(value, dict) and isinstance(base.get(key), dict):
             merge(base[key], value)
@@ -144,19 +148,24 @@ def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_ds_configs() -> Path:
-    """Return the folder of the bundled files: inside the installed package, or at the top of a clone."""
+    """Return the folder of the bundled ds_configs.
+
+    In an installed package, this folder is inside the package. In a clone of the repository, it is at
+    the top level.
+    """
     package = Path(__file__).parents[1]
     installed = package / "ds_configs"
     return installed if installed.is_dir() else package.parent / "ds_configs"
 
 
 def read_ds_config(entry: str | dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the ds_config that the `deepspeed` entry of a recipe names.
+    """Return the ds_config that the `deepspeed` entry of a recipe describes.
 
     Args:
-        entry: A bundled name, a path (relative to `folder` or to the working directory), or a
-            mapping, whose optional `base` names the file that it changes.
-        folder: The recipe's folder.
+        entry: The name of a bundled ds_config, a path (relative to `folder` or to the working
+            directory), or a mapping of settings. A mapping may contain `base`, the name or path of
+            a ds_config whose settings the mapping overrides.
+        folder: The folder that contains the recipe.
 
     Raises:
         ValueError: If the file is missing or malformed.
@@ -193,7 +202,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build an object of a JSON file, and refuse a key that is given twice."""
+    """Build a dict from the key-value pairs of a JSON object. Refuse a key that occurs twice."""
     tree: dict[str, Any] = {}
     for key, value in pairs:
         if key in tree:
@@ -210,12 +219,12 @@ def complete_ds_config(ds_config: dict[str, Any], owned: dict[str, Any]) -> dict
     """Check a ds_config and add the recipe's values and every default that changes results.
 
     Args:
-        ds_config: The file's keys.
-        owned: The recipe's values, by DeepSpeed's names.
+        ds_config: The settings from the ds_config file.
+        owned: DeepSpeed key -> value that the recipe sets.
 
     Raises:
-        ValueError: For unknown keys, keys that the recipe owns too, and combinations that DeepSpeed
-            computes incorrectly.
+        ValueError: If a key is unknown or refused, if the recipe controls the key, if a value is
+            invalid, or if DeepSpeed computes a combination of settings incorrectly.
     """
     for problem in find_problems(ds_config):
         raise ValueError(problem)
@@ -223,15 +232,16 @@ def complete_ds_config(ds_config: dict[str, Any], owned: dict[str, Any]) -> dict
     check_precision(ds_config)
     rendered = merge(copy.deepcopy(DEFAULTS), copy.deepcopy(ds_config))
     if precision(rendered) == "autocast":
-        # Modules whose gradients may be reduced in 16 bits. DeepSpeed's default is Linear and Conv.
+        # DeepSpeed may reduce the gradients of these modules in 16 bits. Its default is Linear and
+        # Conv modules; the empty list excludes every module.
         rendered["torch_autocast"].setdefault("lower_precision_safe_modules", [])
     zero = rendered["zero_optimization"]
     level = stage(rendered)
     if level:
         zero.setdefault("reduce_bucket_size", GRADIENT_BUCKET)
-        # With overlap_comm, ZeRO 1 and 2 wait for the device after every backward. That costs
-        # little if a step has only one backward, because the update waits too. On one rank there
-        # is nothing to gain.
+        # With overlap_comm, ZeRO 1 and 2 wait for the device after every backward pass. The wait
+        # costs little if a step has only one backward pass, because the optimizer update waits for
+        # the device anyway. On a single rank, overlap_comm gains nothing.
         one_backward = owned["gradient_accumulation_steps"] == 1
         alone = owned["train_batch_size"] == owned["train_micro_batch_size_per_gpu"]
         zero.setdefault("overlap_comm", level == 3 or (one_backward and not alone))
@@ -239,7 +249,7 @@ def complete_ds_config(ds_config: dict[str, Any], owned: dict[str, Any]) -> dict
 
 
 def precision(ds_config: dict[str, Any]) -> str:
-    """Return autocast, bf16, fp16 or fp32."""
+    """Return the precision that a ds_config enables: autocast, bf16, fp16 or fp32."""
     enabled = []
     for name in ("torch_autocast", "bf16", "fp16"):
         value = (ds_config.get(name) or {}).get("enabled", False)
@@ -253,7 +263,7 @@ def precision(ds_config: dict[str, Any]) -> str:
 
 
 def stage(ds_config: dict[str, Any]) -> int:
-    """Return the ZeRO stage, 0 to 3."""
+    """Return the ZeRO stage of a ds_config, 0 to 3."""
     value = (ds_config.get("zero_optimization") or {}).get("stage", 0)
     if value not in (0, 1, 2, 3) or isinstance(value, bool):
         raise ValueError(f"ds_config: zero_optimization.stage must be 0, 1, 2 or 3, got {value!r}")
@@ -261,7 +271,7 @@ def stage(ds_config: dict[str, Any]) -> int:
 
 
 def find_problems(ds_config: dict[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with the keys: unknown, misplaced, removed, refused or set by the recipe."""
+    """Yield an error message for each key that is unknown, misplaced, refused or set by the recipe."""
     sections = {"": TOP_LEVEL} | section_keys()
     for section, known in sections.items():
         part = ds_config.get(section, {}) if section else ds_config
@@ -286,10 +296,10 @@ def find_problems(ds_config: dict[str, Any]) -> Iterator[str]:
 
 
 def check_values(ds_config: dict[str, Any]) -> None:
-    """Refuse values with which DeepSpeed would fail at the start, or which it would misread.
+    """Refuse values that DeepSpeed would misread or that would make it fail at startup.
 
     Raises:
-        ValueError: Naming the key.
+        ValueError: If there is such a value. The message names the key.
     """
     for key, allowed in (VALUES | dict.fromkeys(FLAGS, (True, False))).items():
         if key in ds_config and ds_config[key] not in allowed:
@@ -310,14 +320,15 @@ def check_values(ds_config: dict[str, Any]) -> None:
 
 
 def check_gradient(ds_config: dict[str, Any]) -> None:
-    """Refuse settings with which DeepSpeed 0.19 would apply a different gradient in a custom loop.
+    """Refuse settings with which DeepSpeed 0.19 would apply a wrong gradient in a custom training loop.
 
     Args:
-        ds_config: The settings that deepspeed.initialize got. Keys that do not affect the gradient
-            are ignored.
+        ds_config: The settings that were passed to deepspeed.initialize. Keys that do not affect the
+            gradient are ignored.
 
     Raises:
-        ValueError: For a key of REFUSED_KEYS that changes something, and see check_precision.
+        ValueError: If a key of REFUSED_KEYS has a value that changes something, or if
+            check_precision refuses the settings.
     """
     for key, reason in REFUSED_KEYS.items():
         section, _, inner = key.rpartition(".")
@@ -326,7 +337,8 @@ def check_gradient(ds_config: dict[str, Any]) -> None:
             value = any(value.values())
         neutral = NEUTRAL.get(key, False)
         same = value.lower() == neutral if isinstance(value, str) else value == neutral
-        # A custom loop may have an API key in its settings; they are not copied into run folders.
+        # A custom loop may have an API key in its settings, because nothing copies these settings
+        # into a run folder.
         if value is not None and not same and key != "comet.api_key":
             raise ValueError(f"ds_config key {key} is not supported: {reason}")
     check_precision(ds_config)
@@ -336,7 +348,7 @@ def check_precision(ds_config: dict[str, Any]) -> None:
     """Refuse combinations of precision and ZeRO stage that DeepSpeed 0.19 computes incorrectly.
 
     Raises:
-        ValueError: For such a combination, with one that works.
+        ValueError: If the combination is incorrect. The message suggests one that works.
     """
     kind, level = precision(ds_config), stage(ds_config)
     dtype = str((ds_config.get("torch_autocast") or {}).get("dtype", "bfloat16"))
@@ -364,7 +376,7 @@ def check_precision(ds_config: dict[str, Any]) -> None:
 
 
 def section_models() -> dict[str, type[BaseModel]]:
-    """Return the pydantic models that DeepSpeed reads the sections with."""
+    """Return section name -> the pydantic model with which DeepSpeed parses that section."""
     from deepspeed.monitor.config import CometConfig, CSVConfig
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -379,7 +391,7 @@ def section_models() -> dict[str, type[BaseModel]]:
 
 
 def section_keys() -> dict[str, set[str]]:
-    """Return the keys that DeepSpeed reads in each section."""
+    """Return section name -> the keys that DeepSpeed reads in that section."""
     known = {
         "torch_autocast": {"enabled", "dtype", "lower_precision_safe_modules"},
         "timers": {"throughput"},

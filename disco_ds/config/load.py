@@ -1,4 +1,4 @@
-"""Build the Config of a recipe and its overrides, with a message for every mistake."""
+"""Build the Config from a recipe and overrides, and report every mistake in them."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ from disco_ds.config.text_file import read_text
 from disco_ds.names import did_you_mean, shorten, suggest
 
 MAX_PROBLEMS = 8
-"""Number of problems that one message lists; the others are counted."""
+"""Maximum number of problems that one error message lists. Any further problems are only
+counted."""
 
 
 def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a recipe, apply `a.b=value` overrides, and check every key and value.
 
-    Whether the loss, the model and the data exist is checked by a start, `train --dry-run` and
-    `disco-ds doctor`.
+    This function does not check whether the loss, the model and the data exist. The start of a run,
+    `train --dry-run` and `disco-ds doctor` check that.
 
     Args:
-        recipe: A bundled name or a path.
-        overrides: Dotted keys with values in YAML, each key once.
+        recipe: The name of a bundled recipe, or a path.
+        overrides: Texts of the form `a.b=value`, with the value in YAML. Each key may occur once.
 
     Raises:
-        ValueError: Naming the file, the key, what it got and the nearest valid name.
+        ValueError: If a key or value is invalid. The message names the file, the key, the value and,
+            for an unknown key, the nearest valid key.
     """
     path = find_recipe(recipe)
     tree = parse(read_text(path, "recipe"), str(path))
@@ -54,12 +56,13 @@ def check_config(tree: dict[str, Any], origin: str, overridden: Sequence[str] = 
     """Build a Config from a plain mapping.
 
     Args:
-        tree: The settings.
-        origin: Name of their file, for error messages.
-        overridden: Dotted keys that overrides have set; messages about them do not name the file.
+        tree: The settings as a nested mapping.
+        origin: Name of the file with the settings, for error messages.
+        overridden: Dotted keys whose values come from overrides. Messages about these keys do not
+            name the file.
 
     Raises:
-        ValueError: Listing the problems, one per line.
+        ValueError: If a setting is invalid. The message lists the problems, one per line.
     """
     try:
         return Config.model_validate(tree)
@@ -79,10 +82,10 @@ def check_config(tree: dict[str, Any], origin: str, overridden: Sequence[str] = 
 
 
 def find_recipe(recipe: str | Path) -> Path:
-    """Return the file of a recipe, given by its bundled name or path.
+    """Return the path of a recipe, which is given as a path or as the name of a bundled recipe.
 
     Raises:
-        ValueError: If there is no bundled recipe of this name.
+        ValueError: If `recipe` is not a path and no bundled recipe has this name.
     """
     path = Path(recipe)
     if path.suffix in (".yaml", ".yml") or os.path.lexists(path):
@@ -118,10 +121,10 @@ def _explain(key: str, item: Any) -> str:
 
 
 def _find_fields(path: Sequence[str | int]) -> dict[str, FieldInfo]:
-    """Return the valid keys of the group of settings at this path."""
+    """Return the fields of the group of settings at this path of keys."""
     model: Any = Config
     for part in path:
-        # The annotation of data.sources is a tuple of SourceSettings.
+        # The annotation of data.sources is a tuple, so an index into it leads to SourceSettings.
         inner = None if isinstance(part, int) else model.model_fields[part].annotation
         model = inner or SourceSettings
     return model.model_fields

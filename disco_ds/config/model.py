@@ -1,4 +1,4 @@
-"""The `model` section of a recipe: architecture, initial weights, and which parts are trained."""
+"""The `model` section of a recipe: the architecture, the initial weights, and which parts are trained."""
 
 from __future__ import annotations
 
@@ -24,68 +24,73 @@ OPEN_CLIP_ONLY = (
     "patch_dropout",
     "token_embedding_std",
 )
-"""Settings that apply to open_clip models only, not to model.factory."""
+"""Settings that apply only to open_clip models, not to custom models from model.factory."""
 
 
 class ModelSettings(Settings):
-    """The model: one of open_clip's, or a custom one."""
+    """The model: an open_clip model or a custom model."""
 
     name: str = "ViT-B-32"
-    """An open_clip model name, the path of a model config (.json), or `quickstart`, a small model of
+    """Name of an open_clip model, path of a model config (.json), or `quickstart`, a small model in
     this package that trains on a CPU."""
     factory: str | None = Field(None, pattern=rf"^{CUSTOM_CODE}$")
-    """`package.module:function` that returns a disco_ds.TwoTowers, instead of an open_clip model;
-    see docs/extending.md."""
+    """Custom model to use instead of an open_clip model, as `package.module:function`. The function
+    returns a disco_ds.TwoTowers; see docs/extending.md."""
     options: dict[str, Any] = Field({})
-    """Keyword arguments of model.factory."""
+    """Keyword arguments for the function model.factory."""
     pretrained: Path | None = None
-    """Initial weights: an open_clip tag such as laion2b_s34b_b79k, which is downloaded; a local file
-    (.pt, .bin, .safetensors); or a folder with such a file, whose preprocessing settings are used
-    too. Null: random weights. Not read when a run is resumed."""
+    """Initial weights of both towers: an open_clip tag such as laion2b_s34b_b79k, whose weights are
+    downloaded; a local file (.pt, .bin, .safetensors); or a folder with such a file, whose
+    preprocessing settings are used too. Null: random weights. Ignored when a run is resumed."""
     pretrained_image: Path | None = None
-    """Initial weights of the image tower only: a local file, or `timm` for the pretrained weights of
-    a timm tower."""
+    """Initial weights of the image tower only: a local file, or `timm` for the pretrained weights
+    of an image tower from timm."""
     lock_image: bool = False
-    """Freeze the image tower (LiT), usually together with pretrained weights."""
+    """Freeze the image tower (LiT), usually in combination with pretrained weights."""
     lock_text: bool = False
     """Freeze the text tower."""
     unlocked_layers: int = Field(0, ge=0)
-    """Number of last layer groups of the locked tower that are trained after all, counted as in
-    open_clip's `lock`. 0: the whole tower is frozen."""
+    """Number of layer groups at the end of the locked tower that are trained anyway. Layer groups
+    are counted as in open_clip's lock functions. 0: the whole tower is frozen."""
     image_size: PositiveInt | None = None
-    """Height and width of the images, in pixels. Null: the size in the model config."""
+    """Height and width of the model's input images, in pixels. Null: the size in the model
+    config."""
     image_mean: tuple[float, float, float] | None = None
-    """Mean of each channel, for pixels in [0, 1]. Null: the mean of the pretrained weights if it is
-    known, otherwise OpenAI's."""
+    """Mean of each color channel for input normalization, with pixels in [0, 1]. Null: the mean
+    used for the pretrained weights if it is known, otherwise OpenAI's mean."""
     image_std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] | None = None
-    """Standard deviation of each channel, for pixels in [0, 1]. Null: as for image_mean."""
+    """Standard deviation of each color channel for input normalization, with pixels in [0, 1].
+    Null: the value used for the pretrained weights if it is known, otherwise OpenAI's value."""
     interpolation: Literal["bicubic", "bilinear"] | None = None
-    """Interpolation for resizing images. Null: that of the pretrained weights if it is known,
-    otherwise bicubic."""
+    """Interpolation method for resizing images. Null: the method used for the pretrained weights if
+    it is known, otherwise bicubic."""
     resize_mode: Literal["shortest", "longest", "squash"] | None = None
-    """How evaluation fits images into a square: `shortest` crops, `longest` pads, `squash` distorts.
-    Null: that of the pretrained weights if it is known, otherwise shortest."""
+    """How evaluation makes images square. `shortest`: resize the shortest side and crop. `longest`:
+    resize the longest side and pad. `squash`: resize both sides, which distorts the image. Null:
+    the mode used for the pretrained weights if it is known, otherwise shortest."""
     quick_gelu: bool = False
-    """Use QuickGELU even if the model config does not. OpenAI's weights need it."""
+    """Use QuickGELU even if the model config does not. OpenAI's weights need QuickGELU."""
     two_views: bool = False
-    """Self-supervised training: a pair is two augmentations of one image, both encoded by the image
-    tower (DisCo-CLIP, 4.1). It needs data.augment."""
+    """Self-supervised training: a positive pair consists of two augmentations of the same image,
+    and the image tower encodes both (DisCo-CLIP, section 4.1). data.augment must be set."""
     activation_checkpointing: bool = False
-    """Recompute activations in the backward pass, which saves memory and takes time. Set it if a
+    """Recompute activations in the backward pass, which saves memory but takes time. Enable it if a
     micro-batch does not fit into memory."""
     patch_dropout: float | None = Field(None, ge=0, lt=1)
-    """Fraction of image patches dropped in training (FLIP). Null: the model config's."""
+    """Fraction of image patches that are dropped in training (FLIP). Null: the value in the model
+    config."""
     compile: bool = False
-    """Apply torch.compile to both towers. Refused if GradAccum would repeat a forward pass that draws
-    random numbers."""
+    """Apply torch.compile to both towers. This is refused if the forward pass draws random numbers
+    and GradAccum would have to repeat it."""
     token_embedding_std: PositiveFloat | None = None
     """Initial standard deviation of the token embedding. Null: open_clip's 0.02."""
     max_scale: float = Field(100.0, gt=0, le=1e6)
-    """Upper bound of the logit scale (the inverse of the temperature), enforced after every step."""
+    """Upper bound of the logit scale (the inverse of the temperature), enforced after every
+    step."""
 
     @property
     def label(self) -> str:
-        """Name of the model for messages."""
+        """Name of the model in messages."""
         return self.factory or self.name
 
     @model_validator(mode="after")

@@ -1,7 +1,7 @@
-"""Flags of open_clip_train and names used by other trainers, with the settings that correspond to them.
+"""Translate open_clip_train's flags and other trainers' setting names into the settings of this package.
 
-The table is in open_clip_flags.yaml. Messages about unknown settings and options use it, and
-tools/make_reference.py writes it into docs/from_open_clip.md.
+The table of translations is in open_clip_flags.yaml. Messages about unknown settings and options use
+the table, and tools/make_reference.py writes it into docs/from_open_clip.md.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ import yaml
 
 @cache
 def read_words() -> dict[str, dict[str, dict[str, Any]]]:
-    """Return the table by section: "flags" (of open_clip_train) and "other_words".
+    """Return the table as {section: {flag: row}}.
 
-    The row of a flag has `ours`, dotted names of settings or options of the command line, and a
-    `note`; one of them may be missing.
+    The sections are "flags" (open_clip_train's flags) and "other_words" (names from other trainers).
+    A row has `ours`, which is a list of our corresponding settings or command-line options, or
+    `note`, which is a text about the flag, or both keys.
     """
     text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
     return yaml.safe_load(text)
 
 
 def explain_word(name: str) -> str | None:
-    """Return our equivalent of another trainer's flag, or None if the flag is unknown."""
+    """Return a hint about our equivalent of another trainer's flag, or None if the flag is unknown."""
     word = name.lower().lstrip("-").replace("_", "-")
     words = read_words()
     row = words["flags"].get(word) or words["other_words"].get(word)

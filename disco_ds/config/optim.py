@@ -15,24 +15,26 @@ class TowerOptimSettings(Settings):
     """Optimizer settings of one tower."""
 
     lr_factor: float = Field(1.0, gt=0)
-    """Factor on the learning rate of this tower. Lower it for a pretrained tower."""
+    """Factor by which the learning rate is multiplied for this tower. Lower it for a pretrained
+    tower."""
     weight_decay: NonNegativeFloat | None = None
     """Weight decay of this tower. Null: optim.weight_decay."""
     layer_decay: float = Field(1.0, gt=0, le=1)
-    """Each layer's learning rate is this fraction of the rate of the layer above it. 1: all layers
-    have the same rate."""
+    """Ratio of each layer's learning rate to the learning rate of the next layer. The last layer of
+    the tower has the full rate. 1: all layers have the same rate."""
 
 
 class OptimSettings(Settings):
-    """The optimizer and its schedule."""
+    """The optimizer and its learning rate schedule."""
 
     name: Literal["adamw", "lamb", "lion", "sgd"] = "adamw"
-    """The optimizer. lamb works at ZeRO 0 only."""
+    """Name of the optimizer. lamb requires ZeRO stage 0."""
     lr: float | None = Field(None, gt=0, lt=1e38)
-    """Peak learning rate. Null: base_lr x global_batch / 32,768, so that it follows the batch."""
+    """Peak learning rate. Null: base_lr x global_batch / 32,768, which scales with the global batch
+    size."""
     base_lr: float = Field(5e-4, gt=0, lt=1e38)
-    """Peak learning rate at a global batch of 32,768, from which the default of `lr` is scaled
-    linearly (DisCo-CLIP)."""
+    """Peak learning rate for a global batch of 32,768 samples. It is used only if `lr` is null and
+    is scaled linearly with the global batch size (DisCo-CLIP)."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.98)
     """Betas of AdamW, LAMB and Lion."""
     eps: float = Field(1e-6, gt=0)
@@ -40,24 +42,27 @@ class OptimSettings(Settings):
     momentum: float = Field(0.9, ge=0, lt=1)
     """Momentum of SGD."""
     weight_decay: float = Field(0.2, ge=0)
-    """Weight decay of matrices. Biases, norms, the logit scale and the logit bias have none."""
+    """Weight decay of the weight matrices. Biases, normalization parameters, the logit scale and
+    the logit bias have no weight decay."""
     clip_norm: float = Field(0.0, ge=0)
-    """Maximum global norm of the gradient; larger gradients are scaled down. 0: no clipping. Set
-    it, to 1 for instance, if the gradient norm has spikes."""
+    """Maximum norm of the gradient of all parameters together. Larger gradients are scaled down to
+    this norm. 0: no clipping. If the gradient norm has spikes, set a value such as 1."""
     schedule: Literal["cosine", "constant", "cooldown"] = "cosine"
-    """Schedule after warmup: cosine decay to lr_min; constant; or constant with a linear cooldown to
-    lr_min at the end."""
+    """Learning rate schedule after warmup. `cosine`: cosine decay to lr_min. `constant`: no change.
+    `cooldown`: constant, then a linear decay to lr_min over the last cooldown_steps."""
     warmup_steps: int = Field(2000, ge=0)
-    """Steps in which the learning rate rises linearly to its peak. Lower it for short runs."""
+    """Number of steps over which the learning rate rises linearly to its peak. Lower it for short
+    runs."""
     cooldown_steps: int = Field(0, ge=0)
-    """Steps of the linear cooldown of schedule=cooldown."""
+    """Number of steps of the linear decay at the end of the run, if schedule is cooldown."""
     lr_min: float = Field(0.0, ge=0)
-    """Learning rate at the end of schedule=cosine or cooldown."""
+    """Learning rate at the end of the run, if schedule is cosine or cooldown."""
     tau_lr: PositiveFloat | None = None
-    """Constant learning rate of the logit scale and bias, without warmup. Null: the same rate as for
-    the other parameters."""
+    """Constant learning rate of the logit scale and the logit bias, without warmup. Null: they have
+    the same learning rate as the other parameters."""
     tau_slow: float = Field(0.0, ge=0)
-    """Temperature at or below which tau_lr is divided by 3 (FastCLIP: 0.03). 0: off."""
+    """When the temperature is at or below this value, tau_lr is divided by 3 (FastCLIP uses 0.03).
+    0: off."""
     image: TowerOptimSettings = TowerOptimSettings()
     text: TowerOptimSettings = TowerOptimSettings()
 

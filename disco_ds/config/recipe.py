@@ -1,8 +1,9 @@
-"""The settings of a run, as a recipe (YAML) gives them.
+"""The settings of a run, which a recipe (a YAML file) contains.
 
-They are validated once and never change afterwards. A recipe owns the batch, the loss, the model,
-the data, the optimizer and the logging. Its `deepspeed` entry names a ds_config (JSON), which owns
-ZeRO, precision, offload and communication (see ds_config.py).
+Settings are validated when the recipe is loaded and never change afterwards. A recipe controls the
+batch, the loss, the model, the data, the optimizer and the logging. Its `deepspeed` entry names a
+ds_config (a JSON file), which controls ZeRO, precision, offload and communication (see
+ds_config.py).
 
 Import-light: neither torch nor DeepSpeed is imported, so any module may import this file.
 """
@@ -26,17 +27,17 @@ from disco_ds.config.templates import check_template
 
 PACKAGE = Path(__file__).parents[1]
 BASE_BATCH = 32_768
-"""The global batch that `optim.base_lr` refers to (DisCo-CLIP, section 5.1)."""
+"""The global batch size to which `optim.base_lr` refers (DisCo-CLIP, section 5.1)."""
 
 
 class LossSettings(Settings):
     """The loss and its options."""
 
     name: str = "disco_fused"
-    """A registered loss (docs/losses.md compares them), or a custom one as `package.module:Class`,
-    importable through PYTHONPATH."""
+    """Name of a registered loss (docs/losses.md compares them), or a custom loss as
+    `package.module:Class`, which must be importable through PYTHONPATH."""
     options: dict[str, Any] = Field({})
-    """Keyword arguments of the loss; see loss.options below."""
+    """Keyword arguments for the loss. The section loss.options of docs/settings.md lists them."""
 
 
 def _check_copy_command(command: str) -> str:
@@ -53,49 +54,52 @@ class CheckpointSettings(Settings):
     """When checkpoints are saved, which ones are kept, and where they are copied."""
 
     every_steps: int = Field(1000, ge=0)
-    """Steps between two checkpoints. 0: save only every_minutes and at the end of the run."""
+    """Number of steps between checkpoints. 0: no checkpoints at fixed steps. A checkpoint is always
+    saved at the end of the run."""
     every_epochs: float = Field(0.0, ge=0)
-    """Epochs between two checkpoints, instead of every_steps. 0: off."""
+    """Number of epochs between checkpoints. If it is set, every_steps is ignored. 0: not set."""
     every_minutes: float = Field(0.0, ge=0, le=MAX_SECONDS / 60)
-    """Also save when this many minutes have passed since the last save. 0: off. Independently of it,
-    SIGTERM, SIGUSR1 or SIGINT (Ctrl-C) to any rank saves a checkpoint and ends the run."""
+    """Also save a checkpoint when this many minutes have passed since the last one. 0: off.
+    Regardless of this setting, sending SIGTERM, SIGUSR1 or SIGINT (Ctrl-C) to any rank saves a
+    checkpoint and ends the run."""
     asynchronous: bool = True
-    """Write checkpoints in the background. Training then waits only until each rank's state has been
-    copied to host memory, which takes as much memory as the rank's files. False: training waits
-    until the files are written; use it if host memory is short."""
+    """Write checkpoints in the background. Training then pauses only while each rank copies its
+    state to host memory. The copy takes as much host memory as the checkpoint files of that rank.
+    False: training pauses until the files are written. Use false if host memory is short."""
     keep_last: PositiveInt | None = 3
-    """Number of newest checkpoints to keep. Older ones are removed, except those of
-    keep_every_steps. Null: keep all."""
+    """Number of most recent checkpoints to keep. Older checkpoints are removed, except those that
+    keep_every_steps protects. Null: keep all."""
     keep_every_steps: int = Field(0, ge=0)
-    """Never remove checkpoints whose step is a multiple of this. 0: off."""
+    """Never remove a checkpoint whose step is a multiple of this number. 0: off."""
     max_failed_saves: int = Field(2, ge=0)
-    """Number of consecutive saves that may fail (for example because the disk is full); one more
-    stops the run."""
+    """Number of consecutive saves that may fail (for example because the disk is full). If one more
+    save fails, the run stops."""
     copy_command: Annotated[str, AfterValidator(_check_copy_command)] | None = None
-    """Command that copies each saved checkpoint, with {path} and {name} replaced, such as
-    `aws s3 cp --recursive {path} s3://bucket/run/{name}`. It runs in the background and without a
-    shell. Only one copy runs at a time; while it does, only the newest checkpoint waits. A failure
-    is logged and does not stop the run. An unfinished copy is repeated when the run is resumed, so
-    it must be possible to run the command twice."""
+    """Command that copies each checkpoint after it is saved, for example `aws s3 cp --recursive
+    {path} s3://bucket/run/{name}`. {path} is replaced by the path of the checkpoint and {name} by
+    its name. The command runs in the background and without a shell. Only one copy runs at a time.
+    Of the checkpoints saved meanwhile, only the newest is copied. A failed copy is logged and does
+    not stop the run. An unfinished copy is repeated when the run is resumed, so it must be safe to
+    run the command twice."""
     copy_timeout_s: float = Field(600.0, ge=0, le=MAX_SECONDS)
-    """Seconds that the run waits at its end for copies to finish."""
+    """Maximum number of seconds that the run waits at its end for unfinished copies."""
 
 
 class WandbSettings(Settings):
     """Logging to Weights & Biases, which needs the wandb package.
 
-    The API key is not a setting: put it into the environment variable WANDB_API_KEY, or run
-    `wandb login`.
+    The API key is not a setting. Set the environment variable WANDB_API_KEY, or run `wandb login`.
     """
 
     project: str | None = None
-    """Project of the run. Null: nothing is logged to W&B."""
+    """W&B project to which the run is logged. Null: nothing is logged to W&B."""
     name: str | None = None
-    """Name of the run in W&B. Null: the name of its folder."""
+    """Name of the run in W&B. Null: the name of the run folder."""
     group: str | None = None
     """Group of the run within the project."""
     entity: str | None = None
-    """User or team that owns the project. Null: the default of the API key's owner."""
+    """User or team that owns the project. Null: the default entity of the user whose API key is
+    used."""
 
     @model_validator(mode="after")
     def _check_project(self) -> WandbSettings:
@@ -108,52 +112,55 @@ class LogSettings(Settings):
     """What is logged, how often and where."""
 
     every_steps: int = Field(10, gt=0)
-    """Steps between two log lines, metrics.jsonl records and TensorBoard points. Only these steps
-    are timed."""
+    """Number of steps between two log records. Each record is a log line, a line of metrics.jsonl
+    and a TensorBoard point. Only the logged steps are timed."""
     tensorboard: bool = True
     """Write TensorBoard points into the run folder."""
     wandb: WandbSettings = WandbSettings()
     peak_flops: PositiveFloat | None = None
-    """Peak floating-point operations per second of one device, for MFU. Null: the 16-bit peak of the
-    GPU if it is known; set it if it is not."""
+    """Peak floating-point operations per second of one device, used to compute MFU (model FLOPs
+    utilization). Null: the 16-bit peak of the GPU, if this GPU model is known. For any other
+    device, MFU is logged only if this is set."""
 
 
 Template = Annotated[str, AfterValidator(check_template)]
 
 
 class EvalSettings(Settings):
-    """On which data the model is evaluated, and when."""
+    """Which data the model is evaluated on, and when."""
 
     every_steps: int = Field(0, ge=0)
-    """Steps between two evaluations. 0: only at the end."""
+    """Number of steps between evaluations. 0: evaluate only at the end of the run."""
     every_epochs: float = Field(0.0, ge=0)
-    """Epochs between two evaluations, instead of every_steps. 0: off."""
+    """Number of epochs between evaluations. If it is set, every_steps is ignored. 0: not set."""
     labeled: dict[str, str] = Field({})
-    """Name -> labeled images for zero-shot classification among the labels of that set: shards (as
-    in data.shards), a folder with one sub-folder per class (such as ImageNet val), or a folder in
-    clip_benchmark's webdataset layout."""
+    """Name of an evaluation set -> its labeled images, for zero-shot classification among the
+    labels of that set. The images are shards (as in data.shards), a folder with one sub-folder per
+    class (such as ImageNet val), or a folder in clip_benchmark's webdataset layout."""
     label_key: Template = "{json[label]}"
-    """Template of a sample's label in shards."""
+    """Template for the label of a sample, for labeled sets in shards."""
     classes: dict[str, Path] = Field({})
-    """Name of a labeled set -> file with its class names: lines of names, lines of label and name, or
-    JSON."""
+    """Name of a labeled set -> file with its class names. A text file has one class name per line,
+    or a label and a class name per line. A JSON file is valid too."""
     templates: dict[str, str] = Field({})
-    """Name of a labeled set -> file of prompt templates with {} or {c} for the class, or `imagenet`
-    for open_clip's 80 templates. Default: the data set's own templates if it has any
-    (clip_benchmark layout), the 80 ImageNet templates for class folders, the plain label for
-    shards."""
+    """Name of a labeled set -> file of prompt templates, in which {} or {c} stands for the class
+    name; or `imagenet` for open_clip's 80 ImageNet templates. Default for a folder in
+    clip_benchmark's layout: the templates in that folder, or the 80 ImageNet templates if there are
+    none. Default for class folders: the 80 ImageNet templates. Default for shards: the class name
+    alone."""
     retrieval: dict[str, str] = Field({})
-    """Name -> captioned images for image-to-text and text-to-image retrieval: shards, a csv, or
-    clip_benchmark's layout."""
+    """Name of an evaluation set -> its captioned images, for image-to-text and text-to-image
+    retrieval. The images are shards, a csv, or a folder in clip_benchmark's layout."""
     validation: dict[str, str] = Field({})
-    """Name -> held-out pairs for the validation loss: shards, a csv, or clip_benchmark's layout."""
+    """Name of an evaluation set -> its held-out image-text pairs, for the validation loss. The
+    pairs are shards, a csv, or a folder in clip_benchmark's layout."""
     validation_batch: int = Field(1024, gt=1)
-    """Batch size of the validation loss. The loss depends on it, so it is part of the metric's
-    name."""
+    """Batch size of the validation loss. The value of the loss depends on the batch size, so the
+    name of the metric contains the batch size."""
     caption_key: Template = "{txt}"
-    """Template of a sample's captions, one per line; the validation loss uses the first. In a csv,
-    {txt} stands for the column `title`, and the column of image paths may also be named
-    `filepath`."""
+    """Template for the captions of a sample. It may produce several captions, one per line. The
+    validation loss uses only the first. In a csv, {txt} stands for the column `title`, and the
+    column of image paths may also be named `filepath`."""
 
     @property
     def sets(self) -> list[str]:
@@ -173,48 +180,54 @@ class EvalSettings(Settings):
 
 
 class Config(Settings):
-    """A whole recipe."""
+    """All settings of a run."""
 
     name: str = Field(pattern=r"^[\w+=@][\w.+=@ -]*$", max_length=100)
-    """Name of the run and of its folder in `runs`: letters, digits, spaces and . + = @ - _."""
+    """Name of the run and of its folder inside `runs`. Allowed are letters, digits, spaces and . +
+    = @ - _."""
     runs: Path = Path("runs")
-    """Folder of all run folders. With several hosts it must be on a shared file system."""
+    """Folder that contains the run folders. With several hosts it must be on a shared file
+    system."""
     seed: int = Field(0, ge=0, lt=2**31)
-    """Random seed of the data order, the initial weights and everything else."""
+    """Random seed for the data order, the initial weights and all other random numbers."""
     ranks: PositiveInt | None = None
-    """Number of ranks (world size) that this recipe requires; a run with another number is refused.
-    Null: any number."""
+    """Number of ranks (world size) that this recipe requires. A run with a different number of
+    ranks is refused. Null: any number."""
     global_batch: PositiveInt
-    """Samples per optimizer step, over all ranks. It must be a multiple of ranks x micro_batch."""
+    """Number of samples per optimizer step, summed over all ranks. It must be a multiple of ranks x
+    micro_batch."""
     micro_batch: PositiveInt
-    """Samples per forward pass of one rank. It affects memory and speed, while the gradient is that
-    of the global batch. Choose the largest that fits (`disco-ds plan`)."""
+    """Number of samples per forward pass on one rank. It affects memory use and speed but not the
+    gradient, which is always the gradient of the global batch. Choose the largest value that fits
+    into memory (see `disco-ds plan`)."""
     steps: PositiveInt | None = None
     """Length of the run in optimizer steps. Set exactly one of `steps`, `samples` and `epochs`."""
     samples: PositiveInt | None = None
     """Length of the run in samples, rounded down to whole steps."""
     epochs: PositiveFloat | None = None
-    """Length of the run in epochs, rounded down to whole steps. An epoch has as many samples as all
-    sources together. They are counted when the run starts, which writes `steps` into the run's
-    config.yaml."""
+    """Length of the run in epochs, rounded down to whole steps. One epoch has as many samples as
+    all sources together. The samples are counted when the run starts, and the resulting number of
+    `steps` is written into the run's config.yaml."""
     image_staging: Pixels = "device"
-    """Where the images of a step wait between the two passes of GradAccum: `device`: as uint8 in
-    device memory; `host`: as uint8 in pinned host memory, if device memory is short; `compressed`:
-    in the data workers, which then decode them twice, if host memory is short too."""
+    """Where the images of a step are stored between the two passes of GradAccum. `device`: as uint8
+    in device memory. `host`: as uint8 in pinned host memory; choose it if device memory is short.
+    `compressed`: as image files in the data workers, which then decode every image twice; choose it
+    if host memory is short too."""
     timeout_s: float = Field(600.0, gt=0, le=MAX_SECONDS)
-    """The run ends if a collective or a phase of a step takes longer than this many seconds. The
-    error names the rank or GPU that the others wait for. Raise it if a healthy step, evaluation or
-    start takes longer."""
+    """The run ends with an error if a collective operation or a phase of a step takes longer than
+    this many seconds. The error names the rank or GPU that the other ranks wait for. Raise the
+    timeout if a healthy step, evaluation or start takes longer."""
     lost_after_s: float = Field(120.0, ge=1, le=MAX_SECONDS)
-    """The run ends if a rank sends no heartbeat for this many seconds, because it was killed or
-    stopped or its host is down."""
+    """The run ends with an error if a rank sends no heartbeat for this many seconds. Such a rank
+    was killed or suspended, or its host is down."""
     skip_nonfinite: int = Field(0, ge=0)
-    """Number of consecutive batches with a non-finite loss or gradient that are skipped without an
-    update; one more stops the run. Steps that fp16's loss scaler skips do not count."""
+    """Number of consecutive batches with a non-finite loss or gradient that may be skipped without
+    an update. One more such batch stops the run. Steps that fp16's loss scaler skips do not
+    count."""
     on_spike: Literal["warn", "skip"] = "warn"
-    """What to do with a batch whose loss or gradient norm is far above those of the last 64 steps:
-    warn, or skip it without an update. A level that lasts for 32 steps no longer counts as a
-    spike."""
+    """What to do with a batch whose loss or gradient norm is far above the values of the last 64
+    steps. `warn`: only log a warning. `skip`: skip the batch without an update. If the values stay
+    high for 32 steps, they no longer count as a spike."""
     model: ModelSettings = ModelSettings()
     loss: LossSettings = LossSettings()
     data: DataSettings
@@ -223,8 +236,9 @@ class Config(Settings):
     log: LogSettings = LogSettings()
     eval: EvalSettings = EvalSettings()
     deepspeed: dict[str, Any]
-    """DeepSpeed's settings: a name in ds_configs/, the path of a JSON file, or a mapping whose `base`
-    names the file that it changes. They own ZeRO, precision, offload and communication."""
+    """DeepSpeed's settings: the name of a file in ds_configs/, the path of a JSON file, or a
+    mapping of settings. A mapping may contain `base`, the name or path of a file whose settings the
+    mapping overrides. DeepSpeed's settings control ZeRO, precision, offload and communication."""
 
     @model_validator(mode="after")
     def _check_length(self) -> Config:
@@ -306,20 +320,20 @@ class Config(Settings):
         """Length of the run in steps.
 
         Raises:
-            ValueError: If the length is given in epochs; `with_steps` converts it.
+            ValueError: If the length is given in epochs. `with_steps` converts epochs to steps.
         """
         if self.epochs is not None:
             raise ValueError("epochs can be converted to steps only once the samples are counted")
         return self.steps if self.steps is not None else (self.samples or 0) // self.global_batch
 
     def with_steps(self, num_samples: int) -> Config:
-        """Return these settings with epochs, if given, converted to steps.
+        """Return these settings. If the length of the run is given in epochs, convert it to steps.
 
         Args:
-            num_samples: Samples of one epoch.
+            num_samples: Number of samples in one epoch.
 
         Raises:
-            ValueError: If there is less than one step, or fewer steps than the schedule needs.
+            ValueError: If the run has less than one step, or fewer steps than warmup and cooldown need.
         """
         if self.epochs is None:
             return self
@@ -347,8 +361,9 @@ class Config(Settings):
             ranks: World size.
 
         Raises:
-            ValueError: If the recipe requires another world size, or if ranks x micro_batch does
-                not divide global_batch; the message names the nearest batch that works.
+            ValueError: If the recipe requires a different world size, or if global_batch is not a
+                multiple of ranks x micro_batch. In the second case, the message suggests the nearest
+                valid global_batch.
         """
         if ranks < 1:
             raise ValueError(
@@ -373,7 +388,7 @@ class Config(Settings):
         return self.global_batch // samples
 
     def describe(self, ranks: int) -> str:
-        """Return the batch and the length of the run in words."""
+        """Return a text about the batch, the length of the run and the learning rate."""
         count = self.num_micro_batches(ranks)
         plural = "" if ranks == 1 else "s"
         length = f"{self.epochs} epochs (the number of steps is known when the samples are counted)"
@@ -388,7 +403,7 @@ class Config(Settings):
         )
 
     def to_yaml(self) -> str:
-        """Return the settings as a recipe."""
+        """Return the settings as the YAML text of a recipe."""
         return yaml.dump(
             self.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True
         )

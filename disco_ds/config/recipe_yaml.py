@@ -1,6 +1,6 @@
 """Parse recipes (YAML) and overrides (`a.b=value`).
 
-Duplicate keys are refused, because one of the two values would be lost silently.
+Duplicate keys are refused, because otherwise all values but one would be silently lost.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import yaml
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader that, unlike PyYAML's, reads 1e-3 as a number and refuses duplicate keys."""
+    """A YAML loader that, unlike PyYAML's SafeLoader, reads 1e-3 as a number and refuses duplicate keys."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
@@ -29,7 +29,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-# Dates are text, so that a run can be named 2026-01-31.
+# Read dates as text, so that a run can be named 2026-01-31.
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in known if tag != "tag:yaml.org,2002:timestamp"]
     for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -37,7 +37,7 @@ _Loader.yaml_implicit_resolvers = {
 
 
 class Dumper(yaml.SafeDumper):
-    """A dumper that quotes strings that _Loader would read as numbers."""
+    """A YAML dumper that quotes any string that _Loader would otherwise read as a number."""
 
 
 for _class in (_Loader, Dumper):
@@ -49,34 +49,34 @@ for _class in (_Loader, Dumper):
 
 
 def parse(text: str, origin: str) -> Any:
-    """Return the value of a YAML document.
+    """Parse a YAML document and return its value.
 
     Args:
-        text: The document.
+        text: The text of the document.
         origin: Name of the document for error messages.
 
     Raises:
-        ValueError: If it is not valid YAML, naming the origin and the line.
+        ValueError: If the text is not valid YAML. The message contains the origin and the line.
     """
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        # An override is a single line, which its origin quotes.
+        # For a single line, such as an override, the origin contains the line itself.
         where = f"line {mark.line + 1}: " if mark and "\n" in text.strip() else ""
         raise ValueError(
             f"{origin} has a syntax error: {where}{error.problem or error.context}"
         ) from None
-    # ValueError: an integer has thousands of digits.
+    # Python raises a ValueError for an integer with thousands of digits.
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ValueError(f"{origin} has a syntax error: {str(error).splitlines()[0]}") from None
 
 
 def split_override(item: str) -> tuple[list[str], Any]:
-    """Split `a.b=value` into keys and value.
+    """Split `a.b=value` into its keys and its parsed value.
 
     Raises:
-        ValueError: If the text has another form.
+        ValueError: If the text does not have this form.
     """
     key, separator, text = item.partition("=")
     keys = key.split(".")
@@ -86,7 +86,9 @@ def split_override(item: str) -> tuple[list[str], Any]:
 
 
 def split_overrides(items: Sequence[str]) -> list[tuple[list[str], Any]]:
-    """Split several overrides, outer keys first, so that `optim={...}` does not undo `optim.lr=...`.
+    """Split several overrides and sort them by the number of keys.
+
+    Shorter paths come first, so that `optim={...}` does not undo `optim.lr=...`.
 
     Raises:
         ValueError: If a key is given twice.
@@ -103,7 +105,7 @@ def split_overrides(items: Sequence[str]) -> list[tuple[list[str], Any]]:
 
 
 def assign(tree: dict[str, Any], keys: list[str], value: Any) -> None:
-    """Set the value at a path of keys. If the value there is a mapping, it is replaced too."""
+    """Set the value at a path of keys. An existing mapping at this path is replaced as a whole."""
     for key in keys[:-1]:
         if not isinstance(tree.get(key), dict):
             tree[key] = {}

@@ -13,13 +13,13 @@ def render_ds_config(config: Config, ranks: int, run_folder: Path | None = None)
     """Return the complete ds_config of a run.
 
     Args:
-        config: The recipe.
+        config: The settings of the run.
         ranks: World size.
-        run_folder: Folder for TensorBoard's files; None: no TensorBoard.
+        run_folder: Folder for TensorBoard's files. None: DeepSpeed writes no TensorBoard files.
 
     Raises:
-        ValueError: For settings that do not work together; see also complete_ds_config and
-            Config.num_micro_batches.
+        ValueError: If some settings do not work together, or if complete_ds_config or
+            Config.num_micro_batches refuses them.
     """
     if config.model.compile and stage(config.deepspeed) == 3:
         raise ValueError(
@@ -36,7 +36,8 @@ def render_ds_config(config: Config, ranks: int, run_folder: Path | None = None)
         "train_micro_batch_size_per_gpu": config.micro_batch,
         "gradient_accumulation_steps": config.num_micro_batches(ranks),
         "gradient_clipping": config.optim.clip_norm,
-        # DeepSpeed's progress lines and monitor points are off: metrics/logger.py writes ours.
+        # A huge interval turns off DeepSpeed's own progress lines and monitor points, because
+        # metrics/logger.py writes the log.
         "steps_per_print": 2**31,
     }
     if run_folder is not None and config.log.tensorboard:

@@ -1,8 +1,8 @@
 """Detect secrets, to refuse them in settings and to mask them in messages.
 
-Settings are copied into run folders. A recipe names an environment variable instead of a secret. In a URL such as
-`https://host/{0..9}.tar?token=$TOKEN` the variable is expanded when a shard is fetched. In
-`pipe:curl -H "Authorization: Bearer $TOKEN" ...` the command's shell expands it.
+Settings are copied into run folders, so they must not contain secrets. A recipe contains the name of an environment
+variable instead. In a URL such as `https://host/{0..9}.tar?token=$TOKEN`, the variable is expanded when a shard is
+fetched. In `pipe:curl -H "Authorization: Bearer $TOKEN" ...`, the shell that runs the command expands the variable.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 
 
 def refuse_secret(text: str) -> str:
-    """Return the text of a setting unchanged.
+    """Return the text of a setting unchanged, unless it contains a secret.
 
     Raises:
-        ValueError: If it contains a password, token or signature in plain text.
+        ValueError: If the text contains a password, token or signature in plain text.
     """
     for pattern in _PATTERNS:
         if found := pattern.search(text):
@@ -46,7 +46,7 @@ def refuse_secret(text: str) -> str:
 
 
 def redact(text: str) -> str:
-    """Return a message with secrets, as refuse_secret detects them, replaced by ***."""
+    """Return a message in which every secret that refuse_secret would detect is replaced by ***."""
     for pattern in _PATTERNS:
         text = pattern.sub(r"\g<what>***", text)
     return text

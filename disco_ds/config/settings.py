@@ -11,7 +11,8 @@ from disco_ds.config.secrets import refuse_secret
 from disco_ds.names import shorten
 
 MAX_SECONDS = 1e7
-"""Upper bound of timeouts: four months. Longer ones overflow the clocks of some libraries."""
+"""Upper bound of timeouts in seconds: about four months. Longer timeouts overflow the clocks of
+some libraries."""
 
 _TYPES = {
     "int": "an integer",
@@ -22,13 +23,13 @@ _TYPES = {
     "tuple": "a list",
     "path": "a path",
 }
-"""Type in pydantic's error codes -> the same type in words."""
+"""Name of a type in pydantic's error codes -> description of the type in error messages."""
 
 
 class Settings(BaseModel):
-    """A group of settings: frozen and typed, without unknown keys.
+    """Base class of a group of settings: frozen and typed; unknown keys are refused.
 
-    The docstring below a field is its help text.
+    The docstring below a field is the field's help text.
     """
 
     model_config = ConfigDict(
@@ -42,7 +43,10 @@ class Settings(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_misread(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse secrets, and true and false where pydantic would read them as 1 and 0."""
+        """Refuse secrets. Also refuse true and false for fields that are not bool.
+
+        Otherwise pydantic would read true and false as the numbers 1 and 0.
+        """
         annotation = cls.model_fields[info.field_name or ""].annotation
         if isinstance(value, bool) and annotation is not bool:
             raise ValueError(f"{str(value).lower()} is not valid here")
@@ -54,15 +58,15 @@ class Settings(BaseModel):
 
 
 def explain_value(key: str, item: Any) -> str:
-    """Return a line about an invalid value.
+    """Return a one-line error message about an invalid value.
 
     Args:
         key: Dotted name of the setting.
-        item: One of the errors() of pydantic's ValidationError.
+        item: One item of the list that errors() of pydantic's ValidationError returns.
     """
     kind, _, problem = item["type"].partition("_")
     if item["type"] in ("value_error", "assertion_error"):
-        text = str(item["ctx"]["error"])  # it names the settings if it is about several
+        text = str(item["ctx"]["error"])  # a text about several settings contains their names
         return text if key.rpartition(".")[2] in text else f"{key}: {text}"
     expected = re.sub(r"^\w+ should", "must", item["msg"]).replace(" after validation", "")
     if problem in ("type", "parsing", "from_float") and kind in _TYPES:

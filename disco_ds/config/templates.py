@@ -1,4 +1,4 @@
-"""Check caption and label templates: text with fields such as {txt} or {json[key]}."""
+"""Check caption and label templates, which are texts with fields such as {txt} or {json[key]}."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import re
 import string
 
 FIELD = re.compile(r"[^\s{}\[\]!:]+(\[[^{}\[\]]+\])*")
-"""A sample member by its extension, or an entry of a JSON member."""
+"""The content of a template field: the extension of a sample member, optionally followed by keys of
+an entry in a JSON member."""
 
 
 def check_template(template: str) -> str:
-    """Return a template unchanged.
+    """Return a template unchanged, unless it is invalid.
 
     Raises:
-        ValueError: If no sample could fill the template, or if it has no field.
+        ValueError: If the template is malformed, or if it has no field.
     """
     try:
         parts = list(string.Formatter().parse(template))

@@ -13,10 +13,10 @@ def read_text(path: Path, what: str) -> str:
 
     Args:
         path: The file.
-        what: What the file should be, such as "recipe"; error messages begin with it.
+        what: What the file should contain, such as "recipe". Error messages begin with this word.
 
     Raises:
-        ValueError: If it cannot be read as text.
+        ValueError: If the file cannot be read or is not UTF-8 text.
     """
     try:
         return path.read_text(encoding="utf-8")
@@ -30,7 +30,7 @@ def read_text(path: Path, what: str) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically: after a failure it still has its previous content.
+    """Write a file atomically. If writing fails, the file keeps its previous content.
 
     Raises:
         OSError: If the file cannot be written.
