@@ -134,7 +134,7 @@ def test_remote_shards_are_off_unless_allowed(tmp_path: Path) -> None:
         load_sources(only.model_copy(update={"sources": tuple(parts)}))
     with pytest.raises(
         ValueError,
-        match=r"data.shards: there is no manifest.json; count the shards: disco-ds index",
+        match=r"data.shards: remote shards need a manifest; count them: disco-ds index",
     ):
         load_sources(settings("http://h/{0..1}.tar", remote={"http": True}))
     with pytest.raises(ValueError, match=r"s3:// is not read directly: .* or a pipe:"):
