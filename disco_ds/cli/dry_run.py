@@ -16,16 +16,16 @@ def run(args: argparse.Namespace) -> int:
     """Run the command.
 
     Returns:
-        Exit code 0: printed.
+        Exit code 0: the settings were printed.
 
     Raises:
-        ValueError: If a start would refuse the settings.
+        ValueError: If a run with these settings would refuse to start.
     """
     config = load_config(args.config, args.overrides)
     ranks = count_ranks(config.ranks if args.ranks is None else args.ranks, args.hostfile)
     text = describe_run(config, ranks)
-    # After the settings, whose mistakes are found at once: importing the model libraries takes
-    # seconds.
+    # Imported only now, because importing the model libraries takes seconds. Mistakes in the settings
+    # are reported before that.
     from disco_ds.training.build import check_without_data
 
     check_without_data(config)
