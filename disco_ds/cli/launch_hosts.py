@@ -112,14 +112,14 @@ def wait_for_hosts(
 
     Args:
         hosts: All hosts.
-        last: Hosts of the previous attempt. This function does not wait for other hosts, if enough answer.
+        last: Hosts of the previous attempt. Once enough hosts answer, other hosts are not waited for.
         launch: Id of the launch.
         least: After patience_s, this many hosts are enough.
         patience_s: How long to wait for all hosts of the previous attempt.
         stopped: Returns whether to stop waiting.
 
     Returns:
-        The hosts for the next attempt; None if too few answer within half an hour, or if `stopped`.
+        The hosts for the next attempt; None if too few answer within half an hour, or if `stopped` returned true.
     """
     hosts = list(hosts)
     end = time.monotonic() + patience_s
