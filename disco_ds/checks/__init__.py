@@ -31,12 +31,12 @@ class Line(NamedTuple):
 
 
 def examine(check: str, run: Callable[[], Iterable[Line]], *errors: type[Exception]) -> list[Line]:
-    """Run a check and collect its lines. If the check finds problems, its ok lines are dropped.
+    """Run a check and collect its lines. If it finds problems, its lines with status ok are dropped.
 
     Args:
         check: Name of the check.
         run: Runs the check and yields its lines.
-        errors: Exception types that are reported as a fail line, so that the other checks still run.
+        errors: Exception types that are reported as a line with status fail, so that the other checks still run.
     """
     lines: list[Line] = []
     try:

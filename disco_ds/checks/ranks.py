@@ -85,7 +85,7 @@ def check_settings(config: Config) -> Iterator[Line]:
     """Check that all ranks have the same settings. Collective.
 
     Raises:
-        ValueError: On all ranks, if they differ.
+        ValueError: On all ranks, if the settings differ.
     """
     check_agreement(config.model_dump(mode="json"))
     if comm.size() > 1:

@@ -142,7 +142,7 @@ def check_sources(config: Config, sources: Sequence[Source]) -> Iterator[Line]:
 
 
 def check_data(config: Config, ranks: int, ranks_here: int = 0) -> Iterator[Line]:
-    """Check the sources, the length of the run, the slots and the cache of remote shards.
+    """Check the sources, the length of the run, data.slots and the cache for remote shards.
 
     Args:
         config: The recipe.
@@ -210,7 +210,7 @@ def _read(source: Source, data: DataSettings) -> Line:
     status: Status = "ok"
     if broken:
         found += f"; the last: {broken[-1]}"
-        # So few samples are read that two may be broken by chance. They do not fail the check unless they are most.
+        # Few samples are read, so two may be broken by chance. They fail the check only if they are the majority.
         many = len(broken) > 2 + data.max_broken * len(chosen) or 2 * len(broken) > len(chosen)
         status = "fail" if many else "warn"
     remedy = (

@@ -17,7 +17,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command.
 
     Returns:
-        Exit code 0: no check failed, though there may be warnings. 1: a check failed.
+        Exit code 0: no check failed (there may be warnings). 1: a check failed.
     """
     die_with_launcher()
     first = os.environ.get("RANK", "0") == "0"
@@ -34,7 +34,7 @@ def check_all(args: argparse.Namespace, first: bool, size: int) -> Iterator[Line
 
     Args:
         args: The command's arguments.
-        first: Whether this is the first rank. Only the first rank runs the checks that need a single rank.
+        first: Whether this is the first rank. The other ranks skip the checks that need only one rank.
         size: Number of ranks that a launcher has started.
 
     Yields:

@@ -1,4 +1,4 @@
-"""`disco-ds train --dry-run`: print the settings of a run, or why it would be refused.
+"""`disco-ds train --dry-run`: print the settings of a run, or the reason why the run would be refused.
 
 It reads no data.
 """
@@ -34,6 +34,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe_run(config: Config, ranks: int) -> str:
-    """Return the resolved settings, the rendered ds_config and the division of the batch as text."""
+    """Return the resolved settings, the rendered ds_config, the batch and the length of the run as text."""
     ds_config = json.dumps(render_ds_config(config, ranks), indent=2)
     return f"{config.to_yaml()}\nds_config.json:\n{ds_config}\n\n{config.describe(ranks)}"

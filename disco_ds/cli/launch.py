@@ -161,7 +161,7 @@ def front_end(args: argparse.Namespace, attempt_id: str, resume: str | None) -> 
     # Restarts also need --allow-change, because they may resume from a checkpoint before the change.
     if args.allow_change:
         trainer.append(f"--allow-change={','.join(args.allow_change)}")
-    # Packed, because pdsh and the login shells of other hosts would expand the arguments.
+    # The arguments are packed, because pdsh and the login shells of other hosts would expand them.
     packed = pack([*trainer, *args.overrides])
     return [*command, "--module", "disco_ds.train", "--launch-id", attempt_id, packed]
 
@@ -243,7 +243,7 @@ def follow(lines: IO[str], failed: dict[str, int]) -> None:
 
     Args:
         lines: stderr of deepspeed.
-        failed: Receives the exit code of each failed host.
+        failed: Dict to which this function adds each failed host and the exit code of its launcher.
     """
     with lines:
         for line in lines:
@@ -305,7 +305,7 @@ def run(args: argparse.Namespace) -> int:
 
     Returns:
         Exit code 0: finished. 1: failed. 2: invalid settings or data, found before any work. 3:
-        saved and stopped by a signal.
+        stopped by a signal, after saving a checkpoint.
     """
     if args.hostfile is None and JOB_HOSTFILE.is_file():
         args.hostfile = JOB_HOSTFILE

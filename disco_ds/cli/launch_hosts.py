@@ -60,11 +60,11 @@ launchers too) and prints LAUNCH=COUNT, where COUNT is the number of processes s
 def signal_ranks(hosts: Sequence[str], launch: str, number: int) -> dict[str, int | None]:
     """Send a signal to the ranks of a launch. SIGKILL is also sent to their launchers.
 
-    Ranks of earlier attempts are included. They may still exist on a host that was frozen when its
-    ranks were to be killed and that has recovered since.
+    Ranks of earlier attempts are included: a host may have been frozen when its ranks were to be
+    killed, and may have recovered since.
 
     Args:
-        hosts: The hosts; empty: this host only.
+        hosts: The hosts; empty means this host only.
         launch: Id of the launch. The ids of its attempts begin with it.
         number: The signal's number; 0 means only to count the processes.
 
@@ -159,7 +159,7 @@ def narrow(
         yield args
         return
     overrides = args.overrides
-    if config.ranks is not None:  # if ranks is not set, any number is accepted
+    if config.ranks is not None:  # if `ranks` is not set, any number of ranks is accepted
         overrides = [item for item in overrides if split_override(item)[0] != ["ranks"]]
         overrides.append(f"ranks={sum(slots[host] for host in hosts)}")
     # Without --force_multi, deepspeed would start the ranks here if the hostfile has only one host.

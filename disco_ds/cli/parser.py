@@ -81,7 +81,7 @@ def _number(kind: type, low: float, high: float = MAX) -> Callable[[str], float]
 
     def read(text: str) -> float:
         value: float = kind(text)
-        if not low <= value <= high:  # true for NaN, too
+        if not low <= value <= high:  # this is also true for NaN
             limits = f"of at least {low:g}" if high == MAX else f"from {low:g} to {high:g}"
             raise argparse.ArgumentTypeError(f"expected a number {limits}, got {text}")
         return value

@@ -21,8 +21,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the command.
 
     Returns:
-        Exit code 0: finished, also if --resume auto finds a finished run. 1: failed. 2: invalid
-        settings or data, found before any work. 3: saved and stopped by a signal.
+        Exit code 0: finished, or --resume auto found a finished run. 1: failed. 2: invalid
+        settings or data, found before any work. 3: stopped by a signal, after saving.
     """
     adopt_slurm()
     set_up_logging()
