@@ -1,9 +1,9 @@
-"""Checks of a run before it is started: `disco-ds doctor` prints the findings and the remedies.
+"""Checks to run before training starts: `disco-ds doctor` prints the findings and the remedies.
 
 versions.py       installed packages
 recipe_checks.py  ds_config, batch, loss, model, kernels and data, on this host
-hosts.py          the hosts; on each of them it runs probe.py
-ranks.py          a step and the collectives, on all ranks
+hosts.py          each host: ssh, software, shared folder, GPUs and disk space; runs probe.py there
+ranks.py          one training step and the collectives, on all ranks
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ class Line(NamedTuple):
 
 
 def examine(check: str, run: Callable[[], Iterable[Line]], *errors: type[Exception]) -> list[Line]:
-    """Run a check and collect its lines. The ok lines of a check with problems are dropped.
+    """Run a check and collect its lines. If it finds problems, its lines with status ok are dropped.
 
     Args:
         check: Name of the check.
-        run: Yields the lines.
-        errors: Exceptions that are reported as a line, so that the other checks still run.
+        run: Runs the check and yields its lines.
+        errors: Exception types that are reported as a line with status fail, so that the other checks still run.
     """
     lines: list[Line] = []
     try:
         for line in run():
             lines.append(line)
     except errors as error:
-        # Messages of ValueError and OSError are written for users; others need the type of the error.
+        # Messages of ValueError and OSError are written for users. Other exceptions need their type as well.
         user_error = isinstance(error, ValueError | OSError)
         found = str(error) if user_error else f"{type(error).__name__}: {error}"
         lines.append(Line("fail", check, found))

@@ -1,4 +1,4 @@
-"""Check the hosts of a run: ssh, the same software, a shared run folder, GPUs and disk space."""
+"""Check the hosts of a run: ssh access, identical software, a shared runs folder, GPUs and disk space."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from disco_ds.config import Config
 from disco_ds.runs.run_folder import make_token
 
 _CONNECT_S = 10
-"""Seconds for ssh to connect."""
+"""Seconds that ssh may take to connect."""
 _ANSWER_S = 120
-"""Seconds for a host to answer; it imports torch first."""
+"""Seconds that a host may take to answer, including the time it takes to import torch."""
 _DISK_BYTES = 20e9
-"""Least free disk space: four checkpoints of 400 million parameters with AdamW, 12 bytes each."""
+"""Warn below this free disk space: four AdamW checkpoints of 400 million parameters, 12 bytes per parameter."""
 Report = dict[str, Any]
 
 
@@ -33,10 +33,10 @@ def check_hosts(config: Config, slots: dict[str, int]) -> Iterator[Line]:
 
     Args:
         config: The recipe.
-        slots: Ranks by host; 0: as many as the host has devices.
+        slots: Number of ranks per host; 0 means one per device.
     """
     runs = config.runs.absolute()
-    # The runs folder may not exist yet.
+    # The runs folder may not exist yet. Then its nearest existing parent is checked.
     folder = next(path for path in (runs, *runs.parents) if path.is_dir())
     try:
         token = make_token(folder)  # hosts that share the folder see this file
@@ -69,10 +69,10 @@ def ask(request: dict[str, Any], host: str) -> Report:
     """Run the probe on a host.
 
     Returns:
-        Its report, or {"error": ...} if there is none.
+        The report of the host, or {"error": ...} if the host has not sent a report.
     """
     folder = str(Path.cwd())
-    # The same Python in the same folder, because its packages and code are to be compared.
+    # Use the same Python and folder as here, so that packages and code can be compared with this host's.
     path = ":".join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
     command = shlex.join(["env", f"PYTHONPATH={path}", sys.executable, "-", json.dumps(request)])
     user_options = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
@@ -86,7 +86,9 @@ def ask(request: dict[str, Any], host: str) -> Report:
     if done.returncode:
         message = (done.stderr.strip().splitlines() or ["no message"])[-1]
         return {"error": f"{message} (exit code {done.returncode})"}
-    report: Report = json.loads(done.stdout.splitlines()[-1])  # a login shell may print before it
+    report: Report = json.loads(
+        done.stdout.splitlines()[-1]
+    )  # a login shell may print other lines first
     return report
 
 
@@ -94,10 +96,10 @@ def judge(host: str, report: Report, mine: Report, slots: int) -> Iterator[Line]
     """Yield the problems of a host.
 
     Args:
-        host: Its name.
-        report: Its report.
-        mine: The report of this host, for comparison.
-        slots: Its ranks; 0: as many as it has devices.
+        host: Name of the host.
+        report: Report of the host.
+        mine: Report of the host that runs the doctor, for comparison.
+        slots: Number of ranks on the host; 0 means one per device.
     """
     if "error" in report:
         remedy = (
@@ -123,7 +125,7 @@ def judge(host: str, report: Report, mine: Report, slots: int) -> Iterator[Line]
         found = f"{host}: {report['disk'] / 1e9:.1f} GB free"
         yield Line("warn", "runs folder", found, "free some disk space")
     devices = report["devices"]
-    # Hosts without GPUs are fine, unless this host has GPUs or the other one has a driver for them.
+    # Missing GPUs are a failure only if this host has GPUs, or if `host` has an NVIDIA driver.
     if (devices < slots and mine["devices"]) or (report["driver"] and not devices):
         found = f"{host}: torch sees {devices} GPUs, the hostfile has {slots} slots"
         remedy = (

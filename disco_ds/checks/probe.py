@@ -1,6 +1,6 @@
 """Report a host's software, devices and disk space as JSON: `python - REQUEST < probe.py`.
 
-The file is sent to each host as a program, because disco_ds may have another version there.
+This file is sent to each host as a program, because the host may have a different version of disco_ds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ def probe(request: dict[str, Any]) -> dict[str, Any]:
     """Return this host's software, devices and free disk space.
 
     Args:
-        request: `packages` whose versions are reported; the `folder` of runs; a file `token` in it.
+        request: `packages`: packages whose versions are reported. `folder`: the folder that should be shared.
+            `token`: a file in that folder, which shows whether this host sees the same folder.
     """
     import torch
 

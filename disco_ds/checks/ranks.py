@@ -1,8 +1,8 @@
 """Checks on all ranks: equal settings, data on each host, the gradient of a step, and the speed of collectives.
 
 The step uses the run's loss, ZeRO stage, precision and communication with a small model without
-dropout. Its optimizer is SGD, so that the change of the weights reveals the gradient, which is
-compared with the float64 gradient of one process.
+dropout. The optimizer is SGD, so the change of the weights reveals the gradient. The check compares
+this gradient with one that a single process computes in float64.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from disco_ds.training.step import train_step
 _ROWS = 8
 """Samples per micro-batch."""
 _LR = 1000.0
-"""Learning rate, so large that the weights' rounding is negligible compared with their change."""
+"""Learning rate, chosen so large that the rounding of the weights is negligible compared with the update."""
 _MIN_TOLERANCE = 1e-5
-"""Relative error that is always allowed. Above it, the tolerance is twice the error of one process in
-the run's precision."""
+"""Lower bound of the tolerance. Above it, the tolerance is twice the relative error that a single process
+has in the run's precision."""
 _MAX_TOLERANCE = {"fp32": 1e-3, "tf32": 5e-3, "fp16": 2e-2, "bf16": 1e-1, "autocast": 1e-1}
-"""Upper bound of the tolerance, by precision, in case that one process computes incorrectly too."""
+"""Upper bound of the tolerance for each precision, in case the single process computes incorrectly, too."""
 _MIB = 16
-"""Size of the tensor that the collectives exchange."""
+"""Size in MiB of the tensor that the collectives exchange."""
 _SLOW_GBPS = 0.1
-"""Warn below this many GB/s, slightly less than gigabit Ethernet."""
+"""Warn if a collective is slower than this many GB/s, which is slightly less than gigabit Ethernet."""
 Result = tuple[Tensor, float]
-"""Gradient of all trained parameters, flattened, in float64 on the CPU; and the loss."""
+"""The gradient of all trained parameters (flattened, float64, on the CPU) and the loss."""
 
 
 def check_ranks(config: Config, ranks: int, first: bool, gradients: bool) -> Iterator[Line]:
@@ -60,7 +60,7 @@ def check_ranks(config: Config, ranks: int, first: bool, gradients: bool) -> Ite
         first: Whether this is the first rank, which computes the reference gradient.
         gradients: Whether to check the gradient of a step.
     """
-    # The reference is computed without communication, so before the process group exists.
+    # Compute the reference before the process group exists, so that it involves no communication.
     try:
         small = shrink(config, ranks)
         alone = run_alone(small) if first and gradients else None
@@ -85,7 +85,7 @@ def check_settings(config: Config) -> Iterator[Line]:
     """Check that all ranks have the same settings. Collective.
 
     Raises:
-        ValueError: On all ranks, if they differ.
+        ValueError: On all ranks, if the settings differ.
     """
     check_agreement(config.model_dump(mode="json"))
     if comm.size() > 1:
@@ -93,7 +93,7 @@ def check_settings(config: Config) -> Iterator[Line]:
 
 
 def check_other_hosts(config: Config) -> Iterator[Line]:
-    """Check the data on every host except the first one, where it has been checked. Collective."""
+    """Check the data on every host except the first, whose data has already been checked. Collective."""
     mine: list[Line] | None = None
     if comm.rank() > 0 and os.environ["LOCAL_RANK"] == "0":
         mine = examine("data", lambda: check_sources(config, load_sources(config.data)), Exception)
@@ -111,7 +111,7 @@ def check_other_hosts(config: Config) -> Iterator[Line]:
 
 
 def shrink(config: Config, ranks: int) -> Config:
-    """Return the settings with a small model and at most four small micro-batches.
+    """Return the settings with a small model and at most four small micro-batches per rank.
 
     Raises:
         ValueError: See Config.num_micro_batches.
@@ -136,14 +136,14 @@ def shrink(config: Config, ranks: int) -> Config:
 
 
 def run_alone(small: Config) -> tuple[Result, float]:
-    """Compute the reference in one process.
+    """Compute the reference gradient and loss in one process.
 
     Call it before the process group exists, so that the loss sees the whole batch and does not
     communicate.
 
     Returns:
-        The result in float64 on the CPU, and the relative error of one process in the run's
-        precision on the run's device.
+        The gradient and loss in float64 on the CPU, and the relative error of the gradient that this
+        process computes in the run's precision on the run's device.
     """
     true, loss = _backward(small, "float64", torch.device("cpu"))
     rough, _ = _backward(small, precision(small.deepspeed), comm.local_device())
@@ -155,7 +155,7 @@ def check_gradients(small: Config, alone: tuple[Result, float] | None) -> Iterat
 
     Args:
         small: See `shrink`.
-        alone: See `run_alone`; None on ranks that do not compare.
+        alone: What `run_alone` returned; None on ranks that do not compare gradients.
 
     Raises:
         ValueError: On all ranks together.
@@ -190,18 +190,18 @@ def check_gradients(small: Config, alone: tuple[Result, float] | None) -> Iterat
 
 
 def _max_tolerance(small: Config) -> float:
-    """Return the upper bound of the tolerance, for the coarser of the towers' and the loss's precision."""
+    """Return the upper bound of the tolerance, from the towers' or the loss's precision, whichever is coarser."""
     loss = build_loss(small.loss.name, **small.loss.options)
     tiling = getattr(loss, "tiling", Tiling(precision="fp32")).on(comm.local_device())
     return max(_MAX_TOLERANCE[precision(small.deepspeed)], _MAX_TOLERANCE[tiling.precision])
 
 
 def _step(small: Config, count: int) -> Result:
-    """Return the result of one update by the engine. Collective.
+    """Return the gradient and the loss of one update by the engine. Collective.
 
     Args:
         small: See `shrink`.
-        count: Micro-batches per rank.
+        count: Number of micro-batches per rank.
     """
     model, loss, batch = _prepare(small, comm.local_device())
     micro_batches = list(zip(*(x.split(_ROWS) for x in batch), strict=True))
@@ -220,7 +220,7 @@ def _step(small: Config, count: int) -> Result:
 
 
 def _backward(small: Config, kind: str, device: torch.device) -> Result:
-    """Return the result of one graph over the whole batch.
+    """Return the gradient and the loss of the whole batch, from a single forward and backward pass.
 
     Args:
         small: See `shrink`.
@@ -245,7 +245,7 @@ def _backward(small: Config, kind: str, device: torch.device) -> Result:
 
 
 def _prepare(small: Config, device: torch.device) -> tuple[nn.Module, Loss, list[Tensor]]:
-    """Return the model, the loss and the global batch, equal on every rank.
+    """Return the model, the loss and the global batch, which are the same on every rank.
 
     The batch consists of images, texts (or second views) and ids.
     """
@@ -280,13 +280,13 @@ def _relative_error(got: Tensor, true: Tensor) -> float:
 def check_bandwidth() -> Iterator[Line]:
     """Measure the bandwidth of each collective on the slowest rank. Collective."""
     N = comm.size()
-    # Name -> bytes that a rank of a ring receives for each byte of x, and the collective.
+    # Name -> (bytes that each rank receives per byte of x in a ring algorithm, function that runs the collective).
     collectives: dict[str, tuple[float, Callable[[Tensor], Tensor]]] = {
         "all_gather": (1 - 1 / N, lambda x: comm.gather(x.chunk(N)[0])),
         "reduce_scatter": (1 - 1 / N, comm.reduce_scatter_in_place),
         "all_reduce": (2 - 2 / N, comm.all_reduce_sum),
     }
-    # The number of fp32 elements is a multiple of the ranks.
+    # The number of fp32 elements is a multiple of the number of ranks.
     x = torch.ones(_MIB * 2**18 // N * N, device=comm.local_device())
     for name, (share, run) in collectives.items():
         run(x)  # the first call opens connections

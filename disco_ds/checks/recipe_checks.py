@@ -1,4 +1,4 @@
-"""Checks of a recipe on one host: the ds_config, what a start refuses, the kernels and the data."""
+"""Checks of a recipe on one host: the ds_config, the startup checks of a run, the kernels and the data."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ _SLOW = {
     "wall_clock_breakdown",
 }
 _AT_STAGE_3 = ("stage3_", "offload_param", "sub_group_size", "zero_hpz_partition_size")
-"""Beginnings of the keys of zero_optimization that DeepSpeed reads at ZeRO 3 only."""
+"""Prefixes of the zero_optimization keys that DeepSpeed reads only at ZeRO 3."""
 _SAMPLES = 32
-"""Samples that are read from each of the first, the middle and the last shard."""
+"""Number of samples read from each of three shards: the first, the middle and the last."""
 
 
 def check_ds_config(config: Config) -> Iterator[Line]:
-    """Check keys and values, with DeepSpeed's own checks too, and name keys that have no effect."""
+    """Check the ds_config's keys and values, partly with DeepSpeed's checks. Warn about useless or slow keys."""
     given = config.deepspeed
     problems = list(find_problems(given))
     if not problems:
         try:
-            # The ds_config of a run on one rank, because DeepSpeed compares the batch with the ranks.
+            # Render the ds_config for one rank, because DeepSpeed checks the batch against the current number of ranks.
             alone = config.model_copy(update={"ranks": None, "global_batch": config.micro_batch})
             DeepSpeedConfig(render_ds_config(alone, 1))
         except (ValueError, AssertionError) as error:
@@ -68,7 +68,7 @@ def check_ds_config(config: Config) -> Iterator[Line]:
 
 
 def _find_useless(given: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield keys that have no effect or slow every step down, with the reason."""
+    """Yield each key that has no effect or slows down every step, and the reason to remove it."""
     level = stage(given)
     sections = {name: part for name, part in given.items() if isinstance(part, dict)}
     for section, part in {"": given, **sections}.items():
@@ -93,7 +93,7 @@ def _least_stage(key: str) -> int:
 
 
 def check_start(config: Config, ranks: int) -> Iterator[Line]:
-    """Call the functions with which a start refuses a recipe before it opens the training data."""
+    """Run the checks that a run makes at its start, before it opens the training data."""
     batch = (
         f"global_batch {config.global_batch:,}, micro_batch {config.micro_batch:,}, ranks {ranks}"
     )
@@ -109,7 +109,7 @@ def check_start(config: Config, ranks: int) -> Iterator[Line]:
 
 
 def _call(line: Line, check: Callable[[], object]) -> Iterator[Line]:
-    """Yield the line if the check does not raise."""
+    """Run the check, and yield the line if no exception is raised."""
     check()
     yield line
 
@@ -142,12 +142,12 @@ def check_sources(config: Config, sources: Sequence[Source]) -> Iterator[Line]:
 
 
 def check_data(config: Config, ranks: int, ranks_here: int = 0) -> Iterator[Line]:
-    """Check the sources, the length of the run, the slots and the cache of remote shards.
+    """Check the sources, the length of the run, data.slots and the cache for remote shards.
 
     Args:
         config: The recipe.
         ranks: World size.
-        ranks_here: Ranks on this host; 0: as many as it has devices.
+        ranks_here: Number of ranks on this host; 0 means one per device.
 
     Raises:
         ValueError: See load_sources, count_slots and fit_cache.
@@ -172,7 +172,7 @@ def check_data(config: Config, ranks: int, ranks_here: int = 0) -> Iterator[Line
 
 
 def _compare(source: Manifest) -> Line:
-    """Compare sizes and times of the shards with the manifest, as a start does."""
+    """Compare the shards' sizes and modification times with the manifest, as a run does at its start."""
     found = f"{len(source.shards):,} shards, {source.num_samples:,} samples"
     changed = find_changed(source)
     if changed:
@@ -183,13 +183,13 @@ def _compare(source: Manifest) -> Line:
 
 
 def _read(source: Source, data: DataSettings) -> Line:
-    """Read a few samples, without tokenizing them: a tokenizer accepts any text."""
+    """Read a few samples. Captions are not tokenized, because a tokenizer accepts any text."""
     form = SampleForm(ImageSpec((32, 32)), lambda texts: torch.zeros(1, 1), 1, vocab_size=3)
     reader = source.open_samples(data, form, 0, 1)
     sizes = source.sizes
     last = len(sizes) - 1
     broken = []
-    # Spread evenly over three shards.
+    # The samples are spread evenly over each of three shards.
     chosen = {
         (shard, i * sizes[shard] // _SAMPLES)
         for shard in (0, last // 2, last)
@@ -210,7 +210,7 @@ def _read(source: Source, data: DataSettings) -> Line:
     status: Status = "ok"
     if broken:
         found += f"; the last: {broken[-1]}"
-        # One or two samples may be broken by chance, even if few are read.
+        # Few samples are read, so two may be broken by chance. They fail the check only if they are the majority.
         many = len(broken) > 2 + data.max_broken * len(chosen) or 2 * len(broken) > len(chosen)
         status = "fail" if many else "warn"
     remedy = (

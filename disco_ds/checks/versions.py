@@ -24,7 +24,7 @@ PACKAGES = (
 
 
 def check_versions() -> Iterator[Line]:
-    """Compare the versions of PACKAGES with each other's requirements, and import the main ones."""
+    """Check that the requirements of the installed PACKAGES are met, and import the main packages."""
     here = {name: version for name in PACKAGES if (version := installed(name))}
     yield Line("ok", "versions", ", ".join(f"{name} {version}" for name, version in here.items()))
     if "disco_ds" not in here:

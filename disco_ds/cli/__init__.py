@@ -1,1 +1,1 @@
-"""Command lines: each module is one command of `disco-ds`."""
+"""The command line `disco-ds`. Most modules implement one command each."""

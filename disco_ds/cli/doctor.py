@@ -1,4 +1,4 @@
-"""`disco-ds doctor`: print the result of each check; alone, or on every rank of a launcher."""
+"""`disco-ds doctor`: print the result of each check. Runs alone or on every rank of a launcher."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command.
 
     Returns:
-        Exit code 0: no check failed, though there may be warnings. 1: a check failed.
+        Exit code 0: no check failed (there may be warnings). 1: a check failed.
     """
     die_with_launcher()
     first = os.environ.get("RANK", "0") == "0"
@@ -34,7 +34,7 @@ def check_all(args: argparse.Namespace, first: bool, size: int) -> Iterator[Line
 
     Args:
         args: The command's arguments.
-        first: Whether this is the first rank, which alone makes the checks that need no other.
+        first: Whether this is the first rank. The other ranks skip the checks that need only one rank.
         size: Number of ranks that a launcher has started.
 
     Yields:
@@ -62,13 +62,13 @@ def check_here(config: Config, slots: dict[str, int], ranks: int) -> Iterator[Li
 
     Args:
         config: The recipe.
-        slots: Slots by host; 0 if unknown.
+        slots: Number of ranks per host; 0 if unknown.
         ranks: Number of ranks of the run.
 
     Yields:
         The lines to print.
     """
-    # Not at the top: if these imports fail, the lines about the packages must still be printed.
+    # Not imported at the top: if these imports fail, the lines about the packages must still be printed.
     try:
         from disco_ds.checks import recipe_checks as checks
         from disco_ds.checks.hosts import check_hosts
@@ -79,10 +79,10 @@ def check_here(config: Config, slots: dict[str, int], ranks: int) -> Iterator[Li
     start = list(checks.check_start(config, ranks))
     yield from start
     failed = {line.check for line in start if line.status == "fail"}
-    # 0: unknown.
+    # 0 means that the number is unknown.
     ranks_here = max(slots.values()) or int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     yield from examine("data", lambda: checks.check_data(config, ranks, ranks_here), Exception)
-    # With an unknown loss or model, these would only fail again under another name.
+    # If the loss or the model is invalid, these checks would only report the same mistake again.
     if "loss" not in failed:
         yield from examine("kernels", lambda: checks.check_kernels(config), Exception)
     if "model" not in failed:

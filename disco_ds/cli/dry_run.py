@@ -1,4 +1,4 @@
-"""`disco-ds train --dry-run`: print the settings of a run, or why it would be refused.
+"""`disco-ds train --dry-run`: print the settings of a run, or the reason why the run would be refused.
 
 It reads no data.
 """
@@ -16,16 +16,16 @@ def run(args: argparse.Namespace) -> int:
     """Run the command.
 
     Returns:
-        Exit code 0: printed.
+        Exit code 0: the settings were printed.
 
     Raises:
-        ValueError: If a start would refuse the settings.
+        ValueError: If a run with these settings would refuse to start.
     """
     config = load_config(args.config, args.overrides)
     ranks = count_ranks(config.ranks if args.ranks is None else args.ranks, args.hostfile)
     text = describe_run(config, ranks)
-    # After the settings, whose mistakes are found at once: importing the model libraries takes
-    # seconds.
+    # Imported only now, because importing the model libraries takes seconds. Mistakes in the settings
+    # are reported before that.
     from disco_ds.training.build import check_without_data
 
     check_without_data(config)
@@ -34,6 +34,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe_run(config: Config, ranks: int) -> str:
-    """Return the resolved settings, the rendered ds_config and the division of the batch as text."""
+    """Return the resolved settings, the rendered ds_config, the batch and the length of the run as text."""
     ds_config = json.dumps(render_ds_config(config, ranks), indent=2)
     return f"{config.to_yaml()}\nds_config.json:\n{ds_config}\n\n{config.describe(ranks)}"

@@ -1,4 +1,4 @@
-"""`disco-ds eval`: evaluate a model and print the results as a table; alone, or on every rank of a launcher."""
+"""`disco-ds eval`: evaluate a model and print a table of results. Runs alone or on every rank of a launcher."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command.
 
     Returns:
-        Exit code 0: written.
+        Exit code 0: the files were written.
 
     Raises:
         ValueError: If an argument is invalid. Then nothing is written.

@@ -18,7 +18,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the command.
 
     Returns:
-        Exit code 0: written, or nothing has changed (--check). 1: changed (--check).
+        Exit code 0: the manifest was written or, with --check, nothing has changed. 1: with --check,
+        something has changed.
 
     Raises:
         ValueError: If an argument is invalid, or a shard cannot be read.
@@ -26,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     """
     remote = RemoteSettings(http=True, pipe=args.pipe)
     listing = find_shards(args.shards, remote)
-    # Only a listing of the whole folder may write its manifest.json.
+    # A folder's manifest.json may be written only if all shards of the folder are listed.
     if not (args.to or args.check or listing.whole) and (
         listing.urls or list_folder(listing.folder).names != listing.names
     ):
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.check:
         print(f"{path}: {count}")
         return 0
-    if not listing.whole:  # compare with the entries of these shards only
+    if not listing.whole:  # ignore the manifest's entries of other shards
         known = {name: known[name] for name in listing.names if name in known}
     changes = compare(known.values(), manifest.shards)
     for change in changes:

@@ -1,12 +1,13 @@
-"""Train unattended: start `deepspeed`, end the processes that it leaves behind, and resume after a failure.
+"""Train unattended: start `deepspeed`, end the processes that it leaves running, and resume after a failure.
 
     disco-ds launch --hostfile hosts --restarts 3 --config my.yaml runs=/shared/runs
 
 By itself, `deepspeed` returns 0 if its launcher was killed, waits forever for a host that is cut
-off, and leaves ranks running on the other hosts. If it is interrupted, it ends every DeepSpeed job
-of this Python on all its hosts (pkill -f), so it is never sent a signal except SIGKILL. To stop a
-run, the ranks are signaled on their own hosts, where they are found by the launch id in their
-command line. A run has succeeded if its folder contains finished.json.
+off, and leaves ranks running on the other hosts. If `deepspeed` is interrupted, it ends every
+DeepSpeed job that uses the same Python on its hosts (pkill -f), so this module sends it no signal
+except SIGKILL. To stop a run, this module signals the ranks directly on their hosts, where it finds
+them by the launch id in their command lines. A run has succeeded if its folder contains
+finished.json.
 
 This process does not import torch, and on one host it does not import DeepSpeed either.
 """
@@ -40,30 +41,30 @@ from disco_ds.launch.watchdog import die_with_parent
 from disco_ds.runs.run_folder import FINISHED, LAUNCHED, split_resume
 
 KEEP_ALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3"
-"""ssh options with which ssh notices within 20 s that a host is cut off.
+"""Options that make ssh notice within 20 s that a host is cut off.
 
-They follow the user's options, because ssh uses the first value of an option.
+They follow the user's options. ssh uses the first value of each option, so the user's values win.
 """
 JOB_HOSTFILE = Path("/job/hostfile")
 """The hostfile that deepspeed reads by default."""
 NAMING_S = 18.0
-"""After a host has failed, the ranks of the other hosts have this time to name the lost rank."""
+"""After a host has failed, the ranks on the other hosts have this many seconds to name the lost rank."""
 CUT_OFF = 255
 """Exit code of ssh for a lost connection."""
 CUT_OFF_S = 2.0
-"""Replaces NAMING_S after a lost connection, which ssh notices only after 20 s."""
+"""Used instead of NAMING_S if ssh lost the connection, because ssh has already waited up to 20 s by then."""
 ASK_EVERY_S = 5.0
-"""Time between two SIGTERMs to ranks that were asked to stop."""
+"""Seconds between two SIGTERMs to ranks that were asked to stop."""
 ONE_SIGNAL_S = 2.0
-"""Several signals within this time count as one."""
+"""Signals that follow each other within this many seconds count as one signal."""
 MAX_STUCK = 2
 """The launch gives up after this many restarts in a row without a new checkpoint."""
 ENDED = re.compile(r"pdsh@\S+: (\S+): ssh (?:exited with exit code (\d+)|killed by signal)")
-"""What pdsh prints when the ssh of a host ends: the host, and the exit code of its launcher."""
+"""The line that pdsh prints when ssh to a host fails. It names the host and the exit code of its launcher."""
 
 
 class Signals:
-    """A counter of signals to this process: one asks the ranks to save and stop, two end them at once."""
+    """A counter of signals to this process. One signal asks the ranks to save and stop; two end them at once."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -74,7 +75,7 @@ class Signals:
 
     def _note(self, number: int, frame: Any) -> None:
         now = time.monotonic()
-        # One request may arrive as two signals: to this process and to its process group.
+        # A single request may arrive as two signals, one to this process and one to its process group.
         if now - self._last >= ONE_SIGNAL_S:
             self.count += 1
         self._last = now
@@ -88,7 +89,7 @@ def supervise(
     Args:
         args: The command's arguments.
         config: The recipe.
-        slots: Slots by host; empty: this host only.
+        slots: Number of ranks per host; empty means this host only.
         signals: The signals that this process has received.
 
     Returns:
@@ -108,7 +109,7 @@ def supervise(
         patience_s=args.patience,
         stopped=lambda: signals.count > 0,
     )
-    # Without --min-hosts the first attempt uses all hosts, and deepspeed checks them.
+    # Without --min-hosts, the first attempt uses all hosts, and deepspeed itself checks that they answer.
     hosts = wait(slots) if args.min_hosts else list(slots)
     if hosts is None:
         report(f"not started: fewer than {least} hosts answer")
@@ -118,7 +119,7 @@ def supervise(
         with narrow(args, config, slots, hosts) as given:
             command = front_end(given, attempt_id, resume)
             codes = run_once(command, hosts, launch, signals, config.timeout_s)
-        # A resumed run may be in another folder than the recipe's.
+        # The run that is resumed may be in a folder other than the recipe's `runs`.
         places = [config.runs, split_resume(resume)[0].parent if resume else config.runs]
         found, agreed = find_run(places, attempt_id)
         folder = found or folder
@@ -133,7 +134,7 @@ def supervise(
         if remaining is None:
             break
         hosts = remaining
-        # Not "latest", because another run of this name may have started meanwhile.
+        # Do not use "latest", because another run of this name may have started in the meantime.
         resume = str(folder) if newest else args.resume
         start = f"{folder}, {newest}" if newest else "the beginning"
         report(f"restart {attempt + 1} of {args.restarts}, from {start}")
@@ -150,17 +151,17 @@ def new_launch_id() -> str:
 
 def front_end(args: argparse.Namespace, attempt_id: str, resume: str | None) -> list[str]:
     """Return the command line of `deepspeed` for one attempt."""
-    # As a module: the #! line of the script `deepspeed` does not work in a path with a space.
+    # Run it as a module: the #! line of the `deepspeed` script fails if the path of Python has a space.
     command = [sys.executable, "-m", "deepspeed.launcher.runner", *shlex.split(args.deepspeed)]
     if args.hostfile:
         command += ["--hostfile", str(args.hostfile)]
     trainer = [f"--config={args.config}"]
     if resume:
         trainer.append(f"--resume={resume}")
-    # Restarts need it, too: they may resume from a checkpoint that precedes the change.
+    # Restarts also need --allow-change, because they may resume from a checkpoint before the change.
     if args.allow_change:
         trainer.append(f"--allow-change={','.join(args.allow_change)}")
-    # Packed, because pdsh and the login shells of other hosts would expand the arguments.
+    # The arguments are packed, because pdsh and the login shells of other hosts would expand them.
     packed = pack([*trainer, *args.overrides])
     return [*command, "--module", "disco_ds.train", "--launch-id", attempt_id, packed]
 
@@ -172,17 +173,17 @@ def run_once(
     signals: Signals,
     patience_s: float,
 ) -> set[int]:
-    """Run one attempt, until none of its processes is left on any host that can be reached.
+    """Run one attempt. Return when no process of the attempt is left on any host that can be reached.
 
     Args:
         command: Command line of deepspeed.
-        hosts: The hosts if there are several; empty: this host only.
+        hosts: The hosts, if there are several; empty means this host only.
         launch: Id of the launch.
         signals: The signals that this process has received.
         patience_s: How long the ranks may take to save and stop.
 
     Returns:
-        The exit codes of the hosts whose launchers have failed; deepspeed's if none has failed.
+        The exit codes of the launchers that failed on their hosts, or deepspeed's exit code if none failed.
     """
     user_options = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
     # deepspeed runs in a new session, so that it does not get the terminal's signals. It is killed
@@ -203,15 +204,15 @@ def run_once(
     try:
         while (ended := process.poll() is not None) or time.monotonic() < end:
             now = time.monotonic()
-            # After a signal the ranks have patience_s to save and end. SIGTERM is repeated, because
-            # some may still be starting.
+            # After a signal, the ranks have patience_s seconds to save and exit. SIGTERM is repeated,
+            # because some ranks may still be starting and not handle it yet.
             if signals.count and (asked_at > now or now - asked_at > ASK_EVERY_S):
                 end = min(end, now + patience_s)
                 asked_at = now
                 signal_ranks(hosts, launch, signal.SIGTERM)
             if signals.count > 1:
                 break
-            # After a failure the remaining ranks have some time to name the lost rank.
+            # After a failure, the remaining ranks get some time to name the lost rank.
             if failed or ended:
                 limit_s = patience_s if signals.count else NAMING_S
                 if CUT_OFF in failed.values():
@@ -238,19 +239,19 @@ def run_once(
 def follow(lines: IO[str], failed: dict[str, int]) -> None:
     """Forward what deepspeed prints on stderr, and collect the hosts that have failed.
 
-    They are needed because pdsh keeps waiting for the other hosts.
+    The failed hosts must be read from stderr, because pdsh keeps running until all hosts have ended.
 
     Args:
         lines: stderr of deepspeed.
-        failed: Receives the exit code of each failed host.
+        failed: Dict to which this function adds each failed host and the exit code of its launcher.
     """
     with lines:
         for line in lines:
             with suppress(OSError):
                 print(line, end="", file=sys.stderr, flush=True)
             if found := ENDED.match(line):
-                # Without an exit code ssh was killed. Then the host's ranks keep running, so it
-                # counts as cut off.
+                # No exit code means that ssh was killed. The ranks on that host keep running, so the
+                # host counts as cut off.
                 host = found[1]
                 code = failed[host] = int(found[2] or CUT_OFF)
                 end = "is cut off" if code == CUT_OFF else f"has ended with exit code {code}"
@@ -261,15 +262,15 @@ def find_run(places: Sequence[Path], attempt_id: str) -> tuple[Path | None, int 
     """Find the run folder of an attempt.
 
     Args:
-        places: Folders of run folders.
+        places: Folders that contain run folders.
         attempt_id: Id of the attempt.
 
     Returns:
-        The run folder, and the exit code that the ranks have agreed on; None if unknown.
+        The run folder and the exit code that the ranks have agreed on. Each is None if unknown.
     """
     for place in places:
         for path in place.glob(f"*/{LAUNCHED}"):
-            # Another program may have written the file.
+            # Ignore a malformed file: another program may have written it.
             with suppress(OSError, ValueError, LookupError, TypeError):
                 record = json.loads(path.read_text(encoding="utf-8"))
                 if record["launch"] == attempt_id:
@@ -294,7 +295,7 @@ def judge(folder: Path | None, agreed: int | None, codes: set[int]) -> int:
 
 
 def newest_checkpoint(folder: Path | None) -> str:
-    """Return the name of the last complete checkpoint; empty if there is none."""
+    """Return the name of the last complete checkpoint, or an empty string if there is none."""
     complete = list_complete(folder) if folder else []
     return complete[-1].name if complete else ""
 
@@ -304,7 +305,7 @@ def run(args: argparse.Namespace) -> int:
 
     Returns:
         Exit code 0: finished. 1: failed. 2: invalid settings or data, found before any work. 3:
-        saved and stopped by a signal.
+        stopped by a signal, after saving a checkpoint.
     """
     if args.hostfile is None and JOB_HOSTFILE.is_file():
         args.hostfile = JOB_HOSTFILE

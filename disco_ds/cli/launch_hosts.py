@@ -21,11 +21,11 @@ from disco_ds.config import Config
 from disco_ds.config.recipe_yaml import split_override
 
 REACH = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=3")
-"""ssh options that report an unreachable host soon, without asking for a password."""
+"""Options that make ssh fail quickly if a host cannot be reached, and never ask for a password."""
 REACH_S = 6.0
-"""Seconds in which a host must answer."""
+"""Seconds within which a host must answer."""
 BACK_OFF_S = (2, 4, 8, 16, 32, *[60] * 30)
-"""Pauses between attempts to reach lost hosts."""
+"""Pauses in seconds between attempts to reach lost hosts."""
 CHOOSES_HOSTS = {
     "-H",
     "--hostfile",
@@ -38,7 +38,7 @@ CHOOSES_HOSTS = {
     "--num_accelerators",
     "--master_addr",
 }
-"""Arguments of deepspeed that select hosts and slots of the hostfile."""
+"""Arguments of deepspeed that select hosts and slots from the hostfile."""
 FIND = """
 import psutil, sys
 launch, number, found = sys.argv[1], int(sys.argv[2]), 0
@@ -53,20 +53,20 @@ for process in psutil.process_iter():
         pass
 print(f"{launch}={found}")
 """
-"""Program for a host: signal the ranks of all attempts of a launch, with SIGKILL their launchers
-too, and print LAUNCH=NUMBER."""
+"""Python program to run on a host. It signals the ranks of all attempts of a launch (for SIGKILL, their
+launchers too) and prints LAUNCH=COUNT, where COUNT is the number of processes signaled."""
 
 
 def signal_ranks(hosts: Sequence[str], launch: str, number: int) -> dict[str, int | None]:
-    """Send a signal to the ranks of a launch, and SIGKILL also to their launchers.
+    """Send a signal to the ranks of a launch. SIGKILL is also sent to their launchers.
 
-    Ranks of earlier attempts are included: a host that was frozen when they were ended may have
-    resumed since.
+    Ranks of earlier attempts are included: a host may have been frozen when its ranks were to be
+    killed, and may have recovered since.
 
     Args:
-        hosts: The hosts; empty: this host only.
+        hosts: The hosts; empty means this host only.
         launch: Id of the launch. The ids of its attempts begin with it.
-        number: The signal; 0: only count the processes.
+        number: The signal's number; 0 means only to count the processes.
 
     Returns:
         Number of processes found on each host; None for a host that cannot be reached.
@@ -74,7 +74,7 @@ def signal_ranks(hosts: Sequence[str], launch: str, number: int) -> dict[str, in
     find = [sys.executable, "-c", FIND, launch, str(int(number))]
     ssh = ["ssh", *REACH, *shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))]
     commands = {host: [*ssh, host, shlex.join(find)] for host in hosts} or {"localhost": find}
-    # All at once, so that many hosts take no longer than one.
+    # Contact all hosts at the same time, so that many hosts take no longer than one.
     with ThreadPoolExecutor(len(commands)) as pool:
         answers = list(pool.map(_ask, commands.values()))
     counts = [re.search(rf"{re.escape(launch)}=(\d+)", answer) for answer in answers]
@@ -84,7 +84,7 @@ def signal_ranks(hosts: Sequence[str], launch: str, number: int) -> dict[str, in
 
 
 def _ask(command: Sequence[str]) -> str:
-    """Return what a command prints, which a login shell may have added lines to; "" after REACH_S."""
+    """Return what a command prints (a login shell may add lines), or "" if it takes longer than REACH_S."""
     with suppress(subprocess.TimeoutExpired):
         return subprocess.run(
             command,
@@ -108,18 +108,18 @@ def wait_for_hosts(
     patience_s: float,
     stopped: Callable[[], bool],
 ) -> list[str] | None:
-    """Wait until all hosts can be reached, and end what is left of the launch there.
+    """Wait until all hosts can be reached, and kill the processes that the launch has left there.
 
     Args:
         hosts: All hosts.
-        last: Hosts of the previous attempt. Other hosts are tried once, but not waited for.
+        last: Hosts of the previous attempt. Once enough hosts answer, other hosts are not waited for.
         launch: Id of the launch.
-        least: Number of hosts that are enough after patience_s.
+        least: After patience_s, this many hosts are enough.
         patience_s: How long to wait for all hosts of the previous attempt.
         stopped: Returns whether to stop waiting.
 
     Returns:
-        The hosts for the next attempt; None if there are too few after half an hour.
+        The hosts for the next attempt; None if too few answer within half an hour, or if `stopped` returned true.
     """
     hosts = list(hosts)
     end = time.monotonic() + patience_s
@@ -153,16 +153,16 @@ def narrow(
     """Restrict the arguments of a launch to some of its hosts.
 
     Yields:
-        The arguments; their hostfile exists until the end of the block.
+        The restricted arguments. A hostfile made for them is removed at the end of the `with` block.
     """
     if len(hosts) == len(slots):
         yield args
         return
     overrides = args.overrides
-    if config.ranks is not None:  # without it, any number is accepted
+    if config.ranks is not None:  # if `ranks` is not set, any number of ranks is accepted
         overrides = [item for item in overrides if split_override(item)[0] != ["ranks"]]
         overrides.append(f"ranks={sum(slots[host] for host in hosts)}")
-    # Without --force_multi, deepspeed starts the ranks of a single host on this one.
+    # Without --force_multi, deepspeed would start the ranks here if the hostfile has only one host.
     deepspeed = f"{args.deepspeed} --force_multi" if len(hosts) == 1 else args.deepspeed
     with tempfile.NamedTemporaryFile("w", prefix="disco-ds-hosts-") as file:
         file.writelines(f"{host} slots={slots[host]}\n" for host in hosts)
@@ -172,10 +172,10 @@ def narrow(
 
 
 def check_min_hosts(args: argparse.Namespace, config: Config, slots: Mapping[str, int]) -> None:
-    """Check that the run can continue on --min-hosts hosts, or more.
+    """Check that the run can continue on any number of hosts from --min-hosts to all.
 
     Raises:
-        ValueError: If it cannot.
+        ValueError: If the run cannot do that.
     """
     if not args.min_hosts <= len(slots) > 1:
         raise ValueError(

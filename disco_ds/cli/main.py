@@ -9,15 +9,15 @@ from importlib import import_module
 from disco_ds.cli.parser import parse_args
 
 RANK_COMMANDS = {"train", "launch", "evaluate", "doctor"}
-"""They report mistakes themselves. Any other error of theirs needs a traceback."""
+"""Modules of commands that report user errors themselves. Their other errors are shown with a traceback."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        Its exit code: 0 for success, 2 for invalid arguments, 130 if interrupted, and others as
-        documented by `run` of the command's module.
+        The exit code of the command: 0 for success, 2 for invalid arguments, 130 if interrupted. `run`
+        in the command's module documents its other exit codes.
     """
     args = parse_args((sys.argv[1:] if argv is None else argv) or ["--help"])
     # DeepSpeed's notices, for example that there is no GPU, would mix with the command's output.
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         if module in RANK_COMMANDS:
             raise
-        # Not at the top: it imports libraries, which --help does not need.
+        # Not imported at the top: the module imports libraries that --help does not need.
         from disco_ds.cli.messages import show
 
         show(error)

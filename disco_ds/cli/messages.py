@@ -1,4 +1,4 @@
-"""Print errors of commands on stderr, and configure their warnings."""
+"""Print the errors of commands on stderr, and configure which warnings are shown."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def set_up_logging() -> bool:
         Whether this process is the first rank.
     """
     first = os.environ.get("RANK", "0") == "0"
-    # DeepSpeed 0.19 uses names of collectives that torch 2.14 has deprecated. Users cannot change
-    # that.
+    # DeepSpeed 0.19 calls collectives by names that torch 2.14 deprecates. Users cannot do anything
+    # about this warning.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     logging.basicConfig(
         level=logging.WARNING if first else logging.ERROR,
@@ -36,7 +36,7 @@ def show(text: object, label: str = "error") -> None:
 
 
 def fail_rank(error: object, code: int, speaks: bool = True) -> int:
-    """Print the error of a rank with its host.
+    """Print the error of this rank together with its host name.
 
     Args:
         error: The error.

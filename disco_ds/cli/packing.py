@@ -10,14 +10,14 @@ PACKED = "--packed="
 
 
 def pack(argv: Sequence[str]) -> str:
-    """Pack the trainer's arguments into one that no shell on the way to the ranks can change."""
-    # Only letters, digits, - and _: the padding with = is removed.
+    """Pack the trainer's arguments into a single argument that no shell on the way to the ranks can change."""
+    # The result contains only letters, digits, - and _, because the trailing = padding is removed.
     text = base64.urlsafe_b64encode(json.dumps(argv).encode()).decode().rstrip("=")
     return PACKED + text
 
 
 def unpack(argv: Sequence[str]) -> list[str]:
-    """Replace packed arguments by those that they contain.
+    """Replace each packed argument with the arguments that it contains.
 
     Raises:
         ValueError: If a packed argument is damaged.
@@ -28,7 +28,7 @@ def unpack(argv: Sequence[str]) -> list[str]:
             found.append(argument)
             continue
         try:
-            # Padding in excess is ignored.
+            # The decoder ignores excess padding.
             found += json.loads(base64.urlsafe_b64decode(argument.removeprefix(PACKED) + "=="))
         except (ValueError, TypeError):
             raise ValueError(

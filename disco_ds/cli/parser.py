@@ -38,10 +38,11 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         given = unpack(argv[1:])
     except ValueError as error:
         command.error(str(error))
-    # Overrides may stand between options. argparse supports that for a command's own parser only.
+    # Overrides may appear between options. argparse supports that only if the command's parser is called
+    # directly, not as a subparser.
     args, unknown = command.parse_known_intermixed_args(given, argparse.Namespace(command=argv[0]))
     if unknown:
-        # Not at the top: help texts need no libraries.
+        # Not imported at the top, because help texts do not need these libraries.
         from disco_ds.config.open_clip_flags import explain_word
 
         flag = unknown[0].partition("=")[0]
@@ -70,22 +71,22 @@ def make_parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
             name, help=summary, description=summary, formatter_class=layout
         )
         add_arguments(command)
-        # DeepSpeed's launcher passes it to the ranks.
+        # DeepSpeed's launcher passes this option to the ranks.
         command.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     return parser, dict(commands.choices)
 
 
 def _number(kind: type, low: float, high: float = MAX) -> Callable[[str], float]:
-    """Return a reader of numbers from low to high, both included, for argparse."""
+    """Return a function for argparse that parses a number and checks that it is from low to high, inclusive."""
 
     def read(text: str) -> float:
         value: float = kind(text)
-        if not low <= value <= high:  # true for NaN, too
+        if not low <= value <= high:  # this is also true for NaN
             limits = f"of at least {low:g}" if high == MAX else f"from {low:g} to {high:g}"
             raise argparse.ArgumentTypeError(f"expected a number {limits}, got {text}")
         return value
 
-    # argparse names the type in its message about text that is not a number.
+    # argparse prints this name in its error message if the text is not a number.
     read.__name__ = kind.__name__
     return read
 
@@ -403,4 +404,4 @@ COMMANDS = {
     "plan": ("Predict memory and step time, and find the largest batch that fits.", _add_plan),
     "index": ("Count the samples of tar shards, and write their manifest.", _add_index),
 }
-"""Summary of each command, and the function that adds its arguments."""
+"""Maps each command to its summary and the function that adds its arguments."""

@@ -1,4 +1,4 @@
-"""`disco-ds plan`: print a memory table, the verdict and step times, and write the largest recipe that fits."""
+"""`disco-ds plan`: predict memory and step times, and find the largest global batch that fits."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def table(memory: Memory) -> str:
-    """Format GiB by part and moment."""
+    """Format the memory of a GPU as a table: a row per part, a column per moment of a step."""
     lines = [f"{'GiB of a GPU':16}" + "".join(f"{name:>10}" for name in memory.moments)]
     rows = [(part, [moment[part] for moment in memory.moments.values()]) for part in PARTS]
     rows.append(("all", [sum(moment.values()) for moment in memory.moments.values()]))
@@ -61,7 +61,7 @@ def table(memory: Memory) -> str:
 
 
 def verdict(made: Plan) -> str:
-    """State whether the recipe fits and, if not, which part needs the most memory."""
+    """State whether the recipe fits in GPU memory and, if not, which part needs the most."""
     memory = made.now.memory
     text = f"{memory.total / GIB:.2f} of {made.gpu.gib:g} GiB, at its peak in {memory.peak}"
     if made.fits:
@@ -71,7 +71,7 @@ def verdict(made: Plan) -> str:
 
 
 def describe_host(made: Plan) -> str:
-    """Describe the memory of a host."""
+    """Describe the memory that a host needs."""
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in made.now.memory.host.items())
     return (
         f"host: {made.host_bytes / GIB:,.1f} GiB for {made.ranks_per_host} ranks, in addition to "
@@ -80,7 +80,7 @@ def describe_host(made: Plan) -> str:
 
 
 def describe_scaling(made: Plan) -> list[str]:
-    """Format a line for every number of GPUs, and the assumptions behind the times."""
+    """Format one table line per number of GPUs, and the assumptions behind the times."""
     header = "  GPUs  micro-batches     GiB   s/step  samples/s  towers s   loss s   comm s"
     lines = [header + "  exposed s   comm GB"]
     lines += [_describe_estimate(estimate, made.config.global_batch) for estimate in made.scaling]
@@ -88,7 +88,7 @@ def describe_scaling(made: Plan) -> list[str]:
     if made.now.speed is None:
         basis = "no times: pass --flops and --link, or the name of a GPU"
     else:
-        # A step may take longer than planned, so the warning starts at half of the timeout.
+        # A step may take longer than planned, so warn if the planned time exceeds half of the timeout.
         if made.now.speed.step_s > timeout_s / 2:
             lines.append(
                 f"timeout_s is {timeout_s:g}: a rank whose step takes longer counts as hung; "

@@ -11,7 +11,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command.
 
     Returns:
-        Exit code 0: drawn.
+        Exit code 0: the picture was drawn.
 
     Raises:
         ValueError: If the folder is not a run folder with metrics.

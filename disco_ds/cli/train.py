@@ -1,4 +1,4 @@
-"""`disco-ds train`, which every rank of a launch runs, too."""
+"""`disco-ds train`. Every rank of a launch runs this command, too."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the command.
 
     Returns:
-        Exit code 0: finished, also if --resume auto finds a finished run. 1: failed. 2: invalid
-        settings or data, found before any work. 3: saved and stopped by a signal.
+        Exit code 0: finished, or --resume auto found a finished run. 1: failed. 2: invalid
+        settings or data, found before any work. 3: stopped by a signal, after saving.
     """
     adopt_slurm()
     set_up_logging()
@@ -30,23 +30,23 @@ def run(args: argparse.Namespace) -> int:
         config = load_config(args.config, args.overrides)
         refuse_launch()
     except ValueError as error:
-        # The ranks are not connected yet, so each host reports its own mistake.
+        # The ranks are not connected yet, so one rank per host prints the error.
         return fail_rank(error, 2, speaks=os.environ.get("LOCAL_RANK", "0") == "0")
-    # Otherwise this rank would continue to train without its launcher.
+    # Otherwise this rank would keep training after its launcher has died.
     die_with_launcher()
     try:
         train_session(config, args.resume, args.allow_change, args.launch_id, report)
     except RendezvousError as error:
         return fail_rank(error, 1)
     except OutOfMemory as error:
-        # The rank with the explanation has printed it already.
+        # If the error has an explanation, the rank has already printed it.
         return fail_rank(f"rank {os.environ['RANK']} is {error}", 1, speaks=not error.explanation)
     except AGREED_ERRORS as error:
-        return exit_code(error)  # reported
+        return exit_code(error)  # already reported
     return 0
 
 
 def report(error: object) -> None:
-    """Print an error of the run. A requested stop is not called an error."""
+    """Print an error of the run. The message about a requested stop is not labeled as an error."""
     host = socket.gethostname()
     show(error, host if isinstance(error, AskedToStopError) else f"error on {host}")
