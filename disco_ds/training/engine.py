@@ -170,8 +170,8 @@ def backward_and_step(
         for surrogate in surrogates:
             engine.backward(surrogate, scale_wrt_gas=False)
             if engine.is_gradient_accumulation_boundary() and stage == 0:
-                # At ZeRO 0, DeepSpeed does not compute the norm before the update and does not check
-                # for NaN. At this point, the gradients are already averaged over ranks.
+                # At ZeRO 0, DeepSpeed neither computes the norm nor checks for NaN, so this code does.
+                # At this point, the gradients are already averaged over ranks.
                 gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
                 norm = torch.nn.utils.get_total_norm(gradients)
                 finite = bool(torch.isfinite(norm))
