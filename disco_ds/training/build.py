@@ -127,8 +127,8 @@ def build(
     if resume == AUTO:
         resume = comm.from_rank_0("run folder", partial(find_started, config))
         unattended = True
-    # Called only to find mistakes early. write_settings calls it again once the run folder exists,
-    # because the ds_config contains the path of that folder.
+    # Called only to find mistakes early. The ds_config contains the path of the run folder, so
+    # write_settings creates the real one once that folder exists.
     render_ds_config(config, comm.size())
     comm.from_rank_0("log", partial(check_packages, config))
     with comm.all_or_none("loss"):  # the file of a custom loss may be missing on one host
@@ -140,7 +140,7 @@ def build(
     identity = identify(config, sources)
     config = config.with_steps(sum(source.num_samples for source in sources))
     # The checkpoint is chosen before the model and the loader are built, because the weights and the
-    # position in the data come from it. A new run folder is created only after both have been built.
+    # position in the data come from it. A new run folder is created only after the loader has been built.
     folder, saved = None, None
     if resume:
         folder = open_folder(config, resume, stack)
@@ -302,9 +302,8 @@ def build_towers(config: Config, loss: Loss, restored: bool) -> tuple[nn.Module,
         with comm.all_or_none("model"):
             name = register_config(config.model.name)
             find_weights(name, config.model)
-            if (
-                os.environ["LOCAL_RANK"] == "0"
-            ):  # the other ranks on this host then load from the cache
+            # One rank per host downloads the files; the other ranks on the host then find them in the cache.
+            if os.environ["LOCAL_RANK"] == "0":
                 download_weights(name, config.model)
         if comm.rank() == 0:
             warn_of_random_tower(config.model)

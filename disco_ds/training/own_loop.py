@@ -74,10 +74,10 @@ def contrastive_step(
         The output of the loss. The value to log is `metrics["loss"]`, the mean over the global batch.
 
     Raises:
-        ValueError: On every rank, in any of these cases: the ranks have batches of different shapes;
-            b is not a multiple of K; K is not the engine's gradient_accumulation_steps; a step of the
-            same model is still running; there is neither a learned scale nor `scale`; a repeated
-            `forward` returns different features.
+        ValueError: On every rank, in any of these cases: the features have different shapes on different
+            ranks; b is not a multiple of K; K is not the engine's gradient_accumulation_steps; a step
+            of the same model is still running; neither `forward` nor `scale` provides a scale; a
+            repeated `forward` returns different features.
         FloatingPointError: Only under a DeepSpeed engine, see backward_and_step.
     """
     history = _histories.setdefault(model, _History())
@@ -164,7 +164,7 @@ def _split_on_all_ranks(
 ) -> tuple[list[Any], int | None]:
     """Call `split`. If it fails on any rank, raise ValueError on all ranks. Collective if count > 1.
 
-    Otherwise, the ranks on which it succeeds would wait in the next collective for the rank that failed.
+    Without this, the ranks on which `split` succeeds would wait for the other ranks in the next collective.
 
     Returns:
         The parts, and the number of samples, which is None if count is 1.
