@@ -42,7 +42,7 @@ HURRY_S = 10.0
 
 This is shorter than lost_after_s usually is, because the launcher sends SIGTERM one second after it
 has lost a rank, and SIGKILL half a minute later. The limit returns to lost_after_s once all ranks
-have agreed to stop because of the signal, since no rank can be lost then.
+have agreed to stop because of the signal, which shows that no rank is lost.
 """
 WATCHED = 3
 """Number of ranks that each rank watches.
@@ -134,7 +134,10 @@ class Heartbeat:
         self._timed = timed
 
     def stop_agreed(self) -> None:
-        """Call this once all ranks have agreed to stop. They are all alive, so HURRY_S is replaced by lost_after_s."""
+        """Return from the short limit HURRY_S to lost_after_s.
+
+        The caller uses this once all ranks have agreed to stop and save, which shows that they are alive.
+        """
         self._stop_agreed = True
         self._hurry = False
 
@@ -214,7 +217,10 @@ class Heartbeat:
 
     @property
     def _patience_s(self) -> float:
-        """How long a heartbeat may be unchanged. It is reduced because a change may be seen three intervals late."""
+        """How long a heartbeat may stay unchanged before its rank counts as lost.
+
+        This is three intervals less than lost_after_s, because a change may be noticed that late.
+        """
         usual = self.lost_after_s - 3 * self._interval_s
         return min(usual, HURRY_S) if self._hurry else usual
 
@@ -225,7 +231,7 @@ class Heartbeat:
             self._wake.wait(self._interval_s)
             exit_reason = (
                 self._exit_reason
-            )  # read before the heartbeat is sent, which reads it again
+            )  # read first: if it is set here, the heartbeat sent below is the last one
             self._progress.poll_device()
             try:
                 if exit_reason:
