@@ -7,8 +7,8 @@ runs two background threads:
   the store. It also reads the heartbeats of the next WATCHED ranks, and the verdict. The verdict is
   the reason for stopping the run; it is empty until some rank writes one. The heartbeats of all other
   ranks are read only after this rank has made no progress for a long time.
-- The clock thread only watches the time since the store last answered. It never uses the store,
-  because a call to TCPStore blocks forever if the host that serves the store is frozen.
+- The clock thread ends the process if the store has not answered for too long, and reads signals. It
+  never uses the store, because a call to TCPStore blocks forever if the host of the store is frozen.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Heartbeat:
         self.lost_after_s = lost_after_s
         self.timeout_s = timeout_s
         self.folder: Path | None = None
-        """Folder into which this rank writes diagnostics before the heartbeat ends its process."""
+        """Folder for the diagnostics that this rank writes before its process is ended; None: write to stderr only."""
         self._interval_s = min(INTERVAL_S, lost_after_s / 10)
         # If more time than this passes between two iterations of a thread's loop, the process was frozen.
         self._frozen_s = 3 * self._interval_s
@@ -157,7 +157,7 @@ class Heartbeat:
         self._store = comm.open_store(self.lost_after_s)
         self._watched = [(self._rank + i) % size for i in range(1, min(WATCHED + 1, size))]
         self._beats: dict[int, Beat] = {}
-        """Maps each rank to its last heartbeat that was read. Ranks that were never read are missing."""
+        """Maps a rank to the last heartbeat read from it. Ranks whose heartbeat was never read are missing."""
         if self._rank == 0:
             self._store.set(VERDICT, "")
         self._send_beat()
@@ -229,9 +229,8 @@ class Heartbeat:
         last = time.monotonic()
         while not self._stop:
             self._wake.wait(self._interval_s)
-            exit_reason = (
-                self._exit_reason
-            )  # read first: if it is set here, the heartbeat sent below is the last one
+            # Read first. If it is set here already, the heartbeat sent below is the last one.
+            exit_reason = self._exit_reason
             self._progress.poll_device()
             try:
                 if exit_reason:
@@ -382,9 +381,7 @@ class Heartbeat:
         waits in has returned.
         """
         if self._rank == 0:
-            with suppress(
-                OSError
-            ):  # the terminal, or a `tee` that reads the output, may be closed already
+            with suppress(OSError):  # the terminal or a `tee` may be closed already
                 print("interrupted", file=sys.stderr, flush=True)
         os._exit(130)
 
