@@ -95,7 +95,7 @@ class Run:
     first_step: int
     """Number of steps that were completed before this process started; 0 for a new run."""
     skipped_in_a_row: int = 0
-    """Number of consecutive batches, up to now, that were skipped because their loss was not finite."""
+    """Number of batches skipped in a row, up to now, because the loss or the gradient was not finite."""
 
 
 def build(

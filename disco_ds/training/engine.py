@@ -140,8 +140,8 @@ def backward_and_step(
 
     Args:
         engine: The engine.
-        surrogates: Surrogate losses, 0-d, one per micro-batch. The iterator builds each one only when
-            it is requested. Their number is the engine's gradient_accumulation_steps.
+        surrogates: Yields one 0-d surrogate loss per micro-batch, gradient_accumulation_steps in all.
+            Each one is built only when it is requested.
         refuses: Called before the update as refuses(step, norm), with the step number, counted from 1,
             and the 0-d gradient norm. If it returns True, the update is skipped.
 
@@ -176,7 +176,7 @@ def backward_and_step(
                 norm = torch.nn.utils.get_total_norm(gradients)
                 finite = bool(torch.isfinite(norm))
                 if not finite or refuse(norm):
-                    engine.zero_grad()  # sets gradients to None: no parameter changes
+                    engine.zero_grad()  # sets gradients to None, so no parameter changes
             engine.step()
     if finite and engine.was_step_applied() and not refused:
         value = engine.get_global_grad_norm() if norm is None else norm

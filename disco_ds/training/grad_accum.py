@@ -33,7 +33,9 @@ Features = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 class Rng:
-    """A copy of the random states of the CPU and one device. Dropout, patch dropout and drop path use these states.
+    """The random states of the CPU and one device, copied when this object is created.
+
+    Dropout, patch dropout and drop path draw their random numbers from these generators.
 
     Args:
         device: The device; None means this process's current device.

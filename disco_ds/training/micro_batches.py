@@ -87,8 +87,8 @@ def _open(
         raise ValueError(f"{name} is a {type(value).__name__}, which cannot be divided; {DIVIDES}")
     shapes = {item.shape if isinstance(item, Tensor) else None for item in value}
     shape = shapes.pop() if len(shapes) == 1 else None
-    # If these tensors are samples, splitting them as fields would cut each sample into fragments. Here
-    # each part would still give the expected number of rows, so contrastive_step would not notice.
+    # If these tensors are samples, splitting them as fields would cut each sample into fragments. With
+    # these sizes, each part would still give the expected number of rows, so nothing else would notice.
     if shape and len(value) > 2 and len(value) * count == shape[0]:
         raise ValueError(
             f"{name} has {len(value)} tensors of shape {tuple(shape)}, which may be samples or "

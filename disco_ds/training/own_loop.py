@@ -32,7 +32,7 @@ REPEAT_TOLERANCE = 0.05
 The distance is divided by the norm of the first row. With 16-bit kernels, distances of 0.01 occur.
 """
 RECHECK_STEPS = 200
-"""Number of steps from one check that a repeated forward equals the first forward to the next check."""
+"""Once in this many steps, the features of the repeated forward are compared with those of the first one."""
 EXPECTED = (
     "expected a tuple: the features of both sides, then the scale and the bias, if there are any"
 )
@@ -52,21 +52,22 @@ def contrastive_step(
     """Compute the gradient of the global batch for any number of ranks and micro-batches. Collective.
 
     Under a DeepSpeed engine this also updates the parameters, because ZeRO needs an engine.step()
-    after each micro-batch. Otherwise the gradients, averaged over ranks, are left in the parameters,
-    and the loop clips them and calls its optimizer.
+    after each micro-batch. Otherwise, the gradients, averaged over ranks, are left in the .grad of the
+    parameters. The loop must then clip them, if needed, and step its optimizer.
 
     Args:
-        model: A DeepSpeed engine, a DistributedDataParallel module, a module after FSDP2's
-            fully_shard, or a plain module on one process.
+        model: A DeepSpeed engine, a DistributedDataParallel module, a module to which FSDP2's
+            fully_shard was applied, or a plain module in a run with one process.
         loss: The loss of the global batch.
-        batch: This rank's b samples, in a form that `split` can divide (any form for one micro-batch).
-        forward: Calls `model` on a part of the batch. It returns the features of both sides, [m, D]
+        batch: This rank's b samples, in a structure that micro_batches.split can divide. If K is 1, any
+            structure is allowed.
+        forward: Calls `model` on one micro-batch, a part of `batch`. It returns the features of both sides, [m, D]
             each, then the learned scale and bias, if there are any. All random numbers that it uses
             must come from torch's generators.
         micro_batches: K, the number of micro-batches; b must be a multiple of K.
         scale: The factor that multiplies the logits, exp(logit_scale). Required if `forward` does not
             return a scale, and ignored otherwise.
-        index: [b], the sample ids. Only the FastCLIP losses need them.
+        index: [b], the sample ids. The FastCLIP losses require them.
         backward: Called on the surrogate loss of each micro-batch, for example
             `lambda x: scaler.scale(x).backward()`. Not used under DeepSpeed.
 
@@ -75,9 +76,9 @@ def contrastive_step(
 
     Raises:
         ValueError: On every rank, in any of these cases: the features have different shapes on different
-            ranks; b is not a multiple of K; K is not the engine's gradient_accumulation_steps; a step
-            of the same model is still running; neither `forward` nor `scale` provides a scale; a
-            repeated `forward` returns different features.
+            ranks; b is not a multiple of K; K is not the engine's gradient_accumulation_steps; this
+            call is inside another contrastive_step of the same model; neither `forward` nor `scale`
+            provides a scale; a repeated `forward` returns different features.
         FloatingPointError: Only under a DeepSpeed engine, see backward_and_step.
     """
     history = _histories.setdefault(model, _History())
@@ -144,7 +145,7 @@ _histories: WeakKeyDictionary[Any, _History] = WeakKeyDictionary()
 
 
 def find_device(model: torch.nn.Module) -> torch.device:
-    """Return the accelerator that has the parameters, or this process's device if all parameters are on the CPU.
+    """Return the accelerator that the parameters are on, or this process's device if they are all on the CPU.
 
     Raises:
         ValueError: If the parameters are on several accelerators.
@@ -167,7 +168,7 @@ def _split_on_all_ranks(
     Without this, the ranks on which `split` succeeds would wait for the other ranks in the next collective.
 
     Returns:
-        The parts, and the number of samples, which is None if count is 1.
+        The parts, and the number of samples. If count is 1, the batch is not split, and the number is None.
     """
     if count == 1:
         return [batch], None
