@@ -61,9 +61,9 @@ def contrastive_step(
         loss: The loss of the global batch.
         batch: This rank's b samples, in a structure that micro_batches.split can divide. If K is 1, any
             structure is allowed.
-        forward: Calls `model` on one micro-batch, a part of `batch`. It returns the features of both sides, [m, D]
-            each, then the learned scale and bias, if there are any. All random numbers that it uses
-            must come from torch's generators.
+        forward: Calls `model` on one micro-batch, a part of `batch`. It returns the features of both
+            sides, [m, D] each, then the learned scale and bias, if there are any. All random numbers
+            that it uses must come from torch's generators.
         micro_batches: K, the number of micro-batches; b must be a multiple of K.
         scale: The factor that multiplies the logits, exp(logit_scale). Required if `forward` does not
             return a scale, and ignored otherwise.
