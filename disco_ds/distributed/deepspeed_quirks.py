@@ -1,7 +1,7 @@
 """All patches of DeepSpeed's internals.
 
-Every function names the DeepSpeed version that it was written for and the reason. Check all of them
-when DeepSpeed is upgraded.
+The docstring of each function states why the patch is needed, and for which DeepSpeed version it was
+written. When DeepSpeed is upgraded, check every function again.
 """
 
 from __future__ import annotations
@@ -26,27 +26,28 @@ logger = logging.getLogger(__name__)
 
 
 def disable_custom_ops() -> None:
-    """Keep DeepSpeed 0.19 from building its compiled operations, none of which is used here.
+    """Keep DeepSpeed 0.19 from checking and compiling its custom operations, which this package does not use.
 
-    Loading one checks all of them, with nvcc on a GPU machine. The shared-memory collectives for CPUs
-    would need a compiler, leave memory behind in /dev/shm and wait without a timeout.
+    When DeepSpeed loads one custom operation, it checks the build requirements of all of them, which
+    runs nvcc on a GPU machine. Its shared-memory collectives for CPUs are such an operation. They
+    need a compiler, do not free their memory in /dev/shm, and wait without a timeout.
     """
     deepspeed.ops.__compatible_ops__ = {}
 
 
 def reset_autocast() -> None:
-    """Forget the autocast precision of an earlier engine of this process.
+    """Reset the autocast precision that an earlier engine in this process has set.
 
-    DeepSpeed 0.19 keeps it in a global, so a second engine would reduce gradients in the precision of
-    the first one.
+    DeepSpeed 0.19 stores this precision in a global variable, so a second engine would reduce gradients
+    in the precision of the first engine.
     """
     torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
 
 
 def silence_monitor(engine: Engine) -> None:
-    """Stop the engine from logging its own values at every step, as DeepSpeed 0.19 does without a setting.
+    """Keep the engine from logging values at every step. DeepSpeed 0.19 has no setting for this.
 
-    The trainer logs through the monitors' write_events, which still works.
+    The trainer logs by calling the monitors' write_events, which still works.
     """
     engine.monitor.enabled = False
 
@@ -54,18 +55,18 @@ def silence_monitor(engine: Engine) -> None:
 def allow_overflow_at_min_scale(engine: Engine) -> None:
     """Keep the fp16 loss scaler of DeepSpeed 0.19 from raising an error in the middle of engine.step().
 
-    It raises when a gradient overflows at the lowest loss scale. backward_and_step raises an error
-    after the step instead, once all state is as it was before the step.
+    The scaler raises this error when a gradient overflows at the lowest loss scale. backward_and_step
+    raises an error after engine.step() instead, once it has restored the state from before the step.
     """
     if engine.fp16_enabled():
         engine.optimizer.loss_scaler.raise_error_at_min_scale = False
 
 
 def widen_bucket(engine: Engine) -> None:
-    """Make the gradient bucket hold the largest parameter if ZeRO 2 reduces gradients during backward.
+    """Raise reduce_bucket_size to the size of the largest parameter, for ZeRO 2 with overlap_comm.
 
-    DeepSpeed 0.19 reduces a larger gradient in place, and ZeRO 2 frees it while the stream of the
-    reduction still uses it.
+    DeepSpeed 0.19 reduces a gradient that does not fit into the bucket in place. With overlap_comm, ZeRO 2
+    frees this gradient while the reduction, which runs on another stream, still uses it.
     """
     if engine.zero_optimization_stage() != 2 or not engine.optimizer.overlap_comm:
         return
@@ -85,9 +86,10 @@ def widen_bucket(engine: Engine) -> None:
 
 @torch.no_grad()
 def clear_padding(engine: Engine) -> None:
-    """Zero the padding by which ZeRO 3 makes the size of a parameter divisible by the number of ranks.
+    """Set to zero the padding that ZeRO 3 adds so that each parameter divides evenly among the ranks.
 
-    DeepSpeed 0.19 leaves it uninitialized. No step reads it, but checkpoints would differ from run to run.
+    DeepSpeed 0.19 leaves the padding uninitialized. It does not affect training, but it is saved in
+    checkpoints, so the checkpoints of identical runs would differ.
     """
     if engine.zero_optimization_stage() != 3:
         return
@@ -104,14 +106,14 @@ def clear_padding(engine: Engine) -> None:
 
 @contextmanager
 def norm_refused_by(engine: Engine, refuses: Callable[[Tensor], bool]) -> Iterator[None]:
-    """In this block, let engine.step() skip the update if `refuses` returns True for the gradient norm.
+    """In this block, make engine.step() skip the update if `refuses` returns True for the gradient norm.
 
-    DeepSpeed 0.19 computes the norm inside engine.step() and has no hook for it, but it skips the
-    update if the norm is not finite. So it gets an infinite norm if `refuses` returns True.
+    DeepSpeed 0.19 computes the norm inside engine.step() and has no hook to check it, but it skips the
+    update if the norm is not finite. So this patch reports an infinite norm if `refuses` returns True.
 
     Args:
         engine: An engine at ZeRO 1, 2 or 3.
-        refuses: Called with the norm before clipping, 0-d, without the loss scale.
+        refuses: Called with the 0-d norm of the gradient, before clipping and divided by the loss scale.
     """
     optimizer = engine.optimizer
     in_groups = engine.zero_optimization_stage() == 3
@@ -133,7 +135,7 @@ def norm_refused_by(engine: Engine, refuses: Callable[[Tensor], bool]) -> Iterat
 
 
 class _Collector(TorchCheckpointEngine):
-    """A checkpoint engine that keeps the states that DeepSpeed would write, by path."""
+    """A checkpoint engine that writes no files. It keeps the states that DeepSpeed wants to save, keyed by path."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,18 +146,18 @@ class _Collector(TorchCheckpointEngine):
 
 
 def collect_checkpoint(engine: Engine, folder: Path, tag: str) -> dict[Path, Any]:
-    """Return the states that engine.save_checkpoint would write on this rank, by path. Collective.
+    """Return the states that engine.save_checkpoint would write on this rank, keyed by file path. Collective.
 
-    Nothing is written: if a write fails inside engine.save_checkpoint of DeepSpeed 0.19, the other
-    ranks wait forever in one of its barriers. For the same reason, checkpoints/writer.py copies the
-    files that DeepSpeed would copy.
+    This function writes nothing. If a write failed inside engine.save_checkpoint of DeepSpeed 0.19, the
+    other ranks would wait forever in one of its barriers. For the same reason, checkpoints/writer.py
+    copies the files that DeepSpeed would otherwise copy inside engine.save_checkpoint.
     """
     writer = engine.checkpoint_engine
     engine.checkpoint_engine = collector = _Collector()
     engine._copy_recovery_script = lambda folder: None
     engine.zero_nvme_offload_optimizer = lambda: False
     try:
-        # Without DeepSpeed's file `latest`, which would name a folder that is not complete yet.
+        # save_latest=False, because DeepSpeed's file `latest` would name a folder that is not complete yet.
         engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
     finally:
         engine.checkpoint_engine = writer

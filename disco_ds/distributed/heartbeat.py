@@ -1,11 +1,14 @@
 """Detect lost and hung ranks through heartbeats in the rendezvous store, name them, and stop the run.
 
 A collective that waits for a dead rank times out without saying which rank is missing, so each rank
-runs two background threads. The first publishes this rank's heartbeat with its progress
-(progress.py) and reads the heartbeats of the next WATCHED ranks and the verdict, which is the
-reason for the shutdown once any rank has found one. It reads all other heartbeats only after this
-rank has been waiting for a long time. The second thread never touches the store, because TCPStore
-blocks forever if its host is frozen; it only watches the clock.
+runs two background threads:
+
+- The heartbeat thread writes this rank's heartbeat, which includes its progress (progress.py), into
+  the store. It also reads the heartbeats of the next WATCHED ranks, and the verdict. The verdict is
+  the reason for stopping the run; it is empty until some rank writes one. The heartbeats of all other
+  ranks are read only after this rank has made no progress for a long time.
+- The clock thread ends the process if the store has not answered for too long, and reads signals. It
+  never uses the store, because a call to TCPStore blocks forever if the host of the store is frozen.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-# It uses poll(); select.select() fails if the process has more than 1,024 open files.
+# `wait` uses poll(). select.select() would fail in a process with more than 1,024 open files.
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
@@ -33,35 +36,37 @@ from disco_ds.distributed import comm, diagnostics
 from disco_ds.distributed.progress import Place, Progress
 
 INTERVAL_S = 2.0
-"""Time between two heartbeats; less if lost_after_s is short."""
+"""Maximum time between two heartbeats. If lost_after_s is short, the time is lost_after_s / 10."""
 HURRY_S = 10.0
-"""Silence after which a rank counts as lost once a collective has failed or a signal has arrived.
+"""A rank without a new heartbeat for this long counts as lost if a collective has failed or a signal arrived.
 
-The launcher sends SIGTERM one second after it has lost a rank, and SIGKILL half a minute later.
-Once all ranks have agreed to stop because of a signal, the signal was not about a lost rank.
+This is shorter than lost_after_s usually is, because the launcher sends SIGTERM one second after it
+has lost a rank, and SIGKILL half a minute later. The limit returns to lost_after_s once all ranks
+have agreed to stop because of the signal, which shows that no rank is lost.
 """
 WATCHED = 3
 """Number of ranks that each rank watches.
 
-One would do, because at least one lost rank always has a surviving watcher. With three, a single
-slow watcher does no harm, and the store still serves only a few values per rank and interval.
+Watching one rank would be enough: if several ranks are lost, at least one of them is watched by a
+surviving rank. With three, one slow watcher does not delay detection, and the store still serves
+only a few values per rank and interval.
 """
 KEY = "disco_ds/heartbeat"
 VERDICT = f"{KEY}/verdict"
 
 
 class Beat(NamedTuple):
-    """A heartbeat, as a rank writes it into the store."""
+    """The heartbeat that a rank writes into the store."""
 
     serial: int
     host: Place
     device: Place
     running: bool
-    """False in the last heartbeat of a rank."""
+    """False only in the last heartbeat of a rank, which it sends when it leaves the run."""
 
 
 def parse_beat(text: bytes) -> Beat:
-    """Return the heartbeat that was written as json.dumps(beat)."""
+    """Parse a heartbeat that was serialized with json.dumps(beat)."""
     serial, host, device, running = json.loads(text)
     return Beat(serial, Place(*host), Place(*device), running)
 
@@ -69,22 +74,26 @@ def parse_beat(text: bytes) -> Beat:
 class Heartbeat:
     """Context manager that watches the other ranks and ends this process if a rank is lost or hangs.
 
-    A rank that fails publishes its error before it leaves, so the others stop at once. There are
-    three time limits:
+    A rank that fails publishes its error before it leaves, so the other ranks stop at once.
 
-    - lost_after_s, always: a rank whose heartbeat has not changed for this long is lost.
-    - 0.9 timeout_s, always: if neither this rank nor its device has passed a mark for this long,
-      the run ends and names the ranks whose host or device is behind. This rank is waiting for
-      them in a collective, which the backend would end after timeout_s without naming anyone.
-    - timeout_s, after marks that are `timed`: if no rank is behind, the run ends and reports the
-      place of every rank. Building, the first step (which compiles), evaluation and saving are not
-      timed, because they may take hours. If one rank waits in a collective meanwhile, the
-      backend's timeout still applies to it.
+    During training, each rank calls `mark` at the start of each phase. A mark counts as passed by the
+    host when the host calls `mark`, and as passed by the device when the device has finished all work
+    that was queued before the call. There are three time limits:
+
+    - lost_after_s, which always applies: a rank whose heartbeat has not changed for this long is lost.
+    - 0.9 x timeout_s, which always applies: if neither the host nor the device of this rank has passed
+      a mark for this long, and other ranks have passed fewer marks, the run ends with an error that
+      names those ranks. This rank is probably waiting for them in a collective, which the backend
+      would end after timeout_s without naming any rank.
+    - timeout_s, which applies after marks with timed=True: if this rank has passed no mark for this
+      long and no rank is behind it, the run ends with an error that reports the place of every rank.
+      Building, the first step (which compiles), evaluation and saving are not timed, because they may
+      take hours. The backend's timeout still applies to collectives in these phases.
 
     Args:
-        lost_after_s: See above.
-        timeout_s: See above.
-        make_event: Creates a device event. The default is the accelerator's event type.
+        lost_after_s: See the time limits above.
+        timeout_s: See the time limits above.
+        make_event: Creates a device event, such as torch.cuda.Event. None: the accelerator's event type.
     """
 
     def __init__(
@@ -93,9 +102,9 @@ class Heartbeat:
         self.lost_after_s = lost_after_s
         self.timeout_s = timeout_s
         self.folder: Path | None = None
-        """Folder of the diagnostics that a rank writes before it is ended."""
+        """Folder for the diagnostics that this rank writes before its process is ended; None: write to stderr only."""
         self._interval_s = min(INTERVAL_S, lost_after_s / 10)
-        # A longer pause between two turns of a thread shows that the process was frozen meanwhile.
+        # If more time than this passes between two iterations of a thread's loop, the process was frozen.
         self._frozen_s = 3 * self._interval_s
         if make_event is None and comm.local_device().type != "cpu":
             make_event = get_accelerator().Event
@@ -105,7 +114,7 @@ class Heartbeat:
         self._last_answer = time.monotonic()
         self._serial = 0
         self._exit_reason: str | None = None
-        """Why this rank leaves; empty if it has not failed; None while it is running."""
+        """None while this rank is running. Then the error with which it failed, or "" if it ended without an error."""
         self._error: BaseException | None = None
         self._hurry = False
         self._stop = False
@@ -113,25 +122,28 @@ class Heartbeat:
         self._wake = threading.Event()
 
     def mark(self, step: int, doing: str, timed: bool = False) -> None:
-        """Mark the place that the training has reached. All ranks pass the same marks.
+        """Record the place that training has reached. All ranks make the same calls in the same order.
 
         Args:
-            step: Steps done.
-            doing: The phase that begins here.
-            timed: Whether timeout_s limits the time from here to the next mark.
+            step: Number of completed steps.
+            doing: Name of the phase that begins here.
+            timed: Whether timeout_s limits the time from this mark to the next one.
         """
-        self._timed = False  # first, because the clock still counts from the previous mark
+        self._timed = False  # set first, because the time is still counted from the previous mark
         self._progress.mark(step, doing)
         self._timed = timed
 
     def stop_agreed(self) -> None:
-        """Allow the full lost_after_s again, because all ranks are alive and have agreed to stop and save."""
+        """Return from the short limit HURRY_S to lost_after_s.
+
+        The caller uses this once all ranks have agreed to stop and save, which shows that they are alive.
+        """
         self._stop_agreed = True
         self._hurry = False
 
     @property
     def place(self) -> Place:
-        """The last mark."""
+        """The place of the last mark that this rank's host has passed."""
         return self._progress.host
 
     def __enter__(self) -> Heartbeat:
@@ -145,18 +157,18 @@ class Heartbeat:
         self._store = comm.open_store(self.lost_after_s)
         self._watched = [(self._rank + i) % size for i in range(1, min(WATCHED + 1, size))]
         self._beats: dict[int, Beat] = {}
-        """Last heartbeats read: of the watched ranks, or of all ranks once this rank has waited for long."""
+        """Maps a rank to the last heartbeat read from it. Ranks whose heartbeat was never read are missing."""
         if self._rank == 0:
             self._store.set(VERDICT, "")
         self._send_beat()
-        comm.barrier()  # reading a heartbeat that was never written would block
+        comm.barrier()  # wait for the first heartbeat of every rank: reading a missing key would block
         self._restart_clocks()
         self._read(self._watched)
-        # A Python signal handler runs in the main thread, which may be blocked in a collective. The
-        # wakeup descriptor is written at once, and the clock thread reads it.
+        # Python runs signal handlers in the main thread, which may be blocked in a collective. But it
+        # writes the signal's number to the wakeup socket at once, and the clock thread reads it there.
         self._signals, self._signal_sender = socket.socketpair()
         self._signal_sender.setblocking(False)
-        # An evaluation may run in another thread, where signals cannot be set up.
+        # An evaluation may run outside the main thread, where Python does not allow set_wakeup_fd.
         self._handles_signals = threading.current_thread() is threading.main_thread()
         if self._handles_signals:
             self._previous_wakeup = signal.set_wakeup_fd(
@@ -172,21 +184,21 @@ class Heartbeat:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        """Stop; after a communication error, wait for the rank that caused it to be named."""
+        """Stop both threads. After a communication error, first wait until the rank that caused it is found."""
         if not self._active:
             return
         if isinstance(error, KeyboardInterrupt):
-            time.sleep(self._interval_s)  # meanwhile _watch_clock ends this process
+            time.sleep(self._interval_s)  # during this time, _watch_clock ends this process
         if error is not None and comm.is_communication_error(error):
             self._error = error
             self._hurry = True
-            # Meanwhile _beat names the lost rank and ends this process.
+            # If a rank is lost, _beat names it and ends this process during this time.
             time.sleep(self._patience_s + 3 * self._interval_s)
         reason = ""
         if error is not None:
             place = f"rank {self._rank} on {socket.gethostname()} (last {self.place})"
             reason = f"{place} failed: {type(error).__name__}: {error}"
-        # Assigned once, because the beat thread may read it at any time.
+        # Assigned only when it is complete, because the heartbeat thread may read it at any time.
         self._exit_reason = reason
         self._wake.set()
         beat_thread, clock_thread = self._threads
@@ -205,16 +217,20 @@ class Heartbeat:
 
     @property
     def _patience_s(self) -> float:
-        """How long a heartbeat may stay the same. A change is seen up to three intervals late."""
+        """How long a heartbeat may stay unchanged before its rank counts as lost.
+
+        This is three intervals less than lost_after_s, because a change may be noticed that late.
+        """
         usual = self.lost_after_s - 3 * self._interval_s
         return min(usual, HURRY_S) if self._hurry else usual
 
     def _beat(self) -> None:
-        """Run the thread that uses the store."""
+        """Run the heartbeat thread, the only one of the two threads that uses the store."""
         last = time.monotonic()
         while not self._stop:
             self._wake.wait(self._interval_s)
-            exit_reason = self._exit_reason  # read first: the next heartbeat then agrees with it
+            # Read first. If it is set here already, the heartbeat sent below is the last one.
+            exit_reason = self._exit_reason
             self._progress.poll_device()
             try:
                 if exit_reason:
@@ -224,20 +240,20 @@ class Heartbeat:
                     return
                 verdict = self._read(self._watched)
                 now = time.monotonic()
-                if now - last > self._frozen_s:  # this rank was frozen, so all heartbeats look old
+                if now - last > self._frozen_s:  # this rank was frozen, so all heartbeats seem old
                     self._restart_clocks()
                 last = self._last_answer = now
                 if reason := verdict or self._find_lost(now):
                     self._end(reason)
             except RuntimeError:
-                # The clock thread decides when the store is lost.
+                # The store has failed. The clock thread ends this process if that lasts too long.
                 time.sleep(self._interval_s)
 
     def _read(self, ranks: Sequence[int]) -> str:
-        """Read the heartbeats of these ranks and note which have changed.
+        """Read the heartbeats of these ranks, and record the time for each one that has changed.
 
         Returns:
-            The verdict; empty if there is none.
+            The verdict, or an empty string if there is none.
 
         Raises:
             RuntimeError: If the store does not answer.
@@ -253,10 +269,11 @@ class Heartbeat:
         return verdict.decode()
 
     def _watch_clock(self) -> None:
-        """Run the thread that never waits for the store."""
+        """Run the clock thread, which never uses the store."""
         last = time.monotonic()
         while not self._stop:
-            # Restarted in every turn, so it expires only if a call into the driver blocks all of Python.
+            # This timer restarts in every iteration, so it expires only if a call into the device driver
+            # blocks all Python threads.
             if self._make_event:
                 diagnostics.end_process_after(self.timeout_s)
             if wait([self._signals], self._interval_s / 2):
@@ -278,7 +295,7 @@ class Heartbeat:
                 )
 
     def _find_lost(self, now: float) -> str | None:
-        """Return a reason that names a lost or hung rank, or None.
+        """Return an error message that names lost or hung ranks, or None if there are none.
 
         Raises:
             RuntimeError: If the store does not answer.
@@ -289,7 +306,7 @@ class Heartbeat:
             silent_s = now - self._last_heard[quietest]
             if silent_s > self._patience_s:
                 return f"{self._name(quietest)} has sent no heartbeat for {silent_s:.0f} s"
-        # Read the places before the time, see Progress.mark.
+        # The places must be read before the time, see Progress.mark.
         host, device = self._progress.host, self._progress.device
         waited_s = now - self._progress.last_change
         if waited_s > 0.9 * self.timeout_s:
@@ -304,7 +321,11 @@ class Heartbeat:
         return rank not in self._beats or self._beats[rank].running
 
     def _find_behind(self, host: Place, device: Place, waited_s: float) -> str | None:
-        """Return a reason that names the ranks behind this one, by their hosts, else by their devices."""
+        """Return an error message that names the ranks that have passed fewer marks than this rank, or None.
+
+        If the host processes of some ranks are behind, only these ranks are named. Otherwise, the
+        message names the ranks whose devices are behind.
+        """
         behind = []
         gpus_behind = []
         for rank, beat in sorted(self._beats.items()):
@@ -322,7 +343,7 @@ class Heartbeat:
         return None
 
     def _describe_places(self) -> str:
-        """Return the place of every rank; ranks at the same place are named together."""
+        """Return text with the place of every rank. Ranks at the same place are grouped."""
         ranks: dict[str, list[int]] = {}
         for rank, beat in sorted(self._beats.items()):
             text = f"at {beat.host}"
@@ -332,10 +353,10 @@ class Heartbeat:
         return "; ".join(f"{comm.join_ranks(numbers)} {text}" for text, numbers in ranks.items())
 
     def _end(self, reason: str, publish: bool = True) -> None:
-        """End this process.
+        """Print the reason, write diagnostics, and end this process with exit code 1.
 
         Args:
-            reason: Why, for the error message.
+            reason: Why the process ends, for the error message.
             publish: Whether to write the reason into the store for the other ranks.
         """
         if publish:
@@ -354,27 +375,28 @@ class Heartbeat:
         os._exit(1)
 
     def _end_interrupted(self) -> None:
-        """End this process at once after Ctrl-C, when there is nothing to save.
+        """End this process at once after Ctrl-C. Only used while there is nothing to save.
 
-        A KeyboardInterrupt would only be raised when the collective that this rank is in returns.
+        A KeyboardInterrupt would be raised too late: only after the collective that the main thread
+        waits in has returned.
         """
         if self._rank == 0:
-            with suppress(OSError):  # the terminal or a `tee` may have ended
+            with suppress(OSError):  # the terminal or a `tee` may be closed already
                 print("interrupted", file=sys.stderr, flush=True)
         os._exit(130)
 
     def _keep_store_alive(self) -> None:
-        """On rank 0, whose process may run the store, give the others time to read the verdict."""
+        """On rank 0, whose process may serve the store, wait so that the other ranks can read the verdict."""
         if self._rank == 0:
             time.sleep(2 * self._interval_s)
 
     def _publish(self, reason: str) -> None:
-        """Write the verdict, unless another rank has written one.
+        """Write this reason into the store as the verdict, unless another rank has already written a verdict.
 
         Raises:
             RuntimeError: If the store does not answer.
         """
-        # The store refuses strings with surrogates, which names of files may contain.
+        # The store refuses strings with surrogate characters, which file names may contain.
         text = reason.encode("utf-8", "backslashreplace").decode()
         self._store.compare_set(VERDICT, "", text)
 
@@ -389,7 +411,7 @@ class Heartbeat:
         return f"rank {rank} on {self._hosts[rank]}{last}"
 
     def _restart_clocks(self) -> None:
-        """Count all silences and this rank's waiting time from now."""
+        """Treat all ranks as if their heartbeats had just changed, and this rank as if it had just made progress."""
         now = time.monotonic()
         self._last_heard = dict.fromkeys(range(comm.size()), now)
         self._progress.last_change = now

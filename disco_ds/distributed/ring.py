@@ -1,4 +1,4 @@
-"""Ring of ranks: every rank's block visits every rank, so that no rank needs memory for the global batch."""
+"""Pass each rank's block of tensors around a ring of ranks, so that no rank needs memory for the global batch."""
 
 from __future__ import annotations
 
@@ -19,46 +19,52 @@ def circulate(
     join: Callable[[list[Tensor], list[Tensor]], None],
     group: Group = None,
 ) -> list[Tensor]:
-    """Send every rank's block around the ring and collect what each rank adds to it.
+    """Send every rank's block around the ring, and sum what the ranks compute for each block.
 
-    A rank visits its own block first. The sums that the ranks have added to a block follow it one
-    hop behind. There is one exchange per hop, and it overlaps with `visit`. A rank needs memory for
-    two blocks besides its own, and for three sets of sums. Collective: every rank must call this.
+    Each rank calls `visit` on its own block first. Every block has running sums, to which each rank
+    adds its result; the sums travel around the ring one hop behind the block. There is one exchange
+    per hop, which overlaps with `visit`. In addition to its own block, a rank needs memory for two
+    blocks and three sets of sums. Collective: every rank must call this.
 
     Args:
-        block: Tensors of the same shapes on every rank. They must not change during the call.
-        visit: visit(owner, block, spare) returns what this rank adds to the block of rank `owner`:
-            tensors of the same shapes in every call, or an empty list. It may overwrite and return
-            `spare`, earlier tensors that are not needed anymore (None if there are none).
-        join: join(mine, theirs) adds the second list of tensors to the first in place.
-        group: The ranks that take part.
+        block: This rank's tensors. Their shapes are the same on every rank, and they must not change
+            during the call.
+        visit: visit(owner, block, spare) returns the tensors that this rank adds to the sums of the
+            block of rank `owner`. Their shapes are the same in every call, or the list is always
+            empty. `spare` is a list of tensors from an earlier call that are no longer needed, or
+            None; `visit` may overwrite and return it.
+        join: join(mine, theirs) adds each tensor of `theirs` to the tensor of `mine` at the same
+            position, in place.
+        group: The process group; None means all ranks.
 
     Returns:
-        The sum of what all ranks have added to this rank's block.
+        The sums for this rank's block, over the results of all ranks.
     """
     N, n = comm.size(group), comm.rank(group)
     current = [x.contiguous() for x in block]
-    # Two buffers take turns: one is visited and sent, while the other receives the next block.
+    # Two buffers take turns: `visit` reads the block in one buffer, which is also being sent, while the
+    # other buffer receives the next block.
     buffers = [[torch.empty_like(x) for x in current] for _ in range(min(N - 1, 2))]
     sums: list[Tensor] = []
     free: list[list[Tensor]] = []
     for hop in range(N):
         following = buffers[hop % 2] if hop < N - 1 else []
         arriving = _allocate_like(sums, free)
-        # The sums of the last hop belong to a block that has moved on to the next rank.
+        # `sums` are for the block of the previous hop, which the next rank has now.
         outgoing = [*current, *sums] if following else sums
         requests = comm.ring_exchange(outgoing, [*following, *arriving], group)
         mine = visit((n - hop) % N, current, free.pop() if free else None)
         for request in requests:
             request.wait()
-        if arriving:  # what the previous ranks have added to the current block
+        if arriving:  # sums that the earlier ranks have computed for the current block
             join(mine, arriving)
             free += [arriving, sums]
         sums = mine
         current = following
     if N == 1 or not sums:
         return sums
-    # The last visited block belongs to the next rank: one more exchange returns every block's sums.
+    # The last block that a rank visits belongs to the next rank, so one more exchange brings the sums of
+    # every block back to the owner of the block.
     result = _allocate_like(sums, free)
     for request in comm.ring_exchange(sums, result, group):
         request.wait()
@@ -66,7 +72,7 @@ def circulate(
 
 
 def _allocate_like(tensors: list[Tensor], free: list[list[Tensor]]) -> list[Tensor]:
-    """Return memory for tensors of these shapes, preferably a free set."""
+    """Return uninitialized tensors with the shapes of `tensors`: a set from `free` if there is one, or a new set."""
     if tensors and free:
         return free.pop()
     return [torch.empty_like(x) for x in tensors]

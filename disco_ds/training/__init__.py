@@ -1,1 +1,1 @@
-"""Training: building a run, the loop, the step, the DeepSpeed engine, and steps for custom loops."""
+"""Training: building a run, the training loop, the optimizer step, the DeepSpeed engine, and custom loops."""

@@ -1,6 +1,6 @@
-"""Build the parts of a run from its settings, in an order that finds mistakes before any work is done.
+"""Build all parts of a run from its settings, in an order that finds mistakes before expensive work starts.
 
-loop.py trains the run.
+The training loop is in loop.py.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ SAME_FILES = "their files differ: every host needs the same shards, manifest, cs
 
 @dataclass
 class Run:
-    """The parts of a run."""
+    """All parts of a run, as `build` returns them."""
 
     config: Config
     folder: Path
@@ -93,9 +93,9 @@ class Run:
     interrupts: Interrupts
     heartbeat: Heartbeat
     first_step: int
-    """Number of steps completed before this start of the run."""
+    """Number of steps that were completed before this process started; 0 for a new run."""
     skipped_in_a_row: int = 0
-    """Number of batches skipped in a row because their loss was not finite."""
+    """Number of batches skipped in a row, up to now, because the loss or the gradient was not finite."""
 
 
 def build(
@@ -105,27 +105,30 @@ def build(
     unattended: bool = False,
     allow_change: Sequence[str] = (),
 ) -> Run:
-    """Build a run: data, model, the checkpoint to resume from, loader, folder, engine, in this order. Collective.
+    """Build a run. Collective.
+
+    The order is: data, the checkpoint to resume from, model, loader, run folder, engine.
 
     Args:
         config: Settings of the run.
-        resume: "latest", a run folder, or one of its checkpoints; "auto" resumes if there is a
+        resume: "latest", a run folder, or a checkpoint in a run folder; "auto" resumes if there is a
             complete checkpoint and starts a new run otherwise; None starts a new run.
-        stack: Closes everything that is opened here.
-        unattended: Whether to use an older checkpoint if the newest is damaged, as "auto" does.
-        allow_change: Settings that may differ from the checkpoint's.
+        stack: Everything that this function opens is closed when the stack is closed.
+        unattended: Whether to use an older checkpoint if the newest is damaged. "auto" always does.
+        allow_change: Dotted names of settings that may differ from the settings in the checkpoint.
 
     Raises:
-        ValueError: On every rank, for a mistake in settings or data.
-        FinishedError: On every rank, if all steps are done already. It is a ValueError.
+        ValueError: On every rank, if there is a mistake in the settings or the data.
+        FinishedError: On every rank, if all steps are already done. It is a subclass of ValueError.
     """
     heartbeat = stack.enter_context(Heartbeat(config.lost_after_s, config.timeout_s))
-    share = share_host()  # early, because it sets the number of torch's threads
+    share = share_host()  # called early, because it sets the number of torch threads
     refuse_unchangeable(allow_change, resume)
     if resume == AUTO:
         resume = comm.from_rank_0("run folder", partial(find_started, config))
         unattended = True
-    # Only to refuse mistakes early: the run folder, which it names, does not exist yet.
+    # Called only to find mistakes early. The ds_config contains the path of the run folder, so
+    # write_settings creates the real one once that folder exists.
     render_ds_config(config, comm.size())
     comm.from_rank_0("log", partial(check_packages, config))
     with comm.all_or_none("loss"):  # the file of a custom loss may be missing on one host
@@ -136,8 +139,8 @@ def build(
         sets = load_sets(config.eval, config.data)
     identity = identify(config, sources)
     config = config.with_steps(sum(source.num_samples for source in sources))
-    # The model gets its weights, and the loader its position, from the checkpoint, so it is chosen
-    # before them. A new folder is created only after everything has been found to fit together.
+    # The checkpoint is chosen before the model and the loader are built, because the weights and the
+    # position in the data come from it. A new run folder is created only after the loader has been built.
     folder, saved = None, None
     if resume:
         folder = open_folder(config, resume, stack)
@@ -164,7 +167,7 @@ def build(
         )
     stack.callback(loader.close)
     loss.set_num_samples(loader.num_samples, config.num_steps * config.global_batch)
-    # Before ZeRO partitions the parameters.
+    # This counts the operations of the model, so it must come before ZeRO partitions the parameters.
     peak_pace = peak_samples_per_s(model, config.log.peak_flops)
     folder = folder or open_folder(config, None, stack)
     with removed_if_refused(folder, new=saved is None):
@@ -235,7 +238,7 @@ def build(
 
 
 def find_writers(engine: Engine, wandb: WandbRun | None) -> dict[str, WriteEvents]:
-    """Return what writes the metrics, in addition to metrics.jsonl, by the name for messages."""
+    """Return the functions that write metrics to trackers, keyed by the tracker's name in messages."""
     monitors = {
         "TensorBoard": engine.monitor.tb_monitor,
         "W&B": wandb,
@@ -246,10 +249,10 @@ def find_writers(engine: Engine, wandb: WandbRun | None) -> dict[str, WriteEvent
 
 
 def check_without_data(config: Config) -> None:
-    """Check everything that does not need data: packages, loss, model, and whether shards may be remote.
+    """Check packages, loss and model, and that the settings allow remote shards if there are any. Reads no data.
 
     Raises:
-        ValueError: As a run would.
+        ValueError: If a run with these settings would fail one of these checks.
     """
     check_packages(config)
     make_loss(config)
@@ -263,7 +266,7 @@ def check_model(config: Config) -> None:
     """Check that the model and its pretrained weights exist.
 
     Raises:
-        ValueError: If they do not.
+        ValueError: If the model or its weights do not exist.
     """
     read_architecture(config.model)
     find_weights(register_config(config.model.name), config.model)
@@ -274,7 +277,8 @@ def make_loss(config: Config) -> Loss:
     """Build the loss on the CPU.
 
     Raises:
-        ValueError: If it does not exist, or does not fit the optimizer's settings.
+        ValueError: If the loss does not exist, or if optim.tau_lr is set but the loss does not learn
+            the logit scale.
     """
     loss = build_loss(config.loss.name, **config.loss.options)
     if config.optim.tau_lr is not None and not loss.learns_scale:
@@ -286,19 +290,20 @@ def make_loss(config: Config) -> Loss:
 
 
 def build_towers(config: Config, loss: Loss, restored: bool) -> tuple[nn.Module, Any]:
-    """Build the model, equal on every rank, and its tokenizer. Collective.
+    """Build the model, with the same weights on every rank, and its tokenizer. Collective.
 
     Args:
         config: Settings of the run.
-        loss: Determines the first logit scale and bias.
-        restored: Whether a checkpoint's weights will be loaded. Pretrained weights are not needed
-            then, and not downloaded.
+        loss: Its attributes determine the initial logit scale and bias, and whether the scale is learned.
+        restored: Whether weights will be loaded from a checkpoint later. If so, pretrained weights
+            are not needed and not downloaded.
     """
     if not restored:
         with comm.all_or_none("model"):
             name = register_config(config.model.name)
             find_weights(name, config.model)
-            if os.environ["LOCAL_RANK"] == "0":  # the other ranks of the host then find the files
+            # One rank per host downloads the files; the other ranks on the host then find them in the cache.
+            if os.environ["LOCAL_RANK"] == "0":
                 download_weights(name, config.model)
         if comm.rank() == 0:
             warn_of_random_tower(config.model)
@@ -317,13 +322,13 @@ def identify(config: Config, sources: list[Source]) -> dict[str, Any]:
     Raises:
         ValueError: On every rank, if hosts have different shards or model configs at the same path.
     """
-    # Synthetic data are identified by data.num_samples, which is one of the compared settings.
+    # Synthetic data needs no fingerprint: data.num_samples identifies it, and that setting is compared too.
     data = "synthetic" if config.data.source == "synthetic" else fingerprint(config.data, sources)
     with comm.all_or_none("model"):
         found = checkpoint.identity(config, data, read_architecture(config.model))
-        # Export and evaluation need it, even if the folder of the pretrained weights is gone.
+        # Export and evaluation need these values, even if the folder of the pretrained weights was deleted.
         found["model.preprocess"] = read_overrides(register_config(config.model.name), config.model)
-    # The paths are known to agree, but each host may have a different file there.
+    # All ranks are known to have the same paths, but the files at a path may differ between hosts.
     same = ("data.shards", "model.config", "model.preprocess")
     check_agreement({key: found.get(key) for key in same}, SAME_FILES)
     return found
@@ -332,8 +337,12 @@ def identify(config: Config, sources: list[Source]) -> dict[str, Any]:
 def start_engine(
     config: Config, model: nn.Module, loss: Loss, ds_config: dict[str, Any], saved: Saved | None
 ) -> Engine:
-    """Build the engine; on resume, restore it and the loss, and set newer checkpoints aside. Collective."""
-    # The weights, which are drawn already, are equal on all ranks. Dropout must differ.
+    """Build the engine. Collective.
+
+    On resume, also restore the engine and the loss, and rename checkpoints that are newer than `saved`.
+    """
+    # The weights were initialized earlier, with the same seed on all ranks. From now on each rank needs
+    # a different seed, because dropout must differ between ranks.
     set_random_seed(config.seed + 1 + comm.rank())
     new_engine = partial(build_engine, model, config.optim, ds_config)
     if saved is None:

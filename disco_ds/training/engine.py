@@ -1,8 +1,8 @@
-"""The DeepSpeed engine of a run: optimizer, schedule, precision, the update, and the bound of the logit scale.
+"""The DeepSpeed engine of a run: optimizer, learning rate, precision, update, and the clamp of the logit scale.
 
 No other file calls deepspeed.initialize. The optimizers come from torch and timm, so DeepSpeed
-compiles nothing. The learning rate is set before every update, so it depends on the step alone.
-Patches of DeepSpeed are in distributed/deepspeed_quirks.py.
+compiles no optimizer code. The learning rate is set before every update, so it depends on the step
+number but not on any stored schedule state. Patches of DeepSpeed are in distributed/deepspeed_quirks.py.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-"""Precision of the ds_config -> dtype of the parameters."""
+"""Maps the precision that is set in the ds_config to the dtype of the parameters."""
 
 
 class SpikeError(Exception):
-    """This batch must be skipped because of a spike. Raised on every rank, with nothing changed."""
+    """The batch is skipped because of a spike. Raised on every rank, before anything has been updated."""
 
 
 def build_engine(model: nn.Module, settings: OptimSettings, ds_config: dict[str, Any]) -> Engine:
     """Wrap the model in a DeepSpeed engine. Collective: every rank must call this.
 
     Args:
-        model: The model, on any device.
+        model: The model, on any device; it is moved to this rank's device.
         settings: Settings of the optimizer.
-        ds_config: From config.render_ds_config, so it is complete and free of combinations that
-            DeepSpeed gets wrong.
+        ds_config: The result of config.render_ds_config, which sets every needed key and refuses
+            combinations of settings that DeepSpeed handles incorrectly.
     """
     deepspeed.utils.logger.setLevel(logging.WARNING)
     deepspeed_quirks.reset_autocast()
@@ -61,18 +61,18 @@ def build_engine(model: nn.Module, settings: OptimSettings, ds_config: dict[str,
 
 
 def build_optimizer(groups: list[dict[str, Any]], settings: OptimSettings) -> torch.optim.Optimizer:
-    """Build the optimizer, fused where torch supports it, also on the CPU.
+    """Build the optimizer. AdamW and SGD use torch's fused implementation, on the CPU too.
 
     Args:
         groups: Parameter groups.
-        settings: Settings of the optimizer; its learning rate is set later, by set_rates.
+        settings: Settings of the optimizer. The learning rate is set later, by set_rates.
     """
     if settings.name == "adamw":
         return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
     if settings.name == "lion":
         return Lion(groups, lr=1.0, betas=settings.betas)
     if settings.name == "lamb":
-        # The engine clips the gradient, so LAMB does not.
+        # The engine already clips the gradient, so LAMB's built-in clipping is turned off.
         return Lamb(groups, lr=1.0, betas=settings.betas, eps=settings.eps, max_grad_norm=None)
     return torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum, fused=True)
 
@@ -81,10 +81,10 @@ def learning_rate(step: int, num_steps: int, peak: float, settings: OptimSetting
     """Return the learning rate of a step: linear warmup to `peak`, then settings.schedule.
 
     Args:
-        step: Counted from 0.
-        num_steps: Length of the run.
+        step: Number of the step, counted from 0.
+        num_steps: Number of steps in the run.
         peak: Learning rate after the warmup.
-        settings: Gives warmup_steps, schedule, cooldown_steps and lr_min.
+        settings: Only warmup_steps, schedule, cooldown_steps and lr_min are used.
     """
     warmup, low = settings.warmup_steps, settings.lr_min
     if step < warmup:
@@ -99,14 +99,16 @@ def learning_rate(step: int, num_steps: int, peak: float, settings: OptimSetting
 
 
 def set_rates(engine: Engine, lr: float, settings: OptimSettings, scale: Tensor) -> None:
-    """Set the learning rates of the next update, including that of the logit scale if optim.tau_lr is set.
+    """Set the learning rates for the next update.
+
+    If optim.tau_lr is set, the logit scale and bias get that learning rate instead of `lr`.
 
     Args:
         engine: The engine.
-        lr: Learning rate of this step.
+        lr: Learning rate for this step.
         settings: Settings of the optimizer.
-        scale: [1], exp(logit_scale). Once the temperature, 1 / scale, has fallen to optim.tau_slow,
-            tau_lr is divided by 3.
+        scale: [1], exp(logit_scale). While the temperature, 1 / scale, is at or below
+            optim.tau_slow, tau_lr is divided by 3.
     """
     tau_lr = settings.tau_lr
     if tau_lr is not None and settings.tau_slow * scale.item() >= 1:
@@ -115,12 +117,12 @@ def set_rates(engine: Engine, lr: float, settings: OptimSettings, scale: Tensor)
 
 
 def set_lr(engine: Engine, lr: float, tau_lr: float | None = None) -> None:
-    """Set the learning rate of each parameter group to `lr` times the factor of the group.
+    """Set the learning rate of each parameter group to `lr` times the group's lr_factor.
 
     Args:
         engine: The engine.
         lr: Learning rate.
-        tau_lr: Learning rate of the logit scale; if None, it follows the same rule.
+        tau_lr: Learning rate of the logit scale and bias. None: `lr` times the lr_factor of their group.
     """
     for group in engine.optimizer.param_groups:
         if group["name"] == "scale" and tau_lr is not None:
@@ -138,19 +140,19 @@ def backward_and_step(
 
     Args:
         engine: The engine.
-        surrogates: 0-d tensors, one per micro-batch, each built when it is requested. There are as
-            many as the engine's gradient_accumulation_steps.
-        refuses: Called before the update with the number of the step, counted from 1, and the
-            gradient norm, 0-d. If it returns True, there is no update.
+        surrogates: Yields one 0-d surrogate loss per micro-batch, gradient_accumulation_steps in all.
+            Each one is built only when it is requested.
+        refuses: Called before the update as refuses(step, norm), with the step number, counted from 1,
+            and the 0-d gradient norm. If it returns True, the update is skipped.
 
     Returns:
         The global gradient norm before clipping, 0-d, or None if a loss scaler skipped the step.
 
     Raises:
-        FloatingPointError: On every rank, if the gradient is not finite, unless a loss scaler has
-            skipped it and can still lower its scale.
-        SpikeError: On every rank, if `refuses` returned True. After both errors weights, optimizer,
-            loss scaler and counters are as they were before the step.
+        FloatingPointError: On every rank, if the gradient is not finite. It is not raised if a loss
+            scaler has skipped the step and can still lower its scale.
+        SpikeError: On every rank, if `refuses` returned True. After either error, the weights, optimizer,
+            loss scaler and counters are the same as before the step.
     """
     before = engine.global_steps, engine.global_samples, engine.skipped_steps
     scaler = getattr(engine.optimizer, "loss_scaler", None)
@@ -168,13 +170,13 @@ def backward_and_step(
         for surrogate in surrogates:
             engine.backward(surrogate, scale_wrt_gas=False)
             if engine.is_gradient_accumulation_boundary() and stage == 0:
-                # At ZeRO 0 DeepSpeed neither computes the norm nor checks for NaN. The gradients
-                # are already averaged over ranks here.
+                # At ZeRO 0, DeepSpeed neither computes the norm nor checks for NaN, so this code does.
+                # At this point, the gradients are already averaged over ranks.
                 gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
                 norm = torch.nn.utils.get_total_norm(gradients)
                 finite = bool(torch.isfinite(norm))
                 if not finite or refuse(norm):
-                    engine.zero_grad()  # sets them to None, so the optimizer skips all parameters
+                    engine.zero_grad()  # sets gradients to None, so no parameter changes
             engine.step()
     if finite and engine.was_step_applied() and not refused:
         value = engine.get_global_grad_norm() if norm is None else norm
@@ -193,21 +195,21 @@ def backward_and_step(
 
 @torch.no_grad()
 def clamp_scale(engine: Engine, max_scale: float) -> None:
-    """Clamp logit_scale to ln(max_scale), in the parameter and in the optimizer's fp32 copy.
+    """Limit logit_scale to at most ln(max_scale), in the parameter and in the optimizer's fp32 copy.
 
-    Each rank clamps the part that it owns, without communication and without waiting for the device.
+    Each rank clamps the part of logit_scale that it owns, with no communication or device synchronization.
     """
     parameter = engine.module.logit_scale
     if not parameter.requires_grad:
         return
     limit = math.log(max_scale)
-    if hasattr(parameter, "ds_id"):  # ZeRO 3: every rank has a padded part
+    if hasattr(parameter, "ds_id"):  # ZeRO 3: each rank stores one padded part
         safe_set_local_fp32_param(parameter, safe_get_local_fp32_param(parameter).clamp(max=limit))
         parameter.ds_tensor.data.clamp_(max=limit)
-        if parameter.numel():  # small parameters stay gathered
+        if parameter.numel():  # ZeRO 3 keeps small parameters gathered
             parameter.data.clamp_(max=limit)
         return
     mapping = getattr(parameter, "_hp_mapping", None)
-    if mapping is not None:  # ZeRO 1 and 2: this rank owns (a part of) the fp32 copy
+    if mapping is not None:  # ZeRO 1 and 2: this rank owns all or part of the fp32 copy
         mapping.get_hp_fragment().clamp_(max=limit)
     parameter.data.clamp_(max=limit)

@@ -1,18 +1,18 @@
-"""GradAccum (BASIC): one contrastive loss on the features of all micro-batches.
+"""GradAccum, from the BASIC paper: one contrastive loss on the features of all micro-batches.
 
 As in DisCo-CLIP's Algorithm 1, the autograd graph is always cut at the features:
 
-1. Forward every micro-batch without a graph.
-2. Compute one loss on all features, and its gradient at the features.
-3. Forward each micro-batch again with the same random draws, and backpropagate its part of that
-   gradient.
+1. Run the forward of every micro-batch without a graph.
+2. Compute one loss on all features, and the gradient of the loss with respect to the features.
+3. Run the forward of each micro-batch again with the same random numbers, and backpropagate the rows
+   of that gradient that belong to the micro-batch.
 
-The last micro-batch keeps its graph in 1, so that a single micro-batch needs a single forward. The
-caller runs the backward of the surrogate losses: step.py with DeepSpeed for the trainer, own_loop.py
-with DeepSpeed, DDP or FSDP2 for custom training loops.
+In step 1, the last micro-batch keeps its graph and needs no second forward, so a batch with only one
+micro-batch needs only one forward. The caller runs the backward of the surrogate losses: step.py
+with DeepSpeed for the trainer, and own_loop.py with DeepSpeed, DDP or FSDP2 for custom training loops.
 """
 
-# b samples of this rank = K micro-batches x m, D width
+# Symbols in shapes: b = K x m samples on this rank, in K micro-batches of m samples; D is the feature width.
 
 from __future__ import annotations
 
@@ -29,14 +29,16 @@ from disco_ds.losses import Embeddings, LossOutput
 from disco_ds.metrics.timers import Timer
 
 Features = tuple[Tensor, Tensor, Tensor, Tensor | None]
-"""(first side [m, D], second side [m, D], scale [1], bias [1] or None)."""
+"""(features of the first side [m, D], features of the second side [m, D], scale [1], bias [1] or None)."""
 
 
 class Rng:
-    """The random states of the CPU and one device, which dropout, patch dropout and drop path use.
+    """The random states of the CPU and one device, copied when this object is created.
+
+    Dropout, patch dropout and drop path draw their random numbers from these generators.
 
     Args:
-        device: The device; None is the current one of this process.
+        device: The device; None means this process's current device.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -48,7 +50,7 @@ class Rng:
             self._device_state = get_accelerator().get_rng_state(self._index)
 
     def restore(self) -> None:
-        """Restore these states."""
+        """Set the generators back to the copied states."""
         torch.set_rng_state(self._cpu_state)
         if self._device_state is not None:
             get_accelerator().set_rng_state(self._device_state, self._index)
@@ -56,10 +58,10 @@ class Rng:
 
 @dataclass(frozen=True)
 class MicroFeatures:
-    """The features of one micro-batch, and the random state before its forward."""
+    """The features of one micro-batch, and the random state from before their forward."""
 
     features: Any
-    """See Features; in the result of `Towers.again`, those of a locked tower are None."""
+    """A tuple, see Features. In the result of `Towers.again`, the features of a locked tower may be None."""
     index: Tensor | None
     """[m] sample ids."""
     rng: Rng
@@ -69,10 +71,10 @@ class Towers(Protocol):
     """Runs both towers on one micro-batch."""
 
     def __call__(self, batch: Any, keep_graph: bool) -> MicroFeatures:
-        """Compute the features, with or without a graph."""
+        """Compute the features of a micro-batch, with an autograd graph only if `keep_graph` is True."""
 
     def again(self, batch: Any, first: MicroFeatures) -> MicroFeatures:
-        """Compute the features of the trained towers again, with a graph. They equal those of `first`."""
+        """Recompute the features of the trained towers, now with a graph. They equal the features in `first`."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class Accumulated:
 
     out: LossOutput
     embeddings: Embeddings
-    """This rank's features of all micro-batches, as leaf tensors with the gradient of the loss."""
+    """This rank's features of all micro-batches, as leaf tensors. Their .grad is the gradient of the loss."""
     result: Any
     """What `backward` returned."""
 
@@ -94,41 +96,42 @@ def accumulate(
     agree: Callable[[Embeddings, LossOutput], None] = lambda embeddings, out: None,
     timer: Timer = record_function,
 ) -> Accumulated:
-    """Backpropagate the gradient of the global batch once. Collective, as the loss is.
+    """Compute the loss of the global batch and backpropagate it through all micro-batches. Collective, as the loss is.
 
     Args:
-        towers: Called on each micro-batch, and on all but the last a second time.
+        towers: Called on each micro-batch; `towers.again` is called on each one except the last.
         loss: Called once, with the features of all micro-batches.
         micro_batches: This rank's K micro-batches; K and their size are the same on every rank.
-        backward: Takes an iterator over K surrogate losses, and calls backward on each before it
+        backward: Takes an iterator over K surrogate losses, and backpropagates each one before it
             requests the next.
         agree: Called before `backward`, with this rank's embeddings and the output of the loss. It
-            must raise on all ranks or on none.
-        timer: Context manager that is opened around each phase, with the name of the phase.
+            may raise an error to skip the step, but then it must raise on all ranks.
+        timer: Called with the name of each phase; returns a context manager that surrounds the phase.
     """
     last = len(micro_batches) - 1
     with timer("step/forward"):
         parts = [towers(batch, keep_graph=k == last) for k, batch in enumerate(micro_batches)]
-    # Repeated forwards rewind the generators. The next step must continue from the state of now.
+    # The repeated forwards rewind the generators. The next step must continue from the current state.
     after = Rng(parts[-1].rng.device)
     leaves = _join_leaves(parts)
     with timer("step/loss"):
         out = loss(leaves)
-        out.loss.backward()  # stops at the leaves, and leaves the gradient of the global batch there
-    # Nothing has been changed yet, so all ranks can still skip the step together.
+        out.loss.backward()  # stops at the leaf tensors, which then have the gradient of the global batch
+    # Nothing has been updated yet, so all ranks can still skip the step together.
     agree(leaves, out)
     try:
         with timer("step/backward and update"):
             result = backward(_surrogates(towers, micro_batches, parts, leaves))
-    finally:  # also if the batch is skipped because of its gradient
+    finally:  # also if `backward` raises, for example to skip the batch
         after.restore()
     return Accumulated(out, leaves, result)
 
 
 def _join_leaves(parts: Sequence[MicroFeatures]) -> Embeddings:
-    """Join the features of all micro-batches as leaf tensors, where the backward of the loss stops.
+    """Concatenate the features of all micro-batches into leaf tensors, at which the backward of the loss stops.
 
-    The features of the last micro-batch have a graph, so they show which values are trained.
+    Only the features of the last micro-batch have a graph. Their requires_grad shows which of the
+    features, scale and bias are trained.
     """
     images, texts, scales, biases = zip(*(part.features for part in parts), strict=True)
     indices = [part.index for part in parts if part.index is not None]
@@ -150,11 +153,12 @@ def _surrogates(
 ) -> Iterator[Tensor]:
     """Yield a surrogate loss for each micro-batch: the inner product of its features and their gradient.
 
-    Its backward gives the parameters this micro-batch's part of the true gradient. Scale and bias
-    count once, in the last micro-batch. In the others their terms are multiplied by 0 instead of left
-    out, because ZeRO 3 would apply a stale gradient to a parameter that is not in the graph.
+    Its backward adds this micro-batch's contribution to the gradient of every parameter. The terms of
+    scale and bias must count only once per batch, so only the last micro-batch has them with weight 1.
+    The other micro-batches have them with weight 0. They cannot simply be omitted, because ZeRO 3
+    would apply a stale gradient to a parameter that is not in the graph.
     """
-    # The last micro-batch comes first, so that its graph is freed before the others build theirs.
+    # The last micro-batch comes first, so that its graph is freed before the next graph is built.
     with_graph = parts.pop()
     last = len(parts)
     m = len(leaves.image) // (last + 1)
@@ -175,7 +179,7 @@ def _surrogates(
 def _inner_product(
     value: Tensor | None, leaf: Tensor | None, rows: slice, weight: float = 1.0
 ) -> Tensor | None:
-    """Return weight x <value, leaf.grad[rows]>, or None if the value is not trained."""
+    """Return weight x <value, leaf.grad[rows]> (inner product), or None if the value is not trained."""
     if value is None or leaf is None or not leaf.requires_grad:
         return None
     grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

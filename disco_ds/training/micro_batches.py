@@ -1,4 +1,4 @@
-"""Split batches of any form into micro-batches. Only own_loop.py imports this file."""
+"""Split a batch, whatever its structure, into micro-batches. Only own_loop.py imports this file."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ DIVIDES = (
 
 
 def split(batch: Any, count: int) -> tuple[list[Any], int]:
-    """Split a batch into equal parts of the same form.
+    """Split a batch into parts of equal size, each with the same structure as the batch.
 
     Args:
-        batch: Mappings, dataclasses, tuples, and lists of tensors are nested fields. A field is a
-            tensor [b, ...] or a list of b samples that are not tensors. None, numbers and strings are
-            put into every part.
+        batch: A tensor [b, ...], a list of b samples that are not tensors, or a container of such
+            fields. Mappings, dataclasses, tuples, and lists of tensors are containers and may be
+            nested. None, numbers and strings are copied into every part.
         count: Number of parts.
 
     Returns:
-        The parts, and b.
+        The parts, and b, the number of samples in the batch.
 
     Raises:
-        ValueError: If b differs between fields or is not a multiple of `count`, or if nothing can be
-            divided.
+        ValueError: If b differs between fields, if b is not a multiple of `count`, or if the batch
+            contains nothing that can be divided.
     """
     sizes: dict[str, int] = {}
     parts = _cut(batch, count, (), sizes)
@@ -43,7 +43,7 @@ def split(batch: Any, count: int) -> tuple[list[Any], int]:
 
 
 def _cut(value: Any, count: int, path: tuple[str, ...], sizes: dict[str, int]) -> list[Any]:
-    """Split a field or nested fields, and add the number of samples of each field to `sizes`."""
+    """Split a field, or all fields in a container, and record the number of samples per field in `sizes`."""
     name = ".".join(path) or "the batch"
     if isinstance(value, Tensor) or _is_list_of_samples(value):
         shape = tuple(value.shape) if isinstance(value, Tensor) else (len(value),)
@@ -60,9 +60,10 @@ def _cut(value: Any, count: int, path: tuple[str, ...], sizes: dict[str, int]) -
 
 
 def _is_list_of_samples(value: Any) -> bool:
-    """Return whether a value is a list of samples.
+    """Return whether a value is a list or tuple of samples, not of fields.
 
-    torch's default_collate returns strings as a tuple, and the fields of a tuple as a list of tensors.
+    torch's default_collate turns strings into a tuple or list of strings (one per sample), and samples
+    that are tuples into a list of tensors (one per field).
     """
     if type(value) is tuple:
         return len(value) > 0 and all(isinstance(item, str) for item in value)
@@ -72,7 +73,7 @@ def _is_list_of_samples(value: Any) -> bool:
 def _open(
     value: Any, name: str, count: int
 ) -> tuple[dict[Any, Any], Callable[[dict[Any, Any]], Any]]:
-    """Return the fields of a value, and a function that makes a value of the same form from fields."""
+    """Return the fields of a container, and a function that builds the same kind of container from new fields."""
     if dataclasses.is_dataclass(value):
         fields = {
             field.name: getattr(value, field.name)
@@ -86,11 +87,12 @@ def _open(
         raise ValueError(f"{name} is a {type(value).__name__}, which cannot be divided; {DIVIDES}")
     shapes = {item.shape if isinstance(item, Tensor) else None for item in value}
     shape = shapes.pop() if len(shapes) == 1 else None
-    # Split as fields, b tensors that are samples would give b / K rows too, but of parts of all samples.
+    # If these tensors are samples, splitting them as fields would cut each sample into fragments. With
+    # these sizes, each part would still give the expected number of rows, so nothing else would notice.
     if shape and len(value) > 2 and len(value) * count == shape[0]:
         raise ValueError(
             f"{name} has {len(value)} tensors of shape {tuple(shape)}, which may be samples or "
             "fields. Stack samples into one tensor; put fields into a dict."
         )
-    make = getattr(type(value), "_make", type(value))  # _make is for namedtuples
+    make = getattr(type(value), "_make", type(value))  # namedtuples have _make
     return dict(enumerate(value)), lambda cut: make(cut.values())

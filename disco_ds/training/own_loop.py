@@ -1,7 +1,7 @@
-"""contrastive_step: the gradient of the global batch in a custom training loop, under DeepSpeed, DDP or FSDP2.
+"""contrastive_step: compute the gradient of the global batch in a custom loop, under DeepSpeed, DDP or FSDP2.
 
-docs/custom_loop.md shows its use. grad_accum.py contains the algorithm, which the trainer of this
-package uses through step.py.
+docs/custom_loop.md shows how to use it. The algorithm is in grad_accum.py. The trainer in this package
+uses the same algorithm through step.py.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from disco_ds.training.micro_batches import DIVIDES, split
 
 Forward = Callable[[Any], tuple[Tensor, ...]]
 REPEAT_TOLERANCE = 0.05
-"""Maximum distance between a row of a repeated forward and the first one, relative to the row's length.
+"""Maximum distance between a feature row of the first forward and the same row of the repeated forward.
 
-16-bit kernels reach 0.01.
+The distance is divided by the norm of the first row. With 16-bit kernels, distances of 0.01 occur.
 """
 RECHECK_STEPS = 200
-"""Number of steps after which a forward is compared with its repetition again."""
+"""Once in this many steps, the features of the repeated forward are compared with those of the first one."""
 EXPECTED = (
     "expected a tuple: the features of both sides, then the scale and the bias, if there are any"
 )
@@ -52,31 +52,34 @@ def contrastive_step(
     """Compute the gradient of the global batch for any number of ranks and micro-batches. Collective.
 
     Under a DeepSpeed engine this also updates the parameters, because ZeRO needs an engine.step()
-    after each micro-batch. Otherwise the gradients, averaged over ranks, are left in the parameters,
-    and the loop clips them and calls its optimizer.
+    after each micro-batch. Otherwise, the gradients, averaged over ranks, are left in the .grad of the
+    parameters. The loop must then clip them, if needed, and step its optimizer.
 
     Args:
-        model: A DeepSpeed engine, a DistributedDataParallel module, a module after FSDP2's
-            fully_shard, or a plain module on one process.
+        model: A DeepSpeed engine, a DistributedDataParallel module, a module to which FSDP2's
+            fully_shard was applied, or a plain module in a run with one process.
         loss: The loss of the global batch.
-        batch: This rank's b samples, in a form that `split` can divide (any form for one micro-batch).
-        forward: Calls `model` on a part of the batch. It returns the features of both sides, [m, D]
-            each, then the learned scale and bias, if there are any. All its random numbers must come
-            from torch's generators.
-        micro_batches: K; it must divide b.
-        scale: Factor of the logits, exp(logit_scale), if `forward` returns none.
-        index: [b], the sample ids, for FastCLIP.
+        batch: This rank's b samples, in a structure that micro_batches.split can divide. If K is 1, any
+            structure is allowed.
+        forward: Calls `model` on one micro-batch, a part of `batch`. It returns the features of both
+            sides, [m, D] each, then the learned scale and bias, if there are any. All random numbers
+            that it uses must come from torch's generators.
+        micro_batches: K, the number of micro-batches; b must be a multiple of K.
+        scale: The factor that multiplies the logits, exp(logit_scale). Required if `forward` does not
+            return a scale, and ignored otherwise.
+        index: [b], the sample ids. The FastCLIP losses require them.
         backward: Called on the surrogate loss of each micro-batch, for example
             `lambda x: scaler.scale(x).backward()`. Not used under DeepSpeed.
 
     Returns:
-        The output of the loss; `metrics["loss"]`, the mean over the global batch, is the value to log.
+        The output of the loss. The value to log is `metrics["loss"]`, the mean over the global batch.
 
     Raises:
-        ValueError: On every rank, if the batches of the ranks do not fit together or do not divide
-            into K, K is not the engine's gradient_accumulation_steps, a step runs inside another
-            step, there is no scale, or `forward` returns different features when it is repeated.
-        FloatingPointError: From a DeepSpeed engine, see backward_and_step.
+        ValueError: On every rank, in any of these cases: the features have different shapes on different
+            ranks; b is not a multiple of K; K is not the engine's gradient_accumulation_steps; this
+            call is inside another contrastive_step of the same model; neither `forward` nor `scale`
+            provides a scale; a repeated `forward` returns different features.
+        FloatingPointError: Only under a DeepSpeed engine, see backward_and_step.
     """
     history = _histories.setdefault(model, _History())
     if history.running:
@@ -130,22 +133,22 @@ def contrastive_step(
 
 @dataclass
 class _History:
-    """The previous steps of a model."""
+    """What contrastive_step remembers about a model between steps."""
 
     steps: int = 0
     running: bool = False
     checked: dict[tuple[int, bool], int] = field(default_factory=dict)
-    """(K, training mode) -> the last step whose repeated forward was compared and found equal."""
+    """Maps (K, model.training) to the last step in which a repeated forward was found to equal the first."""
 
 
 _histories: WeakKeyDictionary[Any, _History] = WeakKeyDictionary()
 
 
 def find_device(model: torch.nn.Module) -> torch.device:
-    """Return the accelerator of the parameters, or this process's device if all are on the CPU.
+    """Return the accelerator that the parameters are on, or this process's device if they are all on the CPU.
 
     Raises:
-        ValueError: If they are on several accelerators.
+        ValueError: If the parameters are on several accelerators.
     """
     found = {p.device for p in model.parameters() if p.device.type != "cpu"}
     if len(found) > 1:
@@ -160,7 +163,13 @@ def find_device(model: torch.nn.Module) -> torch.device:
 def _split_on_all_ranks(
     batch: Any, count: int, device: torch.device | None
 ) -> tuple[list[Any], int | None]:
-    """Call `split`, and raise on all ranks if one fails, because the others would wait. Collective if count > 1."""
+    """Call `split`. If it fails on any rank, raise ValueError on all ranks. Collective if count > 1.
+
+    Without this, the ranks on which `split` succeeds would wait for the other ranks in the next collective.
+
+    Returns:
+        The parts, and the number of samples. If count is 1, the batch is not split, and the number is None.
+    """
     if count == 1:
         return [batch], None
     done: tuple[list[Any], int] | None = None
@@ -177,7 +186,7 @@ def _split_on_all_ranks(
 
 @dataclass
 class _Towers:
-    """Runs the user's forward on one micro-batch, and repeats it."""
+    """Runs the user's forward on a micro-batch, and runs it again to backpropagate. See grad_accum.Towers."""
 
     forward: Forward
     backend: _Engine | _Plain
@@ -186,7 +195,7 @@ class _Towers:
     device: torch.device | None
     group: Any
     checked: Any
-    """The model, if this step checks that a repeated forward equals the first one, else None."""
+    """The model if this step checks that a repeated forward equals the first one, otherwise None."""
 
     def __post_init__(self) -> None:
         self.buffers: dict[str, Tensor] = {}
@@ -201,7 +210,7 @@ class _Towers:
         self._refuse_changed_buffers()
         if keep_graph and self.checked is not None and comm.size(self.group) > 1:
             self.backend.warn_of_unaveraged(*features[2:])
-        if not keep_graph:  # `forward` may have enabled gradients itself
+        if not keep_graph:  # the user's forward may have enabled gradients
             image, text, scale, bias = features
             bias = None if bias is None else bias.detach()
             features = image.detach(), text.detach(), scale.detach(), bias
@@ -248,7 +257,7 @@ class _Towers:
             )
 
     def _refuse_changed_buffers(self) -> None:
-        """Raise ValueError if forward has updated a buffer: GradAccum would update it twice per step."""
+        """Raise ValueError if forward has changed a buffer. The repeated forward would change it a second time."""
         for name, before in self.buffers.items():
             now = self.checked.get_buffer(name)
             same = now.shape == before.shape
@@ -261,7 +270,10 @@ class _Towers:
 
 
 class _Engine:
-    """DeepSpeed: each micro-batch takes an engine.backward and an engine.step; the last step updates."""
+    """Backend for DeepSpeed, which needs an engine.backward and an engine.step for each micro-batch.
+
+    The parameters are updated only in the engine.step of the last micro-batch.
+    """
 
     def __init__(self, engine: DeepSpeedEngine):
         self.engine = engine
@@ -285,7 +297,7 @@ class _Engine:
         return nullcontext()
 
     def run(self, surrogates: Iterator[Tensor]) -> bool:
-        """Return True if the update was applied."""
+        """Backpropagate the surrogate losses and update the parameters. Return True if the update was applied."""
         return backward_and_step(self.engine, surrogates) is not None
 
     def warn_of_unaveraged(self, *learned: Tensor | None) -> None:
@@ -293,7 +305,10 @@ class _Engine:
 
 
 class _Plain:
-    """DDP, FSDP2 or a plain module: gradients accumulate, and the last micro-batch averages them over ranks."""
+    """Backend for DDP, FSDP2 and plain modules, which accumulate gradients over the micro-batches.
+
+    DDP and FSDP2 average the gradients over ranks in the backward of the last micro-batch.
+    """
 
     def __init__(self, model: Any, backward: Callable[[Tensor], None], reports_skips: bool):
         self.model = model
@@ -312,7 +327,7 @@ class _Plain:
 
     @contextmanager
     def synchronized(self, last: bool) -> Iterator[None]:
-        """Reduce gradients over ranks in this block only if it handles the last micro-batch."""
+        """In this block, let DDP or FSDP2 average gradients over ranks only if `last` is True."""
         if self.is_fsdp:
             self.model.set_requires_gradient_sync(last)
             self.model.set_is_last_backward(last)
@@ -320,7 +335,12 @@ class _Plain:
             yield
 
     def run(self, surrogates: Iterator[Tensor]) -> bool:
-        """Return False if torch's GradScaler will skip the update; only losses with state need to know."""
+        """Backpropagate the surrogate losses.
+
+        Returns:
+            False if torch's GradScaler will skip the update because the gradient is not finite. This is
+            checked only for losses with state; for other losses the result is always True.
+        """
         for k in range(1, self.num_micro_batches + 1):
             with self.synchronized(last=k == self.num_micro_batches):
                 self.backward(next(surrogates))
@@ -329,17 +349,17 @@ class _Plain:
     def _is_gradient_finite(self) -> bool:
         """Return whether the gradient is finite on all ranks. Collective."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        # FSDP2's gradients are DTensors, of which a rank may have no rows.
+        # FSDP2's gradients are DTensors. This rank's part of a DTensor may have no rows.
         parts = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in gradients]
         parts = [part for part in parts if part.numel()]
         largest = torch.nn.utils.get_total_norm(parts, norm_type=torch.inf)
         return not comm.all_reduce_max((~torch.isfinite(largest)).float()).item()
 
     def warn_of_unaveraged(self, *learned: Tensor | None) -> None:
-        """Warn of gradients that are not averaged over ranks."""
+        """Warn if some gradients will not be averaged over ranks. `learned` contains the scale and the bias."""
         if self.is_ddp:
             _warn_of_outside(self.model, *learned)
-        # The parameters in the graph of an FSDP2 forward are not those of the module.
+        # FSDP2 is not checked, because the graph of its forward does not contain the module's parameters.
         elif not self.is_fsdp and comm.rank() == 0:
             warn(
                 "the gradients of a plain module are not averaged over ranks: pass the "
@@ -349,7 +369,7 @@ class _Plain:
 
 
 def _warn_of_outside(model: Any, *learned: Tensor | None) -> None:
-    """Warn of a learned scale or bias that depends on no parameter of the model."""
+    """Warn if the scale or the bias is learned but does not depend on any parameter of the model."""
     own = {id(parameter) for parameter in model.parameters()}
     for name, value in zip(("scale", "bias"), learned, strict=True):
         leaves = _find_leaves(value)
@@ -362,7 +382,7 @@ def _warn_of_outside(model: Any, *learned: Tensor | None) -> None:
 
 
 def _find_leaves(value: Tensor | None) -> list[Tensor]:
-    """Return the tensors whose gradient the backward of `value` computes."""
+    """Return the leaf tensors that receive a gradient in the backward of `value`."""
     found = []
     seen = set()
     open_nodes = [] if value is None else [value.grad_fn]
