@@ -1,25 +1,27 @@
-"""A checkpoint's life: write, complete, upload, retain, resume, reshard, export.
+"""The life cycle of a checkpoint: write, complete, upload, retain, resume, reshard, export.
 
 Imported by training, plan, checks and cli.
 
 1. **Write.** When a save is due, `saver` copies the state of every rank into pinned host memory
-   (`checkpoint`, `background_save`): DeepSpeed's engine files, the loss's state, the position in
-   the data order, and the random generators. Training then continues. A thread of each rank writes
-   the copy into `.step-N.partial` and hashes it (`writer`). Ranks never wait long for each other:
-   they meet every two seconds until all threads are done.
-2. **Complete.** When all ranks have written, they exchange sizes and checksums, and a thread of
-   rank 0 writes `checkpoint.json`, flushes the folders and renames `.step-N.partial` to `step-N`.
-   A folder called `step-N` is therefore complete, and a killed run leaves nothing that could be
-   mistaken for a checkpoint.
+   (`checkpoint`, `background_save`): the content of DeepSpeed's engine files, the loss's state, the
+   position in the data order, and the states of the random generators. Training then continues. On
+   each rank, a thread writes the copy into `.step-N.partial` and hashes it (`writer`). No rank waits
+   long for the others: until all threads are done, the ranks synchronize every two seconds.
+2. **Complete.** When all ranks have written their files, they exchange sizes and checksums. A thread
+   of rank 0 then writes `checkpoint.json`, flushes the folders and renames `.step-N.partial` to
+   `step-N`. A folder called `step-N` is therefore complete, and a killed run leaves nothing that
+   could be mistaken for a checkpoint.
 3. **Upload.** `upload` runs the user's `checkpoint.copy_command` on each new checkpoint, one at a
    time. Unfinished uploads are listed in `copies.json` and repeated when the run is resumed.
-4. **Retain.** `retention` removes old checkpoints. Damaged ones do not count, so the last intact
-   checkpoint always stays.
+4. **Retain.** `retention` removes old checkpoints. Damaged checkpoints do not count
+   toward the number to keep, so the last intact checkpoint is never removed.
 5. **Resume.** `resume` chooses a checkpoint, compares its settings with those of the run
    (`changes`), and verifies the checksum of every file before any file is parsed. If a file is
-   damaged, an unattended run falls back to the previous checkpoint. Newer checkpoints are set aside.
+   damaged, an unattended run falls back to the previous checkpoint. Checkpoints newer than the
+   chosen one are set aside.
 6. **Reshard.** If the number of ranks, the ZeRO stage or the precision has changed, `reshard` loads
-   the optimizer's state by parameter name. Otherwise the resumed run is bit-identical.
-7. **Export.** `weights` reads the trained weights alone, for evaluation; `export` writes them for
+   the optimizer's state by parameter name. Otherwise the resumed run is bit-identical to an
+   uninterrupted one.
+7. **Export.** `weights` reads only the trained weights, for evaluation. `export` writes them for
    open_clip and other libraries.
 """

@@ -1,17 +1,20 @@
 """A save in the background: copy the state to host memory, then write, hash and flush it while training continues.
 
-A training step waits only for the copy. The writer is a thread: it ends with its rank, it needs no
-shared memory, and torch.save and hashlib release Python's lock for everything but the small pickles.
-It never communicates. The ranks learn from the flags that they exchange at every step (`agree` in
-training/loop.py) that all writers are done. Then the main threads exchange sizes and checksums, and a
-thread of rank 0 renames the folder and removes old checkpoints. Checksums are exchanged by a
-collective and not through files, because on NFS a host may see a new file of another host late.
+A training step waits only for the copy. The writer is a thread and not a process: it ends with its
+rank, it needs no shared memory, and torch.save and hashlib release Python's global lock for everything
+but the small pickles. The writer never communicates with other ranks. The ranks learn from the flags
+that they exchange at every step (`agree` in training/loop.py) that all writers are done. Then the main
+threads exchange sizes and checksums, and a thread of rank 0 renames the folder and removes old
+checkpoints. Checksums are exchanged by a collective and not through files, because on NFS a new file
+may become visible to other hosts late.
 
-Alternatives considered: DeepSpeed's decoupled engine sends the live tensors to a child process through
-/dev/shm, and hangs or silently loses saves if that fails; its fast engine writes before it returns.
-torch's StateDictStager keeps one buffer per living storage, so it allocates and pins memory again for
-every tensor that DeepSpeed creates again. All tensors are copied into one block, because torch's pinned
-allocator would round the size of each one up to a power of two.
+Alternatives considered: DeepSpeed's decoupled checkpoint engine sends the live tensors to a child
+process through /dev/shm, and hangs or silently loses saves if that fails. DeepSpeed's fast checkpoint
+engine returns only after it has written. torch's StateDictStager keeps one buffer per live storage, so
+whenever DeepSpeed creates a new tensor, it allocates and pins new memory.
+
+All tensors are copied into one block, because torch's pinned allocator would round the size of each
+tensor up to a power of two.
 """
 
 from __future__ import annotations
@@ -42,32 +45,32 @@ from disco_ds.data.pipeline.shared_batches import pin, unpin
 from disco_ds.distributed import comm, jobs
 
 ALIGNMENT = 64
-"""In host memory every tensor starts at a multiple of this many bytes."""
+"""In the block of host memory, each tensor starts at a multiple of this many bytes."""
 
 
 class HostCopy:
-    """A block of host memory that holds a copy of a state, pinned if the device is CUDA."""
+    """A block of host memory that holds a copy of a state. It is pinned if the device is a CUDA GPU."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._pinned = False
 
     def take(self, state: Any) -> Any:
-        """Copy a tree of dicts, lists and tuples. The next call overwrites the copies of the tensors.
+        """Return a copy of a tree of dicts, lists and tuples. The next call overwrites the copied tensors.
 
-        Leaves other than tensors are copied by copy.deepcopy.
+        Leaves that are not tensors are copied by copy.deepcopy.
 
         Raises:
             RuntimeError: If there is not enough memory.
         """
-        # torch would rebuild a torch.Size as a tuple.
+        # tree_flatten would otherwise descend into a torch.Size, which would be rebuilt as a plain tuple.
         leaves, structure = tree_flatten(state, is_leaf=lambda node: isinstance(node, torch.Size))
         sizes = [leaf.nbytes if isinstance(leaf, Tensor) else 0 for leaf in leaves]
         padded = (math.ceil(size / ALIGNMENT) * ALIGNMENT for size in sizes)
         *starts, total = accumulate(padded, initial=0)
         self._reserve(total)
-        # A slice of a NumPy array becomes a separate storage. torch.save would write the whole storage
-        # of a slice of a tensor.
+        # torch.save writes the whole storage of a tensor, even if the tensor is a slice. A tensor made
+        # from a slice of a NumPy array has a storage of only that slice.
         memory = self._memory.numpy()
         copies = []
         for leaf, start, size in zip(leaves, starts, sizes, strict=True):
@@ -90,7 +93,7 @@ class HostCopy:
     def _reserve(self, size: int) -> None:
         if self._memory.numel() >= size:
             return
-        self.close()  # before the new memory is allocated, so that the host never holds both
+        self.close()  # before the new memory is allocated, so that the host never holds both blocks
         self._memory = torch.empty(size, dtype=torch.uint8)
         if get_accelerator().device_name() == "cuda":
             self._pinned = pin(self._memory, "a checkpoint's copy")
@@ -100,28 +103,28 @@ class HostCopy:
 class Save:
     """A save in progress. Every rank must create one.
 
-    Each rank writes its files in a thread. When all ranks have done so, they exchange the checksums,
-    and a thread of rank 0 completes the checkpoint, so that training never waits for the disk.
+    Each rank writes its files in a thread. When all ranks have written theirs, they exchange the
+    checksums. Then a thread of rank 0 completes the checkpoint. Training never waits for the disk.
     """
 
     final: Path
-    """The checkpoint's folder."""
+    """The folder of the complete checkpoint."""
     partial: Path
-    """The folder to write into."""
+    """The folder to write into, which is renamed to `final` at the end."""
     meta: dict[str, Any]
-    """Content of checkpoint.json."""
+    """Content of checkpoint.json, without the list of files and the seal."""
     states: dict[Path, Any]
-    """Content of this rank's files by path. It must not change until they are written."""
+    """Content of each file that this rank writes, keyed by path. It must not change until the files are written."""
     present: Sequence[Path] = ()
-    """Files of this rank that are in the folder already."""
+    """Files of this rank that are already in the partial folder."""
     _job: Future[Any] = field(default_factory=Future)
-    """The work of this rank's thread."""
+    """What this rank's thread is doing."""
     _completing: bool = False
-    """Whether that work is to complete the checkpoint, rather than to write files."""
+    """Whether rank 0's thread is completing the checkpoint. False while the ranks write their files."""
 
     @property
     def step(self) -> int:
-        """The step that is saved."""
+        """The training step whose state is saved."""
         return self.meta["step"]
 
     @property
@@ -130,12 +133,12 @@ class Save:
         return not self._job.done()
 
     def start(self) -> None:
-        """Start to write this rank's files, or write them again after a failure."""
+        """Start writing this rank's files, or start again after a failure."""
         self._completing = False
         self._job = jobs.start(self._write)
 
     def wait(self, seconds: float) -> None:
-        """Wait for this rank's thread, but at most this long."""
+        """Wait for this rank's thread, but at most this many seconds."""
         futures.wait([self._job], seconds)
 
     def wait_for_all(self) -> None:
@@ -144,16 +147,20 @@ class Save:
         jobs.wait_for_all(self._job, what)
 
     def advance(self, tidy: Callable[[], object]) -> bool:
-        """Take the next step of the save, once the threads of all ranks are done. Collective.
+        """Complete the checkpoint in rank 0's thread, or check that it is complete. Collective.
+
+        Call this only when the threads of all ranks are done. The first call checks that all ranks have
+        written their files, exchanges checksums and starts to complete the checkpoint. The second call
+        checks that the checkpoint is complete.
 
         Args:
-            tidy: Called by rank 0's thread when the checkpoint is complete.
+            tidy: Called in rank 0's thread as soon as the checkpoint is complete.
 
         Returns:
             True if the checkpoint is complete, False if rank 0's thread has started to complete it.
 
         Raises:
-            AgreedError: If any rank could not write its part, or rank 0 could not complete the checkpoint.
+            AgreedError: If any rank could not write its files, or rank 0 could not complete the checkpoint.
         """
         if self._completing:
             with comm.all_or_none(f"completing {self.final}"):
@@ -170,10 +177,10 @@ class Save:
         return False
 
     def finish(self) -> Path:
-        """Wait until the checkpoint is complete, and return its folder. Collective.
+        """Wait until the checkpoint is complete and return its folder. Collective.
 
         Raises:
-            AgreedError: See advance.
+            AgreedError: See `advance`.
         """
         complete = False
         while not complete:
@@ -182,7 +189,7 @@ class Save:
         return self.final
 
     def _write(self) -> dict[str, dict[str, Any]]:
-        """Write this rank's files. Return size and checksum of each by name."""
+        """Write this rank's files. Return the size and checksum of each file, keyed by name."""
         files = {}
         for path, state in self.states.items():
             files[str(path.relative_to(self.partial))] = write_tensors(state, path)
@@ -197,10 +204,11 @@ class Save:
         meta = {**self.meta, "files": dict(sorted(files.items()))}
         meta["seal"] = seal(meta)
         write_text(self.partial / META, json.dumps(meta, indent=1) + "\n")
-        # A crash must not leave a folder with the final name that lacks a file.
+        # After a crash, a folder with the final name must not lack a file, so flush all folders first.
         for folder in {path.parent for path in self.partial.rglob("*")}:
             sync(folder)
-        # An earlier save of this step is kept, so that a crash at this moment loses neither.
+        # If this step was saved before, keep the earlier checkpoint, so that a crash between the two
+        # renames loses neither checkpoint.
         if os.path.lexists(self.final):
             set_aside(self.final)
         self.partial.rename(self.final)
@@ -212,7 +220,7 @@ def checksum(path: Path) -> str:
     """Return the SHA-256 of a file.
 
     Raises:
-        OSError: If it cannot be read.
+        OSError: If the file cannot be read.
     """
     digest = hashlib.sha256()
     with path.open("rb") as file:

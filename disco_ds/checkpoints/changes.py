@@ -1,4 +1,4 @@
-"""Settings that differ from those of the checkpoint to resume from: refused unless --allow-change names them."""
+"""Compare the settings of a resumed run with its checkpoint's. Refuse changes unless --allow-change names them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ MAY_BE_ALLOWED = {
     *(f"data.{name}" for name in ("augment", "captions", "crop_ratio", "crop_scale")),
     *(f"model.{name}" for name in ("max_scale", "patch_dropout")),
 }
-"""Settings that --allow-change may name. A run could not resume with other values of the rest: they decide which
-samples are read, what the loss's state means, or which parameter group an optimizer state belongs to."""
+"""Settings that --allow-change may name. No other setting may change when a run is resumed: the other settings decide
+which samples are read, what the loss's state means, or which parameter group an optimizer state belongs to."""
 
 
 def refuse_changes(saved: dict[str, Any], now: dict[str, Any], allowed: Sequence[str] = ()) -> None:
-    """Refuse settings that differ from the checkpoint's, unless they are allowed.
+    """Refuse settings that differ from those in the checkpoint, unless --allow-change names them.
 
     Args:
-        saved: Identity in the checkpoint, see checkpoint.identity.
-        now: Identity of this run.
-        allowed: Dotted names of --allow-change. A name includes the settings below it.
+        saved: Identity that the checkpoint contains, see checkpoint.identity.
+        now: Identity of this run, see checkpoint.identity.
+        allowed: Dotted names given to --allow-change. Each name also allows all settings nested below it.
 
     Raises:
-        ValueError: Naming each changed setting, and the option that allows them all, if there is one.
+        ValueError: If a setting has changed and is not allowed. The message names each such setting. If all of
+            them may be allowed, it also shows the --allow-change option that does so.
     """
     changed = [
         change for change in find_changes(saved, now) if not _is_within(change.setting, allowed)
@@ -49,14 +50,14 @@ def refuse_changes(saved: dict[str, Any], now: dict[str, Any], allowed: Sequence
 
 
 def refuse_unchangeable(allowed: Sequence[str], resume: str | None) -> None:
-    """Refuse unusable values of --allow-change.
+    """Refuse an --allow-change that cannot be used.
 
     Args:
-        allowed: Dotted names of --allow-change.
-        resume: Value of --resume.
+        allowed: Dotted names given to --allow-change.
+        resume: Value of --resume; None for a new run.
 
     Raises:
-        ValueError: If a name is unknown or must not change within a run, or the run is not resumed.
+        ValueError: If a name is not a setting that may change within a run, or if the run is not resumed.
     """
     if allowed and not resume:
         raise ValueError("--allow-change needs --resume: a new run accepts any settings")
@@ -69,7 +70,7 @@ def refuse_unchangeable(allowed: Sequence[str], resume: str | None) -> None:
 
 
 class Change(NamedTuple):
-    """A setting, by its dotted name, whose value differs from that in the checkpoint."""
+    """A setting whose value differs from the value in the checkpoint. `setting` is its dotted name."""
 
     setting: str
     old: Any
@@ -77,7 +78,7 @@ class Change(NamedTuple):
 
 
 def find_changes(saved: dict[str, Any], now: dict[str, Any]) -> list[Change]:
-    """Return the differences of two identities. A missing setting counts as null."""
+    """Return the settings that differ between two identities. A missing setting counts as null."""
     old, new = _flatten(saved), _flatten(now)
     names = dict.fromkeys([*new, *old])
     return [
@@ -88,7 +89,7 @@ def find_changes(saved: dict[str, Any], now: dict[str, Any]) -> list[Change]:
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the leaves of nested settings by dotted name, as JSON stores them (a tuple becomes a list)."""
+    """Flatten nested settings into values keyed by dotted name, as JSON stores them (a tuple becomes a list)."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):

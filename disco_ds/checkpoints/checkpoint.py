@@ -1,14 +1,14 @@
 """The content of a checkpoint: DeepSpeed's files, and the state of every rank that DeepSpeed does not save.
 
     checkpoints/step-00000100/
-        checkpoint.json   step, settings, size and SHA-256 of all files; written last
-        engine/           DeepSpeed's files: pickles of its own classes, so they are as trusted as code
-        rank_00000.pt     one per rank: data cursor, RNG and loss state; tensors and plain values only
+        checkpoint.json   step, settings, size and SHA-256 of each file; written last
+        engine/           DeepSpeed's files: they contain pickled DeepSpeed classes, so loading them can run code
+        rank_00000.pt     one per rank: data cursor, RNG state and loss state; only tensors and plain values
 
 A checkpoint is written under a temporary name and completed by one rename (background_save.py), so a
-folder called step-NNNNNNNN is complete. No file is parsed before its SHA-256 has been compared. This
-also replaces the CRC of the zip format, which torch does not check in a mapped file. retention.py
-manages the folder that has all checkpoints of a run.
+folder called step-NNNNNNNN is complete. No file is parsed before its SHA-256 has been verified. This
+check also replaces the CRC of the zip format, which torch does not check when it memory-maps a file.
+retention.py manages the folder that contains all checkpoints of a run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from disco_ds.distributed.deepspeed_quirks import collect_checkpoint
 from disco_ds.runs.run_folder import CHECKPOINTS
 
 RANK_FILE = re.compile(r"rank_\d+\.pt")
-"""Names of the files with the state of one rank."""
+"""Names of the rank files. Each contains the state of one rank."""
 
 DATA_MAY_CHANGE = {
     "workers",
@@ -51,10 +51,10 @@ DATA_MAY_CHANGE = {
     "remote",
     "options",
 }
-"""Data settings that affect neither a sample nor its position. Sources are compared by their fingerprints instead."""
+"""Data settings that affect neither the samples nor their order. Sources are compared by fingerprint instead."""
 
 SOURCE_MAY_CHANGE = {"shards", "manifest", "source", "options"}
-"""The same for one entry of data.sources."""
+"""Settings of an entry of data.sources that affect neither the samples nor their order."""
 
 MODEL_MAY_CHANGE = {
     "name",
@@ -65,19 +65,22 @@ MODEL_MAY_CHANGE = {
     "activation_checkpointing",
     "compile",
 }
-"""Name and factory are compared by the architecture that they stand for; the weights come from the checkpoint."""
+"""Model settings that are not compared when a run is resumed.
+
+The architecture is compared instead of name, factory and options. The weights come from the checkpoint.
+"""
 
 COMMUNICATION_SETTINGS = ("overlap_comm", "reduce_bucket_size")
-"""ZeRO settings for the communication of gradients, which do not change what each rank holds."""
+"""ZeRO settings for gradient communication. They do not affect which part of the state each rank holds."""
 
 
 def identity(config: Config, fingerprint: str, architecture: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that must stay the same when a run is resumed, by the names that a user knows.
+    """Return the settings that must stay the same when a run is resumed, keyed by their names in a recipe.
 
     Args:
         config: Settings of the run.
         fingerprint: Fingerprint of the shards.
-        architecture: open_clip's config of the model.
+        architecture: The model's config in open_clip's format.
     """
     excluded = dict.fromkeys(DATA_MAY_CHANGE, True) | {"sources": {"__all__": SOURCE_MAY_CHANGE}}
     return {
@@ -93,7 +96,7 @@ def identity(config: Config, fingerprint: str, architecture: dict[str, Any]) -> 
 
 
 def shape(config: Config, ranks: int) -> dict[str, Any]:
-    """Return the settings that decide which rank holds what, as JSON stores them.
+    """Return the settings that decide which part of the state each rank holds, as JSON stores them.
 
     They may change when a run is resumed, see reshard.py.
     """
@@ -110,18 +113,18 @@ def shape(config: Config, ranks: int) -> dict[str, Any]:
 
 
 class RunState(NamedTuple):
-    """This rank's part of what a checkpoint contains in addition to the engine's files."""
+    """This rank's state that a checkpoint contains in addition to DeepSpeed's engine files."""
 
     meta: dict[str, Any]
     """Content of checkpoint.json: step, num_steps, identity, shape, anomalies."""
     data: dict[str, Any]
-    """State of the loader."""
+    """State of the data loader."""
     loss: dict[str, Any]
     """State of the loss."""
 
 
 def prepare(folder: Path, step: int, engine: Engine) -> tuple[Path, list[Path]]:
-    """Make the folder that a checkpoint is written into, with the files that are only copied. Collective.
+    """Make the folder that a checkpoint is written into, and copy the files that are on NVMe into it. Collective.
 
     Args:
         folder: The run folder.
@@ -129,7 +132,7 @@ def prepare(folder: Path, step: int, engine: Engine) -> tuple[Path, list[Path]]:
         engine: The engine to save.
 
     Returns:
-        The folder, and this rank's files in it.
+        The folder, and the files that this rank has copied into it.
 
     Raises:
         AgreedError: If any rank could not write to the disk.
@@ -139,7 +142,7 @@ def prepare(folder: Path, step: int, engine: Engine) -> tuple[Path, list[Path]]:
 
     def make_folder() -> None:
         if comm.rank() == 0:
-            # A crash, or a failed save of the same step, may have left a part of it.
+            # A crash or a failed save of the same step may have left an incomplete folder.
             if partial.exists():
                 shutil.rmtree(partial)
             (partial / ENGINE).mkdir(parents=True)
@@ -154,17 +157,17 @@ def start_save(
     state: RunState,
     host: HostCopy | None = None,
 ) -> Save:
-    """Start to write a checkpoint. Collective; the checkpoint is complete after Save.finish.
+    """Start writing a checkpoint. It is complete after Save.finish. Collective.
 
     Args:
         prepared: What `prepare` returned.
         engine: The engine to save.
-        state: The rest of what is saved.
-        host: Memory to copy the state to and to write from; None: the state must not change until
-            Save.finish.
+        state: The state to save in addition to the engine's.
+        host: Host memory that receives a copy of the state, from which the files are written. None
+            means no copy: then the state must not change until Save.finish has returned.
 
     Raises:
-        AgreedError: If any rank could not copy its part.
+        AgreedError: If any rank could not copy its state.
     """
     partial, present = prepared
     files = collect_checkpoint(engine, partial, ENGINE)
@@ -187,30 +190,32 @@ class Saved:
     meta: dict[str, Any]
     """The content of checkpoint.json."""
     verified: set[str] = field(default_factory=set)
-    """Names of files whose checksum has been compared."""
+    """Names of the files that have passed the checksum test."""
     gathered: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The data state in each rank's file, by file name, and the loss state if it is empty; see open_verified."""
+    """The data state of each rank, and its loss state if empty, keyed by file name. open_verified fills this in."""
 
     @property
     def step(self) -> int:
-        """The step that it was saved after."""
+        """The training step after which the checkpoint was saved."""
         return self.meta["step"]
 
     @property
     def rank_files(self) -> list[str]:
-        """Names of the files with the state of one rank each, in rank order."""
+        """Names of the rank files, in rank order."""
         return sorted(filter(RANK_FILE.fullmatch, self.meta["files"]))
 
     def states(self, kind: str) -> Sequence[dict[str, Any]]:
-        """Return the states of every rank; each is read, and may raise DamagedError, when it is indexed.
+        """Return a sequence with the state of each rank.
+
+        A state is read when the sequence is indexed, which may raise DamagedError.
 
         Args:
-            kind: rng, data or loss.
+            kind: Which state: "rng", "data" or "loss".
         """
         return RankStates(self, kind)
 
     def verify(self, names: Iterable[str]) -> None:
-        """Compare the checksums of these files, once per file.
+        """Check these files against their recorded checksums, unless they have been checked before.
 
         Raises:
             DamagedError: If a file has changed or cannot be read.
@@ -229,27 +234,27 @@ class Saved:
             self.verified.add(name)
 
     def load(self, name: str) -> Any:
-        """Verify a file of torch.save, and load it as mapped memory.
+        """Verify a file that torch.save has written, and load it as memory-mapped tensors.
 
         Raises:
-            DamagedError: If it has changed or cannot be read.
+            DamagedError: If the file has changed or cannot be read.
         """
         self.verify([name])
-        # DeepSpeed's files contain DeepSpeed's classes.
+        # DeepSpeed's files also contain DeepSpeed's classes, which weights_only would refuse.
         plain = RANK_FILE.fullmatch(name) is not None
         try:
             return torch.load(self.path / name, map_location="cpu", weights_only=plain, mmap=True)
         except Exception as error:
-            # Only the type of the error, because torch's message advises to load classes, and thus code.
+            # Show only the error's type: torch's message recommends weights_only=False, which can run code.
             why = type(error).__name__
             raise DamagedError(f"{self.path / name} cannot be read: {why}") from error
 
 
 @dataclass(frozen=True)
 class RankStates(Sequence[dict[str, Any]]):
-    """The states that every rank wrote under one key. A rank's file is read only when it is indexed.
+    """The states of one kind, one per rank. A rank's file is read only when the sequence is indexed.
 
-    With hundreds of ranks, it would take too long if every rank read all files.
+    With hundreds of ranks, it would take too long for every rank to read the files of all ranks.
     """
 
     saved: Saved
@@ -270,35 +275,36 @@ def read(path: Path) -> Saved:
     """Open a checkpoint in one process. Each file is verified when it is loaded.
 
     Raises:
-        DamagedError: If the folder is not a disco_ds checkpoint, or an incomplete one.
-        ValueError: If it has another format.
+        DamagedError: If the folder is not a disco_ds checkpoint or is incomplete.
+        ValueError: If its format version is not the one that this version of disco_ds reads.
     """
     return Saved(path, read_meta(path))
 
 
 def open_verified(path: Path, check: Callable[[dict[str, Any]], None]) -> Saved:
-    """Open a checkpoint and verify all of its files, each by one of the ranks. Collective.
+    """Open a checkpoint and verify all of its files. The files are divided among the ranks. Collective.
 
     Args:
         path: The checkpoint folder.
-        check: Called with the content of checkpoint.json before the other files are read; it may
-            raise ValueError.
+        check: Called with the content of checkpoint.json before the other files are read. It raises
+            ValueError to refuse the checkpoint.
 
     Raises:
-        DamagedError: On every rank.
-        ValueError: On every rank, with the error of `check`.
+        DamagedError: On every rank, if any rank finds a file missing, changed or unreadable.
+        ValueError: On every rank, if `check` raises it or the format version does not match.
     """
     meta: dict[str, Any] = {}
     with _damage_agreed(path):
         if comm.rank() == 0:
             meta = read_meta(path)
     meta = comm.broadcast(meta)
-    # Settings first: checksums of a large checkpoint take minutes, and the run may be refused.
+    # Check the settings first: verifying a large checkpoint takes minutes, which a refusal would waste.
     with comm.all_or_none(f"checkpoint {path}"):
         check(meta)
     saved = Saved(path, meta)
     names = sorted(meta["files"])
-    # Every rank needs the data states of all ranks, and most losses have no state.
+    # Every rank needs the data states of all ranks. Empty loss states, which are common, are shared too, so
+    # that no rank has to read the other ranks' files for them.
     mine: dict[str, dict[str, Any]] = {}
     with _damage_agreed(path):
         for name in names[comm.rank() :: comm.size()]:
@@ -316,7 +322,10 @@ def open_verified(path: Path, check: Callable[[dict[str, Any]], None]) -> Saved:
 
 @contextmanager
 def _damage_agreed(path: Path) -> Iterator[None]:
-    """Re-raise on all ranks the DamagedError that some ranks raise. Collective; the block must not communicate."""
+    """If the block raises DamagedError on some ranks, raise it on all ranks. Collective.
+
+    The block itself must not communicate.
+    """
     found = ""
     with comm.all_or_none(f"checkpoint {path}"):
         try:
@@ -329,14 +338,16 @@ def _damage_agreed(path: Path) -> Iterator[None]:
 
 
 def load_engine(saved: Saved, engine: Engine) -> None:
-    """Load a verified checkpoint of the same shape into the engine and this rank's generators. Collective.
+    """Load a verified checkpoint into the engine and this rank's random generators. Collective.
+
+    The checkpoint must have been written with the same `shape` as this run's.
 
     Raises:
-        AgreedError: On every rank, with the engine unchanged, if any rank cannot read its files.
+        AgreedError: On every rank, if any rank cannot read its files. The engine is then unchanged.
     """
     with comm.all_or_none(f"checkpoint {saved.path}"):
-        # DeepSpeed raises only on the rank that cannot read a file, while the others wait, so each
-        # rank tries its files first.
+        # If a rank cannot read a file, DeepSpeed raises an error only on that rank and the others wait
+        # forever. So each rank first tries to read its files.
         for name in _engine_files(engine, saved.path):
             saved.load(name)
     engine.load_checkpoint(str(saved.path), tag=ENGINE)

@@ -1,7 +1,7 @@
-"""Export trained weights for open_clip: as a folder in open_clip's and Hugging Face's layout, as a .pt file, or both.
+"""Export trained weights for open_clip: as a folder in the Hugging Face layout of open_clip, as a .pt file, or both.
 
-timm knows an image tower of disco_ds only after its module is imported. The exported README.md says so,
-and contains the line that imports it.
+timm recognizes an image tower of disco_ds only after the tower's module is imported. The exported
+README.md says so and contains the import line.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ tags:
 
 A CLIP model trained with disco_ds: {count:,} values in {dtype}, from {origin}. In the folder above this one:
 """
-"""Beginning of README.md, which makes it a model card."""
+"""Beginning of README.md. Its YAML header makes the file a Hugging Face model card."""
 NOTE = """
 (timm does not recognize this model's image tower until `{module}` is imported. disco_ds must be
 installed where the model is loaded, and imported first, as shown below.)
@@ -48,7 +48,7 @@ from disco_ds.checkpoints.weights import build_from, read_weights
 model = build_from(read_weights("{folder}/weights.pt"))  # model.tokenizer, model.visual.preprocess_cfg
 ```
 """
-"""How to load a custom model."""
+"""Section of README.md about loading a custom model."""
 USES = {
     "open_clip": """
 ```python
@@ -72,7 +72,7 @@ tokenizer = open_clip.get_tokenizer("{name}")
 ```
 """,
 }
-"""How to load each layout."""
+"""Sections of README.md about loading the export, keyed by layout."""
 
 
 def export_run(
@@ -80,13 +80,13 @@ def export_run(
 ) -> Path:
     """Export the weights of a run folder, a checkpoint folder or an export into a new folder.
 
-    Memory: up to 14 bytes per parameter, 4 of them in memory-mapped files.
+    Memory: up to 14 bytes per parameter, of which 4 are memory-mapped files.
 
     Args:
-        run: The folder to read.
+        run: The run folder, checkpoint folder or export to read.
         to: The new folder.
-        layout: "open_clip" for "local-dir:FOLDER", "pt" for create_model(name, pretrained=FILE), or
-            "both".
+        layout: "open_clip" for a folder that open_clip loads as "local-dir:FOLDER", "pt" for a file
+            that it loads with create_model(name, pretrained=FILE), or "both".
         dtype: fp32, bf16 or fp16. logit_scale and logit_bias are always fp32, because 16 bits would
             change them.
 
@@ -94,8 +94,8 @@ def export_run(
         The new folder.
 
     Raises:
-        ValueError: If the folder exists, the weights cannot be read or do not fit the dtype, or the
-            layout or dtype is unknown. Nothing is left behind.
+        ValueError: If the new folder already exists, the weights cannot be read, a value does not fit
+            the dtype, or the layout or dtype is unknown. Nothing is left behind.
         OSError: If the files cannot be written.
 
     Example: disco_ds.export_run("runs/first", "exports/first", layout="pt")
@@ -139,7 +139,10 @@ def export_run(
 
 
 def _convert(model: nn.Module, dtype: str) -> dict[str, Tensor]:
-    """Return open_clip's state dict: logit_scale and logit_bias 0-d and in fp32, buffers unchanged."""
+    """Return the state dict for open_clip.
+
+    logit_scale and logit_bias are 0-d and keep fp32. Buffers are unchanged. Everything else has the dtype.
+    """
     tensors = model.state_dict()
     for name, parameter in model.named_parameters():
         if name in ("logit_scale", "logit_bias"):
@@ -156,10 +159,10 @@ def _write_folder(
 ) -> None:
     save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
     save_config_for_hf(model, folder / MODEL_CONFIG, weights.architecture)
-    # safetensors creates a file that only its owner may read.
+    # safetensors creates a file that only its owner may read, so copy the permissions of the config file.
     (folder / TENSORS).chmod((folder / MODEL_CONFIG).stat().st_mode)
     tokenizer = build_tokenizer(weights.settings, model)
-    if hasattr(tokenizer, "save_pretrained"):  # open_clip's own tokenizer has no files
+    if hasattr(tokenizer, "save_pretrained"):  # open_clip's built-in tokenizer has no files
         tokenizer.save_pretrained(folder)
     found = type(open_clip.get_tokenizer(f"local-dir:{folder}"))
     if found is not type(tokenizer):
@@ -185,7 +188,7 @@ def _write_file(
 
 
 def _render_readme(layout: Layout, architecture: dict[str, Any], facts: dict[str, Any]) -> str:
-    """Return the text of README.md, with the import that timm needs to build an image tower of disco_ds."""
+    """Return the text of README.md. For an image tower of disco_ds, it includes the import that timm needs."""
     if "factory" in architecture:
         return (HEAD + CUSTOM).format(**facts, factory=architecture["factory"])
     uses = "".join(text for kind, text in USES.items() if layout in (kind, "both"))

@@ -1,11 +1,12 @@
-"""Resume a checkpoint with another number of ranks, ZeRO stage or precision.
+"""Resume from a checkpoint with a different number of ranks, ZeRO stage or precision.
 
-DeepSpeed loads its files only into the shape that wrote them. Here, the fp32 value and the optimizer
-states of each trained parameter are joined from the fragments that the writing ranks held, and every
-rank of the new shape takes the part that it holds. Rank 0 reads the files, which are memory-mapped, and
-broadcasts one parameter at a time, so that no rank needs memory for more.
+DeepSpeed can load its files only with the number of ranks, ZeRO stage and precision that wrote them
+(together called the shape). This module instead joins the fp32 value and the optimizer states of each
+trained parameter from the fragments that the writing ranks held. Every rank of the new run then copies
+the part that it holds. Rank 0 reads the files, which are memory-mapped, and broadcasts one parameter at
+a time, so each rank needs extra memory for only one parameter.
 
-The keys of DeepSpeed's files, and the attributes of its optimizers, are those of DeepSpeed 0.19.
+The code uses the file keys and optimizer attributes of DeepSpeed 0.19.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ from disco_ds.distributed import comm
 from disco_ds.models.param_groups import parameter_groups
 
 States = dict[str, Any]
-"""`fp32`, the value, and the optimizer's states (exp_avg, step, ...) of one parameter, or of flat memory for many."""
+"""The fp32 value (key `fp32`) and the optimizer states (exp_avg, step, ...) of one parameter or of a flat tensor.
+
+A flat tensor is the concatenation of many parameters.
+"""
 
 
 def optimizer_order(model: nn.Module, settings: OptimSettings) -> list[str]:
-    """Return the names of the trained parameters in the optimizer's order.
+    """Return the names of the trained parameters in the order in which the optimizer numbers them.
 
     Call this before an engine partitions the model.
     """
@@ -43,15 +47,15 @@ def optimizer_order(model: nn.Module, settings: OptimSettings) -> list[str]:
 
 
 def load_untrained(saved: Saved, model: nn.Module, trained: set[str]) -> None:
-    """Load a checkpoint's frozen parameters and buffers into a model without an engine. Collective.
+    """Load a checkpoint's frozen parameters and buffers into a model that has no engine yet. Collective.
 
     Args:
         saved: A verified checkpoint.
-        model: The model, not partitioned yet.
+        model: The model, before an engine partitions it.
         trained: Names of the trained parameters, which load_trained loads.
 
     Raises:
-        ValueError: On every rank, if files cannot be read, or a value is missing.
+        ValueError: On every rank, if a file cannot be read or a value is missing.
     """
     wanted = {name: value for name, value in model.state_dict().items() if name not in trained}
     if not wanted:
@@ -59,7 +63,7 @@ def load_untrained(saved: Saved, model: nn.Module, trained: set[str]) -> None:
 
     def read_untrained() -> dict[str, Tensor]:
         held: Any = read_tensors(saved)
-        if saved.meta["shape"]["stage"] < 3:  # below ZeRO 3 every rank held them whole
+        if saved.meta["shape"]["stage"] < 3:  # below ZeRO 3, each rank held these in full
             held = saved.load(WHOLE)["module"].items()
         found = {name: value.clone() for name, value in held if name in wanted}
         if missing := sorted(wanted.keys() - found.keys()):
@@ -71,14 +75,15 @@ def load_untrained(saved: Saved, model: nn.Module, trained: set[str]) -> None:
 
 
 def load_trained(saved: Saved, engine: Engine, order: list[str]) -> None:
-    """Load the trained parameters of a checkpoint of any shape into the engine. Collective.
+    """Load the trained parameters of a checkpoint into the engine, whatever shape wrote it. Collective.
 
-    The random generators are not restored, so dropout draws other numbers than without the change.
+    The random generators are not restored, so random draws, such as dropout, differ from those of a run
+    whose shape had not changed.
 
     Args:
         saved: A verified checkpoint.
         engine: The engine, whose model went through load_untrained.
-        order: See optimizer_order.
+        order: Names of the trained parameters; see optimizer_order.
 
     Raises:
         ValueError: On every rank, if the files do not contain this model's parameters.
@@ -86,7 +91,7 @@ def load_trained(saved: Saved, engine: Engine, order: list[str]) -> None:
     what = f"checkpoint {saved.path}"
     parts: dict[str, list[Fragment]] = {}
     with comm.all_or_none(what):
-        # With the optimizer on NVMe, its states are not in memory, where they could be set.
+        # The code below sets optimizer states in memory, but here they are on NVMe.
         if engine.zero_optimization_stage() == 3 and engine.optimizer.swap_optimizer:
             raise ValueError(
                 "with the optimizer on NVMe, a run can only be resumed with the same number of ranks, "
@@ -96,7 +101,7 @@ def load_trained(saved: Saved, engine: Engine, order: list[str]) -> None:
             parts = _find_parts(saved, order)
     parameters = dict(engine.module.named_parameters())
     with torch.no_grad():
-        # All ranks take the parameters in the same order, because each one is broadcast.
+        # All ranks must loop in the same order, because each parameter is broadcast.
         for name in order:
             states = comm.from_rank_0(what, partial(_join, parts, name))
             _set_states(engine, parameters[name], states)
@@ -105,13 +110,13 @@ def load_trained(saved: Saved, engine: Engine, order: list[str]) -> None:
             what, lambda: _optimizer_file(saved, 0)["loss_scaler"]
         )
     if engine.zero_optimization_stage() in (1, 2):
-        engine.optimizer.update_lp_params()  # the model's weights, from the fp32 values just set
+        engine.optimizer.update_lp_params()  # update the model's weights from the fp32 values that were just set
     engine.global_steps = saved.step
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """A contiguous part of a parameter, within the flat states of the rank that held it."""
+    """A contiguous part of a parameter: a range of elements in the flat states of the rank that held it."""
 
     states: States
     start: int
@@ -119,7 +124,7 @@ class Fragment:
 
 
 def _find_parts(saved: Saved, order: list[str]) -> dict[str, list[Fragment]]:
-    """Return the fragments of each parameter, in the order of the ranks."""
+    """Return the fragments of each parameter, in rank order."""
     shape = saved.meta["shape"]
     if shape["stage"] == 0:
         file = saved.load(WHOLE)
@@ -133,7 +138,7 @@ def _find_parts(saved: Saved, order: list[str]) -> dict[str, list[Fragment]]:
 
 
 def _find_partitions(saved: Saved, ranks: int) -> dict[str, list[Fragment]]:
-    """Find fragments of ZeRO 1 and 2, where each rank holds a contiguous part of a group's concatenated parameters."""
+    """Find fragments at ZeRO 1 and 2, where a parameter group is one flat tensor and each rank holds a part of it."""
     parts: dict[str, list[Fragment]] = {}
     for rank in range(ranks):
         file = _optimizer_file(saved, rank)
@@ -147,7 +152,10 @@ def _find_partitions(saved: Saved, ranks: int) -> dict[str, list[Fragment]]:
 
 
 def _find_shards(saved: Saved, ranks: int) -> dict[str, list[Fragment]]:
-    """Find fragments of ZeRO 3, where each rank holds an equal share of every parameter, the last ones padded."""
+    """Find fragments at ZeRO 3, where each rank holds an equal share of every parameter.
+
+    The shares of the last ranks are padded.
+    """
     shapes = _load_named(saved, "zero_pp_rank_0_mp_rank_00_model_states.pt")["param_shapes"]
     parts: dict[str, list[Fragment]] = {}
     for rank in range(ranks):
@@ -158,7 +166,7 @@ def _find_shards(saved: Saved, ranks: int) -> dict[str, list[Fragment]]:
             # The rank's shares of the group's parameters are concatenated in the order of `names`.
             start = 0
             for name, shape in names.items():
-                share = math.ceil(shape.numel() / ranks)  # with the padding
+                share = math.ceil(shape.numel() / ranks)  # including padding
                 used = max(0, min(share, shape.numel() - rank * share))
                 parts.setdefault(name, []).append(Fragment(states, start, used))
                 start += share
@@ -171,12 +179,12 @@ def _optimizer_file(saved: Saved, rank: int) -> dict[str, Any]:
 
 
 def _load_named(saved: Saved, end: str) -> dict[str, Any]:
-    """Load the file whose name ends like this. At some ZeRO stages, the name begins with the precision."""
+    """Load the file whose name ends with `end`. DeepSpeed begins some names with the precision."""
     return saved.load(next(name for name in saved.meta["files"] if name.endswith(end)))
 
 
 def _join(parts: dict[str, list[Fragment]], name: str) -> States:
-    """Return the flat states of a whole parameter. A state that is a single number, such as `step`, is kept."""
+    """Join a parameter's fragments into flat states. A state that is a single number, such as `step`, is unchanged."""
     fragments = parts[name]
     joined = dict(fragments[0].states)
     for key, value in joined.items():
@@ -189,12 +197,12 @@ def _join(parts: dict[str, list[Fragment]], name: str) -> States:
 
 
 def _is_flat(value: Any) -> bool:
-    """Return True for a state with one number per element of the parameter, unlike a count of steps."""
+    """Return whether a state has one number per element of the parameter, as exp_avg does and `step` does not."""
     return isinstance(value, Tensor) and value.dim() > 0
 
 
 def _set_states(engine: Engine, parameter: Any, states: States) -> None:
-    """Write the part of a parameter's states that this rank holds into the engine.
+    """Copy this rank's part of a parameter's states into the engine.
 
     Args:
         engine: The engine.
@@ -213,7 +221,7 @@ def _set_states(engine: Engine, parameter: Any, states: States) -> None:
         target.view(-1).narrow(0, place, numel).copy_(value.narrow(0, start, numel))
     if engine.zero_optimization_stage() == 3:
         parameter.ds_tensor.data[:numel].copy_(states["fp32"][start : start + numel])
-        if parameter.numel():  # small parameters stay gathered, so the whole value is set too
+        if parameter.numel():  # small parameters stay gathered, so set the whole value too
             parameter.data.view(-1).copy_(states["fp32"])
 
 
@@ -221,8 +229,9 @@ def _find_place(engine: Engine, parameter: Any) -> tuple[Tensor, int, int, int]:
     """Find the part of a parameter that this rank holds.
 
     Returns:
-        The tensor that the optimizer steps, the first element of the parameter that it contains, the
-        position of that element in the tensor, and the number of elements, which may be 0.
+        The tensor that the optimizer updates; the index, within the parameter, of the first element
+        that this rank holds; the position of that element in the tensor; and the number of elements
+        that this rank holds, which may be 0.
     """
     zero = engine.optimizer
     stage = engine.zero_optimization_stage()
@@ -230,15 +239,15 @@ def _find_place(engine: Engine, parameter: Any) -> tuple[Tensor, int, int, int]:
         return parameter, 0, 0, parameter.numel()
     if stage == 3:
         group, place, share = zero.grad_position[zero.get_param_id(parameter)]
-        # The share of the last ranks extends beyond the parameter's end, where there is only padding.
+        # The shares of the last ranks extend beyond the end of the parameter. The rest is padding.
         start = min(comm.rank() * share, parameter.ds_numel)
         numel = min(share, parameter.ds_numel - start)
         return zero.fp32_partitioned_groups_flat[group], start, place, numel
     groups = [any(each is parameter for each in group) for group in zero.bit16_groups]
     flat = zero.single_partition_of_fp32_groups[groups.index(True)]
     mapping = getattr(parameter, "_hp_mapping", None)
-    # A parameter without a mapping is held by another rank. Writing none of it still creates the states of
-    # this rank's flat memory, which DeepSpeed expects even if that contains nothing but padding.
+    # A parameter without a mapping is held by other ranks only. Copying 0 elements still makes _set_states
+    # create the states of this rank's flat tensor. DeepSpeed expects them even if that is all padding.
     if mapping is None:
         return flat, 0, 0, 0
     part = mapping.hp_fragment_address

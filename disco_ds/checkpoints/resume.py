@@ -1,4 +1,4 @@
-"""Resume in a run folder: choose the checkpoint, and restore the engine from it."""
+"""Resume a run: choose a checkpoint in the run folder and restore the engine from it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ from disco_ds.distributed import comm
 from disco_ds.runs.run_folder import CHANGES, find_newest, split_resume
 
 HYPERPARAMETERS = ("betas", "eps", "lr_factor", "momentum", "weight_decay")
-"""Keys of an optimizer's parameter group that come from this run's settings. The learning rate is set at every step."""
+"""Keys of optimizer parameter groups that keep this run's values on resume. The learning rate is set at every step."""
 logger = logging.getLogger(__name__)
 
 
 def find_started(config: Config) -> str | None:
-    """Return the folder that `--resume auto` resumes: the newest of this name, if it has a complete checkpoint."""
+    """Return the folder that `--resume auto` resumes, or None.
+
+    It is the newest run folder of this name, if that folder has a complete checkpoint.
+    """
     newest = find_newest(config.runs, config.name)
     return str(newest) if newest and retention.list_complete(newest) else None
 
@@ -41,21 +44,22 @@ def choose(
     unattended: bool,
     allow_change: Sequence[str] = (),
 ) -> Saved:
-    """Choose the checkpoint to resume from, and verify all of its files. Collective.
+    """Choose the checkpoint to resume from and verify all of its files. Collective.
 
     Args:
         folder: The run folder.
-        resume: Value of --resume; unless it names a checkpoint, the latest complete one is chosen.
+        resume: Value of --resume. If it does not name a checkpoint, the latest complete one is chosen.
         config: Settings of this run.
         identity: Identity of this run, see checkpoint.identity.
-        unattended: If the checkpoint is damaged, fall back to the previous one.
-        allow_change: Settings that may differ from those of the checkpoint.
+        unattended: Whether to fall back to the previous checkpoint if this one is damaged.
+        allow_change: Names of settings that may differ from those in the checkpoint.
 
     Raises:
-        ValueError: On every rank, if settings have changed, or for damage, naming the previous checkpoint.
+        ValueError: On every rank, if other settings have changed or no intact checkpoint may be used. If the
+            checkpoint is damaged, the message names the previous one.
     """
     damaged: list[str] = []
-    # Rank 0 chooses, because the hosts may see a new folder on a shared file system at different times.
+    # Only rank 0 chooses: a new folder on a shared file system may not be visible to all hosts at once.
     path = comm.from_rank_0(
         "run folder", lambda: split_resume(resume)[1] or retention.find_latest(folder)
     )
@@ -77,7 +81,7 @@ def choose(
             raise ValueError(
                 f"{'; '.join(damaged)}; {folder} has no older complete checkpoint: start a new run, without --resume"
             )
-        # A user may prefer to restore the damaged file. Unattended runs fall back.
+        # Only an unattended run falls back by itself. A user may prefer to restore the damaged file.
         if not unattended:
             raise ValueError(
                 f"{damaged[-1]}; --resume {older} resumes from the previous checkpoint"
@@ -88,11 +92,11 @@ def choose(
 
 
 def set_newer_aside(saved: Saved) -> None:
-    """Make the checkpoint that a run resumes from the last one of its folder. Collective.
+    """Set aside all checkpoints that are newer than the one a run resumes from. Collective.
 
     Raises:
-        ValueError: On every rank, if a newer one cannot be renamed, because the next `--resume latest`
-            would choose it.
+        ValueError: On every rank, if a newer checkpoint cannot be renamed. It must not stay, because the
+            next `--resume latest` would choose it.
     """
 
     def rename() -> None:
@@ -106,9 +110,10 @@ def set_newer_aside(saved: Saved) -> None:
 def record_changes(
     folder: Path, saved: Saved | None, config: Config, identity: dict[str, Any]
 ) -> None:
-    """Add a line to changes.jsonl for every changed setting, and for another length or number of ranks. Collective.
+    """Add a line to changes.jsonl for every changed setting and for a changed number of steps or ranks. Collective.
 
-    Each change is logged too. Lines of the checkpoint's step or later are dropped, as the metrics of those steps are.
+    Each change is also logged. Existing lines for the checkpoint's step or later steps are removed, because the resumed
+    run replaces those steps.
     """
     if saved is None:
         return
@@ -139,19 +144,22 @@ def record_changes(
 def restore(
     saved: Saved, config: Config, model: nn.Module, build_engine: Callable[[], Engine]
 ) -> Engine:
-    """Build the engine and load the checkpoint into it; reshard if its shape differs. Collective.
+    """Build the engine and load the checkpoint into it. Collective.
+
+    If the number of ranks, the ZeRO stage or the precision has changed, reshard the checkpoint.
 
     Args:
         saved: The checkpoint.
         config: Settings of this run.
-        model: The model of the engine.
-        build_engine: Wraps the model; called once.
+        model: The model that the engine will train.
+        build_engine: Builds the engine around the model. It is called once.
 
     Raises:
-        ValueError: On every rank, if the files do not fit.
+        ValueError: On every rank, if the checkpoint does not fit the model or cannot be read.
     """
     if saved.meta["shape"] == checkpoint.shape(config, comm.size()):
-        # Every rank finds its own part, random generators included, so the run is bit-identical.
+        # Each rank loads its own part, including the random generators, so the resumed run is bit-identical
+        # to an uninterrupted one.
         engine = build_engine()
         with _settings_kept(engine):
             checkpoint.load_engine(saved, engine)
@@ -161,7 +169,7 @@ def restore(
         logger.warning(
             "%s was written with %s: random draws, such as dropout, will differ", saved.path, before
         )
-    # Before the engine is built, because ZeRO 3 leaves each rank only a part of each parameter.
+    # Done before the engine is built: at ZeRO 3, each rank then keeps only a part of each parameter.
     order = reshard.optimizer_order(model, config.optim)
     reshard.load_untrained(saved, model, set(order))
     engine = build_engine()
@@ -172,7 +180,7 @@ def restore(
 
 @contextmanager
 def _settings_kept(engine: Engine) -> Iterator[None]:
-    """Load a checkpoint in the block, without the optimizer settings that DeepSpeed would restore with it."""
+    """Keep this run's optimizer settings while the block loads a checkpoint. DeepSpeed would restore the old ones."""
     optimizer = engine.optimizer
     before = {
         group["name"]: {key: group[key] for key in HYPERPARAMETERS if key in group}

@@ -1,12 +1,12 @@
-"""The folder of a run's checkpoints: which are complete, and which are removed or set aside.
+"""The folder with a run's checkpoints: find the complete ones, remove old ones and set others aside.
 
-This module imports no torch, so that `disco-ds launch` can use it. checkpoint.py describes the content
+This module does not import torch, so that `disco-ds launch` can use it. checkpoint.py describes the content
 of a checkpoint.
 
-    checkpoints/step-00000100/            complete: renamed to this after all files were written
-    checkpoints/.step-00000200.partial/   being written or removed, or left behind by a crash
-    checkpoints/set-aside-step-00000300/  newer than the one that a run was resumed from: never resumed,
-                                          counted or removed
+    checkpoints/step-00000100/            complete; it was given this name after all files had been written
+    checkpoints/.step-00000200.partial/   is being written or removed, or was left behind by a crash
+    checkpoints/set-aside-step-00000300/  not used anymore, because the run was resumed from an earlier
+                                          checkpoint: never resumed, counted or removed
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from typing import Any
 from disco_ds.runs.run_folder import CHECKPOINTS, STEP
 
 FORMAT = 6
-"""Version of the layout of a checkpoint."""
+"""Version of the checkpoint format. Only checkpoints of this version can be read."""
 META = "checkpoint.json"
 ENGINE = "engine"
-"""Folder with DeepSpeed's files; also its tag for them."""
+"""Subfolder of a checkpoint with DeepSpeed's files; also the tag that DeepSpeed saves them under."""
 logger = logging.getLogger(__name__)
 warn_once = cache(logger.warning)
-"""Log a warning, unless the same text has been logged before."""
+"""Log a warning, unless this function has already logged the same text."""
 
 
 class DamagedError(ValueError):
-    """A checkpoint has missing or changed files. An older one may be intact."""
+    """A checkpoint has missing or changed files. An older checkpoint may be intact."""
 
 
 def seal(meta: dict[str, Any]) -> str:
-    """Return the SHA-256 of the content of checkpoint.json, without the seal itself."""
+    """Return the SHA-256 of the content of checkpoint.json, excluding its `seal` entry."""
     content = json.loads(json.dumps(meta))
     content.pop("seal", None)
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """Read checkpoint.json, and check the names and sizes of the files that it lists.
+    """Read checkpoint.json, and check that the files that it lists exist and have the recorded sizes.
 
     Raises:
-        DamagedError: If the folder is not a disco_ds checkpoint, or an incomplete one.
-        ValueError: If it has another format.
+        DamagedError: If the folder is not a disco_ds checkpoint, is incomplete, or contains an added file.
+        ValueError: If its format version is not the one that this version of disco_ds reads.
     """
     try:
         meta = json.loads((path / META).read_text(encoding="utf-8"))
@@ -75,7 +75,7 @@ def read_meta(path: Path) -> dict[str, Any]:
             raise DamagedError(
                 f"{path} is damaged: {name} has {size} bytes, expected {entry['bytes']}"
             )
-    # DeepSpeed reads every file with a matching name, so it would take an added one for a rank's file.
+    # DeepSpeed reads every file with a matching name, so it would mistake an added file for a rank's file.
     present = {f"{ENGINE}/{file.name}" for file in (path / ENGINE).glob("*.pt")}
     if added := sorted(present - meta["files"].keys()):
         raise DamagedError(f"{path} is damaged: {', '.join(added)} was not written with it")
@@ -88,9 +88,9 @@ def step_of(path: Path) -> int:
 
 
 def list_complete(folder: Path) -> list[Path]:
-    """Return the complete checkpoints of a run folder by step.
+    """Return the complete checkpoints of a run folder, ordered by step.
 
-    A user's copy, such as step-00000100-best, is not among them.
+    Copies that a user made under another name, such as step-00000100-best, are not included.
     """
     named = [path for path in (folder / CHECKPOINTS).glob("step-*") if STEP.fullmatch(path.name)]
     return sorted((path for path in named if (path / META).is_file()), key=step_of)
@@ -100,7 +100,7 @@ def find_latest(folder: Path) -> Path:
     """Return the latest complete checkpoint of a run folder.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is no complete checkpoint.
     """
     complete = list_complete(folder)
     if not complete:
@@ -111,7 +111,7 @@ def find_latest(folder: Path) -> Path:
 
 
 def find_older(path: Path) -> Path | None:
-    """Return the latest complete checkpoint of the same run before this one."""
+    """Return the latest complete checkpoint of the same run that is older than this one, or None."""
     if not STEP.fullmatch(path.name):
         return None
     older = [other for other in list_complete(path.parents[1]) if step_of(other) < step_of(path)]
@@ -119,7 +119,7 @@ def find_older(path: Path) -> Path | None:
 
 
 def set_aside(path: Path) -> None:
-    """Rename a checkpoint so that it is never resumed, counted or removed. Rank 0 only."""
+    """Rename a checkpoint so that disco_ds never resumes, counts or removes it. Rank 0 only."""
     first = aside = path.with_name(f"set-aside-{path.name}")
     number = 1
     while os.path.lexists(aside):
@@ -132,16 +132,17 @@ def set_aside(path: Path) -> None:
 def remove_checkpoints(
     folder: Path, keep_last: int | None, keep_every_steps: int = 0, busy: Collection[Path] = ()
 ) -> int:
-    """Remove old checkpoints and the remains of unfinished ones. Rank 0 only.
+    """Remove old checkpoints and what unfinished saves have left behind. Rank 0 only.
 
-    What cannot be removed is logged once.
+    If something cannot be removed, a warning is logged once.
 
     Args:
         folder: The run folder.
-        keep_last: Number of intact checkpoints to keep, the newest ones; None: keep all. A damaged
-            checkpoint is not counted, so that the last intact one always stays.
-        keep_every_steps: Also keep checkpoints whose step is a multiple of this; 0: do not.
-        busy: Folders to keep because they are in use.
+        keep_last: How many of the newest intact checkpoints to keep; None means all. Damaged
+            checkpoints are not counted, so the last intact one always stays.
+        keep_every_steps: Also keep checkpoints whose step is a multiple of this number; 0 means no
+            additional ones.
+        busy: Folders that must not be removed because they are being written or uploaded.
 
     Returns:
         The number of checkpoints that were removed.
@@ -164,7 +165,10 @@ def remove_checkpoints(
 
 
 def _hide(path: Path) -> bool:
-    """Rename a checkpoint before it is removed, so that a crash leaves no checkpoint with files missing."""
+    """Rename a checkpoint that is about to be removed, so that a crash cannot leave an incomplete step-N.
+
+    Return whether it was renamed.
+    """
     try:
         path.rename(path.with_name(f".{path.name}.partial"))
     except OSError as error:
@@ -182,11 +186,11 @@ def _is_intact(path: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder as far as possible, or a symbolic link without the folder it points to."""
+    """Remove as much of a folder as possible. If it is a symbolic link, remove only the link."""
     if path.is_symlink():
         path.unlink()
         return
     shutil.rmtree(path, ignore_errors=True)
     if path.exists():
-        # On NFS, a file that another host has open stays.
+        # On NFS, a file that is still open on another host cannot be removed.
         warn_once(f"{path} is not wholly removed; the next save tries again to remove the rest")

@@ -1,7 +1,7 @@
-"""When and how a run saves: in the background, one save at a time, then old checkpoints are removed.
+"""Save a run's checkpoints in the background, one at a time, and remove old checkpoints after each save.
 
 checkpoint.py defines the content of a checkpoint, background_save.py writes it, retention.py removes old
-ones and upload.py copies new ones elsewhere. The training loop calls this file.
+ones and upload.py uploads new ones. The training loop calls this module.
 """
 
 from __future__ import annotations
@@ -29,30 +29,33 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Saver:
-    """Saves the checkpoints of a run."""
+    """Saves a run's checkpoints, with retries, removal of old checkpoints and uploads. Every rank has one."""
 
     folder: Path
     """The run folder."""
     settings: CheckpointSettings
-    """How often to save and what to keep."""
+    """The run's settings for checkpoints."""
     engine: Engine
     """The engine whose state is saved."""
     read_state: Callable[[int], RunState]
-    """Returns the rest of the state after a step."""
+    """Called with the current step. Returns the state to save in addition to the engine's."""
     heartbeat: Heartbeat
-    """Is informed that this rank waits for a save, which is not a hang."""
+    """Told when this rank waits for a save, so that the wait is not taken for a hang."""
     add_wait: Callable[[float], None]
-    """Called with the seconds that training has waited for a save."""
+    """Called after each wait with the number of seconds that training has waited for a save."""
     uploads: Uploads | None
-    """Runs the user's command on every checkpoint; None if there is no command."""
+    """Runs the user's upload command on each checkpoint. None on ranks other than 0 or if there is no command."""
     host_copy: HostCopy | None = None
-    """Host memory for a copy of the state, so that training continues while it is written."""
+    """Host memory for a copy of the state, so that training can continue while files are written.
+
+    None if saves are synchronous.
+    """
     in_flight: Save | None = None
-    """The save in progress, the same on every rank."""
+    """The save in progress, if any. All ranks have the same save in progress."""
     saved_step: int = 0
-    """Step of the last checkpoint that this run has completed."""
+    """Step of the last checkpoint that was completed since this run was started or resumed; 0 if there is none."""
     num_failed: int = 0
-    """Failed saves in a row."""
+    """Number of saves that have failed in a row."""
 
     def __post_init__(self) -> None:
         if self.settings.asynchronous:
@@ -60,17 +63,17 @@ class Saver:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a thread of this rank works on a save."""
+        """Whether this rank's thread is working on a save."""
         return self.in_flight is not None and self.in_flight.working
 
     def save(self, step: int, last: bool) -> None:
-        """Save a checkpoint in the background; the last one of the run is waited for. Collective.
+        """Start to save a checkpoint in the background. If it is the last one of the run, wait for it. Collective.
 
         If a save fails (for example because the disk is full), training continues and the next due
         save tries again.
 
         Raises:
-            comm.AgreedError: If the last save of the run fails, or too many in a row.
+            comm.AgreedError: If the last save of the run fails, or too many saves in a row have failed.
         """
         with self._waiting(step):
             if before := self.in_flight:
@@ -96,7 +99,7 @@ class Saver:
 
         Args:
             step: The current step.
-            all_written: Whether the ranks have agreed that no rank's thread works on it.
+            all_written: Whether the threads of all ranks have ended their work on it. All ranks pass the same value.
 
         Raises:
             comm.AgreedError: If too many saves have failed in a row.
@@ -108,14 +111,14 @@ class Saver:
                 self._advance()
 
     def save_before_error(self, step: int, first_step: int) -> str:
-        """Save the progress made before a failed step, unless it is saved already. Collective.
+        """After a failed step, save the progress made before it, unless that is already saved. Collective.
 
         Args:
             step: Number of completed steps.
             first_step: Number of steps that were completed when this run was started or resumed.
 
         Returns:
-            What happened, for the error message.
+            A text for the error message, saying whether the progress was saved.
         """
         try:
             with self._waiting(step):
@@ -129,9 +132,9 @@ class Saver:
         return f"saved after step {step:,}; --resume latest resumes from there"
 
     def end(self, step: int) -> None:
-        """Complete the save in progress and wait for the uploads, with a time limit. Collective.
+        """Complete the save in progress, then wait for the uploads up to a time limit. Collective.
 
-        Failures are logged: the run ends anyway.
+        Failures are only logged, because the run ends anyway.
         """
         try:
             with self._waiting(step):
@@ -142,20 +145,20 @@ class Saver:
         self.wait_for_uploads(step)
 
     def wait_for_uploads(self, step: int) -> None:
-        """Wait until all checkpoints are uploaded, at most checkpoint.copy_timeout_s. Collective."""
+        """Wait until all checkpoints are uploaded, for at most checkpoint.copy_timeout_s seconds. Collective."""
         if not self.settings.copy_command:
             return
         self.heartbeat.mark(step, "waiting for uploads")
         end = time.monotonic() + self.settings.copy_timeout_s
         is_waiting = True
         while is_waiting:
-            # In short turns, because a collective that one rank reaches late times out.
+            # Wait in short turns: only rank 0 waits for uploads, and the broadcast would time out on the other ranks.
             turn_end = min(end, time.monotonic() + jobs.TURN_S)
             is_pending = self.uploads is not None and self.uploads.wait_until(turn_end)
             is_waiting = comm.broadcast(is_pending and turn_end < end)
 
     def close(self) -> None:
-        """Free the host memory; if the run ended in the middle of a save, wait briefly for it."""
+        """Free the host memory. If the run ended during a save, first wait for it for up to 10 seconds."""
         if self.in_flight is not None:
             self.in_flight.wait(10.0)
         if self.host_copy is not None and not self.is_writing:
@@ -163,7 +166,7 @@ class Saver:
 
     @contextmanager
     def _waiting(self, step: int) -> Iterator[None]:
-        """Count the time of the block as waiting for a save, and not as a hang."""
+        """Report the block's time as time spent waiting for a save, so that it is not taken for a hang."""
         start = time.monotonic()
         self.heartbeat.mark(step, "saving")
         yield
@@ -181,15 +184,15 @@ class Saver:
         return checkpoint.start_save(prepared, self.engine, self.read_state(step), self.host_copy)
 
     def _finish(self, last: bool = False) -> None:
-        """Wait until the save in progress is complete, or has failed."""
+        """Wait until the save in progress is complete or has failed."""
         while self.in_flight:
             self.in_flight.wait_for_all()
             self._advance(last)
 
     def _advance(self, last: bool = False) -> None:
-        """Take the save in progress one step further: exchange the checksums, or complete it.
+        """Advance the save in progress: exchange the checksums, or finish it if the checkpoint is complete.
 
-        If it has failed, remove the oldest checkpoint, which it replaces, and write the same state
+        If the save has failed, remove the oldest checkpoint to make room, and write the same state
         again.
         """
         save = self.in_flight
@@ -198,7 +201,7 @@ class Saver:
             is_complete = save.advance(tidy=self._removal(self.settings.keep_last))
         except comm.AgreedError as error:
             if self._make_room():
-                # The host still has the state of that step, although training has continued.
+                # Although training has continued, host memory still contains the state to save.
                 save.start()
                 return
             self.in_flight = None
@@ -213,7 +216,7 @@ class Saver:
             self.uploads.add(save.final)
 
     def _note_failure(self, step: int, last: bool, error: comm.AgreedError) -> None:
-        """Count a failed save and remove its files. Raises `error` if the run cannot continue."""
+        """Count a failed save and remove its files. Raise `error` if the run must not continue."""
         self.num_failed += 1
         self._remove_old(self.settings.keep_last)
         if last or self.num_failed > self.settings.max_failed_saves:
@@ -226,12 +229,15 @@ class Saver:
             )
 
     def _make_room(self) -> bool:
-        """Remove the oldest checkpoint, unless it is the only one. Return whether one was removed."""
+        """Remove the oldest checkpoint, unless it is the only one. Return whether a checkpoint was removed."""
         keep_last = self.settings.keep_last
         return self._remove_old(None if keep_last is None else max(keep_last - 1, 1)) > 0
 
     def _remove_old(self, keep_last: int | None) -> int:
-        """Remove all but the last checkpoints and the files of failed saves; log failures.
+        """Remove old checkpoints and the files of failed saves. Files that cannot be removed are logged. Collective.
+
+        Args:
+            keep_last: Number of newest checkpoints to keep; None means all.
 
         Returns:
             Number of removed checkpoints.
@@ -240,7 +246,7 @@ class Saver:
         return comm.broadcast(jobs.run("removing old checkpoints", remove))
 
     def _removal(self, keep_last: int | None) -> Callable[[], int]:
-        """Return a function that removes old checkpoints but those being written or uploaded."""
+        """Return a function that removes old checkpoints, except those being written or uploaded."""
         busy = list(self.uploads.busy) if self.uploads else []
         if self.in_flight:
             busy.append(self.in_flight.partial)

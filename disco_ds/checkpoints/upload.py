@@ -19,21 +19,23 @@ from disco_ds.config.text_file import write_text
 from disco_ds.distributed import comm
 
 POLL_S = 0.1
-"""How often to look whether an upload has ended."""
+"""Seconds between two checks of whether an upload has ended, while waiting for uploads."""
 logger = logging.getLogger(__name__)
 
 
 class Uploads:
-    """A queue of at most two checkpoints: the one that is being uploaded and the newest of the others.
+    """A queue of at most two checkpoints: the one being uploaded and the newest of those waiting.
 
-    An upload survives if rank 0 is killed. It holds a lock on the log file, which its processes inherit
-    as their output, so the resumed run starts no upload before it has ended. Nobody knows whether it
-    succeeded, so the resumed run uploads that checkpoint again.
+    If rank 0 is killed, its upload keeps running. The upload's processes inherit the log file as their
+    output and, with it, a lock on that file. The resumed run therefore does not start an upload before
+    the old upload has ended. Because nothing records whether the old upload succeeded, the resumed run
+    then uploads that checkpoint again.
 
     Args:
-        command: With {path} and {name}, split as a shell would split it, but run without a shell.
-        log: A file that receives the output of the command. A file next to it, with the ending .json,
-            lists the uploads that are not finished.
+        command: The user's command, in which {path} and {name} stand for the checkpoint. It is split into
+            words as in a shell, but runs without a shell.
+        log: The file that receives the command's output. A file of the same name with the suffix .json
+            lists the unfinished uploads.
     """
 
     def __init__(self, command: str, log: Path):
@@ -41,7 +43,7 @@ class Uploads:
         self.log = log
         self._list_file = log.with_suffix(".json")
         self._listed: list[str] = []
-        """The content of that file."""
+        """The content of `_list_file`: paths of the checkpoints whose upload is unfinished."""
         if self._list_file.exists():
             try:
                 self._listed = [str(path) for path in json.loads(self._list_file.read_text())]
@@ -53,10 +55,13 @@ class Uploads:
                 )
         self._queue = [Path(path) for path in self._listed if Path(path).exists()]
         self._process: subprocess.Popen[bytes] | None = None
-        """Uploads the first of the queue; None while an upload of an earlier run has not ended."""
+        """The process that uploads the first checkpoint in the queue.
+
+        None if the queue is empty, or while an upload that was started by an earlier run is still running.
+        """
 
     def add(self, path: Path) -> None:
-        """Upload this checkpoint as soon as no other upload is running."""
+        """Queue a checkpoint for upload. It starts as soon as no other upload is running."""
         if len(self.busy) == 2:
             logger.warning(
                 "%s is not uploaded: the previous upload takes longer than the time between saves",
@@ -102,7 +107,7 @@ class Uploads:
                     f"{path} is not uploaded yet: an upload of an earlier run is not finished, see {self.log}"
                 )
                 return
-            # In a new session, because signals that end the run go to process groups.
+            # Use a new session, because signals that end the run are sent to its whole process group.
             self._process = subprocess.Popen(
                 self._fill(path),
                 stdin=subprocess.DEVNULL,
@@ -118,15 +123,15 @@ class Uploads:
 
     @property
     def busy(self) -> list[Path]:
-        """Checkpoints that must not be removed, because they are being uploaded or will be."""
+        """Checkpoints that must not be removed, because they are being uploaded or are waiting for it."""
         self.poll()
         return list(self._queue)
 
     def wait_until(self, end: float) -> bool:
-        """Wait for all uploads, but not longer than until this time.monotonic().
+        """Wait until all uploads have ended or time.monotonic() reaches `end`.
 
         Returns:
-            True if some are still pending.
+            True if any uploads are still pending.
         """
         while self.busy and time.monotonic() < end:
             time.sleep(POLL_S)
@@ -145,12 +150,12 @@ class Uploads:
 
 
 def start_uploads(config: Config, folder: Path, stack: ExitStack) -> Uploads | None:
-    """Prepare to upload checkpoints, on rank 0 and if there is a checkpoint.copy_command.
+    """Create the upload queue. Return None on other ranks than 0 or if checkpoint.copy_command is not set.
 
     Args:
         config: Settings of the run.
         folder: The run folder.
-        stack: Ends the uploads when it is closed.
+        stack: When it is closed, a running upload is killed.
     """
     if not config.checkpoint.copy_command or comm.rank() != 0:
         return None

@@ -1,6 +1,6 @@
 """Read trained weights from a run, a checkpoint of any ZeRO stage or an export, and build the model from them.
 
-resume.py resumes training, and export.py writes exports.
+To resume training, see resume.py; to write exports, see export.py.
 """
 
 from __future__ import annotations
@@ -30,34 +30,35 @@ from disco_ds.runs.run_folder import CHECKPOINTS, CONFIG
 MODEL_CONFIG = "open_clip_config.json"
 TENSORS = "open_clip_model.safetensors"
 WHOLE = f"{ENGINE}/mp_rank_00_model_states.pt"
-"""The file of a checkpoint below ZeRO 3 with every parameter and buffer, which every rank held whole."""
+"""File of a checkpoint below ZeRO 3, where every rank held the full model. It contains all parameters and buffers."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A trained model: its tensors, and what is needed to build it."""
+    """The tensors of a trained model and the information needed to build the model."""
 
     origin: Path
     """The checkpoint folder, exported folder or file that was read."""
     name: str
-    """The model's name in the run, without folder and .json."""
+    """The model's name in the run, without its folder and without the suffix .json."""
     settings: ModelSettings
-    """Settings for this architecture and its tokenizer; those for training have their defaults."""
+    """Settings of the architecture and the tokenizer. Settings that matter only for training have their defaults."""
     architecture: dict[str, Any]
-    """What read_architecture returned at training, with init_logit_bias only if there is a bias."""
+    """What read_architecture returned when the model was trained. It contains init_logit_bias only if the model has
+    a logit_bias."""
     preprocess: dict[str, Any]
-    """Entries of open_clip's preprocess_cfg that may differ from its defaults."""
+    """Entries of open_clip's preprocess_cfg. Entries that are missing have open_clip's defaults."""
     tensors: dict[str, Tensor]
-    """By open_clip's names, on the CPU, fp32 (integer buffers unchanged); logit_scale and logit_bias are [1]."""
+    """Keyed by open_clip's names; on the CPU; fp32 (integer buffers unchanged). logit_scale and logit_bias: [1]."""
 
 
 def read_weights(path: str | Path) -> Weights:
-    """Read the weights of a run folder (its last complete checkpoint), a checkpoint folder, or an export.
+    """Read the weights from a run folder (its last complete checkpoint), a checkpoint folder or an export.
 
     Memory: 4 bytes per parameter; the files are memory-mapped while they are read.
 
     Raises:
-        ValueError: If the path is anything else, or incomplete or damaged.
+        ValueError: If the path is none of these, or is incomplete or damaged.
     """
     path = Path(path).resolve()
     if path.is_file():
@@ -82,7 +83,7 @@ def build_from(weights: Weights) -> nn.Module:
     Memory: 4 bytes per parameter, in addition to the weights.
 
     Raises:
-        ValueError: If a tensor is missing, unexpected, or of another shape.
+        ValueError: If a tensor is missing or unexpected, or has a shape other than the model's.
     """
     bias = weights.architecture.get("init_logit_bias")
     model: Any = build_model(weights.settings, initial_bias=bias, pretrained=False)
@@ -102,23 +103,24 @@ def build_from(weights: Weights) -> nn.Module:
 
 
 def read_tensors(saved: Saved) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and value of every parameter and buffer of a checkpoint; trained ones are the fp32 masters.
+    """Yield the name and value of every parameter and buffer of a checkpoint.
 
-    At ZeRO 0 and 3, one tensor at a time is in memory, and the rest is memory-mapped. DeepSpeed's
-    reader for ZeRO 1 and 2 holds all of them.
+    The values of trained parameters are the fp32 master weights. At ZeRO 0 and 3, only one tensor at a
+    time is in memory; the rest is memory-mapped. At ZeRO 1 and 2, DeepSpeed's reader keeps all tensors
+    in memory.
 
     Raises:
-        DamagedError: If a file is not what was written.
+        DamagedError: If a file has changed since it was written, or cannot be read.
     """
     stage = saved.meta["shape"]["stage"]
     state: dict[str, Any] = {}
     if stage < 3:
-        # At ZeRO 0 these are the masters, because 16-bit weights are refused there. At ZeRO 1 and 2, only
-        # this file has the frozen parameters.
+        # At ZeRO 0 these values are the fp32 masters, because disco_ds refuses 16-bit weights there. At
+        # ZeRO 1 and 2, only this file contains the frozen parameters.
         state |= saved.load(WHOLE)["module"]
     if stage > 0:
         saved.verify(name for name in saved.meta["files"] if name.startswith(f"{ENGINE}/"))
-        # DeepSpeed prints, and draws progress bars.
+        # Suppress the lines and progress bars that DeepSpeed prints.
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             state |= get_fp32_state_dict_from_zero_checkpoint(
                 str(saved.path), tag=ENGINE, lazy_mode=True
@@ -160,7 +162,7 @@ def _read_folder(path: Path) -> Weights:
     if architecture["text_cfg"].get("hf_tokenizer_name"):
         # The tokenizer's files are next to the weights.
         architecture["text_cfg"]["hf_tokenizer_name"] = str(path)
-    # The folder's own name could mislead, because open_clip chooses the tokenizer by the word siglip in it.
+    # Do not use the folder's name: if a name contains "siglip", open_clip chooses another tokenizer.
     return _assemble(path, "export", architecture, preprocess, tensors)
 
 
@@ -188,7 +190,9 @@ def _assemble(
         key: value.float() if value.is_floating_point() else value for key, value in tensors.items()
     }
     for key in {"logit_scale", "logit_bias"} & tensors.keys():
-        tensors[key] = tensors[key].reshape(1)  # open_clip's are 0-d, which DeepSpeed cannot train
+        tensors[key] = tensors[key].reshape(
+            1
+        )  # in open_clip they are 0-d, which DeepSpeed cannot train
     architecture = {key: value for key, value in architecture.items() if key != "init_logit_bias"}
     if "logit_bias" in tensors:
         architecture["init_logit_bias"] = 0.0
@@ -201,12 +205,15 @@ def _assemble(
 
 
 def _register(name: str, architecture: dict[str, Any]) -> str:
-    """Return a name under which open_clip builds this architecture: the run's own name, if it still means the same."""
+    """Return a name under which open_clip builds this architecture.
+
+    It is `name` if that still stands for this architecture. Otherwise, register the architecture under a new name.
+    """
     try:
         if read_architecture(ModelSettings(name=name)) == architecture:
             return name
     except ValueError:
-        pass  # the name of a config file that was removed, or is on another machine
+        pass  # a config file with this name was removed or is on another machine
     text = json.dumps(architecture)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     with tempfile.TemporaryDirectory() as folder:

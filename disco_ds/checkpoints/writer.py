@@ -1,6 +1,7 @@
 """Write the files of a checkpoint.
 
-They are written outside of DeepSpeed's own save, because no rank may fail inside of its barriers.
+DeepSpeed's own save function does not write them: if a write failed on one rank, the other ranks would
+wait forever in its barriers.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from deepspeed.runtime.engine import dp_index_to_str
 from disco_ds.distributed import comm
 
 OFFLOADED_FOLDER = "offloaded_tensors"
-"""Folder next to DeepSpeed's files, with the optimizer states that it keeps on NVMe."""
+"""Folder next to DeepSpeed's files with copies of the optimizer states that DeepSpeed keeps on NVMe."""
 
 
 class _HashedFile:
-    """A file for torch.save that hashes what is written.
+    """A file for torch.save that hashes the bytes written to it.
 
-    It keeps the first error instead of raising it, because torch.save would hide the cause.
+    It stores the first write error instead of raising it, because torch.save would hide the cause.
     """
 
     def __init__(self, file: BinaryIO):
@@ -42,20 +43,20 @@ class _HashedFile:
         return memoryview(data).nbytes
 
     def flush(self) -> None:
-        """Do nothing: torch.save calls this, and write_tensors flushes."""
+        """Do nothing. torch.save calls this method, but write_tensors flushes the file."""
 
 
 def write_tensors(value: Any, path: Path) -> dict[str, Any]:
     """Write a file with torch.save and flush it to the disk.
 
-    The checksum is computed from the bytes that were handed to the system. The file is flushed
-    through the descriptor that wrote it, because only there does NFS report a failed write.
+    The checksum is computed from the bytes that were passed to the operating system. The file is
+    flushed through the descriptor that wrote it, because NFS reports a failed write only there.
 
     Returns:
         The file's size (`bytes`) and `sha256`.
 
     Raises:
-        OSError: Naming the folder and the cause, such as a full disk.
+        OSError: If the file cannot be written. The message names the folder and the cause, such as a full disk.
     """
     try:
         with path.open("wb") as file:
@@ -76,14 +77,14 @@ def write_tensors(value: Any, path: Path) -> dict[str, Any]:
 
 
 def copy_offloaded(engine: Engine, folder: Path) -> list[Path]:
-    """Copy the optimizer states of this rank that DeepSpeed keeps on NVMe, if any.
+    """Copy the files of this rank's optimizer states that DeepSpeed keeps on NVMe, if any.
 
     Args:
         engine: The engine.
-        folder: The folder for DeepSpeed's files.
+        folder: The checkpoint's folder for DeepSpeed's files.
 
     Returns:
-        The copies.
+        The paths of the copies.
 
     Raises:
         OSError: If a file cannot be copied.

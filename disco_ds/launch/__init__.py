@@ -1,1 +1,1 @@
-"""What precedes torch.distributed: hostfiles, srun's variables, and ranks that end with their launcher."""
+"""What runs before torch.distributed starts: read hostfiles, read srun's variables, and tie ranks to their launcher."""

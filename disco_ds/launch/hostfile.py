@@ -1,4 +1,4 @@
-"""Read hostfiles, and refuse launches by `deepspeed` that would not reach every host."""
+"""Read hostfiles, and refuse to run if the `deepspeed` launcher does not start ranks correctly on every host."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ LINE = re.compile(
     r"([A-Za-z0-9][A-Za-z0-9._-]*(@[A-Za-z0-9][A-Za-z0-9._-]*)?\s+slots=[1-9]\d{0,3}\s*)?(#.*)?",
     re.ASCII,
 )
-"""A line of a hostfile: empty, a comment, or a host with its slots."""
+"""A line of a hostfile: empty, a comment, or a host and its number of slots (ranks)."""
 
 
 def count_ranks(ranks: int | None, hostfile: Path | None) -> int:
-    """Return the number of ranks of a run that is not started.
+    """Return the number of ranks that a run would have.
 
     Args:
-        ranks: Their number if there is no hostfile; None: 1.
+        ranks: Number of ranks if there is no hostfile; None means 1.
         hostfile: The hostfile, if any.
 
     Raises:
@@ -32,11 +32,11 @@ def count_ranks(ranks: int | None, hostfile: Path | None) -> int:
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """Return the slots of each host.
+    """Return the number of slots (ranks) of each host.
 
     Raises:
-        ValueError: If the hostfile is missing or malformed, or deepspeed could not reach its hosts
-            from this working directory.
+        ValueError: If the hostfile is missing or malformed, or `deepspeed` could not start ranks on
+            several hosts because of the working directory's name or a .deepspeed_env file.
     """
     if not path.is_file():
         raise ValueError(f"no hostfile {path}: deepspeed would start ranks on this host only")
@@ -48,7 +48,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
         raise ValueError(f"hostfile {path} cannot be read: {error.strerror}") from None
     for number, line in enumerate(text.splitlines(), 1):
         if not LINE.fullmatch(line.strip()):
-            # DeepSpeed would use the beginning of the line, and pass the host's name to shells.
+            # DeepSpeed would silently use the beginning of the line, and would pass the host name to a shell.
             raise ValueError(
                 f"{path}, line {number}: expected `host slots=GPUs`, got {line[:80]!r}"
             )
@@ -76,10 +76,11 @@ def _check_environment_file(path: Path) -> None:
 
 
 def refuse_launch() -> None:
-    """Refuse to run as a rank of a launch about which `deepspeed` only warned.
+    """Refuse to run as a rank of a faulty launch. `deepspeed` itself only warns about such launches.
 
     Raises:
-        ValueError: If the hostfile is missing, or the ranks run in another folder.
+        ValueError: If the hostfile is missing, or the path of the working directory contains spaces or shell
+            characters, so that ranks start in another folder.
     """
     from deepspeed.launcher.runner import DLTS_HOSTFILE
     from deepspeed.launcher.runner import parse_args as parse_front_end
@@ -93,7 +94,7 @@ def refuse_launch() -> None:
                     raise ValueError(
                         f"no hostfile {hostfile}: deepspeed has started ranks on this host only"
                     )
-    # On several hosts, PYTHONPATH begins with the folder in which deepspeed was started.
+    # On several hosts, deepspeed puts the folder in which it was started first in PYTHONPATH.
     folder = os.environ.get("PYTHONPATH", "").split(os.pathsep)[0]
     if int(os.environ.get("CROSS_SIZE", "1")) > 1 and folder != str(Path.cwd()):
         _refuse_folder(folder)

@@ -1,4 +1,4 @@
-"""Use srun as the launcher: each of its tasks is a rank."""
+"""Support srun as a launcher: each task of srun is a rank."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ import re
 
 
 def adopt_slurm() -> None:
-    """Set RANK and the other variables of a launcher from srun's, unless they are set already.
+    """Set RANK and the other launcher variables from srun's variables, unless they are already set.
 
-    MASTER_ADDR is the first host of the job step, where rank 0 runs. MASTER_PORT is derived from
-    the job, so that two jobs on one host use different ports, and is below the ephemeral ports.
+    MASTER_ADDR is the first host of the job step, where rank 0 runs. MASTER_PORT is derived from the
+    IDs of the job and the step, so that two jobs on one host use different ports. It is below the
+    range of ephemeral ports.
     """
     env = os.environ
-    # A batch script has SLURM_PROCID too, but is not a task of a job step.
+    # SLURM_PROCID alone is not enough: a batch script also has it, but is not a task of a job step.
     if "RANK" in env or "SLURM_STEP_ID" not in env or "SLURM_PROCID" not in env:
         return
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or ""
-    # The first entry, whose brackets may contain commas: node[003-006,010] -> node003.
+    # Take the first entry of the list. Its brackets may contain commas: node[003-006,010] -> node003.
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     lead = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0] if first else "")
     env.setdefault("MASTER_ADDR", lead or env.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"))
     job = 100 * int(env.get("SLURM_JOB_ID", "0")) + int(env["SLURM_STEP_ID"])
     env.setdefault("MASTER_PORT", str(12_000 + job % 20_000))
     env.setdefault("WORLD_SIZE", env.get("SLURM_STEP_NUM_TASKS") or env["SLURM_NTASKS"])
-    # With --gpus-per-task each task sees its own GPUs only.
+    # With --gpus-per-task, each task sees only its own GPUs, so the local ID may exceed their number.
     local = int(env.get("SLURM_LOCALID", "0"))
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible:

@@ -14,18 +14,18 @@ from pathlib import Path
 import psutil
 
 PR_SET_PDEATHSIG = 1
-"""Option of prctl: the signal that a process gets when its parent ends."""
+"""Option of prctl that sets the signal that a process receives when its parent ends."""
 FRONT_ENDS = {"deepspeed", "deepspeed.launcher.runner"}
-"""Names of DeepSpeed's front end: the script, and the module that it runs."""
+"""Names of DeepSpeed's front end on a command line: the script and the module that it runs."""
 
 
 def die_with_launcher() -> None:
-    """SIGKILL this rank when its launcher ends.
+    """Make sure that this rank is killed by SIGKILL when its launcher ends.
 
-    The launcher is the parent process, which the kernel watches, and `deepspeed` above it, which a
-    thread waits for.
+    The launcher consists of up to two processes: the rank's parent, which the kernel watches, and
+    the parent of that, the `deepspeed` command, which a thread of this rank watches.
     """
-    # Without RANK, the parent is a shell, which may end while the process keeps running.
+    # Without RANK, there is no launcher. The parent may be a shell, which may end while this process runs.
     if sys.platform != "linux" or "RANK" not in os.environ:
         return
     parent = os.getppid()
@@ -42,21 +42,21 @@ def die_with_launcher() -> None:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to SIGKILL this process when its parent ends."""
+    """Ask the kernel to send SIGKILL to this process when its parent ends."""
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before we asked
+    if os.getppid() != parent:  # the parent ended before the kernel was asked
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _end_after(pid: int) -> None:
-    # psutil would wait forever for a zombie that nobody reaps, as in a container without an init process.
+    # Not psutil's wait: it never returns for a zombie that is not reaped, as in a container without an init process.
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
         pass
     except OSError:
-        return  # this kernel cannot watch a process
+        return  # this kernel does not support pidfd_open
     else:
         wait([handle])
     os.kill(os.getpid(), signal.SIGKILL)

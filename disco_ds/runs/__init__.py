@@ -1,4 +1,4 @@
-"""The run folder: its files, its log, and how several hosts agree on it.
+"""The run folder: its files, its log, and how all hosts agree on it.
 
-metrics and all rooms above it import this room.
+The package disco_ds.metrics and the packages in higher layers import this package.
 """

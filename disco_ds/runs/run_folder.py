@@ -1,6 +1,6 @@
-"""The folder of a run, runs/<name>: find or make it, and lock it so that no other run writes to it.
+"""Find or make the folder of a run, runs/<name>, and lock it so that no other run writes to it.
 
-Used by rank 0 only; runs/shared_folder.py broadcasts the result.
+Only rank 0 calls these functions; runs/shared_folder.py broadcasts the result.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from disco_ds.config.text_file import write_text
 
 CHECKPOINTS = "checkpoints"
 STEP = re.compile(r"step-\d{8,}")
-"""Name of a complete checkpoint."""
+"""Folder name of a complete checkpoint."""
 CONFIG = "config.yaml"
 CHANGES = "changes.jsonl"
-"""Settings that a resume has changed; each line is {"step", "setting", "old", "new"}."""
+"""Log of settings that were changed when the run was resumed; each line is {"step", "setting", "old", "new"}."""
 FINISHED = "finished.json"
-"""Written after the last step of a run. The file means success, whatever exit code the launcher returned."""
+"""Written after the last step of a run. If it exists, the run succeeded, even if the launcher reported an error."""
 LAUNCHED = "launch.json"
-"""Names the launch that used the folder last, and the exit code that its ranks agreed on."""
+"""Contains the ID of the launch that used the folder last and the exit code that its ranks agreed on."""
 AUTO = "auto"
-"""Value of --resume: resume the newest run of this name if it has a complete checkpoint, else start a new one."""
+"""Value of --resume: resume the newest run of this name if it has a complete checkpoint; otherwise start a new run."""
 
 
 class RunFolder:
-    """A run folder, locked until it is closed."""
+    """A run folder with a lock, which is held until `close` is called."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -46,10 +46,10 @@ class RunFolder:
 
 
 def make_run_folder(runs: Path, name: str) -> RunFolder:
-    """Make a new folder: runs/name, or name-2, name-3, ... An existing folder is never written to.
+    """Make a new folder: runs/name or, if that exists, runs/name-2, runs/name-3, ... Existing folders are not touched.
 
     Raises:
-        ValueError: If the name is not a folder name, or no folder can be made.
+        ValueError: If the name is not a valid folder name, or the folder cannot be made.
     """
     if not re.fullmatch(r"[\w.+=@ -]+", name):
         raise ValueError(
@@ -70,16 +70,16 @@ def make_run_folder(runs: Path, name: str) -> RunFolder:
 
 
 def find_run_folder(runs: Path, name: str, resume: str) -> RunFolder:
-    """Find the folder to resume in.
+    """Find the folder of the run to resume, and lock it.
 
     Args:
         runs: Folder of all runs.
         name: Name of the run.
-        resume: "latest" for the newest of runs/name, name-2, ...; otherwise the path of a run folder, or
-            of one of its checkpoints.
+        resume: "latest" for the newest of runs/name, runs/name-2, ...; otherwise the path of a run
+            folder or of one of its checkpoints.
 
     Raises:
-        ValueError: If there is none, or another run uses it.
+        ValueError: If the folder or checkpoint does not exist, or another run is using the folder.
     """
     if resume == "latest":
         newest = find_newest(runs, name)
@@ -99,7 +99,7 @@ def find_run_folder(runs: Path, name: str, resume: str) -> RunFolder:
 
 
 def find_newest(runs: Path, name: str) -> Path | None:
-    """Return the folder with the highest number of runs/name, name-2, ..., or None."""
+    """Return the folder with the highest number among runs/name, runs/name-2, ...; None if there is none."""
     numbered = re.compile(re.escape(name) + r"(?:-(\d+))?")
     found = [
         (int(match.group(1) or 1), path)
@@ -110,7 +110,7 @@ def find_newest(runs: Path, name: str) -> Path | None:
 
 
 def split_resume(resume: str) -> tuple[Path, Path | None]:
-    """Return the run folder and the checkpoint that --resume RUN or --resume RUN/checkpoints/step-N names."""
+    """Split RUN or RUN/checkpoints/step-N, a value of --resume, into run folder and checkpoint (None for RUN)."""
     path = Path(os.path.abspath(resume))
     if path.parent.name == CHECKPOINTS and STEP.fullmatch(path.name):
         return path.parents[1], path
@@ -118,9 +118,10 @@ def split_resume(resume: str) -> tuple[Path, Path | None]:
 
 
 def _may_be_called(path: Path, name: str) -> bool:
-    """Return whether a folder can belong to a run of this name.
+    """Return whether a folder may belong to a run of this name.
 
-    Folder a-2 is the second run of recipe a or the first one of recipe a-2; its config.yaml decides.
+    Folder a-2 is either the second run named a or the first run named a-2; its config.yaml decides. If
+    the config cannot be read, the answer is True.
     """
     with suppress(OSError, ValueError, AttributeError):
         return parse((path / CONFIG).read_text(encoding="utf-8"), CONFIG).get("name") == name
@@ -128,7 +129,7 @@ def _may_be_called(path: Path, name: str) -> bool:
 
 
 def make_token(path: Path) -> Path:
-    """Make an empty file for every rank to look for. Its name is new, so no network file system has it cached."""
+    """Make an empty file that every rank looks for. Its name is new, so no file system has cached its absence."""
     token = path / f".shared-{secrets.token_hex(8)}"
     token.touch()
     return token
@@ -138,17 +139,17 @@ def mark_finished(path: Path, record: dict[str, object]) -> None:
     """Write finished.json.
 
     Raises:
-        OSError: If it cannot be written.
+        OSError: If the file cannot be written.
     """
     write_text(path / FINISHED, json.dumps(record, indent=1) + "\n")
 
 
 def mark_launch(path: Path, launch_id: str | None, code: int | None = None) -> None:
-    """Write launch.json for `disco-ds launch`, if it has started the run. Write errors are ignored.
+    """If `disco-ds launch` has started the run, write launch.json for it. Write errors are ignored.
 
     Args:
         path: The run folder.
-        launch_id: Identifies the launch; None if the run was started in another way.
+        launch_id: ID of the launch; None if `disco-ds launch` has not started the run.
         code: The run's exit code; None while it is running.
     """
     if launch_id is not None:
@@ -157,8 +158,8 @@ def mark_launch(path: Path, launch_id: str | None, code: int | None = None) -> N
 
 
 def _take_lock(path: Path) -> IO[str]:
-    # Opened to append, because the message below quotes what the process that holds the lock has written.
-    handle = open(path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115  (held as long as the run)
+    # Open to append: if another process holds the lock, the message below quotes what it wrote to the file.
+    handle = open(path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115  (open as long as the run)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,6 +1,6 @@
-"""Messages of rank 0: printed, and written with the time to log.txt of the run folder.
+"""Print the messages of rank 0, and write them with timestamps to log.txt in the run folder.
 
-The log also has warnings and errors. A resumed run appends to the same file.
+The log also contains warnings and errors. A resumed run appends to the same file.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pathlib import Path
 LOG = "log.txt"
 _messages = logging.getLogger("disco_ds.said")
 _messages.setLevel(logging.INFO)
-_messages.propagate = False  # because they are printed already
+_messages.propagate = False  # because the messages are printed already
 _messages.addHandler(logging.NullHandler())  # used until there is a run folder
 
 
 def say(text: str) -> None:
-    """Print and log a text. Neither a full disk nor a closed terminal is an error."""
+    """Print and log a text. A full disk or a closed terminal raises no error."""
     with suppress(OSError):
         print(text, flush=True)
     _messages.info(text)
@@ -30,7 +30,7 @@ def note(text: str) -> None:
 
 
 class _Handler(logging.FileHandler):
-    """A file handler that drops lines if they cannot be written, for example because the disk is full."""
+    """A file handler that drops a line if it cannot be written, for example because the disk is full."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(OSError):  # the file may fail to open
@@ -42,7 +42,7 @@ class _Handler(logging.FileHandler):
 
 @contextmanager
 def write_log(folder: Path) -> Iterator[None]:
-    """Write log.txt of a run folder while the block runs. Rank 0 only."""
+    """Write messages to log.txt in the run folder while the block runs. Rank 0 only."""
     handler = _Handler(folder / LOG, encoding="utf-8", delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     loggers = (_messages, logging.getLogger())

@@ -1,4 +1,4 @@
-"""Agree on the run folder: rank 0 makes or finds it, and every rank must see it and be able to write to it."""
+"""Agree on the run folder: rank 0 makes or finds it, and every rank checks that it can see and write to it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from disco_ds.runs.run_log import write_log
 
 
 class FinishedError(ValueError):
-    """The run to resume has done all its steps."""
+    """The run to resume has already completed all of its steps."""
 
     def __init__(self, folder: Path, num_steps: int):
         super().__init__(
@@ -40,12 +40,12 @@ def open_folder(config: Config, resume: str | None, stack: ExitStack) -> Path:
 
     Args:
         config: Settings of the run.
-        resume: Value of --resume; None: make a new folder.
-        stack: Releases the lock and closes the log.
+        resume: Value of --resume; None makes a new folder.
+        stack: When it is closed, the lock is released and the log is closed.
 
     Raises:
-        FinishedError: On every rank, if all steps are completed already.
-        ValueError: On every rank, if there is no such folder, or a rank cannot use it.
+        FinishedError: On every rank, if the run to resume has already completed all steps.
+        ValueError: On every rank, if the folder cannot be found, made or locked, or a rank cannot write to it.
     """
 
     def lock() -> tuple[Path, int]:
@@ -65,7 +65,7 @@ def open_folder(config: Config, resume: str | None, stack: ExitStack) -> Path:
 
 
 def count_finished(folder: Path) -> int:
-    """Return the number of steps of a run that has completed all of them, 0 for any other run."""
+    """Return the number of steps that a finished run has completed, or 0 if the run is not finished."""
     path = folder / FINISHED
     if not path.exists():
         return 0
@@ -79,7 +79,7 @@ def count_finished(folder: Path) -> int:
 
 @contextmanager
 def removed_if_refused(folder: Path, new: bool) -> Iterator[None]:
-    """Remove a new run folder if a ValueError is raised in the block."""
+    """Remove the run folder if the block raises a ValueError and the folder is new."""
     try:
         yield
     except ValueError:
@@ -92,7 +92,7 @@ def check_shared(folder: Path) -> None:
     """Check that every rank sees the same folder and may write to it. Collective.
 
     Raises:
-        ValueError: On every rank, naming the ranks and hosts that cannot.
+        ValueError: On every rank, if any rank cannot. The message names those ranks and their hosts.
     """
     what = f"run folder {folder}"
     token = comm.from_rank_0(what, partial(make_token, folder))
@@ -110,7 +110,7 @@ def check_shared(folder: Path) -> None:
 
 
 def write_settings(config: Config, folder: Path) -> dict[str, Any]:
-    """Write config.yaml and ds_config.json, the settings that this run uses. Collective.
+    """Write the settings that this run uses to config.yaml and ds_config.json. Collective.
 
     Returns:
         The content of ds_config.json.
@@ -118,7 +118,7 @@ def write_settings(config: Config, folder: Path) -> dict[str, Any]:
     ds_config = render_ds_config(config, comm.size(), folder)
     with comm.all_or_none(f"writing the settings into {folder}"):
         if comm.rank() == 0:
-            (folder / FINISHED).unlink(missing_ok=True)  # if a finished run is extended
+            (folder / FINISHED).unlink(missing_ok=True)  # exists if a finished run is extended
             write_text(folder / CONFIG, config.to_yaml())
             write_text(folder / "ds_config.json", json.dumps(ds_config, indent=2) + "\n")
     return ds_config
