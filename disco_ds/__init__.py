@@ -1,7 +1,7 @@
 """Large-batch CLIP training on DeepSpeed, with the exact full-batch gradient at any number of ranks.
 
-The names below are the Python API; docs/python.md has examples. Each is imported when it is first
-used, so that `import disco_ds` takes milliseconds.
+The names in __all__ are the Python API; docs/python.md has examples. Each name is imported when it is
+first used, so that `import disco_ds` takes only milliseconds.
 """
 
 from importlib import import_module
@@ -45,9 +45,10 @@ OFFERED = {
     "plan_run": "disco_ds.plan.overview",
     "run_training": "disco_ds.run",
 }
-"""Module of each name of the API.
+"""The module that defines each name of the API.
 
-A name must not be that of a module of this package, which would replace it once imported.
+A name must differ from the names of the modules directly in this package: importing such a module would
+replace the name.
 """
 
 __all__ = [
@@ -78,7 +79,7 @@ def __getattr__(name: str) -> Any:
     if name not in OFFERED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(OFFERED[name]), name)
-    globals()[name] = value  # found without this function the next time
+    globals()[name] = value  # next time, Python finds the name without calling this function
     return value
 
 

@@ -1,6 +1,6 @@
-"""Import custom code by its name, and suggest the nearest valid name for a misspelled one.
+"""Import custom code by name, and suggest the nearest valid name for a misspelled name.
 
-Import-light, and the lowest layer: every module may import it.
+Import-light. This module is in the lowest layer, so every other module may import it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 CUSTOM_CODE = r"\w+(\.\w+)*:\w+"
 """Regular expression for `package.module:name`, the form in which a recipe names custom code."""
 MAX_LISTED = 300
-"""A message lists the valid names only if they have at most this many characters."""
+"""An error message lists the valid names only if the whole list has at most this many characters."""
 MAX_SHOWN = 200
-"""A message repeats at most this many characters of a user's value."""
+"""A value from the user is shortened in an error message if it has more characters than this."""
 
 
 def load_custom(
@@ -27,11 +27,12 @@ def load_custom(
 
     Args:
         name: The name in the recipe.
-        options: Keyword arguments that it must accept. None: not checked.
-        base: The class that it must derive from. None: any class or function.
+        options: Keyword arguments that the class or function must accept. None means no check.
+        base: The class that the imported class must derive from. None allows any class or function.
 
     Raises:
-        ValueError: If it cannot be imported, is of the wrong kind, or does not accept the options.
+        ValueError: If the name cannot be imported, stands for an object of the wrong kind, or does not
+            accept the options.
     """
     if not re.fullmatch(CUSTOM_CODE, name):
         raise ValueError(f"{name!r} is not of the form package.module:name")
@@ -69,14 +70,14 @@ def _check_options(name: str, function: Callable[..., Any], options: Mapping[str
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return `; did you mean NAME?` with the nearest known name, or "" if none is similar."""
+    """Return `; did you mean NAME?` with the most similar known name, or "" if no known name is similar."""
     names = {each.lower(): each for each in sorted(known)}
     close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
     return f"; did you mean {names[close[0]]}?" if close else ""
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Return a hint about an unknown name: the nearest valid name, or all of them if they are few."""
+    """Return a hint about an unknown name: the most similar valid name or, if none is similar, a short list of all."""
     names = list(known)
     hint = did_you_mean(name, names)
     listed = ", ".join(names)
@@ -86,7 +87,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 
 def shorten(value: object) -> str:
-    """Return the text of a value for a message, without its middle if it is long."""
+    """Return a value as text for an error message. If the text is long, its middle is replaced by `...`."""
     text = str(value)
     if len(text) <= MAX_SHOWN:
         return text

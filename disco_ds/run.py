@@ -1,6 +1,6 @@
-"""Train a run and evaluate a model, for Python programs and for the command line.
+"""Train a model or evaluate one. Python programs and the command line call these functions.
 
-The functions here do not parse arguments, print errors or exit; the command line does that around them.
+The functions do not parse arguments, print errors or exit the process; the command-line code does that.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from disco_ds.training.out_of_memory import OutOfMemory, explained
 
 
 class RefusedError(ValueError):
-    """A mistake in settings, data or weights, raised on every rank before any work is done."""
+    """A mistake in the settings, data or weights. It is raised on every rank before the first training step."""
 
 
 AGREED_ERRORS = (
@@ -52,11 +52,11 @@ AGREED_ERRORS = (
     FloatingPointError,
     AskedToStopError,
 )
-"""Errors that all ranks raise together, after they have left the process group in order."""
+"""Errors that all ranks raise together, after they have left the process group normally."""
 
 
 def exit_code(error: Exception | None) -> int:
-    """Return the exit code of a command that ends with this error."""
+    """Return the exit code of a command that ends with this error; None means that it succeeded."""
     if error is None:
         return 0
     if isinstance(error, RefusedError):
@@ -67,32 +67,33 @@ def exit_code(error: Exception | None) -> int:
 def run_training(
     config: Config, resume: str | Path | None = None, allow_change: Sequence[str] = ()
 ) -> Path:
-    """Train a run to its end, and return its folder.
+    """Train a model to the last step of its run, and return the run folder.
 
-    Without a launcher it trains on one rank. Under a launcher (deepspeed, torchrun, srun) every
-    rank must call it. Call it from the main thread: while it runs, SIGTERM, SIGUSR1 and SIGINT save
-    a checkpoint and stop. Signal handlers and environment are restored afterwards. The random
-    generators of torch, numpy and Python are seeded from config.seed.
+    Without a launcher, this function trains on one rank. Under a launcher (deepspeed, torchrun, srun),
+    every rank must call it. Call it from the main thread: while it runs, SIGTERM, SIGUSR1 and SIGINT
+    make it save a checkpoint and stop. It restores the signal handlers and the environment before it
+    returns. It seeds the random generators of torch, numpy and Python from config.seed.
 
     Args:
         config: Settings of the run.
-        resume: None for a new run; "latest", a run folder or a checkpoint to resume; "auto" to
-            resume the latest run if it has a complete checkpoint, and to start one otherwise. With
-            "auto", the folder of a run that is already finished is returned at once.
-        allow_change: Settings that may differ from the checkpoint's, such as "optim.lr".
+        resume: None starts a new run. "latest" or the path of a run folder or checkpoint resumes a run.
+            "auto" resumes the latest run if it has a complete checkpoint, and otherwise starts a new
+            run. With "auto", if the latest run is already finished, its folder is returned at once.
+        allow_change: Names of settings, such as "optim.lr", that may differ from those in the checkpoint.
 
     Returns:
         The run folder, with metrics.jsonl, report.png, checkpoints/ and finished.json.
 
     Raises:
-        RefusedError: For a mistake in settings or data, before any work.
-        ValueError: If this process has already joined a process group, or some variables of the
-            launcher are missing.
+        RefusedError: If there is a mistake in the settings or data. Raised before the first step.
+        ValueError: If this process has already joined a process group, or some of the launcher's
+            environment variables are missing.
         StopError: If data cannot be read, or the loss breaks its contract.
         FloatingPointError: If the loss is not finite.
-        AskedToStopError: After a signal, when a checkpoint is saved.
+        AskedToStopError: If a signal stopped the run. A checkpoint has been saved.
         AgreedError: If an evaluation or the last checkpoint failed.
-        OutOfMemory: Only on the rank where it happens; says what the memory held and what helps.
+        OutOfMemory: Only on a rank that runs out of memory. The message lists the memory in use and the
+            settings that save memory.
 
     Example:
         >>> from disco_ds import load_config, run_training
@@ -102,7 +103,7 @@ def run_training(
         >>> (folder / "finished.json").exists()
         True
     """
-    # Checked first, because Python would refuse the signal handlers after the run folder is made.
+    # Check this first. Otherwise, Python would refuse the signal handlers after the run folder was made.
     if threading.current_thread() is not threading.main_thread():
         raise RefusedError(
             "run_training must be called in the main thread, which alone receives signals"
@@ -111,7 +112,7 @@ def run_training(
         try:
             return train_session(config, None if resume is None else str(resume), allow_change)
         except OutOfMemory as error:
-            # Nobody has printed the explanation.
+            # The explanation has not been printed, so put it into the message.
             raise OutOfMemory("\n".join([str(error), *error.explanation]), []) from error
 
 
@@ -128,16 +129,17 @@ def train_session(
         config: Settings of the run.
         resume: See `run_training`.
         allow_change: See `run_training`.
-        launch_id: Id that `disco-ds launch` has given to this attempt. The run folder records it
-            with the exit code, and a damaged checkpoint is replaced by the one before it.
-        report: Called on the first rank with an error on which all ranks have agreed, as soon as
-            they have; also called with the explanation on a rank that ran out of memory.
+        launch_id: ID that `disco-ds launch` has given to this attempt; None for any other launcher. If
+            given, it is recorded in the run folder with the exit code, and if a checkpoint is damaged,
+            the run resumes from the previous checkpoint.
+        report: Called on rank 0 with an error as soon as all ranks have agreed on the error. Also
+            called on a rank that ran out of memory, with the explanation.
 
     Returns:
         The run folder.
 
     Raises:
-        Exception: One of AGREED_ERRORS on all ranks; OutOfMemory or any other error on some ranks.
+        Exception: One of AGREED_ERRORS on all ranks, or OutOfMemory or any other error on some ranks.
     """
     with _session(config.timeout_s) as stack:
         first = comm.rank() == 0
@@ -170,13 +172,13 @@ def train_session(
                 train(run)
                 finish(run)
         except LossContractError as error:
-            # With several ranks it may be this one alone; its heartbeat tells the others.
+            # Possibly only this rank has failed. If there are other ranks, its heartbeat informs them.
             if comm.size() > 1:
                 raise
             failure = agreed(StopError(str(error)))
         except AGREED_ERRORS as error:
             failure = agreed(error)
-        # After a failure too: earlier checkpoints may not be uploaded yet.
+        # Do this even after a failure: earlier checkpoints may not be uploaded yet.
         run.saver.end(run.heartbeat.place.step)
         if first:
             mark_launch(run.folder, launch_id, exit_code(failure))
@@ -187,13 +189,13 @@ def train_session(
 
 @contextmanager
 def _session(timeout_s: float) -> Iterator[ExitStack]:
-    """Join the process group for a block, and leave it in order even if all ranks raise an agreed error.
+    """Join the process group for the block, and leave it normally even if all ranks raise one of AGREED_ERRORS.
 
     Args:
         timeout_s: See `comm.session`.
 
     Yields:
-        A stack that is closed before the ranks leave.
+        An exit stack that is closed before the ranks leave the process group.
     """
     adopt_slurm()
     failure: Exception | None = None
@@ -201,7 +203,8 @@ def _session(timeout_s: float) -> Iterator[ExitStack]:
         try:
             yield stack
         except AGREED_ERRORS as error:
-            # Raised below: for the process group and the heartbeat this rank has not failed.
+            # Raise it only after this rank has left the process group. The process group and the heartbeat
+            # would otherwise treat this rank as failed.
             failure = error
     if failure is not None:
         raise failure
@@ -209,8 +212,9 @@ def _session(timeout_s: float) -> Iterator[ExitStack]:
 
 @contextmanager
 def _restored_process() -> Iterator[None]:
-    """Restore what a run changes in its process: signal handlers, environment and torch's hook for tracebacks."""
-    # Python lets only the main thread set handlers. Evaluation may run in another, and sets none.
+    """After the block, restore what a run changes in its process: signal handlers, environment and sys.excepthook."""
+    # Python lets only the main thread set signal handlers. Evaluation may run in another thread, but sets
+    # no handlers.
     main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in SIGNALS if main}
     environment, hook = dict(os.environ), sys.excepthook
@@ -233,21 +237,24 @@ def evaluate_run(
 ) -> list[Result]:
     """Evaluate a model on labeled images (zero-shot accuracy), captioned images (retrieval) and held-out pairs (loss).
 
-    The precision is that of the settings; without settings it is fp32. Under a launcher every rank
-    must call it: each evaluates a part of the images, and all return the same results.
+    The settings decide the precision. Without a recipe and without a run's settings, it is fp32 unless
+    the overrides set it. Under a launcher, every rank must call this function. Each rank evaluates a
+    part of the images, and all ranks return the same results.
 
     Args:
-        model: A run folder, a checkpoint folder or an export; with weights the name of a model, as
-            in model.name.
-        overrides: Settings such as "eval.labeled.imagenet=/data/imagenet/val".
-        recipe: The recipe that the overrides apply to; default: the settings of the model's run.
-        weights: A file that open_clip can load.
+        model: A run folder, a checkpoint folder or an export. If `weights` is given: the name of a
+            model, as in the setting model.name.
+        overrides: Settings that replace those of the recipe, such as
+            "eval.labeled.imagenet=/data/imagenet/val".
+        recipe: The recipe that the overrides apply to. By default, it is the config of the model's run.
+        weights: A weights file that open_clip can load into the model.
 
     Returns:
-        A result for each set: its name, its values by kind as fractions, and counts of images.
+        A result for each evaluation set: the set's name, its metrics (accuracies and recalls are
+        fractions) and counts of images.
 
     Raises:
-        RefusedError: For a mistake in settings, data or weights.
+        RefusedError: If there is a mistake in the settings, data or weights.
         AgreedError: If images cannot be read.
 
     Example:
@@ -262,7 +269,7 @@ def evaluate_run(
         raise RefusedError(str(error)) from None
     with _restored_process(), _session(config.timeout_s) as stack:
         heartbeat = stack.enter_context(Heartbeat(config.lost_after_s, config.timeout_s))
-        share_host()  # otherwise each rank would start as many threads as the host has cores
+        share_host()  # without this, each rank would start as many threads as the host has cores
         try:
             arguments = {"MODEL": str(model), "--weights": str(weights)}
             check_agreement(config.model_dump(mode="json") | arguments)
@@ -288,18 +295,21 @@ def evaluation_settings(
     recipe: str | Path | None,
     weights: str | Path | None,
 ) -> Config:
-    """Return the settings of the recipe, of the model's run, or only the overrides if there is neither.
+    """Return the settings for an evaluation.
+
+    They are the recipe or, by default, the settings of the model's run, with the overrides applied. If
+    there is neither, the overrides are applied to default settings.
 
     Raises:
-        ValueError: If the settings are invalid, or there is no set to evaluate on.
+        ValueError: If the settings are invalid or name no evaluation set.
     """
     path = Path(model)
-    # The model may be RUN or RUN/checkpoints/step-N.
+    # The path may be RUN or RUN/checkpoints/step-N.
     found = [folder / CONFIG for folder in (path, *path.parents[:2]) if (folder / CONFIG).is_file()]
     if recipe or (found and not weights):
         config = load_config(recipe or found[0], list(overrides))
     else:
-        # Evaluation reads micro_batch, deepspeed (precision), data (decoding) and eval only.
+        # Evaluation uses only micro_batch, deepspeed (for the precision), data (for decoding) and eval.
         tree: dict[str, Any] = {
             "name": "eval",
             "global_batch": 64,
@@ -321,7 +331,12 @@ def evaluation_settings(
 
 
 def in_precision(module: nn.Module, kind: str) -> nn.Module:
-    """Make a model compute in the precision of an engine: autocast, bf16, fp16 or fp32."""
+    """Make a model compute in the same precision as an engine in training.
+
+    Args:
+        module: The model. It is changed in place.
+        kind: autocast, bf16, fp16 or fp32.
+    """
     if kind == "autocast":
         module.forward = torch.autocast(comm.local_device().type, torch.bfloat16)(module.forward)
     return module.to(DTYPES[kind])
@@ -335,7 +350,7 @@ def load_model(model: str | Path, weights: str | Path | None = None) -> tuple[nn
         weights: See `evaluate_run`.
 
     Returns:
-        The model, on this rank's device and in eval mode, and its tokenizer.
+        The model (on this rank's device, in eval mode) and its tokenizer.
 
     Raises:
         ValueError: If the model or the weights cannot be loaded.

@@ -11,7 +11,7 @@ may become visible to other hosts late.
 Alternatives considered: DeepSpeed's decoupled checkpoint engine sends the live tensors to a child
 process through /dev/shm, and hangs or silently loses saves if that fails. DeepSpeed's fast checkpoint
 engine returns only after it has written. torch's StateDictStager keeps one buffer per live storage, so
-whenever DeepSpeed creates a new tensor, it allocates and pins new memory.
+it allocates and pins memory again for every tensor that DeepSpeed re-creates.
 
 All tensors are copied into one block, because torch's pinned allocator would round the size of each
 tensor up to a power of two.

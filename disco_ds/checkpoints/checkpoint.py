@@ -54,7 +54,7 @@ DATA_MAY_CHANGE = {
 """Data settings that affect neither the samples nor their order. Sources are compared by fingerprint instead."""
 
 SOURCE_MAY_CHANGE = {"shards", "manifest", "source", "options"}
-"""Settings of an entry of data.sources that affect neither the samples nor their order."""
+"""Settings of a data.sources entry that are not compared when a run is resumed, as in DATA_MAY_CHANGE."""
 
 MODEL_MAY_CHANGE = {
     "name",
@@ -340,7 +340,7 @@ def _damage_agreed(path: Path) -> Iterator[None]:
 def load_engine(saved: Saved, engine: Engine) -> None:
     """Load a verified checkpoint into the engine and this rank's random generators. Collective.
 
-    The checkpoint must have been written with the same `shape` as this run's.
+    The checkpoint must have been written by a run with the same `shape`.
 
     Raises:
         AgreedError: On every rank, if any rank cannot read its files. The engine is then unchanged.
