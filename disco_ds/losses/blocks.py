@@ -290,7 +290,7 @@ class Ring:
     def _block(
         self, rows: Tensor, columns: Tensor, scales: Tensor, owner: int, shift: Tensor | None
     ) -> Block:
-        """Return the block of this rank's rows and the owner's columns; only this rank's columns have positive pairs."""
+        """Return the block of this rank's rows and the owner's columns; only its own columns have positive pairs."""
         first = 0 if owner == comm.rank(self.group) else None
         return Block(rows, columns, scales[0], scales[0], first, shift, self.tiling)
 
