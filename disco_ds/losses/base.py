@@ -1,18 +1,18 @@
-"""The contract of every loss: its inputs, its outputs, what it guarantees, and how a recipe names it.
+"""The contract that every loss fulfills: inputs, outputs, guarantees, and selection by name in a recipe.
 
-The guarantee, which a test checks for every registered loss: `out.loss` is this rank's share, whose
-mean over ranks is the global mean loss. After backward, the features carry N times the
-single-process full-batch gradient, and the mean over ranks of the scale's gradient is the true one.
-An engine that averages gradients over ranks therefore applies the true gradient.
+A test checks this guarantee for every registered loss: `out.loss` is this rank's share, and the mean of the
+shares over all N ranks is the global mean loss. After backward, each feature's gradient is N times the gradient
+that a single process would compute on the full batch. The gradient of the scale, averaged over ranks, equals the
+full-batch gradient. An engine that averages gradients over ranks therefore applies the exact gradient.
 
 A loss class derives from Loss. It
-- has a `forward(embeddings) -> LossOutput` that every rank calls once per step, with `loss` among
-  its metrics. The forward may communicate (`gather` in distributed/comm.py has the gradient that the
-  contract needs); the constructor may not;
-- takes its options, `loss.options` of a recipe, as keyword arguments of its constructor;
-- overrides `load_state_parts` if it has state to restore from checkpoints, and `cost` if
-  `disco-ds plan` should know its memory and time. Parameters of the loss itself are not trained.
-docs/extending.md has an example.
+- has a `forward(embeddings) -> LossOutput` that every rank calls once per step. Its metrics must include `loss`.
+  The forward may communicate: `gather` in distributed/comm.py has the gradient that this contract requires. The
+  constructor must not communicate;
+- takes the recipe's `loss.options` as keyword arguments of its constructor;
+- overrides `load_state_parts` if it has state to restore from checkpoints, and `cost` if `disco-ds plan` should
+  know its memory and time.
+Parameters of the loss itself are not trained. docs/extending.md has an example.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from disco_ds.names import did_you_mean, load_custom
 
 @dataclass(frozen=True)
 class Embeddings:
-    """The features of all micro-batches of this rank; b is the same on every rank."""
+    """This rank's features of one step, from all of its micro-batches. Every rank has the same number of rows, b."""
 
     image: Tensor
     """[b, D], unit rows."""
@@ -71,7 +71,7 @@ class LossOutput:
     loss: Tensor
     """0-d: this rank's share; its mean over ranks is the global mean loss."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
-    """0-d each, the same on every rank: `loss`, and `i2t_accuracy`, `t2i_accuracy` unless Loss.accuracy is off."""
+    """0-d tensors, the same on every rank: `loss`, and `i2t_accuracy` and `t2i_accuracy` if Loss.accuracy is True."""
 
 
 @dataclass(frozen=True)
@@ -79,25 +79,25 @@ class LossCost:
     """The cost of a loss on one rank in one step, for `disco-ds plan`."""
 
     peak: int
-    """Peak bytes, in addition to the features; includes the gradients of the features."""
+    """Peak memory in bytes, not counting the features themselves, but counting their gradients."""
     state: int
-    """Bytes that it keeps between steps, on the device or the host."""
+    """Bytes that the loss keeps between steps, on the device or the host."""
     state_on_host: bool
     flops: int
     precision: str
-    """Precision of its matrix products: fp32, tf32, fp16 or bf16."""
+    """Precision of the matrix multiplications: fp32, tf32, fp16 or bf16."""
     received_bytes: int
-    """Bytes of features and their gradients that one rank receives."""
+    """Bytes of features and feature gradients that one rank receives in a step."""
     while_computing: bool = False
-    """True if they are received while the loss computes, as with a ring."""
+    """True if these bytes are received while the loss computes, as with a ring."""
 
 
 class LossContractError(ValueError):
-    """A loss returned something that the contract does not allow."""
+    """The return value of a loss does not fulfill the contract."""
 
 
 class Loss(nn.Module):
-    """Base class of the contrastive losses. See the top of this file for what a subclass needs."""
+    """Base class of the contrastive losses. The top of this file describes what a subclass must provide."""
 
     accuracy: bool = True
     """Compute accuracies in the next forward; the trainer turns this off for steps that it does not log."""
@@ -140,12 +140,12 @@ class Loss(nn.Module):
         """
 
     def commit(self) -> None:
-        """Apply the state that the last step has staged. Called once the optimizer has stepped."""
+        """Apply the state that the last forward staged. Called after the optimizer step."""
 
     def cost(self, b: int, N: int, D: int, num_samples: int) -> LossCost | None:
-        """Return the cost of this loss on one of N GPUs, or None if it is unknown.
+        """Return the cost of this loss on one of N GPUs, or None if the cost is unknown.
 
-        The costs of the losses in this package are in plan/losses.py.
+        For the losses in this package, plan/losses.py computes the cost.
 
         Args:
             b: Rows per rank.
@@ -156,21 +156,21 @@ class Loss(nn.Module):
         return None
 
     def load_state_parts(self, parts: Sequence[dict[str, Any]]) -> None:
-        """Restore the state at any number of ranks. A loss that keeps state overrides this.
+        """Restore the state that any number of ranks saved. A loss that keeps state overrides this.
 
         Args:
-            parts: The state_dict() of every rank that saved. A part is read from disk when it is
-                indexed, so with hundreds of ranks each rank should index only the parts it needs.
+            parts: One state_dict() for each rank that saved the checkpoint. A part is read from disk when it is
+                indexed, so each rank should index only the parts that it needs.
 
         Raises:
-            ValueError: If the loss does not keep such state.
+            ValueError: If the checkpoint has state that this loss does not keep.
         """
         if any(parts):
             raise ValueError(f"the checkpoint has state that {type(self).__name__} does not keep")
 
 
 def _find_problem(out: Any, embeddings: Embeddings) -> str | None:
-    """Return how the output of a loss breaks the contract, or None if it does not."""
+    """Return how the output of a loss breaks the contract, or None if the output is valid."""
     if not isinstance(out, LossOutput):
         return f"must return a LossOutput, and returned a {type(out).__name__}"
     named = {"the loss": out.loss}
@@ -220,7 +220,7 @@ def build_loss(name: str, **options: Any) -> Loss:
 
     Args:
         name: A registered name, or `package.module:Class` for a custom loss.
-        **options: Keyword arguments of its constructor.
+        **options: Keyword arguments of the loss's constructor.
 
     Raises:
         ValueError: For an unknown name or option, a missing option, or a custom class that cannot be
@@ -268,14 +268,14 @@ def _find_class(name: str) -> type[Loss]:
 
 
 def list_options(cls: type[Loss]) -> tuple[dict[str, inspect.Parameter], bool]:
-    """Return the options of a loss by name, and whether it accepts other ones too.
+    """Return the options of a loss by name, and whether its constructor also accepts unknown names.
 
-    They are the parameters of its constructor and, if it ends in `**options`, those of its base
-    class.
+    The options are the parameters of the constructor. If it takes `**options`, the parameters of the base
+    class's constructor are included.
     """
     found: dict[str, inspect.Parameter] = {}
     takes_any = False
-    # From the class to its bases, as long as each constructor passes unknown options on.
+    # Go from the class to its base classes, as long as each constructor takes `**options`.
     for owner in cls.__mro__[: cls.__mro__.index(Loss)]:
         if "__init__" not in vars(owner):
             continue
@@ -290,12 +290,12 @@ def list_options(cls: type[Loss]) -> tuple[dict[str, inspect.Parameter], bool]:
 
 
 def count_hits(largest: Tensor | None, pairs: Tensor) -> Tensor:
-    """Return the number of rows whose pair has the highest similarity, for global_metrics.
+    """Count the rows whose positive pair has the highest similarity. The result is input for global_metrics.
 
     Args:
-        largest: [b], the highest similarity of each row to the columns that are not its pair; None:
+        largest: [b], the highest similarity of each row to a column that is not its positive pair. None:
             accuracies are not computed.
-        pairs: [b], the similarity of each row to its pair.
+        pairs: [b], the similarity of each row to its positive pair.
 
     Returns:
         0-d, or an empty tensor if `largest` is None.
@@ -306,12 +306,12 @@ def count_hits(largest: Tensor | None, pairs: Tensor) -> Tensor:
 def global_metrics(
     loss: Tensor, hits: Sequence[Tensor], num_rows: int, group: Any
 ) -> dict[str, Tensor]:
-    """Average the loss, and the accuracies if they were computed, over all ranks. Collective, one all_reduce.
+    """Average the loss, and the accuracies if they were computed, over all ranks. Collective: one all_reduce.
 
     Args:
         loss: This rank's share, 0-d.
-        hits: What count_hits returned for i2t and for t2i.
-        num_rows: Number of rows that each of them counts.
+        hits: Results of count_hits, first for image to text, then for text to image.
+        num_rows: Number of rows on this rank, by which the hits are divided.
         group: The process group; None: all ranks.
     """
     accuracies = [x.float() / num_rows for x in hits if x.numel()]

@@ -1,12 +1,12 @@
 """Compare a rank's rows with the columns of all ranks, either gathered or sent around a ring.
 
-Both ways compute the sums over this rank's rows and over its columns, and the gradients of both
-sides. The losses differ in what they do with these. Only the losses and their cost in plan/ import
+Gathered and Ring both compute sums over each of this rank's rows and each of its columns, and the gradients of rows
+and columns. The losses differ in how they use these results. Only the losses and the cost estimates in plan/ import
 this file.
 """
 
-# b local batch, B global = N b, D width, N ranks, n this rank; scales, shifts, moments [2, b]: of
-# rows, of columns
+# b local batch, B global = N b, D width, N ranks, n this rank; scales, shifts, moments [2, b]: values of
+# this rank's rows, values of its columns
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ COMM_DTYPES: dict[str, torch.dtype] = {
 
 
 class TiledLoss(Loss):
-    """The base of losses that compute similarities in tiles.
+    """Base class of losses that compute similarities in tiles.
 
     Args:
-        comm_dtype: Dtype in which the features of one side are sent to other ranks. None: the dtype
-            of `precision`, which loses nothing further.
+        comm_dtype: Dtype in which the features of one side are sent to other ranks. None: the dtype that
+            `precision` selects, so that sending adds no rounding.
         tile: See kernels.Tiling.
         precision: See kernels.Tiling.
         impl: See kernels.Tiling.
@@ -72,15 +72,15 @@ class TiledLoss(Loss):
 
 
 class Gathered:
-    """The columns of all ranks in one tensor, the fastest way if B x D fits in memory.
+    """The columns of all ranks, gathered in one B x D tensor: the fastest way if that tensor fits in memory.
 
-    If the columns have a gradient, it takes the same memory once more.
+    The gradient of the columns, if needed, takes a second tensor of this size.
 
     `sums` and `gradient` are collective: every rank must call them, in the same order.
 
     Args:
         columns: [b, D], as returned by Tiling.hold.
-        comm_dtype: Dtype in which the columns are gathered, None for the one they have.
+        comm_dtype: Dtype in which the columns are gathered. None: the dtype of `columns`.
         keep: Let `sums` store the exponentials, b x B in bf16, so that `gradient` need not
             recompute them.
     """
@@ -107,11 +107,11 @@ class Gathered:
         self.kept: Tensor | None = None
 
     def sums(self, rows: Tensor, scales: Tensor, shift: Tensor | None, maxima: bool) -> Sums:
-        """Sum over this rank's rows and over its columns, leaving out the pairs.
+        """Sum exponentials over each of this rank's rows and columns, without the positive pairs.
 
         Args:
             rows: [b, D].
-            scales: [2, b], of rows and of columns.
+            scales: [2, b], scales of the rows and of the columns.
             shift: See kernels.Block.
             maxima: Find the largest exponents too.
 
@@ -126,9 +126,9 @@ class Gathered:
         part = softmax_sums(block, maxima, self.kept)
         if comm.size(self.group) == 1:
             return part
-        # A rank has the columns' sums over its rows only. They are logarithms: to add them over
-        # ranks, take exp relative to a base, which is the common shift, or without one the largest
-        # logarithm of any rank.
+        # Each rank has summed the columns over its own rows only, and the sums are logarithms. To add them over
+        # ranks, take exp relative to a base: the common shift or, if there is none, each column's largest logarithm
+        # on any rank.
         base = shift
         if base is None:
             base = comm.all_reduce_max(part.columns, self.group)
@@ -150,27 +150,26 @@ class Gathered:
         needs_columns: bool,
         moments: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Compute the gradients of this rank's rows and columns, leaving out the pairs.
+        """Compute the gradients of this rank's rows and columns, without the part of the positive pairs.
 
-        They are those of softmax_gradient, of the rows over all columns and of the columns over all
-        ranks' rows.
+        softmax_gradient defines both gradients. The gradient of the rows sums over all columns, and the gradient of
+        the columns sums over the rows of all ranks.
 
         Args:
             rows: [b, D].
-            scales: [2, b], of rows and of columns.
-            shifts: [2, b], of rows and of columns.
+            scales: [2, b], scales of the rows and of the columns.
+            shifts: [2, b], shifts of the rows and of the columns.
             shift: See kernels.Block.
             needs_rows: Compute the gradient of the rows.
             needs_columns: Compute the gradient of the columns.
-            moments: [2, b] float64, receives softmax_gradient's moments of this rank's rows and
-                columns.
+            moments: [2, b] float64, receives the moments of this rank's rows and columns (see softmax_gradient).
 
         Returns:
             The two gradients, [b, D] each; None if not needed.
         """
         d_rows = zero_gradient(rows) if needs_rows else None
-        # Every rank computes what its rows add to all columns; a reduce_scatter sums and
-        # distributes that.
+        # Every rank computes the contribution of its rows to the gradients of all columns. A reduce_scatter sums the
+        # contributions and sends each rank the sums for its own columns.
         d_columns = zero_gradient(self.columns) if needs_columns else None
         parts = None if moments is None else (moments[0], moments.new_zeros(len(self.columns)))
         block = self._block(rows, self.columns, scales, 0, shift)
@@ -187,7 +186,7 @@ class Gathered:
         return comm.gather(sent, group=self.group) if comm.size(self.group) > 1 else sent
 
     def _gather_vector(self, own: Tensor) -> Tensor:
-        """Gather one number per column; without communication if all are one expanded number."""
+        """Gather one number for each column of all ranks. If `own` is one expanded number, nothing is sent."""
         if own.stride(0) == 0:
             return own[:1].expand(len(self.columns))
         return comm.gather(own, group=self.group)
@@ -195,7 +194,7 @@ class Gathered:
     def _block(
         self, anchors: Tensor, others: Tensor, scales: Tensor, side: int, shift: Tensor | None
     ) -> Block:
-        """Return the block of this rank's rows (side 0) or columns (side 1) and all `others`."""
+        """Return the block that compares this rank's rows (side 0) or columns (side 1) with all `others`."""
         other_scale = self._gather_vector(scales[1 - side])
         return Block(anchors, others, scales[side], other_scale, self.first, shift, self.tiling)
 
@@ -203,7 +202,7 @@ class Gathered:
 class GatheredBoth(Gathered):
     """Gather the rows too, so that each rank computes the whole gradient of its columns.
 
-    No gradients of features are sent, at the cost of one more product.
+    This needs no sending of feature gradients, but computes the similarities once more.
     """
 
     def gradient(
@@ -216,7 +215,7 @@ class GatheredBoth(Gathered):
         needs_columns: bool,
         moments: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Compute the same as Gathered.gradient."""
+        """Compute the same gradients as Gathered.gradient."""
         found: list[Tensor | None] = []
         # First this rank's rows against all columns, then its columns against all rows.
         for side, (anchors, needed) in enumerate(((rows, needs_rows), (self.own, needs_columns))):
@@ -232,13 +231,13 @@ class GatheredBoth(Gathered):
 
 
 class Ring:
-    """The columns of one rank at a time, so that no tensor grows with the global batch.
+    """The columns of all ranks, received from one rank at a time, so that no tensor grows with the global batch.
 
-    All scales must be equal. Its methods are those of Gathered, and collective too.
+    All scales must be equal. The methods are collective and work like those of Gathered, but compute no moments.
 
     Args:
         columns: [b, D], as returned by Tiling.hold.
-        comm_dtype: Dtype in which the columns are sent, None for the one they have.
+        comm_dtype: Dtype in which the columns are sent. None: the dtype of `columns`.
     """
 
     def __init__(self, columns: Tensor, tiling: Tiling, comm_dtype: torch.dtype | None, group: Any):
@@ -253,7 +252,7 @@ class Ring:
 
         def visit(owner: int, block: list[Tensor], spare: list[Tensor] | None) -> list[Tensor]:
             part = softmax_sums(self._block(rows, block[0], scales, owner, shift), maxima)
-            # Sums of this rank's rows stay here; those of the owner's columns follow the columns.
+            # The sums of this rank's rows stay on this rank. The sums of the owner's columns travel with the columns.
             torch.logaddexp(total, part.rows, out=total)
             if largest is None or part.rows_max is None or part.columns_max is None:
                 return [part.columns]
@@ -280,7 +279,7 @@ class Ring:
             d_columns = None
             if needs_columns:
                 d_columns = zero_gradient(columns) if spare is None else spare[0].zero_()
-            # The owner's shifts come with its columns: a weight needs the sum of its whole column.
+            # The owner's shifts travel with its columns, because a weight depends on the sum of its whole column.
             current = self._block(rows, columns, scales, owner, shift)
             softmax_gradient(current, shifts[0], column_shifts, d_rows, d_columns)
             return [] if d_columns is None else [d_columns]
@@ -291,7 +290,7 @@ class Ring:
     def _block(
         self, rows: Tensor, columns: Tensor, scales: Tensor, owner: int, shift: Tensor | None
     ) -> Block:
-        """Return the block of this rank's rows and rank owner's columns; pairs are in its own."""
+        """Return the block of this rank's rows and the owner's columns; only its own columns have positive pairs."""
         first = 0 if owner == comm.rank(self.group) else None
         return Block(rows, columns, scales[0], scales[0], first, shift, self.tiling)
 
@@ -302,8 +301,8 @@ Blocks = Gathered | Ring
 def assign_sides(embeddings: Embeddings) -> tuple[Tensor, Tensor, bool]:
     """Choose the rows, which stay on their rank, and the columns, which are sent to other ranks.
 
-    Rows are the images, unless only the texts have a gradient. With one tower locked, the columns
-    are thus its features, and no gradient is sent back.
+    The rows are the images, unless only the texts have a gradient. If one tower is locked, the columns are therefore
+    the features of the locked tower, and no gradient is sent back.
 
     Returns:
         Rows, columns, and whether the rows are texts.
@@ -315,12 +314,12 @@ def assign_sides(embeddings: Embeddings) -> tuple[Tensor, Tensor, bool]:
 
 
 def to_comm_dtype(held: Tensor, comm_dtype: torch.dtype | None) -> Tensor:
-    """Round features for sending. Float64 features, as in tests of exactness, stay exact."""
+    """Round features to the dtype in which they are sent. Float64 features, used in exactness tests, stay float64."""
     return held if comm_dtype is None or held.dtype == torch.float64 else held.to(comm_dtype)
 
 
 def row_chunks(*sides: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Cut tensors into chunks of rows, to limit the memory of temporary copies."""
+    """Split tensors into chunks of rows to limit the memory of temporary copies."""
     size = chunk_rows(sides[0].shape[-1], sides[0].device)
     return zip(*(side.split(size) for side in sides), strict=True)
 
@@ -328,31 +327,30 @@ def row_chunks(*sides: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def chunk_rows(D: int, device: torch.device) -> int:
     """Return the number of rows per chunk.
 
-    On a GPU, where each call has a cost, a chunk has 64 MiB in fp32. On a CPU it fits in the cache.
+    On a GPU, where each call has overhead, a chunk takes 64 MiB in fp32. On a CPU, a chunk fits in the cache.
     """
     return 1024 if device.type == "cpu" else max(2**24 // D, 1)
 
 
 def pair_cosines(rows: Tensor, columns: Tensor, tiling: Tiling) -> Tensor:
-    """Compute the cosine of every pair, [b] float64.
+    """Compute the cosine of every positive pair, [b] float64.
 
-    It is computed in chunks, because a float copy of the features would be large, and from the
-    factors that the tiles multiply, so that a duplicate of a sample has the same similarity.
+    Chunks are used because an fp32 copy of all features would be large. The cosines are computed from the same
+    rounded features as in the tiles, so that a duplicate of a sample gets the same similarity as the sample itself.
     """
     full = full_dtype(rows)
     cosines = [
         (tiling.factor(r).to(full) * tiling.factor(c)).sum(1, dtype=torch.float64)
         for r, c in row_chunks(rows, columns)
     ]
-    return torch.cat(cosines) if len(cosines) > 1 else cosines[0]  # one launch less
+    return torch.cat(cosines) if len(cosines) > 1 else cosines[0]  # saves a kernel launch
 
 
 def overflow_shift(rows: Tensor, columns: Tensor, scale: Tensor, group: Any) -> Tensor:
-    """Return the smallest c >= 0 for which no sum of exp(x - c) overflows fp32.
+    """Return a shift c >= 0 for which no sum of exp(x - c) overflows fp32.
 
-    It is [1] float64 and equal on all ranks. It may be so large that the sums of some row
-    underflow; `shift_fits` finds that from the sums. Collective, one all_reduce, for which the host
-    does not wait.
+    c is [1] float64 and the same on all ranks. It may be so large that the sum of some row underflows, which
+    `shift_fits` detects from the sums. Collective: one all_reduce, for which the host does not wait.
     """
     # Cauchy-Schwarz bounds the exponents: x <= |row| |column| s, and a sum has at most B terms;
     # exp(88) is within fp32.
@@ -370,26 +368,25 @@ def overflow_shift(rows: Tensor, columns: Tensor, scale: Tensor, group: Any) -> 
 def shift_fits(shift: Tensor, *sums: Tensor, group: Any) -> bool:
     """Return True if no sum of any rank underflows fp32 with this shift.
 
-    Collective, one all_reduce. The limit is exp(-58) below the shift, where the reciprocal of a
-    sum, times Tiling.gain, is still within fp32. The host waits for the answer.
+    Collective: one all_reduce, for which the host waits. A logarithmic sum may be at most 58 below the shift: the
+    reciprocal of exp(-58), times Tiling.gain, is still within fp32.
     """
     lowest = torch.stack([x.min() for x in sums]).min()
-    # A NaN compares False on every rank.
+    # With a NaN, the comparison is False on every rank.
     return bool(-comm.all_reduce_max(-lowest, group) >= shift[0] - 58)
 
 
 def add_pairs(
     gradient: Tensor | None, others: Tensor, weight: Tensor, factor: Tensor, tiling: Tiling
 ) -> None:
-    """Add the pairs' part to a gradient from the tiles, in place.
+    """Add the positive pairs' part, in place, to a gradient that was computed in tiles.
 
     The result is factor x (gradient / gain + weight_i others_i).
 
     Args:
-        gradient: [b, D], gain (Tiling.gain) times the gradient without the pairs; None is returned
-            as it is.
-        others: [b, D], the other half of each pair.
-        weight: [b].
+        gradient: [b, D], gain (Tiling.gain) times the gradient without the positive pairs. None: do nothing.
+        others: [b, D], the other half of each positive pair.
+        weight: [b], one weight per positive pair.
         factor: 0-d or [1].
         tiling: Provides the gain and the rounding of `others`.
     """

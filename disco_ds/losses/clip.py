@@ -1,4 +1,4 @@
-"""The contrastive loss of the original CLIP, the baseline of the papers.
+"""The contrastive loss of the original CLIP, which the papers on the other losses use as a baseline.
 
 Every rank computes the whole B x B matrix.
 """
@@ -19,11 +19,10 @@ from disco_ds.losses.base import Embeddings, Loss, LossOutput, global_metrics, r
 
 @register_loss("clip")
 class ClipLoss(Loss):
-    """InfoNCE over the global batch, O(B^2 D) work and O(B^2) memory on each rank.
+    """InfoNCE over the global batch, with O(B^2 D) work and O(B^2) memory on each rank.
 
-    It communicates in forward only: every rank has the whole matrix, and so the whole gradient of
-    its own rows. Collective: every rank must call this. Source: docs/losses.md section 1;
-    DisCo-CLIP equation 1.
+    Every rank computes the whole matrix, which gives it the whole gradient of its own rows, so only forward
+    communicates. Collective: every rank must call this. Source: docs/losses.md section 1; DisCo-CLIP equation 1.
     """
 
     def __init__(self, group: Any = None):
@@ -44,8 +43,8 @@ class ClipLoss(Loss):
 
 
 def _gather_own_gradient(x: Tensor, group: Any) -> Tensor:
-    """Gather the rows of all ranks; only this rank's have a gradient, times N (see base.py)."""
+    """Gather the rows of all ranks. Only this rank's rows get a gradient, multiplied by N (see base.py)."""
     N, n, b = comm.size(group), comm.rank(group), len(x)
     rows = comm.gather(x.detach(), group=group)
-    own = x.detach() + N * (x - x.detach())  # bitwise the value of x, with N times its gradient
+    own = x.detach() + N * (x - x.detach())  # exactly the value of x, with N times the gradient
     return torch.cat([rows[: n * b], own, rows[(n + 1) * b :]])

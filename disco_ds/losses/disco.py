@@ -1,4 +1,4 @@
-"""DisCo-CLIP, Algorithm 1: two b x B blocks per rank, whose gradients are sent to other ranks."""
+"""DisCo-CLIP, Algorithm 1: each rank computes two b x B blocks and sends feature gradients to the other ranks."""
 
 # b local batch, B global = N b, D width, N ranks; I, T unit rows, s scale
 
@@ -17,17 +17,17 @@ from disco_ds.losses.base import Embeddings, Loss, LossOutput, global_metrics, r
 class DisCoLoss(Loss):
     """InfoNCE over the global batch, equal to `clip`.
 
-    O(B^2 D / N) work and O(B^2 / N) memory on each rank. Source: DisCo-CLIP equations 3-7 and
-    Algorithm 1. The paper averages the gathered gradients over ranks. Under an engine that averages
-    again, this would give 1/N of the gradient, so they are summed here (docs/losses.md section 1).
+    It takes O(B^2 D / N) work and O(B^2 / N) memory on each rank. Source: DisCo-CLIP equations 3-7 and
+    Algorithm 1. The paper averages the gathered gradients over ranks. If the engine averaged them once more, only
+    1/N of the gradient would be left, so this loss sums them instead (docs/losses.md section 1).
     Collective in forward and backward: every rank must call this.
 
     Args:
-        reduction: "reduce_scatter" receives each feature gradient once; "all_reduce" is the paper's
-            way.
+        reduction: How feature gradients are summed over ranks. With "reduce_scatter", a rank receives only the
+            gradients of its own features. With "all_reduce", which the paper uses, it receives all of them.
 
     Raises:
-        ValueError: For another reduction.
+        ValueError: If `reduction` is unknown.
     """
 
     def __init__(self, reduction: comm.Reduction = "reduce_scatter", group: Any = None):
@@ -45,8 +45,8 @@ class DisCoLoss(Loss):
         b, n = len(I_n), comm.rank(self.group)
         I_A = comm.gather(I_n, self.reduction, self.group)  # [B, D]
         T_A = comm.gather(T_n, self.reduction, self.group)
-        # As in Algorithm 1, this rank's rows are part of the gathered matrix, so that the reduction
-        # includes them.
+        # As in Algorithm 1, take this rank's rows from the gathered matrix, so that the reduction includes their
+        # gradient.
         own = slice(n * b, (n + 1) * b)
         logits_image = s * (I_A[own] @ T_A.T)  # [b, B]
         logits_text = s * (T_A[own] @ I_A.T)

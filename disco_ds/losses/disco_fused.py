@@ -1,6 +1,6 @@
 """DisCo-CLIP's gradient from one tiled b x B block per rank instead of two.
 
-It is the fastest InfoNCE if B x D fits in memory.
+This is the package's fastest InfoNCE loss if a B x D tensor fits in memory.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from disco_ds.losses.infonce import infonce
 class DisCoFusedLoss(TiledLoss):
     """InfoNCE over the global batch, equal to `clip` and `disco`.
 
-    Texts are gathered once. The block of this rank's images against them, computed tile by tile,
-    gives both directions: sums over its rows, and sums over its columns, which one all_reduce of B
-    numbers completes. A reduce_scatter returns the gradient of the texts. Memory: 2 B D + a tile.
-    Source: docs/losses.md section 1.
+    Texts are gathered once. Each rank computes one block of similarities, its own images against all texts, tile
+    by tile. Sums over the block's rows give the image-to-text loss. Sums over its columns, completed by one
+    all_reduce of B numbers, give the text-to-image loss. A reduce_scatter returns the gradients of the texts to
+    their ranks. Memory: two B x D tensors and one tile. Source: docs/losses.md section 1.
 
     Args:
         store: Keep the exponentials of the block (b x B in bf16) instead of recomputing them in

@@ -1,8 +1,7 @@
 """Replacements for open_clip's ClipLoss and SigLipLoss, with the same arguments and return values.
 
-They are for training loops outside of this package. Under DistributedDataParallel, DeepSpeed or
-FSDP, all of which average gradients over ranks, the parameters get the gradient of the global
-batch. docs/custom_loop.md shows how to use them.
+They are for training loops outside this package. DistributedDataParallel, DeepSpeed and FSDP average gradients over
+ranks; with these losses, that average is the gradient of the global batch. docs/custom_loop.md shows how to use them.
 """
 
 from __future__ import annotations
@@ -18,21 +17,21 @@ from disco_ds.losses.input_checks import check_alike, warn_of_unusual
 
 
 class _DropIn(nn.Module):
-    """A loss by name, with the arguments of open_clip's losses.
+    """A loss of this package with the arguments of open_clip's losses.
 
     Args:
-        rank: Rank in the process group, only compared with it; None: not given.
-        world_size: Size of the process group, only compared with it; None: not given.
+        rank: The expected rank in the process group. An error is raised if the actual rank differs. None: no check.
+        world_size: The expected size of the process group, checked in the same way. None: no check.
         options: Options of the loss (docs/losses.md), and
-            loss: its name, as for build_loss;
+            loss: name of the loss, as for build_loss;
             group: process group of torch.distributed, or of one dimension of a DeviceMesh; None:
                 all ranks;
-            check: compare the shapes of all ranks before each loss, at the cost of one small
-                collective and a wait.
+            check: before each loss, check that the features have the same shape on all ranks. This costs one
+                small collective, for which the host waits.
     """
 
     global_mean = False
-    """Return the global mean loss instead of this rank's share of it; the gradient is the same."""
+    """Return the global mean loss instead of this rank's share; the gradient is the same either way."""
 
     def __init__(self, rank: int | None, world_size: int | None, options: dict[str, Any]):
         super().__init__()
@@ -61,8 +60,8 @@ class _DropIn(nn.Module):
             output_dict: Return a dict, as open_clip does.
 
         Returns:
-            A 0-d loss whose mean over ranks is the global mean loss and whose gradients, averaged
-            over ranks, are those of the global batch; or {"contrastive_loss": that}.
+            A 0-d loss, or {"contrastive_loss": loss} with output_dict. The mean of the loss over ranks is the
+            global mean loss. Its gradients, averaged over ranks, are the gradients of the global batch.
 
         Raises:
             ValueError: On every rank, if the features of the ranks do not have the same shape.
@@ -95,10 +94,10 @@ class _DropIn(nn.Module):
 class ClipLoss(_DropIn):
     """open_clip's ClipLoss: InfoNCE over the global batch. For the options see _DropIn.
 
-    In open_clip, local_loss, gather_with_grad and cache_labels select how the loss is computed, and
-    with that whether its gradient is exact. Here the gradient is always that of the global batch.
-    As in open_clip, the value is the global mean loss on every rank, and with local_loss=True the
-    mean over this rank's pairs. A logit_bias has no effect, since it cancels in both softmaxes.
+    In open_clip, local_loss, gather_with_grad and cache_labels select how the loss is computed, which also decides
+    whether its gradient is exact. Here the gradient is always the exact gradient of the global batch. As in
+    open_clip, every rank returns the global mean loss, or with local_loss=True the mean over its own pairs. A
+    logit_bias has no effect, since it cancels in both softmaxes.
 
     >>> features = torch.eye(4, 8)
     >>> loss = ClipLoss()(features, features, torch.tensor(5.0), output_dict=True)
@@ -127,8 +126,7 @@ class ClipLoss(_DropIn):
 class SigLipLoss(_DropIn):
     """open_clip's SigLipLoss: the sigmoid loss over the global batch. For the options see _DropIn.
 
-    In open_clip, cache_labels and dist_impl select how texts are exchanged. They are accepted and
-    ignored: here texts are sent around a ring.
+    cache_labels and dist_impl are accepted for compatibility and ignored. Texts are always sent around a ring.
     """
 
     def __init__(

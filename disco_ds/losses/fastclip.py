@@ -1,13 +1,13 @@
-"""FastCLIP and related losses, which keep an estimate of each sample's denominator between batches.
+"""FastCLIP and related losses, which keep an estimate of each sample's softmax denominator between batches.
 
-They are six presets of one loss, with different objectives and temperatures. The tiles are computed
-as in `disco_fused`, with other vectors of sums and weights. Source: FastCLIP (arXiv 2407.01445),
-docs/losses.md section 6.
+The six losses are presets of one loss and differ in objective and temperature. The tiles are computed as in
+`disco_fused`, but the vectors of sums and weights differ. Source: FastCLIP (arXiv 2407.01445), docs/losses.md
+section 6.
 """
 
 # b local batch, B global = N b, D width, N ranks; h_ij = <I_i, T_j> - <I_i, T_i>; tau = 1 / scale
-# g_i = mean over the B - 1 others of exp(h_ij / tau_i); u_i its moving average; [2, b]: of row and
-# of column anchors
+# g_i = mean of exp(h_ij / tau_i) over the B - 1 samples j other than i; u_i moving average of g_i;
+# [2, b]: values of row anchors, values of column anchors
 
 from __future__ import annotations
 
@@ -40,21 +40,20 @@ GammaSchedule = Literal["constant", "cosine", "fractional"]
 class FastCLIPLoss(TiledLoss):
     """The mean of tau_i (log(eps + u_i) + rho) over all image and text anchors i.
 
-    u is the estimate after its update with this batch, and the gradient is that of g / (eps + u)
-    with u held constant. `fastclip_v0` has no factor tau. rho is 0 except in presets that have an
-    option of that name.
+    u is the moving average after its update with this batch. In the gradient, g / (eps + u) with constant u takes
+    the place of log(eps + u). `fastclip_v0` omits the factor tau. rho is 0 except in presets with an option `rho`.
 
     Args:
-        gamma: Schedule of the weight of a batch in u, which is 1 in the first epoch. "constant":
-            gamma_min after that. "cosine": falls to gamma_min within gamma_epochs, epoch by epoch.
-            "fractional": the same, sample by sample. None: the preset's schedule.
-        gamma_min: Final weight.
-        gamma_epochs: None: half of the epochs of the run.
+        gamma: Schedule of gamma, the weight of the current batch in u. "constant": 1 in the first epoch, then
+            gamma_min. "cosine": falls from 1 to gamma_min along a cosine within gamma_epochs and changes once per
+            epoch. "fractional": the same cosine, but gamma changes at every step. None: the preset's schedule.
+        gamma_min: Final value of gamma.
+        gamma_epochs: Number of epochs until gamma reaches gamma_min. None: half of the run's epochs.
         eps: Added to u in the logarithm.
-        tau: Initial temperature. None: the preset's.
-        memory: Where the state of the samples is stored: "device" or "host".
-        gather_both: Gather the features of both sides, as the paper does, instead of sending
-            gradients of features.
+        tau: Initial temperature. None: the preset's value.
+        memory: Where the per-sample state is stored: "device" or "host".
+        gather_both: Gather the features of both sides, as the paper does, instead of gathering one side and
+            sending its gradients back.
         options: See TiledLoss.
 
     Raises:
@@ -105,7 +104,7 @@ class FastCLIPLoss(TiledLoss):
         self.state: SampleState | None = None
 
     def set_num_samples(self, num_samples: int, run_samples: int) -> None:
-        """Create the state of the samples."""
+        """Create the per-sample state."""
         if self.gamma_epochs is None:
             self.gamma_epochs = max(run_samples // (2 * num_samples), 1)
         self.state = SampleState(num_samples, self.memory, self.tau_step, self.group)
@@ -123,7 +122,7 @@ class FastCLIPLoss(TiledLoss):
         return self.gamma_min + (1 - self.gamma_min) * remaining
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
-        """Compute the loss, and stage the new state of its samples. Collective."""
+        """Compute the loss and stage the new state of the batch's samples. Collective."""
         state = self._state()
         if embeddings.index is None:
             raise ValueError(f"{type(self).__name__} needs sample ids: Embeddings(..., index=[b])")
@@ -133,12 +132,12 @@ class FastCLIPLoss(TiledLoss):
                 "FastCLIP compares each sample with others: global_batch must be at least 2, got 1"
             )
         # The estimates of a sample are stored on the rank that owns its id.
-        held = state.fetch(embeddings.index)  # [b, 2] each, for image and for text anchors
+        held = state.fetch(embeddings.index)  # [b, 2] each: image anchors, text anchors
         rows, columns, swap = assign_sides(embeddings)
         if self.tau_step is not None:
             leaf = held["tau"].detach().requires_grad_()
-            # A temperature is updated with the gradient of its sample's term alone: undo the mean
-            # over 2b terms.
+            # A temperature is updated with the gradient of its own term only, so undo the division by the number
+            # of terms, 2b.
             leaf.register_hook(lambda gradient: state.stage("tau_gradient", 2 * b * gradient))
             tau = (leaf.flip(1) if swap else leaf).T
         else:
@@ -164,7 +163,7 @@ class FastCLIPLoss(TiledLoss):
         return self._state().state_dict()
 
     def load_state_parts(self, parts: Sequence[dict[str, Any]]) -> None:
-        """Restore the state of the samples at any number of ranks."""
+        """Restore the per-sample state that any number of ranks saved."""
         self._state().load_parts(parts)
 
     def _state(self) -> SampleState:
@@ -176,7 +175,7 @@ class FastCLIPLoss(TiledLoss):
 
 
 class _FastCLIP(torch.autograd.Function):
-    """The loss, a function of rows, columns and tau: float64, [1] for all samples, or [2, b]."""
+    """The loss as a function of rows, columns and tau: [1] (one temperature) or [2, b] (one per anchor), float64."""
 
     @staticmethod
     def forward(
@@ -197,17 +196,16 @@ class _FastCLIP(torch.autograd.Function):
         scales = tau.reciprocal().expand(2, b)
         shift = overflow_shift(rows, columns, scales[0, :1], group) if len(tau) == 1 else None
         sums = cross.sums(rows, scales, shift, loss.accuracy)
-        # A row whose similarities are all far below the largest underflows. Then each sum subtracts
-        # a separate maximum.
+        # With a common shift, a row underflows if all its similarities are far below the largest one of the batch.
+        # In that case, subtract a separate maximum in each sum.
         if shift is not None and not shift_fits(shift, sums.rows, sums.columns, group=group):
             shift = None
             sums = cross.sums(rows, scales, shift, loss.accuracy)
         others = torch.stack([sums.rows, sums.columns])
         x = scales * cosines
-        # g is a mean: the sum of exp(logit - pair's logit), divided by the number of others.
+        # g is a mean: the sum of exp(logit - positive pair's logit), divided by the number of other samples.
         count = math.log(b * comm.size(group) - 1)
-        # u = (1 - gamma) u + gamma g in logarithms, and u = g for a sample that is seen for the
-        # first time.
+        # Update u to (1 - gamma) u + gamma g, in logarithms. A sample that is seen for the first time gets u = g.
         log_g = others - x - count
         log_kept = math.log1p(-gamma) if gamma < 1 else -math.inf
         updated = torch.logaddexp(log_u + log_kept, log_g + math.log(gamma))
@@ -215,8 +213,8 @@ class _FastCLIP(torch.autograd.Function):
         # log(eps + u), which is a constant in the gradient.
         log_eps = math.log(loss.eps) if loss.eps else -math.inf
         log_sum = torch.logaddexp(log_u, torch.full_like(log_u, log_eps))
-        # The weight of entry j, exp(logit_ij - shift_i), is its part of gamma g_i / (eps + u_i).
-        # That is at most 1, as the tiles require, because u >= gamma g.
+        # The weight of entry (i, j), exp(logit_ij - shift_i), is the contribution of j to gamma g_i / (eps + u_i).
+        # The weight is at most 1, as the tiles require, because u >= gamma g.
         shifts = x + count + log_sum - math.log(gamma)
         ctx.cross = cross
         ctx.shift = shift
@@ -241,9 +239,9 @@ class _FastCLIP(torch.autograd.Function):
         moments = torch.zeros_like(shifts) if needs_tau and len(tau) == 2 else None
         needed = needs_rows or (needs_tau and moments is None), needs_columns
         d_rows, d_columns = ctx.cross.gradient(rows, scales, shifts, ctx.shift, *needed, moments)
-        # The pair is part of every h_ij of its row, so it gets minus the weight of all others.
+        # Every h_ij subtracts the positive pair's cosine, so the pair's weight is minus the sum of all other weights.
         weights = (others - shifts).exp()
-        # The weights of the tiles contain gamma, so the factor divides by it.
+        # The weights of the tiles contain gamma, so divide the factor by gamma.
         share = upstream.double() / (2 * b)
         factor = share / gamma if loss.weighs_by_tau else share / gamma / tau
         add_pairs(d_rows, columns, -weights.sum(0), factor, tiling)
@@ -254,7 +252,7 @@ class _FastCLIP(torch.autograd.Function):
                 share * (log_sum + loss.rho) if loss.weighs_by_tau else torch.zeros_like(log_sum)
             )
             if moments is None:
-                # <rows, their gradient> is the sum of all weights times h
+                # <rows, gradient of rows> is the sum of weight x h over all entries.
                 d_tau = direct.sum() - inner_product(rows, d_rows) / tau
             else:
                 weighted = moments / tiling.gain() - cosines * weights
@@ -265,7 +263,7 @@ class _FastCLIP(torch.autograd.Function):
 
 @register_loss("fastclip_v0")
 class FastCLIPv0Loss(FastCLIPLoss):
-    """The global contrastive loss without the factor tau; its temperature is the logit scale."""
+    """The global contrastive loss without the factor tau. The temperature is learned as the model's logit scale."""
 
     weighs_by_tau = False
     learns_scale = True
@@ -273,12 +271,12 @@ class FastCLIPv0Loss(FastCLIPLoss):
 
 @register_loss("fastclip_v1")
 class FastCLIPv1Loss(FastCLIPLoss):
-    """The global contrastive loss (GCL); one constant temperature."""
+    """The global contrastive loss (GCL) with one constant temperature."""
 
 
 @register_loss("fastclip_v2")
 class FastCLIPv2Loss(FastCLIPLoss):
-    """The robust global contrastive loss (RGCL), which learns a temperature per sample and side.
+    """The robust global contrastive loss (RGCL), which learns two temperatures per sample: one for each side.
 
     Args:
         rho: See FastCLIPLoss.
@@ -312,7 +310,7 @@ class FastCLIPv2Loss(FastCLIPLoss):
 
 @register_loss("fastclip_v3")
 class FastCLIPv3Loss(FastCLIPLoss):
-    """The robust loss with one temperature, which is the logit scale of the model (RGCL-g).
+    """The robust global contrastive loss with one temperature (RGCL-g), learned as the model's logit scale.
 
     Args:
         rho: See FastCLIPLoss.

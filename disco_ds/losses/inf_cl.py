@@ -1,4 +1,4 @@
-"""Inf-CL: tiled similarities and texts on a ring, so memory grows with the local batch only."""
+"""Inf-CL: similarities in tiles, with texts sent around a ring, so memory grows only with the local batch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from disco_ds.losses.infonce import infonce
 class InfCLLoss(TiledLoss):
     """InfoNCE over the global batch, equal to `clip` and `disco`.
 
-    No tensor of B x D or more is allocated. The blocks of texts travel around the ring once in
-    forward, and once more in backward with their gradients. The next block is received while the
-    current one is multiplied. Memory: four blocks b x D + a tile. Options: see TiledLoss.
+    No tensor of size B x D or larger is allocated. Each rank's block of texts travels around the ring once in
+    forward, and once more in backward together with its gradient. The next block is received while the current
+    one is multiplied. Memory: four b x D blocks and one tile. Options: see TiledLoss.
 
     Source: docs/losses.md section 1; Inf-CL (arXiv 2410.17243).
     """

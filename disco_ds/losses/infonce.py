@@ -1,7 +1,7 @@
-"""InfoNCE from sums over tiles, shared by `disco_fused`, `inf_cl` and `nt_xent`."""
+"""InfoNCE computed tile by tile. `disco_fused`, `inf_cl` and `nt_xent` share this code."""
 
-# b local batch, B global = N b, D width, N ranks; x_ij = s <row i, column j>; P, Q row- and
-# column-softmax
+# b local batch, B global = N b, D width, N ranks; x_ij = s <row i, column j>; P softmax over a row,
+# Q softmax over a column
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from disco_ds.losses.blocks import (
 from disco_ds.losses.kernels import Sums, Tiling, full_dtype
 
 MakeBlocks = Callable[[Tensor, Tiling, torch.dtype | None, Any], Blocks]
-"""Gathered or Ring: from this rank's columns [b, D], the tiling, the comm dtype and the group."""
+"""Constructor of Gathered or Ring; takes this rank's columns [b, D], the tiling, the comm dtype and the group."""
 
 
 def infonce(
     embeddings: Embeddings, make_blocks: MakeBlocks, loss: TiledLoss, shared: bool = False
 ) -> LossOutput:
-    """Compute InfoNCE by the contract of base.py, without the matrix of similarities.
+    """Compute InfoNCE under the contract of base.py, without storing the matrix of similarities.
 
     Collective in forward and backward.
 
     Args:
         embeddings: Features and scale of this rank.
-        make_blocks: Builds the comparison of this rank's rows with the columns of all ranks.
-        loss: Provides tiling, comm dtype and group.
-        shared: Images and texts are two views of one thing, and the denominator of an image
-            contains all texts and all other images (NT-Xent). The upstream gradient of the loss
-            must then be the same on every rank, as that of a mean over ranks is.
+        make_blocks: Builds the object that compares this rank's rows with the columns of all ranks.
+        loss: Provides the tiling, the comm dtype and the process group.
+        shared: True for NT-Xent. Image and text are then two views of the same image, and the denominator of a
+            view contains all other views of both kinds. The gradient that backward receives for the loss must be
+            the same on every rank, as it is if the shares are averaged over ranks.
 
     Source: docs/losses.md sections 1 and 2.
     """
@@ -78,8 +78,8 @@ class _InfoNCE(torch.autograd.Function):
         if not shift_fits(shift, *with_pairs, group=group):
             ctx.shift = None
             sums = _sums(cross, same, rows, columns, scales, None, loss.accuracy)
-        # -log(pair / (pair + others)) = log1p(others / pair), which does not cancel where the
-        # others are small.
+        # Compute -log(pair / (pair + others)) as log1p(others / pair), which keeps its precision when the others
+        # are small.
         zero = torch.zeros_like(x)
         per_pair = torch.logaddexp(zero, sums.rows - x) + torch.logaddexp(zero, sums.columns - x)
         ctx.cross = cross
@@ -97,20 +97,20 @@ class _InfoNCE(torch.autograd.Function):
         others = torch.stack([row_others, column_others])
         lse = torch.logaddexp(others, x)
         scales = scale.double().expand(2, len(x))
-        # The gradient of the scale is <rows, their gradient> / s, so the gradient of either side
-        # gives it.
+        # The gradient of the scale is <rows, gradient of rows> / s, and also <columns, gradient of columns> / s, so
+        # the gradient of one side is enough.
         shared = bool(ctx.same)
         needed = needs_rows or needs_scale, needs_columns or (needs_scale and shared)
         d_rows, d_columns = ctx.cross.gradient(rows, scales, lse, ctx.shift, *needed)
         if shared:
-            # In one block each view is an anchor and a negative of others, so its rows get both
-            # gradients.
+            # In a block that compares views with themselves, each view is an anchor and also a negative of other
+            # views. The gradient of the block's rows includes both parts.
             sides = zip(ctx.same, (rows, columns), lse, (d_rows, d_columns), strict=True)
             for block, views, shifts, total in sides:
                 shifts = shifts.expand(2, -1)
                 total += block.gradient(views, scales, shifts, ctx.shift, True, False)[0]
-        # A pair has the weight P + Q - 2 = -(1 - P) - (1 - Q): minus the shares of the others in
-        # its row and column.
+        # The weight of a positive pair is P + Q - 2 = -(1 - P) - (1 - Q): minus the probability of all other entries
+        # in its row and in its column.
         pairs = -(others - lse).exp().sum(0)
         factor = upstream * scale / (2 * len(x))
         add_pairs(d_rows, columns, pairs, factor, ctx.tiling)
@@ -121,7 +121,7 @@ class _InfoNCE(torch.autograd.Function):
             if shared:
                 total = (total + inner_product(columns, d_columns)) / 2
             d_scale = total / scale
-        # Autograd converts gradients to the dtypes of the inputs, and ignores those not needed.
+        # Autograd converts gradients to the dtypes of the inputs and ignores gradients that are not needed.
         return d_rows, d_columns, d_scale, None, None, None
 
 
@@ -134,7 +134,7 @@ def _sums(
     shift: Tensor | None,
     maxima: bool,
 ) -> Sums:
-    """Sum over everything that a pair is compared with, including `same`."""
+    """Sum over all negatives of each row and each column, including those in the `same` blocks."""
     sums = cross.sums(rows, scales, shift, maxima)
     if not same:
         return sums

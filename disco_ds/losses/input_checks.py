@@ -15,13 +15,13 @@ from disco_ds.distributed import comm
 NORM_TOLERANCE = 0.02
 """Largest deviation of a feature's norm from 1; rounding to bf16 causes 0.004."""
 LARGEST_LOG = math.log(100.0) + 1e-3
-"""Logarithm of CLIP's largest logit scale. A smaller logit scale is probably a logarithm."""
+"""Logarithm of CLIP's largest logit scale, 100. A logit scale up to this value is probably still a logarithm."""
 
 
 def check_alike(image: Tensor, text: Tensor, group: Any = None, step: int = 0) -> None:
-    """Compare the features' shapes and the step across ranks. Collective, one small all_reduce.
+    """Check that the features' shapes and the step are equal on all ranks. Collective: one small all_reduce.
 
-    Without this check, ranks that differ would hang in a collective or compute a wrong loss.
+    Without this check, unequal ranks would hang in a collective or compute a wrong loss.
 
     Args:
         image: Image features.
@@ -30,7 +30,7 @@ def check_alike(image: Tensor, text: Tensor, group: Any = None, step: int = 0) -
         step: Number of steps that this rank has taken.
 
     Raises:
-        ValueError: On every rank, if shapes or steps differ or a tensor is not [b, D].
+        ValueError: On every rank, if shapes or steps differ between ranks or a tensor is not [b, D].
     """
     if comm.size(group) == 1:
         return
@@ -52,7 +52,7 @@ def check_alike(image: Tensor, text: Tensor, group: Any = None, step: int = 0) -
 
 
 def warn_of_unusual(image: Tensor, text: Tensor, scale: Tensor, group: Any = None) -> None:
-    """Warn on rank 0 about features that are not unit rows, or a scale that looks like its log."""
+    """Warn on rank 0 about features that are not unit rows, and about a logit scale that looks like a logarithm."""
     if comm.rank(group) > 0:
         return
     unit = True

@@ -1,4 +1,4 @@
-"""NT-Xent, the self-supervised loss of SimCLR: two views of an image against all other images."""
+"""NT-Xent, the self-supervised loss of SimCLR: two views of each image, compared with the views of all others."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from disco_ds.losses.infonce import infonce
 
 @register_loss("nt_xent")
 class NTXentLoss(TiledLoss):
-    """Mean over all 2B views of -log(exp(pair) / sum over the 2B - 1 other views).
+    """Mean over all 2B views i of -log(exp(x_ij) / sum of exp(x_ik) over all 2B - 1 other views k).
 
-    The scale is 1 / temperature. The second view takes the place of the text in Embeddings. There
-    are three blocks of similarities, in tiles: first against second views, and each kind against
-    itself. Source: SimCLR (arXiv 2002.05709) equation 1; DisCo-CLIP section 4.1; docs/losses.md
-    section 7.
+    j is the other view of the same image, and x are the similarities times the scale, which is 1 / temperature. In
+    Embeddings, the second view takes the place of the text. Three blocks of similarities are computed in tiles:
+    first views against second views, first against first, and second against second. Source: SimCLR
+    (arXiv 2002.05709) equation 1; DisCo-CLIP section 4.1; docs/losses.md section 7.
 
     Args:
         ring: Send views around a ring (as in `inf_cl`) instead of gathering them (as in

@@ -1,8 +1,8 @@
 """State that a loss keeps for every sample: FastCLIP's estimates u, and temperatures per sample.
 
-Each rank owns the samples with id % N == rank. A forward fetches values from their owners and
-stages new ones; `commit` applies them. The state of a sample takes 16 bytes, or 68 with
-temperatures, and each rank has 1/N of it. Only losses import this file.
+Each rank owns the samples with id % N == rank. A loss's forward fetches values from the ranks that own them and
+stages new values; `commit` applies the staged values. The state takes 16 bytes per sample, or 68 with temperatures,
+and each rank stores 1/N of the samples. Only losses import this file.
 """
 
 # b local batch, B global = N b, N ranks; side 0 has images as anchors, side 1 texts
@@ -21,9 +21,9 @@ from disco_ds.distributed import comm
 
 Memory = Literal["device", "host"]
 BETA1 = 0.9
-"""Adam's decay of the first moments of the temperatures' gradients."""
+"""Adam's decay rate for the first moments of the temperatures' gradients."""
 BETA2 = 0.999
-"""Adam's decay of the second moments."""
+"""Adam's decay rate for the second moments."""
 EPS = 1e-8
 """Adam's epsilon."""
 CLAMP = 5.0
@@ -32,7 +32,7 @@ CLAMP = 5.0
 
 @dataclass(frozen=True)
 class TauStep:
-    """Settings of Adam for the temperatures of the samples."""
+    """Adam's settings for the temperatures."""
 
     start: float
     """Initial temperature."""
@@ -44,12 +44,12 @@ class TauStep:
 
 
 class SampleState:
-    """log u for both sides of each sample, and with `step` a temperature for both sides.
+    """log u for each side of every sample, and if `step` is given, a temperature for each side.
 
     Args:
-        num_samples: Number of samples in the data; ids are below it.
+        num_samples: Number of samples in the data; ids are below this number.
         memory: Where the values are stored.
-        step: None: there are no temperatures.
+        step: Adam's settings for the temperatures. None: no temperatures are stored.
         group: Process group, None for all ranks.
     """
 
@@ -63,7 +63,7 @@ class SampleState:
         num_own = len(range(comm.rank(group), num_samples, comm.size(group)))
         never_seen = torch.full((num_own, 2), -math.inf, dtype=torch.float64, device=device)
         self.values = {"log_u": never_seen}
-        """By name, [own samples, 2] float64; log u of a sample that was never seen is -inf."""
+        """Values by name, [own samples, 2] float64, except `steps` [own samples]. log u is -inf for unseen samples."""
         if step is not None:
             self.values["tau"] = torch.full_like(never_seen, step.start)
             self.values["exp_avg"] = torch.zeros_like(never_seen)
@@ -73,13 +73,13 @@ class SampleState:
         self._staged: dict[str, Tensor] = {}
 
     def fetch(self, index: Tensor) -> dict[str, Tensor]:
-        """Fetch log_u and tau of these samples and discard what is staged. Collective.
+        """Fetch log_u and tau of these samples and discard all staged values. Collective.
 
         Args:
             index: [b] int64 ids.
 
         Returns:
-            By name, [b, 2] float64.
+            The values by name, [b, 2] float64 each.
 
         Raises:
             AgreedError: For an id outside of the data.
@@ -97,20 +97,20 @@ class SampleState:
         mine, slots = self._own()
         names = [name for name in ("log_u", "tau") if name in self.values]
         held = torch.cat([self.values[name][slots] for name in names], 1)
-        # Each row is its owner's value, and zero on the other ranks, so that the sum over ranks is
-        # the value.
+        # Only the rank that owns a sample fills in its row. The row is zero on all other ranks, so the sum over
+        # ranks is the owner's value.
         out = torch.zeros(len(self._ids), held.shape[1], dtype=torch.float64, device=index.device)
         out[mine] = held.to(index.device)
         own = comm.reduce_scatter_in_place(out, self.group)
         return dict(zip(names, own.split(2, 1), strict=True))
 
     def stage(self, name: Literal["log_u", "tau_gradient"], value: Tensor) -> None:
-        """Stage a new value, or a gradient, of the fetched samples, [b, 2] float64. Collective."""
+        """Stage new values or gradients, [b, 2] float64, for the fetched samples. Collective."""
         self._staged[name] = comm.gather(value.detach(), group=self.group)
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Apply what is staged. A sample that occurs several times in the batch gets the mean."""
+        """Apply the staged values. A sample that occurs several times in the batch gets the mean of its values."""
         assert self._ids is not None, "nothing is staged"
         mine, slots = self._own()
         unique, inverse, counts = torch.unique(slots, return_inverse=True, return_counts=True)
@@ -119,7 +119,7 @@ class SampleState:
         staged = {name: value[mine].to(slots.device) for name, value in self._staged.items()}
         zeros = self.values["log_u"].new_zeros(len(unique), 2)
         log_u = staged["log_u"]
-        # The mean of u is computed from its logarithms, relative to the largest of each sample.
+        # Compute the mean of u from logarithms. Subtract each sample's largest one, so that exp does not overflow.
         top = (zeros - math.inf).scatter_reduce_(0, where, log_u, "amax")
         total = zeros.scatter_add(0, where, (log_u - top[inverse]).exp())
         self.values["log_u"][unique] = top + (total / counts).log()
@@ -133,8 +133,8 @@ class SampleState:
     def _step_tau(self, slots: Tensor, gradient: Tensor, step: TauStep) -> None:
         """Take one step of Adam on the temperatures of these samples.
 
-        A sample is stepped only when it is in a batch, so each has separate moments, a separate
-        step count, and with that a separate bias correction.
+        A sample's temperatures are updated only when the sample is in a batch. Each sample therefore has its own
+        moments, step count and bias correction.
         """
         values = self.values
         gradient = gradient.clamp(-CLAMP, CLAMP)
@@ -165,15 +165,18 @@ class SampleState:
         return {"num_samples": self.num_samples, "samples": self.samples, "values": self.values}
 
     def load_parts(self, parts: Sequence[dict[str, Any]]) -> None:
-        """Restore from the state_dict of every rank, in rank order, for any number of ranks.
+        """Restore the state from the state_dicts of all ranks that saved it, in rank order.
+
+        The number of ranks may have changed since then.
 
         Raises:
-            ValueError: For parts of another kind of state, or of a data set of another size.
+            ValueError: If a part does not contain the same kinds of values as this state, or was saved for a
+                different number of samples.
         """
         N, n, M = comm.size(self.group), comm.rank(self.group), len(parts)
-        # Rank m of M owned the ids m, m + M, ...; this rank owns those with id % N == n, of which
-        # rank m had some if m and n are equal modulo the greatest common divisor. A part that has
-        # none of them is not read.
+        # When the state was saved, rank m of M owned the ids m, m + M, m + 2M and so on. Now this rank owns the ids
+        # with id % N == n. Rank m had some of these only if m and n are equal modulo the greatest common divisor of
+        # M and N. Parts without any of these ids are not read.
         step = math.gcd(M, N)
         for m in range(n % step, M, step):
             part = parts[m]

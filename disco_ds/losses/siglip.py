@@ -1,7 +1,7 @@
-"""The sigmoid loss of SigLIP, with texts on a ring. Each pair has a separate term: no row sums."""
+"""The sigmoid loss of SigLIP, with texts sent around a ring. Each image-text combination has a separate term."""
 
-# b local batch, B global = N b, D width, N ranks; z_ij = s I_i.T_j + bias, y = +1 for pairs, else
-# -1
+# b local batch, B global = N b, D width, N ranks; z_ij = s I_i.T_j + bias; y_ij = +1 if i = j (a positive pair),
+# otherwise -1
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from disco_ds.losses.kernels import Block, sigmoid_block
 class SigLIPLoss(TiledLoss):
     """-1/B sum_ij log sigmoid(y_ij z_ij) over the global batch; scale and bias are learned.
 
-    Texts travel around the ring once: a tile gives value and gradient at the same time, so no
-    product is computed twice. Memory: four blocks b x D + a tile. Source: docs/losses.md section 5;
+    Texts travel around the ring only once, because each tile gives the loss and the gradient at the same time, so
+    no similarity is computed twice. Memory: four b x D blocks and one tile. Source: docs/losses.md section 5;
     SigLIP (arXiv 2303.15343).
 
     Options: see TiledLoss.
 
     Raises:
-        ValueError: For embeddings without a bias.
+        ValueError: If the embeddings have no bias.
     """
 
     initial_scale = 10.0
@@ -81,15 +81,15 @@ class _SigLIP(torch.autograd.Function):
         z = scale.double() * pair_cosines(rows, sent, tiling) + bias.double()
         scales = scale.detach().expand(b)
         d_rows = zero_gradient(rows) if needs_rows or needs_scale else None
-        # The terms of the pairs are computed here, those of all other entries in the tiles.
+        # Compute the terms of the positive pairs here. The tiles compute the terms of all other entries.
         pair_weights = -(-z).sigmoid()
         total = F.softplus(-z, threshold=1e9).sum()
         weight = pair_weights.sum()
         largest = torch.full_like(z, -torch.inf)
 
         def visit(owner: int, block: list[Tensor], spare: list[Tensor] | None) -> list[Tensor]:
-            # Value, gradient and maxima of this rank's rows stay here; those of the columns follow
-            # their block.
+            # The loss and the gradient and maxima of this rank's rows stay on this rank. The gradient and maxima of
+            # the columns travel with the columns.
             d_others = None
             if needs_columns:
                 d_others = zero_gradient(block[0]) if spare is None else spare[-1].zero_()

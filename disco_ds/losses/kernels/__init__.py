@@ -1,6 +1,6 @@
-"""Sums and gradients of matrices of similarities that are never in memory as a whole.
+"""Sums and gradients of similarity matrices that are computed in tiles and never stored as a whole.
 
-This folder imports torch and Triton only.
+The only third-party packages that this folder imports are torch and Triton.
 """
 
 from disco_ds.losses.kernels.availability import find_problem

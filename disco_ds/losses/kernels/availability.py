@@ -1,4 +1,4 @@
-"""Decide whether the Triton kernels run here, by running two of them: a GPU alone is not enough."""
+"""Find out whether the Triton kernels run on this machine, by running two of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def uses_triton(tiling: Tiling, x: Tensor) -> bool:
-    """Return True if Triton computes the tiles of rows like x.
+    """Return True if Triton should compute the tiles of rows with the device and dtype of x.
 
     Raises:
         ValueError: If `impl` is "triton" and Triton cannot run.
@@ -35,10 +35,10 @@ def uses_triton(tiling: Tiling, x: Tensor) -> bool:
 
 @cache
 def find_problem(device: torch.device, precision: Precision) -> str | None:
-    """Return why the kernels do not run on this GPU at this precision, or None. Log it once.
+    """Return why the kernels do not run on this GPU at this precision, or None if they run. Log the reason once.
 
-    Triton compiles its launcher with the C compiler of the system, and a GPU may be too small or
-    too new for a kernel.
+    Having a GPU is not enough: Triton needs the system's C compiler to build its launcher, and the GPU may be too
+    small or too new for a kernel.
     """
     if find_spec("triton") is None:
         problem = "the triton package is not installed"

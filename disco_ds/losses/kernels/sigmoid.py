@@ -1,7 +1,7 @@
 """The sigmoid loss of a block of similarities that is never in memory as a whole.
 
-The gradient at an entry depends on that entry only, not on the sum of its row, so value and
-gradient are computed in one pass, without a second product. Pairs are left out.
+The gradient of an entry depends only on that entry, not on the sum of its row. The loss and the gradient are therefore
+computed in one pass, which computes each similarity only once. Positive pairs are left out.
 """
 
 # n rows, m columns, D width; z_ij = scale <row i, column j> + bias
@@ -18,12 +18,12 @@ from disco_ds.losses.kernels.similarity import Block, raise_maxima
 
 @dataclass
 class SigmoidSums:
-    """The sums of a block without its pairs, in float64."""
+    """Sums and maxima over a block without its positive pairs, in float64."""
 
     loss: Tensor
     """0-d, the sum of softplus(z)."""
     weight: Tensor
-    """0-d, the sum of sigmoid(z): the gradient at the bias."""
+    """0-d, the sum of sigmoid(z), which is the gradient with respect to the bias."""
     rows_max: Tensor | None
     """[n], the largest z of each row, -inf for an empty row; None if maxima were not computed."""
     columns_max: Tensor | None
@@ -39,11 +39,11 @@ def sigmoid_block(
 ) -> SigmoidSums:
     """Sum softplus(z) and sigmoid(z) over a block, and add to the gradients of rows and columns.
 
-    With W = sigmoid(z), gain x W columns is added to d_rows and gain x W^T rows to d_columns. The
-    caller divides by the gain, Tiling.gain.
+    With W = sigmoid(z), gain x W @ columns is added to d_rows, and gain x W^T @ rows to d_columns. The caller divides
+    the results by the gain, Tiling.gain.
 
     Args:
-        block: With equal scales.
+        block: The similarities. All scales must be equal.
         bias: [1].
         d_rows: [n, D] fp32, or None if not needed.
         d_columns: [m, D] fp32, or None if not needed.

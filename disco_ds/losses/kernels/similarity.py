@@ -1,8 +1,8 @@
 """Softmax over a block of similarities that is never in memory as a whole.
 
-This file computes the sums of exponentials and the gradients. The pairs are left out of every sum
-and every weight. If p, the probability of the pair, is close to 1, then 1 - p loses digits, but
-the sum over the others divided by the pair does not (docs/losses.md section 2).
+This file computes the sums of exponentials and the gradients. Positive pairs are left out of every sum and every
+weight, because this is more accurate. If the probability p of a positive pair is close to 1, computing 1 - p loses
+digits; dividing the sum over the other entries by the exponential of the pair does not (docs/losses.md section 2).
 """
 
 # n rows, m columns, D width; x_ij = row_scale_i <row i, column j>, y_ij = column_scale_j <row i,
@@ -25,7 +25,7 @@ from disco_ds.losses.kernels.tiles import Tile, Tiling, full_dtype, pairs_offset
 
 @dataclass(frozen=True)
 class Block:
-    """Some rows and columns, and what defines their similarities. It computes none of them."""
+    """Rows, columns and the parameters of their similarities. This class does not compute the similarities."""
 
     rows: Tensor
     """[n, D], as returned by Tiling.hold."""
@@ -36,11 +36,11 @@ class Block:
     column_scale: Tensor
     """[m], positive."""
     first: int | None
-    """Column i + first is the pair of row i; None for a block without pairs."""
+    """Row i and column i + first are a positive pair; None for a block without positive pairs."""
     shift: Tensor | None
-    """[1] float64, for blocks whose scales are all equal, such that exp(x - shift) and its sums are
-    within fp32. Each element then takes one exponential. None: the largest exponent of each row and
-    each column is subtracted, which takes two exponentials for each element."""
+    """[1] float64, only for blocks whose scales are all equal. It is chosen so that exp(x - shift) and its sums do not
+    overflow fp32, and each element takes one exponential. None: the largest exponent of each row and each column is
+    subtracted, which takes two exponentials for each element."""
     tiling: Tiling
 
     @property
@@ -53,7 +53,7 @@ class Block:
         return torch_tiles
 
     def start_maxima(self) -> list[Tensor]:
-        """Return -inf for each row and for each column, float64, for raise_maxima."""
+        """Return the initial maxima for raise_maxima: -inf for each row and for each column, float64."""
         device = self.rows.device
         sides = self.rows, self.columns
         return [torch.full((len(x),), -math.inf, dtype=torch.float64, device=device) for x in sides]
@@ -64,7 +64,7 @@ class Block:
         return full_dtype(self.rows)
 
     def scratch(self, tiles: ModuleType) -> Tensor:
-        """Allocate the largest tile's weights: torch needs full precision, Triton writes factors."""
+        """Allocate memory for the largest tile: full precision for torch, the dtype of operands for Triton."""
         dtype = self.dtype if tiles is torch_tiles else self.tiling.factor_dtype(self.rows)
         rows, columns = self.tiling.size(self.rows.device)
         size = min(rows, len(self.rows)) * min(columns, len(self.columns))
@@ -80,7 +80,7 @@ class Block:
 
 @dataclass
 class Sums:
-    """The sums of a block without its pairs, in float64; -inf for empty sums and maxima."""
+    """Logarithms of sums, and maxima, over a block without its positive pairs. Float64; -inf for empty rows or columns."""
 
     rows: Tensor
     """[n], logarithm of the sum of exp(x) over each row."""
@@ -95,18 +95,18 @@ class Sums:
 def raise_maxima(
     largest: Sequence[Tensor], tile: tuple[slice, slice], tops: Sequence[Tensor]
 ) -> None:
-    """Raise the maxima of a block, if there are any, to those of a tile."""
+    """Update a block's maxima, if they are computed, with the maxima of one tile."""
     for total, part, new in zip(largest, tile, tops, strict=False):
         torch.maximum(total[part], new.double(), out=total[part])
 
 
 def softmax_sums(block: Block, maxima: bool = True, kept: Tensor | None = None) -> Sums:
-    """Sum exponentials over rows and over columns, both from one product.
+    """Sum exponentials over each row and each column, computing the similarities only once.
 
     Args:
         block: The similarities.
         maxima: Find the largest exponents too.
-        kept: [n, m] bf16, receives exp(x - shift) for softmax_gradient; needs a shift.
+        kept: [n, m] bf16, receives exp(x - shift) for softmax_gradient. Only for blocks with a shift.
 
     Source: docs/losses.md sections 1 to 3.
     """
@@ -116,14 +116,14 @@ def softmax_sums(block: Block, maxima: bool = True, kept: Tensor | None = None) 
     shift = block.shift
     tiling = block.tiling
     tiles = block.tiles
-    # Without a shift the running sums are logarithms, which logaddexp joins tile by tile.
+    # Without a shift, the running sums are logarithms, to which logaddexp adds the sums of each tile.
     empty = -math.inf if shift is None else 0.0
     row_sum = torch.full((n,), empty, dtype=torch.float64, device=device)
     column_sum = torch.full((m,), empty, dtype=torch.float64, device=device)
     largest = block.start_maxima() if maxima else []
     row_scale = block.row_scale.to(block.dtype)
     column_scale = block.column_scale.to(block.dtype)
-    # The sums in Triton write no tile, so only torch needs memory for one.
+    # Triton computes the sums without writing the tile to memory, so only torch needs memory for a tile.
     scratch = block.scratch(tiles) if tiles is torch_tiles else None
     for i, j in tiling.cut(n, m, device, written=scratch is not None):
         tile = block.tile(i, j, scratch)
@@ -152,10 +152,10 @@ def softmax_gradient(
     kept: Tensor | None = None,
     moments: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Add gain x W columns to d_rows and gain x W^T rows to d_columns.
+    """Add gain x W @ columns to d_rows, and gain x W^T @ rows to d_columns.
 
-    W_ij = exp(x_ij - row_shift_i) + exp(y_ij - column_shift_j), 0 for pairs, with both terms at
-    most 1. The caller divides by the gain, Tiling.gain.
+    W_ij = exp(x_ij - row_shift_i) + exp(y_ij - column_shift_j), and 0 at positive pairs. Both terms must be at most 1.
+    The caller divides the results by the gain, Tiling.gain.
 
     Args:
         block: The similarities.
@@ -163,10 +163,10 @@ def softmax_gradient(
         column_shift: [m] float64.
         d_rows: [n, D] fp32, or None if not needed.
         d_columns: [m, D] fp32, or None if not needed.
-        kept: The exponentials from softmax_sums.
-        moments: ([n], [m]), for blocks without a shift. Gain x the first term of W times <i, j>,
-            summed over each row, is added to the first vector, and that of the second term, summed
-            over each column, to the second vector.
+        kept: The exponentials that softmax_sums stored. None: compute them again.
+        moments: ([n], [m]), only for blocks without a shift. gain x (first term of W_ij) x <row i, column j>, summed
+            over each row, is added to the first vector. gain x (second term of W_ij) x <row i, column j>, summed over
+            each column, is added to the second vector.
     """
     shift = block.shift
     tiling = block.tiling
@@ -187,7 +187,7 @@ def softmax_gradient(
             W = tiles.kept_weights(kept[i, j], a[i], beta[j], tiling, tile.out)
         else:
             W = tiles.exp_weights(tile, row_scale[:1], shift, a[i], beta[j])
-        # Two library products; the weights exist for one tile at a time.
+        # Two library matrix multiplications; the weights of only one tile exist at a time.
         if d_rows is not None:
             tiling.add_product(d_rows[i], W, tile.c)
         if d_columns is not None:

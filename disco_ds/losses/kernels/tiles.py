@@ -20,18 +20,19 @@ _FULL = (torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Tiling:
-    """How similarities are computed. It affects results through rounding only.
+    """How similarities are computed. These settings affect results only through rounding.
 
     Args:
-        tile: Rows and columns of a tile. None: 2048 x 2048 on a CPU. On a GPU 16384 x 16384 if the
-            tile is not written to memory, which is enough work to hide the launches, else 128 MiB.
-        precision: Precision of the factors of every product; sums are fp32. "auto" is fp32 on a CPU
-            and fp16 on a GPU: tf32 has no more mantissa bits, and unit rows are within the range of
-            fp16. Float64 features are always multiplied in float64.
-        impl: "torch" runs everywhere, "triton" on a GPU; "auto" is Triton if it runs.
+        tile: Number of rows and columns of a tile. None: 2048 x 2048 on a CPU. On a GPU, a tile that is written to
+            memory takes 128 MiB. A tile that is not written is 16384 x 16384, enough work to hide kernel launches.
+        precision: Precision of the operands of every matrix multiplication; results accumulate in fp32. "auto" is
+            fp32 on a CPU and fp16 on a GPU: fp16 has as many mantissa bits as tf32, and unit rows are within its
+            range. Float64 features are always multiplied in float64.
+        impl: "torch" runs everywhere. "triton" needs a GPU. "auto" selects Triton where its kernels run on the GPU,
+            and torch otherwise.
 
     Raises:
-        ValueError: For another value.
+        ValueError: If `tile` is not two positive integers, or if `precision` or `impl` is unknown.
     """
 
     tile: Sequence[int] | None = None
@@ -51,7 +52,7 @@ class Tiling:
                 )
 
     def on(self, device: torch.device) -> Tiling:
-        """Return the same tiling with the precision that "auto" stands for on this device."""
+        """Return this tiling with the precision "auto" replaced by the one for this device."""
         if self.precision != "auto":
             return self
         return replace(self, precision="fp16" if device.type == "cuda" else "fp32")
@@ -61,7 +62,7 @@ class Tiling:
 
         Args:
             device: Where the tile is computed.
-            written: The tile is written to memory.
+            written: True if the tile is written to memory.
         """
         if self.tile is not None:
             rows, columns = self.tile
@@ -82,56 +83,56 @@ class Tiling:
                 yield slice(i, min(i + rows, n)), slice(j, min(j + columns, m))
 
     def gain(self) -> float:
-        """Return the power of two by which the gradient's weights are multiplied.
+        """Return the power of two by which the weights in a gradient are multiplied, so that small weights survive.
 
-        The weights are at most 2, and without it small ones would be denormal. On a CPU, products
-        of denormal numbers take 200 times as long (AVX-512, MKL), and fp16 would underflow.
+        The weights are at most 2. Without the gain, small weights would be denormal, and multiplying denormal
+        numbers takes 200 times as long on a CPU (AVX-512, MKL). In fp16, small weights would become zero.
         """
         assert self.precision != "auto", "call Tiling.on(device) first, which decides the precision"
         return 2.0**14 if self.precision == "fp16" else 2.0**40
 
     def hold(self, x: Tensor) -> Tensor:
-        """Round rows to `precision`, for keeping and sending them.
+        """Round rows to `precision`, so that they can be stored and sent.
 
-        The result is contiguous, has no gradient and is never wider than x.
+        The result is contiguous and detached. It never has a wider dtype than x.
         """
         x = x.detach()
         if x.dtype == torch.float64:
             return x.contiguous()
         if self.precision == "tf32" and x.dtype == torch.float32:
-            # Round to 11 bits (Veltkamp's splitting): the tensor cores truncate, which would bias
-            # every product.
+            # Round to 11 bits (Veltkamp's splitting). Otherwise the tensor cores would truncate the numbers, which
+            # would bias every result.
             split = x * (2**13 + 1)
             return (split - (split - x)).contiguous()
         half = _HALF.get(self.precision)
         return (x if half is None else x.to(half)).contiguous()
 
     def factor(self, held: Tensor) -> Tensor:
-        """Convert a tile of rows from `hold` to a factor of a product.
+        """Convert a tile of rows from `hold` to the dtype in which it is multiplied.
 
-        On a CPU that is fp32, because 16-bit products would round their sums there.
+        On a CPU, 16-bit rows become fp32, because 16-bit matrix multiplications would also round their sums there.
         """
         return held.to(self.factor_dtype(held))
 
     def factor_dtype(self, x: Tensor) -> torch.dtype:
-        """Return the dtype in which rows like x are multiplied."""
+        """Return the dtype in which rows with the dtype and device of x are multiplied."""
         if x.dtype == torch.float64:
             return torch.float64
         return _HALF.get(self.precision, torch.float32) if x.is_cuda else torch.float32
 
     def round(self, x: Tensor) -> Tensor:
-        """Round a tile in full precision, such as one of weights, to a factor of a product."""
+        """Round a tile in full precision, such as a tile of weights, to an operand of a matrix multiplication."""
         return self.factor(self.hold(x))
 
     def product(self, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-        """Compute out = a @ b of two factors; out is fp32, or float64 for float64 factors."""
+        """Compute out = a @ b for operands from `factor`. out is fp32, or float64 for float64 operands."""
         with self._tf32(a):
             if a.dtype in _FULL:
                 return torch.mm(a, b, out=out)
             return torch.mm(a, b, out_dtype=out.dtype, out=out)
 
     def add_product(self, total: Tensor, a: Tensor, b: Tensor) -> None:
-        """Compute total += a @ b of two factors; total is fp32, or float64 for float64 factors."""
+        """Compute total += a @ b for operands from `factor`. total is fp32, or float64 for float64 operands."""
         with self._tf32(a):
             if a.dtype in _FULL:
                 total.addmm_(a, b)
@@ -143,7 +144,7 @@ class Tiling:
         if not x.is_cuda or x.dtype != torch.float32:
             yield
             return
-        # Not allow_tf32, which raises if it is read after a user has set fp32_precision.
+        # Do not use allow_tf32: reading it raises an error after a user has set fp32_precision.
         matmul = torch.backends.cuda.matmul
         before = matmul.fp32_precision
         matmul.fp32_precision = "tf32" if self.precision == "tf32" else "ieee"
@@ -155,26 +156,26 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Tile:
-    """One tile of a block, the argument of the functions in torch_tiles.py and triton_tiles.py."""
+    """One tile of a block, which the functions in torch_tiles.py and triton_tiles.py take as an argument."""
 
     r: Tensor
     """[n, D], as returned by Tiling.factor."""
     c: Tensor
     """[m, D], as returned by Tiling.factor."""
     pairs: int | None
-    """Diagonal of the tile that contains the pairs, which are left out; None if it has no pairs."""
+    """Offset of the diagonal with the positive pairs, which are left out; None if the tile has no positive pairs."""
     tiling: Tiling
     out: Tensor | None
-    """[n, m] memory for the tile: full precision in torch, factors in Triton, None for its sums."""
+    """[n, m] memory for the tile. torch needs full precision, Triton the operand dtype, or None if it only sums."""
 
 
 def full_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which sums of products of rows like x accumulate."""
+    """Return the dtype in which inner products of rows like x accumulate: fp32, or float64 if x is float64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def pairs_offset(rows: slice, columns: slice, first: int | None) -> int | None:
-    """Return the diagonal of a tile that has the pairs (i, i + first) of its block, or None."""
+    """Return the offset of the tile's diagonal with the block's positive pairs (i, i + first); None if it has none."""
     if first is None:
         return None
     offset = rows.start + first - columns.start

@@ -1,7 +1,8 @@
-"""The operations on one tile in torch: the reference, which also runs on CPUs.
+"""The operations on one tile in torch: the reference implementation, which also runs on CPUs.
 
-triton_tiles.py has the same functions. Scales, shifts and weights of rows are [n], those of columns
-[m], all in full precision. Maxima are None unless requested.
+triton_tiles.py has the same functions. x_ij is the row scale times <r_i, c_j>, y_ij the column scale times <r_i, c_j>.
+Scales, shifts and weights have the shape [n] for rows and [m] for columns, in full precision. Maxima are None unless
+requested.
 """
 
 from __future__ import annotations
@@ -16,22 +17,22 @@ from torch.nn import functional as F
 from disco_ds.losses.kernels.tiles import Tile, Tiling
 
 STRIP = 2**17
-"""Elements of a tile that go through all elementwise operations at a time, in a CPU's cache."""
+"""Number of elements of a tile that are processed at a time on a CPU, so that they stay in its cache."""
 
 
 def strips(x: Tensor, multiple: int = 1) -> Iterator[slice]:
-    """Cut the rows of a tile into strips of STRIP elements; on a GPU, one strip.
+    """Split the rows of a tile into strips of about STRIP elements. On a GPU, the whole tile is one strip.
 
     Args:
         x: The tile.
-        multiple: Strips have a multiple of this number of rows.
+        multiple: The number of rows of each strip, except the last, is a multiple of this number.
     """
     height = len(x) if x.is_cuda else max(1, STRIP // x.shape[1] // multiple) * multiple
     return (slice(i, min(i + height, len(x))) for i in range(0, len(x), height))
 
 
 def cosines(tile: Tile) -> Tensor:
-    """Compute <r_i, c_j>, with -inf at the pairs, in tile.out."""
+    """Compute <r_i, c_j> in tile.out, with -inf at the positive pairs."""
     assert tile.out is not None
     x = tile.tiling.product(tile.r, tile.c.T, tile.out)
     if tile.pairs is not None:
@@ -42,13 +43,13 @@ def cosines(tile: Tile) -> Tensor:
 def exp_sums(
     tile: Tile, scale: Tensor, shift: Tensor, keep: Tensor | None, maxima: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Sum E = exp(x - shift) over rows and over columns, and find the maxima of x of both.
+    """Sum E = exp(x - shift) over each row and each column, and find the largest x of each row and column.
 
     Args:
-        tile: The tile, with out.
+        tile: The tile; `out` must be given.
         scale: [1].
         shift: [1].
-        keep: [n, m], receives E, rounded to its dtype.
+        keep: [n, m], receives E, rounded to the dtype of `keep`; None: E is not kept.
         maxima: Find the maxima.
 
     Returns:
@@ -83,7 +84,7 @@ def _shift(shift: Tensor, x: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def exp_weights(tile: Tile, scale: Tensor, shift: Tensor, a: Tensor, beta: Tensor) -> Tensor:
-    """Compute exp(x - shift) (a_i + beta_j), rounded as a factor of a product."""
+    """Compute exp(x - shift) (a_i + beta_j), rounded to an operand of a matrix multiplication."""
     x = cosines(tile)
     subtract = _shift(shift, x)
     for part in strips(x):
@@ -101,10 +102,10 @@ def kept_weights(e: Tensor, a: Tensor, beta: Tensor, tiling: Tiling, out: Tensor
 def log_sums(
     tile: Tile, row_scale: Tensor, column_scale: Tensor, maxima: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Compute the logarithms of the sums of exp(x) over rows and of exp(y) over columns.
+    """Compute the logarithms of the sums of exp(x) over each row and of exp(y) over each column.
 
-    It needs no shift, because the largest exponent of each row and column is subtracted. The return
-    values are those of exp_sums.
+    No shift is needed, because the largest exponent of each row and column is subtracted. The return values have the
+    order and shapes of those of exp_sums.
     """
     cosine = cosines(tile)
     n, m = cosine.shape
@@ -115,8 +116,8 @@ def log_sums(
         row_sum[part] = x.logsumexp(1)
         if maxima:
             row_max[part] = x.amax(1)
-    # Multiples of 64 columns: others would change how vector instructions group the sums, and so
-    # the bits.
+    # Use multiples of 64 columns. Other widths would change how vector instructions group the sums, and therefore
+    # the last bits of the result.
     for part in strips(cosine.T, multiple=64):
         y = cosine[:, part] * column_scale[part]
         column_sum[part] = y.logsumexp(0)
@@ -133,12 +134,12 @@ def log_weights(
     column_shift: Tensor,
     moments: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Compute exp(x - row_shift_i) + exp(y - column_shift_j), rounded as a factor.
+    """Compute exp(x - row_shift_i) + exp(y - column_shift_j), rounded to an operand of a matrix multiplication.
 
-    x are the cosines times the row scales, y those times the column scales.
+    x are the cosines times the row scales, y the cosines times the column scales.
 
     Args:
-        tile: The tile, with out.
+        tile: The tile; `out` must be given.
         row_scale: [n].
         column_scale: [m].
         row_shift: [n].
@@ -152,7 +153,7 @@ def log_weights(
         x = (cosine * row_scale[part, None]).sub_(row_shift[part, None]).exp_()
         y = (cosine * column_scale).sub_(column_shift).exp_()
         if moments is not None:
-            cosine.clamp_(min=-1e30)  # at the pairs, -inf times their weight of 0 would be NaN
+            cosine.clamp_(min=-1e30)  # at positive pairs, -inf times the weight 0 would be NaN
             moments[0][part].add_((x * cosine).sum(1))
             moments[1].add_((y * cosine).sum(0))
         torch.add(x, y, out=cosine)
@@ -165,8 +166,8 @@ def sigmoid_weights(
     """Compute sums and weights of the sigmoid loss, with z = x + bias.
 
     Returns:
-        The sums of softplus(z) and of sigmoid(z), Tiling.gain times sigmoid(z) rounded as a factor,
-        and the largest z of each row and of each column.
+        The sum of softplus(z), the sum of sigmoid(z), the weights (Tiling.gain times sigmoid(z), rounded to an operand
+        of a matrix multiplication), the largest z of each row, and the largest z of each column.
     """
     z = cosines(tile).mul_(scale).add_(bias)
     largest = (z.amax(1), z.amax(0)) if maxima else (None, None)

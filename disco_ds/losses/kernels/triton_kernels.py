@@ -1,13 +1,14 @@
-"""The Triton kernels, a product with an epilogue for each operation on a tile, and block sizes.
+"""The Triton kernels and their block sizes.
 
-Kernels for sums write nothing as large as the tile. Kernels for weights write it once, as a factor
-of the library products that follow (docs/losses.md section 3). Exponentials are computed as powers
-of two, for which the hardware has an instruction. There are no atomics, so equal block sizes give
-equal bits. Only triton_tiles.py imports this file.
+For each operation on a tile there is a kernel that multiplies matrices and then applies an epilogue. Kernels for sums
+write nothing as large as the tile. Kernels for weights write a tile of weights once, as an operand of the library matrix
+multiplications that follow (docs/losses.md section 3). Exponentials are computed as powers of two, for which the
+hardware has an instruction. There are no atomics, so equal block sizes give bitwise equal results. Only triton_tiles.py
+imports this file.
 """
 
-# n rows, m columns, D width of a tile; a block is what one program computes of it
-# Triton interprets annotations of a kernel's arguments, so there are none.
+# n rows, m columns, D width of a tile; a block is the part of a tile that one program computes
+# Triton interprets annotations of a kernel's arguments, so the kernels have none.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ def _config(
     return triton.Config(sizes, num_stages=stages, num_warps=warps)
 
 
-# The first is used if nothing is timed. It takes 96 KB of shared memory, which every GPU since the
-# A100 has. Two of its programs fit on a multiprocessor of a data center GPU, so that the epilogue
-# of one overlaps the product of the other.
+# The first configuration is used if nothing is timed. It takes 96 KB of shared memory, which every GPU since the A100
+# has. Two of its programs fit on one multiprocessor of a data center GPU, so the epilogue of one program overlaps the
+# matrix multiplication of the other.
 TENSOR_CORES = [
     _config(128, 128, 3, 4),
     _config(128, 128, 3, 8),
@@ -44,20 +45,20 @@ TENSOR_CORES = [
     _config(256, 128, 3, 8),
     _config(64, 128, 4, 4),
 ]
-# fp32 products without tensor cores hold every operand in registers, which limits the blocks.
-# Triton before 3.8 multiplies no less than 16 numbers of a row at a time.
+# fp32 matrix multiplications without tensor cores hold every operand in registers, which limits the block sizes.
+# Triton before 3.8 multiplies at least 16 numbers of a row at a time.
 PLAIN_CORES = [_config(64, 64, 2, 4, 64), _config(64, 128, 2, 8, 64), _config(128, 128, 2, 8, 64)]
 SMALL = _config(32, 64, 1, 1, 64, 2)
 """A configuration for the interpreter, which computes a whole block even if the tile is smaller."""
 CONFIGS = [*TENSOR_CORES, *PLAIN_CORES, *([SMALL] if INTERPRETED else [])]
 SPILLS = {"SIGMOID": 64 * 32, "TWO_WEIGHTS": 64 * 32}
-"""Most elements of a block per warp, for kernels with this flag, which have more live values."""
+"""Largest number of block elements per warp, by flag. Kernels with these flags need more registers per element."""
 
 _forced: triton.Config | None = None
 
 
 def force(config: triton.Config | None) -> None:
-    """Use this configuration for every tile from now on; None: time again. For tests."""
+    """Use this configuration for every tile from now on; None: time the configurations again. For tests."""
     global _forced
     _forced = config
     for kernel in KERNELS:
@@ -85,7 +86,7 @@ def worth_timing(
 
 
 def _seconds(call: Callable[[], None], quantiles: Sequence[float]) -> list[float]:
-    """Time a configuration; infinity if it fails with this version of Triton or on this GPU."""
+    """Time a configuration; return infinity if it fails with this version of Triton or on this GPU."""
     try:
         return triton.testing.do_bench(call, quantiles=list(quantiles))
     except (triton.TritonError, RuntimeError):  # RuntimeError: from the compiler's passes
@@ -93,15 +94,15 @@ def _seconds(call: Callable[[], None], quantiles: Sequence[float]) -> list[float
 
 
 def _tuned(*flags: str) -> Callable[[Any], Any]:
-    """Time the configurations of a kernel, once per size class, precision and set of flags."""
+    """Return a decorator that times a kernel's configurations once per size class, precision and set of flags."""
     key = ["tuned", "PRECISION", *flags]
     return triton.autotune(
         CONFIGS, key=key, prune_configs_by={"early_config_prune": worth_timing}, do_bench=_seconds
     )  # fmt: skip
 
 
-# The divisors of these arguments make no address cheaper, so a kernel is not compiled again for
-# them.
+# By default, Triton compiles a kernel again for arguments that are multiples of 16. For these arguments that would not
+# make any address computation cheaper.
 _jit = triton.jit(do_not_specialize=["n", "pairs", "tuned"])
 
 
@@ -111,11 +112,11 @@ def _cosines(
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH_BYTES: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Compute <r_i, c_j> of this program's block, -inf at the pairs and outside of the tile.
+    """Compute <r_i, c_j> for this program's block, with -inf at positive pairs and outside the tile.
 
     Returns:
-        The products [BLOCK_M, BLOCK_N], the indices of the block's rows and columns in the tile,
-        and the index of the block in both directions.
+        The inner products [BLOCK_M, BLOCK_N], the indices of the block's rows and columns in the tile,
+        and the row index and column index of the block.
     """
     # Programs that run at the same time should share rows and columns in the L2 cache, so they are
     # numbered down a column of GROUP blocks first.
@@ -130,8 +131,8 @@ def _cosines(
     rows = i * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = j * BLOCK_N + tl.arange(0, BLOCK_N)
     width = tl.arange(0, BLOCK_D)
-    # Beyond the tile's edge the last row is read again, which needs no mask. Addresses take 64
-    # bits, because rows x D exceeds 2^31.
+    # Beyond the tile's edge, the last row is read again, which needs no mask. Addresses take 64 bits, because rows x D
+    # can exceed 2^31.
     r_at = (
         r
         + tl.minimum(rows, n - 1).to(tl.int64)[:, None] * r_row
@@ -154,7 +155,7 @@ def _cosines(
         r_at += BLOCK_D * tl.cast(r_width, tl.int64)
         c_at += BLOCK_D * tl.cast(c_width, tl.int64)
 
-    # Only blocks on the diagonal of the pairs or at an edge need the mask, which most are not.
+    # Only blocks at an edge or on the diagonal of the positive pairs need the mask. Most blocks do not.
     left = j * BLOCK_N - pairs
     on_diagonal = (i * BLOCK_M < left + BLOCK_N) & (left < (i + 1) * BLOCK_M)
     if on_diagonal | ((i + 1) * BLOCK_M > n) | ((j + 1) * BLOCK_N > m):
@@ -175,7 +176,7 @@ def _store_part(x, parts, numbers, block, num):
 
 @triton.jit
 def _store_parts(x_row, x_column, by_row, by_column, rows, columns, i, j, n, m):
-    """Store row values in by_row [column blocks, n], column values in by_column [row blocks, m]."""
+    """Store row values in by_row [column blocks, n] and column values in by_column [row blocks, m]."""
     _store_part(x_row, by_row, rows, j, n)
     _store_part(x_column, by_column, columns, i, m)
 
@@ -198,7 +199,7 @@ def exp_sums_kernel(
     KEEP: tl.constexpr, MAXIMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH_BYTES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Compute torch_tiles.exp_sums, with a row of partial results per block."""
+    """Compute torch_tiles.exp_sums: each block stores partial results for its rows and columns."""
     x, rows, columns, i, j = _cosines(
         r,
         c,
@@ -269,7 +270,7 @@ def log_sums_kernel(
     MAXIMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH_BYTES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Compute torch_tiles.log_sums, with a row of partial results per block."""
+    """Compute torch_tiles.log_sums: each block stores partial results for its rows and columns."""
     x, rows, columns, i, j = _cosines(
         r,
         c,
@@ -287,9 +288,9 @@ def log_sums_kernel(
         WIDTH_BYTES,
         GROUP,
     )
-    # First the rows, then the columns, which needs fewer registers. The largest logit of the block
-    # is subtracted, and later added with the same rounding; 0 for an empty row or column, because
-    # -inf - -inf is NaN.
+    # Processing first the rows and then the columns needs fewer registers. From each row or column, its largest logit in
+    # this block is subtracted, and later added back with the same rounding. For an empty row or column 0 is subtracted,
+    # because -inf - -inf is NaN.
     of_rows = tl.load(row_scale + rows, mask=rows < n, other=1.0)
     top = tl.max(x, 1)
     if MAXIMA:
@@ -316,7 +317,7 @@ def log_weights_kernel(
     TWO_WEIGHTS: tl.constexpr, MOMENTS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH_BYTES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Compute torch_tiles.log_weights, with a row of partial moments per block."""
+    """Compute torch_tiles.log_weights: each block stores partial moments for its rows and columns."""
     x, rows, columns, i, j = _cosines(
         r,
         c,
@@ -341,7 +342,7 @@ def log_weights_kernel(
     lowered = tl.load(column_shift + columns, mask=columns < m, other=0.0)
     of_columns = tl.exp2((x * s[None, :] - lowered[None, :]) * LOG2_E)
     if MOMENTS:
-        x = tl.maximum(x, -1e30)  # at the pairs, -inf times their weight of 0 would be NaN
+        x = tl.maximum(x, -1e30)  # at positive pairs, -inf times the weight 0 would be NaN
         in_rows, in_columns = tl.sum(of_rows * x, 1), tl.sum(of_columns * x, 0)
         _store_parts(in_rows, in_columns, row_moment, column_moment, rows, columns, i, j, n, m)
     _store_tile(out, m, of_rows + of_columns, rows, columns, n, m, PRECISION)
@@ -351,8 +352,8 @@ def log_weights_kernel(
 def _log1p(e):
     """Compute log(1 + e) for e in [0, 1], with a relative error of 3e-7.
 
-    It is e times a polynomial that interpolates log(1 + e) / e at the Chebyshev nodes. Triton has
-    no log1p, log(1 + e) loses a small e, and a division takes longer than the polynomial.
+    The result is e times a polynomial that interpolates log(1 + e) / e at the Chebyshev nodes. Triton has no log1p,
+    log(1 + e) loses the digits of a small e, and a division would take longer than the polynomial.
     """
     p = 0.0051261024 * e - 0.029074065
     p = p * e + 0.077516086
@@ -373,7 +374,7 @@ def sigmoid_weights_kernel(
     SIGMOID: tl.constexpr, MAXIMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH_BYTES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Compute torch_tiles.sigmoid_weights, with partial results per block."""
+    """Compute torch_tiles.sigmoid_weights: each block stores partial sums and maxima."""
     z, rows, columns, i, j = _cosines(
         r,
         c,
@@ -426,7 +427,7 @@ def kept_weights_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Compute out = kept_ij (a_i + beta_j). Memory limits it, so no block sizes are timed."""
+    """Compute out = kept_ij (a_i + beta_j). Memory bandwidth limits the speed, so no block sizes are timed."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (rows[:, None] < n) & (columns[None, :] < m)

@@ -1,15 +1,15 @@
 """The operations on one tile in Triton.
 
-torch_tiles.py has and documents the same functions, with the same arguments, in torch.
+torch_tiles.py implements the same functions in torch, with the same arguments, and documents them.
 
-The block sizes of a kernel are chosen by timing, once per process for each size class of large
-tiles, so two processes may differ by rounding. Under torch.use_deterministic_algorithms nothing is
-timed and the choice is fixed.
+The block sizes of a kernel are chosen by timing, once per process for each size class of large tiles, so the results of
+two processes may differ by rounding. Under torch.use_deterministic_algorithms, nothing is timed and the block sizes are
+fixed.
 
 The kernels are tested under Triton's interpreter against torch_tiles.py and float64
 (tests/losses/kernels/test_tiles.py), and compiled for the A100 and newer GPUs
-(tests/losses/kernels/test_triton_compiled.py). They have never run on a GPU so far; to do that, run
-tools/check_kernels.py.
+(tests/losses/kernels/test_triton_compiled.py). They have never been run on a GPU so far;
+tools/check_kernels.py does that.
 """
 
 # n rows, m columns, D width of a tile
@@ -139,7 +139,7 @@ def _launch(kernel: Any, tile: Tile, *rest: Any, **options: Any) -> tuple[int, i
     """Run one program for every block of the tile.
 
     Returns:
-        The number of blocks along the rows, and along the columns.
+        The number of row blocks and the number of column blocks.
     """
     r, c = tile.r, tile.c
     n, m, D = len(r), len(c), r.shape[1]
@@ -154,7 +154,7 @@ def _launch(kernel: Any, tile: Tile, *rest: Any, **options: Any) -> tuple[int, i
 
 
 def _size_class(n: int, m: int, D: int) -> int:
-    """Return a key, equal for tiles that share a configuration; 0: the first, without timing."""
+    """Return a key that is equal for tiles that share a configuration; 0 is the first one, chosen without timing."""
     if n * m < kernels.LARGE or torch.are_deterministic_algorithms_enabled():
         return 0
     return (triton.next_power_of_2(D) << 12) + (n.bit_length() << 6) + m.bit_length()
@@ -165,9 +165,9 @@ def _precision(tiling: Tiling) -> str:
 
 
 def _partial_vectors(tile: Tile) -> tuple[Tensor, Tensor]:
-    """Allocate one number per row and block of columns, and one per column and block of rows.
+    """Allocate one number for each row and column block, and one for each column and row block.
 
-    There is enough memory for the smallest blocks that may be chosen.
+    The memory is large enough for the smallest block sizes that may be chosen.
     """
     n, m = len(tile.r), len(tile.c)
     lowest = min(config.kwargs["BLOCK_M"] for config in kernels.CONFIGS)
