@@ -45,7 +45,7 @@ GPUS = {
         Gpu("RTX-3090", 23.5, "RTX 3090", 71, 35.6, 35.6, 32),
     )
 }
-"""Known GPUs by name. Rates are from the data sheets, without sparsity. A link rate of 32 GB/s is PCIe 4, and 64 GB/s is
+"""Known GPUs by name. Rates are from data sheets, without sparsity. A link rate of 32 GB/s is PCIe 4, and 64 GB/s is
 PCIe 5. NVLink bridges are not counted, because they connect only a few cards."""
 
 
