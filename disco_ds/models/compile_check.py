@@ -2,7 +2,7 @@
 
 GradAccum runs the forward of a micro-batch twice, first without gradients and then with gradients, from the same
 generator states. torch.compile builds a separate graph for each run, and the two graphs may draw different numbers:
-the compiler chooses the order of the draws (pytorch issue 192635) and on CUDA also their offsets, which has caused wrong
+the compiler chooses the order of the draws (pytorch issue 192635) and on CUDA also their offsets, which caused wrong
 masks (issue 198333, also with activation checkpointing). A test on a CPU in which the numbers are equal proves nothing
 for a GPU.
 """
