@@ -1,8 +1,8 @@
-"""Build the model that a run trains, with the scale and the forward that DeepSpeed needs.
+"""Build the model that a run trains, with the logit scale and the forward that DeepSpeed needs.
 
-The scale has shape [1], and one forward serves both towers. The model is one of open_clip's or a
-custom one (two_towers.py). It stays their module and keeps the keys of its state_dict. The loss is
-in losses/, the optimizer and precision in training/engine.py.
+The logit scale has shape [1], and one forward serves both towers. The model is a module from open_clip or a custom
+module (two_towers.py). It is not wrapped, so the keys of its state_dict stay the same. The loss is in losses/; the
+optimizer and precision are in training/engine.py.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ def build_model(
 ) -> nn.Module:
     """Build the model of `settings`, in fp32 on the CPU, with this file's `forward`.
 
-    The initial scale and bias come from the loss. A model config or pretrained weights may replace
-    them: docs/losses.md, "Where the scale and the bias start".
+    The initial scale and bias come from the loss. A model config or pretrained weights may replace them; see
+    docs/losses.md, "Where the scale and the bias start".
 
     Args:
         settings: The model settings of the recipe.
         initial_scale: exp of the initial logit_scale.
         initial_bias: None for a model without a bias.
         learns_scale: Train the logit scale.
-        pretrained: Load the weights that the settings name; False: random weights, to be replaced.
+        pretrained: Load the weights that the settings name. False: random weights, which the caller replaces.
 
     Raises:
         ValueError: For an unknown model, weights that are missing or do not fit, or settings that
@@ -92,7 +92,7 @@ def _create(
     """Let open_clip build the model.
 
     Raises:
-        ValueError: If it cannot.
+        ValueError: If open_clip cannot build it.
     """
     name = register_config(settings.name)
     weights = find_weights(name, settings) if pretrained else None
@@ -146,12 +146,12 @@ def _create(
 
 
 def check_image_size(settings: ModelSettings, model: Any) -> None:
-    """Refuse an image size that open_clip's image tower does not take, before the first step fails.
+    """Refuse an image size that open_clip's image tower does not support, instead of failing in the first step.
 
-    Custom towers are not tried, since they may run on an accelerator only.
+    Custom towers are not checked, because they may need an accelerator to run.
 
     Raises:
-        ValueError: For such a size.
+        ValueError: If the tower does not support the image size.
     """
     if settings.factory:
         return
@@ -174,7 +174,7 @@ def check_image_size(settings: ModelSettings, model: Any) -> None:
 
 
 def forward_on_meta(model: Any, side: str) -> None:
-    """Run one sample through the "image" or "text" side, on meta tensors and without compiling."""
+    """Run one sample through one side ("image" or "text") of the model, on meta tensors and without compiling."""
     tensors = {
         name: each.detach().to("meta")
         for name, each in chain(model.named_parameters(), model.named_buffers())
@@ -188,18 +188,18 @@ def forward_on_meta(model: Any, side: str) -> None:
 
 
 def forward(model: Any, image: Tensor | None = None, text: Tensor | None = None) -> Features:
-    """Compute the unit features of one or both towers; every call of the model must use this.
+    """Compute the unit features of one or both towers. Every call of the model must use this function.
 
-    Only this forward works at every ZeRO stage.
+    Other ways to call the towers do not work at every ZeRO stage.
 
     Args:
         model: A model from build_model.
         image: [b, 3, H, W], uint8, or floating point in [0, 1].
-        text: [b, L] int64 tokens, or second views with the shape and dtype of images.
+        text: [b, L] int64 tokens; with two views per image, the second views, with the shape and dtype of `image`.
 
     Returns:
-        Features. The scale, exp(logit_scale), is always among them, so that every parameter can
-        stay in every graph.
+        Features. The scale, exp(logit_scale), is always included, so that a loss can keep every parameter in every
+        graph.
     """
     image_features = text_features = bias = None
     if image is not None:
@@ -223,7 +223,7 @@ def _normalize(model: Any, image: Tensor) -> Tensor:
         dtype = torch.get_autocast_dtype(device.type)
     # Convolutions run faster on channels_last.
     out = torch.empty(image.shape, dtype=dtype, device=device, memory_format=torch.channels_last)
-    # This computes in fp32 for all dtypes of input and output.
+    # addcmul computes in fp32, no matter what dtypes the input and output have.
     return torch.addcmul(offset, image, factor, out=out)
 
 
@@ -233,7 +233,7 @@ def pixel_affine(
 ) -> tuple[Tensor, Tensor]:
     """Return 1 / (largest x std) and -mean / std, [1, 3, 1, 1] fp32.
 
-    They are not buffers of the model, because an engine with 16-bit weights would round them.
+    These tensors are not buffers of the model, because an engine with 16-bit weights would round them.
     """
     factor = torch.tensor([1 / (largest * s) for s in std], device=device)
     offset = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=device)
@@ -246,7 +246,7 @@ def unit_rows(x: Tensor) -> Tensor:
 
 
 def trained_sides(model: Any) -> dict[str, bool]:
-    """Return for "image" and "text" whether their features have a gradient."""
+    """Return whether the features of each side, "image" and "text", have a gradient."""
     towers = _parameters_by_tower(model)
     image, text = (any(parameter.requires_grad for parameter in tower) for tower in towers)
     return {"image": image, "text": image if model.two_views else text}
@@ -263,15 +263,15 @@ def _parameters_by_tower(model: Any) -> tuple[list[nn.Parameter], list[nn.Parame
 
 
 def read_preprocessing(model: nn.Module) -> PreprocessCfg:
-    """Return open_clip's preprocess_cfg of the model: size (H, W), normalization and resizing."""
+    """Return the model's preprocessing in open_clip's format: size (H, W), normalization and resizing."""
     cfg = PreprocessCfg(**open_clip.get_model_preprocess_cfg(model))
     return replace(cfg, size=cfg.input_size[1:], mean=tuple(cfg.mean), std=tuple(cfg.std))
 
 
 def read_architecture(settings: ModelSettings) -> dict[str, Any]:
-    """Return open_clip's config of the model, with the image size and activation of the settings.
+    """Return open_clip's config of the model, with the image size and activation replaced by those in the settings.
 
-    For a custom model, return the function and its options.
+    For a custom model, return the name of the user's function and its options.
     """
     if settings.factory:
         load_custom(settings.factory, settings.options)
@@ -287,7 +287,7 @@ def read_text_size(model: Any) -> tuple[int, int]:
     if isinstance(model, TwoTowers):
         return model.context_length, model.vocab_size
     text = _text_tower(model)
-    # Towers of Hugging Face have it in their config.
+    # Hugging Face towers have the vocabulary size in their config.
     owner = text if hasattr(text, "vocab_size") else text.config
     return text.context_length, owner.vocab_size
 
@@ -296,7 +296,7 @@ def build_tokenizer(settings: ModelSettings, model: nn.Module) -> Any:
     """Build the tokenizer of this model, which turns a list of n strings into [n, L] int64.
 
     Raises:
-        ValueError: If it cannot be loaded, or has tokens for which the model has no embedding.
+        ValueError: If the tokenizer cannot be loaded, or has tokens for which the model has no embedding.
     """
     if isinstance(model, TwoTowers):
         return model.tokenizer
@@ -321,10 +321,10 @@ def build_tokenizer(settings: ModelSettings, model: nn.Module) -> Any:
 
 
 def register_config(name: str) -> str:
-    """Register a model config file with open_clip and return its name there.
+    """Register a model config file with open_clip, if `name` is one, and return the model's name in open_clip.
 
     Raises:
-        ValueError: If the name is not a model of open_clip or disco_ds, nor a file.
+        ValueError: If the name is not a model of open_clip or disco_ds and not an existing file.
     """
     bundled = PACKAGE / "assets" / "models"
     path = Path(name) if name.endswith(".json") else bundled / f"{name}.json"
@@ -356,7 +356,7 @@ def _lock(model: Any, settings: ModelSettings, learns_scale: bool) -> None:
             model.lock_image_tower(unlocked_groups=settings.unlocked_layers, freeze_bn_stats=True)
         if settings.lock_text or settings.two_views:
             model.lock_text_tower(settings.unlocked_layers)
-    # Raised for a tower whose layers open_clip or timm cannot tell apart.
+    # These errors are raised if open_clip or timm cannot divide a tower into layers.
     except (AssertionError, AttributeError, KeyError) as error:
         raise ValueError(
             f"model.unlocked_layers={settings.unlocked_layers}: {settings.name}: {error}"

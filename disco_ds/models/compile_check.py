@@ -1,10 +1,10 @@
 """Refuse torch.compile for a model whose forward is repeated and draws random numbers.
 
-GradAccum runs the forward of a micro-batch twice, first without gradients and then with them, from
-the same generator states. torch.compile builds a graph for each, and the two need not draw the same
-numbers: the compiler chooses their order (pytorch issue 192635) and on CUDA also their offsets,
-which has led to wrong masks (issue 198333, also for activation checkpointing). Equal numbers on a
-CPU prove nothing for a GPU.
+GradAccum runs the forward of a micro-batch twice, first without gradients and then with gradients, from the same
+generator states. torch.compile builds a separate graph for each run, and the two graphs may draw different numbers:
+the compiler chooses the order of the draws (pytorch issue 192635) and on CUDA also their offsets, which caused wrong
+masks (issue 198333, also with activation checkpointing). A test on a CPU in which the numbers are equal proves nothing
+for a GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def check_compiled(config: Config, model: Any, ranks: int) -> None:
         ranks: Number of ranks.
 
     Raises:
-        ValueError: Naming the modules, and what to change.
+        ValueError: If the model is refused. The message names the modules and says what to change.
     """
     count = config.num_micro_batches(ranks)
     if not config.model.compile or (count == 1 and not config.model.activation_checkpointing):
@@ -52,7 +52,7 @@ def check_compiled(config: Config, model: Any, ranks: int) -> None:
 
 
 def find_draws(model: Any) -> list[str]:
-    """Return the names of modules in trained towers that draw random numbers in training.
+    """Return the names of the modules in trained towers that draw random numbers during training.
 
     The model is left in training mode.
     """
@@ -65,7 +65,7 @@ def find_draws(model: Any) -> list[str]:
 
 
 class Draws(TorchDispatchMode):
-    """Collect the innermost modules that call an operation which draws from a generator."""
+    """Collect the names of the innermost modules that call an operation that draws from a generator."""
 
     def __init__(self, tracker: ModuleTracker) -> None:
         super().__init__()

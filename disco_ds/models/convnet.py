@@ -1,8 +1,8 @@
 """A small convolutional image tower for 32-pixel images, registered with timm as `disco_convnet`.
 
-Importing this file registers it with timm, and so with open_clip; code that loads an export with
-this tower needs that import. The tower has no batch statistics, so its gradient does not depend on
-how a batch is cut.
+Importing this file registers the tower with timm, and thereby with open_clip. Code that loads an exported model with
+this tower must import this file first. The tower uses no batch statistics, so its gradient does not depend on how a
+batch is split.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch.utils.checkpoint import checkpoint
 class ConvNet(nn.Module):
     """Four convolutions, LayerNorm and a linear layer.
 
-    The first convolution is 5x5 with stride 2, the others are 3x3. Each is normalized by image and
-    channel. The result, 4 x 4 x 128, is flattened for the LayerNorm.
+    The first convolution is 5x5 with stride 2, the others are 3x3. The output of each is normalized separately for each
+    image and channel. The result, 4 x 4 x 128, is flattened for the LayerNorm.
 
     Args:
-        num_classes: Width of the output, which is the embedding.
+        num_classes: Width of the output embedding.
     """
 
     def __init__(self, num_classes: int):
         super().__init__()
-        # On the full image a stride costs less than pooling, and learns as well. One group per
-        # channel removes a vendor's contrast and colors; groups of 4 or 8 channels are worse.
+        # At full resolution, a stride costs less than pooling, and the model learns equally well. Normalization with
+        # one group per channel removes a vendor's contrast and colors; groups of 4 or 8 channels give worse results.
         self.body = nn.Sequential(
             nn.Conv2d(3, 32, 5, stride=2, padding=2),
             nn.GroupNorm(32, 32),
@@ -49,7 +49,7 @@ class ConvNet(nn.Module):
         self.checkpointing = False
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute the activations in the backward."""
+        """Recompute the activations in backward."""
         self.checkpointing = enable
 
     def forward(self, x: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class ConvNet(nn.Module):
 
 @register_model
 def disco_convnet(pretrained: bool = False, num_classes: int = 128, **keywords: Any) -> ConvNet:
-    """Build the tower for timm: without pretrained weights, dropout or a choice of pooling."""
+    """Build the tower for timm. Pretrained weights, dropout and a choice of pooling are not supported."""
     refused = [name for name in keywords if name.startswith("drop") or name == "patch_drop_rate"]
     if pretrained or refused:
         raise ValueError(

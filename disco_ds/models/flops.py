@@ -1,4 +1,4 @@
-"""What MFU needs: floating-point operations per sample, and the peak rate of the devices."""
+"""Inputs for the MFU metric: floating-point operations per sample, and the peak rate of the devices."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ logger = logging.getLogger(__name__)
 
 
 def peak_samples_per_s(model: Any, peak_flops: float | None) -> float | None:
-    """Return the samples per second of all ranks if they ran the model at the devices' peak rate.
+    """Return how many samples per second all ranks together would process at the devices' peak rate.
 
     Args:
         model: The model, before an engine wraps it.
-        peak_flops: FLOP/s of one device, None: from gpus.py.
+        peak_flops: Peak FLOP/s of one device. None: look it up in gpus.py.
 
     Returns:
-        None if the device is not known, or the operations cannot be counted.
+        Samples per second; None if the device is unknown or the operations cannot be counted.
     """
     accelerator = get_accelerator()
     if peak_flops is None and accelerator.device_name() == "cuda":
@@ -44,10 +44,10 @@ def peak_samples_per_s(model: Any, peak_flops: float | None) -> float | None:
 
 
 def count_flops(model: Any) -> int:
-    """Count the operations of one sample's forward and backward, without those that are recomputed.
+    """Count the floating-point operations of one sample's forward and backward.
 
-    They are those of matrix products and convolutions. The model runs on tensors without data and
-    is not changed.
+    Only matrix multiplications and convolutions are counted, and recomputed operations only once. The model runs on
+    tensors without data and is not changed.
     """
     from torch.utils.flop_counter import FlopCounterMode
 

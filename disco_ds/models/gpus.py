@@ -1,4 +1,4 @@
-"""Known GPUs: memory as torch reports it, and rates from the data sheets."""
+"""Known GPUs: their memory as torch reports it, and their rates from the data sheets."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ class Gpu:
 
     name: str
     gib: float
-    """Memory as torch reports it."""
+    """Memory in GiB, as torch reports it."""
     device: str = ""
-    """Regular expression for the name in torch, without NVIDIA and GeForce."""
+    """Regular expression for the name that torch reports, without "NVIDIA" and "GeForce"."""
     half: float = 0.0
-    """TFLOP/s of dense products in bf16 or fp16 with fp32 sums; 0: unknown."""
+    """TFLOP/s of dense matrix multiplications in bf16 or fp16 with fp32 accumulation; 0: unknown."""
     tf32: float = 0.0
-    """TFLOP/s of dense products in tf32."""
+    """TFLOP/s of dense matrix multiplications in tf32."""
     fp32: float = 0.0
-    """TFLOP/s of dense products in fp32."""
+    """TFLOP/s of dense matrix multiplications in fp32."""
     link: float = 0.0
-    """GB/s that it receives from the other GPUs of its host."""
+    """GB/s that the GPU can receive from the other GPUs of its host."""
 
 
 GPUS = {
@@ -45,12 +45,12 @@ GPUS = {
         Gpu("RTX-3090", 23.5, "RTX 3090", 71, 35.6, 35.6, 32),
     )
 }
-"""Rates from the data sheets, without sparsity. A link of 32 is PCIe 4 and one of 64 is PCIe 5,
-because NVLink bridges connect only a few cards."""
+"""Known GPUs by name. Rates are from data sheets, without sparsity. A link rate of 32 GB/s is PCIe 4, and 64 GB/s is
+PCIe 5. NVLink bridges are not counted, because they connect only a few cards."""
 
 
 def recognize(device: str) -> Gpu | None:
-    """Return the GPU of this name in torch; None for unknown ones, and parts and variants."""
+    """Return the GPU that torch reports under this name. None for unknown GPUs, MIG slices and other variants."""
     found = (
         gpu
         for gpu in GPUS.values()
@@ -60,15 +60,15 @@ def recognize(device: str) -> Gpu | None:
 
 
 def find_gpu(text: str, tflops: float | None = None, link: float | None = None) -> Gpu:
-    """Return a known GPU by name, or one with a memory in GiB.
+    """Return the known GPU with this name, or an unnamed GPU with this amount of memory.
 
     Args:
-        text: Name or GiB.
-        tflops: Replaces the rates of all products.
-        link: Replaces the link rate.
+        text: Name of a known GPU, or an amount of memory in GiB.
+        tflops: Replaces the TFLOP/s in all precisions.
+        link: Replaces the link rate, in GB/s.
 
     Raises:
-        ValueError: For another name, or a memory that is not positive.
+        ValueError: If `text` is neither the name of a known GPU nor a positive number.
     """
     known = {name.lower(): gpu for name, gpu in GPUS.items()}
     try:

@@ -1,7 +1,6 @@
 """Group parameters by tower and layer, with a learning rate and weight decay for each group.
 
-This is the only place that decides which parameters are decayed. training/engine.py builds the
-optimizer.
+This is the only place that decides which parameters get weight decay. training/engine.py builds the optimizer.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ SCALES = ("logit_scale", "logit_bias")
 KINDS = ("matrices", "vectors", "scale")
 """Kinds of parameters, in the order of their groups."""
 PATH = r"(?!visual\.)(?:\w+\.)*"
-"""Prefix of parameters that are not in the image tower."""
+"""Regular expression for the name prefix of parameters outside the image tower."""
 LAYERS = {
     "stem": r"(?:text\.)?(?:conv\d|bn\d|ln_pre|class_embedding|cls_emb|positional_embedding"
     r"|token_embedding|transformer\.embeddings)\b",
@@ -27,23 +26,22 @@ LAYERS = {
         (PATH + r"(?:resblocks|layers?|blocks?|h)\.(\d+)\.", None),
     ],
 }
-"""A group_matcher in timm's sense for the towers of open_clip and Hugging Face.
+"""Patterns for the layers of open_clip and Hugging Face towers, in the format of timm's group_matcher.
 
-Models of timm provide theirs.
+timm's own models have a method that returns their patterns.
 """
 
 
 def parameter_groups(model: nn.Module, settings: OptimSettings) -> list[dict[str, Any]]:
     """Return the trained parameters as optimizer groups.
 
-    The groups are matrices (decayed), vectors and the scale (not decayed). If the settings of the
-    towers differ, each tower has separate groups, and with `layer_decay` each layer of a tower
-    (stem, blocks, the rest). Each group has a `name`, by which it is identified, a `weight_decay`,
-    and an `lr_factor`, which multiplies the learning rate. No group is empty, because DeepSpeed
-    would drop it and renumber the others.
+    There are three kinds of groups: matrices (with weight decay), vectors, and the scale (both without). If the
+    settings of the towers differ, each tower gets separate groups. With `layer_decay`, each layer of a tower (the stem,
+    each block, the rest) gets separate groups. Each group has a unique `name`, a `weight_decay`, and an `lr_factor`,
+    which multiplies the learning rate. No group is empty, because DeepSpeed would drop it and renumber the others.
 
     Raises:
-        ValueError: For `layer_decay` on a tower whose layers are unknown.
+        ValueError: If `layer_decay` is set for a tower whose layers are unknown.
     """
     towers = {"image": settings.image, "text": settings.text}
     layers = {
@@ -91,7 +89,7 @@ def _is_visual(name: str) -> bool:
 
 
 def number_layers(model: Any, side: str) -> dict[str, int]:
-    """Return the layer of each parameter of a tower: 0 for the stem, then blocks, then the rest.
+    """Return the layer number of each parameter of a tower: 0 for the stem, then the blocks, and last the rest.
 
     Raises:
         ValueError: If no blocks are found.
@@ -111,6 +109,6 @@ def number_layers(model: Any, side: str) -> dict[str, int]:
             f"optim.{side}.layer_decay: the layers of this model's {side} tower are unknown; "
             "omit the setting"
         )
-    # Parameters after a trunk are not part of it, so they get the last layer.
+    # Parameters that follow a trunk are not part of the trunk, so they belong to the last layer.
     own = (name for name, _ in model.named_parameters() if _is_visual(name) == (side == "image"))
     return {name: found.get(name, last) for name in own if name not in SCALES}

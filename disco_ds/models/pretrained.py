@@ -1,6 +1,6 @@
-"""The weights that a model starts from: a tag of open_clip, a file or folder, or an image tower.
+"""The weights that a model starts from: an open_clip tag, a file or folder, or weights of the image tower only.
 
-Weights that a run of disco_ds has trained are read by checkpoints/weights.py.
+checkpoints/weights.py reads the weights that a run of disco_ds has trained.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from disco_ds.runs.run_folder import CONFIG as RUN_CONFIG
 logger = logging.getLogger(__name__)
 CONFIG = "open_clip_config.json"
 TIMM = "timm"
-"""The value of model.pretrained_image that selects the weights that timm has for the tower."""
+"""With this value, model.pretrained_image selects timm's weights for the image tower."""
 
 
 def find_weights(name: str, settings: ModelSettings) -> str | None:
-    """Return the tag or file that open_clip.create_model loads for model.pretrained.
+    """Return the tag or file that open_clip.create_model must load for the setting model.pretrained.
 
     Args:
         name: Name of the model in open_clip.
         settings: The model settings of the recipe.
 
     Raises:
-        ValueError: For weights that do not exist, and for a tag that this model does not have.
+        ValueError: If the weights do not exist, or if the tag does not exist for this model.
     """
     image = settings.pretrained_image
     path = settings.pretrained
@@ -66,12 +66,12 @@ def find_weights(name: str, settings: ModelSettings) -> str | None:
 
 
 def download_weights(name: str, settings: ModelSettings) -> None:
-    """Download the weights of a tag or of timm into the cache, from which all ranks load them.
+    """Download the weights of an open_clip tag or from timm into the cache, from which all ranks load them.
 
     Local files are not touched.
 
     Raises:
-        ValueError: If they cannot be downloaded; the message is one line.
+        ValueError: If the weights cannot be downloaded. The message is a single line.
     """
     cfg = open_clip.get_pretrained_cfg(name, str(settings.pretrained))
     what = f"model.pretrained={settings.pretrained}"
@@ -91,7 +91,7 @@ def download_weights(name: str, settings: ModelSettings) -> None:
 
 
 def read_overrides(name: str, settings: ModelSettings) -> dict[str, Any]:
-    """Return open_clip's preprocess_cfg of the weights, with the entries of the settings."""
+    """Return the preprocess_cfg of the weights, with entries replaced where the settings give a value."""
     cfg = open_clip.get_pretrained_cfg(name, str(settings.pretrained))
     if settings.pretrained is not None and (path := settings.pretrained / CONFIG).is_file():
         cfg = json.loads(path.read_text(encoding="utf-8")).get("preprocess_cfg", {})
@@ -109,10 +109,10 @@ def read_overrides(name: str, settings: ModelSettings) -> dict[str, Any]:
 
 
 def load_image_tower(model: Any, path: Path) -> None:
-    """Load the image tower from a file with weights of the tower, its timm trunk or a CLIP model.
+    """Load the image tower from a file that has the weights of the tower, of its timm trunk, or of a CLIP model.
 
     Raises:
-        ValueError: For a file that does not contain all weights of one of them.
+        ValueError: If the file cannot be read or lacks weights of the tower.
     """
     try:
         state = load_state_dict(str(path), device="cpu")
@@ -144,7 +144,7 @@ def load_image_tower(model: Any, path: Path) -> None:
 
 
 def warn_of_random_tower(settings: ModelSettings) -> None:
-    """Warn about a locked tower without weights. Text towers of Hugging Face load theirs anyway."""
+    """Warn about a locked tower for which the recipe names no weights. Some towers load weights without that."""
     for side, locked, weights in (
         ("image", settings.lock_image, settings.pretrained or settings.pretrained_image),
         ("text", settings.lock_text, settings.pretrained),

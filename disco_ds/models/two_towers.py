@@ -1,8 +1,8 @@
 """Custom models: any two towers, built by a user's function that a recipe names as `model.factory`.
 
-The function is called with `model.options` and returns a TwoTowers, with or without pretrained
-weights. Its attributes and methods have the names of open_clip's models, so that the trainer uses
-both in the same way. docs/extending.md has an example.
+The function is called with `model.options` and returns a TwoTowers object, with or without pretrained weights. The
+attributes and methods of TwoTowers have the same names as in open_clip's models, so that the trainer treats custom and
+open_clip models alike. docs/extending.md has an example.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from disco_ds.names import load_custom
 
 
 class TwoTowers(nn.Module):
-    """An image and a text tower with a description of their inputs.
+    """An image tower and a text tower, with a description of their inputs.
 
     The trainer normalizes the features to unit rows, and adds logit_scale and, if the loss has one,
     logit_bias.
@@ -31,13 +31,14 @@ class TwoTowers(nn.Module):
         visual: Turns normalized images [b, 3, H, W] into features [b, D].
         text: Turns tokens [b, L] int64 into features [b, D].
         tokenizer: Turns a list of n texts into tokens [n, L] int64. It is pickled for data workers.
-        context_length: L.
-        vocab_size: Tokens are below it.
-        image_size: H = W, or (H, W).
+        context_length: L, the number of tokens per text.
+        vocab_size: All tokens are below this number.
+        image_size: (H, W), or one number if H = W.
         mean: Mean of the pixels in [0, 1], per channel.
         std: Standard deviation of the pixels in [0, 1], per channel.
         interpolation: How images are resized in evaluation.
-        resize_mode: Which side of images is resized to image_size in evaluation.
+        resize_mode: In evaluation, which side of an image is resized to image_size: "shortest", "longest", or both
+            ("squash").
     """
 
     logit_scale: nn.Parameter
@@ -88,20 +89,20 @@ class TwoTowers(nn.Module):
         self.text.requires_grad_(False)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute activations in towers of timm, transformers or open_clip.
+        """Recompute activations in backward, if both towers come from timm, transformers or open_clip.
 
         Raises:
-            ValueError: For another tower.
+            ValueError: If a tower does not support this.
         """
         for name, tower in (("image", self.visual), ("text", self.text)):
-            # A tower may wrap the library's model: take the first module inside that has a method.
+            # A tower may wrap the library's model, so take the first module inside it that has such a method.
             modules: list[Any] = list(tower.modules())
             timms = [m for m in modules if hasattr(m, "set_grad_checkpointing")]
             transformers = [m for m in modules if hasattr(m, "gradient_checkpointing_enable")]
             if timms:
                 timms[0].set_grad_checkpointing(enable)
             elif transformers:
-                # Reentrant checkpointing drops the gradient if the input of a tower needs none.
+                # Reentrant checkpointing drops the gradients if the input of a tower does not need a gradient.
                 transformers[0].gradient_checkpointing_enable({"use_reentrant": False})
             else:
                 raise ValueError(
@@ -117,14 +118,14 @@ def build_two_towers(
     """Build the model with the user's function, in torch's default dtype.
 
     Raises:
-        ValueError: If there is no such function, if it fails, or if it returns something else.
+        ValueError: If the function does not exist, fails, or does not return a TwoTowers object.
     """
     assert settings.factory is not None
     try:
         factory = load_custom(settings.factory, settings.options)
     except ValueError as error:
         raise ValueError(f"model.factory: {error}") from None
-    # `disco-ds plan` traces tensors without values, but the user's code may need values.
+    # `disco-ds plan` traces with tensors that have no values, but the user's code may need values.
     with unset_fake_temporarily() as fake:
         try:
             model = factory(**settings.options)

@@ -80,7 +80,7 @@ class Block:
 
 @dataclass
 class Sums:
-    """Logarithms of sums, and maxima, over a block without its positive pairs. Float64; -inf for empty rows or columns."""
+    """Logarithmic sums and maxima of a block without its positive pairs. float64; -inf for empty rows or columns."""
 
     rows: Tensor
     """[n], logarithm of the sum of exp(x) over each row."""

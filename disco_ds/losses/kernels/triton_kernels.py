@@ -1,8 +1,8 @@
 """The Triton kernels and their block sizes.
 
 For each operation on a tile there is a kernel that multiplies matrices and then applies an epilogue. Kernels for sums
-write nothing as large as the tile. Kernels for weights write a tile of weights once, as an operand of the library matrix
-multiplications that follow (docs/losses.md section 3). Exponentials are computed as powers of two, for which the
+write nothing as large as the tile. Kernels for weights write a tile of weights once, as an operand of the library's
+matrix multiplications that follow (docs/losses.md section 3). Exponentials are computed as powers of two, for which the
 hardware has an instruction. There are no atomics, so equal block sizes give bitwise equal results. Only triton_tiles.py
 imports this file.
 """
@@ -288,9 +288,9 @@ def log_sums_kernel(
         WIDTH_BYTES,
         GROUP,
     )
-    # Processing first the rows and then the columns needs fewer registers. From each row or column, its largest logit in
-    # this block is subtracted, and later added back with the same rounding. For an empty row or column 0 is subtracted,
-    # because -inf - -inf is NaN.
+    # Processing first the rows and then the columns needs fewer registers. From each row or column, its largest logit
+    # in this block is subtracted, and later added back with the same rounding. From an empty row or column, 0 is
+    # subtracted, because -inf - -inf is NaN.
     of_rows = tl.load(row_scale + rows, mask=rows < n, other=1.0)
     top = tl.max(x, 1)
     if MAXIMA:
