@@ -2,14 +2,14 @@
 
 A source divides its samples into shards. A custom source is a class derived from Source that
 
-- sets `sizes`, the number of samples in each shard, which determines the data order and the sample ids;
-- sets `fingerprint`, a text that changes when samples are added, removed, replaced or reordered: a run can only be
-  resumed while it stays the same;
-- has a method `open` that returns a Reader of samples by (shard, entry);
+- sets `sizes`, a list with the number of samples in each shard, which determines the data order and the sample ids;
+- sets `fingerprint`, a string that changes when samples are added, removed, replaced or reordered. A run can be
+  resumed only if the fingerprint has not changed;
+- defines a method `open` that returns a Reader, which looks up samples by (shard, entry);
 - takes the recipe's `data.options` as keyword arguments of its constructor.
 
-Every rank constructs the source and sends it to its workers, so it must pickle. A Reader stays in the process that
-opened it. docs/extending.md has an example. load.py builds the sources that a recipe names.
+Every rank constructs the source and sends it to its data workers, so the source must be picklable. A Reader is never
+sent to another process. docs/extending.md has an example. load.py builds the sources that a recipe names.
 """
 
 from __future__ import annotations
@@ -37,31 +37,32 @@ from disco_ds.data.images.decode import (
 from disco_ds.data.order.counter_rng import CAPTION_COLUMN, CROP_COLUMN, keyed_row
 
 Tokenize = Callable[[list[str]], Tensor]
-"""Maps captions to [n, L] int64. It is sent to the workers, so it must pickle."""
+"""Converts n captions into tokens [n, L] int64. It is sent to the data workers, so it must be picklable."""
 
 Decode = Callable[[], Tensor]
-"""Returns the image of one sample, [3, H, W] uint8, the same at every call. It holds the compressed bytes."""
+"""Decodes one sample's image to [3, H, W] uint8. The function holds the compressed bytes, so repeated calls agree."""
 
 
 @dataclass(frozen=True)
 class SampleForm:
-    """The form in which the model takes a sample."""
+    """The image format and tokenization that the model expects of a sample."""
 
     image: ImageSpec
     tokenize: Tokenize
     context_length: int
-    """Number of tokens in a caption."""
+    """Number of tokens per caption, including padding."""
     vocab_size: int
 
 
 class Reader(Protocol):
-    """Access to the samples of a source as named bytes, such as {"jpg": ..., "txt": ...}."""
+    """Reads the samples of a source as named byte strings, such as {"jpg": ..., "txt": ...}."""
 
     def read(self, shard: int, entry: int) -> dict[str, bytes]:
-        """Return the members of a sample; data.image_key and data.captions refer to them by name.
+        """Return the members of a sample by name. data.image_key and data.captions contain these names.
 
         Raises:
-            BrokenSample: To skip the sample for the given reason. Any other exception also skips it.
+            BrokenSample: If the sample must be skipped; the message is the reason. Any exception other than OSError also
+                skips the sample.
             OSError: If the shard itself cannot be read.
         """
 
@@ -73,7 +74,7 @@ class Reader(Protocol):
 
 
 class Samples(Protocol):
-    """Access to the samples of a source as images and tokens, which a worker writes into a batch.
+    """Reads the samples of a source as images and tokens, which a data worker writes into a batch.
 
     What `read` returns depends only on the sample's id, the epoch and the settings.
     """
@@ -82,10 +83,10 @@ class Samples(Protocol):
         """Read the sample with id `index`.
 
         Returns:
-            A function that decodes the image, and the text [L] int64.
+            A function that decodes the image, and the caption's tokens [L] int64.
 
         Raises:
-            BrokenSample: If the sample cannot be used. The first decoding may also raise it.
+            BrokenSample: If the sample cannot be used. The returned function may also raise it.
             OSError: If the shard itself cannot be read.
         """
 
@@ -97,9 +98,9 @@ class Samples(Protocol):
 
 
 class Source:
-    """Base class of data sets that can be trained on; the top of this file explains what a subclass defines."""
+    """Base class of all data sources. The docstring of this module explains what a subclass defines."""
 
-    # A subclass may also set these two in its constructor.
+    # A subclass may override `sizes` and `fingerprint`, or set them as attributes in its constructor.
     @cached_property
     def sizes(self) -> list[int]:
         """Number of samples in each shard."""
@@ -107,45 +108,48 @@ class Source:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identifies the samples and their order."""
+        """A string that identifies the samples and their order."""
         raise NotImplementedError("the class defines no fingerprint")
 
     @property
     def num_samples(self) -> int:
-        """Number of samples in all shards."""
+        """Total number of samples in all shards."""
         return sum(self.sizes)
 
     def open(self, num_slots: int, window: int) -> Reader:
-        """Open the source for reading in one process. The arguments determine how many shards are in use at a time.
+        """Open the source for reading in one process.
+
+        The arguments allow an estimate of how many shards are in use at a time.
 
         Args:
-            num_slots: Number of streams that the process reads in turn.
-            window: Number of consecutive entries that a stream shuffles together.
+            num_slots: Number of slots that the process reads in turn.
+            window: Number of consecutive entries that a slot shuffles together.
         """
         raise NotImplementedError("the class defines no open")
 
     def open_fetcher(self) -> Callable[[int], None] | None:
         """Return a function that fetches a shard before it is read, or None if shards need no fetching.
 
-        Threads call it while the Reader is in use. It does nothing if the shard is already there. It may raise any
-        exception: the Reader then fetches the shard itself or reports the error.
+        Background threads call this function with a shard number while the Reader is in use. It does nothing if the
+        shard has already been fetched. It may raise any exception. If it does, the Reader later fetches the shard
+        itself or reports the error.
         """
         return None
 
     def label(self, shard: int, entry: int) -> str:
-        """Return a name for a sample without reading anything."""
+        """Return a name for a sample without reading the sample."""
         return f"shard {shard}, entry {entry}"
 
     def open_samples(
         self, settings: DataSettings, form: SampleForm, seed: int, num_slots: int
     ) -> Samples:
-        """Return the samples in the model's form. Sources that generate images and tokens override this."""
+        """Return the samples as images and tokens for the model. Sources that generate images and tokens override this."""
         return DecodedSamples(self, settings, form, seed, num_slots)
 
 
 @dataclass(frozen=True)
 class DecodedSamples:
-    """Samples decoded from the members that a source's Reader returns. The first read opens the source."""
+    """Samples decoded from the members that a source's Reader returns. The first call of `read` opens the source."""
 
     source: Source
     settings: DataSettings
@@ -158,10 +162,10 @@ class DecodedSamples:
         return self.source.open(self.num_slots, self.settings.window)
 
     def read(self, shard: int, entry: int, epoch: int, index: int) -> tuple[Decode, Tensor]:
-        """Read a sample, see Samples."""
+        """Read a sample. See Samples.read."""
         with breaks_sample(OSError):
             members = self._reader.read(shard, entry)
-        # The row begins with the numbers of the crop and ends with that of the caption.
+        # The first random numbers of the row determine the crop; the last one selects the caption.
         numbers = keyed_row(self.seed, epoch, index, CAPTION_COLUMN + 1, CROP_COLUMN)
         with breaks_sample():
             caption = pick_caption(self.settings.captions, members, numbers[CAPTION_COLUMN])
@@ -172,7 +176,7 @@ class DecodedSamples:
                 f"the tokenizer returned shape {tuple(text.shape)} for one caption, but the model expects "
                 f"{(1, self.form.context_length)}; build both from the same model config"
             )
-        # Only compressed bytes are kept, so a worker can hold all samples of a step and decode them a second time.
+        # Keep only the compressed bytes, so that a worker can hold all samples of a step and decode them again.
         return partial(self._decode, data, numbers[:NUM_CROP_NUMBERS]), text[0]
 
     def _decode(self, data: bytes, uniform: Sequence[float]) -> Tensor:
@@ -191,5 +195,5 @@ class DecodedSamples:
 
     def close(self) -> None:
         """Close all files."""
-        if "_reader" in vars(self):  # the cached property was used, so the source is open
+        if "_reader" in vars(self):  # the cached property was read, so the source is open
             self._reader.close()

@@ -1,10 +1,12 @@
-"""The shards that a setting such as data.shards names: their names and where they are. No shard is opened.
+"""List the names and locations of the shards that a setting such as data.shards specifies. No shard is opened.
 
-folder, bundled:<set>          every .tar in the folder
-/data/{00000..00099}.tar       local shards by name; several braces and lists {a,b} also work
-https://host/x/{0..9}.tar      fetched, if data.remote.http allows it
-pipe:COMMAND {0..9}.tar        the output of a shell command, if data.remote.pipe allows it
-table.csv                      rows of image path and caption
+The setting has one of these forms:
+
+folder, bundled:<set>          every .tar file in the folder or in the bundled data set
+/data/{00000..00099}.tar       local shards by name; several braces and lists such as {a,b} also work
+https://host/x/{0..9}.tar      shards to download, if data.remote.http allows it
+pipe:COMMAND {0..9}.tar        the output of one shell command per shard, if data.remote.pipe allows it
+table.csv                      a table whose rows contain an image path and captions
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ from disco_ds.config.data import RemoteSettings
 from disco_ds.config.secrets import expand
 
 NAME = "manifest.json"
-"""File name of the manifest in a folder of shards."""
+"""Default file name of the manifest in a folder of shards."""
 PIPE = "pipe:"
-"""Prefix of a shell command that writes a shard."""
+"""Prefix of a shell command that writes a shard to its standard output."""
 MAX_SHARDS = 10_000_000
-"""More shards are assumed to be a mistake in the braces; the largest known data set has 1.3 million."""
+"""Maximum number of shards. More are assumed to be a mistake in the braces; the largest known data set has 1.3 million."""
 _BUNDLED = "bundled:"
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
-# In a URL or command, a name ends at white space, /, quotes and the delimiters of a query.
+# In a URL or command, a shard name is delimited by white space, slashes, quotes and the delimiters of a URL query.
 _BRACES = re.compile(r"[^\s/?&='\"|]*\{.*\}[^\s?#&'\"|]*")
 _RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?\}")
 _TAR = re.compile(r"[^\s/?&='\"|]+\.tar\b")
@@ -42,12 +44,13 @@ class Listing:
     folder: Path
     """Folder of local shards."""
     names: tuple[str, ...]
-    """Sorted names for the manifest: paths below the folder, or the parts in which the URLs differ. They never contain
-    a query or a password."""
+    """Sorted shard names, as in the manifest. The name of a local shard is its path relative to the folder. The name of a
+    remote shard is the part of its URL or command that contains the braces, or the file name of a single .tar. Other
+    parts of the URL, such as a password, are left out."""
     urls: tuple[str, ...] = ()
-    """URLs of remote shards."""
+    """URLs or `pipe:` commands of remote shards, in the order of `names`; empty for local shards."""
     whole: bool = False
-    """Whether these are all shards of the folder."""
+    """Whether `names` contains all shards of the folder."""
 
 
 def is_table(text: str) -> bool:
@@ -56,15 +59,16 @@ def is_table(text: str) -> bool:
 
 
 def is_remote(text: str) -> bool:
-    """Return whether a setting names a URL or a command."""
+    """Return whether a setting is a URL or a `pipe:` command."""
     return text.startswith(("http://", "https://", PIPE))
 
 
 def refuse_remote(text: str, remote: RemoteSettings) -> None:
-    """Check that the settings allow the shards, if they are remote.
+    """Check that the settings allow the given shards, if these are remote.
 
     Raises:
-        ValueError: Names the setting that would allow them, or the variable of a URL that is not set.
+        ValueError: If the settings do not allow the shards, or if an environment variable in the URL is not set. The
+            message names the setting or the variable.
     """
     if text.startswith(PIPE):
         if not remote.pipe:
@@ -84,10 +88,11 @@ def refuse_remote(text: str, remote: RemoteSettings) -> None:
 
 
 def find_shards(text: str, remote: RemoteSettings) -> Listing:
-    """List the shards of a text, which may name a folder or the shards themselves.
+    """List the shards that a text specifies, either by a folder or by their names.
 
     Raises:
-        ValueError: If there are no shards, if they are remote and not allowed, or if the text names a csv file.
+        ValueError: If there are no shards, if the shards are remote and the settings do not allow this, or if the text
+            names a csv file.
     """
     refuse_remote(text, remote)
     if is_table(text):
@@ -98,10 +103,10 @@ def find_shards(text: str, remote: RemoteSettings) -> Listing:
 
 
 def list_folder(folder: Path) -> Listing:
-    """List every .tar of a folder.
+    """List every .tar file in a folder.
 
     Raises:
-        ValueError: If there are none.
+        ValueError: If the folder does not exist or contains no .tar file.
     """
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}")
@@ -112,14 +117,14 @@ def list_folder(folder: Path) -> Listing:
 
 
 def list_shards(text: str) -> Listing:
-    """List the shards of a text with braces, or of one that names a single .tar.
+    """List the shards that a text specifies with braces, or the single .tar that it names.
 
     Raises:
-        ValueError: If the braces do not match, name too many shards, or name a shard twice.
+        ValueError: If the braces are unbalanced, specify too many shards, or specify a shard twice.
     """
     remote = is_remote(text)
     if remote:
-        # Braces in the path take precedence over those in the query, which may contain a signature.
+        # Braces in the path take precedence over braces in the query, because the query may be a signature.
         head = text if text.startswith(PIPE) else text.partition("?")[0]
         match = _BRACES.search(head) or _BRACES.search(text) or _TAR.search(head)
         if match is None:
@@ -128,11 +133,11 @@ def list_shards(text: str) -> Listing:
             )
         start, stop = match.span()
     else:
-        # The folder is everything up to the last slash before the first brace; the rest is names.
+        # The folder is everything up to the last slash before the first brace. The rest is the pattern of names.
         start, stop = text.partition("{")[0].rfind("/") + 1, len(text)
     given = text[start:stop]
     too_many = f"{given} names more than {MAX_SHARDS:,} shards"
-    # braceexpand expands each range as a whole, even if fewer names are taken.
+    # Check the length of each range first: braceexpand expands the whole range, even if few names are used.
     for first, last, step in _RANGE.findall(given):
         if len(range(0, abs(int(last) - int(first)) + 1, int(step or 1) or 1)) > MAX_SHARDS:
             raise ValueError(too_many)
@@ -151,10 +156,10 @@ def list_shards(text: str) -> Listing:
 
 
 def resolve_shards(text: str) -> Path:
-    """Return the folder that a text names: a path, or `bundled:<set>` for data of the package.
+    """Return the folder that a text names: a path, or `bundled:<set>` for a data set included in the package.
 
     Raises:
-        ValueError: If there is no bundled set of that name; lists the sets.
+        ValueError: If there is no bundled data set of that name. The message lists the available ones.
     """
     if not text.startswith(_BUNDLED):
         return Path(text).expanduser()

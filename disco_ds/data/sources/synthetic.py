@@ -1,4 +1,7 @@
-"""Random pixels and tokens that depend only on the sample's id, for trying a model or a cluster without data."""
+"""A source of random images and tokens, for testing a model or a cluster without data.
+
+A sample depends only on its id and the seed.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _CELLS = 8
 
 
 class SyntheticSource(Source):
-    """A source of generated samples."""
+    """A source of randomly generated samples."""
 
     def __init__(self, num_samples: int) -> None:
         self.sizes = divide(num_samples)
@@ -27,25 +30,25 @@ class SyntheticSource(Source):
     def open_samples(
         self, settings: DataSettings, form: SampleForm, seed: int, num_slots: int
     ) -> SyntheticSamples:
-        """Return the samples in the model's form."""
+        """Return the samples as images and tokens for the model."""
         return SyntheticSamples(form, seed)
 
 
 @dataclass(frozen=True)
 class SyntheticSamples:
-    """Samples that are generated in the model's form: there are no bytes to decode."""
+    """Samples that are generated directly as images and tokens, so nothing is decoded."""
 
     form: SampleForm
     seed: int
 
     def read(self, shard: int, entry: int, epoch: int, index: int) -> tuple[Decode, Tensor]:
-        """Generate a sample, see Samples."""
+        """Generate a sample. See Samples.read."""
         form = self.form
-        # The epoch is not part of the key: a sample has one image and one caption.
+        # The epoch is not part of the key, so a sample has the same image and caption in every epoch.
         random = torch.Generator().manual_seed(keyed_int(self.seed, index))
         cells = torch.randint(256, (1, 3, _CELLS, _CELLS), dtype=torch.uint8, generator=random)
         text = torch.randint(form.vocab_size - 2, (form.context_length,), generator=random)
-        # Start and end tokens as in open_clip's tokenizer, whose text towers pool at the largest token.
+        # Use the start and end tokens of open_clip's tokenizer. Its text towers pool at the largest token, the end token.
         text[0] = form.vocab_size - 2
         text[-1] = form.vocab_size - 1
         return lambda: F.interpolate(cells, form.image.size, mode="nearest")[0], text
