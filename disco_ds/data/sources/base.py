@@ -61,8 +61,8 @@ class Reader(Protocol):
         """Return the members of a sample by name. data.image_key and data.captions contain these names.
 
         Raises:
-            BrokenSample: If the sample must be skipped; the message is the reason. Any exception other than OSError also
-                skips the sample.
+            BrokenSample: If the sample must be skipped; the message is the reason. Any exception other than OSError
+                also skips the sample.
             OSError: If the shard itself cannot be read.
         """
 
@@ -143,7 +143,7 @@ class Source:
     def open_samples(
         self, settings: DataSettings, form: SampleForm, seed: int, num_slots: int
     ) -> Samples:
-        """Return the samples as images and tokens for the model. Sources that generate images and tokens override this."""
+        """Return the samples as images and tokens for the model. Sources that generate both override this."""
         return DecodedSamples(self, settings, form, seed, num_slots)
 
 

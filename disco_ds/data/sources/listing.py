@@ -28,7 +28,7 @@ NAME = "manifest.json"
 PIPE = "pipe:"
 """Prefix of a shell command that writes a shard to its standard output."""
 MAX_SHARDS = 10_000_000
-"""Maximum number of shards. More are assumed to be a mistake in the braces; the largest known data set has 1.3 million."""
+"""Maximum number of shards. More are assumed to be a mistake in the braces; the largest known data set has 1.3M."""
 _BUNDLED = "bundled:"
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 # In a URL or command, a shard name is delimited by white space, slashes, quotes and the delimiters of a URL query.
@@ -44,7 +44,7 @@ class Listing:
     folder: Path
     """Folder of local shards."""
     names: tuple[str, ...]
-    """Sorted shard names, as in the manifest. The name of a local shard is its path relative to the folder. The name of a
+    """Sorted shard names, as in the manifest. The name of a local shard is its path relative to the folder; that of a
     remote shard is the part of its URL or command that contains the braces, or the file name of a single .tar. Other
     parts of the URL, such as a password, are left out."""
     urls: tuple[str, ...] = ()

@@ -48,7 +48,7 @@ class SyntheticSamples:
         random = torch.Generator().manual_seed(keyed_int(self.seed, index))
         cells = torch.randint(256, (1, 3, _CELLS, _CELLS), dtype=torch.uint8, generator=random)
         text = torch.randint(form.vocab_size - 2, (form.context_length,), generator=random)
-        # Use the start and end tokens of open_clip's tokenizer. Its text towers pool at the largest token, the end token.
+        # Use the start and end tokens of open_clip's tokenizer. Text towers pool at the largest token, the end token.
         text[0] = form.vocab_size - 2
         text[-1] = form.vocab_size - 1
         return lambda: F.interpolate(cells, form.image.size, mode="nearest")[0], text
