@@ -158,8 +158,8 @@ def check_gradients(small: Config, alone: tuple[Result, float] | None) -> Iterat
         alone: What `run_alone` returned; None on ranks that do not compare gradients.
 
     Raises:
-        ValueError: On all ranks together.
-        FloatingPointError: On all ranks together.
+        ValueError: If the step is refused; raised on all ranks.
+        FloatingPointError: If the loss is not finite; raised on all ranks.
     """
     count = small.num_micro_batches(comm.size())
     got, loss = _step(small, count)

@@ -244,7 +244,7 @@ def _imagenet_classes(name: str, labels: list[str]) -> dict[str, str]:
     their classes, so those names are used.
 
     Raises:
-        ValueError: If the labels are other numbers or wnids.
+        ValueError: If the labels are neither known wnids nor all the numbers 0 to 999.
     """
     from open_clip import IMAGENET_CLASSNAMES
     from timm.data import ImageNetInfo

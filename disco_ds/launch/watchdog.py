@@ -45,7 +45,7 @@ def die_with_parent() -> None:
     """Ask the kernel to send SIGKILL to this process when its parent ends."""
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent ended before the kernel was asked
+    if os.getppid() != parent:  # the parent ended before our request
         os.kill(os.getpid(), signal.SIGKILL)
 
 

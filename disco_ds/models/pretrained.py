@@ -82,7 +82,7 @@ def download_weights(name: str, settings: ModelSettings) -> None:
             where = open_clip.get_model_config(name)["vision_cfg"]["timm_model_name"]
             what = f"model.pretrained_image={TIMM}"
             timm.create_model(where, pretrained=True)
-    except Exception as error:  # from the hub's client, from urllib, or timm has no weights
+    except Exception as error:  # the hub's client, urllib and timm raise many types
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ValueError(
             f"{what}: its weights ({where}) are not in the cache and could not be fetched; "

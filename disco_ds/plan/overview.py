@@ -29,7 +29,7 @@ class Plan:
     """What a run will need, for one step."""
 
     config: Config
-    """The recipe; with `largest`, the one that was found."""
+    """The recipe. With `largest`, it has the largest batch that the search found."""
     gpu: Gpu
     assumed: Assumptions
     towers: Towers

@@ -135,7 +135,7 @@ class Mixture:
         return [source * self._num_slots + slot for source in range(len(self._orders))]
 
     def stream(self, slot: int, number: int) -> int:
-        """Return the stream that a slot's sample `number`, counted from the start of training, comes from."""
+        """Return the stream that supplies sample `number` of a slot, counted from the start of training."""
         # These are fixed-point numbers in which 2**64 represents 1, so the remainder is the fractional part.
         point = (keyed_int(self._seed, _PHASE, slot) + number * GOLDEN) % 2**64
         return bisect_right(self._ends, point) * self._num_slots + slot

@@ -158,7 +158,7 @@ class ShardCache:
                 raise
 
     def _make_room(self, file: BinaryIO, need: int, ahead: bool) -> bool:
-        """Evict shards until `need` more bytes fit, and reserve them by extending the file to this size.
+        """Evict shards until `need` more bytes fit, and reserve them by extending `file` to `need` bytes.
 
         Args:
             file: The file of the shard to fetch.
@@ -169,7 +169,7 @@ class ShardCache:
             False if there will be room once shards that are now being prefetched can be evicted.
 
         Raises:
-            CacheFullError: If everything else is being read.
+            CacheFullError: If there is no room because all other cached shards are being read.
         """
         limit = self._limit
         # One process at a time, so that two of them do not count the same free space.
