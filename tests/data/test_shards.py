@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import tarfile
 from pathlib import Path
 
@@ -236,3 +238,37 @@ def test_resolve_shards() -> None:
     assert resolve_shards("~/x") == Path.home() / "x"
     with pytest.raises(ValueError, match=r"'bundled:none'.*bundled:emoji/train"):
         resolve_shards("bundled:none")
+
+
+class _RecordingFile(io.FileIO):
+    """A file that records the bytes of each read."""
+
+    def __init__(self, path):
+        super().__init__(path)
+        self.reads = []
+
+    def read(self, size=-1):
+        data = super().read(size)
+        self.reads.append(len(data))
+        return data
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_shard_is_read_sequentially_before_its_scan_unless_it_is_large(tmp_path, whole):
+    path = tmp_path / "0.tar"
+    with tarfile.open(path, "w") as tar:
+        for number in range(3):
+            member = tarfile.TarInfo(f"{number}.txt")
+            member.size = 2**20
+            tar.addfile(member, io.BytesIO(bytes(2**20)))
+    size = path.stat().st_size
+    if not whole:
+        os.truncate(path, 3 * 2**30)  # zeros after the end mark, which take no space
+    file = _RecordingFile(path)
+    reader = TarReader(tmp_path, ["0.tar"], 1, lambda shard: file)
+    assert reader.read(0, 2) == {"txt": bytes(2**20)}
+    reader.close()
+    if whole:
+        assert sum(file.reads[: file.reads.index(0)]) == size
+    else:
+        assert sum(file.reads) < 2**16

@@ -1,5 +1,7 @@
 """Random access to the samples of a tar shard: one scan of the headers, then one read for each member of a sample.
 
+TarReader reads a shard once from start to end before the scan, so that a cold disk sees sequential reads only.
+
 Members are grouped into samples as in webdataset. Consecutive members with the same key form a sample; the key is the
 path up to the first dot of the file name. A repeated extension begins a new sample. Hidden files are skipped. A
 sample's entry is its position in the tar. Tars must be uncompressed. Nothing is decoded here.
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from disco_ds.data.images.broken import MAX_BYTES, BrokenSample, CacheFullError
+from disco_ds.data.remote.fetching import progress
 
 _META = re.compile(r"__[^/]*__($|/)")
 """Members that webdataset skips."""
@@ -32,6 +35,9 @@ _FILES_KEPT = 64
 """Number of local shards that stay open."""
 _SEARCHED_BYTES = 2**20
 """Length of the region after the end mark in which data is noticed."""
+_MAX_READ_AHEAD = 2 * 2**30
+"""Larger shards are not read whole before their scan: the page cache might not hold them until they are used."""
+_BLOCK = 2**20
 
 
 class TarIndex:
@@ -186,7 +192,7 @@ class TarReader:
         self._fetch = fetch
         # Remote shards stay open as long as their index is kept: an open shard is locked against eviction.
         self._num_files = _FILES_KEPT if fetch is None else num_indices
-        self._index = lru_cache(num_indices)(lambda shard: TarIndex(self._file(shard)))
+        self._index = lru_cache(num_indices)(self._index_shard)
         self._files: OrderedDict[int, BinaryIO] = OrderedDict()
 
     def read(
@@ -237,6 +243,14 @@ class TarReader:
             file.close()
         self._files.clear()
         self._index.cache_clear()
+
+    def _index_shard(self, shard: int) -> TarIndex:
+        file = self._file(shard)
+        # Without this, a cold disk would serve one small read per header and one per member.
+        if os.fstat(file.fileno()).st_size <= _MAX_READ_AHEAD:
+            while file.read(_BLOCK):
+                progress.add()
+        return TarIndex(file)
 
     def _file(self, shard: int) -> BinaryIO:
         if shard not in self._files:
