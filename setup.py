@@ -18,7 +18,7 @@ setup(
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     packages=[*find_packages(include=["disco_ds", "disco_ds.*"]), "disco_ds.ds_configs"],
     package_dir={"disco_ds.ds_configs": "ds_configs"},
     package_data={
@@ -42,6 +42,7 @@ setup(
         "braceexpand",
         "matplotlib",
         "numpy",
+        "obstore>=0.12,<1",
         "packaging",
         "pillow",
         "psutil",

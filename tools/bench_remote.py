@@ -121,7 +121,7 @@ def make_shards(folder: Path) -> None:
 def measure(url: str, folder: Path, ahead: int, needed: float) -> tuple[float, float]:
     """Returns: seconds until the first step, and the share of the others that waits; needed: bytes per second."""
     with tempfile.TemporaryDirectory() as cache:
-        remote = {"http": True, "cache": cache, "cache_gb": CACHE, "prefetch_shards": ahead}
+        remote = {"cache": cache, "cache_gb": CACHE, "prefetch_shards": ahead}
         text = f"{url}/{{00000..{SHARDS - 1:05d}}}.tar"
         manifest = folder / "manifest.json"
         shape = {"slots": SLOTS, "window": WINDOW, "workers": WORKERS}
@@ -192,7 +192,7 @@ def measure_ratio(num_shards: int, gb: float, hosts: int, again: bool) -> str:
     ):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         small = name_shards(num_shards, SMALL, len(body), f"http://127.0.0.1:{server.server_port}")
-        remote = RemoteSettings(http=True, cache=cache, cache_gb=room / gb * len(body) / 1e18)
+        remote = RemoteSettings(cache=cache, cache_gb=room / gb * len(body) / 1e18)
         shape = {
             "slots": slots,
             "window": SMALL * 4096 // 10_000,

@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
         ValueError: If an argument is invalid, or a shard cannot be read.
         OSError: If the manifest cannot be written.
     """
-    remote = RemoteSettings(http=True, pipe=args.pipe)
+    remote = RemoteSettings(pipe=args.pipe)
     listing = find_shards(args.shards, remote)
     # A folder's manifest.json may be written only if all shards of the folder are listed.
     if not (args.to or args.check or listing.whole) and (

@@ -19,6 +19,11 @@ LEAST_CACHE_GB = 100.0
 """Default size limit of the cache for remote shards, in units of 1e9 bytes. The default is higher
 if the slots need more space, and lower if the disk has less free space."""
 
+PIPE = "pipe:"
+"""Prefix of a shell command that writes a shard to its standard output."""
+SCHEMES = ("http://", "https://", "s3://", "gs://", "az://", "hf://")
+"""Prefixes of the URLs that are downloaded."""
+
 Pixels = Literal["device", "host", "compressed"]
 """Where the images of a step are stored between the two passes of GradAccum."""
 
@@ -65,8 +70,6 @@ class AugmentSettings(Settings):
 class RemoteSettings(Settings):
     """How remote shards are fetched. A whole shard is fetched before its first sample is read."""
 
-    http: bool = False
-    """Allow shards at http:// and https:// URLs."""
     pipe: bool = False
     """Allow shards of the form `pipe:COMMAND`. Such a shard is the output of a shell command, so
     the author of the recipe can run any command with your permissions."""
@@ -86,7 +89,7 @@ class RemoteSettings(Settings):
     tries: int = Field(5, gt=0, le=100)
     """Number of attempts to fetch a shard. The pauses between attempts start at about 1 s and
     double each time, but are never longer than timeout_s. An attempt resumes where the previous one
-    stopped if the server supports that. A prefetched shard gets one additional attempt."""
+    stopped if the server sends ETags. A prefetched shard gets one additional attempt."""
     timeout_s: float = Field(60.0, gt=0, le=MAX_SECONDS)
     """An attempt fails if no data arrives from the server or the command for this many seconds. The
     value must be below data.worker_timeout_s, and all attempts together must take less time than
@@ -101,6 +104,11 @@ class RemoteSettings(Settings):
         """Maximum time in seconds that all attempts to fetch one shard take together."""
         pauses = sum(MAX_JITTER * self.pause_s(number) for number in range(1, self.tries))
         return (self.tries + (self.prefetch_shards > 0)) * self.timeout_s + pauses
+
+
+def is_remote(text: str) -> bool:
+    """Return whether a location is a URL or a `pipe:` command."""
+    return text.startswith((*SCHEMES, PIPE))
 
 
 def _check_captions(captions: dict[str, float]) -> dict[str, float]:
@@ -157,8 +165,9 @@ class DataSettings(Settings):
     `package.module:Class`: a custom source, which must be importable through PYTHONPATH."""
     shards: str | None = None
     """Location of the samples: a folder of .tar shards; a list of shards in brace notation, such as
-    /data/{00000..00099}.tar, https://host/{0..9}.tar or pipe:COMMAND {0..9}; a .csv file of image
-    paths and captions; or `bundled:emoji/train`, a small data set in this package."""
+    /data/{00000..00099}.tar, s3://bucket/{0..9}.tar (also gs://, az://, hf:// and https://) or
+    pipe:COMMAND {0..9}; a .csv file of image paths and captions; or `bundled:emoji/train`, a small
+    data set in this package."""
     sources: tuple[SourceSettings, ...] | None = None
     """List of several sources that are mixed by weight. It replaces data.shards."""
     manifest: Path | None = None

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
-from disco_ds.config.data import AugmentSettings, DataSettings, Pixels
+from disco_ds.config.data import AugmentSettings, DataSettings, Pixels, is_remote
 from disco_ds.config.model import ModelSettings
 from disco_ds.config.optim import OptimSettings, TowerOptimSettings
 from disco_ds.config.recipe_yaml import Dumper
@@ -275,7 +275,7 @@ class Config(Settings):
                 "otherwise the other ranks time out before the stuck worker is named"
             )
         remote = self.data.remote
-        if not (remote.http or remote.pipe):
+        if not any(is_remote(part.shards or "") for part in self.data.parts):
             return self
         if remote.timeout_s >= self.data.worker_timeout_s:
             raise ValueError(

@@ -306,7 +306,7 @@ def test_cache_without_room_for_the_shards_in_use_fails(tmp_path: Path) -> None:
     shards = write_shards(tmp_path / "data", [20] * 8)
     cache_gb = 6 * shards.shards[0].bytes / 1e9
     with serve(shards.folder) as server:
-        remote = {"http": True, "cache": str(tmp_path / "cache"), "cache_gb": cache_gb}
+        remote = {"cache": str(tmp_path / "cache"), "cache_gb": cache_gb}
         names = {"manifest": str(shards.folder / "manifest.json"), "remote": remote, "window": 8}
         config = data_of(f"{server.url}/{{00000..00007}}.tar", **names)
         (line,) = [

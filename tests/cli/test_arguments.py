@@ -83,9 +83,9 @@ def test_dry_run_finds_mistakes_in_settings_before_it_imports_the_model_librarie
         ("loss.name=nowhere.losses:Mine", "No module named 'nowhere'"),
         ("model.name=ViT-B-23", "unknown model 'ViT-B-23'; did you mean ViT-B-32?"),
         ("model.pretrained=none.pt", "model.pretrained: no file none.pt"),
-        ("data.shards=https://example.org/{0..9}.tar", "set data.remote.http=true"),
+        ("data.shards=ftp://example.org/{0..9}.tar", "ftp:// is not supported: use one of http://"),
         ("eval.labeled={far: 'pipe:cat x.tar'}", "set data.remote.pipe=true"),
-        ("data.shards=s3://bucket/{0..9}.tar", "s3://"),
+        ("data.shards=ftp://bucket/{0..9}.tar", "ftp://"),
     ],
 )
 def test_dry_run_refuses_what_a_start_would(

@@ -116,7 +116,10 @@ OVERRIDES = [
     ("eval.caption_key=", "eval.caption_key"),
     ("eval.classes={a: b}", "eval.classes.a has no labeled set"),
     ("eval.templates={a: b}", "eval.templates.a has no labeled set"),
-    ("data.remote={http: true, timeout_s: 400}", "data.remote.timeout_s=400 must be below data.worker_timeout_s=300"),
+    (
+        "data={shards: 's3://b/{0..9}.tar', remote: {timeout_s: 400}}",
+        "data.remote.timeout_s=400 must be below data.worker_timeout_s=300",
+    ),
     ("data.workers=1000000", "less than or equal to 1024"),
     ("data.slots=1000000000", "less than or equal to"),
     ("checkpoint.copy_command=cp {path} {nam}", "checkpoint.copy_command: expected"),

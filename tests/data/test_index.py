@@ -109,9 +109,7 @@ def test_index_of_a_server_and_a_command(
         url = f"{server.url}/{{00000..00007}}.tar?token=secret"
         assert run(url, "--to", tmp_path / "remote.json") == 0
         named = url.replace("secret", "$DISCO_TEST_TOKEN")
-        (found,) = load_sources(
-            settings(named, manifest=tmp_path / "remote.json", remote={"http": True})
-        )
+        (found,) = load_sources(settings(named, manifest=tmp_path / "remote.json"))
         assert run(url, "--to", tmp_path / "remote.json", "--check") == 0
         assert capsys.readouterr().out.count("8 shards, 166 samples") == 2
         server.failures["/00003.tar"] = [403]

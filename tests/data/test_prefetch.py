@@ -288,7 +288,6 @@ def test_workers_have_fetched_what_comes_next_and_the_order_is_the_same(
     text, found = server.url + "/{00000..00007}.tar", {}
     for least in (0, 1):
         own = {
-            "http": True,
             "cache": tmp_path / f"cache-{least}",
             "timeout_s": 20.0,
             "prefetch_shards": least,

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from disco_ds.config import DataSettings
-from disco_ds.config.data import RemoteSettings
 from disco_ds.data import Manifest, Mixture, Shard, list_shards, load_sources, merge_states
 from disco_ds.data.remote.cache_size import fit_cache
 from disco_ds.data.remote.shard_cache import ShardCache, find_limit
@@ -109,14 +108,11 @@ def test_local_braces_use_their_part_of_the_folders_manifest(
         load_sources(settings(shards.folder / ALL))
 
 
-def test_remote_shards_are_off_unless_allowed(tmp_path: Path) -> None:
+def test_commands_are_off_unless_allowed(tmp_path: Path) -> None:
     both = settings(
         shards=None,
         sources=[{"shards": "http://h/{0..1}.tar"}, {"shards": "pipe:touch /x {0..1}.tar"}],
     )
-    with pytest.raises(ValueError, match=r"data.sources\[0\]: .* data.remote.http=true"):
-        load_sources(both)
-    only = both.model_copy(update={"remote": RemoteSettings(http=True)})
     manifest = tmp_path / "m.json"
     manifest.write_text(
         json.dumps(
@@ -131,14 +127,14 @@ def test_remote_shards_are_off_unless_allowed(tmp_path: Path) -> None:
         ValueError,
         match=r"data.sources\[1\]: a pipe: runs its command in a shell.*data.remote.pipe=true",
     ):
-        load_sources(only.model_copy(update={"sources": tuple(parts)}))
+        load_sources(both.model_copy(update={"sources": tuple(parts)}))
     with pytest.raises(
         ValueError,
         match=r"data.shards: remote shards need a manifest; count them: disco-ds index",
     ):
-        load_sources(settings("http://h/{0..1}.tar", remote={"http": True}))
-    with pytest.raises(ValueError, match=r"s3:// is not read directly: .* or a pipe:"):
-        load_sources(settings("s3://b/{0..1}.tar", remote={"http": True, "pipe": True}))
+        load_sources(settings("http://h/{0..1}.tar"))
+    with pytest.raises(ValueError, match=r"ftp:// is not supported: .*s3://.* or a pipe:"):
+        load_sources(settings("ftp://b/{0..1}.tar", remote={"pipe": True}))
 
 
 # The disk space. Windows have 0.4 of a shard, as with LAION-400M.
@@ -160,7 +156,7 @@ def name_many(
     shards, server = many
     text = f"{server.url}/{{00000..{NUM_SHARDS - 1:05d}}}.tar"
     part = {"shards": text, "manifest": shards.folder / "manifest.json", "replacement": again}
-    own = {"http": True, "cache": cache, "timeout_s": 20.0, **changes.pop("remote", {})}
+    own = {"cache": cache, "timeout_s": 20.0, **changes.pop("remote", {})}
     return settings(
         None,
         shards=None,

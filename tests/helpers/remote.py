@@ -16,7 +16,6 @@ ALL = "{00000..00007}.tar"
 
 def remote(shards: str, manifest: Path | None, cache: Path, **changes: Any) -> DataSettings:
     own = {
-        "http": True,
         "pipe": True,
         "cache": cache,
         "tries": 2,

@@ -47,14 +47,16 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
         """From where the client asks on, if it names our version; the first answers break off early."""
         wanted, tag = self.headers["Range"], self.server.tag
         start = int(wanted.removeprefix("bytes=").removesuffix("-")) if wanted else 0
-        if wanted and (self.headers["If-Range"] == tag or self.server.ignores_if_range):
+        if wanted and self.headers["If-Match"] != tag and not self.server.ignores_if_match:
+            self.send_error(412)
+            return
+        if wanted:
             self.send_response(206)
             self.send_header(
                 "Content-Range",
                 self.server.content_range or f"bytes {start}-{len(data) - 1}/{len(data)}",
             )
         else:
-            start = 0
             self.send_response(200)
         if tag:
             self.send_header("ETag", tag)
@@ -101,7 +103,7 @@ class Server(http.server.ThreadingHTTPServer):
         """Paths that are sent in ranges -> places at which the next answers break off."""
         self.tag: str | None = '"one"'
         """Their ETag."""
-        self.ignores_if_range = False
+        self.ignores_if_match = False
         self.content_range: str | None = None
         """What their answers say instead of their range."""
         self.sent = 0

@@ -1,24 +1,18 @@
-"""Downloads of remote shards from http(s) URLs, or from the output of shell commands (`pipe:COMMAND`).
+"""Downloads of remote shards from URLs (stores.py), or from the output of shell commands (`pipe:COMMAND`).
 
-Alternatives considered: fsspec, as torch installs it, reads neither http (which needs aiohttp) nor s3 (which needs
-s3fs). webdataset's gopen ignores some failed commands and does not look at the HTTP status.
+Alternatives considered: obstore's own retries, which report no sign of life between attempts. webdataset's gopen
+ignores some failed commands and does not look at the HTTP status.
 """
 
 from __future__ import annotations
 
-import base64
-import http.client
 import os
 import random
-import re
 import signal
 import subprocess
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, suppress
 
@@ -26,15 +20,11 @@ from contextlib import closing, contextmanager, suppress
 from multiprocessing.connection import wait
 from typing import Any, BinaryIO
 
-from disco_ds.config.data import LEAST_CACHE_GB, MAX_JITTER, RemoteSettings
-from disco_ds.config.secrets import expand
+from disco_ds.config.data import LEAST_CACHE_GB, MAX_JITTER, PIPE, RemoteSettings
 from disco_ds.data.images.broken import DataError
-from disco_ds.data.sources.listing import PIPE
+from disco_ds.data.remote import stores
+from disco_ds.data.remote.stores import ChangedError, StoreError
 
-_RANGE = re.compile(r"bytes (?P<first>\d+)-(?P<last>\d+)/(?P<total>\d+|\*)")
-"""The header Content-Range."""
-_TRANSIENT = {408, 416, 425, 429, 500, 502, 503, 504}
-"""HTTP statuses after which another attempt may succeed."""
 _BLOCK = 2**20
 
 
@@ -55,12 +45,6 @@ class _Progress(threading.local):
 progress = _Progress()
 
 
-class _FetchError(Exception):
-    def __init__(self, reason: str, transient: bool = True) -> None:
-        super().__init__(reason)
-        self.transient = transient
-
-
 class _Download:
     """The part of a shard that has arrived. The next attempt resumes there if the server supports it."""
 
@@ -71,9 +55,9 @@ class _Download:
         self.done = 0
         """Bytes that have arrived."""
         self.version: str | None = None
-        """The strong ETag of the content or else its date, from which the server sees whether the content changed."""
+        """The strong ETag of the content, from which the server sees whether the content changed."""
 
-    def write(self, block: bytes) -> None:
+    def write(self, block: Any) -> None:
         view = memoryview(block)
         while view:
             written = os.pwrite(self._file.fileno(), view, self.done)
@@ -87,13 +71,13 @@ class _Download:
             raise self._refuse()
         self._file.truncate(self.done)
 
-    def _refuse(self) -> _FetchError:
+    def _refuse(self) -> StoreError:
         """Return the error for content of the wrong size."""
         self.version = None
         if self._size is None:
             most = f"data.remote.cache_gb, the limit for a shard ({self._limit / 1e9:g} GB)"
-            return _FetchError(f"it has more bytes than {most}", transient=False)
-        return _FetchError(
+            return StoreError(f"it has more bytes than {most}", transient=False)
+        return StoreError(
             f"{self.done:,} bytes arrived, but its manifest says {self._size:,}; if the shard was replaced, "
             "index it again"
         )
@@ -130,7 +114,7 @@ def fetch(
                     download.write(block)
             download.finish()
             return
-        except _FetchError as error:
+        except StoreError as error:
             progress.add()
             last = error
             if not error.transient:
@@ -153,41 +137,33 @@ def fetch_temporary(url: str, name: str, settings: RemoteSettings) -> Iterator[B
 
 
 def describe(url: str) -> str:
-    """Return a URL without user, password and query, for messages. Commands are hidden: any part may be secret."""
-    if url.startswith(PIPE):
-        return "its pipe:"
-    parts = urllib.parse.urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    """Return a URL without secrets, for messages. Commands are hidden: any part may be secret."""
+    return "its pipe:" if url.startswith(PIPE) else stores.describe(url)
 
 
-def _read(url: str, timeout_s: float, download: _Download) -> Generator[bytes, None, None]:
+def _read(url: str, timeout_s: float, download: _Download) -> Generator[Any, None, None]:
     """Read a URL or the output of a command block by block, from `download.done` on.
 
     A source that cannot resume sets `download.done` to 0 and starts from the beginning.
 
     Raises:
-        _FetchError: If the attempt fails.
+        StoreError: If the attempt fails.
     """
+    if url.startswith(PIPE):
+        download.done = 0
+        yield from _read_command(url.removeprefix(PIPE), timeout_s)
+        return
+    if download.version is None:
+        download.done = 0
     try:
-        if url.startswith(PIPE):
-            download.done = 0
-            yield from _read_command(url.removeprefix(PIPE), timeout_s)
-        else:
-            yield from _read_http(url, timeout_s, download)
-    except urllib.error.HTTPError as error:
-        error.close()
-        if error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
-            # The next attempt requests the whole shard.
-            download.version = None
-        reason = http.client.responses.get(error.code, "")
-        raise _FetchError(
-            f"HTTP status {error.code} {reason}".rstrip(), error.code in _TRANSIENT
-        ) from None
-    except OSError as error:
-        raise _FetchError(str(getattr(error, "reason", error))) from None
-    except (http.client.HTTPException, ValueError) as error:
-        # The message of the error may contain the URL, and with it secrets.
-        raise _FetchError(type(error).__name__) from None
+        download.version, blocks = stores.read_blocks(
+            url, timeout_s, download.done, download.version
+        )
+    except ChangedError:
+        # The next attempt requests the whole shard.
+        download.version = None
+        raise
+    yield from blocks
 
 
 def _read_command(command: str, timeout_s: float) -> Generator[bytes, None, None]:
@@ -201,57 +177,14 @@ def _read_command(command: str, timeout_s: float) -> Generator[bytes, None, None
             block = b" "
             while block:
                 if not wait([process.stdout.fileno()], timeout_s):
-                    raise _FetchError(f"the command wrote nothing for {limit}")
+                    raise StoreError(f"the command wrote nothing for {limit}")
                 if block := process.stdout.read(_BLOCK):
                     yield block
             process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise _FetchError(f"the command did not exit within {limit}") from None
+            raise StoreError(f"the command did not exit within {limit}") from None
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:
-        raise _FetchError(f"the command exited with status {process.returncode}")
-
-
-def _read_http(url: str, timeout_s: float, download: _Download) -> Generator[bytes, None, None]:
-    parts = urllib.parse.urlsplit(url)
-    netloc = parts.netloc.rpartition("@")[2]
-    request = urllib.request.Request(expand(urllib.parse.urlunsplit(parts._replace(netloc=netloc))))
-    # urllib ignores credentials in a URL. An unredirected header is not sent to another host after a redirect.
-    if parts.username:
-        user, password = (
-            expand(urllib.parse.unquote(part or "")) for part in (parts.username, parts.password)
-        )
-        pair = base64.b64encode(f"{user}:{password}".encode()).decode()
-        request.add_unredirected_header("Authorization", f"Basic {pair}")
-    if download.done and download.version:
-        request.add_header("Range", f"bytes={download.done}-")
-        # If the content has changed, the server sends all of it, with status 200.
-        request.add_header("If-Range", download.version)
-    with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-        # A weak ETag does not identify every byte (RFC 9110, 13.1.5).
-        tag, length = answer.headers["ETag"], answer.headers["Content-Length"]
-        version = tag if tag and not tag.startswith("W/") else answer.headers["Last-Modified"]
-        if answer.status == http.client.PARTIAL_CONTENT:
-            # Continue only if this is the rest of the same content.
-            said = answer.headers["Content-Range"]
-            found = _RANGE.fullmatch(said or "")
-            is_rest = found is not None and int(found["first"]) == download.done
-            if found is not None and found["total"] != "*":
-                is_rest &= int(found["last"]) + 1 == int(found["total"])
-            if not is_rest or version not in (None, download.version):
-                download.version = None
-                raise _FetchError(
-                    f"the server sent {said} instead of the rest from byte {download.done}"
-                )
-        else:
-            download.done, download.version = 0, version
-        received = 0
-        # read1 returns what has arrived; read would wait for a whole block.
-        while block := answer.read1(_BLOCK):
-            received += len(block)
-            yield block
-    # When the connection breaks, read1 reports the end of the content.
-    if length is not None and received < int(length):
-        raise _FetchError(f"the connection ended after {received:,} of {int(length):,} bytes")
+        raise StoreError(f"the command exited with status {process.returncode}")

@@ -4,7 +4,7 @@ The setting has one of these forms:
 
 folder, bundled:<set>          every .tar file in the folder or in the bundled data set
 /data/{00000..00099}.tar       local shards by name; several braces and lists such as {a,b} also work
-https://host/x/{0..9}.tar      shards to download, if data.remote.http allows it
+https://host/x/{0..9}.tar      shards to download; also s3://, gs://, az:// and hf://
 pipe:COMMAND {0..9}.tar        the output of one shell command per shard, if data.remote.pipe allows it
 table.csv                      a table whose rows contain an image path and captions
 """
@@ -20,13 +20,11 @@ from pathlib import Path
 from braceexpand import braceexpand
 
 from disco_ds.config import PACKAGE
-from disco_ds.config.data import RemoteSettings
+from disco_ds.config.data import PIPE, SCHEMES, RemoteSettings, is_remote
 from disco_ds.config.secrets import expand
 
 NAME = "manifest.json"
 """Default file name of the manifest in a folder of shards."""
-PIPE = "pipe:"
-"""Prefix of a shell command that writes a shard to its standard output."""
 MAX_SHARDS = 10_000_000
 """Maximum number of shards. More are assumed to be a mistake in the braces; the largest known data set has 1.3M."""
 _BUNDLED = "bundled:"
@@ -58,11 +56,6 @@ def is_table(text: str) -> bool:
     return text.endswith((".csv", ".tsv")) and not is_remote(text)
 
 
-def is_remote(text: str) -> bool:
-    """Return whether a setting is a URL or a `pipe:` command."""
-    return text.startswith(("http://", "https://", PIPE))
-
-
 def refuse_remote(text: str, remote: RemoteSettings) -> None:
     """Check that the settings allow the given shards, if these are remote.
 
@@ -76,14 +69,10 @@ def refuse_remote(text: str, remote: RemoteSettings) -> None:
                 "a pipe: runs its command in a shell with your rights; if you trust it, set data.remote.pipe=true"
             )
     elif is_remote(text):
-        if not remote.http:
-            raise ValueError(
-                "shards at a URL are downloaded to data.remote.cache; to allow this, set data.remote.http=true"
-            )
         expand(text)
     elif match := _URL.match(text):
         raise ValueError(
-            f"{match[0]} is not read directly: use an http(s) URL, or a pipe: whose command writes the tar"
+            f"{match[0]} is not supported: use one of {', '.join(SCHEMES)}, or a pipe: whose command writes the tar"
         )
 
 

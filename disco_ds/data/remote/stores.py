@@ -1,0 +1,237 @@
+"""Requests to web servers and object stores, through obstore: http(s)://, s3://, gs://, az:// and hf:// URLs.
+
+Credentials come from the environment, never from a recipe: AWS_*, GOOGLE_*, AZURE_* (as obstore reads them), HF_TOKEN
+or the login of huggingface_hub, and $NAME in a URL. Error messages contain no part of a URL that may be secret.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import urllib.parse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any
+
+import obstore
+from obstore.exceptions import (
+    BaseError,
+    NotSupportedError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+)
+from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
+
+from disco_ds.config.secrets import expand
+
+_KEEP_STATUS = {408, 425, 429}
+"""HTTP statuses below 500 after which another attempt may succeed."""
+_PLAIN_PATH = re.compile(r"/[\w.~-]+(/[\w.~-]+)*")
+_HUB = re.compile(
+    r"hf://((?P<kind>datasets|spaces)/)?(?P<repo>[^/@]+/[^/@]+)(@(?P<revision>[^/]+))?/(?P<path>.+)"
+)
+_STATUS = re.compile(r"status code: (\d+) ?([A-Za-z -]*)")
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+"""The error code of S3, Google and Azure, such as ExpiredToken."""
+_CAUSES = {
+    "TimedOut|kind: Timeout": "timed out",
+    "MissingContentLength": "the server does not state the length of the content",
+    "IncompleteBody": "the connection ended before the end of the content",
+    "dns error": "the host name is unknown",
+    r"message: \"([\w ]+)\"": "",
+    "(invalid peer certificate: [\\w ]+)": "",
+}
+"""Causes that obstore's descriptions of errors contain, and what to say instead; "": the group."""
+
+
+class StoreError(Exception):
+    """A request failed. The message is the reason, without secrets."""
+
+    def __init__(self, reason: str, transient: bool = True, missing: bool = False) -> None:
+        super().__init__(reason)
+        self.transient = transient
+        """Whether another attempt may succeed."""
+        self.missing = missing
+        """Whether the server answered that the object does not exist."""
+
+
+class ChangedError(StoreError):
+    """The object has changed, or the server cannot send a part of it."""
+
+
+def locate(url: str, timeout_s: float) -> tuple[Any, str]:
+    """Return the obstore store of a URL and the path in it.
+
+    Args:
+        url: URL of an object. Environment variables in it are expanded.
+        timeout_s: Time limit in seconds for a connection, and for each read.
+
+    Raises:
+        StoreError: If the URL cannot be used.
+    """
+    url = expand(url)
+    authorization = None
+    if found := _HUB.fullmatch(url):
+        # Imported here, because only hf:// needs it and the import takes long.
+        from huggingface_hub import get_token, hf_hub_url
+
+        kind, revision = found["kind"], found["revision"]
+        url = hf_hub_url(
+            found["repo"],
+            found["path"],
+            repo_type=kind and kind.removesuffix("s"),
+            revision=revision and urllib.parse.unquote(revision),
+            endpoint=os.environ.get("HF_ENDPOINT"),
+        )
+        if token := get_token():
+            authorization = f"Bearer {token}"
+    try:
+        parts = urllib.parse.urlsplit(url)
+        host = parts.netloc.rpartition("@")[2]
+    except ValueError:
+        raise StoreError("the URL is malformed", transient=False) from None
+    if parts.scheme not in ("http", "https"):
+        return _open_store(parts.scheme, host, timeout_s, None), parts.path.lstrip("/")
+    if parts.username:
+        user, password = (
+            urllib.parse.unquote(part or "") for part in (parts.username, parts.password)
+        )
+        # obstore ignores credentials in a URL. It does not send this header to another host after a redirect.
+        pair = base64.b64encode(f"{user}:{password}".encode()).decode()
+        authorization = f"Basic {pair}"
+    if _PLAIN_PATH.fullmatch(parts.path) and not parts.query:
+        # All shards of a server share its connections.
+        store = _open_store(parts.scheme, f"{parts.scheme}://{host}", timeout_s, authorization)
+        return store, parts.path[1:]
+    # obstore would escape the characters of such a path or query, so the store itself has them.
+    whole = urllib.parse.urlunsplit(parts._replace(netloc=host, fragment=""))
+    return _open_store.__wrapped__(parts.scheme, whole, timeout_s, authorization), ""
+
+
+@lru_cache(64)
+def _open_store(scheme: str, base: str, timeout_s: float, authorization: str | None) -> Any:
+    limit = timedelta(seconds=timeout_s)
+    client: dict[str, Any] = {
+        "connect_timeout": limit,
+        "read_timeout": limit,
+        # A large shard may take arbitrarily long, as long as data arrives.
+        "timeout": timedelta(days=7),
+        "allow_http": True,
+    }
+    if authorization:
+        client["default_headers"] = {"Authorization": authorization}
+    kinds = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
+    # Without retries by obstore, because the caller must report each attempt as a sign of life.
+    with _explain():
+        return kinds.get(scheme, HTTPStore)(  # type: ignore[operator]
+            base, client_options=client, retry_config={"max_retries": 0}
+        )
+
+
+def read_blocks(
+    url: str, timeout_s: float, start: int = 0, tag: str | None = None
+) -> tuple[str | None, Iterator[Any]]:
+    """Request an object, or the rest of it from byte `start`, if it still has the version `tag`.
+
+    Returns:
+        Its version, or None if the store reports none, and the blocks of its content, which raise StoreError too.
+
+    Raises:
+        ChangedError: If the rest of this version cannot be read.
+        StoreError: If the request fails.
+    """
+    options = {"range": {"offset": start}, "if_match": tag} if start else {}
+    with _explain():
+        store, path = locate(url, timeout_s)
+        answer = obstore.get(store, path, options=options)  # type: ignore[arg-type]
+        found = answer.meta["e_tag"]
+    if start and (answer.range[0] != start or found != tag):
+        raise ChangedError("it has changed meanwhile")
+    # A weak ETag does not identify every byte (RFC 9110, 13.1.5).
+    version = None if found and found.startswith("W/") else found
+
+    def blocks() -> Iterator[Any]:
+        with _explain():
+            # Each block as it arrives, so that what arrived before an error is not lost.
+            yield from answer.stream(min_chunk_size=1)
+
+    return version, blocks()
+
+
+def read_size(url: str, timeout_s: float) -> int:
+    """Return the size of an object in bytes.
+
+    Raises:
+        StoreError: If the request fails.
+    """
+    with _explain():
+        store, path = locate(url, timeout_s)
+        return int(obstore.head(store, path)["size"])
+
+
+def read_object(url: str, timeout_s: float) -> bytes:
+    """Return the content of a small object.
+
+    Raises:
+        StoreError: If the request fails.
+    """
+    with _explain():
+        store, path = locate(url, timeout_s)
+        return bytes(obstore.get(store, path).bytes())
+
+
+def list_objects(url: str, timeout_s: float) -> dict[str, int]:
+    """List the objects of a bucket whose URL starts with `url`, a folder. Sub-folders are included.
+
+    Returns:
+        The sizes in bytes, by URL.
+
+    Raises:
+        StoreError: If the request fails.
+    """
+    with _explain():
+        store, path = locate(url, timeout_s)
+        root = url[: len(url) - len(path)] if path else url
+        pages = obstore.list(store, path, chunk_size=1000)
+        return {root + item["path"]: item["size"] for page in pages for item in page}
+
+
+def describe(url: str) -> str:
+    """Return a URL without user, password and query, for messages."""
+    parts = urllib.parse.urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+@contextmanager
+def _explain() -> Iterator[None]:
+    """Turn an error of obstore into a StoreError whose message has no URL."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise StoreError("HTTP status 404 Not Found", transient=False, missing=True) from None
+    except (NotSupportedError, PreconditionError):
+        raise ChangedError("it has changed meanwhile, or the server sends no parts") from None
+    except (BaseError, OSError, ValueError) as error:
+        raise _summarize(error) from None
+
+
+def _summarize(error: Exception) -> StoreError:
+    text = str(error)
+    code = _CODE.search(text)
+    detail = f" ({code[1]})" if code else ""
+    if found := _STATUS.search(text):
+        status = int(found[1])
+        transient = status >= 500 or status in _KEEP_STATUS
+        return StoreError(f"HTTP status {status} {found[2]}".rstrip() + detail, transient)
+    if isinstance(error, (PermissionDeniedError, UnauthenticatedError)):
+        return StoreError("the store denies access" + detail, transient=False)
+    if "range" in text.lower():
+        return ChangedError("the server sent another part of the content")
+    for pattern, words in _CAUSES.items():
+        if found := re.search(pattern, text):
+            return StoreError(words or found[1])
+    return StoreError(type(error).__name__)
