@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 from contextlib import nullcontext, suppress
+from functools import partial
 
 from tqdm import tqdm
 
 from disco_ds.config.data import RemoteSettings
-from disco_ds.data.images.broken import DataError
+from disco_ds.data.remote.stores import StoreError
 from disco_ds.data.sources.counting import compare, index_shards
 from disco_ds.data.sources.listing import NAME, find_shards, list_folder
 from disco_ds.data.sources.manifest import read_manifest, write_manifest
@@ -25,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
         ValueError: If an argument is invalid, or a shard cannot be read.
         OSError: If the manifest cannot be written.
     """
-    remote = RemoteSettings(pipe=args.pipe)
+    remote = RemoteSettings(pipe=args.pipe, **({"cache": args.cache} if args.cache else {}))
     listing = find_shards(args.shards, remote)
     # A folder's manifest.json may be written only if all shards of the folder are listed.
     if not (args.to or args.check or listing.whole) and (
@@ -40,13 +41,22 @@ def run(args: argparse.Namespace) -> int:
     # Without --check, a manifest that cannot be read is replaced.
     with nullcontext() if args.check else suppress(ValueError):
         known = read_manifest(path)
+    is_remote = bool(listing.urls)
     with tqdm(unit=" shards", total=len(listing.names)) as bar:
         try:
             manifest = index_shards(
-                listing, args.workers, lambda done: bar.update(done - bar.n), known.values(), remote
+                listing,
+                args.workers,
+                lambda done: bar.update(done - bar.n),
+                # A check counts local shards by reading them, and remote ones by what is published now.
+                () if args.check and is_remote else known.values(),
+                remote,
+                published=is_remote or not args.check,
+                skip_missing=args.missing == "skip",
+                save=None if args.check else partial(write_manifest, path=path),
             )
-        except DataError as error:
-            raise ValueError(str(error)) from None
+        except StoreError as error:
+            raise ValueError(f"the bucket of {args.shards} cannot be listed: {error}") from None
     if not args.check:
         write_manifest(manifest, path)
     count = f"{len(manifest.shards):,} shards, {manifest.num_samples:,} samples"

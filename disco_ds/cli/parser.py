@@ -387,6 +387,19 @@ exit codes: 0 = written, or unchanged (with --check); 1 = changed (with --check)
         help="processes that read shards; 0: only this one (default: %(default)s)",
     )
     parser.add_argument(
+        "--missing",
+        choices=["fail", "skip"],
+        default="fail",
+        help="shards that do not exist: fail after counting all others, or leave them out "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        metavar="FOLDER",
+        help="keep remote shards that had to be fetched here, as data.remote.cache",
+    )
+    parser.add_argument(
         "--pipe", action="store_true", help="allow shards pipe:COMMAND, which run in a shell"
     )
 

@@ -126,7 +126,24 @@ def _check_order(bounds: tuple[float, float]) -> tuple[float, float]:
     return bounds
 
 
+def _check_filter(rules: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    for key, rule in rules.items():
+        numbers = [rule[bound] for bound in ("min", "max") if bound in rule]
+        if (
+            not rule
+            or rule.keys() - {"min", "max", "in"}
+            or not all(isinstance(number, int | float) for number in numbers)
+            or not isinstance(rule.get("in", []), list)
+        ):
+            raise ValueError(
+                f"the rule of {key} must have numbers as `min` or `max`, or a list as `in`, got {rule}"
+            )
+    return rules
+
+
 Captions = Annotated[dict[str, float], AfterValidator(_check_captions)]
+Filter = Annotated[dict[str, dict[str, Any]], AfterValidator(_check_filter)]
+FunctionName = Annotated[str, Field(pattern=rf"^{CUSTOM_CODE}$")]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 SourceName = Annotated[str, Field(pattern=rf"^(shards|synthetic|{CUSTOM_CODE})$")]
 
@@ -154,6 +171,12 @@ class SourceSettings(Settings):
     """Names of the members that may contain the image in this source. Null: data.image_key."""
     captions: Captions | None = None
     """Caption templates of this source. Null: data.captions."""
+    uids: Path | None = None
+    """Samples of this source to use. Null: data.uids."""
+    filter: Filter | None = None
+    """Rules for the samples of this source. Null: data.filter."""
+    stages: FunctionName | None = None
+    """webdataset stages of this source. Null: data.stages."""
 
 
 class DataSettings(Settings):
@@ -166,8 +189,8 @@ class DataSettings(Settings):
     shards: str | None = None
     """Location of the samples: a folder of .tar shards; a list of shards in brace notation, such as
     /data/{00000..00099}.tar, s3://bucket/{0..9}.tar (also gs://, az://, hf:// and https://) or
-    pipe:COMMAND {0..9}; a .csv file of image paths and captions; or `bundled:emoji/train`, a small
-    data set in this package."""
+    pipe:COMMAND {0..9}; a pattern such as /data/*/*.tar; a .txt file with one shard per line; a .csv
+    file of image paths and captions; or `bundled:emoji/train`, a small data set in this package."""
     sources: tuple[SourceSettings, ...] | None = None
     """List of several sources that are mixed by weight. It replaces data.shards."""
     manifest: Path | None = None
@@ -183,9 +206,24 @@ class DataSettings(Settings):
     tried in this order. For a csv: the name of the column of image paths."""
     captions: Captions = Field({"{txt}": 1.0})
     """Caption templates and their weights, such as {"{txt}": 0.5, "{json[keywords]}": 0.5}. A field
-    in braces names a member, an entry of a JSON member (or one item of a list in it:
-    {json[captions][0]}), or a column of a csv. Each time a sample is used, one template is drawn at
-    random according to the weights."""
+    in braces names a member, an entry of a JSON member, or a column of a csv. {json[captions][0]} is
+    the first item of a list, {json[captions][*]} a random one, and {json[recaption]|txt} is txt if
+    the sample has no recaption. Each time a sample is used, one template is drawn at random
+    according to the weights."""
+    uids: Path | None = None
+    """File of the uids of the samples to use, as DataComp publishes subsets: .npy with pairs of
+    uint64, or .parquet with a column `uid`. The samples need a field `uid` in their json member.
+    Other samples are dropped."""
+    filter: Filter = Field({})
+    """Rules for fields of the json member (or for columns of a csv), such as {similarity: {min:
+    0.3}, LANGUAGE: {in: [en]}}. A sample that breaks a rule, or lacks the field, is dropped: its
+    slot's next sample takes its place, and it counts in `dropped_samples`, not as broken."""
+    stages: FunctionName | None = None
+    """`package.module:function`, which returns a list of webdataset's per-sample stages, such as
+    [wds.select(f), wds.map(g), wds.rename(jpg="image")]. The data workers apply them to one sample
+    at a time, a dictionary of bytes by extension with `__key__`, so the data order does not
+    change. Values may become text, parsed JSON or a PIL image. A sample that a stage drops counts in
+    `dropped_samples`."""
     csv_separator: str | None = Field(None, min_length=1, max_length=1)
     """Column separator of a csv. Null: a tab if the first line contains one, otherwise a comma."""
     slots: int | None = Field(None, gt=0, le=2**20)
@@ -270,9 +308,7 @@ class DataSettings(Settings):
         )
 
     def settings_of(self, part: SourceSettings) -> DataSettings:
-        """Return a copy of these settings with the image_key and captions of one source."""
-        changes = {
-            "image_key": part.image_key or self.image_key,
-            "captions": part.captions or self.captions,
-        }
-        return self.model_copy(update=changes)
+        """Return a copy of these settings with those of one source about its samples."""
+        keys = ("image_key", "captions", "uids", "filter", "stages")
+        own = {key: getattr(part, key) for key in keys if getattr(part, key) is not None}
+        return self.model_copy(update=own)

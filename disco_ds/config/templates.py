@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import string
 
-FIELD = re.compile(r"[^\s{}\[\]!:]+(\[[^{}\[\]]+\])*")
+_MEMBER = r"[^\s{}\[\]!:|]+(\[[^{}\[\]|]+\])*"
+FIELD = re.compile(rf"{_MEMBER}(\|{_MEMBER})*")
 """The content of a template field: the extension of a sample member, optionally followed by keys of
-an entry in a JSON member."""
+an entry in a JSON member. Several alternatives may be separated by `|`."""
 
 
 def check_template(template: str) -> str:
@@ -26,7 +27,7 @@ def check_template(template: str) -> str:
     for name, spec, conversion in fields:
         if spec or conversion or not FIELD.fullmatch(name or ""):
             raise ValueError(
-                f"template {template!r} has {{{name}}}; expected {{member}} or {{json[key]}}"
+                f"template {template!r} has {{{name}}}; expected {{member}}, {{json[key]}} or {{member|member}}"
             )
     if not fields:
         raise ValueError(

@@ -34,7 +34,9 @@ class LogPoint:
     bias: Tensor | None = None
     """[1], the bias that the loss was computed with; None if the model has none."""
     broken: int = 0
-    """Number of samples that this rank has skipped so far."""
+    """Number of broken samples that this rank has skipped so far."""
+    dropped: int = 0
+    """Number of samples that the recipe made this rank leave out so far."""
     skipped: int = 0
     """Number of batches that all ranks have skipped so far."""
     model: nn.Module | None = None
@@ -124,6 +126,7 @@ METRICS = (
         "sum",
         show=lambda value: f"{value} broken samples skipped" if value else "",
     ),
+    Metric("dropped_samples", lambda now, since: now.dropped, "sum"),
     Metric(
         "skipped_batches",
         lambda now, since: now.skipped,

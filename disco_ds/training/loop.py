@@ -255,6 +255,7 @@ def log(run: Run, step: int, output: StepOutput, data: StepData) -> None:
         grad_norm=output.grad_norm,
         index=torch.cat(data.index),
         broken=run.loader.broken,
+        dropped=run.loader.dropped,
         skipped=run.loader.state_dict()["steps"] - step,
         model=run.engine.module,
     )

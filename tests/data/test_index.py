@@ -105,19 +105,26 @@ def test_index_of_a_server_and_a_command(
 ) -> None:
     monkeypatch.setenv("DISCO_TEST_TOKEN", "secret")
     local = write_shards(tmp_path / "shards", SIZES)
+    cache = ["--cache", tmp_path / "cache"]
     with serve(local.folder) as server:
         url = f"{server.url}/{{00000..00007}}.tar?token=secret"
-        assert run(url, "--to", tmp_path / "remote.json") == 0
+        assert run(url, "--to", tmp_path / "remote.json", *cache) == 0
         named = url.replace("secret", "$DISCO_TEST_TOKEN")
         (found,) = load_sources(settings(named, manifest=tmp_path / "remote.json"))
-        assert run(url, "--to", tmp_path / "remote.json", "--check") == 0
+        assert run(url, "--to", tmp_path / "remote.json", "--check", *cache) == 0
         assert capsys.readouterr().out.count("8 shards, 166 samples") == 2
+        (tmp_path / "cache").rename(tmp_path / "old")
         server.failures["/00003.tar"] = [403]
-        assert run(url, "--to", tmp_path / "none.json") == 2
+        assert run(url, "--to", tmp_path / "part.json", *cache) == 2
         assert (
-            f"error: shard 00003.tar cannot be fetched from {server.url}/00003.tar: HTTP status 403"
-            in (capsys.readouterr().err)
+            "error: unreadable shards: 1: 00003.tar: shard 00003.tar cannot be fetched from "
+            f"{server.url}/00003.tar: HTTP status 403" in (capsys.readouterr().err)
         )
+        # The second call counts only what the first could not.
+        before = server.asked.copy()
+        assert run(url, "--to", tmp_path / "part.json", *cache) == 0
+        assert server.asked - before == {"/00003.tar": 1}
+        assert (tmp_path / "part.json").read_text() == (tmp_path / "remote.json").read_text()
     assert isinstance(found, Manifest)
     assert found.fingerprint == local.fingerprint
     assert [shard.bytes for shard in found.shards] == [shard.bytes for shard in local.shards]
@@ -134,7 +141,7 @@ def test_index_of_a_server_and_a_command(
     [
         ("none", "there is no folder none"),
         ("x.csv", "a csv file needs no manifest"),
-        ("none/{0..2}.tar --to m", "none/0.tar"),
+        ("none/{0..2}.tar --to m", "missing shards: 3: 0.tar, 1.tar, 2.tar"),
     ],
 )
 def test_index_refuses(text: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:

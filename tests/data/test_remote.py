@@ -13,10 +13,13 @@ from typing import Any
 import pytest
 
 from disco_ds.config import DataSettings
+from disco_ds.config.data import RemoteSettings
 from disco_ds.data import Manifest, Mixture, Shard, list_shards, load_sources, merge_states
 from disco_ds.data.remote.cache_size import fit_cache
 from disco_ds.data.remote.shard_cache import ShardCache, find_limit
 from disco_ds.data.sources import listing
+from disco_ds.data.sources.counting import index_shards
+from disco_ds.data.sources.listing import find_shards
 from disco_ds.data.sources.load import count_slots
 from helpers.remote import ALL
 from helpers.shards import SIZES, make_loader, read_step, settings, write_shards
@@ -135,6 +138,44 @@ def test_commands_are_off_unless_allowed(tmp_path: Path) -> None:
         load_sources(settings("http://h/{0..1}.tar"))
     with pytest.raises(ValueError, match=r"ftp:// is not supported: .*s3://.* or a pipe:"):
         load_sources(settings("ftp://b/{0..1}.tar", remote={"pipe": True}))
+
+
+def test_patterns_lists_and_file_urls_name_local_shards(tmp_path: Path) -> None:
+    for part, sizes in (("a", [3, 4]), ("b", [5])):
+        write_shards(tmp_path / part, sizes)
+    (tmp_path / "some.txt").write_text("# two shards\n\nb/00000.tar\na/00001.tar\n")
+    remote = RemoteSettings()
+    every = find_shards(f"{tmp_path}/*/*.tar", remote)
+    assert every.names == ("a/00000.tar", "a/00001.tar", "b/00000.tar")
+    assert index_shards(every).sizes == [3, 4, 5]
+    assert find_shards(f"{tmp_path}/{{a,b}}/*0.tar", remote).names == ("a/00000.tar", "b/00000.tar")
+    two = find_shards(str(tmp_path / "some.txt"), remote)
+    assert two.names == ("a/00001.tar", "b/00000.tar")
+    assert index_shards(two).sizes == [4, 5]
+    assert find_shards(f"file://{tmp_path}/a", remote) == find_shards(f"{tmp_path}/a", remote)
+    with pytest.raises(ValueError, match="no file matches"):
+        find_shards(f"{tmp_path}/c*/*.tar", remote)
+
+
+def test_text_file_of_urls_has_names_without_secrets(tmp_path: Path) -> None:
+    path = tmp_path / "urls.txt"
+    path.write_text("https://h/x/b/1.tar?sig=$DISCO_B\nhttps://h/x/a/0.tar?sig=$DISCO_A\n")
+    with pytest.raises(ValueError, match="environment variable DISCO_B is not set"):
+        find_shards(str(path), RemoteSettings())
+    path.write_text("https://h/x/b/1.tar?v=2\nhttps://h/x/a/0.tar?v=1\n")
+    found = find_shards(str(path), RemoteSettings())
+    assert found.names == ("a/0.tar", "b/1.tar")
+    assert found.urls == ("https://h/x/a/0.tar?v=1", "https://h/x/b/1.tar?v=2")
+    for text, words in (
+        ("https://h/0.tar\nhttps://h/0.tar", "a shard twice"),
+        ("https://h/0.tar\n/local/1.tar", "not both"),
+        ("# nothing", "one in each line"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=words):
+            find_shards(str(path), RemoteSettings())
+    with pytest.raises(ValueError, match=r"use braces or a .txt file"):
+        find_shards("https://h/*.tar", RemoteSettings())
 
 
 # The disk space. Windows have 0.4 of a shard, as with LAION-400M.

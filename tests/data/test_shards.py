@@ -20,6 +20,7 @@ from disco_ds.data import (
     resolve_shards,
     write_manifest,
 )
+from disco_ds.data.images.broken import DroppedSample
 from disco_ds.data.sources.tar import TarReader
 from helpers.shards import read_global, settings, write_shards, write_tar
 
@@ -104,10 +105,15 @@ def test_bytes_that_are_no_header_end_the_shard(
     assert "no end mark at byte 3072" in caplog.text
 
 
-def test_entry_beyond_a_shard_that_shrank_is_a_broken_sample(tmp_path: Path) -> None:
+def test_shard_with_another_count_is_named_and_its_absent_entries_are_no_damage(
+    tmp_path: Path,
+) -> None:
     write_shards(tmp_path, [3])
-    reader = TarReader(tmp_path, ["00000.tar"], 1)
-    with pytest.raises(BrokenSample, match="3 complete samples"):
+    reader = TarReader(tmp_path, ["00000.tar"], 1, sizes=[4])
+    with (
+        pytest.warns(UserWarning, match=r"00000.tar has 3 samples, but its manifest says 4"),
+        pytest.raises(DroppedSample, match="3 samples"),
+    ):
         reader.read(0, 3)
     assert reader.name(0, 3) == "00000.tar/entry 3"
     (tmp_path / "00000.tar").write_bytes(b"")

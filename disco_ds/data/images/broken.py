@@ -31,6 +31,10 @@ class BrokenSample(Exception):  # noqa: N818 - an event that costs one sample, n
     """A sample cannot be used and is skipped. The message is the reason."""
 
 
+class DroppedSample(BrokenSample):
+    """A sample is intact, but the recipe leaves it out. It does not count as broken."""
+
+
 class DataError(Exception):
     """No more data can be read.
 

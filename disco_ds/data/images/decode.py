@@ -29,6 +29,10 @@ from torchvision.io import ImageReadMode, decode_jpeg
 
 from disco_ds.data.images.broken import BrokenSample
 
+Members = Mapping[str, Any]
+"""A sample's members by extension: bytes or, from data.stages, text, parsed JSON and PIL images."""
+Picture = bytes | Image.Image
+"""An encoded image or, from data.stages, a decoded one."""
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 """Formats that PIL may open. Of the other formats, EPS starts an external program and the rest are rare for photos."""
 _JPEG = b"\xff\xd8"
@@ -63,8 +67,8 @@ class ImageSpec:
     into the size, then pad with black. "squash": ignore the aspect ratio."""
 
 
-def find_image(members: dict[str, bytes], image_key: str) -> bytes:
-    """Return the image bytes of a sample: the first key in data.image_key (such as `jpg;png`) that the sample has.
+def find_image(members: Members, image_key: str) -> Picture:
+    """Return the image of a sample: the first key in data.image_key (such as `jpg;png`) that the sample has.
 
     Raises:
         BrokenSample: If the sample has none of the keys. The message lists the sample's members.
@@ -75,14 +79,14 @@ def find_image(members: dict[str, bytes], image_key: str) -> bytes:
     raise BrokenSample(f"no image under {image_key}; the sample has {', '.join(members)}")
 
 
-def decode_image(data: bytes, max_pixels: int) -> Image.Image:
+def decode_image(data: Picture, max_pixels: int) -> Image.Image:
     """Decode an image and convert it to RGB. Transparency is dropped, as in open_clip.
 
     Raises:
         BrokenSample: If the image has more than max_pixels. This is checked before decoding.
         Exception: PIL's decoders raise many types: OSError, SyntaxError, struct.error, IndexError and others.
     """
-    image: Image.Image = Image.open(BytesIO(data), formats=_FORMATS)
+    image = Image.open(BytesIO(data), formats=_FORMATS) if isinstance(data, bytes) else data
     width, height = image.size
     if isinstance(image, TiffImageFile):
         # PIL decodes whole tiles of a TIFF, and a tile can be far larger than the image.
@@ -97,13 +101,13 @@ def decode_image(data: bytes, max_pixels: int) -> Image.Image:
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def decode_pixels(data: bytes, max_pixels: int) -> Tensor:
+def decode_pixels(data: Picture, max_pixels: int) -> Tensor:
     """Decode an image to [3, H, W] uint8. JPEGs are decoded by torchvision, which takes little over half of PIL's time.
 
     Raises:
         BrokenSample: See decode_image.
     """
-    if data.startswith(_JPEG):
+    if isinstance(data, bytes) and data.startswith(_JPEG):
         # If anything fails here, decode_image below either succeeds or raises an error that explains the problem.
         with suppress(Exception), Image.open(BytesIO(data), formats=("JPEG",)) as header:
             if header.mode in ("RGB", "L") and header.width * header.height <= max_pixels:
@@ -202,33 +206,43 @@ def _to_tensor(image: Image.Image) -> Tensor:
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
-def pick_caption(weights: dict[str, float], members: dict[str, bytes], uniform: float) -> str:
+def pick_caption(
+    weights: dict[str, float], members: Members, uniform: float, item: float = 0.0
+) -> str:
     """Choose one of the caption templates at random, according to their weights, and fill it.
 
     A field in a template names a member of the sample: {txt} is the text of the member txt, {json[key]} is an entry of
-    the parsed member json, and {json[key][0]} is the first item of a list. A field must not be a whole list.
+    the parsed member json, {json[key][0]} is the first item of a list, and {json[key][*]} is a random item of it. A
+    field must not be a whole list. {json[key]|txt} is the first of the alternatives that the sample has.
 
     Args:
         weights: The weight of each template, from data.captions.
         members: The sample's members: bytes by extension.
         uniform: Random number in [0, 1) that selects the template.
+        item: Random number in [0, 1) that selects the items of lists.
 
     Raises:
         BrokenSample: See fill_template.
     """
     ends = list(accumulate(weights.values()))
     number = bisect_right(ends, uniform * ends[-1])
-    return fill_template(list(weights)[number], members)
+    return fill_template(list(weights)[number], members, item)
 
 
 def list_fields(template: str) -> set[str]:
     """Return the names of the members that a template refers to."""
     # For example, the field "json[label]" refers to the member json.
-    return {name.partition("[")[0] for _, name, _, _ in string.Formatter().parse(template) if name}
+    fields = [name for _, name, _, _ in string.Formatter().parse(template) if name]
+    return {name.partition("[")[0] for field in fields for name in field.split("|")}
 
 
-def fill_template(template: str, members: dict[str, bytes]) -> str:
+def fill_template(template: str, members: Members, item: float = 0.0) -> str:
     """Fill a template with the sample's members, and strip white space from both ends.
+
+    Args:
+        template: The template, which check_template accepts.
+        members: The sample's members.
+        item: Random number in [0, 1) that selects the items of lists.
 
     Raises:
         BrokenSample: If a field is missing or cannot be used, or if the result is empty. The message lists the sample's
@@ -236,7 +250,7 @@ def fill_template(template: str, members: dict[str, bytes]) -> str:
     """
     seen = f"; the sample has {', '.join(members)}"
     try:
-        text = _FORMATTER.vformat(template, (), _Fields(members)).strip()
+        text = _Formatter(item).vformat(template, (), _Fields(members)).strip()
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise BrokenSample(f"caption {template!r}: {type(error).__name__}: {error}{seen}") from None
     if not text:
@@ -248,11 +262,13 @@ class _Fields(dict[str, Any]):
     """The members of a sample by name. A member is decoded as text or JSON when a template refers to it."""
 
     def __getitem__(self, name: str) -> Any:
-        data: bytes = super().__getitem__(name)
-        return _parse_json(data) if name.rpartition(".")[2] == "json" else data.decode("utf-8")
+        data = super().__getitem__(name)
+        if not isinstance(data, bytes):
+            return data
+        return parse_json(data) if name.rpartition(".")[2] == "json" else data.decode("utf-8")
 
 
-def _parse_json(data: bytes) -> Any:
+def parse_json(data: bytes) -> Any:
     """Parse JSON of limited depth.
 
     json.loads itself stops at a depth that depends on the caller's stack, so a sample could be broken in one process
@@ -274,18 +290,35 @@ def _parse_json(data: bytes) -> Any:
 
 
 class _Formatter(string.Formatter):
+    def __init__(self, item: float) -> None:
+        self._item = item
+
     def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        value, first = super().get_field(field_name, args, kwargs)
+        *others, last = field_name.split("|")
+        for name in others:
+            # A missing, null or blank alternative; anything else that is wrong with it breaks the sample.
+            with suppress(LookupError):
+                found = self._get_one(name, args, kwargs)
+                if str(found[0]).strip():
+                    return found
+        return self._get_one(last, args, kwargs)
+
+    def _get_one(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        value, first = super().get_field(field_name.removesuffix("[*]"), args, kwargs)
+        if field_name.endswith("[*]") and value is not None:
+            if not isinstance(value, list):
+                raise ValueError(f"{{{field_name}}} is not a list")
+            if not value:
+                raise LookupError(f"{{{field_name}}} is an empty list")
+            value = value[int(self._item * len(value))]
         if value is None:
             raise LookupError(f"{{{field_name}}} is null")
         if isinstance(value, list):
             raise ValueError(
-                f"{{{field_name}}} is a list of {len(value)} items; the first is {{{field_name}[0]}}"
+                f"{{{field_name}}} is a list of {len(value)} items; write {{{field_name}[0]}} for the first, "
+                f"{{{field_name}[*]}} for a random one"
             )
         return value, first
-
-
-_FORMATTER = _Formatter()
 
 
 def shorten_caption(text: str) -> str:

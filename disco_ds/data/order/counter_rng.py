@@ -17,7 +17,7 @@ from torch import Tensor
 CROP_COLUMN = 0
 """22 columns for the random crop."""
 CAPTION_COLUMN = 22
-"""One column for the choice of the caption template."""
+"""Two columns: for the choice of the caption template, and for that of an item of a list of captions."""
 AUGMENT_COLUMN = 32
 """Ten columns per view for rotation, zoom, shift, and the scale and offset of the channels."""
 COLOR_COLUMN = 128

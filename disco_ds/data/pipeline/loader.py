@@ -46,6 +46,8 @@ class _Position:
     """Number of steps that have been read."""
     broken: int
     """Number of broken samples that were skipped."""
+    dropped: int
+    """Number of samples that the recipe leaves out."""
     cursor: dict[int, tuple[int, int]]
     """The next (epoch, offset) of each of the rank's streams, keyed by stream number."""
 
@@ -108,12 +110,12 @@ class Loader:
         slots = tuple(range(share.rank, num_slots, share.size))
         streams = [stream for slot in slots for stream in order.streams(slot)]
         if state is None:
-            self._position = _Position(0, 0, dict.fromkeys(streams, (0, 0)))
+            self._position = _Position(0, 0, 0, dict.fromkeys(streams, (0, 0)))
         else:
-            # Rank 0 continues from the total count and the other ranks from 0, so that the sum over ranks is right.
-            broken = state["broken"] if share.rank == 0 else 0
+            # Rank 0 continues from the total counts and the other ranks from 0, so that the sums over ranks are right.
+            broken, dropped = (state["broken"], state["dropped"]) if share.rank == 0 else (0, 0)
             cursor = {stream: tuple(state["cursor"][stream]) for stream in streams}
-            self._position = _Position(state["steps"], broken, cursor)
+            self._position = _Position(state["steps"], broken, dropped, cursor)
         self._before = self._position
         """The position at the start of the current step."""
         self.worker_pids: list[int] = []
@@ -175,6 +177,11 @@ class Loader:
     def broken(self) -> int:
         """Number of broken samples that were skipped. The sum over all ranks includes samples from before a resume."""
         return self._position.broken
+
+    @property
+    def dropped(self) -> int:
+        """Number of samples that the recipe leaves out, counted like `broken`."""
+        return self._position.dropped
 
     def read_step(self) -> StepData:
         """Return the next step. Its micro-batches are read when they are requested, and are valid until the next call.
@@ -247,12 +254,14 @@ class Loader:
         for part in delivery.parts:
             data.cursor.update(part.cursor)
             data.broken += part.broken
+            data.dropped += part.dropped
         is_last = len(data.index) == self._num_parts
         if is_last:
             position = self._position
             self._position = _Position(
                 position.steps + 1,
                 position.broken + len(data.broken),
+                position.dropped + data.dropped,
                 position.cursor | data.cursor,
             )
         if self._pixels == "host":
@@ -338,7 +347,7 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         ValueError: If the state_dicts are not from the same step of the same run, or if a rank's state_dict is missing.
     """
     first = states[0]
-    shared = [key for key in first if key not in ("cursor", "broken")]
+    shared = [key for key in first if key not in ("cursor", "broken", "dropped")]
     if differing := [key for key in shared if any(state[key] != first[key] for state in states)]:
         raise ValueError(
             f"the data states of the ranks differ in {', '.join(differing)}, so they are not from the same step"
@@ -350,6 +359,7 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
             f"the data states of the ranks contain {len(cursor)} of {num_streams} streams, so ranks are missing"
         )
     merged = {key: first[key] for key in shared}
-    merged["broken"] = sum(state["broken"] for state in states)
+    for key in ("broken", "dropped"):
+        merged[key] = sum(state[key] for state in states)
     merged["cursor"] = dict(sorted(cursor.items()))
     return merged

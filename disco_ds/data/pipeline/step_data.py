@@ -82,6 +82,8 @@ class StepData:
     """Time in seconds that the trainer waited for data."""
     broken: list[str] = field(default_factory=list)
     """`shard/key: reason` of each broken sample that was skipped in this step."""
+    dropped: int = 0
+    """Number of samples of this step that the recipe leaves out."""
     index: list[Tensor] = field(default_factory=list)
     """Sample ids of each micro-batch, [m] int64 on the CPU."""
     cursor: dict[int, tuple[int, int]] = field(default_factory=dict)

@@ -18,6 +18,7 @@ from disco_ds.config.data import DataSettings
 from disco_ds.data.images.broken import (
     BrokenSample,
     DataError,
+    DroppedSample,
     breaks_sample,
     name_broken,
     read_patiently,
@@ -26,6 +27,7 @@ from disco_ds.data.order.mixture import Mixture
 from disco_ds.data.order.slots import Share
 from disco_ds.data.pipeline.shared_batches import SharedBatches
 from disco_ds.data.pipeline.step_data import MicroBatch
+from disco_ds.data.remote.fetching import progress
 from disco_ds.data.remote.prefetch import FetchAhead
 from disco_ds.data.sources.base import Decode, Samples
 
@@ -36,7 +38,7 @@ _NUM_NAMED = 5
 """Maximum number of broken samples that an error message lists."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Part:
     """A worker's report on the rows that it has written into one buffer."""
 
@@ -44,6 +46,8 @@ class Part:
     """The next (epoch, offset) of every stream that was read from, keyed by stream number."""
     broken: list[str]
     """`shard/key: reason` of each broken sample that was skipped."""
+    dropped: int = 0
+    """Number of samples that the recipe leaves out."""
 
 
 @dataclass(frozen=True)
@@ -110,13 +114,13 @@ class _Reader:
         self._last: list[str] = []
         """Descriptions of the last few broken samples, for the error message."""
 
-    def next(self, stream: int, place: int, broken: list[str]) -> tuple[Row, Tensor]:
+    def next(self, stream: int, place: int, part: Part) -> tuple[Row, Tensor]:
         """Read the stream's next usable sample.
 
         Args:
             stream: Number of the stream.
             place: Row number of the sample in the micro-batch.
-            broken: A description of each broken sample that is skipped is appended to this list.
+            part: The samples that are skipped are counted here.
 
         Returns:
             The row and its decoded image.
@@ -145,15 +149,21 @@ class _Reader:
                     image = decode()
                 self.cursor[stream] = epoch, offset
                 return Row(place, text, index, epoch, decode), image
+            except DroppedSample:
+                part.dropped += 1
+                self._num_read -= 1
+                # A sign of life: almost all samples may be dropped.
+                progress.add()
             except BrokenSample as error:
-                broken.append(name_broken(job.samples.name, shard, entry, error))
-                self._count(broken[-1], error.__cause__)
+                part.broken.append(name_broken(job.samples.name, shard, entry, error))
+                self._count(part.broken[-1], error.__cause__)
             skipped += 1
             # Even with data.max_broken=1, a stream without any readable sample must not be searched forever. Two epochs
             # are searched, because a stream has different samples in each epoch.
             if skipped >= _SPARE_BROKEN + 2 * job.order.length(stream, epoch):
                 raise DataError(
-                    f"stream {stream} has no readable sample among {skipped}; the last ones: {'; '.join(self._last)}"
+                    f"stream {stream} has no usable sample among {skipped}; data.filter, data.uids and data.stages "
+                    f"dropped {part.dropped} samples; the last broken ones: {'; '.join(self._last) or 'none'}"
                 )
 
     def _count(self, text: str, cause: BaseException | None) -> None:
@@ -224,7 +234,7 @@ def _fill(job: Job, reader: _Reader, start: int, batch: MicroBatch) -> tuple[lis
         # Slots are assigned to the workers in turn. Skip the samples of other workers' slots.
         if i % job.num_workers == job.worker:
             stream = job.order.stream(job.slots[i], number)
-            row, image = reader.next(stream, q - start, part.broken)
+            row, image = reader.next(stream, q - start, part)
             row.write(batch, image)
             rows.append(row)
             part.cursor[stream] = reader.cursor[stream]

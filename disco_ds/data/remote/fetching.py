@@ -7,12 +7,10 @@ ignores some failed commands and does not look at the HTTP status.
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
 import tempfile
 import threading
-import time
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, suppress
 
@@ -20,10 +18,10 @@ from contextlib import closing, contextmanager, suppress
 from multiprocessing.connection import wait
 from typing import Any, BinaryIO
 
-from disco_ds.config.data import LEAST_CACHE_GB, MAX_JITTER, PIPE, RemoteSettings
+from disco_ds.config.data import LEAST_CACHE_GB, PIPE, RemoteSettings
 from disco_ds.data.images.broken import DataError
 from disco_ds.data.remote import stores
-from disco_ds.data.remote.stores import ChangedError, StoreError
+from disco_ds.data.remote.stores import ChangedError, StoreError, pause
 
 _BLOCK = 2**20
 
@@ -100,10 +98,7 @@ def fetch(
     """
     download = _Download(file, size, int((settings.cache_gb or LEAST_CACHE_GB) * 1e9))
     for number in range(settings.tries):
-        if number:
-            # The pauses are random because many processes fail at once. They must not use the trainer's generator.
-            jitter = random.SystemRandom().uniform(2 - MAX_JITTER, MAX_JITTER)
-            time.sleep(settings.pause_s(number) * jitter)
+        pause(number, settings)
         # Processes that wait for this file see from its time that it is being fetched.
         os.utime(file.fileno())
         progress.add()

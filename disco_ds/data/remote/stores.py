@@ -8,26 +8,31 @@ from __future__ import annotations
 
 import base64
 import os
+import random
 import re
+import time
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import obstore
 from obstore.exceptions import (
     BaseError,
     NotSupportedError,
     PermissionDeniedError,
-    PreconditionError,
     UnauthenticatedError,
 )
 from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 
+from disco_ds.config.data import MAX_JITTER, RemoteSettings
 from disco_ds.config.secrets import expand
 
+T = TypeVar("T")
+BUCKETS = ("s3://", "gs://", "az://")
+"""Prefixes of the URLs of object stores, which can list their objects."""
 _KEEP_STATUS = {408, 425, 429}
 """HTTP statuses below 500 after which another attempt may succeed."""
 _PLAIN_PATH = re.compile(r"/[\w.~-]+(/[\w.~-]+)*")
@@ -144,7 +149,8 @@ def read_blocks(
         ChangedError: If the rest of this version cannot be read.
         StoreError: If the request fails.
     """
-    options = {"range": {"offset": start}, "if_match": tag} if start else {}
+    # Without If-Match, which not every server knows: its answer has the version too.
+    options = {"range": {"offset": start}} if start else {}
     with _explain():
         store, path = locate(url, timeout_s)
         answer = obstore.get(store, path, options=options)  # type: ignore[arg-type]
@@ -200,6 +206,31 @@ def list_objects(url: str, timeout_s: float) -> dict[str, int]:
         return {root + item["path"]: item["size"] for page in pages for item in page}
 
 
+def retry(request: Callable[[], T], settings: RemoteSettings) -> T:
+    """Make a small request, in several attempts if necessary.
+
+    Raises:
+        StoreError: The last failure, if all attempts fail.
+    """
+    for number in range(settings.tries):
+        pause(number, settings)
+        try:
+            return request()
+        except StoreError as error:
+            last = error
+            if not error.transient:
+                break
+    raise last
+
+
+def pause(number: int, settings: RemoteSettings) -> None:
+    """Pause before attempt `number`, unless it is the first one, which has the number 0."""
+    if number:
+        # The pauses are random because many processes fail at once. They must not use the trainer's generator.
+        jitter = random.SystemRandom().uniform(2 - MAX_JITTER, MAX_JITTER)
+        time.sleep(settings.pause_s(number) * jitter)
+
+
 def describe(url: str) -> str:
     """Return a URL without user, password and query, for messages."""
     parts = urllib.parse.urlsplit(url)
@@ -213,8 +244,8 @@ def _explain() -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise StoreError("HTTP status 404 Not Found", transient=False, missing=True) from None
-    except (NotSupportedError, PreconditionError):
-        raise ChangedError("it has changed meanwhile, or the server sends no parts") from None
+    except NotSupportedError:
+        raise ChangedError("the server sends no parts") from None
     except (BaseError, OSError, ValueError) as error:
         raise _summarize(error) from None
 

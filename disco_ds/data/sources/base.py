@@ -26,6 +26,8 @@ from disco_ds.data.images.broken import DataError, breaks_sample
 from disco_ds.data.images.decode import (
     NUM_CROP_NUMBERS,
     ImageSpec,
+    Members,
+    Picture,
     decode_image,
     decode_pixels,
     find_image,
@@ -35,6 +37,7 @@ from disco_ds.data.images.decode import (
     shorten_caption,
 )
 from disco_ds.data.order.counter_rng import CAPTION_COLUMN, CROP_COLUMN, keyed_row
+from disco_ds.data.sources.selection import Selection
 
 Tokenize = Callable[[list[str]], Tensor]
 """Converts n captions into tokens [n, L] int64. It is sent to the data workers, so it must be picklable."""
@@ -161,14 +164,21 @@ class DecodedSamples:
     def _reader(self) -> Reader:
         return self.source.open(self.num_slots, self.settings.window)
 
+    @cached_property
+    def _selection(self) -> Selection | None:
+        return Selection.load(self.settings)
+
     def read(self, shard: int, entry: int, epoch: int, index: int) -> tuple[Decode, Tensor]:
         """Read a sample. See Samples.read."""
         with breaks_sample(OSError):
-            members = self._reader.read(shard, entry)
-        # The first random numbers of the row determine the crop; the last one selects the caption.
-        numbers = keyed_row(self.seed, epoch, index, CAPTION_COLUMN + 1, CROP_COLUMN)
+            members: Members = self._reader.read(shard, entry)
+        # The first random numbers of the row determine the crop; the last two select the caption.
+        numbers = keyed_row(self.seed, epoch, index, CAPTION_COLUMN + 2, CROP_COLUMN)
         with breaks_sample():
-            caption = pick_caption(self.settings.captions, members, numbers[CAPTION_COLUMN])
+            if self._selection:
+                members = self._selection.apply(members, lambda: self.name(shard, entry))
+            template, item = numbers[CAPTION_COLUMN:]
+            caption = pick_caption(self.settings.captions, members, template, item)
             data = find_image(members, self.settings.image_key)
             text = self.form.tokenize([shorten_caption(caption)])
         if text.shape != (1, self.form.context_length):
@@ -179,7 +189,7 @@ class DecodedSamples:
         # Keep only the compressed bytes, so that a worker can hold all samples of a step and decode them again.
         return partial(self._decode, data, numbers[:NUM_CROP_NUMBERS]), text[0]
 
-    def _decode(self, data: bytes, uniform: Sequence[float]) -> Tensor:
+    def _decode(self, data: Picture, uniform: Sequence[float]) -> Tensor:
         settings, spec = self.settings, self.form.image
         with breaks_sample():
             if settings.crop_scale is None:

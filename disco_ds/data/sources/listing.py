@@ -4,6 +4,8 @@ The setting has one of these forms:
 
 folder, bundled:<set>          every .tar file in the folder or in the bundled data set
 /data/{00000..00099}.tar       local shards by name; several braces and lists such as {a,b} also work
+/data/part-*/*.tar             local shards by a pattern; also s3://, gs:// and az://. * does not match a slash
+shards.txt                     a text file with one shard in each line, all local or all remote
 https://host/x/{0..9}.tar      shards to download; also s3://, gs://, az:// and hf://
 pipe:COMMAND {0..9}.tar        the output of one shell command per shard, if data.remote.pipe allows it
 table.csv                      a table whose rows contain an image path and captions
@@ -13,15 +15,20 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
+from glob import glob
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from urllib.parse import unquote
 
 from braceexpand import braceexpand
 
 from disco_ds.config import PACKAGE
 from disco_ds.config.data import PIPE, SCHEMES, RemoteSettings, is_remote
 from disco_ds.config.secrets import expand
+from disco_ds.data.remote.stores import BUCKETS, StoreError, list_objects, retry
 
 NAME = "manifest.json"
 """Default file name of the manifest in a folder of shards."""
@@ -43,8 +50,9 @@ class Listing:
     """Folder of local shards."""
     names: tuple[str, ...]
     """Sorted shard names, as in the manifest. The name of a local shard is its path relative to the folder; that of a
-    remote shard is the part of its URL or command that contains the braces, or the file name of a single .tar. Other
-    parts of the URL, such as a password, are left out."""
+    remote shard is the part of its URL or command that contains the braces, or the file name of a single .tar. With a
+    pattern or a text file, it is the rest of its path after what all shards have in common. Other parts of the URL,
+    such as a password, are left out."""
     urls: tuple[str, ...] = ()
     """URLs or `pipe:` commands of remote shards, in the order of `names`; empty for local shards."""
     whole: bool = False
@@ -70,14 +78,19 @@ def refuse_remote(text: str, remote: RemoteSettings) -> None:
             )
     elif is_remote(text):
         expand(text)
-    elif match := _URL.match(text):
+    elif (match := _URL.match(text)) and match[0] != "file://":
         raise ValueError(
             f"{match[0]} is not supported: use one of {', '.join(SCHEMES)}, or a pipe: whose command writes the tar"
         )
 
 
-def find_shards(text: str, remote: RemoteSettings) -> Listing:
+def find_shards(text: str, remote: RemoteSettings, known: Iterable[str] | None = None) -> Listing:
     """List the shards that a text specifies, either by a folder or by their names.
+
+    Args:
+        text: data.shards.
+        remote: What the settings allow.
+        known: Names of the shards of a manifest, among which a remote pattern selects; None lists the bucket.
 
     Raises:
         ValueError: If there are no shards, if the shards are remote and the settings do not allow this, or if the text
@@ -86,9 +99,98 @@ def find_shards(text: str, remote: RemoteSettings) -> Listing:
     refuse_remote(text, remote)
     if is_table(text):
         raise ValueError("a csv file needs no manifest: its rows are counted when a run starts")
+    if text.startswith("file://"):
+        text = unquote(text.removeprefix("file://").removeprefix("localhost"))
+    if text.endswith(".txt"):
+        return _read_list(Path(text).expanduser(), remote)
+    if "*" in text and not text.startswith(PIPE):
+        return _match_remote(text, remote, known) if is_remote(text) else _match_local(text)
     if is_remote(text) or text.endswith(".tar") or "{" in text:
         return list_shards(text)
     return list_folder(resolve_shards(text))
+
+
+def _read_list(path: Path, remote: RemoteSettings) -> Listing:
+    """List the shards that a text file names, one in each line.
+
+    Raises:
+        ValueError: If the file cannot be read, or names no shard, a shard twice, or both local and remote shards.
+    """
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    places = [line for line in lines if line and not line.startswith("#")]
+    for place in places:
+        refuse_remote(place, remote)
+    if len({is_remote(place) for place in places}) != 1 or any(
+        place.startswith(PIPE) for place in places
+    ):
+        raise ValueError(f"{path} must name local shards or URLs, one in each line, and not both")
+    # A query may be a signature, so it is no part of a name.
+    plain = [place.partition("?")[0] for place in places]
+    # The first and the last in order have no more in common than all of them.
+    start = _common_folder(min(plain), max(plain))
+    by_name = {name.removeprefix(start): place for name, place in zip(plain, places, strict=True)}
+    if len(by_name) < len(places):
+        raise ValueError(f"{path} names a shard twice")
+    names = tuple(sorted(by_name))
+    if is_remote(places[0]):
+        return Listing(Path(), names, tuple(by_name[name] for name in names))
+    # Relative paths are relative to the file, so that it can be moved together with the shards.
+    return Listing(path.parent / Path(start).expanduser(), names)
+
+
+def _common_folder(one: str, other: str) -> str:
+    """Return the folders that the paths of two shards start with, up to and including a slash."""
+    same = 0
+    while same < min(len(one), len(other)) and one[same] == other[same]:
+        same += 1
+    return one[: one.rfind("/", 0, same) + 1]
+
+
+def _match_local(text: str) -> Listing:
+    """List the local shards that match a pattern, which may also contain braces.
+
+    Raises:
+        ValueError: If nothing matches.
+    """
+    text = os.path.expanduser(text)
+    first = min(text.find(mark) for mark in "*{" if mark in text)
+    folder = text[: text.rfind("/", 0, first) + 1]
+    paths = {path for pattern in braceexpand(text, escape=False) for path in glob(pattern)}
+    if not paths:
+        raise ValueError(f"no file matches {text}")
+    return Listing(Path(folder), tuple(sorted(path.removeprefix(folder) for path in paths)))
+
+
+def _match_remote(text: str, remote: RemoteSettings, known: Iterable[str] | None) -> Listing:
+    """List the shards of a bucket that match a pattern.
+
+    Raises:
+        ValueError: If nothing matches, or if the server cannot list its files.
+    """
+    if not text.startswith(BUCKETS):
+        raise ValueError(
+            f"only {', '.join(BUCKETS)} and local folders can be searched with *; use braces or a .txt file"
+        )
+    start = text[: text.rfind("/", 0, text.index("*")) + 1]
+    if known is None:
+        try:
+            found = retry(partial(list_objects, start, remote.timeout_s), remote)
+        except StoreError as error:
+            raise ValueError(f"{start} cannot be listed: {error}") from None
+        known = [url.removeprefix(start) for url in found]
+    pattern = PurePosixPath(text.removeprefix(start))
+    depth = len(pattern.parts)
+    names = sorted(
+        name
+        for name in known
+        if len(PurePosixPath(name).parts) == depth and PurePosixPath(name).match(str(pattern))
+    )
+    if not names:
+        raise ValueError(f"no shard matches {text}")
+    return Listing(Path(), tuple(names), tuple(start + name for name in names))
 
 
 def list_folder(folder: Path) -> Listing:

@@ -11,14 +11,15 @@ from typing import Any
 
 from torch import Tensor
 
-from disco_ds.config.data import DataSettings, SourceSettings
+from disco_ds.config.data import DataSettings, SourceSettings, is_remote
 from disco_ds.data.order.mixture import Mixture
 from disco_ds.data.order.slots import SLOTS, choose_slots
 from disco_ds.data.remote.cache_size import fits_default
 from disco_ds.data.sources.base import Decode, SampleForm, Samples, Source
 from disco_ds.data.sources.csv_source import Table
 from disco_ds.data.sources.listing import find_shards
-from disco_ds.data.sources.manifest import load_manifest
+from disco_ds.data.sources.manifest import load_manifest, read_manifest
+from disco_ds.data.sources.selection import Selection
 from disco_ds.data.sources.synthetic import SyntheticSource
 from disco_ds.names import load_custom
 
@@ -34,6 +35,8 @@ def load_sources(settings: DataSettings) -> list[Source]:
     for number, part in enumerate(settings.parts):
         try:
             found.append(_load(part, settings))
+            # A mistake is an error before anything else is built. The workers load the selection again.
+            Selection.load(settings.settings_of(part))
         except (ValueError, OSError) as error:
             key = "data.shards" if part.source == "shards" else "data.source"
             where = f"data.sources[{number}]" if settings.parts is settings.sources else key
@@ -48,7 +51,11 @@ def _load(part: SourceSettings, settings: DataSettings) -> Source:
         return _construct(part.source, part.options)
     if Table.takes(part.shards):
         return Table.load(part.shards, settings.settings_of(part))
-    listing = find_shards(part.shards, settings.remote)
+    known = None
+    if "*" in part.shards and is_remote(part.shards) and part.manifest and part.manifest.is_file():
+        # The manifest knows what the bucket contains, so that a start does not list it.
+        known = read_manifest(part.manifest)
+    listing = find_shards(part.shards, settings.remote, known)
     return load_manifest(listing, part.manifest, settings.remote)
 
 

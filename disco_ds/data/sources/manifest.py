@@ -66,9 +66,9 @@ class Manifest(Source):
         names = [shard.name for shard in self.shards]
         at_hand = num_slots * count_at_hand(len(names), self.num_samples, window)
         if not self.urls:
-            return TarReader(self.folder, names, at_hand)
+            return TarReader(self.folder, names, at_hand, sizes=self.sizes)
         cache = self._open_cache()
-        return TarReader(cache.folder, names, at_hand, cache.open)
+        return TarReader(cache.folder, names, at_hand, cache.open, self.sizes)
 
     def open_fetcher(self) -> Callable[[int], None] | None:
         """Return a function that fetches a remote shard into the cache, see Source.open_fetcher."""
@@ -165,8 +165,17 @@ def find_changed(manifest: Manifest) -> list[int]:
 
 
 def has_changed(folder: Path, shard: Shard) -> bool:
-    """Return whether a local shard's size or, if known, its time differs from when it was counted."""
-    status = os.stat(folder / shard.name)
+    """Return whether a local shard's size or, if known, its time differs from when it was counted.
+
+    Raises:
+        FileNotFoundError: If a shard that was not missing then does not exist.
+    """
+    try:
+        status = os.stat(folder / shard.name)
+    except FileNotFoundError:
+        if not shard.bytes:
+            return False
+        raise
     return status.st_size != shard.bytes or shard.mtime not in (0, int(status.st_mtime))
 
 

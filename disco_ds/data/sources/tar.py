@@ -16,13 +16,13 @@ import tarfile
 import warnings
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
-from disco_ds.data.images.broken import MAX_BYTES, BrokenSample, CacheFullError
+from disco_ds.data.images.broken import MAX_BYTES, BrokenSample, CacheFullError, DroppedSample
 from disco_ds.data.remote.fetching import progress
 
 _META = re.compile(r"__[^/]*__($|/)")
@@ -178,6 +178,7 @@ class TarReader:
         names: The shards in the manifest's order.
         num_indices: Number of shard indices to keep; the least recently used one is dropped.
         fetch: Opens a remote shard by its number; None if the shards are in the folder.
+        sizes: Number of samples that each shard should have, if known.
     """
 
     def __init__(
@@ -186,7 +187,9 @@ class TarReader:
         names: list[str],
         num_indices: int,
         fetch: Callable[[int], BinaryIO] | None = None,
+        sizes: Sequence[int] | None = None,
     ) -> None:
+        self._sizes = sizes
         self._folder = folder
         self._names = names
         self._fetch = fetch
@@ -211,9 +214,11 @@ class TarReader:
         """
         try:
             index, file = self._index(shard), self._file(shard)
+            if entry >= len(index) and index.truncated is None:
+                # _index_shard has warned of this shard. The count was wrong; no sample is damaged.
+                raise DroppedSample(f"the tar has only {len(index)} samples")
             if entry >= len(index):
-                reason = index.truncated or "fewer than its manifest says"
-                raise BrokenSample(f"the tar has {len(index)} complete samples: {reason}")
+                raise BrokenSample(f"the tar has {len(index)} complete samples: {index.truncated}")
             return {
                 extension: _read_member(file, extension, offset, size)
                 for extension, offset, size in index.members(entry)
@@ -250,7 +255,15 @@ class TarReader:
         if os.fstat(file.fileno()).st_size <= _MAX_READ_AHEAD:
             while file.read(_BLOCK):
                 progress.add()
-        return TarIndex(file)
+        index = TarIndex(file)
+        expected = self._sizes[shard] if self._sizes is not None else len(index)
+        if len(index) != expected and index.truncated is None:
+            warnings.warn(
+                f"shard {self._names[shard]} has {len(index):,} samples, but its manifest says {expected:,}; count "
+                "it again with disco-ds index, after removing a wrong sizes.json, _info.json or stats file",
+                stacklevel=2,
+            )
+        return index
 
     def _file(self, shard: int) -> BinaryIO:
         if shard not in self._files:

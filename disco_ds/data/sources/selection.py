@@ -1,0 +1,176 @@
+"""Selection and preparation of samples: data.uids, data.filter and data.stages, applied to one sample at a time.
+
+A sample that they leave out is dropped: its slot's next sample takes its place, and it does not count as broken. Stages
+that join samples, such as webdataset's shuffle and batched, are refused, because they would change the data order.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from disco_ds.config.data import DataSettings
+from disco_ds.data.images.broken import DroppedSample
+from disco_ds.data.images.decode import Members, parse_json
+from disco_ds.names import load_custom
+
+Stage = Callable[[Iterable[dict[str, Any]]], Iterable[dict[str, Any]]]
+"""A per-sample stage of webdataset: converts an iterable of samples into another."""
+_JOINING = {
+    "shuffle", "detshuffle", "rsample", "slice", "associate",
+    "batched", "unbatched", "listed", "unlisted", "to_tuple",
+}  # fmt: skip
+"""Stages of webdataset that need more than one sample, or that return something else than a sample."""
+_UID = re.compile(r"[0-9a-fA-F]{32}")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a recipe does with each sample before its caption and image are used.
+
+    Args:
+        uids: Sorted uids of the samples to keep, as pairs of 64-bit integers; None keeps all.
+        rules: data.filter.
+        stages: What the function in data.stages returned.
+    """
+
+    uids: np.ndarray | None
+    rules: Mapping[str, Mapping[str, Any]]
+    stages: tuple[Stage, ...]
+
+    @classmethod
+    def load(cls, settings: DataSettings) -> Selection | None:
+        """Load the selection of a source, or return None if its settings select nothing.
+
+        Raises:
+            ValueError: If a file or function cannot be loaded, or if a stage joins samples. The message names the
+                setting.
+        """
+        if not (settings.uids or settings.filter or settings.stages):
+            return None
+        uids = read_uids(settings.uids) if settings.uids else None
+        stages = load_stages(settings.stages) if settings.stages else ()
+        return cls(uids, settings.filter, stages)
+
+    def apply(self, members: Members, name: Callable[[], str]) -> Members:
+        """Select and prepare a sample.
+
+        Args:
+            members: The sample's members by extension.
+            name: Returns the sample's name, `shard/key`. It is called only if there are stages.
+
+        Returns:
+            The members for the caption and the image.
+
+        Raises:
+            DroppedSample: If the sample is left out.
+            Exception: Whatever a stage or a malformed member raises.
+        """
+        if self.uids is not None or self.rules:
+            fields = parse_json(members["json"]) if "json" in members else members
+            if self.uids is not None and not _contains(self.uids, fields["uid"]):
+                raise DroppedSample("its uid is not in data.uids")
+            for key, rule in self.rules.items():
+                if not _passes(fields.get(key), rule):
+                    raise DroppedSample(f"its {key} does not pass data.filter")
+        return self._prepare(members, name()) if self.stages else members
+
+    def _prepare(self, members: Members, name: str) -> Members:
+        shard, _, key = name.rpartition(".tar/")
+        samples: Iterable[dict[str, Any]] = [{"__key__": key, "__url__": f"{shard}.tar", **members}]
+        for stage in self.stages:
+            samples = stage(iter(samples))
+        found = list(islice(samples, 2))
+        if not found:
+            raise DroppedSample("data.stages dropped it")
+        if len(found) > 1 or not isinstance(found[0], dict):
+            raise ValueError("data.stages must return one dictionary for each sample, or drop it")
+        return found[0]
+
+
+def load_stages(function: str) -> tuple[Stage, ...]:
+    """Call the function that data.stages names.
+
+    Raises:
+        ValueError: If it cannot be imported, does not return a list of stages, or returns a stage that joins samples.
+    """
+    create = load_custom(function, {})
+    try:
+        stages = list(create())
+    except Exception as error:  # custom code may raise anything
+        raise ValueError(f"{function} failed: {type(error).__name__}: {error}") from error
+    for stage in stages:
+        # webdataset's stages keep their function in an attribute.
+        name = getattr(getattr(stage, "f", stage), "__name__", "").lstrip("_")
+        if name in _JOINING:
+            raise ValueError(
+                f"{function} returns the stage {name}, which joins or splits samples; return only stages for one "
+                "sample, such as wds.select, wds.map, wds.map_dict and wds.rename"
+            )
+        if not callable(stage):
+            raise ValueError(f"{function} must return a list of webdataset stages, got {stage!r}")
+    return tuple(stages)
+
+
+def read_uids(path: Path) -> np.ndarray:
+    """Read the uids of a DataComp subset: an .npy file of pairs of uint64, or a .parquet file with a column `uid`.
+
+    Returns:
+        Sorted uids, [n] of the type (u8, u8). A sorted .npy is mapped, not read.
+
+    Raises:
+        ValueError: If the file cannot be read or has another content.
+    """
+    try:
+        if path.suffix == ".parquet":
+            # Not a requirement of this package; only this needs it.
+            import pyarrow.parquet
+
+            texts = pyarrow.parquet.read_table(path, columns=["uid"])["uid"].to_pylist()
+            uids = np.array([_parse_uid(text) for text in texts], dtype="u8,u8")
+        else:
+            uids = np.load(path, mmap_mode="r")
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ValueError(f"{path} cannot be read as uids: {error}") from None
+    if uids.dtype != np.dtype("u8,u8"):
+        raise ValueError(
+            f"{path} has the type {uids.dtype}, expected pairs of uint64 as in DataComp"
+        )
+    high, low = uids["f0"], uids["f1"]
+    is_sorted = (high[:-1] < high[1:]) | ((high[:-1] == high[1:]) & (low[:-1] <= low[1:]))
+    return uids if is_sorted.all() else np.sort(uids)
+
+
+def _parse_uid(text: str) -> tuple[int, int]:
+    if not _UID.fullmatch(text):
+        raise ValueError(f"uid {text!r} is not of 32 hexadecimal digits")
+    return int(text[:16], 16), int(text[16:], 16)
+
+
+def _contains(uids: np.ndarray, text: str) -> bool:
+    high, low = _parse_uid(text)
+    first, last = (
+        int(np.searchsorted(uids["f0"], np.uint64(high), side=side)) for side in ("left", "right")
+    )
+    lows = uids["f1"][first:last]
+    at = int(np.searchsorted(lows, np.uint64(low)))
+    return at < len(lows) and int(lows[at]) == low
+
+
+def _passes(value: Any, rule: Mapping[str, Any]) -> bool:
+    """Return whether a field passes a rule. A missing field does not."""
+    if value is None:
+        return False
+    if isinstance(value, bytes):
+        value = value.decode()
+    if "in" in rule and value not in rule["in"]:
+        return False
+    if "min" in rule and not float(value) >= rule["min"]:
+        return False
+    return not ("max" in rule and not float(value) <= rule["max"])

@@ -1,0 +1,85 @@
+"""Servers that are not ours, rclone's, and a proxy in front of them that delays and cuts connections."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from helpers.waiting import wait_for
+
+KEY, SECRET = "test-access-key", "test-secret-key"
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+class Proxy:
+    """Forwards connections to a port of this host. It counts what the server sends, and may cut connections."""
+
+    def __init__(self, port: int, delay_s: float) -> None:
+        self._target, self._delay_s = port, delay_s
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+        self.port = int(self._listener.getsockname()[1])
+        self.sent = 0
+        self.cuts: list[int] = []
+        """After how many bytes each of the next connections that send more breaks."""
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.create_connection(("127.0.0.1", self._target))
+                for pair in ((client, server, False), (server, client, True)):
+                    threading.Thread(target=self._copy, args=pair, daemon=True).start()
+
+    def _copy(self, source: socket.socket, target: socket.socket, answers: bool) -> None:
+        done = 0
+        with suppress(OSError):
+            while data := source.recv(2**16):
+                if not answers:
+                    time.sleep(self._delay_s)
+                elif self.cuts and done + len(data) > self.cuts[0]:
+                    target.sendall(data[: self.cuts.pop(0) - done])
+                    break
+                target.sendall(data)
+                done += len(data)
+                self.sent += len(data) * answers
+        for end in (source, target):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+
+@contextmanager
+def serve_rclone(kind: str, folder: Path, *options: str, delay_s: float = 0.0) -> Iterator[Proxy]:
+    """Serve a folder with `rclone serve`, behind a proxy. For s3, the sub-folders are buckets."""
+    port = free_port()
+    program = Path(sys.executable).parent / "rclone"
+    command = [str(program), "serve", kind, *options, "--addr", f"127.0.0.1:{port}", str(folder)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        proxy = Proxy(port, delay_s)
+        try:
+            wait_for(lambda: _answers(port))
+            yield proxy
+        finally:
+            proxy.close()
+            process.kill()
+
+
+def _answers(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False
