@@ -163,7 +163,7 @@ def check_data(config: Config, ranks: int, ranks_here: int = 0) -> Iterator[Line
         yield Line("ok", "length", f"{config.with_steps(num_samples).num_steps:,} steps")
     except ValueError as error:
         yield Line("fail", "length", str(error), "see epochs, global_batch and optim.warmup_steps")
-    if num_samples < config.global_batch:
+    if 0 < num_samples < config.global_batch:
         found = (
             f"the data has {num_samples:,} samples, fewer than global_batch={config.global_batch}, "
             "so a batch contains some samples twice"

@@ -196,6 +196,10 @@ class DataSettings(Settings):
     manifest: Path | None = None
     """Path of the manifest that `disco-ds index` wrote for the shards. Null: manifest.json in the
     folder of the shards."""
+    index: Literal["manifest", "none"] = "manifest"
+    """`none`: train on tar shards that have not been counted. Every slot reads whole shards in random
+    order and shuffles each of them, so samples of a shard come close together. The length of the run
+    must be set as `samples` or `steps`, and losses with state for every sample cannot be used."""
     options: dict[str, Any] = Field({})
     """Keyword arguments for a custom source."""
     remote: RemoteSettings = RemoteSettings()
@@ -289,9 +293,19 @@ class DataSettings(Settings):
             raise ValueError(
                 "data.sources replaces data.shards and data.manifest: set only one of them"
             )
+        self._check_index()
         if len({source.weight is None for source in self.sources or ()}) > 1:
             raise ValueError("data.sources: set a weight for every source or for none")
         return self
+
+    def _check_index(self) -> None:
+        if self.index == "manifest":
+            return
+        shards = self.shards or ""
+        if self.source != "shards" or self.sources or self.manifest:
+            raise ValueError("data.index=none works with data.shards only, without data.manifest")
+        if shards.startswith(PIPE) or shards.endswith((".csv", ".tsv")):
+            raise ValueError("data.index=none works with tar shards in a folder or at URLs only")
 
     @property
     def parts(self) -> tuple[SourceSettings, ...]:

@@ -249,6 +249,12 @@ class Config(Settings):
                 f"set exactly one of steps, samples and epochs, got {' and '.join(given) or 'none'}; "
                 "NAME=null removes one"
             )
+        by_epoch = self.epochs or self.checkpoint.every_epochs or self.eval.every_epochs
+        if by_epoch and self.data.index == "none":
+            raise ValueError(
+                "data.index=none does not know how long an epoch is: set samples and every_steps instead of epochs and "
+                "every_epochs"
+            )
         if self.epochs is None:
             self._check_steps()
         return self

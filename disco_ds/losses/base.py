@@ -135,7 +135,7 @@ class Loss(nn.Module):
         """Prepare for data of this size. Called once, before the first forward.
 
         Args:
-            num_samples: Number of samples in the data; all sample ids are below it.
+            num_samples: Number of samples in the data; all sample ids are below it. 0: they are not counted.
             run_samples: Number of samples that the whole run trains on.
         """
 

@@ -104,7 +104,15 @@ class FastCLIPLoss(TiledLoss):
         self.state: SampleState | None = None
 
     def set_num_samples(self, num_samples: int, run_samples: int) -> None:
-        """Create the per-sample state."""
+        """Create the per-sample state.
+
+        Raises:
+            ValueError: If the samples are not counted.
+        """
+        if not num_samples:
+            raise ValueError(
+                f"{type(self).__name__} keeps state for every sample, so data.index must not be none"
+            )
         if self.gamma_epochs is None:
             self.gamma_epochs = max(run_samples // (2 * num_samples), 1)
         self.state = SampleState(num_samples, self.memory, self.tau_step, self.group)

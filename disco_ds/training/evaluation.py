@@ -53,7 +53,8 @@ class Evaluation:
 
     def _publish(self, step: int, results: list[Result]) -> None:
         samples = step * self.metrics.global_batch
-        say(f"step {step:,}, epoch {samples / self.num_samples:.2f}:\n{describe(results)}")
+        epoch = f", epoch {samples / self.num_samples:.2f}" if self.num_samples else ""
+        say(f"step {step:,}{epoch}:\n{describe(results)}")
         classified = [result for result in results if result.examples]
         if classified:
             with log_errors("images for report.png were not saved"):

@@ -128,7 +128,8 @@ class Mixture:
         # how a processor rounds.
         self._ends = [int(end / math.fsum(weights) * 2**64) for end in accumulate(weights)][:-1]
         self._first_shard = [0, *accumulate(map(len, sizes))]
-        self._first_index = [0, *accumulate(size for part in sizes for size in part)]
+        # An array, because it is sent to every worker.
+        self._first_index = np.cumsum([0, *(size for part in sizes for size in part)])
 
     def streams(self, slot: int) -> list[int]:
         """Return the numbers of a slot's streams, one for each source."""
@@ -172,4 +173,4 @@ class Mixture:
 
     def index(self, shard: int, entry: int) -> int:
         """Return the id of the sample at (shard, entry). Ids count the samples of all sources in order."""
-        return self._first_index[shard] + entry
+        return int(self._first_index[shard]) + entry

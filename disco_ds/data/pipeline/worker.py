@@ -25,6 +25,7 @@ from disco_ds.data.images.broken import (
 )
 from disco_ds.data.order.mixture import Mixture
 from disco_ds.data.order.slots import Share
+from disco_ds.data.order.whole_shards import WholeShards
 from disco_ds.data.pipeline.shared_batches import SharedBatches
 from disco_ds.data.pipeline.step_data import MicroBatch
 from disco_ds.data.remote.fetching import progress
@@ -77,7 +78,7 @@ class Job:
     """
 
     samples: Samples
-    order: Mixture
+    order: Mixture | WholeShards
     settings: DataSettings
     share: Share
     slots: tuple[int, ...]
@@ -106,6 +107,9 @@ class _Reader:
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        if isinstance(job.order, WholeShards):
+            # A function, because FetchAhead copies the order, but must not copy the reader.
+            job.order.count = lambda shard: job.samples.count(shard)  # type: ignore[attr-defined]
         mine = job.slots[job.worker :: job.num_workers]
         streams = [stream for slot in mine for stream in job.order.streams(slot)]
         self.cursor = {stream: job.cursor[stream] for stream in streams}
@@ -135,7 +139,8 @@ class _Reader:
         epoch, offset = self.cursor[stream]
         skipped = 0
         while True:
-            epoch, offset = job.order.settle(stream, epoch, offset)
+            settle = partial(job.order.settle, stream, epoch, offset)
+            epoch, offset = read_patiently(settle, patience_s)
             shard, entry = job.order.locate(stream, epoch, offset)
             index = job.order.index(shard, entry)
             offset += 1

@@ -17,6 +17,7 @@ from itertools import accumulate
 
 from disco_ds.data.images.broken import CacheFullError
 from disco_ds.data.order.mixture import Mixture
+from disco_ds.data.order.whole_shards import WholeShards
 from disco_ds.data.sources.base import Source
 
 _THREADS = 2
@@ -40,7 +41,7 @@ class FetchAhead:
         least: Number of shards to prefetch for every stream, in addition to those that it is reading; 0: none.
     """
 
-    def __init__(self, sources: Sequence[Source], order: Mixture, least: int) -> None:
+    def __init__(self, sources: Sequence[Source], order: Mixture | WholeShards, least: int) -> None:
         self._sources = sources
         self._order = order
         self._least = least

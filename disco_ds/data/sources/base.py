@@ -38,6 +38,7 @@ from disco_ds.data.images.decode import (
 )
 from disco_ds.data.order.counter_rng import CAPTION_COLUMN, CROP_COLUMN, keyed_row
 from disco_ds.data.sources.selection import Selection
+from disco_ds.data.sources.tar import TarReader
 
 Tokenize = Callable[[list[str]], Tensor]
 """Converts n captions into tokens [n, L] int64. It is sent to the data workers, so it must be picklable."""
@@ -188,6 +189,11 @@ class DecodedSamples:
             )
         # Keep only the compressed bytes, so that a worker can hold all samples of a step and decode them again.
         return partial(self._decode, data, numbers[:NUM_CROP_NUMBERS]), text[0]
+
+    def count(self, shard: int) -> int:
+        """Open a tar shard, and return its number of samples."""
+        assert isinstance(self._reader, TarReader)
+        return self._reader.count(shard)
 
     def _decode(self, data: Picture, uniform: Sequence[float]) -> Tensor:
         settings, spec = self.settings, self.form.image

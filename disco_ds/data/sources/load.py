@@ -14,13 +14,15 @@ from torch import Tensor
 from disco_ds.config.data import DataSettings, SourceSettings, is_remote
 from disco_ds.data.order.mixture import Mixture
 from disco_ds.data.order.slots import SLOTS, choose_slots
+from disco_ds.data.order.whole_shards import WholeShards
 from disco_ds.data.remote.cache_size import fits_default
-from disco_ds.data.sources.base import Decode, SampleForm, Samples, Source
+from disco_ds.data.sources.base import Decode, DecodedSamples, SampleForm, Samples, Source
 from disco_ds.data.sources.csv_source import Table
 from disco_ds.data.sources.listing import find_shards
 from disco_ds.data.sources.manifest import load_manifest, read_manifest
 from disco_ds.data.sources.selection import Selection
 from disco_ds.data.sources.synthetic import SyntheticSource
+from disco_ds.data.sources.uncounted import Uncounted
 from disco_ds.names import load_custom
 
 
@@ -56,6 +58,8 @@ def _load(part: SourceSettings, settings: DataSettings) -> Source:
         # The manifest knows what the bucket contains, so that a start does not list it.
         known = read_manifest(part.manifest)
     listing = find_shards(part.shards, settings.remote, known)
+    if settings.index == "none":
+        return Uncounted(listing.folder, listing.names, listing.urls, settings.remote)
     return load_manifest(listing, part.manifest, settings.remote)
 
 
@@ -89,7 +93,9 @@ def count_slots(
         slots for slots in SLOTS if slots <= len(sizes) and fits_default(settings, sources, slots)
     )
     default = saved or next(fitting, 1)
-    return choose_slots(len(sizes), sum(sizes), settings.slots, ranks, default)
+    # Every slot needs a sample or, if the samples are not counted, a shard.
+    num_units = len(sizes) if settings.index == "none" else sum(sizes)
+    return choose_slots(len(sizes), num_units, settings.slots, ranks, default)
 
 
 def choose_windows(
@@ -117,8 +123,10 @@ def mix(
     num_slots: int,
     seed: int,
     windows: Sequence[int],
-) -> Mixture:
+) -> Mixture | WholeShards:
     """Return the order of the samples of all sources."""
+    if settings.index == "none":
+        return WholeShards(len(sources[0].sizes), num_slots, seed)
     replacement = [part.replacement for part in settings.parts]
     sizes = [source.sizes for source in sources]
     return Mixture(sizes, _weigh(settings, sources), replacement, num_slots, seed, windows)
@@ -179,6 +187,12 @@ class MixedSamples:
         """Read a sample, see Samples."""
         number, shard = _find(self.num_shards, shard)
         return self.opened[number].read(shard, entry, epoch, index)
+
+    def count(self, shard: int) -> int:
+        """Open a shard of the only source, and return its number of samples."""
+        samples = self.opened[0]
+        assert isinstance(samples, DecodedSamples)
+        return samples.count(shard)
 
     def name(self, shard: int, entry: int) -> str:
         """Return the sample's name for messages."""

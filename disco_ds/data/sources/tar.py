@@ -231,6 +231,10 @@ class TarReader:
             path = str(self._folder / self._names[shard])
             raise OSError(error.errno, error.strerror, path) from None
 
+    def count(self, shard: int) -> int:
+        """Return the number of samples in a shard. Raises OSError like `read`."""
+        return len(self._index(shard))
+
     def name(self, shard: int, entry: int) -> str:
         """Return `shard/key`, for messages."""
         key = f"entry {entry}"

@@ -1,0 +1,82 @@
+"""The order of shards whose samples have not been counted (data.index=none): shard after shard, whole.
+
+The epochs' permutations of the shards, one after another, are an endless sequence of visits. Slot s of S makes the
+visits s, s + S, s + 2 S, ... In a visit, it reads all samples of the shard in random order. Its cursor is (visit,
+offset). The number of samples in a shard is known once the shard is open, so this order can be followed only by a
+process that reads the shards. Like order/slots.py, it depends on the seed and the shards alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+
+import numpy as np
+
+from disco_ds.data.order.counter_rng import keyed_permutation
+
+_SHARDS, _SAMPLES = 1, 2
+_ENTRY_BITS = 24
+"""Sample ids are shard << 24 | entry."""
+_NOMINAL_SAMPLES = 10_000
+"""Assumed size of a shard, by which the next shards of several slots are ranked."""
+
+
+class WholeShards:
+    """The order of uncounted shards. It has the interface of mixture.Mixture.
+
+    Args:
+        num_shards: Number of shards, at least one per slot.
+        num_slots: Number of slots, S.
+        seed: Seed of the order.
+    """
+
+    count: Callable[[int], int]
+    """Returns the number of samples in a shard, which it opens. The process that reads the shards sets it."""
+
+    def __init__(self, num_shards: int, num_slots: int, seed: int) -> None:
+        self._num_shards, self._num_slots, self._seed = num_shards, num_slots, seed
+
+    def streams(self, slot: int) -> list[int]:
+        """Return the numbers of a slot's streams: the slot itself."""
+        return [slot]
+
+    def stream(self, slot: int, number: int) -> int:
+        """Return the stream that supplies sample `number` of a slot."""
+        return slot
+
+    def length(self, slot: int, visit: int) -> int:
+        """Return the number of samples in a visit."""
+        return self.count(self._shard(slot, visit))
+
+    def settle(self, slot: int, visit: int, offset: int) -> tuple[int, int]:
+        """Return the cursor of the slot's next sample, which may be in a later visit."""
+        while offset >= self.length(slot, visit):
+            visit, offset = visit + 1, 0
+        return visit, offset
+
+    def locate(self, slot: int, visit: int, offset: int) -> tuple[int, int]:
+        """Return the (shard, entry) at a cursor."""
+        shard = self._shard(slot, visit)
+        number = visit * self._num_slots + slot
+        return shard, int(_permute(self.count(shard), self._seed, _SAMPLES, number)[offset])
+
+    def upcoming(self, slot: int, visit: int, offset: int) -> Iterator[tuple[float, int]]:
+        """Yield the shards that the slot reads next, like Mixture.upcoming, with assumed numbers of samples."""
+        away = 0
+        while True:
+            yield away, self._shard(slot, visit)
+            visit, away = visit + 1, away + _NOMINAL_SAMPLES
+
+    def index(self, shard: int, entry: int) -> int:
+        """Return the id of a sample."""
+        return shard << _ENTRY_BITS | entry
+
+    def _shard(self, slot: int, visit: int) -> int:
+        epoch, place = divmod(visit * self._num_slots + slot, self._num_shards)
+        return int(_permute(self._num_shards, self._seed, _SHARDS, epoch)[place])
+
+
+@lru_cache(1024)
+def _permute(num: int, *keys: int) -> np.ndarray:
+    return keyed_permutation(num, *keys).numpy()

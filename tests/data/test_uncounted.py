@@ -1,0 +1,112 @@
+"""data.index=none: an order without counts that is the same at any number of ranks, after a resume and from a store."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disco_ds.config import load_config
+from disco_ds.data import Manifest, load_sources, merge_states
+from disco_ds.losses.fastclip import FastCLIPv1Loss
+from helpers.remote import ALL, remote
+from helpers.shards import make_loader, read_rank, settings
+from helpers.web import Server
+
+SLOTS = 4
+
+
+def read(loaders: list[Any], steps: int) -> list[list[int]]:
+    """Read steps from the loaders of all ranks. Return the ids of each step in global order."""
+    by_rank = [read_rank(loader, steps) for loader in loaders]
+    return [
+        [by_rank[p % len(loaders)][step][p // len(loaders)][0] for p in range(24)]
+        for step in range(steps)
+    ]
+
+
+def start(data: Any, ranks: int, state: Any = None) -> list[Any]:
+    sources = load_sources(data)
+    return [make_loader(sources, data, rank, ranks, state=state) for rank in range(ranks)]
+
+
+def stop(loaders: list[Any]) -> Any:
+    state = merge_states([loader.state_dict() for loader in loaders])
+    for loader in loaders:
+        loader.close()
+    return state
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_order_does_not_depend_on_ranks_workers_and_resumes(shards: Manifest, workers: int) -> None:
+    data = settings(shards.folder, index="none", slots=SLOTS, workers=workers)
+    once = start(data, 1)
+    expected = read(once, 30)
+    stop(once)
+    found, state = [], None
+    for ranks, steps in ((2, 10), (4, 12), (1, 8)):
+        loaders = start(data, ranks, state)
+        found += read(loaders, steps)
+        state = stop(loaders)
+    assert found == expected
+    # Each slot reads each of its shards whole before its next one.
+    ids = [index for step in expected for index in step]
+    for slot in range(SLOTS):
+        mine = [index >> 24 for index in ids[slot::SLOTS]]
+        runs = [shard for i, shard in enumerate(mine) if i == 0 or mine[i - 1] != shard]
+        first = mine.index(runs[1])
+        assert first == shards.sizes[runs[0]]
+        assert sorted(index & 0xFFFFFF for index in ids[slot::SLOTS][:first]) == list(range(first))
+
+
+def test_epoch_reads_every_sample_once(shards: Manifest) -> None:
+    (loader,) = start(settings(shards.folder, index="none", slots=1), 1)
+    total = sum(shards.sizes)
+    ids = [index for step in read([loader], -(-2 * total // 24)) for index in step]
+    loader.close()
+    assert len(set(ids[:total])) == total
+    assert set(ids[total : 2 * total]) == set(ids[:total])
+    assert ids[total : 2 * total] != ids[:total]
+
+
+def test_shards_of_a_server_have_the_order_of_the_folder(
+    shards: Manifest, server: Server, tmp_path: Path
+) -> None:
+    local = start(settings(shards.folder, index="none", slots=SLOTS), 2)
+    data = remote(
+        f"{server.url}/{ALL}", None, tmp_path / "cache", index="none", slots=SLOTS, workers=1
+    )
+    loaders = start(data, 2)
+    assert read(loaders, 20) == read(local, 20)
+    stop(loaders)
+    stop(local)
+
+
+def test_what_needs_counts_is_refused(shards: Manifest) -> None:
+    common = [f"data.shards={shards.folder}", "data.index=none"]
+    with pytest.raises(ValueError, match=r"data.index=none does not know how long an epoch is"):
+        load_config("quickstart", [*common, "steps=null", "samples=null", "epochs=2"])
+    with pytest.raises(ValueError, match=r"FastCLIPv1Loss .* data.index must not be none"):
+        FastCLIPv1Loss().set_num_samples(0, 100)
+    for changes in (
+        {"shards": "pipe:cat {0..1}.tar"},
+        {"shards": "x.csv"},
+        {"manifest": "m.json"},
+        {"shards": None, "sources": [{"shards": "a"}, {"shards": "b"}]},
+    ):
+        with pytest.raises(ValueError, match=r"data.index=none works with"):
+            settings("x", **{"index": "none", **changes})
+
+
+def test_manifest_of_many_shards_is_small_when_sent_to_a_worker(shards: Manifest) -> None:
+    again = pickle.loads(pickle.dumps(shards))
+    assert again == shards
+    assert again.fingerprint == shards.fingerprint
+    for urls in (
+        tuple(f"https://h/{shard.name}?x" for shard in shards.shards),
+        tuple(f"https://h{i}/{i}.tar" for i in range(len(shards.shards))),
+    ):
+        remote = Manifest(Path(), shards.shards, urls)
+        assert pickle.loads(pickle.dumps(remote)) == remote
