@@ -12,7 +12,7 @@ from disco_ds.config import load_config
 from disco_ds.data import Manifest, load_sources, merge_states
 from disco_ds.losses.fastclip import FastCLIPv1Loss
 from helpers.remote import ALL, remote
-from helpers.shards import make_loader, read_rank, settings
+from helpers.shards import make_loader, read_step, settings
 from helpers.web import Server
 
 SLOTS = 4
@@ -20,11 +20,18 @@ SLOTS = 4
 
 def read(loaders: list[Any], steps: int) -> list[list[int]]:
     """Read steps from the loaders of all ranks. Return the ids of each step in global order."""
-    by_rank = [read_rank(loader, steps) for loader in loaders]
-    return [
-        [by_rank[p % len(loaders)][step][p // len(loaders)][0] for p in range(24)]
-        for step in range(steps)
-    ]
+    by_rank = [[read_ids(loader) for _ in range(steps)] for loader in loaders]
+    size = len(loaders)
+    return [[by_rank[p % size][step][p // size] for p in range(24)] for step in range(steps)]
+
+
+def read_ids(loader: Any) -> list[int]:
+    data = read_step(loader)
+    assert data.error is None, data.error
+    ids = []
+    for batch in data.micro_batches:
+        ids += batch.index.tolist()
+    return ids
 
 
 def start(data: Any, ranks: int, state: Any = None) -> list[Any]:

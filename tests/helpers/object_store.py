@@ -30,6 +30,8 @@ class Proxy:
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.port = int(self._listener.getsockname()[1])
         self.sent = 0
+        self.received = 0
+        """Requests of the client, as long as each comes in one piece."""
         self.cuts: list[int] = []
         """After how many bytes each of the next connections that send more breaks."""
         threading.Thread(target=self._accept, daemon=True).start()
@@ -50,6 +52,7 @@ class Proxy:
         with suppress(OSError):
             while data := source.recv(2**16):
                 if not answers:
+                    self.received += 1
                     time.sleep(self._delay_s)
                 elif self.cuts and done + len(data) > self.cuts[0]:
                     target.sendall(data[: self.cuts.pop(0) - done])
