@@ -3,6 +3,7 @@
     python tools/bench_remote.py                      starts a server on loopback with 50 MB/s and a latency of 200 ms
     python tools/bench_remote.py --load 0.6 0.9       fraction of the bandwidth that the run needs
     python tools/bench_remote.py --ratio              bytes fetched per byte used at the default settings
+    python tools/bench_remote.py --first              bytes that a run fetches before its first batch
 
 The generated shards contain small images, each with a member of 100 KB, so that fetching takes long and decoding does
 not. The device only sleeps. The first steps are not counted, because the workers start and the first shards arrive
@@ -51,12 +52,14 @@ from disco_ds.data import (
     write_manifest,
 )
 from disco_ds.data.remote.cache_size import sum_bytes
-from disco_ds.data.sources.load import count_slots
+from disco_ds.data.sources.load import count_slots, mix
 
 SHARDS, SAMPLES, MEMBER = 64, 100, 100_000
 BATCH, SLOTS, WINDOW, WORKERS = 64, 8, 50, 2
 CACHE = 0.4
 """Size of the cache, of the 0.64e9 bytes of an epoch."""
+DATA_SETS = (("LAION-400M", 41_455, 9_900, 0.24), ("DataComp-1B", 140_000, 9_100, 0.352))
+"""Name, number of shards, samples and GB per shard."""
 WARM_UP, STEPS = 20, 100
 SMALL, RATIO_SHARDS = 25, 12
 """For --ratio: samples per shard, and shards that every slot reads."""
@@ -236,6 +239,19 @@ def make_body() -> bytes:
     return file.getvalue()
 
 
+def count_first(num_shards: int, samples: int, gb: float, batch: int) -> str:
+    """Count the shards that the first global batch needs, at the default number of slots."""
+    shards = tuple(Shard(str(i), samples, int(gb * 1e9)) for i in range(num_shards))
+    source = Manifest(Path(), shards, tuple(shard.name for shard in shards))
+    settings = DataSettings(shards="s3://bucket/{0..1}.tar")
+    slots = count_slots(settings, [source], 8)
+    order = mix(settings, [source], slots, 0, [settings.window])
+    places = ((slot, offset) for slot in range(slots) for offset in range(-(-batch // slots)))
+    needed = {order.locate(slot, *order.settle(slot, 0, offset))[0] for slot, offset in places}
+    total = len(needed) * gb
+    return f"{slots:6} {len(needed):7} {total:14.0f} {total / 1.25:23.0f} {total / 10:8.0f}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -249,12 +265,19 @@ def main() -> None:
     )
     parser.add_argument("--rate", type=float, default=50.0, help="bandwidth of the server, MB/s")
     parser.add_argument("--latency", type=float, default=200.0, help="latency of a response, ms")
+    parser.add_argument("--first", action="store_true", help="count bytes before the first batch")
     parser.add_argument("--ratio", action="store_true", help="measure bytes fetched per byte used")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.first:
+        print("data          batch  slots  shards  GB, all hosts  s at 1.25 GB/s: 1 host  8 hosts")
+        for name, num_shards, samples, gb in DATA_SETS:
+            for batch in (4096, 32_768):
+                print(f"{name:12} {batch:6} {count_first(num_shards, samples, gb, batch)}")
+        return
     if args.ratio:
         print(f"{'':24} slots hosts in use GB  cache GB fetched per used")
-        for name, num_shards, gb in (("LAION-400M", 41_455, 0.24), ("DataComp-1B", 140_000, 0.352)):
+        for name, num_shards, _, gb in DATA_SETS:
             for hosts, again in ((1, False), (8, False), (1, True), (8, True)):
                 kind = "replacement" if again else ""
                 print(
