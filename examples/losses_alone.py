@@ -30,13 +30,12 @@ def main() -> None:
         loss = build_loss(name)
         # FastCLIP losses keep state for each sample of the data set.
         loss.set_num_samples(B, 100 * B)
+        bias = loss.initial_bias(B)
         embeddings = Embeddings(
             image.clone().requires_grad_(),
             text.clone().requires_grad_(),
             scale=torch.tensor([loss.initial_scale], requires_grad=True),
-            bias=None
-            if loss.initial_bias is None
-            else torch.tensor([loss.initial_bias], requires_grad=True),
+            bias=None if bias is None else torch.tensor([bias], requires_grad=True),
             index=torch.arange(B)[rows],
         )
         out = loss(embeddings)

@@ -82,7 +82,9 @@ def build_step(args: argparse.Namespace, loss_name: str, micro_batch: int) -> Ca
     loss = build_loss(loss_name).to(comm.local_device())
     loss.set_num_samples(micro_batch, micro_batch)
     torch.manual_seed(0)
-    model = build_model(config.model, loss.initial_scale, loss.initial_bias, loss.learns_scale)
+    model = build_model(
+        config.model, loss.initial_scale, loss.initial_bias(config.global_batch), loss.learns_scale
+    )
     size, (length, vocabulary) = read_preprocessing(model).size, read_text_size(model)
     engine = build_engine(model, config.optim, render_ds_config(config, comm.size()))
     engine.train()

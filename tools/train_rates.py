@@ -180,7 +180,9 @@ def build_step(config: Config) -> tuple[Callable[[], Any], int]:
     loss.set_num_samples(config.global_batch, config.global_batch)
     loss.accuracy = False
     torch.manual_seed(0)
-    model = build_model(config.model, loss.initial_scale, loss.initial_bias, loss.learns_scale)
+    model = build_model(
+        config.model, loss.initial_scale, loss.initial_bias(config.global_batch), loss.learns_scale
+    )
     flops = count_flops(model)
     batches = [make_batch(model, m, device) for _ in range(config.num_micro_batches(1))]
     engine = build_engine(model, config.optim, render_ds_config(config, comm.size()))

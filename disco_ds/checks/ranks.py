@@ -252,7 +252,8 @@ def _prepare(small: Config, device: torch.device) -> tuple[nn.Module, Loss, list
     loss = build_loss(small.loss.name, **small.loss.options)
     loss.set_num_samples(small.global_batch, small.global_batch)
     torch.manual_seed(small.seed)
-    model = build_model(small.model, loss.initial_scale, loss.initial_bias, loss.learns_scale)
+    bias = loss.initial_bias(small.global_batch)
+    model = build_model(small.model, loss.initial_scale, bias, loss.learns_scale)
     generator = torch.Generator().manual_seed(small.seed)
     B = small.global_batch
     image = torch.randint(0, 256, (B, 3, 32, 32), generator=generator, dtype=torch.uint8)

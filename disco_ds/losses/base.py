@@ -105,8 +105,10 @@ class Loss(nn.Module):
     """True if this loss trains the model's logit scale."""
     initial_scale: float = 1 / 0.07
     """Initial value of the logit scale."""
-    initial_bias: ClassVar[float | None] = None
-    """Initial value of the logit bias; None: the model has no bias."""
+
+    def initial_bias(self, global_batch: int) -> float | None:
+        """Return the initial value of the logit bias; None: the model has no bias."""
+        return None
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
         """Compute the loss. Every subclass overrides this."""

@@ -140,6 +140,9 @@ def _create(
         )
     if initial_bias is None:
         model.logit_bias = None
+    elif weights is not None and not model.logit_bias.item():
+        # open_clip sets the bias to 0 if the weights have none.
+        nn.init.constant_(model.logit_bias, logit_bias or 0.0)
     if image_weights is not None and str(image_weights) != TIMM:
         load_image_tower(model, image_weights)
     return model

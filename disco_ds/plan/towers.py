@@ -163,7 +163,8 @@ def prepare_model(config: Config) -> nn.Module:
     # Fake parameters cannot be cast in place, so they are created in the right dtype.
     torch.set_default_dtype(DTYPES[precision(config.deepspeed)])
     try:
-        model = build_model(settings, loss.initial_scale, loss.initial_bias, loss.learns_scale)
+        bias = loss.initial_bias(config.global_batch)
+        model = build_model(settings, loss.initial_scale, bias, loss.learns_scale)
     finally:
         torch.set_default_dtype(before)
     model.train()

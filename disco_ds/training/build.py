@@ -309,7 +309,8 @@ def build_towers(config: Config, loss: Loss, restored: bool) -> tuple[nn.Module,
             warn_of_random_tower(config.model)
     with comm.all_or_none("model"):
         set_random_seed(config.seed)
-        start = loss.initial_scale, loss.initial_bias, loss.learns_scale
+        bias = loss.initial_bias(config.global_batch)
+        start = loss.initial_scale, bias, loss.learns_scale
         model = build_model(config.model, *start, pretrained=not restored)
         check_image_size(config.model, model)
         check_compiled(config, model, comm.size())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -76,9 +78,12 @@ def test_siglip_equals_the_oracle(size):
         assert not failures, "\n".join(failures)
 
 
-def test_siglip_needs_a_bias_and_starts_where_its_paper_does():
+def test_siglip_needs_a_bias_and_starts_where_negatives_weigh_as_much_as_the_pair():
     loss = build_loss("siglip")
-    assert (loss.initial_scale, loss.initial_bias) == (10.0, -10.0)
+    assert loss.initial_scale == 10.0
+    for B in (2, 128, 32_768, 1_000_000):
+        # With embeddings at random, every negative pair then contributes about 1 / B, all of them together about 1.
+        assert (B - 1) * math.exp(loss.initial_bias(B)) == pytest.approx(1.0)
     with pytest.raises(ValueError, match="needs a bias"):
         loss(Embeddings(torch.eye(4), torch.eye(4), torch.ones(1)))
 

@@ -81,7 +81,9 @@ def loss_case(host: Host, name: str, dtype: torch.dtype = torch.float32, trained
     }
     scale = torch.ones(1, device="cuda", requires_grad=loss.learns_scale)
     bias = (
-        torch.ones(1, device="cuda", requires_grad=True) if loss.initial_bias is not None else None
+        torch.ones(1, device="cuda", requires_grad=True)
+        if loss.initial_bias(64) is not None
+        else None
     )
     launches = host.launches
     for loss.accuracy in (True, False):
@@ -183,7 +185,8 @@ class Training:
         self.loader = open_loader(self.config.global_batch, self.config.image_staging)
         self.loss = build_loss(loss, **self.config.loss.options).to("cuda")
         self.loss.set_num_samples(NUM_SAMPLES, 10 * NUM_SAMPLES)
-        start = self.loss.initial_scale, self.loss.initial_bias, self.loss.learns_scale
+        bias = self.loss.initial_bias(self.config.global_batch)
+        start = self.loss.initial_scale, bias, self.loss.learns_scale
         with on_the_host():
             model = build_model(self.config.model, *start)
         rendered = render_ds_config(self.config, comm.size())
