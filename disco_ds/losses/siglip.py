@@ -43,7 +43,7 @@ class SigLIPLoss(TiledLoss):
     initial_scale = 10.0
 
     def initial_bias(self, global_batch: int) -> float:
-        """Return -log(B - 1), at which the gradients of a sample's B - 1 negatives together are as large as its positive's.
+        """Return -log(B - 1), at which the gradients of all negatives of a sample are as large as that of its positive.
 
         SigLIP's own -10 suits its batch of 32k. In a batch of 1M, the negatives would have 45 times the gradient of the
         positive. Source: open_clip issue 650.
