@@ -37,7 +37,7 @@ setup(
         "torch>=2.10",
         "torchvision",
         "deepspeed>=0.19.8,<0.20",
-        "open_clip_torch>=3.3,<4",
+        "open_clip_torch>=3.3,<5",
         "webdataset>=0.2.86,<2",
         "braceexpand",
         "matplotlib",

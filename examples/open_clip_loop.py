@@ -15,6 +15,12 @@ import torch
 import webdataset as wds
 from open_clip_train.scheduler import cosine_lr
 from open_clip_train.train import train_one_epoch
+
+try:  # open_clip 4
+    from open_clip.task import CLIPTask
+    from open_clip_train.train import TrainState
+except ImportError:  # open_clip 3.3
+    CLIPTask = None
 from torch.nn.parallel import DistributedDataParallel
 
 import disco_ds
@@ -43,7 +49,6 @@ def main() -> float:
 
     torch.manual_seed(0)
     model = open_clip.CLIP(**MODEL, output_dict=True).to(device)
-    model = DistributedDataParallel(model, device_ids=[device.index] if cuda else None)
     # Instead of open_clip.ClipLoss(local_loss=True, ...).
     loss = disco_ds.ClipLoss(rank=rank, world_size=world_size)
 
@@ -57,6 +62,8 @@ def main() -> float:
         .batched(given.batch, partial=False)
         .repeat()
     )
+    if CLIPTask is not None:
+        samples = samples.map(lambda batch: dict(zip(("image", "text"), batch, strict=True)))
     loader = wds.WebLoader(samples, batch_size=None).with_epoch(given.steps)
     loader.num_batches, loader.num_samples = given.steps, given.steps * given.batch * world_size
     data = {"train": types.SimpleNamespace(dataloader=loader, set_epoch=lambda epoch: None)}
@@ -65,14 +72,20 @@ def main() -> float:
     args = argparse.Namespace(
         device=str(device), precision="amp_bf16" if cuda else "fp32", accum_freq=1, distill=False, horovod=False,
         skip_scheduler=False, grad_clip_norm=1.0, rank=rank, local_rank=rank, world_size=world_size, log_local=False,
-        batch_size=given.batch, log_every_n_steps=1, wandb=False,
+        batch_size=given.batch, log_every_n_steps=1, wandb=False, distributed=True,
     )  # fmt: skip
     losses: list[float] = []
     loss.register_forward_hook(
         lambda module, inputs, out: losses.append(out["contrastive_loss"].item())
     )
     scheduler = cosine_lr(optimizer, 5e-4, 5, given.steps)
-    train_one_epoch(model, data, loss, 0, optimizer, None, scheduler, None, args)
+    if CLIPTask is None:
+        model = DistributedDataParallel(model, device_ids=[device.index] if cuda else None)
+        train_one_epoch(model, data, loss, 0, optimizer, None, scheduler, None, args)
+    else:
+        task = CLIPTask(model, loss=loss, device=device)
+        task.prepare_distributed(device_ids=[device.index] if cuda else None)
+        train_one_epoch(TrainState(task, optimizer, None, scheduler), data, args)
     if rank == 0:
         print(
             f"{world_size} ranks, global batch {given.batch * world_size}: loss {losses[0]:.3f} -> {losses[-1]:.3f}"

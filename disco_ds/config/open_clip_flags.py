@@ -19,7 +19,8 @@ def read_words() -> dict[str, dict[str, dict[str, Any]]]:
 
     The sections are "flags" (open_clip_train's flags) and "other_words" (names from other trainers).
     A row has `ours`, which is a list of our corresponding settings or command-line options, or
-    `note`, which is a text about the flag, or both keys.
+    `note`, which is a text about the flag, or both keys. `only` is the major release of open_clip
+    that alone has the flag.
     """
     text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
     return yaml.safe_load(text)

@@ -21,6 +21,7 @@ import open_clip
 import torch
 from open_clip.factory import add_model_config
 from open_clip.transform import PreprocessCfg
+from open_clip.utils import freeze_batch_norm_2d
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -355,8 +356,12 @@ def _text_tower(model: Any) -> Any:
 
 def _lock(model: Any, settings: ModelSettings, learns_scale: bool) -> None:
     try:
-        if settings.lock_image:
+        if settings.lock_image and (settings.factory or settings.unlocked_layers):
             model.lock_image_tower(unlocked_groups=settings.unlocked_layers, freeze_bn_stats=True)
+        elif settings.lock_image:
+            # open_clip 4 needs the layers of a tower even to lock all of them, and lets some BatchNorms run.
+            model.visual.requires_grad_(False)
+            model.visual = freeze_batch_norm_2d(model.visual)
         if settings.lock_text or settings.two_views:
             model.lock_text_tower(settings.unlocked_layers)
     # These errors are raised if open_clip or timm cannot divide a tower into layers.

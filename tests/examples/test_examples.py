@@ -16,6 +16,12 @@ import open_clip
 import pytest
 import torch
 from open_clip_train.train import train_one_epoch
+
+try:  # open_clip 4
+    from open_clip.task import CLIPTask
+    from open_clip_train.train import TrainState
+except ImportError:  # open_clip 3.3
+    CLIPTask = None
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -99,14 +105,15 @@ class Batches:
     def __init__(self, rows: slice):
         self.rows = rows
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[Any]:
         for step in range(STEPS):
             generator = torch.Generator().manual_seed(step)
             image, text = (
                 torch.randn(B, 3, 16, 16, generator=generator),
                 torch.randint(1, 60, (B, 8), generator=generator),
             )
-            yield image[self.rows], text[self.rows]
+            image, text = image[self.rows], text[self.rows]
+            yield (image, text) if CLIPTask is None else {"image": image, "text": text}
 
 
 def train(loss: nn.Module, rows: slice, wrap: bool) -> dict[str, Tensor]:
@@ -117,11 +124,15 @@ def train(loss: nn.Module, rows: slice, wrap: bool) -> dict[str, Tensor]:
     given = Namespace(
         device="cpu", precision="fp32", accum_freq=1, distill=False, horovod=False, skip_scheduler=True, wandb=False,
         grad_clip_norm=0.5, rank=0, local_rank=0, world_size=1, log_local=False, batch_size=B, log_every_n_steps=1,
+        distributed=False,
     )  # fmt: skip
     data = {"train": types.SimpleNamespace(dataloader=Batches(rows), set_epoch=lambda epoch: None)}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     trained = DistributedDataParallel(model) if wrap else model
-    train_one_epoch(trained, data, loss, 0, optimizer, None, None, None, given)
+    if CLIPTask is None:
+        train_one_epoch(trained, data, loss, 0, optimizer, None, None, None, given)
+    else:
+        train_one_epoch(TrainState(CLIPTask(trained, loss=loss), optimizer), data, given)
     weights = model.state_dict()
     assert any(not torch.equal(weights[name], start[name]) for name in weights)
     return weights

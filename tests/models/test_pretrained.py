@@ -201,10 +201,11 @@ def test_unlocked_layers_that_cannot_be_are_refused(tiny: str, tmp_path: Path) -
         "head_width": 16,
     }
     (tmp_path / "resnet.json").write_text(json.dumps(TINY | {"vision_cfg": resnet}))
-    with pytest.raises(
-        ValueError, match=r"model.unlocked_layers=1: .*partial locking not currently supported"
-    ):
-        build(str(tmp_path / "resnet.json"), lock_image=True, unlocked_layers=1)
+    if open_clip.__version__ < "4":  # later releases can divide a ResNet
+        with pytest.raises(
+            ValueError, match=r"model.unlocked_layers=1: .*partial locking not currently supported"
+        ):
+            build(str(tmp_path / "resnet.json"), lock_image=True, unlocked_layers=1)
     for side in ("image", "text"):
         with pytest.raises(ValueError, match=rf"unlocked_layers=9 trains all of the {side} tower"):
             build(tiny, **{f"lock_{side}": True}, unlocked_layers=9)
