@@ -1,4 +1,4 @@
-"""Export trained weights for open_clip: as a folder in the Hugging Face layout of open_clip, as a .pt file, or both.
+"""Export trained weights for open_clip (as a folder in its Hugging Face layout, a .pt file, or both) or transformers.
 
 timm recognizes an image tower of disco_ds only after the tower's module is imported. The exported
 README.md says so and contains the import line.
@@ -18,10 +18,11 @@ from open_clip.push_to_hf_hub import save_config_for_hf
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from disco_ds.checkpoints.transformers_export import convert, write_processor
 from disco_ds.checkpoints.weights import MODEL_CONFIG, TENSORS, Weights, build_from, read_weights
 from disco_ds.models.clip import build_tokenizer
 
-Layout = Literal["open_clip", "pt", "both"]
+Layout = Literal["open_clip", "pt", "both", "transformers"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FILE = "weights.pt"
 
@@ -71,6 +72,15 @@ model, _, preprocess = open_clip.create_model_and_transforms("{name}", pretraine
 tokenizer = open_clip.get_tokenizer("{name}")
 ```
 """,
+    "transformers": """
+```python
+from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
+
+model = AutoModel.from_pretrained("{folder}")
+images, texts = AutoImageProcessor.from_pretrained("{folder}"), AutoTokenizer.from_pretrained("{folder}")
+tokens = texts(["a photo"], padding="max_length", truncation=True, return_tensors="pt")
+```
+""",
 }
 """Sections of README.md about loading the export, keyed by layout."""
 
@@ -86,7 +96,8 @@ def export_run(
         run: The run folder, checkpoint folder or export to read.
         to: The new folder.
         layout: "open_clip" for a folder that open_clip loads as "local-dir:FOLDER", "pt" for a file
-            that it loads with create_model(name, pretrained=FILE), or "both".
+            that it loads with create_model(name, pretrained=FILE), "both" of these, or "transformers" for a folder
+            that AutoModel.from_pretrained loads as a CLIPModel or SiglipModel.
         dtype: fp32, bf16 or fp16. logit_scale and logit_bias are always fp32, because 16 bits would
             change them.
 
@@ -110,7 +121,8 @@ def export_run(
     weights = read_weights(run)
     if "factory" in weights.architecture and layout != "pt":
         raise ValueError(
-            f"open_clip cannot build {weights.architecture['factory']}: choose layout pt (--format pt)"
+            f"{'transformers' if layout == 'transformers' else 'open_clip'} cannot build "
+            f"{weights.architecture['factory']}: choose layout pt (--format pt)"
         )
     model = build_from(weights)
     tensors = _convert(model, dtype)
@@ -118,9 +130,11 @@ def export_run(
     shutil.rmtree(partial, ignore_errors=True)  # left by an export that was killed
     try:
         partial.mkdir(parents=True)
-        if layout != "pt":
+        if layout == "transformers":
+            _write_transformers(partial, weights, model, dtype)
+        if layout in ("open_clip", "both"):
             _write_folder(partial, weights, model, tensors)
-        if layout != "open_clip":
+        if layout in ("pt", "both"):
             _write_file(partial, weights, model, tensors)
         facts = {
             "folder": to.name,
@@ -172,6 +186,19 @@ def _write_folder(
         )
 
 
+def _write_transformers(folder: Path, weights: Weights, model: nn.Module, dtype: str) -> None:
+    converted = convert(model, weights.name)
+    for name, parameter in converted.named_parameters():
+        if not name.startswith("logit_"):
+            parameter.data = parameter.data.to(DTYPES[dtype])
+    converted.save_pretrained(folder)
+    # transformers wrote the dtype of the first parameter, which is the scale.
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) | {"dtype": str(DTYPES[dtype])[6:]}
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_processor(folder, model, build_tokenizer(weights.settings, model))
+
+
 def _write_file(
     folder: Path, weights: Weights, model: nn.Module, tensors: dict[str, Tensor]
 ) -> None:
@@ -191,7 +218,8 @@ def _render_readme(layout: Layout, architecture: dict[str, Any], facts: dict[str
     """Return the text of README.md. For an image tower of disco_ds, it includes the import that timm needs."""
     if "factory" in architecture:
         return (HEAD + CUSTOM).format(**facts, factory=architecture["factory"])
-    uses = "".join(text for kind, text in USES.items() if layout in (kind, "both"))
+    kinds = ("open_clip", "pt") if layout == "both" else (layout,)
+    uses = "".join(USES[kind] for kind in kinds)
     name = str(architecture["vision_cfg"].get("timm_model_name", "")).split(".")[0]
     module = timm.model_entrypoint(name).__module__ if timm.is_model(name) else "timm"
     if module.startswith("timm"):

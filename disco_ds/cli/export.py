@@ -1,4 +1,4 @@
-"""`disco-ds export`: write trained weights in open_clip's format."""
+"""`disco-ds export`: write trained weights for open_clip or transformers."""
 
 from __future__ import annotations
 

@@ -243,10 +243,11 @@ example:
     )
     parser.add_argument(
         "--format",
-        metavar="open_clip|pt|both",
+        metavar="open_clip|pt|both|transformers",
         default="both",
         help="open_clip: a folder for open_clip's local-dir: and for the Hugging Face Hub; pt: "
-        "one file for open_clip's pretrained=FILE (default: %(default)s)",
+        "one file for open_clip's pretrained=FILE; transformers: a folder for its AutoModel "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--dtype",
@@ -411,7 +412,10 @@ COMMANDS = {
         _add_launch,
     ),
     "eval": ("Measure the zero-shot accuracy and retrieval of a trained model.", _add_eval),
-    "export": ("Write trained weights to a folder that open_clip can load.", _add_export),
+    "export": (
+        "Write trained weights to a folder that open_clip or transformers can load.",
+        _add_export,
+    ),
     "report": ("Draw a run's curves and its last evaluation into its report.png.", _add_report),
     "doctor": ("Check packages, settings, data and hosts before you start a run.", _add_doctor),
     "plan": ("Predict memory and step time, and find the largest batch that fits.", _add_plan),
