@@ -65,6 +65,7 @@ setup(
             "transformers",
             "peft",
             "pyarrow",
+            "tokenizers",
         ],
         "emoji": ["resvg-py"],
         "transformers": ["transformers", "peft"],

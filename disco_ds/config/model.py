@@ -85,8 +85,8 @@ class ModelSettings(Settings):
     token_embedding_std: PositiveFloat | None = None
     """Initial standard deviation of the token embedding. Null: open_clip's 0.02."""
     max_scale: float = Field(100.0, gt=0, le=1e6)
-    """Upper bound of the logit scale (the inverse of the temperature), enforced after every
-    step."""
+    """Upper bound of the logit scale (the inverse of the temperature), enforced after every step. A
+    scale that starts above it, as in some pretrained weights, cannot rise but is not pulled down."""
 
     @property
     def label(self) -> str:

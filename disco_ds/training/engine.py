@@ -194,22 +194,35 @@ def backward_and_step(
 
 
 @torch.no_grad()
-def clamp_scale(engine: Engine, max_scale: float) -> None:
+def clamp_scale(engine: Engine, max_scale: float, before: Tensor) -> None:
     """Limit logit_scale to at most ln(max_scale), in the parameter and in the optimizer's fp32 copy.
 
-    Each rank clamps the part of logit_scale that it owns, with no communication or device synchronization.
+    A scale that was above the bound before the update, as that of pretrained weights may be, is not pulled down to it,
+    but cannot rise. Each rank clamps the part of logit_scale that it owns, with no communication or device
+    synchronization.
+
+    Args:
+        engine: The engine.
+        max_scale: The bound.
+        before: The scale before the update, [1].
     """
     parameter = engine.module.logit_scale
     if not parameter.requires_grad:
         return
-    limit = math.log(max_scale)
+    # The factor covers the rounding of exp, so that a scale at the bound does not count as above it.
+    is_above = before > 1.0001 * max_scale
+    limit = torch.where(is_above, before.double().log(), math.log(max_scale))
+
+    def clamp(values: Tensor) -> Tensor:
+        return values.copy_(values.minimum(limit.to(values)))
+
     if hasattr(parameter, "ds_id"):  # ZeRO 3: each rank stores one padded part
-        safe_set_local_fp32_param(parameter, safe_get_local_fp32_param(parameter).clamp(max=limit))
-        parameter.ds_tensor.data.clamp_(max=limit)
+        safe_set_local_fp32_param(parameter, clamp(safe_get_local_fp32_param(parameter)))
+        clamp(parameter.ds_tensor.data)
         if parameter.numel():  # ZeRO 3 keeps small parameters gathered
-            parameter.data.clamp_(max=limit)
+            clamp(parameter.data)
         return
     mapping = getattr(parameter, "_hp_mapping", None)
     if mapping is not None:  # ZeRO 1 and 2: this rank owns all or part of the fp32 copy
-        mapping.get_hp_fragment().clamp_(max=limit)
-    parameter.data.clamp_(max=limit)
+        clamp(mapping.get_hp_fragment())
+    clamp(parameter.data)

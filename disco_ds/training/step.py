@@ -61,7 +61,7 @@ def train_step(
         micro_batches: This rank's K micro-batches, where K is the engine's
             gradient_accumulation_steps. K and the size of a micro-batch are the same on every rank.
         prepare: Turns a micro-batch into the inputs of the towers.
-        max_scale: Upper bound of exp(logit_scale) after the update.
+        max_scale: Upper bound of exp(logit_scale) after the update; see clamp_scale.
         agree: Called with this rank's embeddings and the output of the loss, before any parameter
             or optimizer state changes. It must raise on all ranks or on none. It may set the
             learning rates.
@@ -75,7 +75,7 @@ def train_step(
     update = partial(backward_and_step, engine, refuses=refuses_norm)
     towers = Forward(engine, prepare)
     done = accumulate(towers, loss, micro_batches, update, agree, timer)
-    clamp_scale(engine, max_scale)
+    clamp_scale(engine, max_scale, done.embeddings.scale.detach())
     sides = done.embeddings.image, done.embeddings.text
     return StepOutput(
         metrics=done.out.metrics,

@@ -55,7 +55,12 @@ class Proxy:
                     self.received += 1
                     time.sleep(self._delay_s)
                 elif self.cuts and done + len(data) > self.cuts[0]:
-                    target.sendall(data[: self.cuts.pop(0) - done])
+                    part = data[: self.cuts.pop(0) - done]
+                    target.sendall(part)
+                    self.sent += len(part)
+                    # The client must get all of it before it sees the end.
+                    target.shutdown(socket.SHUT_WR)
+                    time.sleep(0.3)
                     break
                 target.sendall(data)
                 done += len(data)

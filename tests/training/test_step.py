@@ -258,25 +258,28 @@ def pushed_up(model: str, cases: list[tuple[str, int]]) -> list[str]:
             micro_batch=4,
             optim__name=name,
         )
-        engine = build_engine(
-            build_model(config.model, initial_scale=99.0),
-            config.optim,
-            render_ds_config(config, comm.size()),
-        )
-        set_lr(engine, 0.01)
-        engine.train()
-        # One unit in the last place of the parameter's precision.
-        ulp = 2**-8 if "16" in precision.split("_")[0] else 2**-21
-        for _ in range(4):
-            out = train_step(engine, upward, batches(1, 4), prepare, max_scale=100.0)
-            master = masters(engine)["logit_scale"].item()
-            if max(out.scale.log().item(), master) > math.log(100) + ulp:
-                failures.append(
-                    f"{precision} zero{stage} {name}: used {out.scale.item()}, master {master}"
-                )
-        if master < math.log(99.9):
-            failures.append(f"{precision} zero{stage} {name}: the scale did not rise: {master}")
-        engine.destroy()
+        # A scale that starts above the bound must neither rise nor fall to it.
+        for start in (99.0, 150.0):
+            engine = build_engine(
+                build_model(config.model, initial_scale=start),
+                config.optim,
+                render_ds_config(config, comm.size()),
+            )
+            set_lr(engine, 0.01)
+            engine.train()
+            # One unit in the last place of the parameter's precision.
+            ulp = 2**-8 if "16" in precision.split("_")[0] else 2**-21
+            for _ in range(4):
+                out = train_step(engine, upward, batches(1, 4), prepare, max_scale=100.0)
+                master = masters(engine)["logit_scale"].item()
+                if max(out.scale.log().item(), master) > math.log(max(start, 100)) + ulp:
+                    failures.append(
+                        f"{precision} zero{stage} {name}: used {out.scale.item()}, master {master}"
+                    )
+            # In 16 bits, the parameter is rounded.
+            if master < math.log(99.9 if start < 100 else 0.98 * start):
+                failures.append(f"{precision} zero{stage} {name}: the scale is too low: {master}")
+            engine.destroy()
     return failures
 
 

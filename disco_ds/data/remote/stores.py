@@ -260,8 +260,8 @@ def _summarize(error: Exception) -> StoreError:
         return StoreError(f"HTTP status {status} {found[2]}".rstrip() + detail, transient)
     if isinstance(error, (PermissionDeniedError, UnauthenticatedError)):
         return StoreError("the store denies access" + detail, transient=False)
-    if "range" in text.lower():
-        return ChangedError("the server sent another part of the content")
+    if "range" in text.lower() or "NotPartial" in text:
+        return ChangedError("the server did not send the part that was requested")
     for pattern, words in _CAUSES.items():
         if found := re.search(pattern, text):
             return StoreError(words or found[1])

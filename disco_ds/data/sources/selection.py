@@ -6,6 +6,7 @@ that join samples, such as webdataset's shuffle and batched, are refused, becaus
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -129,10 +130,8 @@ def read_uids(path: Path) -> np.ndarray:
     """
     try:
         if path.suffix == ".parquet":
-            # Not a requirement of this package; only this needs it.
-            import pyarrow.parquet
-
-            texts = pyarrow.parquet.read_table(path, columns=["uid"])["uid"].to_pylist()
+            parquet = importlib.import_module("pyarrow.parquet")
+            texts = parquet.read_table(path, columns=["uid"])["uid"].to_pylist()
             uids = np.array([_parse_uid(text) for text in texts], dtype="u8,u8")
         else:
             uids = np.load(path, mmap_mode="r")
