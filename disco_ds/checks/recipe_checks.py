@@ -20,10 +20,12 @@ from disco_ds.data import (
     Source,
     load_sources,
 )
-from disco_ds.data.images.broken import breaks_sample, name_broken
+from disco_ds.data.images.broken import DroppedSample, breaks_sample, name_broken
 from disco_ds.data.remote.cache_size import fit_cache
+from disco_ds.data.sources.base import DecodedSamples
 from disco_ds.data.sources.load import count_slots
 from disco_ds.data.sources.manifest import find_changed
+from disco_ds.data.sources.uncounted import Uncounted
 from disco_ds.distributed import comm
 from disco_ds.eval import load_sets
 from disco_ds.losses.kernels import find_problem
@@ -186,14 +188,18 @@ def _read(source: Source, data: DataSettings) -> Line:
     """Read a few samples. Captions are not tokenized, because a tokenizer accepts any text."""
     form = SampleForm(ImageSpec((32, 32)), lambda texts: torch.zeros(1, 1), 1, vocab_size=3)
     reader = source.open_samples(data, form, 0, 1)
-    sizes = source.sizes
-    last = len(sizes) - 1
-    broken = []
+    last = len(source.sizes) - 1
+    shards = {0, last // 2, last}
+    if isinstance(source, Uncounted) and isinstance(reader, DecodedSamples):
+        sizes = {shard: reader.count(shard) for shard in shards}
+    else:
+        sizes = {shard: source.sizes[shard] for shard in shards}
+    broken, dropped = [], 0
     # The samples are spread evenly over each of three shards.
     chosen = {
-        (shard, i * sizes[shard] // _SAMPLES)
-        for shard in (0, last // 2, last)
-        if sizes[shard]
+        (shard, i * size // _SAMPLES)
+        for shard, size in sizes.items()
+        if size
         for i in range(_SAMPLES)
     }
     for shard, entry in sorted(chosen):
@@ -201,12 +207,16 @@ def _read(source: Source, data: DataSettings) -> Line:
             with breaks_sample(OSError):
                 decode, _ = reader.read(shard, entry, 0, entry)
                 decode()
+        except DroppedSample:
+            dropped += 1
         except BrokenSample as error:
             broken.append(name_broken(reader.name, shard, entry, error))
     reader.close()
     without_caption = sum(": caption " in text for text in broken)
     images = len(broken) - without_caption
     found = f"{len(chosen)} read, {images} broken, {without_caption} without caption"
+    if dropped:
+        found += f", {dropped} dropped by data.filter, data.uids or data.stages"
     status: Status = "ok"
     if broken:
         found += f"; the last: {broken[-1]}"

@@ -328,3 +328,16 @@ def test_too_few_slots_fail_and_too_few_samples_are_a_warning(tmp_path: Path) ->
     lines = look_at_data(data_of(tmp_path), ranks=4)
     assert the(lines, "data.slots").found == "4, 1 per rank"
     assert ("warn", "data") in statuses(lines), "64 of 40 samples"
+
+
+def test_dropped_samples_are_not_broken_and_uncounted_shards_are_read(tmp_path: Path) -> None:
+    write_shards(tmp_path, [20, 30, 20])
+    selected = the(
+        look_at_data(data_of(tmp_path, filter={"label": {"in": ["label 1"]}})), "samples"
+    )
+    assert (selected.status, "70 read, 0 broken" in selected.found) == ("ok", True)
+    # The labels are those of id % 3, so 23 of 70 samples remain.
+    assert "47 dropped by data.filter" in selected.found
+    (tmp_path / "manifest.json").unlink()
+    whole = the(look_at_data(data_of(tmp_path, index="none")), "samples")
+    assert (whole.status, "70 read, 0 broken" in whole.found) == ("ok", True)
