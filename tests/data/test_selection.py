@@ -17,7 +17,7 @@ from PIL import Image
 from disco_ds.data import load_sources
 from disco_ds.data.images.broken import BrokenSample, DroppedSample
 from disco_ds.data.images.decode import pick_caption
-from disco_ds.data.sources.selection import Selection, read_uids
+from disco_ds.data.sources.selection import Selection, _contains, read_uids
 from helpers.shards import CONTEXT, make_loader, read_global, read_step, settings, write_shards
 
 SIZES = [20, 31, 17, 25, 22, 19]
@@ -182,6 +182,19 @@ def test_uids_select_samples(folder: Path, tmp_path: Path, form: str) -> None:
     assert set(ids) == set(chosen)
     # With one slot, every epoch has each of them once.
     assert set(Counter(ids).values()) == {len(ids) // len(chosen)}
+
+
+def test_large_list_of_uids_must_be_sorted(tmp_path: Path) -> None:
+    uids = np.zeros(1_000_001, dtype="u8,u8")
+    uids["f0"] = np.arange(len(uids))
+    np.save(tmp_path / "sorted.npy", uids)
+    found = read_uids(tmp_path / "sorted.npy")
+    assert isinstance(found, np.memmap)
+    assert _contains(found, f"{1_000_000:016x}{0:016x}")
+    assert not _contains(found, f"{1_000_000:016x}{1:016x}")
+    np.save(tmp_path / "reversed.npy", uids[::-1])
+    with pytest.raises(ValueError, match="1,000,001 uids and must be sorted"):
+        read_uids(tmp_path / "reversed.npy")
 
 
 def test_uid_or_field_that_is_missing_is_told_from_a_dropped_sample() -> None:
