@@ -2,6 +2,7 @@
 
     python tools/bench_data.py                                generated shards of 224-pixel JPEGs, one worker each
     python tools/bench_data.py --shards DIR --size 224
+    PYTHONPATH=open_clip/src python tools/bench_data.py       with the open_clip of a checkout, such as 4.2
     python tools/bench_data.py --decoders                     ms per image: PIL, and torchvision, which the workers use
     python tools/bench_data.py --waits --load 0.8             fraction of a step spent waiting for data; the device only
                                                               sleeps, and decoding takes 0.8 of the step
@@ -250,8 +251,9 @@ def open_clip_batches(folder: Path, size: int) -> Iterator[Any]:
     info = get_wds_dataset(
         args, preprocess, is_train=True, tokenizer=open_clip.get_tokenizer(TOKENIZER)
     )
-    for images, _ in info.dataloader:
-        yield images
+    for batch in info.dataloader:
+        # open_clip 4 yields dictionaries.
+        yield batch["image"] if isinstance(batch, dict) else batch[0]
 
 
 def measure(args: Namespace) -> None:

@@ -4,6 +4,7 @@
     python tools/bench_remote.py --load 0.6 0.9       fraction of the bandwidth that the run needs
     python tools/bench_remote.py --ratio              bytes fetched per byte used at the default settings
     python tools/bench_remote.py --first              bytes that a run fetches before its first batch
+    python tools/bench_remote.py --manifest           size and time of sending the largest manifest to a data worker
 
 The generated shards contain small images, each with a member of 100 KB, so that fetching takes long and decoding does
 not. The device only sleeps. The first steps are not counted, because the workers start and the first shards arrive
@@ -21,6 +22,7 @@ import http.server
 import io
 import multiprocessing
 import os
+import pickle
 import tarfile
 import tempfile
 import threading
@@ -252,6 +254,19 @@ def count_first(num_shards: int, samples: int, gb: float, batch: int) -> str:
     return f"{slots:6} {len(needed):7} {total:14.0f} {total / 1.25:23.0f} {total / 10:8.0f}"
 
 
+def measure_manifest() -> str:
+    """Measure what a data worker receives of DataComp-1B's manifest, and how long it unpacks it."""
+    _, num_shards, samples, gb = DATA_SETS[1]
+    names = [f"{i:06d}.tar" for i in range(num_shards)]
+    shards = tuple(Shard(name, samples, int(gb * 1e9) + i) for i, name in enumerate(names))
+    urls = tuple(f"s3://bucket/datacomp/{name}" for name in names)
+    packed = pickle.dumps(Manifest(Path(), shards, urls))
+    start = time.perf_counter()
+    pickle.loads(packed)
+    seconds = time.perf_counter() - start
+    return f"{num_shards:,} shards: {len(packed) / 1e6:.1f} MB, unpacked in {seconds:.2f} s"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -266,9 +281,13 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=50.0, help="bandwidth of the server, MB/s")
     parser.add_argument("--latency", type=float, default=200.0, help="latency of a response, ms")
     parser.add_argument("--first", action="store_true", help="count bytes before the first batch")
+    parser.add_argument("--manifest", action="store_true", help="measure sending a manifest")
     parser.add_argument("--ratio", action="store_true", help="measure bytes fetched per byte used")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.manifest:
+        print(measure_manifest())
+        return
     if args.first:
         print("data          batch  slots  shards  GB, all hosts  s at 1.25 GB/s: 1 host  8 hosts")
         for name, num_shards, samples, gb in DATA_SETS:

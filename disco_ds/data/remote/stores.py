@@ -50,7 +50,7 @@ _CAUSES = {
     r"message: \"([\w ]+)\"": "",
     "(invalid peer certificate: [\\w ]+)": "",
 }
-"""Causes that obstore's descriptions of errors contain, and what to say instead; "": the group."""
+"""Patterns in obstore's error descriptions, and the reason to report; "" reports what the pattern's group matched."""
 
 
 class StoreError(Exception):
@@ -59,9 +59,9 @@ class StoreError(Exception):
     def __init__(self, reason: str, transient: bool = True, missing: bool = False) -> None:
         super().__init__(reason)
         self.transient = transient
-        """Whether another attempt may succeed."""
+        """True if another attempt may succeed."""
         self.missing = missing
-        """Whether the server answered that the object does not exist."""
+        """True if the server answered that the object does not exist."""
 
 
 class ChangedError(StoreError):
@@ -114,11 +114,10 @@ def locate(url: str, timeout_s: float) -> tuple[Any, str]:
         return store, parts.path[1:]
     # obstore would escape the characters of such a path or query, so the store itself has them.
     whole = urllib.parse.urlunsplit(parts._replace(netloc=host, fragment=""))
-    return _open_store.__wrapped__(parts.scheme, whole, timeout_s, authorization), ""
+    return _create_store(parts.scheme, whole, timeout_s, authorization), ""
 
 
-@lru_cache(64)
-def _open_store(scheme: str, base: str, timeout_s: float, authorization: str | None) -> Any:
+def _create_store(scheme: str, base: str, timeout_s: float, authorization: str | None) -> Any:
     limit = timedelta(seconds=timeout_s)
     client: dict[str, Any] = {
         "connect_timeout": limit,
@@ -130,11 +129,14 @@ def _open_store(scheme: str, base: str, timeout_s: float, authorization: str | N
     if authorization:
         client["default_headers"] = {"Authorization": authorization}
     kinds = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
-    # Without retries by obstore, because the caller must report each attempt as a sign of life.
+    # obstore must not retry, because the caller reports each attempt as a sign of life.
     with _explain():
         return kinds.get(scheme, HTTPStore)(  # type: ignore[operator]
             base, client_options=client, retry_config={"max_retries": 0}
         )
+
+
+_open_store = lru_cache(64)(_create_store)
 
 
 def read_blocks(
@@ -149,7 +151,7 @@ def read_blocks(
         ChangedError: If the rest of this version cannot be read.
         StoreError: If the request fails.
     """
-    # Without If-Match, which not every server knows: its answer has the version too.
+    # The version in the answer is compared below, because not every server supports If-Match.
     options = {"range": {"offset": start}} if start else {}
     with _explain():
         store, path = locate(url, timeout_s)
@@ -162,7 +164,7 @@ def read_blocks(
 
     def blocks() -> Iterator[Any]:
         with _explain():
-            # Each block as it arrives, so that what arrived before an error is not lost.
+            # min_chunk_size=1 returns each block as it arrives, so that an error does not discard earlier ones.
             yield from answer.stream(min_chunk_size=1)
 
     return version, blocks()

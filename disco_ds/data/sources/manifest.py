@@ -9,9 +9,8 @@ import hashlib
 import json
 import logging
 import os
-from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, astuple, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -65,14 +64,8 @@ class Manifest(Source):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Columns, because a data worker would take a second to unpickle 140,000 objects, and workers start in turn.
-        names = "\n".join(shard.name for shard in self.shards)
-        columns = [array("q", column) for column in self._columns()]
-        return _unpack, (self.folder, names, columns, _compress(self.urls, names), self.remote)
-
-    def _columns(self) -> Iterator[list[int]]:
-        yield [shard.samples for shard in self.shards]
-        yield [shard.bytes for shard in self.shards]
-        yield [shard.mtime for shard in self.shards]
+        columns = tuple(zip(*map(astuple, self.shards), strict=True))
+        return _unpack, (self.folder, columns, self.urls, self.remote)
 
     def open(self, num_slots: int = 1, window: int = 1) -> TarReader:
         """Open the shards for reading in one process, see Source.open."""
@@ -96,29 +89,11 @@ class Manifest(Source):
         return f"{self.shards[shard].name}, entry {entry}"
 
 
-def _compress(urls: tuple[str, ...], names: str) -> str:
-    """Return URLs as one text, or as a pattern if they differ in the names of their shards only."""
-    first, _, _ = names.partition("\n")
-    if urls and urls[0].count(first) == 1:
-        pattern = urls[0].replace(first, "\n")
-        if urls == _expand(pattern, names):
-            return pattern
-    return "\n\n".join(urls)
-
-
-def _expand(pattern: str, names: str) -> tuple[str, ...]:
-    if "\n\n" in pattern or "\n" not in pattern:
-        return tuple(filter(None, pattern.split("\n\n")))
-    start, _, stop = pattern.partition("\n")
-    return tuple(start + name + stop for name in names.split("\n"))
-
-
 def _unpack(
-    folder: Path, names: str, columns: list[Iterable[int]], urls: str, remote: RemoteSettings
+    folder: Path, columns: Sequence[Sequence[Any]], urls: tuple[str, ...], remote: RemoteSettings
 ) -> Manifest:
     """Create the manifest that Manifest.__reduce__ described."""
-    shards = tuple(map(Shard, names.split("\n"), *columns))
-    return Manifest(folder, shards, _expand(urls, names), remote)
+    return Manifest(folder, tuple(map(Shard, *columns)), urls, remote)
 
 
 def write_manifest(manifest: Manifest, path: Path | None = None) -> Path:

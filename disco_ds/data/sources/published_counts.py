@@ -31,7 +31,7 @@ from disco_ds.data.remote.stores import (
 from disco_ds.data.sources.listing import Listing
 
 _REQUESTS = 32
-"""Requests at a time."""
+"""Maximum number of concurrent requests."""
 _TABLES = ("sizes.json", "_info.json", "info.json")
 
 logger = logging.getLogger(__name__)
@@ -39,19 +39,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Found:
-    """What is known of a shard without reading it."""
+    """The size and the published sample count of a shard, found without reading the shard."""
 
     name: str
     samples: int | None = None
-    """Published number of samples, if any."""
+    """Published number of samples; None if none is published."""
     bytes: int | None = None
-    """Size, or None if it is unknown, as for the output of a command."""
+    """Size in bytes; None if it is unknown, as for the output of a command."""
     mtime: int = 0
-    """When a local shard was last written."""
+    """Time when a local shard was last written, in seconds; 0 for a remote one."""
     error: str | None = None
-    """Why the size could not be read."""
+    """Reason why the size could not be read, if it could not."""
     missing: bool = False
-    """Whether the shard does not exist."""
+    """True if the shard does not exist."""
 
 
 def find_counts(
@@ -149,7 +149,7 @@ def _read_tables(folder: str, read: Callable[[str], bytes | None]) -> dict[str, 
 
 
 def _parse(place: str, read: Callable[[str], bytes | None]) -> object:
-    """Return the content of a JSON file, or None if there is none."""
+    """Parse a JSON file. Return None if the file does not exist or is not valid JSON."""
     content = read(place)
     if content is None:
         return None
@@ -161,7 +161,7 @@ def _parse(place: str, read: Callable[[str], bytes | None]) -> object:
 
 
 def _read(place: str, listed: dict[str, int], remote: RemoteSettings) -> bytes | None:
-    """Return the content of a file, or None if there is none."""
+    """Return the content of a file. Return None if the file does not exist or cannot be read."""
     if "://" not in place:
         return Path(place).read_bytes() if os.path.isfile(place) else None
     if place.startswith(BUCKETS) and place not in listed:

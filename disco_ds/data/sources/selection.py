@@ -27,21 +27,22 @@ _JOINING = {
     "shuffle", "detshuffle", "rsample", "slice", "associate",
     "batched", "unbatched", "listed", "unlisted", "to_tuple",
 }  # fmt: skip
-"""Stages of webdataset that need more than one sample, or that return something else than a sample."""
+"""Stages of webdataset that need more than one sample or do not return samples."""
 _SORTED_HERE = 1_000_000
-"""Up to this number, uids are sorted after they are read. More of them must be sorted in the file."""
+"""Longer files of uids must already be sorted."""
 _PART = 1_000
+"""Length of the parts of a long file that are checked for being sorted."""
 _UID = re.compile(r"[0-9a-fA-F]{32}")
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What a recipe does with each sample before its caption and image are used.
+    """A source's rules for keeping, dropping and changing samples before captions and images are decoded.
 
     Args:
-        uids: Sorted uids of the samples to keep, as pairs of 64-bit integers; None keeps all.
-        rules: data.filter.
-        stages: What the function in data.stages returned.
+        uids: Sorted uids of the samples to keep, [n] of the type (u8, u8); None keeps all.
+        rules: The rule for each field, see data.filter.
+        stages: The stages that the function in data.stages returned.
     """
 
     uids: np.ndarray | None

@@ -1,0 +1,70 @@
+"""Small models of the architectures that an export for transformers meets, and a tokenizer in a local folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import transformers
+from timm.models import register_model
+from timm.models.vision_transformer import VisionTransformer
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+TEXT = {"context_length": 12, "vocab_size": 49_408, "width": 32, "heads": 2, "layers": 2}
+VISION = {"image_size": 32, "patch_size": 8, "width": 32, "layers": 2, "head_width": 16}
+TIMM = {
+    "image_size": 32,
+    "timm_model_name": "tiny_siglip",
+    "timm_pool": "map",
+    "timm_proj": "none",
+}
+WORDS = [
+    "<pad>",
+    "<eos>",
+    "<unk>",
+    *["a", "photo", "of", "red", "blue", "green", "square", "circle"],
+]
+
+
+def write_tokenizer(folder: Path) -> str:
+    """A small tokenizer in a local folder, as SigLIP models have them on the hub."""
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, "<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+def architecture(kind: str, folder: Path) -> dict[str, Any]:
+    clip = {"embed_dim": 24, "vision_cfg": VISION, "text_cfg": TEXT}
+    if kind == "clip":
+        return clip
+    if kind == "quick_gelu":
+        return {**clip, "quick_gelu": True, "custom_text": True}
+    if kind == "resnet":
+        vision = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "patch_size": None}
+        return {**clip, "vision_cfg": {**vision, "head_width": 16}}
+    if kind == "layer_scale":
+        return {**clip, "vision_cfg": {**VISION, "ls_init_value": 0.1}}
+    if kind == "convnext":
+        return {**clip, "vision_cfg": {"image_size": 32, "timm_model_name": "test_convnext"}}
+    text = {
+        **TEXT,
+        "vocab_size": len(WORDS),
+        "width": 64,
+        "hf_tokenizer_name": write_tokenizer(folder / "tokenizer"),
+        "no_causal_mask": True,
+        "proj_bias": True,
+        "pool_type": "last",
+        "norm_kwargs": {"eps": 1e-6},
+        "act_kwargs": {"approximate": "tanh"} if kind == "siglip2" else {},
+    }
+    return {"embed_dim": 64, "custom_text": True, "vision_cfg": TIMM, "text_cfg": text}
+
+
+@register_model
+def tiny_siglip(pretrained: bool = False, **options: Any) -> VisionTransformer:
+    """A small tower like timm's vit_base_patch16_siglip_224."""
+    size = {"patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 2}
+    return VisionTransformer(32, **size, num_classes=0, class_token=False, global_pool="map")
