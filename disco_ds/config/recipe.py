@@ -126,6 +126,15 @@ class LogSettings(Settings):
 Template = Annotated[str, AfterValidator(check_template)]
 
 
+class ProbeSettings(Settings):
+    """Labeled images for probes of the image tower, in any of the layouts of eval.labeled."""
+
+    train: str
+    """Images that the probes learn from."""
+    test: str
+    """Images that the probes classify."""
+
+
 class EvalSettings(Settings):
     """Which data the model is evaluated on, and when."""
 
@@ -154,6 +163,11 @@ class EvalSettings(Settings):
     validation: dict[str, str] = Field({})
     """Name of an evaluation set -> its held-out image-text pairs, for the validation loss. The
     pairs are shards, a csv, or a folder in clip_benchmark's layout."""
+    probes: dict[str, ProbeSettings] = Field({})
+    """Name of an evaluation set -> its `train` and `test` images. A k-nearest-neighbors classifier and
+    a linear classifier (scikit-learn's, `pip install 'disco_ds[probes]'`) learn from the image features
+    of `train`; their accuracy on `test` is reported. The text tower is not used, so that probes also
+    evaluate a model trained with model.two_views."""
     validation_batch: int = Field(1024, gt=1)
     """Batch size of the validation loss. The value of the loss depends on the batch size, so the
     name of the metric contains the batch size."""
@@ -165,7 +179,9 @@ class EvalSettings(Settings):
     @property
     def sets(self) -> list[str]:
         """Locations of all evaluation sets: folders, shards or bundled sets."""
-        return [*self.labeled.values(), *self.retrieval.values(), *self.validation.values()]
+        with_text = (*self.labeled.values(), *self.retrieval.values(), *self.validation.values())
+        probes = (path for probe in self.probes.values() for path in (probe.train, probe.test))
+        return [*with_text, *probes]
 
     @model_validator(mode="after")
     def _check_names(self) -> EvalSettings:
@@ -315,9 +331,12 @@ class Config(Settings):
             raise ValueError(
                 "model.two_views needs data.augment: without it the two views are identical"
             )
-        if self.model.two_views and self.eval.sets:
+        if self.model.two_views and (
+            self.eval.labeled or self.eval.retrieval or self.eval.validation
+        ):
             raise ValueError(
-                "model.two_views does not train the text tower, which evaluation needs: remove eval"
+                "model.two_views does not train the text tower, which these evaluations need: use "
+                "eval.probes instead"
             )
         return self
 

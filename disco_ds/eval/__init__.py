@@ -3,6 +3,7 @@
 sets        what to evaluate on            zero_shot   accuracy on a set with labels
 encode      features of images and texts   retrieval   recall on a set with captions
 results     what is recorded and printed   validation  loss on held-out pairs
+                                           probes      accuracy of classifiers of image features
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from disco_ds.data import ImageSpec
 from disco_ds.distributed import comm
 from disco_ds.eval.encode import Encoder
+from disco_ds.eval.probes import probe
 from disco_ds.eval.results import Result, describe, record, tabulate
 from disco_ds.eval.retrieval import retrieve
 from disco_ds.eval.sets import ImageSet, load_sets
@@ -62,6 +64,8 @@ def evaluate_sets(
     for item in sets:
         if item.classes:
             results.append(classify(encoder, item))
+        elif item.train:
+            results.append(probe(encoder, item))
         elif item.batch:
             results.append(validate(encoder, item))
         else:

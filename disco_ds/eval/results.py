@@ -26,7 +26,7 @@ class Result:
     """The metrics of one evaluation set."""
 
     kind: str
-    """zero-shot, retrieval or validation."""
+    """zero-shot, retrieval, validation or probe."""
     name: str
     """Name of the set."""
     values: dict[str, float]

@@ -13,6 +13,7 @@ All sets are checked when a run starts, so that a mistake is not discovered afte
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import re
@@ -67,6 +68,8 @@ class ImageSet:
     """Prompts with {c} or {} in place of the class name."""
     batch: int = 0
     """Batch size of the validation loss; 0 for other evaluations."""
+    train: ImageSet | None = None
+    """Images that probes learn from; None for other evaluations."""
 
 
 def load_sets(settings: EvalSettings, data: DataSettings) -> list[ImageSet]:
@@ -92,7 +95,31 @@ def load_sets(settings: EvalSettings, data: DataSettings) -> list[ImageSet]:
             if kind == "validation":
                 found = replace(found, batch=settings.validation_batch)
             sets.append(found)
+    for name, probe in settings.probes.items():
+        try:
+            import_sklearn()
+            train, test = (
+                _open(name, resolve_shards(path), data, settings.label_key, "{cls}")
+                for path in (probe.train, probe.test)
+            )
+        except ValueError as error:
+            raise ValueError(f"eval.probes.{name}: {error}") from None
+        sets.append(replace(test, train=train))
     return sets
+
+
+def import_sklearn() -> tuple[Any, Any]:
+    """Import scikit-learn's modules `linear_model` and `neighbors`.
+
+    Raises:
+        ValueError: If scikit-learn is not installed.
+    """
+    try:
+        return tuple(
+            importlib.import_module(f"sklearn.{name}") for name in ("linear_model", "neighbors")
+        )  # type: ignore[return-value]
+    except ImportError as error:
+        raise ValueError(f"{error}; pip install 'disco_ds[probes]'") from None
 
 
 def _load_labeled(name: str, path: str, settings: EvalSettings, data: DataSettings) -> ImageSet:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -32,6 +33,7 @@ from disco_ds.data.images.decode import resize_for_evaluation
 from disco_ds.models.clip import build_model, build_tokenizer, read_preprocessing
 from helpers.checkpoints import flip
 from helpers.minimal import settings
+from helpers.paths import ROOT
 from helpers.towers import BPE_SIZE, CONTEXT, write_tiny
 from helpers.trained import write_run
 
@@ -351,3 +353,32 @@ def test_clip_benchmark_gives_the_accuracy_of_ours(
         (theirs["acc1"], theirs["acc5"]), abs=1e-9
     )
     assert result["recall"] == pytest.approx(theirs["mean_per_class_recall"], abs=1e-9)
+    if kind == "own":
+        script_resumes_over_a_folder_of_sets(benchmark_python, tmp_path, theirs["acc1"])
+
+
+def script_resumes_over_a_folder_of_sets(python: Path, folder: Path, top1: float) -> None:
+    """The example script repeats what has no result, and nothing else."""
+    for name in ("one", "two"):
+        shutil.copytree(folder / "set", folder / "sets" / name)
+    script = ROOT / "examples" / "benchmark_exports.py"
+    words = ["emoji", "--sets", "sets", "--to", "results", "--workers", "1"]
+
+    def call() -> dict[str, float]:
+        done = subprocess.run(
+            [str(python), str(script), *words],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        (line,) = (folder / "results" / "results.jsonl").read_text().splitlines()
+        return json.loads(line)["values"]
+
+    assert call() == pytest.approx({"one": top1, "two": top1})
+    one, two = (folder / "results" / "emoji" / f"{name}.json" for name in ("one", "two"))
+    before = one.stat().st_mtime_ns
+    two.unlink()
+    assert call() == pytest.approx({"one": top1, "two": top1})
+    assert one.stat().st_mtime_ns == before

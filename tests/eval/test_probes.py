@@ -1,0 +1,105 @@
+"""Probes of the image tower: scikit-learn's accuracies on features that are computed in one process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.linear_model import LogisticRegression
+from sklearn.neighbors import KNeighborsClassifier
+
+from disco_ds.config import DataSettings, EvalSettings, ModelSettings, load_config
+from disco_ds.data import ImageSpec, read_all
+from disco_ds.eval import evaluate_sets, load_sets
+from disco_ds.models.clip import build_model, build_tokenizer
+from helpers.dist import run_ranks
+from helpers.shards import encode
+from helpers.tiny_run import recipe
+from helpers.towers import BPE_SIZE, write_tiny
+
+SPEC = ImageSpec((32, 32))
+COLORS = {"red": (200, 60, 40), "green": (60, 190, 70), "blue": (50, 70, 200)}
+
+
+def write_images(folder: Path, count: int, seed: int) -> str:
+    rng = np.random.default_rng(seed)
+    for label, color in COLORS.items():
+        (folder / label).mkdir(parents=True)
+        for number in range(count):
+            pixels = np.clip(rng.normal(color, 90, (32, 32, 3)), 0, 255).astype(np.uint8)
+            (folder / label / f"{number}.png").write_bytes(encode(Image.fromarray(pixels)))
+    (folder / "red" / "broken.png").write_bytes(b"no image")
+    return str(folder)
+
+
+def make_model(folder: Path) -> tuple[Any, Any]:
+    name = ModelSettings(name=write_tiny(folder, BPE_SIZE))
+    torch.manual_seed(0)
+    model = build_model(name)
+    return model, build_tokenizer(name, model)
+
+
+def evaluate(folder: Path, settings: EvalSettings) -> Any:
+    model, tokenizer = make_model(folder)
+    (result,) = evaluate_sets(model, load_sets(settings, DATA), SPEC, tokenizer, 4)
+    return result.values, result.counts
+
+
+DATA = DataSettings(source="synthetic")
+
+
+def test_probes_are_scikit_learns_at_any_number_of_ranks(tmp_path: Path) -> None:
+    train, test = write_images(tmp_path / "train", 12, 0), write_images(tmp_path / "test", 7, 1)
+    settings = EvalSettings(probes={"colors": {"train": train, "test": test}})
+    (item,) = load_sets(settings, DATA)
+    model, _ = make_model(tmp_path)
+    model.eval()
+    parts = []
+    for images in (item.train, item):
+        assert images is not None
+        samples = list(read_all(images.source, images.data, SPEC, 0, 1, images.text))
+        with torch.no_grad():
+            features = model(image=torch.stack([image for image, _, _ in samples]))[0].numpy()
+        parts += [features, [label for _, label, _ in samples]]
+    train_x, train_y, test_x, test_y = parts
+    nearest = KNeighborsClassifier(20, metric="cosine").fit(train_x, train_y)
+    linear = LogisticRegression(C=0.316, max_iter=1000, random_state=0).fit(train_x, train_y)
+    expected = {"knn": nearest.score(test_x, test_y), "linear": linear.score(test_x, test_y)}
+    assert expected["linear"] > 0.4
+    counts = {"num_classes": 3, "num_train": 36, "num_images": 21, "num_broken": 1}
+    for size in (1, 2):
+        for values, found in run_ranks(evaluate, size, tmp_path, settings):
+            assert values == pytest.approx(expected, abs=1e-9)
+            assert found == counts
+
+
+def test_missing_folder_and_single_label_are_named(tmp_path: Path) -> None:
+    probes = {"colors": {"train": str(tmp_path / "none"), "test": str(tmp_path / "none")}}
+    with pytest.raises(ValueError, match=r"eval\.probes\.colors: .*none"):
+        load_sets(EvalSettings(probes=probes), DATA)
+    with pytest.raises(ValueError, match=r"eval\.probes\.colors\.test"):
+        load_config(recipe(tmp_path), [f"eval.probes.colors.train={tmp_path}"])
+
+
+def test_command_evaluates_a_run_of_two_views(tmp_path: Path) -> None:
+    """Zero-shot evaluation is refused for such a run: its text tower is not trained."""
+    train, test = write_images(tmp_path / "train", 8, 0), write_images(tmp_path / "test", 5, 1)
+    views = ["model.two_views=true", "data.augment.color_jitter=[0.2,0.2,0.2,0.1]"]
+    views += ["loss.name=nt_xent"]
+    path = recipe(tmp_path)
+    with pytest.raises(ValueError, match=r"two_views .*eval\.probes"):
+        load_config(path, [*views, f"eval.labeled.colors={test}"])
+    probes = f"eval.probes.colors={{train: {train}, test: {test}}}"
+    command = [sys.executable, "-m", "disco_ds", "train", "--config", str(path), "steps=1"]
+    done = subprocess.run(
+        [*command, *views, probes], cwd=tmp_path, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    assert "knn" in done.stdout
+    assert "linear" in done.stdout
