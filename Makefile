@@ -13,6 +13,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+INSTALLED := $(STAMP)
+# make test-gpu ENV=/opt/conda: in the environment of /opt/conda/bin/python; nothing is installed
+ifdef ENV
+BIN := $(ENV)/bin
+INSTALLED :=
+endif
 
 .PHONY: demo test test-all test-gpu check wheel bench-gpu
 .NOTPARALLEL:
@@ -33,7 +39,7 @@ test: $(STAMP)
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu" --durations=30
 
-test-gpu: $(STAMP)
+test-gpu: $(INSTALLED)
 	DISCO_DS_TEST_DEVICE=$(if $(REHEARSE),cpu,cuda) $(BIN)/python -m pytest tests/test_gpu.py -v -rsP --durations=10 --session-timeout=480
 
 check: $(STAMP)
@@ -44,5 +50,5 @@ check: $(STAMP)
 wheel: $(STAMP)
 	$(BIN)/python tools/check_wheel.py
 
-bench-gpu: $(STAMP)
+bench-gpu: $(INSTALLED)
 	$(BIN)/python tools/bench_gpu.py $(if $(BUDGET),--budget $(BUDGET)) $(if $(ONLY),--only $(ONLY)) $(if $(REHEARSE),--rehearse)

@@ -83,7 +83,7 @@ def jobs() -> int:
     )
 
 
-@pytest.mark.timeout(230)
+@pytest.mark.timeout(300)
 def test_kernels_are_right(tmp_path: Path) -> None:
     """The first slices of check_kernels.py: the configurations that training takes where nothing is timed, and whole
     losses. The rest, and every configuration that the autotuner may choose: python tools/check_kernels.py."""
@@ -94,8 +94,8 @@ def test_kernels_are_right(tmp_path: Path) -> None:
         else ["default bf16", "losses auto", "far"]
     )
     command = [str(TOOLS / "check_kernels.py"), "--only", *names, "--jobs", str(jobs())]
-    command += ["--budget", "200", "--out", str(out)]
-    said = run(command if ON_GPU else [*command, "--rehearse"], 220, tmp_path)
+    command += ["--budget", "270", "--out", str(out)]
+    said = run(command if ON_GPU else [*command, "--rehearse"], 290, tmp_path)
     results = [json.loads(line) for line in out.read_text().splitlines()]
     ended = {x["slice"] for x in results if x.get("end") == "done"}
     assert ended >= (
@@ -348,7 +348,7 @@ def test_killed_and_resumed_run_goes_on_as_the_uninterrupted_one(tmp_path: Path)
     assert change(resumed, end) <= (0.05 if ON_GPU else 0.0) * change(end, start)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(150)
 @pytest.mark.parametrize(
     "changes", [[], ["loss.name=disco_fused", "deepspeed=zero1", "micro_batch=32"]]
 )

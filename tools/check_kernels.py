@@ -8,7 +8,7 @@ The checks are divided into slices, each of which runs in a separate process (se
   losses P     whole losses as a trainer calls them: loss_checks.py
   float64      this GPU's float64 results, the reference of all other slices, against the CPU's
   far          rows, columns and tiles whose offset in their tensor exceeds 2^31 elements
-  forced P C   tiles with one of the configurations that the autotuner may choose
+  forced P C   tiles with one of the configurations that the autotuner may choose; in 16 bits, the same bits 100 times
   rates P      registers and speed of the configurations that it does choose, and of torch's matrix products
 
 An error is the largest difference divided by the largest true value. Triton's may be twice torch's at the same
@@ -79,6 +79,8 @@ class Sizes:
     """Of whole losses."""
     far: int
     """Number of elements before the checked ones."""
+    repeats: int
+    """How often the bits of a 16-bit result are compared."""
 
 
 FULL = Sizes(
@@ -98,10 +100,11 @@ FULL = Sizes(
     ),
     9000,
     1 << 31,
+    100,
 )
 REHEARSAL = Sizes(
     Tile(64, 64, 32, 0), Tile(65, 70, 32, -5), Tile(40, 70, 16, 10), Tile(33, 40, 19, -7, "strided"),
-    (Tile(20, 30, 24, 3, "transposed"), Tile(1, 1, 1, 0, "strided")), 33, 1 << 12,
+    (Tile(20, 30, 24, 3, "transposed"), Tile(1, 1, 1, 0, "strided")), 33, 1 << 12, 2,
 )  # fmt: skip
 
 
@@ -182,6 +185,33 @@ def check_forced(precision: str, number: int, sizes: Sizes, record: Record) -> N
 
     kernels.force(configurations(precision)[number])
     check_square(precision, sizes, record)
+    if precision in ("fp16", "bf16"):
+        check_bits(precision, sizes, record)
+
+
+def check_bits(precision: str, sizes: Sizes, record: Record) -> None:
+    """Count the results whose bits differ from the first one's, as a race between copies and products may cause."""
+    from disco_ds.losses.kernels import triton_tiles as tiles
+
+    n, m = sizes.square.n, sizes.square.m
+    tiling = Tiling(None, precision, "triton")
+    rows, columns = (tiling.round(x) for x in factors(sizes.square))
+    shift = torch.tensor([SHIFT], dtype=torch.float64, device=device())
+    scale, bias = (torch.tensor([x], device=device()) for x in (14.3, -9.0))
+    a, beta = torch.rand(n, device=device()), torch.rand(m, device=device())
+    with slices.case(record, case=f"{sizes.repeats} repeats"):
+        tile = tiles.Tile(rows, columns, 0, tiling, poisoned(n, m, rows.dtype, rows.device))
+        results: dict[str, Callable[[], Sequence[Tensor]]] = {
+            "sums": lambda: tiles.exp_sums(tile, scale, shift, None, False)[:2],
+            "weights": lambda: [tiles.exp_weights(tile, scale, shift, a, beta)],
+            "sigmoid weights": lambda: tiles.sigmoid_weights(tile, scale, bias, False)[:3],
+        }
+        for name, compute in results.items():
+            first = [x.clone() for x in compute()]
+            differing = sum(
+                not all(map(torch.equal, first, compute())) for _ in range(sizes.repeats)
+            )
+            keep(record, "repeats", Check(f"{name} with other bits", differing, 0.0))
 
 
 def check_square(precision: str, sizes: Sizes, record: Record) -> None:

@@ -7,9 +7,13 @@ from functools import cache
 from importlib.util import find_spec
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from disco_ds.losses.kernels.tiles import Precision, Tiling
+
+FENCED = "3.7.1"
+"""The first version of Triton that is used on compute capability 10 and newer, see `lacks_fence`."""
 
 logger = logging.getLogger(__name__)
 
@@ -40,25 +44,43 @@ def find_problem(device: torch.device, precision: Precision) -> str | None:
     Having a GPU is not enough: Triton needs the system's C compiler to build its launcher, and the GPU may be too
     small or too new for a kernel.
     """
-    if find_spec("triton") is None:
-        problem = "the triton package is not installed"
-    else:
-        from disco_ds.losses.kernels import triton_tiles
-
-        try:
-            triton_tiles.try_out(device, precision)
-            return None
-        # The compiler or the driver may raise anything. Without Triton the losses are slower, not
-        # wrong.
-        except Exception as error:
-            lines = str(error).strip().splitlines() or [""]
-            problem = f"{type(error).__name__}: {lines[-1]}"
+    problem = _find_problem(device, precision)
+    if problem is None:
+        return None
     logger.warning(
         "the Triton kernels do not run on %s (%s); the losses use torch instead, which is slower",
         device,
         problem,
     )
     return problem
+
+
+def _find_problem(device: torch.device, precision: Precision) -> str | None:
+    if find_spec("triton") is None:
+        return "the triton package is not installed"
+    import triton
+
+    from disco_ds.losses.kernels import triton_tiles
+
+    try:
+        triton_tiles.try_out(device, precision)
+        if lacks_fence(torch.cuda.get_device_capability(device), triton.__version__):
+            return f"triton {triton.__version__} is too old for this GPU, which needs {FENCED}"
+    # The compiler or the driver may raise anything. Without Triton the losses are slower, not
+    # wrong.
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        return f"{type(error).__name__}: {lines[-1]}"
+    return None
+
+
+def lacks_fence(capability: tuple[int, int], version: str) -> bool:
+    """Return True if this version of Triton may compute wrong matrix products on a GPU of this compute capability.
+
+    Before 3.7.1, Triton emits no fence between asynchronous copies and products that read them. Wrong results were
+    seen on compute capability 10, and none on 9. Source: triton issue 9610, pytorch issue 181248.
+    """
+    return capability >= (10, 0) and Version(version) < Version(FENCED)
 
 
 def _interprets() -> bool:

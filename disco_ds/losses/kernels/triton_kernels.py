@@ -94,11 +94,18 @@ def _seconds(call: Callable[[], None], quantiles: Sequence[float]) -> list[float
 
 
 def _tuned(*flags: str) -> Callable[[Any], Any]:
-    """Return a decorator that times a kernel's configurations once per size class, precision and set of flags."""
-    key = ["tuned", "PRECISION", *flags]
+    """Return a decorator that times a kernel's configurations once per size class, precision and set of flags.
+
+    MAXIMA is not one of the flags, because the first logged step would then time all configurations again. The times
+    are kept in Triton's cache folder for the next run.
+    """
     return triton.autotune(
-        CONFIGS, key=key, prune_configs_by={"early_config_prune": worth_timing}, do_bench=_seconds
-    )  # fmt: skip
+        CONFIGS,
+        key=["tuned", "PRECISION", *flags],
+        prune_configs_by={"early_config_prune": worth_timing},
+        do_bench=_seconds,
+        cache_results=not INTERPRETED,
+    )
 
 
 # By default, Triton compiles a kernel again for arguments that are multiples of 16. For these arguments that would not
@@ -191,7 +198,7 @@ def _store_tile(out, out_row, x, rows, columns, n, m, PRECISION: tl.constexpr):
     tl.store(at, x.to(out.dtype.element_ty), mask=(rows[:, None] < n) & (columns[None, :] < m))
 
 
-@_tuned("KEEP", "MAXIMA")
+@_tuned("KEEP")
 @_jit
 def exp_sums_kernel(
     r, c, n, m, D: tl.constexpr, pairs, r_row, r_width, c_row, c_width, tuned,
@@ -262,7 +269,7 @@ def exp_weights_kernel(
     )
 
 
-@_tuned("MAXIMA")
+@_tuned()
 @_jit
 def log_sums_kernel(
     r, c, n, m, D: tl.constexpr, pairs, r_row, r_width, c_row, c_width, tuned,
@@ -366,7 +373,7 @@ def _log1p(e):
     return e * p
 
 
-@_tuned("SIGMOID", "MAXIMA")
+@_tuned("SIGMOID")
 @_jit
 def sigmoid_weights_kernel(
     r, c, n, m, D: tl.constexpr, pairs, r_row, r_width, c_row, c_width, tuned,
