@@ -30,11 +30,13 @@ class OptimSettings(Settings):
     name: Literal["adamw", "lamb", "lion", "sgd"] = "adamw"
     """Name of the optimizer. lamb requires ZeRO stage 0."""
     lr: float | None = Field(None, gt=0, lt=1e38)
-    """Peak learning rate. Null: base_lr x global_batch / 32,768, which scales with the global batch
-    size."""
+    """Peak learning rate. Null: it follows from base_lr, lr_rule and the global batch."""
     base_lr: float = Field(5e-4, gt=0, lt=1e38)
-    """Peak learning rate for a global batch of 32,768 samples. It is used only if `lr` is null and
-    is scaled linearly with the global batch size (DisCo-CLIP)."""
+    """Peak learning rate for a global batch of 32,768 samples. It is used only if `lr` is null."""
+    lr_rule: Literal["linear", "sqrt", "none"] = "linear"
+    """How the peak learning rate follows from base_lr if `lr` is null. With r = global_batch /
+    32,768: `linear`: base_lr x r (DisCo-CLIP, section 5.1). `sqrt`: base_lr x the square root of r.
+    `none`: base_lr."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.98)
     """Betas of AdamW, LAMB and Lion."""
     eps: float = Field(1e-6, gt=0)

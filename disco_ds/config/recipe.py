@@ -28,6 +28,8 @@ from disco_ds.config.templates import check_template
 PACKAGE = Path(__file__).parents[1]
 BASE_BATCH = 32_768
 """The global batch size to which `optim.base_lr` refers (DisCo-CLIP, section 5.1)."""
+PUBLISHED_LR = 1e-3
+"""The highest learning rate for which DisCo-CLIP reports accuracies: its rule's at a batch of 65,536."""
 
 
 class LossSettings(Settings):
@@ -377,7 +379,8 @@ class Config(Settings):
         """The learning rate after warmup."""
         if self.optim.lr is not None:
             return self.optim.lr
-        return self.optim.base_lr * self.global_batch / BASE_BATCH
+        powers = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}
+        return self.optim.base_lr * (self.global_batch / BASE_BATCH) ** powers[self.optim.lr_rule]
 
     def num_micro_batches(self, ranks: int) -> int:
         """Return the number of micro-batches per rank and step.
@@ -419,12 +422,20 @@ class Config(Settings):
         length = f"{self.epochs} epochs (the number of steps is known when the samples are counted)"
         if self.epochs is None:
             length = f"{self.num_steps:,} steps, {self.num_steps * self.global_batch:,} samples"
-        origin = "" if self.optim.lr else " (from optim.base_lr and the batch)"
+        origin = (
+            "" if self.optim.lr else f" (from optim.base_lr, {self.optim.lr_rule} in the batch)"
+        )
+        notice = ""
+        if not self.optim.lr and self.optim.name == "adamw" and self.peak_lr > PUBLISHED_LR:
+            notice = (
+                f"\nDisCo-CLIP reports no accuracies at rates above {PUBLISHED_LR:g}: consider "
+                "optim.lr_rule=sqrt, or set optim.lr"
+            )
         return (
             f"global batch {self.global_batch:,} = {ranks} rank{plural} x micro-batch "
             f"{self.micro_batch:,} x {count} per step\n"
             f"{length}, peak learning rate {self.peak_lr:g}{origin}, "
-            f"{self.optim.warmup_steps:,} warmup steps, then {self.optim.schedule}"
+            f"{self.optim.warmup_steps:,} warmup steps, then {self.optim.schedule}{notice}"
         )
 
     def to_yaml(self) -> str:

@@ -163,6 +163,11 @@ def test_peak_lr_follows_the_batch_unless_given() -> None:
     assert settings(optim=optim, global_batch=BASE_BATCH).peak_lr == pytest.approx(5e-4)
     assert settings(optim=optim, global_batch=BASE_BATCH // 4).peak_lr == pytest.approx(1.25e-4)
     assert BASE_BATCH == 32768
+    for rule, expected in (("linear", 2e-3), ("sqrt", 1e-3), ("none", 5e-4)):
+        found = settings(optim={**optim, "lr_rule": rule}, global_batch=4 * BASE_BATCH)
+        assert found.peak_lr == pytest.approx(expected)
+        # DisCo-CLIP's largest batch with an accuracy is 65,536.
+        assert ("optim.lr_rule=sqrt" in found.describe(1)) == (rule == "linear")
 
 
 # Round trip
