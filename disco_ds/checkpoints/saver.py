@@ -24,6 +24,9 @@ from disco_ds.config import CheckpointSettings
 from disco_ds.distributed import comm, jobs
 from disco_ds.distributed.heartbeat import Heartbeat
 
+_LONG_WAIT_S = 0.1
+"""A shorter wait for the save before is not worth a warning."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -79,12 +82,13 @@ class Saver:
             if before := self.in_flight:
                 start = time.monotonic()
                 self._finish()
-                if comm.rank() == 0:
+                waited = time.monotonic() - start
+                if comm.rank() == 0 and waited >= _LONG_WAIT_S:
                     logger.warning(
                         "step %d waited %.1f s for the save of step %d: save less often, or to a "
                         "faster disk",
                         step,
-                        time.monotonic() - start,
+                        waited,
                         before.step,
                     )
             try:
