@@ -38,15 +38,15 @@ def write_images(folder: Path, count: int, seed: int) -> str:
     return str(folder)
 
 
-def make_model(folder: Path) -> tuple[Any, Any]:
-    name = ModelSettings(name=write_tiny(folder, BPE_SIZE))
+def make_model(name: str) -> tuple[Any, Any]:
+    settings = ModelSettings(name=name)
     torch.manual_seed(0)
-    model = build_model(name)
-    return model, build_tokenizer(name, model)
+    model = build_model(settings)
+    return model, build_tokenizer(settings, model)
 
 
-def evaluate(folder: Path, settings: EvalSettings) -> Any:
-    model, tokenizer = make_model(folder)
+def evaluate(name: str, settings: EvalSettings) -> Any:
+    model, tokenizer = make_model(name)
     (result,) = evaluate_sets(model, load_sets(settings, DATA), SPEC, tokenizer, 4)
     return result.values, result.counts
 
@@ -54,10 +54,10 @@ def evaluate(folder: Path, settings: EvalSettings) -> Any:
 DATA = DataSettings(source="synthetic")
 
 
-def encode_alone(folder: Path, settings: EvalSettings) -> list[Any]:
+def encode_alone(name: str, settings: EvalSettings) -> list[Any]:
     """Return features and labels of both sets, from one forward pass each, in a process with a rank's settings."""
     (item,) = load_sets(settings, DATA)
-    model, _ = make_model(folder)
+    model, _ = make_model(name)
     model.eval()
     parts: list[Any] = []
     for images in (item.train, item):
@@ -72,14 +72,15 @@ def encode_alone(folder: Path, settings: EvalSettings) -> list[Any]:
 def test_probes_are_scikit_learns_at_any_number_of_ranks(tmp_path: Path) -> None:
     train, test = write_images(tmp_path / "train", 12, 0), write_images(tmp_path / "test", 7, 1)
     settings = EvalSettings(probes={"colors": {"train": train, "test": test}})
-    ((train_x, train_y, test_x, test_y),) = run_ranks(encode_alone, 1, tmp_path, settings)
+    name = write_tiny(tmp_path, BPE_SIZE)
+    ((train_x, train_y, test_x, test_y),) = run_ranks(encode_alone, 1, name, settings)
     nearest = KNeighborsClassifier(20, metric="cosine").fit(train_x, train_y)
     linear = LogisticRegression(C=0.316, max_iter=1000, random_state=0).fit(train_x, train_y)
     expected = {"knn": nearest.score(test_x, test_y), "linear": linear.score(test_x, test_y)}
     assert expected["linear"] > 0.4
     counts = {"num_classes": 3, "num_train": 36, "num_images": 21, "num_broken": 1}
     for size in (1, 2):
-        for values, found in run_ranks(evaluate, size, tmp_path, settings):
+        for values, found in run_ranks(evaluate, size, name, settings):
             # Batches of another size round differently, which may move one image across a border.
             assert values == pytest.approx(expected, abs=1.01 / 21)
             assert found == counts
