@@ -89,4 +89,5 @@ def sum_bytes(
 
 
 def _is_remote(source: Source) -> TypeGuard[Manifest]:
-    return isinstance(source, Manifest) and bool(source.urls)
+    """Return whether a source has remote shards of known sizes. With data.index=none, the sizes are unknown."""
+    return isinstance(source, Manifest) and bool(source.urls) and source.num_samples > 0

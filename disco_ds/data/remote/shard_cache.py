@@ -27,6 +27,7 @@ from typing import BinaryIO
 from disco_ds.config.data import LEAST_CACHE_GB, RemoteSettings
 from disco_ds.data.images.broken import CacheFullError, DataError
 from disco_ds.data.remote.fetching import fetch, progress
+from disco_ds.data.remote.stores import StoreError, describe, read_size
 
 _CACHE_NAME = re.compile(r"[0-9a-f]{64}\.(shard|partial)")
 """Names of cached shards, and of shards being fetched."""
@@ -46,7 +47,7 @@ class ShardCache:
     Args:
         urls: Addresses of the shards.
         names: Their names in messages.
-        sizes: Their sizes in bytes, as counted in the manifest.
+        sizes: Their sizes in bytes. An unknown size, 0, is requested when the shard is first needed.
         settings: Folder, size limit and number of attempts.
     """
 
@@ -59,7 +60,7 @@ class ShardCache:
     ) -> None:
         self._urls = urls
         self._names = names
-        self._sizes = sizes
+        self._sizes = list(sizes)
         self._settings = settings
         self.folder = find_folder(settings)
         self._limit = find_limit(settings)
@@ -112,9 +113,17 @@ class ShardCache:
         """Return the path of a shard's file, and create its folder.
 
         Raises:
-            DataError: If other users could write to the folder.
+            DataError: If other users could write to the folder, or if the shard's size cannot be read.
         """
         _make_private(self.folder)
+        if not self._sizes[shard]:
+            url = self._urls[shard]
+            try:
+                self._sizes[shard] = read_size(url, self._settings)
+            except StoreError as error:
+                raise DataError(
+                    f"the size of shard {self._names[shard]} cannot be read from {describe(url)}: {error}"
+                ) from None
         # A shard that was replaced and indexed again has another size and name. A hash, since URLs may contain secrets.
         key = hashlib.sha256(f"{self._sizes[shard]} {self._urls[shard]}".encode()).hexdigest()
         return self.folder / f"{key}.shard"

@@ -170,46 +170,49 @@ def read_blocks(
     return version, blocks()
 
 
-def read_size(url: str, timeout_s: float) -> int:
+def read_size(url: str, settings: RemoteSettings) -> int:
     """Return the size of an object in bytes.
 
     Raises:
-        StoreError: If the request fails.
+        StoreError: If all attempts fail.
     """
-    with _explain():
-        store, path = locate(url, timeout_s)
-        return int(obstore.head(store, path)["size"])
+    return int(_request(url, settings, obstore.head)["size"])
 
 
-def read_object(url: str, timeout_s: float) -> bytes:
+def read_object(url: str, settings: RemoteSettings) -> bytes:
     """Return the content of a small object.
 
     Raises:
-        StoreError: If the request fails.
+        StoreError: If all attempts fail.
     """
-    with _explain():
-        store, path = locate(url, timeout_s)
-        return bytes(obstore.get(store, path).bytes())
+    return _request(url, settings, lambda store, path: bytes(obstore.get(store, path).bytes()))
 
 
-def list_objects(url: str, timeout_s: float) -> dict[str, int]:
+def list_objects(url: str, settings: RemoteSettings) -> dict[str, int]:
     """List the objects of a bucket whose URL starts with `url`, a folder. Sub-folders are included.
 
     Returns:
         The sizes in bytes, by URL.
 
     Raises:
-        StoreError: If the request fails.
+        StoreError: If all attempts fail.
     """
-    with _explain():
-        store, path = locate(url, timeout_s)
+
+    def read_list(store: Any, path: str) -> dict[str, int]:
         root = url[: len(url) - len(path)] if path else url
         pages = obstore.list(store, path, chunk_size=1000)
         return {root + item["path"]: item["size"] for page in pages for item in page}
 
+    return _request(url, settings, read_list)
 
-def retry(request: Callable[[], T], settings: RemoteSettings) -> T:
+
+def _request(url: str, settings: RemoteSettings, call: Callable[[Any, str], T]) -> T:
     """Make a small request, in several attempts if necessary.
+
+    Args:
+        url: URL of the object or folder.
+        settings: Number of attempts and timeout.
+        call: Function that makes the request, given the store and the path in it.
 
     Raises:
         StoreError: The last failure, if all attempts fail.
@@ -217,7 +220,8 @@ def retry(request: Callable[[], T], settings: RemoteSettings) -> T:
     for number in range(settings.tries):
         pause(number, settings)
         try:
-            return request()
+            with _explain():
+                return call(*locate(url, settings.timeout_s))
         except StoreError as error:
             last = error
             if not error.transient:

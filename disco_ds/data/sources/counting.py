@@ -9,7 +9,7 @@ import logging
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -36,15 +36,14 @@ def index_shards(
     progress: Callable[[int], object] | None = None,
     known: Iterable[Shard] = (),
     remote: RemoteSettings | None = None,
-    warn: Callable[[str], object] = logger.warning,
     published: bool = True,
     skip_missing: bool = False,
     save: Callable[[Manifest], object] | None = None,
 ) -> Manifest:
     """Count the samples of every .tar in a folder, or of the listed shards.
 
-    A truncated shard counts up to its last complete sample. Data after a tar's end mark is not counted. Remote shards
-    without a published count are fetched, and kept in the cache if it has room.
+    A truncated shard counts up to its last complete sample. Data after a tar's end mark is not counted. Both are logged
+    as warnings. Remote shards without a published count are fetched, and kept in the cache if it has room.
 
     Args:
         where: The folder or the listing.
@@ -52,7 +51,6 @@ def index_shards(
         progress: Called with the number of shards done.
         known: Shards of an earlier manifest. They are not counted again, unless they are local and have changed.
         remote: How to fetch remote shards.
-        warn: Called with a message about each shard that is damaged but can still be counted.
         published: Whether counts that the data set publishes are used (published_counts.py).
         skip_missing: List missing shards with 0 samples, so that a run leaves them out.
         save: Called every few seconds, and at the end, with the manifest of the shards counted so far.
@@ -65,69 +63,86 @@ def index_shards(
         StoreError: If a bucket cannot be listed.
     """
     listing = where if isinstance(where, Listing) else list_folder(where)
-    remote = remote or RemoteSettings()
-    wanted = set(listing.names)
-    shards: dict[str, Shard] = {}
-    failed: dict[str, str] = {}
-    missing: set[str] = set()
-    for shard in known:
-        # A shard without samples may have been missing. Manifests may lack a modification time (0).
-        if shard.name in wanted and shard.samples:
-            with suppress(FileNotFoundError):
-                if listing.urls or (shard.mtime and not has_changed(listing.folder, shard)):
-                    shards[shard.name] = shard
+    shards = _keep_current(listing, known)
+    failed: dict[str, Exception] = {}
+    names = [name for name in listing.names if name not in shards]
     saved_at = time.monotonic()
-
-    def record(result: Shard | str, name: str) -> None:
-        nonlocal saved_at
-        if isinstance(result, Shard):
-            shards[name] = result
-        else:
-            failed[name] = result
-        if progress is not None:
-            progress(len(shards) + len(failed))
-        if save is not None and time.monotonic() > saved_at + _SAVE_S:
-            save(_collect(listing, shards))
-            saved_at = time.monotonic()
-
     try:
-        unread = []
-        todo = [name for name in listing.names if name not in shards]
-        for found in find_counts(listing, todo, remote, published):
-            if found.missing:
-                missing.add(found.name)
-                record(Shard(found.name, 0, 0) if skip_missing else "is missing", found.name)
-            elif found.error is not None:
-                record(found.error, found.name)
-            elif found.samples is None or found.bytes is None:
-                unread.append(found)
+        for name, result in _count_all(
+            listing, names, workers, remote or RemoteSettings(), published
+        ):
+            if isinstance(result, Shard):
+                shards[name] = result
+            elif isinstance(result, FileNotFoundError) and skip_missing:
+                shards[name] = Shard(name, samples=0, bytes=0)
             else:
-                shard = Shard(found.name, found.samples, found.bytes, found.mtime)
-                record(shard, found.name)
-        order = {name: number for number, name in enumerate(listing.names)}
-        unread.sort(key=lambda found: order[found.name])
-        urls = dict(zip(listing.names, listing.urls, strict=True)) if listing.urls else {}
-        tasks = [(found, urls.get(found.name)) for found in unread]
-        count = partial(_count, listing.folder, remote)
-        context = multiprocessing.get_context("spawn")  # not fork: the caller may have threads
-        with ProcessPoolExecutor(workers, mp_context=context) if workers else nullcontext() as pool:
-            results = pool.map(count, tasks, chunksize=4) if pool else map(count, tasks)
-            for (found, _), (result, problem) in zip(tasks, results, strict=True):
-                record(result, found.name)
-                if problem and isinstance(result, Shard):
-                    warn(f"{found.name} {problem}; counted {result.samples:,} samples")
+                failed[name] = result
+            if progress is not None:
+                progress(len(shards) + len(failed))
+            if save is not None and time.monotonic() > saved_at + _SAVE_S:
+                save(_collect(listing, shards))
+                saved_at = time.monotonic()
     finally:
         if save is not None and shards:
             save(_collect(listing, shards))
     if failed:
-        gone = missing & failed.keys()
-        others = [f"{name}: {failed[name]}" for name in sorted(failed.keys() - gone)]
-        texts = [
-            f"missing shards: {len(gone)}: {some(gone)}; pass --missing skip to leave them out"
-        ] * bool(gone)
-        texts += [f"unreadable shards: {len(others)}: {some(others)}"] * bool(others)
-        raise ValueError(f"{'; '.join(texts)} ({len(shards):,} shards are counted)")
+        raise ValueError(f"{_describe_failures(failed)} ({len(shards):,} shards are counted)")
     return _collect(listing, shards)
+
+
+def _keep_current(listing: Listing, known: Iterable[Shard]) -> dict[str, Shard]:
+    """Return the listed shards of an earlier manifest that need not be counted again."""
+    listed = set(listing.names)
+    kept = {}
+    for shard in known:
+        # A shard without samples may have been missing. Manifests may lack a modification time (0).
+        if shard.name in listed and shard.samples:
+            with suppress(FileNotFoundError):
+                if listing.urls or (shard.mtime and not has_changed(listing.folder, shard)):
+                    kept[shard.name] = shard
+    return kept
+
+
+def _count_all(
+    listing: Listing, names: list[str], workers: int, remote: RemoteSettings, published: bool
+) -> Iterator[tuple[str, Shard | Exception]]:
+    """Count shards, see index_shards.
+
+    Yields:
+        The name of each shard, in any order, and the shard, or why it cannot be counted.
+    """
+    unread = {}
+    for name, found in find_counts(listing, names, remote, published):
+        if isinstance(found, Exception):
+            yield name, found
+        elif found.samples is None:
+            unread[name] = found
+        else:
+            yield name, Shard(name, found.samples, found.bytes, found.mtime)
+    urls = dict(zip(listing.names, listing.urls, strict=True)) if listing.urls else {}
+    tasks = [(unread[name], urls.get(name)) for name in names if name in unread]
+    count = partial(_count, listing.folder, remote)
+    context = multiprocessing.get_context("spawn")  # not fork: the caller may have threads
+    with ProcessPoolExecutor(workers, mp_context=context) if workers else nullcontext() as pool:
+        results = pool.map(count, tasks, chunksize=4) if pool else map(count, tasks)
+        for (found, _), (result, problem) in zip(tasks, results, strict=True):
+            if problem and isinstance(result, Shard):
+                samples = f"{result.samples:,} samples"
+                logger.warning("%s %s; counted %s", found.name, problem, samples)
+            yield found.name, result
+
+
+def _describe_failures(failed: dict[str, Exception]) -> str:
+    missing = [name for name, error in failed.items() if isinstance(error, FileNotFoundError)]
+    unreadable = [f"{name}: {failed[name]}" for name in failed.keys() - set(missing)]
+    problems = []
+    if missing:
+        problems.append(
+            f"missing shards: {len(missing)}: {some(missing)}; pass --missing skip to leave them out"
+        )
+    if unreadable:
+        problems.append(f"unreadable shards: {len(unreadable)}: {some(unreadable)}")
+    return "; ".join(problems)
 
 
 def _collect(listing: Listing, shards: dict[str, Shard]) -> Manifest:
@@ -153,7 +168,7 @@ def compare(old: Iterable[Shard], new: Iterable[Shard]) -> list[str]:
 
 def _count(
     folder: Path, remote: RemoteSettings, task: tuple[Found, str | None]
-) -> tuple[Shard | str, str | None]:
+) -> tuple[Shard | Exception, str | None]:
     """Read and count one shard, given with its URL if it is remote.
 
     Returns:
@@ -172,7 +187,7 @@ def _count(
                     "were concatenated; write the shard again"
                 )
     except (DataError, OSError) as error:
-        return str(error), None
+        return error, None
     mtime = 0 if url else int(status.st_mtime)
     return Shard(found.name, len(index), status.st_size, mtime), problem
 

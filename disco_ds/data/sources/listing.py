@@ -17,7 +17,6 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from glob import glob
 from itertools import islice
 from pathlib import Path, PurePosixPath
@@ -28,7 +27,7 @@ from braceexpand import braceexpand
 from disco_ds.config import PACKAGE
 from disco_ds.config.data import PIPE, SCHEMES, RemoteSettings, is_remote
 from disco_ds.config.secrets import expand
-from disco_ds.data.remote.stores import BUCKETS, StoreError, list_objects, retry
+from disco_ds.data.remote.stores import BUCKETS, StoreError, list_objects
 
 NAME = "manifest.json"
 """Default file name of the manifest in a folder of shards."""
@@ -177,7 +176,7 @@ def _match_remote(text: str, remote: RemoteSettings, known: Iterable[str] | None
     start = text[: text.rfind("/", 0, text.index("*")) + 1]
     if known is None:
         try:
-            found = retry(partial(list_objects, start, remote.timeout_s), remote)
+            found = list_objects(start, remote)
         except StoreError as error:
             raise ValueError(f"{start} cannot be listed: {error}") from None
         known = [url.removeprefix(start) for url in found]

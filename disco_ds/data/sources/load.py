@@ -19,10 +19,9 @@ from disco_ds.data.remote.cache_size import fits_default
 from disco_ds.data.sources.base import Decode, DecodedSamples, SampleForm, Samples, Source
 from disco_ds.data.sources.csv_source import Table
 from disco_ds.data.sources.listing import find_shards
-from disco_ds.data.sources.manifest import load_manifest, read_manifest
+from disco_ds.data.sources.manifest import Manifest, Shard, load_manifest, read_manifest
 from disco_ds.data.sources.selection import Selection
 from disco_ds.data.sources.synthetic import SyntheticSource
-from disco_ds.data.sources.uncounted import Uncounted
 from disco_ds.names import load_custom
 
 
@@ -59,7 +58,8 @@ def _load(part: SourceSettings, settings: DataSettings) -> Source:
         known = read_manifest(part.manifest)
     listing = find_shards(part.shards, settings.remote, known)
     if settings.index == "none":
-        return Uncounted(listing.folder, listing.names, listing.urls, settings.remote)
+        shards = tuple(Shard(name, samples=0, bytes=0) for name in listing.names)
+        return Manifest(listing.folder, shards, listing.urls, settings.remote)
     return load_manifest(listing, part.manifest, settings.remote)
 
 

@@ -1,6 +1,7 @@
-"""The manifest of tar shards: their names and sample counts, as counted by `disco-ds index` (counting.py).
+"""Tar shards and their manifest: the names and sample counts that `disco-ds index` writes (counting.py).
 
-Sample ids and the data order follow from it, so every rank must find the same shards.
+Sample ids and the data order follow from the manifest, so every rank must find the same shards. With data.index=none,
+there is no manifest, and the order is order/whole_shards.py.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, astuple, dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from disco_ds.config.data import RemoteSettings
 from disco_ds.config.text_file import write_text
@@ -29,20 +30,22 @@ _NUM_NAMED = 5
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+# A tuple, because a data worker would take twice as long to unpickle 140,000 dataclass objects.
+class Shard(NamedTuple):
     """A tar file and its number of samples."""
 
     name: str
     samples: int
+    """0 if the shard was missing, or with data.index=none."""
     bytes: int
+    """Size; 0 if unknown."""
     mtime: int = 0
     """When a local shard was last written, in seconds; 0 if unknown."""
 
 
 @dataclass(frozen=True)
 class Manifest(Source):
-    """Tar shards with known sample counts, local or remote."""
+    """Tar shards, local or remote."""
 
     folder: Path
     shards: tuple[Shard, ...]
@@ -62,19 +65,18 @@ class Manifest(Source):
         text = json.dumps([(shard.name, shard.samples) for shard in self.shards])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Columns, because a data worker would take a second to unpickle 140,000 objects, and workers start in turn.
-        columns = tuple(zip(*map(astuple, self.shards), strict=True))
-        return _unpack, (self.folder, columns, self.urls, self.remote)
-
     def open(self, num_slots: int = 1, window: int = 1) -> TarReader:
         """Open the shards for reading in one process, see Source.open."""
         names = [shard.name for shard in self.shards]
-        at_hand = num_slots * count_at_hand(len(names), self.num_samples, window)
+        # An uncounted shard is read whole, so a slot reads one shard at a time.
+        num_open, sizes = num_slots, None
+        if self.num_samples:
+            num_open *= count_at_hand(len(names), self.num_samples, window)
+            sizes = self.sizes
         if not self.urls:
-            return TarReader(self.folder, names, at_hand, sizes=self.sizes)
+            return TarReader(self.folder, names, num_open, sizes=sizes)
         cache = self._open_cache()
-        return TarReader(cache.folder, names, at_hand, cache.open, self.sizes)
+        return TarReader(cache.folder, names, num_open, cache.open, sizes)
 
     def open_fetcher(self) -> Callable[[int], None] | None:
         """Return a function that fetches a remote shard into the cache, see Source.open_fetcher."""
@@ -89,17 +91,10 @@ class Manifest(Source):
         return f"{self.shards[shard].name}, entry {entry}"
 
 
-def _unpack(
-    folder: Path, columns: Sequence[Sequence[Any]], urls: tuple[str, ...], remote: RemoteSettings
-) -> Manifest:
-    """Create the manifest that Manifest.__reduce__ described."""
-    return Manifest(folder, tuple(map(Shard, *columns)), urls, remote)
-
-
 def write_manifest(manifest: Manifest, path: Path | None = None) -> Path:
     """Write a manifest atomically, by default into its folder, and return its path."""
     path = path or manifest.folder / NAME
-    shards = [asdict(shard) for shard in manifest.shards]
+    shards = [shard._asdict() for shard in manifest.shards]
     write_text(path, json.dumps({"version": 1, "shards": shards}, indent=1) + "\n")
     return path
 

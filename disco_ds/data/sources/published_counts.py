@@ -12,11 +12,10 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from disco_ds.config.data import PIPE, RemoteSettings
 from disco_ds.data.remote.stores import (
@@ -26,7 +25,6 @@ from disco_ds.data.remote.stores import (
     list_objects,
     read_object,
     read_size,
-    retry,
 )
 from disco_ds.data.sources.listing import Listing
 
@@ -37,26 +35,21 @@ _TABLES = ("sizes.json", "_info.json", "info.json")
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Found:
-    """The size and the published sample count of a shard, found without reading the shard."""
+class Found(NamedTuple):
+    """The published sample count and the size of a shard, found without reading the shard."""
 
     name: str
-    samples: int | None = None
+    samples: int | None
     """Published number of samples; None if none is published."""
-    bytes: int | None = None
-    """Size in bytes; None if it is unknown, as for the output of a command."""
-    mtime: int = 0
+    bytes: int
+    """Size; 0 if it is unknown, as for the output of a command."""
+    mtime: int
     """Time when a local shard was last written, in seconds; 0 for a remote one."""
-    error: str | None = None
-    """Reason why the size could not be read, if it could not."""
-    missing: bool = False
-    """True if the shard does not exist."""
 
 
 def find_counts(
     listing: Listing, names: Sequence[str], remote: RemoteSettings, published: bool = True
-) -> Iterator[Found]:
+) -> Iterator[tuple[str, Found | Exception]]:
     """Find the sizes and the published sample counts of shards.
 
     Args:
@@ -66,39 +59,38 @@ def find_counts(
         published: Whether to look for published counts. False: only sizes.
 
     Yields:
-        What was found for each shard, in any order.
+        The name of each shard, in any order, and what was found. This is an exception if the size cannot be read:
+        FileNotFoundError if the shard does not exist.
 
     Raises:
         StoreError: If a bucket cannot be listed.
     """
-    where = dict(zip(listing.names, listing.urls, strict=True)) if listing.urls else {}
-    places = {name: where.get(name) or str(listing.folder / name) for name in names}
-    # A signed URL is valid for one file, so nothing can be looked for next to it.
-    plain = [place for place in places.values() if not place.startswith(PIPE) and "?" not in place]
+    if listing.urls:
+        places = dict(zip(listing.names, listing.urls, strict=True))
+    else:
+        places = {name: str(listing.folder / name) for name in listing.names}
+    plain = [places[name] for name in names if _is_plain(places[name])]
     folders = {place.rpartition("/")[0] for place in plain}
     listed: dict[str, int] = {}
     for folder in sorted(folders):
         if folder.startswith(BUCKETS):
-            listed |= retry(partial(list_objects, folder + "/", remote.timeout_s), remote)
-    read = partial(_read, listed=listed, remote=remote)
-    tables = {folder: _read_tables(folder, read) if published else {} for folder in folders}
+            listed |= list_objects(folder + "/", remote)
+    tables = {folder: _read_table(folder, listed, remote) for folder in folders if published}
 
-    def find(name: str) -> Found:
+    def find(name: str) -> tuple[str, Found | Exception]:
         place = places[name]
-        if place.startswith(PIPE):
-            return Found(name)
         try:
             size, mtime = _measure(place, listed, remote)
-        except FileNotFoundError:
-            return Found(name, missing=True)
         except (StoreError, OSError) as error:
-            return Found(name, error=str(error))
-        folder, _, base = place.rpartition("/")
-        samples = tables.get(folder, {}).get(base)
-        if samples is None and published and folder in folders:
-            stats = _parse(f"{place.removesuffix('.tar')}_stats.json", read)
-            samples = stats.get("successes") if isinstance(stats, dict) else None
-        return Found(name, samples if isinstance(samples, int) else None, size, mtime)
+            return name, error
+        samples = None
+        if published and _is_plain(place):
+            folder, _, base = place.rpartition("/")
+            samples = tables[folder].get(base)
+            if samples is None:
+                stats = _read_json(f"{place.removesuffix('.tar')}_stats.json", listed, remote)
+                samples = stats.get("successes")
+        return name, Found(name, samples if isinstance(samples, int) else None, size, mtime)
 
     with ThreadPoolExecutor(_REQUESTS) as pool:
         try:
@@ -108,14 +100,21 @@ def find_counts(
             pool.shutdown(cancel_futures=True)
 
 
-def _measure(place: str, listed: dict[str, int], remote: RemoteSettings) -> tuple[int, int]:
-    """Return the size and, if it is local, the modification time of a shard.
+def _is_plain(place: str) -> bool:
+    """Return whether files next to a shard can be found. They cannot for a command, or for a signed URL of one file."""
+    return not place.startswith(PIPE) and "?" not in place
+
+
+def _measure(place: str, listed: Mapping[str, int], remote: RemoteSettings) -> tuple[int, int]:
+    """Return the size and the modification time of a shard; each is 0 if unknown.
 
     Raises:
         FileNotFoundError: If it does not exist.
         StoreError: If its server does not answer.
         OSError: If it is local and cannot be examined.
     """
+    if place.startswith(PIPE):
+        return 0, 0
     if "://" not in place:
         status = os.stat(place)
         return status.st_size, int(status.st_mtime)
@@ -124,51 +123,43 @@ def _measure(place: str, listed: dict[str, int], remote: RemoteSettings) -> tupl
             raise FileNotFoundError(place)
         return listed[place], 0
     try:
-        return retry(partial(read_size, place, remote.timeout_s), remote), 0
+        return read_size(place, remote), 0
     except StoreError as error:
         if error.missing:
             raise FileNotFoundError(place) from None
         raise
 
 
-def _read_tables(folder: str, read: Callable[[str], bytes | None]) -> dict[str, int]:
+def _read_table(
+    folder: str, listed: Mapping[str, int], remote: RemoteSettings
+) -> Mapping[str, Any]:
     """Return the counts by file name that a folder publishes for all its shards."""
     for name in _TABLES:
-        tree = _parse(f"{folder}/{name}", read)
-        if isinstance(tree, dict) and isinstance(tree.get("splits"), dict):
-            return {
-                Path(file).name: count
-                for split in tree["splits"].values()
-                for file, count in zip(
-                    split.get("filenames", ()), split.get("shard_lengths", ()), strict=False
-                )
-            }
-        if isinstance(tree, dict):
-            return tree
+        table = _read_json(f"{folder}/{name}", listed, remote)
+        splits = table.get("splits")
+        if isinstance(splits, dict):
+            counts: dict[str, Any] = {}
+            for split in splits.values():
+                names = [Path(file).name for file in split.get("filenames", ())]
+                counts.update(zip(names, split.get("shard_lengths", ()), strict=False))
+            return counts
+        if table:
+            return table
     return {}
 
 
-def _parse(place: str, read: Callable[[str], bytes | None]) -> object:
-    """Parse a JSON file. Return None if the file does not exist or is not valid JSON."""
-    content = read(place)
-    if content is None:
-        return None
-    try:
-        return json.loads(content)
-    except ValueError as error:
-        logger.warning("%s is not JSON, so it is ignored: %s", describe(place), error)
-        return None
-
-
-def _read(place: str, listed: dict[str, int], remote: RemoteSettings) -> bytes | None:
-    """Return the content of a file. Return None if the file does not exist or cannot be read."""
-    if "://" not in place:
-        return Path(place).read_bytes() if os.path.isfile(place) else None
+def _read_json(place: str, listed: Mapping[str, int], remote: RemoteSettings) -> Mapping[str, Any]:
+    """Return the content of a JSON file, or {} if the file does not exist or has no usable content."""
     if place.startswith(BUCKETS) and place not in listed:
-        return None
+        return {}
     try:
-        return retry(partial(read_object, place, remote.timeout_s), remote)
-    except StoreError as error:
-        if not error.missing:
-            logger.warning("%s cannot be read, so it is ignored: %s", describe(place), error)
-        return None
+        content = read_object(place, remote) if "://" in place else Path(place).read_bytes()
+        tree = json.loads(content)
+    except FileNotFoundError:
+        return {}
+    except (StoreError, OSError, ValueError) as error:
+        if not (isinstance(error, StoreError) and error.missing):
+            where = describe(place) if "://" in place else place
+            logger.warning("%s is ignored: %s", where, error)
+        return {}
+    return tree if isinstance(tree, dict) else {}
