@@ -247,7 +247,7 @@ def count_first(num_shards: int, samples: int, gb: float, batch: int) -> str:
     source = Manifest(Path(), shards, tuple(shard.name for shard in shards))
     settings = DataSettings(shards="s3://bucket/{0..1}.tar")
     slots = count_slots(settings, [source], 8)
-    order = mix(settings, [source], slots, 0, [settings.window])
+    order = mix(settings, [source], slots, 0, [settings.window]).orders[0]
     places = ((slot, offset) for slot in range(slots) for offset in range(-(-batch // slots)))
     needed = {order.locate(slot, *order.settle(slot, 0, offset))[0] for slot, offset in places}
     total = len(needed) * gb

@@ -14,7 +14,6 @@ from disco_ds.data.images.augment import augment
 from disco_ds.data.images.broken import BrokenSample, DataError
 from disco_ds.data.images.decode import ImageSpec
 from disco_ds.data.order.counter_rng import keyed_uniform
-from disco_ds.data.order.mixture import Mixture
 from disco_ds.data.order.sequential import read_all, read_labels
 from disco_ds.data.order.slots import DataOrder, Share, choose_slots, divide
 from disco_ds.data.pipeline.loader import Loader, merge_states
@@ -24,7 +23,7 @@ from disco_ds.data.sources.base import Reader, SampleForm, Source
 from disco_ds.data.sources.counting import index_shards
 from disco_ds.data.sources.csv_source import Table
 from disco_ds.data.sources.folder import ImageFolder, sort_labels
-from disco_ds.data.sources.listing import Listing, list_shards, resolve_shards
+from disco_ds.data.sources.listing import Listing, is_table, list_shards, resolve_shards
 from disco_ds.data.sources.load import fingerprint, load_sources
 from disco_ds.data.sources.manifest import Manifest, Shard, load_manifest, write_manifest
 
@@ -38,7 +37,6 @@ __all__ = [
     "Loader",
     "Manifest",
     "MicroBatch",
-    "Mixture",
     "Reader",
     "SampleForm",
     "Shard",
@@ -52,6 +50,7 @@ __all__ = [
     "divide",
     "fingerprint",
     "index_shards",
+    "is_table",
     "keyed_uniform",
     "list_shards",
     "load_manifest",

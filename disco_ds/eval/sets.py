@@ -29,6 +29,7 @@ from disco_ds.data import (
     Manifest,
     Table,
     index_shards,
+    is_table,
     load_manifest,
     read_labels,
     resolve_shards,
@@ -142,7 +143,7 @@ def _load_labeled(name: str, path: str, settings: EvalSettings, data: DataSettin
 
 
 def _load_captioned(name: str, path: str, settings: EvalSettings, data: DataSettings) -> ImageSet:
-    if Table.takes(path):
+    if is_table(path):
         caption = settings.caption_key
         if caption == _SHARDS_CAPTION:
             caption = _CSV_CAPTION

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from disco_ds.data import DataOrder, Mixture, Source, choose_slots, keyed_uniform
+from disco_ds.data import DataOrder, Source, choose_slots, keyed_uniform
 from disco_ds.data.order.counter_rng import keyed_bits, keyed_permutation, keyed_row
+from disco_ds.data.order.mixture import mix_sources
 from disco_ds.data.sources.load import count_slots
 from helpers.shards import settings
 
@@ -55,9 +56,9 @@ def test_order_differs_between_epochs_and_slots() -> None:
 
 
 def test_order_ids_are_contiguous_in_manifest_order() -> None:
-    order = Mixture([[3, 4], [2]], [1.0, 1.0], [False, False], 1, seed=0, windows=[8, 8])
-    entries = [(0, 0), (0, 2), (1, 0), (1, 3), (2, 1)]
-    assert [order.index(*entry) for entry in entries] == [0, 2, 3, 6, 8]
+    order = mix_sources([[3, 4], [2]], [1.0, 1.0], [False, False], 1, seed=0, windows=[8, 8])
+    entries = [(0, 0, 0), (0, 0, 2), (0, 1, 0), (0, 1, 3), (1, 0, 1)]
+    assert [order.sample_id(*entry) for entry in entries] == [0, 2, 3, 6, 8]
 
 
 @pytest.mark.parametrize(("shards", "slots"), [(1, 1), (5, 4), (24, 24), (500, 384), (40_000, 512)])

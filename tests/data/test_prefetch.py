@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from disco_ds.config.data import RemoteSettings
-from disco_ds.data import DataError, DataOrder, Manifest, Mixture
+from disco_ds.data import DataError, DataOrder, Manifest
 from disco_ds.data.images.broken import CacheFullError
-from disco_ds.data.order.mixture import Draws
+from disco_ds.data.order.mixture import Draws, mix_sources
 from disco_ds.data.remote.fetching import fetch_temporary, progress
 from disco_ds.data.remote.prefetch import FetchAhead
 from helpers.remote import open_cache
@@ -73,7 +73,7 @@ def test_upcoming_shards_are_those_read_next(
 
 
 def test_most_urgent_shard_comes_first_and_each_slot_has_one_beyond_its_window() -> None:
-    order = Mixture([[100] * 12], [1.0], [False], 4, seed=5, windows=[10])
+    order = mix_sources([[100] * 12], [1.0], [False], 4, seed=5, windows=[10])
     ahead = FetchAhead([], order, least=1)
     # Slots 0 and 1 have read 5 and 95 samples of the first epoch, so they need their second shards after 95 and 5 more.
     ahead.move({0: (0, 5), 1: (0, 95)})
@@ -82,28 +82,33 @@ def test_most_urgent_shard_comes_first_and_each_slot_has_one_beyond_its_window()
         slot: list(dict.fromkeys(read_on(own, slot, 0, offset, 300)))
         for slot, offset in ((0, 5), (1, 95))
     }
-    assert ahead.find_wanted() == [*sorted([reads[0][0], reads[1][0]]), reads[1][1], reads[0][1]]
+    expected = [*sorted([reads[0][0], reads[1][0]]), reads[1][1], reads[0][1]]
+    assert ahead.find_wanted() == [(0, shard) for shard in expected]
 
 
 def test_small_shards_are_wanted_a_window_ahead() -> None:
-    order = Mixture([[3] * 400], [1.0], [False], 4, seed=5, windows=[30])
+    order = mix_sources([[3] * 400], [1.0], [False], 4, seed=5, windows=[30])
     ahead = FetchAhead([], order, least=1)
     ahead.move({2: (0, 0)})
     own = DataOrder([3] * 400, 4, 5, 30)
-    assert sorted(ahead.find_wanted()) == sorted(set(read_on(own, 2, 0, 0, 60)))
+    assert sorted(ahead.find_wanted()) == [
+        (0, shard) for shard in sorted(set(read_on(own, 2, 0, 0, 60)))
+    ]
 
 
 def test_single_shard_wants_no_other() -> None:
-    ahead = FetchAhead([], Mixture([[50]], [1.0], [False], 1, seed=0, windows=[10]), least=7)
+    ahead = FetchAhead([], mix_sources([[50]], [1.0], [False], 1, seed=0, windows=[10]), least=7)
     ahead.move({0: (0, 45)})
-    assert ahead.find_wanted() == [0]
+    assert ahead.find_wanted() == [(0, 0)]
 
 
 def test_rare_source_of_a_mixture_is_less_urgent() -> None:
-    order = Mixture([[20] * 8, [20] * 800], [9.0, 1.0], [False, True], 2, seed=5, windows=[10, 10])
+    order = mix_sources(
+        [[20] * 8, [20] * 800], [9.0, 1.0], [False, True], 2, seed=5, windows=[10, 10]
+    )
     ahead = FetchAhead([], order, least=1)
     ahead.move(dict.fromkeys(order.streams(0), (0, 0)))
-    sources = [min(shard // 8, 1) for shard in ahead.find_wanted()]
+    sources = [source for source, _ in ahead.find_wanted()]
     assert [source for source, _ in itertools.groupby(sources)] == [0, 1, 0, 1]
 
 
@@ -238,7 +243,9 @@ def test_what_a_killed_process_had_half_fetched_ahead_makes_room(
 
 def test_small_source_beside_a_large_one_costs_no_time() -> None:
     """Most intervals of the small source's slots are empty."""
-    order = Mixture([[20], [100] * 1000], [0.5, 0.5], [False, False], 512, seed=5, windows=[50, 50])
+    order = mix_sources(
+        [[20], [100] * 1000], [0.5, 0.5], [False, False], 512, seed=5, windows=[50, 50]
+    )
     ahead = FetchAhead([], order, least=1)
     ahead.move({stream: (0, 0) for slot in range(64) for stream in order.streams(slot)})
     start = time.perf_counter()

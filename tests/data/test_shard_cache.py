@@ -120,21 +120,13 @@ def test_cached_shard_that_was_cut_short_is_fetched_again(
     assert server.asked == {"/00001.tar": 2}
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("link", "link"),
-        ("open", "others"),
-        ("foreign", r"belongs to user \d+"),
-    ],
-)
+@pytest.mark.parametrize("kind", ["link", "open", "foreign"])
 def test_cache_in_a_folder_of_somebody_else_is_refused(
     shards: Manifest,
     server: Server,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
-    words: str,
 ) -> None:
     cache = open_cache(shards, server.url, tmp_path / "cache")
     cache.folder.parent.mkdir()
@@ -146,7 +138,7 @@ def test_cache_in_a_folder_of_somebody_else_is_refused(
         cache.folder.chmod(0o777 if kind == "open" else 0o700)
     if kind == "foreign":
         change_owners(monkeypatch, {cache.folder.stat().st_ino: os.geteuid() + 1})
-    with pytest.raises(DataError, match=f"{cache.folder} .*{words}"):
+    with pytest.raises(DataError, match=f"{cache.folder} must be a folder"):
         cache.open(1)
     assert not server.asked
     assert not list(cache.folder.iterdir())

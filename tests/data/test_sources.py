@@ -14,7 +14,8 @@ from disco_ds.checkpoints.changes import refuse_changes
 from disco_ds.checkpoints.checkpoint import identity
 from disco_ds.config import check_config
 from disco_ds.config.data import DataSettings
-from disco_ds.data import Mixture, Source, load_sources, merge_states
+from disco_ds.data import Source, load_sources, merge_states
+from disco_ds.data.order.mixture import mix_sources
 from helpers.minimal import MINIMAL
 from helpers.shards import color, make_loader, read_global, read_step, settings, write_shards
 
@@ -190,7 +191,7 @@ def test_settings_that_make_no_sense_are_refused(data: dict[str, Any], words: st
 
 def test_mixture_is_even_in_every_slot_and_over_them() -> None:
     weights = [1.0, 5.0, 0.5]
-    mixture = Mixture([[50], [70, 7], [900]], weights, [False] * 3, 64, seed=3, windows=[9] * 3)
+    mixture = mix_sources([[50], [70, 7], [900]], weights, [False] * 3, 64, seed=3, windows=[9] * 3)
     total = Counter()
     for slot in range(64):
         chosen = [mixture.stream(slot, number) for number in range(1000)]
@@ -208,14 +209,15 @@ def test_mixture_is_even_in_every_slot_and_over_them() -> None:
 
 
 def test_mixture_source_smaller_than_the_slots_keeps_its_epochs() -> None:
-    mixture = Mixture([[3], [100]], [1.0, 1.0], [False, False], 8, seed=0, windows=[4, 4])
+    mixture = mix_sources([[3], [100]], [1.0, 1.0], [False, False], 8, seed=0, windows=[4, 4])
+    order = mixture.orders[0]
     read = Counter()
     for slot in range(8):
         epoch, offset = 0, 0
         while epoch < 8:
-            epoch, offset = mixture.settle(slot, epoch, offset)
+            epoch, offset = order.settle(slot, epoch, offset)
             if epoch < 8:
-                read[mixture.index(*mixture.locate(slot, epoch, offset)), epoch] += 1
+                read[mixture.sample_id(0, *order.locate(slot, epoch, offset)), epoch] += 1
             offset += 1
     assert read == Counter({(index, epoch): 1 for index in range(3) for epoch in range(8)})
 
@@ -223,14 +225,15 @@ def test_mixture_source_smaller_than_the_slots_keeps_its_epochs() -> None:
 @pytest.mark.parametrize("window", [7, 1000])
 def test_draws_are_uniform_and_independent(window: int) -> None:
     sizes = [3, 40, 1, 16]
-    mixture = Mixture([sizes], [1.0], [True], 16, seed=5, windows=[window])
+    mixture = mix_sources([sizes], [1.0], [True], 16, seed=5, windows=[window])
+    order = mixture.orders[0]
     counts, repeated, total = Counter(), 0, 0
     for slot in range(16):
         epoch, offset, last = 0, 0, None
         for _ in range(2000):
-            epoch, offset = mixture.settle(slot, epoch, offset)
+            epoch, offset = order.settle(slot, epoch, offset)
             assert epoch % 16 == slot
-            index = mixture.index(*mixture.locate(slot, epoch, offset))
+            index = mixture.sample_id(0, *order.locate(slot, epoch, offset))
             counts[index] += 1
             repeated += index == last
             total += 1

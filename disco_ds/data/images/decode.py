@@ -47,8 +47,6 @@ NUM_CROP_NUMBERS = 2 * _TRIES + 2
 _MAX_ASPECT = 64
 """Maximum ratio of the long side to the short side in evaluation. An image with a larger ratio could become huge when
 its short side is resized to the model's size."""
-_MAX_DEPTH = 200
-"""Maximum nesting depth of a JSON member."""
 _MAX_CAPTION = 2**14
 """Maximum number of bytes of a caption that are passed to the tokenizer."""
 _MAX_WORD = 2**11
@@ -265,28 +263,7 @@ class _Fields(dict[str, Any]):
         data = super().__getitem__(name)
         if not isinstance(data, bytes):
             return data
-        return parse_json(data) if name.rpartition(".")[2] == "json" else data.decode("utf-8")
-
-
-def parse_json(data: bytes) -> Any:
-    """Parse JSON of limited depth.
-
-    json.loads itself stops at a depth that depends on the caller's stack, so a sample could be broken in one process
-    and not in another.
-
-    Raises:
-        ValueError: If the data is not JSON or is nested too deeply.
-    """
-    text = data.decode(json.detect_encoding(data), "surrogatepass")
-    if text.count("[") + text.count("{") > _MAX_DEPTH:
-        depth = 0
-        # Brackets within strings do not nest.
-        bare = re.sub(r'"(?:[^"\\]|\\.)*"', "", text, flags=re.DOTALL)
-        for bracket in re.findall(r"[][{}]", bare):
-            depth += 1 if bracket in "[{" else -1
-            if depth > _MAX_DEPTH:
-                raise ValueError(f"JSON nested in more than {_MAX_DEPTH} levels")
-    return json.loads(text)
+        return json.loads(data) if name.rpartition(".")[2] == "json" else data.decode("utf-8")
 
 
 class _Formatter(string.Formatter):

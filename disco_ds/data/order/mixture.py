@@ -22,9 +22,12 @@ import numpy as np
 
 from disco_ds.data.order.counter_rng import GOLDEN, keyed_int
 from disco_ds.data.order.slots import DataOrder
+from disco_ds.data.order.whole_shards import WholeShards
 
 # Keys that keep different uses of random numbers independent. slots.py uses the keys 1 and 2.
 _SEED, _PHASE, _RUN, _DRAW = 3, 4, 5, 6
+_ONE = 2**64
+"""Represents 1 in fixed-point numbers."""
 
 
 class Draws:
@@ -91,86 +94,99 @@ class Draws:
         return int(np.searchsorted(self._starts, place, side="right")) - 1
 
 
+Order = DataOrder | Draws | WholeShards
+"""The order of one source, in each of the slots."""
+
+
 class Mixture:
-    """The combined order of one or more sources. Shards and sample ids are numbered consecutively across all sources.
+    """The combined order of one or more sources, which are numbered.
 
     Args:
-        sizes: For each source, the number of samples in each of its shards.
+        orders: The order of each source.
+        sizes: For each source, the number of sample ids of each of its shards. The ids count the samples of all sources
+            in order.
         weights: Weight of each source. Only the ratios of the weights matter.
-        replacement: For each source, whether it is drawn with replacement.
         num_slots: Number of slots, S.
-        seed: Seed of the order.
-        windows: For each source, how many consecutive entries a slot shuffles together or, with replacement, draws
-            from.
+        seed: Seed of the mixture.
     """
 
     def __init__(
         self,
+        orders: Sequence[Order],
         sizes: Sequence[Sequence[int]],
         weights: Sequence[float],
-        replacement: Sequence[bool],
         num_slots: int,
         seed: int,
-        windows: Sequence[int],
     ) -> None:
-        self._orders: list[DataOrder | Draws] = []
-        for number, (part, again, window) in enumerate(
-            zip(sizes, replacement, windows, strict=True)
-        ):
-            # Each source has a different seed, so that sources of equal size are not shuffled alike. The first source
-            # keeps `seed` itself, so that its order is the same as if it were the only source.
-            source_seed = keyed_int(seed, _SEED, number) if number else seed
-            kind = Draws if again else DataOrder
-            self._orders.append(kind(part, num_slots, source_seed, window))
+        self.orders = orders
         self._num_slots = num_slots
         self._seed = seed
         # The bounds between sources are 64-bit integers, so that which source a sample comes from does not depend on
         # how a processor rounds.
-        self._ends = [int(end / math.fsum(weights) * 2**64) for end in accumulate(weights)][:-1]
+        total = math.fsum(weights)
+        bounds = [int(end / total * _ONE) for end in accumulate(weights)]
+        self._bounds = [0, *bounds[:-1], _ONE]
         self._first_shard = [0, *accumulate(map(len, sizes))]
         # An array, because it is sent to every worker.
-        self._first_index = np.cumsum([0, *(size for part in sizes for size in part)])
+        self._first_id = np.cumsum([0, *(size for part in sizes for size in part)])
 
     def streams(self, slot: int) -> list[int]:
         """Return the numbers of a slot's streams, one for each source."""
-        return [source * self._num_slots + slot for source in range(len(self._orders))]
+        return [source * self._num_slots + slot for source in range(len(self.orders))]
 
     def stream(self, slot: int, number: int) -> int:
         """Return the stream that supplies sample `number` of a slot, counted from the start of training."""
         # These are fixed-point numbers in which 2**64 represents 1, so the remainder is the fractional part.
-        point = (keyed_int(self._seed, _PHASE, slot) + number * GOLDEN) % 2**64
-        return bisect_right(self._ends, point) * self._num_slots + slot
+        point = (keyed_int(self._seed, _PHASE, slot) + number * GOLDEN) % _ONE
+        source = bisect_right(self._bounds, point) - 1
+        return source * self._num_slots + slot
 
-    def length(self, stream: int, epoch: int) -> int:
-        """Return the number of a stream's samples in an epoch or, with replacement, the number of entries in a run."""
-        source, slot = divmod(stream, self._num_slots)
-        return self._orders[source].length(slot, epoch)
-
-    def settle(self, stream: int, epoch: int, offset: int) -> tuple[int, int]:
-        """Return the cursor of the stream's next sample, which may be in a later epoch."""
-        source, slot = divmod(stream, self._num_slots)
-        return self._orders[source].settle(slot, epoch, offset)
-
-    def locate(self, stream: int, epoch: int, offset: int) -> tuple[int, int]:
-        """Return the (shard, entry) at the cursor (epoch, offset) of a stream."""
-        source, slot = divmod(stream, self._num_slots)
-        shard, entry = self._orders[source].locate(slot, epoch, offset)
-        return self._first_shard[source] + shard, entry
+    def split(self, stream: int) -> tuple[int, int]:
+        """Return the source and the slot of a stream."""
+        return divmod(stream, self._num_slots)
 
     def upcoming(self, stream: int, epoch: int, offset: int) -> Iterator[tuple[float, int]]:
-        """Yield the shards that the stream reads next, endlessly.
+        """Yield the shards of the stream's source that the stream reads next, endlessly.
 
         Yields:
             A pair (samples, shard). The stream may need the shard once its slot has read this many more samples.
         """
-        source, slot = divmod(stream, self._num_slots)
-        ends = [0, *self._ends, 2**64]
-        share = (ends[source + 1] - ends[source]) / 2**64
+        source, slot = self.split(stream)
+        share = (self._bounds[source + 1] - self._bounds[source]) / _ONE
         # Only this share of the slot's samples comes from the source, so the slot reads more samples before the stream
         # needs a shard.
-        for away, shard in self._orders[source].upcoming(slot, epoch, offset):
-            yield away / share, self._first_shard[source] + shard
+        for away, shard in self.orders[source].upcoming(slot, epoch, offset):
+            yield away / share, shard
 
-    def index(self, shard: int, entry: int) -> int:
-        """Return the id of the sample at (shard, entry). Ids count the samples of all sources in order."""
-        return int(self._first_index[shard]) + entry
+    def sample_id(self, source: int, shard: int, entry: int) -> int:
+        """Return the id of a sample."""
+        return int(self._first_id[self._first_shard[source] + shard]) + entry
+
+
+def mix_sources(
+    sizes: Sequence[Sequence[int]],
+    weights: Sequence[float],
+    replacement: Sequence[bool],
+    num_slots: int,
+    seed: int,
+    windows: Sequence[int],
+) -> Mixture:
+    """Return the combined order of sources whose samples are counted.
+
+    Args:
+        sizes: For each source, the number of samples in each of its shards.
+        weights: Weight of each source.
+        replacement: For each source, whether it is drawn with replacement.
+        num_slots: Number of slots.
+        seed: Seed of the order.
+        windows: For each source, how many consecutive entries a slot shuffles together or, with replacement, draws
+            from.
+    """
+    orders: list[Order] = []
+    for number, part in enumerate(sizes):
+        # Each source has a different seed, so that sources of equal size are not shuffled alike. The first source keeps
+        # `seed` itself, so that its order is the same as if it were the only source.
+        source_seed = keyed_int(seed, _SEED, number) if number else seed
+        kind = Draws if replacement[number] else DataOrder
+        orders.append(kind(part, num_slots, source_seed, windows[number]))
+    return Mixture(orders, sizes, weights, num_slots, seed)

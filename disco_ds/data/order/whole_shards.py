@@ -16,14 +16,14 @@ import numpy as np
 from disco_ds.data.order.counter_rng import keyed_permutation
 
 _SHARDS, _SAMPLES = 1, 2
-_ENTRY_BITS = 24
-"""Sample ids are shard << 24 | entry."""
+IDS_PER_SHARD = 2**24
+"""Number of sample ids that are reserved for each shard, because its number of samples is unknown."""
 _NOMINAL_SAMPLES = 10_000
 """Assumed size of a shard, by which the next shards of several slots are ranked."""
 
 
 class WholeShards:
-    """The order of uncounted shards. It has the interface of mixture.Mixture.
+    """The order of uncounted shards. It has the interface of slots.DataOrder, with visits as epochs.
 
     Args:
         num_shards: Number of shards, at least one per slot.
@@ -36,14 +36,6 @@ class WholeShards:
 
     def __init__(self, num_shards: int, num_slots: int, seed: int) -> None:
         self._num_shards, self._num_slots, self._seed = num_shards, num_slots, seed
-
-    def streams(self, slot: int) -> list[int]:
-        """Return the numbers of a slot's streams: the slot itself."""
-        return [slot]
-
-    def stream(self, slot: int, number: int) -> int:
-        """Return the stream that supplies sample `number` of a slot."""
-        return slot
 
     def length(self, slot: int, visit: int) -> int:
         """Return the number of samples in a visit."""
@@ -61,16 +53,12 @@ class WholeShards:
         number = visit * self._num_slots + slot
         return shard, int(_permute(self.count(shard), self._seed, _SAMPLES, number)[offset])
 
-    def upcoming(self, slot: int, visit: int, offset: int) -> Iterator[tuple[float, int]]:
-        """Yield the shards that the slot reads next, like Mixture.upcoming, with assumed numbers of samples."""
+    def upcoming(self, slot: int, visit: int, offset: int) -> Iterator[tuple[int, int]]:
+        """Yield the shards that the slot reads next, like DataOrder.upcoming, with assumed numbers of samples."""
         away = 0
         while True:
             yield away, self._shard(slot, visit)
             visit, away = visit + 1, away + _NOMINAL_SAMPLES
-
-    def index(self, shard: int, entry: int) -> int:
-        """Return the id of a sample."""
-        return shard << _ENTRY_BITS | entry
 
     def _shard(self, slot: int, visit: int) -> int:
         epoch, place = divmod(visit * self._num_slots + slot, self._num_shards)

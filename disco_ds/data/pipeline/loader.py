@@ -32,7 +32,6 @@ from disco_ds.data.sources.load import (
     choose_windows,
     count_slots,
     fingerprint,
-    label,
     mix,
     open_sources,
 )
@@ -161,13 +160,14 @@ class Loader:
                 replace(job, worker=number, num_workers=num_workers),
                 settings.worker_timeout_s,
                 form.tokenize.__module__,
-                partial(label, sources),
+                sources,
             )
             self._resources.callback(worker.close)
             self.worker_pids.append(worker.pid)
             producers.append(worker)
         if not producers:
-            self._resources.callback(job.samples.close)
+            for samples in job.samples:
+                self._resources.callback(samples.close)
             producers.append(InProcess(job))
         on_device = count_on_device(self._num_parts, staging.pixels)
         self._feed = Feed(self._batches, producers, self._device, on_device)

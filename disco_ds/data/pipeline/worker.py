@@ -77,8 +77,9 @@ class Job:
     slot slots[q % len(slots)].
     """
 
-    samples: Samples
-    order: Mixture | WholeShards
+    samples: list[Samples]
+    """The samples of each source."""
+    order: Mixture
     settings: DataSettings
     share: Share
     slots: tuple[int, ...]
@@ -97,9 +98,9 @@ class Job:
     worker: int = 0
     """This worker owns slots[worker::num_workers]."""
     num_workers: int = 1
-    at: Any = field(default_factory=lambda: [-1, -1, 0])
-    """Three integers that the trainer reads: the shard and the entry of the sample that is being read (-1 if there is
-    none), and the count of fetching.progress."""
+    at: Any = field(default_factory=lambda: [-1, -1, -1, 0])
+    """Four integers that the trainer reads: the source, shard and entry of the sample that is being read (-1 between
+    micro-batches), and the count of fetching.progress."""
 
 
 class _Reader:
@@ -107,9 +108,10 @@ class _Reader:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        if isinstance(job.order, WholeShards):
-            # A function, because FetchAhead copies the order, but must not copy the reader.
-            job.order.count = lambda shard: job.samples.count(shard)  # type: ignore[attr-defined]
+        for order in job.order.orders:
+            if isinstance(order, WholeShards):
+                # A function, because FetchAhead copies the order, but must not copy the reader.
+                order.count = lambda shard: job.samples[0].count(shard)  # type: ignore[attr-defined]
         mine = job.slots[job.worker :: job.num_workers]
         streams = [stream for slot in mine for stream in job.order.streams(slot)]
         self.cursor = {stream: job.cursor[stream] for stream in streams}
@@ -136,19 +138,21 @@ class _Reader:
         job = self._job
         # The trainer considers a worker hung if it is silent for worker_timeout_s, so retries must end earlier.
         patience_s = min(job.settings.retry_s, job.settings.worker_timeout_s / 2)
+        source, slot = job.order.split(stream)
+        order, samples = job.order.orders[source], job.samples[source]
         epoch, offset = self.cursor[stream]
         skipped = 0
         while True:
-            settle = partial(job.order.settle, stream, epoch, offset)
+            settle = partial(order.settle, slot, epoch, offset)
             epoch, offset = read_patiently(settle, patience_s)
-            shard, entry = job.order.locate(stream, epoch, offset)
-            index = job.order.index(shard, entry)
+            shard, entry = order.locate(slot, epoch, offset)
+            index = job.order.sample_id(source, shard, entry)
             offset += 1
             self._num_read += 1
-            job.at[:2] = shard, entry
+            job.at[:3] = source, shard, entry
             try:
                 with breaks_sample(OSError):
-                    read = partial(job.samples.read, shard, entry, epoch, index)
+                    read = partial(samples.read, shard, entry, epoch, index)
                     decode, text = read_patiently(read, patience_s)
                     # Decode now, so that a broken image is skipped before it takes a row.
                     image = decode()
@@ -160,12 +164,12 @@ class _Reader:
                 # A sign of life: almost all samples may be dropped.
                 progress.add()
             except BrokenSample as error:
-                part.broken.append(name_broken(job.samples.name, shard, entry, error))
+                part.broken.append(name_broken(samples.name, shard, entry, error))
                 self._count(part.broken[-1], error.__cause__)
             skipped += 1
             # Even with data.max_broken=1, a stream without any readable sample must not be searched forever. Two epochs
             # are searched, because a stream has different samples in each epoch.
-            if skipped >= _SPARE_BROKEN + 2 * job.order.length(stream, epoch):
+            if skipped >= _SPARE_BROKEN + 2 * order.length(slot, epoch):
                 raise DataError(
                     f"stream {stream} has no usable sample among {skipped}; data.filter, data.uids and data.stages "
                     f"dropped {part.dropped} samples; the last broken ones: {'; '.join(self._last) or 'none'}"
@@ -216,7 +220,7 @@ def produce_parts(job: Job, next_buffer: Callable[[], int]) -> Iterator[Part]:
         first_pass = []
         for _ in range(job.share.num_micro_batches):
             rows, part = _fill(job, reader, start, job.batches[next_buffer()])
-            job.at[:2] = -1, -1
+            job.at[:3] = -1, -1, -1
             job.ahead.move(dict(reader.cursor))
             yield part
             if job.decode_twice:

@@ -15,7 +15,7 @@ import threading
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing import resource_tracker
@@ -28,6 +28,7 @@ from torch.multiprocessing import get_context
 from disco_ds.data.images.broken import DataError, printable
 from disco_ds.data.pipeline.worker import Job, Part, produce_parts
 from disco_ds.data.remote.fetching import progress
+from disco_ds.data.sources.base import Source
 
 _GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that are sent to whole process groups. Workers block these signals, because the trainer stops its workers."""
@@ -63,19 +64,17 @@ class Worker:
         job: What the process reads and writes.
         timeout_s: The worker is considered hung if it reports neither a result nor progress for this many seconds.
         preload: Module that the fork server imports before it starts workers.
-        label: Function that returns a name for a sample, given shard and entry, without reading the sample.
+        sources: The sources of the samples, which name them in messages.
     """
 
-    def __init__(
-        self, job: Job, timeout_s: float, preload: str, label: Callable[[int, int], str]
-    ) -> None:
+    def __init__(self, job: Job, timeout_s: float, preload: str, sources: Sequence[Source]) -> None:
         self._name = f"data worker {job.worker} of {job.num_workers}"
-        self._label = label
+        self._sources = sources
         self._timeout_s = timeout_s
         context = get_context("forkserver")
         context.set_forkserver_preload([__name__, preload])
         self._connection, theirs = context.Pipe()
-        self._at = context.RawArray("q", [-1, -1, 0])
+        self._at = context.RawArray("q", [-1, -1, -1, 0])
         job = replace(job, at=self._at)
         self._process = context.Process(target=_main, args=(job, theirs), daemon=True)
         with _block_signals(), _hide_main():
@@ -108,9 +107,9 @@ class Worker:
             DataError: If the worker failed, died, or reported neither a result nor progress for timeout_s.
         """
         try:
-            fetched = self._at[2]
+            progressed = self._at[-1]
             while not self._connection.poll(self._timeout_s):
-                if fetched == (fetched := self._at[2]):
+                if progressed == (progressed := self._at[-1]):
                     raise DataError(
                         f"{self._name} (pid {self.pid}) was silent for data.worker_timeout_s={self._timeout_s:g} s"
                         f"{self._where()}; look for a stalled file system, or raise data.worker_timeout_s"
@@ -128,7 +127,10 @@ class Worker:
 
     def _where(self) -> str:
         """Name the sample that the worker is reading, if any."""
-        return f", reading {printable(self._label(*self._at[:2]))}" if self._at[0] >= 0 else ""
+        source, shard, entry, _ = self._at
+        if source < 0:
+            return ""
+        return f", reading {printable(self._sources[source].label(shard, entry))}"
 
 
 def describe_error(error: Exception) -> str:

@@ -16,7 +16,7 @@ from contextlib import closing, contextmanager, suppress
 
 # Uses poll(), because select() does not accept file descriptors above 1,023.
 from multiprocessing.connection import wait
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 from disco_ds.config.data import LEAST_CACHE_GB, PIPE, RemoteSettings
 from disco_ds.data.images.broken import DataError
@@ -44,39 +44,74 @@ progress = _Progress()
 
 
 class _Download:
-    """The part of a shard that has arrived. The next attempt resumes there if the server supports it."""
+    """A download of a shard into a file. Each attempt resumes where the last one stopped, if the server supports it.
 
-    def __init__(self, file: BinaryIO, size: int | None, limit: int) -> None:
+    Args:
+        url: Address of the shard, or `pipe:COMMAND`.
+        file: Unbuffered file to write to.
+        settings: Timeout and size limit.
+        size: Expected size in bytes; None: any up to the limit.
+    """
+
+    def __init__(
+        self, url: str, file: BinaryIO, settings: RemoteSettings, size: int | None
+    ) -> None:
+        self._url = url
         self._file = file
+        self._timeout_s = settings.timeout_s
         self._size = size
-        self._limit = limit
-        self.done = 0
+        self._limit = int((settings.cache_gb or LEAST_CACHE_GB) * 1e9)
+        self._done = 0
         """Bytes that have arrived."""
-        self.version: str | None = None
-        """The strong ETag of the content, from which the server sees whether the content changed."""
+        self._version: str | None = None
+        """The strong ETag of the content, by which the next attempt can resume; None if it must start over."""
 
-    def write(self, block: Any) -> None:
+    def attempt(self) -> None:
+        """Fetch the shard, or the rest of it.
+
+        Raises:
+            StoreError: If the attempt fails.
+        """
+        if self._version is None:
+            self._done = 0
+        with closing(self._open()) as blocks:
+            for block in blocks:
+                progress.add()
+                self._write(block)
+        if self._size not in (None, self._done):
+            self._refuse()
+        self._file.truncate(self._done)
+
+    def _open(self) -> Generator[Any, None, None]:
+        """Request the content from byte `_done` on, and return its blocks."""
+        if self._url.startswith(PIPE):
+            return _read_command(self._url.removeprefix(PIPE), self._timeout_s)
+        try:
+            self._version, blocks = stores.read_blocks(
+                self._url, self._timeout_s, self._done, self._version
+            )
+        except ChangedError:
+            self._version = None
+            raise
+        return blocks
+
+    def _write(self, block: Any) -> None:
         view = memoryview(block)
         while view:
-            written = os.pwrite(self._file.fileno(), view, self.done)
-            view, self.done = view[written:], self.done + written
+            written = os.pwrite(self._file.fileno(), view, self._done)
+            view, self._done = view[written:], self._done + written
             # Checked after every write, because content without a stated length could fill the disk.
-            if self.done > (self._size or self._limit):
-                raise self._refuse()
+            if self._done > (self._size or self._limit):
+                self._refuse()
 
-    def finish(self) -> None:
-        if self._size not in (None, self.done):
-            raise self._refuse()
-        self._file.truncate(self.done)
-
-    def _refuse(self) -> StoreError:
-        """Return the error for content of the wrong size."""
-        self.version = None
+    def _refuse(self) -> NoReturn:
+        """Raise the error for content of the wrong size."""
+        self._version = None
         if self._size is None:
             most = f"data.remote.cache_gb, the limit for a shard ({self._limit / 1e9:g} GB)"
-            return StoreError(f"it has more bytes than {most}", transient=False)
-        return StoreError(
-            f"{self.done:,} bytes arrived, but its manifest says {self._size:,}; if the shard was replaced, "
+            raise StoreError(f"it has more bytes than {most}", transient=False)
+        raise StoreError(
+            f"{self._done:,} bytes arrived, but its manifest says {self._size:,}; if the shard was replaced, "
             "index it again"
         )
 
@@ -96,18 +131,14 @@ def fetch(
     Raises:
         DataError: If all attempts fail. The message has the URL, without secrets, and the last failure.
     """
-    download = _Download(file, size, int((settings.cache_gb or LEAST_CACHE_GB) * 1e9))
+    download = _Download(url, file, settings, size)
     for number in range(settings.tries):
         pause(number, settings)
         # Processes that wait for this file see from its time that it is being fetched.
         os.utime(file.fileno())
         progress.add()
         try:
-            with closing(_read(url, settings.timeout_s, download)) as blocks:
-                for block in blocks:
-                    progress.add()
-                    download.write(block)
-            download.finish()
+            download.attempt()
             return
         except StoreError as error:
             progress.add()
@@ -134,31 +165,6 @@ def fetch_temporary(url: str, name: str, settings: RemoteSettings) -> Iterator[B
 def describe(url: str) -> str:
     """Return a URL without secrets, for messages. Commands are hidden: any part may be secret."""
     return "its pipe:" if url.startswith(PIPE) else stores.describe(url)
-
-
-def _read(url: str, timeout_s: float, download: _Download) -> Generator[Any, None, None]:
-    """Read a URL or the output of a command block by block, from `download.done` on.
-
-    A source that cannot resume sets `download.done` to 0 and starts from the beginning.
-
-    Raises:
-        StoreError: If the attempt fails.
-    """
-    if url.startswith(PIPE):
-        download.done = 0
-        yield from _read_command(url.removeprefix(PIPE), timeout_s)
-        return
-    if download.version is None:
-        download.done = 0
-    try:
-        download.version, blocks = stores.read_blocks(
-            url, timeout_s, download.done, download.version
-        )
-    except ChangedError:
-        # The next attempt requests the whole shard.
-        download.version = None
-        raise
-    yield from blocks
 
 
 def _read_command(command: str, timeout_s: float) -> Generator[bytes, None, None]:

@@ -11,13 +11,10 @@ import copy
 import math
 import threading
 import time
-from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
 
 from disco_ds.data.images.broken import CacheFullError
 from disco_ds.data.order.mixture import Mixture
-from disco_ds.data.order.whole_shards import WholeShards
 from disco_ds.data.sources.base import Source
 
 _THREADS = 2
@@ -30,23 +27,25 @@ _BUSY_S = 1.0
 
 Cursor = dict[int, tuple[int, int]]
 """The next (epoch, offset) of streams."""
+Place = tuple[int, int]
+"""A source and one of its shards."""
 
 
 class FetchAhead:
     """Prefetches shards for some streams of a data order.
 
     Args:
-        sources: The sources of the order, which numbers their shards consecutively.
+        sources: The sources of the order.
         order: The data order.
         least: Number of shards to prefetch for every stream, in addition to those that it is reading; 0: none.
     """
 
-    def __init__(self, sources: Sequence[Source], order: Mixture | WholeShards, least: int) -> None:
+    def __init__(self, sources: Sequence[Source], order: Mixture, least: int) -> None:
         self._sources = sources
         self._order = order
         self._least = least
         self._cursor: Cursor = {}
-        self._not_before: dict[int, float] = {}
+        self._not_before: dict[Place, float] = {}
         """Times before which a shard is skipped; infinity if it was fetched or is being fetched."""
 
     def start(self) -> None:
@@ -63,45 +62,46 @@ class FetchAhead:
         """Set the position of the streams. The reading thread calls this."""
         self._cursor = cursor
 
-    def find_wanted(self) -> list[int]:
-        """List the shards that the streams are reading or need next, the most urgent first."""
-        needed: dict[int, float] = {}
-        for stream, place in self._cursor.items():
+    def find_wanted(self) -> list[Place]:
+        """List the (source, shard) that the streams are reading or need next, the most urgent first."""
+        needed: dict[Place, float] = {}
+        for stream, cursor in self._cursor.items():
+            source, _ = self._order.split(stream)
             beyond, reached = 0, 0.0
-            for away, shard in self._order.upcoming(stream, *place):
+            for away, shard in self._order.upcoming(stream, *cursor):
                 # The shards of a window are needed together.
                 if away > reached and beyond >= self._least:
                     break
-                needed[shard] = min(away, needed.get(shard, away))
+                place = source, shard
+                needed[place] = min(away, needed.get(place, away))
                 beyond += away > 0
                 reached = away
-        return sorted(needed, key=lambda shard: (needed[shard], shard))
+        return sorted(needed, key=lambda place: (needed[place], place))
 
-    def _claim(self) -> int | None:
+    def _claim(self) -> Place | None:
         """Return the most urgent shard that is neither fetched nor being fetched."""
         with self._lock:
             wanted = self.find_wanted()
-            self._not_before = {shard: self._not_before.get(shard, 0) for shard in wanted}
-            for shard in wanted:
-                if time.monotonic() >= self._not_before[shard]:
-                    self._not_before[shard] = math.inf
-                    return shard
+            self._not_before = {place: self._not_before.get(place, 0) for place in wanted}
+            for place in wanted:
+                if time.monotonic() >= self._not_before[place]:
+                    self._not_before[place] = math.inf
+                    return place
         return None
 
     def _run(self) -> None:
         fetchers = [source.open_fetcher() for source in self._sources]
-        first = list(accumulate((len(source.sizes) for source in self._sources), initial=0))
         while True:
-            if (shard := self._claim()) is None:
+            if (place := self._claim()) is None:
                 time.sleep(_POLL_S)
                 continue
-            number = bisect_right(first, shard) - 1
+            source, shard = place
             try:
-                if (fetch := fetchers[number]) is not None:
-                    fetch(shard - first[number])
+                if (fetch := fetchers[source]) is not None:
+                    fetch(shard)
             except Exception as error:
                 # Custom sources may raise anything. If the failure persists, the reader reports it.
                 with self._lock:
-                    self._not_before[shard] = time.monotonic() + _RETRY_S
+                    self._not_before[place] = time.monotonic() + _RETRY_S
                 # A full cache has no room for the other shards either; any other failure may be a busy server.
                 time.sleep(_RETRY_S if isinstance(error, CacheFullError) else _BUSY_S)

@@ -259,18 +259,12 @@ def _make_private(folder: Path) -> None:
     for path in (*reversed(folder.parents), folder):
         path.mkdir(0o700, exist_ok=True)
     found = os.lstat(folder)
-    if not stat.S_ISDIR(found.st_mode):
-        wrong = "it is a link"
-    elif found.st_uid != os.geteuid():
-        wrong = f"it belongs to user {found.st_uid}"
-    elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        wrong = "others can write to it"
-    else:
-        return
-    raise DataError(
-        f"{folder} must be a folder that only user {os.geteuid()} can write to, but {wrong}; remove it, or set "
-        "data.remote.cache to another folder on a local disk"
-    )
+    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    if not is_own or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise DataError(
+            f"{folder} must be a folder, not a link, that only user {os.geteuid()} can write to; remove it, or set "
+            "data.remote.cache to another folder on a local disk"
+        )
 
 
 def _open_or_create(path: Path) -> BinaryIO:

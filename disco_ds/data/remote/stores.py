@@ -12,7 +12,7 @@ import random
 import re
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
@@ -141,7 +141,7 @@ _open_store = lru_cache(64)(_create_store)
 
 def read_blocks(
     url: str, timeout_s: float, start: int = 0, tag: str | None = None
-) -> tuple[str | None, Iterator[Any]]:
+) -> tuple[str | None, Generator[Any, None, None]]:
     """Request an object, or the rest of it from byte `start`, if it still has the version `tag`.
 
     Returns:
@@ -162,7 +162,7 @@ def read_blocks(
     # A weak ETag does not identify every byte (RFC 9110, 13.1.5).
     version = None if found and found.startswith("W/") else found
 
-    def blocks() -> Iterator[Any]:
+    def blocks() -> Generator[Any, None, None]:
         with _explain():
             # min_chunk_size=1 returns each block as it arrives, so that an error does not discard earlier ones.
             yield from answer.stream(min_chunk_size=1)

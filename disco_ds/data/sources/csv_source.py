@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, islice
+from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO
 
@@ -30,12 +30,11 @@ from disco_ds.data.images.broken import BrokenSample, read_regular
 from disco_ds.data.images.decode import list_fields
 from disco_ds.data.order.slots import divide
 from disco_ds.data.sources.base import Source
-from disco_ds.data.sources.listing import is_table
 
 logger = logging.getLogger(__name__)
 
-_FIRST_ROWS = 16
-"""Number of rows that are read when the file is opened."""
+_NUM_CHECKED = 16
+"""Number of rows that are read when the file is opened, one from each of the first nominal shards."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,18 +65,13 @@ class Table(Source):
         path = self.path.parent / image
         return path if os.path.lexists(path) or not os.path.lexists(image) else Path(image)
 
-    @staticmethod
-    def takes(shards: str) -> bool:
-        """Return whether a setting names a csv file."""
-        return is_table(shards)
-
     @classmethod
     def load(cls, shards: str, settings: DataSettings) -> Table:
         """Find the rows of a csv file.
 
         Raises:
             ValueError: If the file is missing, empty or malformed, if it lacks a column that the settings name, or if
-                none of its first rows can be read.
+                none of several rows can be read.
         """
         path = Path(shards).expanduser()
         try:
@@ -100,7 +94,7 @@ class Table(Source):
         if len(starts) < 2:
             raise ValueError(f"{path} has no rows below its column names")
         table = cls(path, separator, columns, image, starts, fingerprint)
-        _check_first_rows(table)
+        _check_rows(table)
         return table
 
 
@@ -148,20 +142,19 @@ class TableReader:
             self._file.close()
 
 
-def _check_first_rows(table: Table) -> None:
-    """Raise ValueError if none of the first rows can be read, as with a wrong folder or separator."""
-    first = ""
+def _check_rows(table: Table) -> None:
+    """Raise ValueError if none of several rows can be read, as with a wrong folder or separator."""
+    problems = []
     with closing(TableReader(table)) as reader:
-        places = ((shard, entry) for shard, size in enumerate(table.sizes) for entry in range(size))
-        for place in islice(places, _FIRST_ROWS):
+        for shard in range(len(table.sizes))[:_NUM_CHECKED]:
             try:
-                reader.read(*place)
+                reader.read(shard, 0)
                 return
             except BrokenSample as error:
-                first = first or str(error)
+                problems.append(error)
     raise ValueError(
-        f"{table.path}: none of the first rows can be read. The first: {first}. Paths are relative to the csv's "
-        "folder or to the working directory"
+        f"{table.path}: none of {len(problems)} rows can be read. The first: {problems[0]}. Paths are relative to the "
+        "csv's folder or to the working directory"
     )
 
 

@@ -1,4 +1,4 @@
-"""The sources that a recipe names: loaded and checked, put into one data order, and read as one."""
+"""The sources that a recipe names: loaded, checked, and put into one data order."""
 
 from __future__ import annotations
 
@@ -6,19 +6,16 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from disco_ds.config.data import DataSettings, SourceSettings, is_remote
-from disco_ds.data.order.mixture import Mixture
+from disco_ds.data.order.mixture import Mixture, mix_sources
 from disco_ds.data.order.slots import SLOTS, choose_slots
-from disco_ds.data.order.whole_shards import WholeShards
+from disco_ds.data.order.whole_shards import IDS_PER_SHARD, WholeShards
 from disco_ds.data.remote.cache_size import fits_default
-from disco_ds.data.sources.base import Decode, DecodedSamples, SampleForm, Samples, Source
+from disco_ds.data.sources.base import SampleForm, Samples, Source
 from disco_ds.data.sources.csv_source import Table
-from disco_ds.data.sources.listing import find_shards
+from disco_ds.data.sources.listing import find_shards, is_table
 from disco_ds.data.sources.manifest import Manifest, Shard, load_manifest, read_manifest
 from disco_ds.data.sources.selection import Selection
 from disco_ds.data.sources.synthetic import SyntheticSource
@@ -50,7 +47,7 @@ def _load(part: SourceSettings, settings: DataSettings) -> Source:
         return SyntheticSource(settings.num_samples)
     if part.shards is None or part.source != "shards":
         return _construct(part.source, part.options)
-    if Table.takes(part.shards):
+    if is_table(part.shards):
         return Table.load(part.shards, settings.settings_of(part))
     known = None
     if "*" in part.shards and is_remote(part.shards) and part.manifest and part.manifest.is_file():
@@ -123,13 +120,15 @@ def mix(
     num_slots: int,
     seed: int,
     windows: Sequence[int],
-) -> Mixture | WholeShards:
+) -> Mixture:
     """Return the order of the samples of all sources."""
-    if settings.index == "none":
-        return WholeShards(len(sources[0].sizes), num_slots, seed)
-    replacement = [part.replacement for part in settings.parts]
     sizes = [source.sizes for source in sources]
-    return Mixture(sizes, _weigh(settings, sources), replacement, num_slots, seed, windows)
+    if settings.index == "none":
+        (shards,) = sizes
+        order = WholeShards(len(shards), num_slots, seed)
+        return Mixture([order], [[IDS_PER_SHARD] * len(shards)], [1.0], num_slots, seed)
+    replacement = [part.replacement for part in settings.parts]
+    return mix_sources(sizes, _weigh(settings, sources), replacement, num_slots, seed, windows)
 
 
 def _weigh(settings: DataSettings, sources: Sequence[Source]) -> list[float]:
@@ -151,55 +150,9 @@ def fingerprint(settings: DataSettings, sources: Sequence[Source]) -> str:
 
 def open_sources(
     settings: DataSettings, sources: Sequence[Source], form: SampleForm, seed: int, num_slots: int
-) -> Samples:
-    """Return the samples of all sources, for a process that reads `num_slots` slots in turn."""
-    opened = [
+) -> list[Samples]:
+    """Return the samples of each source, for a process that reads `num_slots` slots in turn."""
+    return [
         source.open_samples(settings.settings_of(part), form, seed, num_slots)
         for part, source in zip(settings.parts, sources, strict=True)
     ]
-    return MixedSamples([len(source.sizes) for source in sources], opened)
-
-
-def label(sources: Sequence[Source], shard: int, entry: int) -> str:
-    """Return a name for a sample without reading it. Shards are numbered across all sources."""
-    number, shard = _find([len(source.sizes) for source in sources], shard)
-    return sources[number].label(shard, entry)
-
-
-def _find(num_shards: Sequence[int], shard: int) -> tuple[int, int]:
-    """Return the number of the source that has the shard, and the shard's number in it."""
-    number = 0
-    while shard >= num_shards[number]:
-        shard -= num_shards[number]
-        number += 1
-    return number, shard
-
-
-@dataclass(frozen=True)
-class MixedSamples:
-    """The samples of all sources, whose shards are numbered consecutively."""
-
-    num_shards: Sequence[int]
-    """Number of shards in each source."""
-    opened: Sequence[Samples]
-
-    def read(self, shard: int, entry: int, epoch: int, index: int) -> tuple[Decode, Tensor]:
-        """Read a sample, see Samples."""
-        number, shard = _find(self.num_shards, shard)
-        return self.opened[number].read(shard, entry, epoch, index)
-
-    def count(self, shard: int) -> int:
-        """Open a shard of the only source, and return its number of samples."""
-        samples = self.opened[0]
-        assert isinstance(samples, DecodedSamples)
-        return samples.count(shard)
-
-    def name(self, shard: int, entry: int) -> str:
-        """Return the sample's name for messages."""
-        number, shard = _find(self.num_shards, shard)
-        return self.opened[number].name(shard, entry)
-
-    def close(self) -> None:
-        """Close all files."""
-        for samples in self.opened:
-            samples.close()

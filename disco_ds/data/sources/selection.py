@@ -7,6 +7,7 @@ that join samples, such as webdataset's shuffle and batched, are refused, becaus
 from __future__ import annotations
 
 import importlib
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import numpy as np
 
 from disco_ds.config.data import DataSettings
 from disco_ds.data.images.broken import DroppedSample
-from disco_ds.data.images.decode import Members, parse_json
+from disco_ds.data.images.decode import Members
 from disco_ds.names import load_custom
 
 Stage = Callable[[Iterable[dict[str, Any]]], Iterable[dict[str, Any]]]
@@ -78,7 +79,7 @@ class Selection:
             Exception: Whatever a stage or a malformed member raises.
         """
         if self.uids is not None or self.rules:
-            fields = parse_json(members["json"]) if "json" in members else members
+            fields = json.loads(members["json"]) if "json" in members else members
             if self.uids is not None and not _contains(self.uids, fields["uid"]):
                 raise DroppedSample("its uid is not in data.uids")
             for key, rule in self.rules.items():
