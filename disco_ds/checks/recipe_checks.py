@@ -173,12 +173,11 @@ def check_data(config: Config, ranks: int, ranks_here: int = 0) -> Iterator[Line
 
 
 def _compare(source: Manifest) -> Line:
-    """Compare the shards' sizes and modification times with the manifest, as a run does at its start."""
+    """Compare the shards' sizes with the manifest, as a run does at its start."""
     found = f"{len(source.shards):,} shards, {source.num_samples:,} samples"
     changed = find_changed(source)
     if changed:
-        example = source.shards[changed[0]].name
-        found += f"; {len(changed):,} changed since they were indexed, such as {example}"
+        found += f"; {len(changed):,} changed since they were indexed, such as {changed[0]}"
     remedy = "`disco-ds index SHARDS --check` counts them; restore the shards, or index them again"
     return Line("warn" if changed else "ok", "manifest", found, remedy)
 

@@ -59,12 +59,6 @@ class AugmentSettings(Settings):
     """Fraction of images to which color_jitter is applied."""
     gray_scale_prob: float = Field(0.0, ge=0, le=1)
     """Fraction of images that are converted to gray scale."""
-    re_prob: float = Field(0.0, ge=0, le=1)
-    """Fraction of images in which random boxes are erased, that is, filled with noise. The box
-    sizes are those of timm's RandomErasing."""
-    re_count: int = Field(1, ge=1, le=8)
-    """Maximum number of erased boxes per image. The number of boxes is uniform between 1 and
-    re_count. All boxes of an image together have the area that a single box would have."""
 
 
 class RemoteSettings(Settings):

@@ -30,8 +30,6 @@ EVERYTHING = AugmentSettings(
     color_jitter=(0.4, 0.4, 0.4, 0.1),
     color_jitter_prob=0.8,
     gray_scale_prob=0.2,
-    re_prob=0.5,
-    re_count=3,
 )
 
 
@@ -46,7 +44,7 @@ COLORS = AugmentSettings(
 )
 
 
-@pytest.mark.parametrize("kind", [STRONG, COLORS, AugmentSettings(re_prob=0.9), EVERYTHING])
+@pytest.mark.parametrize("kind", [STRONG, COLORS, EVERYTHING])
 def test_augment_does_not_depend_on_the_grouping(kind: AugmentSettings) -> None:
     image, epoch, index = images(13)
     whole = augment(image, epoch, index, 5, kind)
@@ -95,42 +93,6 @@ def test_color_jitter_takes_every_order_and_each_probability() -> None:
         out = augment(image, epoch, index, 1, settings)
         changed = (out - image / 255).abs().amax((1, 2, 3)) > 1e-6
         assert abs(changed.float().mean() - share) < 0.03
-
-
-def test_random_erasing_covers_boxes_of_timm_s_area_and_aspect_with_noise() -> None:
-    image, epoch, index = images(400, 60, 90)
-    image[:] = 7
-    out = augment(image, epoch, index, 2, AugmentSettings(re_prob=0.25))
-    erased = (out != 7 / 255).all(1)
-    some = erased.flatten(1).any(1)
-    assert abs(some.float().mean() - 0.25) < 0.06
-    heights, widths = erased.any(2).sum(1)[some], erased.any(1).sum(1)[some]
-    areas, aspects = heights * widths / (60 * 90), (heights / widths).log()
-    # A box is erased completely, except where the noise happens to equal the old pixel.
-    assert (erased.flatten(1).sum(1)[some] > 0.99 * heights * widths).all()
-    assert 0.015 < areas.min() < areas.max() < 0.345
-    assert abs(areas.mean() - (0.02 + 1 / 3) / 2) < 0.03
-    assert aspects.abs().max() < math.log(1 / 0.3) + 0.15
-    filled = out[erased[:, None].expand_as(out)]
-    assert abs(filled.mean() - 0.5) < 0.01
-    assert abs(filled.std() - 12**-0.5) < 0.01
-    one, two = (augment(image, epoch, index, seed, AugmentSettings(re_prob=1.0)) for seed in (1, 2))
-    both = ((one != 7 / 255) & (two != 7 / 255)).all(1)[:, None].expand_as(one)
-    assert abs(torch.corrcoef(torch.stack([one[both], two[both]]))[0, 1]) < 0.02
-
-
-def test_random_erasing_takes_one_to_re_count_boxes() -> None:
-    image, epoch, index = images(300, 64, 64)
-    image[:] = 7
-    share = [
-        (augment(image, epoch, index, 2, AugmentSettings(re_prob=1.0, re_count=count)) != 7 / 255)
-        .float()
-        .mean()
-        for count in (1, 4)
-    ]
-    # The boxes of an image share the area of one, as in timm.
-    assert abs(share[0] - 0.176) < 0.02
-    assert 0.13 < share[1] < share[0]
 
 
 def test_augment_moves_alone_keep_white_white() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from disco_ds.data import DataOrder, Source, choose_slots, keyed_uniform
-from disco_ds.data.order.counter_rng import keyed_bits, keyed_permutation, keyed_row
+from disco_ds.data.order.counter_rng import keyed_permutation, keyed_row
 from disco_ds.data.order.mixture import mix_sources
 from disco_ds.data.sources.load import count_slots
 from helpers.shards import settings
@@ -87,7 +87,7 @@ def test_choose_slots_that_do_not_fit_says_what_would(
 
 
 def _splitmix(*keys: int) -> int:
-    """Compute keyed_bits with Python's integers."""
+    """Compute the 64 random bits of a sample with Python's integers."""
     mask = (1 << 64) - 1
 
     def mix(x: int) -> int:
@@ -101,13 +101,12 @@ def _splitmix(*keys: int) -> int:
     return key
 
 
-def test_keyed_bits_equal_the_algorithm_in_integers() -> None:
+def test_keyed_uniform_equals_the_algorithm_in_integers() -> None:
     epoch, index = torch.tensor([0, 5, 1]), torch.tensor([0, 7, 2**40 + 3])
-    bits = keyed_bits(2**63 + 11, epoch, index, 4, first=2)
+    drawn = keyed_uniform(2**63 + 11, epoch, index, 4, first=2)
     for row, (e, i) in enumerate(zip(epoch.tolist(), index.tolist(), strict=True)):
-        assert [int(x) & (2**64 - 1) for x in bits[row]] == [
-            _splitmix(2**63 + 11, e, i, c) for c in range(2, 6)
-        ]
+        bits = [_splitmix(2**63 + 11, e, i, column) for column in range(2, 6)]
+        assert drawn[row].tolist() == [(each >> 40) * 2.0**-24 for each in bits]
 
 
 def test_keyed_numbers_stay_what_they_are() -> None:

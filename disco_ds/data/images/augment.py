@@ -13,25 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from disco_ds.config.data import AugmentSettings
-from disco_ds.data.images.color import BOX_COLUMNS, COLUMNS, erase_boxes, jitter_colors
-from disco_ds.data.order.counter_rng import (
-    AUGMENT_COLUMN,
-    COLOR_COLUMN,
-    NOISE_COLUMN,
-    keyed_bits,
-    keyed_uniform,
-)
+from disco_ds.data.images.color import COLUMNS, jitter_colors
+from disco_ds.data.order.counter_rng import AUGMENT_COLUMN, COLOR_COLUMN, keyed_uniform
 
 _NUM_COLUMNS = 10
 """Random numbers per image and view for rotation, zoom, shift, and the scale and offset of each channel."""
 _NUM_COLOR_COLUMNS = 64
-"""Random numbers per image and view that are reserved for color jitter and random erasing."""
+"""Random numbers per image and view that are reserved for color jitter."""
 
 
 def augment(
     image: Tensor, epoch: Tensor, index: Tensor, seed: int, settings: AugmentSettings, view: int = 0
 ) -> Tensor:
-    """Rotate, zoom and shift each image, scale and offset its channels, jitter its colors, and erase random boxes.
+    """Rotate, zoom and shift each image, scale and offset its channels, and jitter its colors.
 
     Args:
         image: [m, 3, H, W] uint8.
@@ -61,19 +55,8 @@ def augment(
         offset = settings.color_offset * drawn[:, 7:10, None, None]
         pixels = (pixels * factor + offset).clamp(0, 1)
         first = COLOR_COLUMN + view * _NUM_COLOR_COLUMNS
-        drawn = keyed_uniform(seed, epoch, index, COLUMNS + BOX_COLUMNS, first)
-        pixels = jitter_colors(pixels, drawn, settings)
-        if settings.re_prob:
-            # timm fills with normally distributed noise after normalization. The noise here is uniform, so that pixels
-            # stay in [0, 1]. Its mean and standard deviation (0.5, 0.29) are close to the constants of CLIP's
-            # normalization (0.46, 0.27).
-            size = height * width
-            bits = keyed_bits(seed, epoch, index, size, NOISE_COLUMN + view * size)
-            # A pixel has 64 random bits; each of its three channels uses 21 of them.
-            channels = [(bits >> first & (1 << 21) - 1).float() for first in (0, 21, 42)]
-            noise = torch.stack(channels, dim=1).view_as(pixels) * 2.0**-21
-            pixels = erase_boxes(pixels, noise, drawn[:, COLUMNS:], settings)
-        return pixels
+        drawn = keyed_uniform(seed, epoch, index, COLUMNS, first)
+        return jitter_colors(pixels, drawn, settings)
 
 
 def _grid(drawn: Tensor, settings: AugmentSettings, height: int, width: int) -> Tensor:

@@ -1,13 +1,12 @@
-"""Color jitter, conversion to grayscale, and random erasing, with open_clip's options, for a batch on its device.
+"""Color jitter and conversion to grayscale, with open_clip's options, for a batch on its device.
 
-torchvision and timm draw from the process's global random generator and process one image at a time. Here each image
+torchvision draws from the process's global random generator and processes one image at a time. Here each image
 has random numbers keyed by (seed, epoch, sample id). The whole batch is processed at once, without synchronizing with
 the device.
 """
 
 from __future__ import annotations
 
-import math
 from itertools import permutations
 
 import torch
@@ -20,12 +19,6 @@ ORDERS = list(permutations(range(4)))
 """All orders in which the four color changes can be applied. Each image draws one of these orders at random."""
 COLUMNS = 7
 """Random numbers per image for colors: whether to jitter, four strengths, the order, whether to convert to gray."""
-_MAX_BOXES = 8
-BOX_COLUMNS = 2 + 4 * _MAX_BOXES
-"""Random numbers per image for random erasing: whether to erase, the number of boxes, and then for each box its area,
-aspect ratio, top and left."""
-_BOX_AREA = (0.02, 1 / 3)
-_BOX_ASPECT = 0.3
 
 
 def jitter_colors(pixels: Tensor, drawn: Tensor, settings: AugmentSettings) -> Tensor:
@@ -33,14 +26,14 @@ def jitter_colors(pixels: Tensor, drawn: Tensor, settings: AugmentSettings) -> T
 
     Args:
         pixels: [m, 3, H, W] fp32 in [0, 1].
-        drawn: Random numbers, [m, COLUMNS or more], uniform in [0, 1).
+        drawn: Random numbers, [m, COLUMNS], uniform in [0, 1).
         settings: Strengths and probabilities.
 
     Returns:
         [m, 3, H, W] fp32 in [0, 1].
     """
     # One random number per image, in a shape that broadcasts over its pixels.
-    columns = drawn[:, :COLUMNS, None, None, None]
+    columns = drawn[:, :, None, None, None]
     if any(settings.color_jitter):
         applied = columns[:, 0] < settings.color_jitter_prob
         strength = torch.tensor(settings.color_jitter, device=drawn.device).view(-1, 1, 1, 1)
@@ -86,45 +79,6 @@ def _turn_hue(pixels: Tensor, turns: Tensor) -> Tensor:
     offset = torch.tensor([5.0, 3.0, 1.0], device=pixels.device)[:, None, None]
     k = (hue[:, None] + offset) % 6
     return value[:, None] - chroma[:, None] * torch.minimum(k, 4 - k).clamp(0, 1)
-
-
-def erase_boxes(pixels: Tensor, noise: Tensor, drawn: Tensor, settings: AugmentSettings) -> Tensor:
-    """Fill random boxes of some images with noise. The box sizes are distributed as in timm's RandomErasing.
-
-    Args:
-        pixels: [m, 3, H, W] fp32.
-        noise: [m, 3, H, W] fp32.
-        drawn: Random numbers, [m, BOX_COLUMNS], uniform in [0, 1).
-        settings: The probability that an image is changed (re_prob), and its maximum number of boxes (re_count).
-    """
-    height, width = pixels.shape[2:]
-    erased = drawn[:, 0] < settings.re_prob
-    number = torch.where(erased, 1 + (settings.re_count * drawn[:, 1]).long(), 0)
-    smallest, largest = _BOX_AREA
-    inside = torch.zeros(len(pixels), height, width, dtype=torch.bool, device=pixels.device)
-    for box in range(settings.re_count):
-        area, aspect, top, left = drawn[:, 2 + 4 * box : 6 + 4 * box].unbind(1)
-        # If an image has several boxes, each is smaller, so that their total area is about that of a single box.
-        area = (smallest + (largest - smallest) * area) * height * width / number.clamp(min=1)
-        root = torch.exp((0.5 - aspect) * math.log(_BOX_ASPECT))
-        rows = _within(height, (area.sqrt() * root).round(), top)
-        columns = _within(width, (area.sqrt() / root).round(), left)
-        inside |= (box < number)[:, None, None] & rows[:, :, None] & columns[:, None, :]
-    return torch.where(inside[:, None], noise, pixels)
-
-
-def _within(side: int, length: Tensor, place: Tensor) -> Tensor:
-    """Return which rows (or columns) of each image its box covers, [m, side] bool.
-
-    Args:
-        side: Number of rows (or columns) of an image.
-        length: Number of rows (or columns) that the box covers, [m].
-        place: Relative position of the box, [m] in [0, 1): 0 puts it at the top (or left).
-    """
-    length = length.clamp(1, side - 1)
-    first = (place * (side - length + 1)).floor()[:, None]
-    line = torch.arange(side, device=length.device)
-    return (line >= first) & (line < first + length[:, None])
 
 
 def _gray(pixels: Tensor) -> Tensor:

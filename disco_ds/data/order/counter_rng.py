@@ -21,9 +21,7 @@ CAPTION_COLUMN = 22
 AUGMENT_COLUMN = 32
 """Ten columns per view for rotation, zoom, shift, and the scale and offset of the channels."""
 COLOR_COLUMN = 128
-"""64 columns per view for color jitter and random erasing."""
-NOISE_COLUMN = 1 << 20
-"""One column per view and pixel for the noise that fills erased boxes."""
+"""64 columns per view for color jitter."""
 
 _MASK = 0xFFFF_FFFF_FFFF_FFFF
 
@@ -58,16 +56,11 @@ def keyed_uniform(seed: int, epoch: Tensor, index: Tensor, num: int, first: int 
 
     Source: Steele, Lea, Flood 2014, splitmix64.
     """
-    bits = keyed_bits(seed, epoch, index, num, first)
-    # Keep the upper 24 bits, because fp32 represents 24 bits exactly.
-    return _shift_right(bits, 40).to(torch.float32) * 2.0**-24
-
-
-def keyed_bits(seed: int, epoch: Tensor, index: Tensor, num: int, first: int = 0) -> Tensor:
-    """Draw random bits for each sample. Like keyed_uniform, but return [m, num] int64 with 64 random bits per value."""
     key = _absorb(_absorb(torch.full_like(index, _signed(seed)), epoch), index)
     columns = torch.arange(first, first + num, dtype=torch.int64, device=index.device)
-    return _absorb(key[:, None], columns[None, :])
+    bits = _absorb(key[:, None], columns[None, :])
+    # Keep the upper 24 bits, because fp32 represents 24 bits exactly.
+    return _shift_right(bits, 40).to(torch.float32) * 2.0**-24
 
 
 def keyed_row(seed: int, epoch: int, index: int, num: int, first: int = 0) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -56,36 +57,31 @@ def read_all(
     Raises:
         OSError: If a shard cannot be read. The message names the shard.
     """
+    # A reader is not thread-safe. Decoding takes much longer than reading, so the threads seldom wait.
+    lock = threading.Lock()
 
-    def decode(members: dict[str, bytes]) -> tuple[Tensor, str]:
-        with breaks_sample():
-            label = fill_template(label_template, members)
-            picture = decode_image(find_image(members, settings.image_key), settings.max_pixels)
-            return resize_for_evaluation(picture, image), label
+    def load(shard: int, entry: int, index: int) -> tuple[Tensor, str, int] | None:
+        try:
+            with breaks_sample(OSError), lock:
+                members = reader.read(shard, entry)
+            with breaks_sample():
+                label = fill_template(label_template, members)
+                picture = decode_image(find_image(members, settings.image_key), settings.max_pixels)
+                return resize_for_evaluation(picture, image), label, index
+        except BrokenSample as error:
+            with lock:
+                logger.warning(name_broken(reader.name, shard, entry, error))
+            return None
 
     with closing(source.open(num_slots=1, window=1)) as reader, ThreadPoolExecutor(THREADS) as pool:
-        waiting: deque[tuple[int, int, int, Future[tuple[Tensor, str]]]] = deque()
-
-        def finish() -> Iterator[tuple[Tensor, str, int]]:
-            shard, entry, index, future = waiting.popleft()
-            try:
-                yield *future.result(), index
-            except BrokenSample as error:
-                logger.warning(name_broken(reader.name, shard, entry, error))
-
-        # This thread reads the samples one after another; the threads of the pool decode them in parallel.
-        for shard, entry, index in islice(_places(source), rank, None, size):
-            try:
-                with breaks_sample(OSError):
-                    future = pool.submit(decode, reader.read(shard, entry))
-            except BrokenSample as error:
-                future = Future()
-                future.set_exception(error)
-            waiting.append((shard, entry, index, future))
-            if len(waiting) > _AHEAD:
-                yield from finish()
-        while waiting:
-            yield from finish()
+        waiting: deque[Future[tuple[Tensor, str, int] | None]] = deque()
+        for place in islice(_places(source), rank, None, size):
+            waiting.append(pool.submit(load, *place))
+            if len(waiting) > _AHEAD and (sample := waiting.popleft().result()):
+                yield sample
+        for future in waiting:
+            if sample := future.result():
+                yield sample
 
 
 def read_labels(manifest: Manifest, label_template: str) -> list[str | None]:

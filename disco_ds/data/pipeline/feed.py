@@ -16,26 +16,17 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from disco_ds.data.pipeline.shared_batches import SharedBatches
 from disco_ds.data.pipeline.step_data import MicroBatch
 from disco_ds.data.pipeline.worker import Part
+from disco_ds.data.pipeline.worker_process import InProcess, Worker
 
-
-class Producer(Protocol):
-    """Fills some rows of every buffer: a worker process or, without workers, the trainer's own process."""
-
-    def grant(self, number: int) -> None:
-        """Allow the producer to fill this buffer, after all buffers that were granted earlier."""
-
-    def is_ready(self) -> bool:
-        """Return whether `receive` would return at once."""
-
-    def receive(self) -> Part:
-        """Wait until the producer has filled its rows of the next buffer. Raise any error from reading the samples."""
+Producer = Worker | InProcess
+"""Fills some rows of every buffer: a worker process or, without workers, the trainer's own process."""
 
 
 @dataclass

@@ -49,7 +49,7 @@ def index_shards(
         where: The folder or the listing.
         workers: Number of processes that read shards; 0 reads in this process.
         progress: Called with the number of shards done.
-        known: Shards of an earlier manifest. They are not counted again, unless they are local and have changed.
+        known: Shards of an earlier manifest. They are not counted again, unless they are local and have another size.
         remote: How to fetch remote shards.
         published: Whether counts that the data set publishes are used (published_counts.py).
         skip_missing: List missing shards with 0 samples, so that a run leaves them out.
@@ -95,10 +95,10 @@ def _keep_current(listing: Listing, known: Iterable[Shard]) -> dict[str, Shard]:
     listed = set(listing.names)
     kept = {}
     for shard in known:
-        # A shard without samples may have been missing. Manifests may lack a modification time (0).
+        # A shard without samples may have been missing.
         if shard.name in listed and shard.samples:
             with suppress(FileNotFoundError):
-                if listing.urls or (shard.mtime and not has_changed(listing.folder, shard)):
+                if listing.urls or not has_changed(listing.folder, shard):
                     kept[shard.name] = shard
     return kept
 
@@ -118,7 +118,7 @@ def _count_all(
         elif found.samples is None:
             unread[name] = found
         else:
-            yield name, Shard(name, found.samples, found.bytes, found.mtime)
+            yield name, Shard(name, found.samples, found.bytes)
     urls = dict(zip(listing.names, listing.urls, strict=True)) if listing.urls else {}
     tasks = [(unread[name], urls.get(name)) for name in names if name in unread]
     count = partial(_count, listing.folder, remote)
@@ -177,7 +177,7 @@ def _count(
     found, url = task
     try:
         with _open(folder, found, url, remote) as file:
-            index, status = TarIndex(file), os.fstat(file.fileno())
+            index, size = TarIndex(file), os.fstat(file.fileno()).st_size
             problem = None
             if index.truncated is not None:
                 problem = f"is truncated: {index.truncated}"
@@ -188,8 +188,7 @@ def _count(
                 )
     except (DataError, OSError) as error:
         return error, None
-    mtime = 0 if url else int(status.st_mtime)
-    return Shard(found.name, len(index), status.st_size, mtime), problem
+    return Shard(found.name, len(index), size), problem
 
 
 def _open(folder: Path, found: Found, url: str | None, remote: RemoteSettings) -> Any:

@@ -39,8 +39,6 @@ class Shard(NamedTuple):
     """0 if the shard was missing, or with data.index=none."""
     bytes: int
     """Size; 0 if unknown."""
-    mtime: int = 0
-    """When a local shard was last written, in seconds; 0 if unknown."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ def read_manifest(path: Path) -> dict[str, Shard]:
     """
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
-        shards = [Shard(**item) for item in tree["shards"]]
+        shards = [Shard(item["name"], item["samples"], item["bytes"]) for item in tree["shards"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is not a manifest ({type(error).__name__}: {error}); write it with disco-ds index"
@@ -155,36 +153,35 @@ def load_manifest(
         raise ValueError(f"the shards of {path} have no complete sample")
     if changed := find_changed(manifest):
         logger.warning(
-            "%s: %d of %d shards changed in size or time since they were counted: %s; disco-ds index --check shows "
-            "whether the counts still hold",
+            "%s: %d of %d shards changed in size since they were counted: %s; disco-ds index --check shows whether the "
+            "counts still hold",
             folder,
             len(changed),
             len(names),
-            some([shards[i].name for i in changed]),
+            some(changed),
         )
     return manifest
 
 
-def find_changed(manifest: Manifest) -> list[int]:
-    """Return the numbers of the local shards that changed since they were counted."""
-    if manifest.urls:
-        return []
-    return [i for i, shard in enumerate(manifest.shards) if has_changed(manifest.folder, shard)]
-
-
-def has_changed(folder: Path, shard: Shard) -> bool:
-    """Return whether a local shard's size or, if known, its time differs from when it was counted.
+def find_changed(manifest: Manifest) -> list[str]:
+    """Return the names of the local shards whose size has changed since they were counted.
 
     Raises:
         FileNotFoundError: If a shard that was not missing then does not exist.
     """
+    if manifest.urls:
+        return []
+    return [shard.name for shard in manifest.shards if has_changed(manifest.folder, shard)]
+
+
+def has_changed(folder: Path, shard: Shard) -> bool:
+    """Return whether a local shard's size has changed, see find_changed."""
     try:
-        status = os.stat(folder / shard.name)
+        return os.stat(folder / shard.name).st_size != shard.bytes
     except FileNotFoundError:
         if not shard.bytes:
             return False
         raise
-    return status.st_size != shard.bytes or shard.mtime not in (0, int(status.st_mtime))
 
 
 def some(names: Collection[str]) -> str:

@@ -43,8 +43,6 @@ class Found(NamedTuple):
     """Published number of samples; None if none is published."""
     bytes: int
     """Size; 0 if it is unknown, as for the output of a command."""
-    mtime: int
-    """Time when a local shard was last written, in seconds; 0 for a remote one."""
 
 
 def find_counts(
@@ -80,7 +78,7 @@ def find_counts(
     def find(name: str) -> tuple[str, Found | Exception]:
         place = places[name]
         try:
-            size, mtime = _measure(place, listed, remote)
+            size = _measure(place, listed, remote)
         except (StoreError, OSError) as error:
             return name, error
         samples = None
@@ -90,7 +88,7 @@ def find_counts(
             if samples is None:
                 stats = _read_json(f"{place.removesuffix('.tar')}_stats.json", listed, remote)
                 samples = stats.get("successes")
-        return name, Found(name, samples if isinstance(samples, int) else None, size, mtime)
+        return name, Found(name, samples if isinstance(samples, int) else None, size)
 
     with ThreadPoolExecutor(_REQUESTS) as pool:
         try:
@@ -105,8 +103,8 @@ def _is_plain(place: str) -> bool:
     return not place.startswith(PIPE) and "?" not in place
 
 
-def _measure(place: str, listed: Mapping[str, int], remote: RemoteSettings) -> tuple[int, int]:
-    """Return the size and the modification time of a shard; each is 0 if unknown.
+def _measure(place: str, listed: Mapping[str, int], remote: RemoteSettings) -> int:
+    """Return the size of a shard; 0 if it is unknown.
 
     Raises:
         FileNotFoundError: If it does not exist.
@@ -114,16 +112,15 @@ def _measure(place: str, listed: Mapping[str, int], remote: RemoteSettings) -> t
         OSError: If it is local and cannot be examined.
     """
     if place.startswith(PIPE):
-        return 0, 0
+        return 0
     if "://" not in place:
-        status = os.stat(place)
-        return status.st_size, int(status.st_mtime)
+        return os.stat(place).st_size
     if place.startswith(BUCKETS):
         if place not in listed:
             raise FileNotFoundError(place)
-        return listed[place], 0
+        return listed[place]
     try:
-        return read_size(place, remote), 0
+        return read_size(place, remote)
     except StoreError as error:
         if error.missing:
             raise FileNotFoundError(place) from None

@@ -263,8 +263,8 @@ class TarReader:
         expected = self._sizes[shard] if self._sizes is not None else len(index)
         if len(index) != expected and index.truncated is None:
             warnings.warn(
-                f"shard {self._names[shard]} has {len(index):,} samples, but its manifest says {expected:,}; count "
-                "it again with disco-ds index, after removing a wrong sizes.json, _info.json or stats file",
+                f"shard {self._names[shard]} has {len(index):,} samples, but its manifest says {expected:,}; remove "
+                "the manifest and any wrong sizes.json, _info.json or stats file, and run disco-ds index again",
                 stacklevel=2,
             )
         return index
