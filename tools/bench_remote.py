@@ -182,9 +182,9 @@ def name_shards(num_shards: int, samples: int, size: int, url: str) -> Manifest:
     return Manifest(Path(), shards, tuple(f"{url}/{name}" for name in names))
 
 
-def measure_ratio(num_shards: int, gb: float, hosts: int, again: bool) -> str:
+def measure_ratio(num_shards: int, gb: float, hosts: int) -> str:
     """Simulate the first host of a data set with one rank per host and the data set's slots."""
-    data = DataSettings(shards=None, sources=({"shards": "unused", "replacement": again},))
+    data = DataSettings(shards="unused")
     real = name_shards(num_shards, 10_000, int(gb * 1e9), "")
     slots = count_slots(data, [real], hosts)
     used, wanted = sum_bytes(data, [real], slots // hosts)
@@ -247,7 +247,7 @@ def count_first(num_shards: int, samples: int, gb: float, batch: int) -> str:
     source = Manifest(Path(), shards, tuple(shard.name for shard in shards))
     settings = DataSettings(shards="s3://bucket/{0..1}.tar")
     slots = count_slots(settings, [source], 8)
-    order = mix(settings, [source], slots, 0, [settings.window]).orders[0]
+    order = mix(settings, [source], slots, 0).orders[0]
     places = ((slot, offset) for slot in range(slots) for offset in range(-(-batch // slots)))
     needed = {order.locate(slot, *order.settle(slot, 0, offset))[0] for slot, offset in places}
     total = len(needed) * gb
@@ -295,13 +295,10 @@ def main() -> None:
                 print(f"{name:12} {batch:6} {count_first(num_shards, samples, gb, batch)}")
         return
     if args.ratio:
-        print(f"{'':24} slots hosts in use GB  cache GB fetched per used")
+        print(f"{'':12} slots hosts in use GB  cache GB fetched per used")
         for name, num_shards, _, gb in DATA_SETS:
-            for hosts, again in ((1, False), (8, False), (1, True), (8, True)):
-                kind = "replacement" if again else ""
-                print(
-                    f"{name:12} {kind:11} {measure_ratio(num_shards, gb, hosts, again)}", flush=True
-                )
+            for hosts in (1, 8):
+                print(f"{name:12} {measure_ratio(num_shards, gb, hosts)}", flush=True)
         return
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work)

@@ -158,9 +158,6 @@ class SourceSettings(Settings):
     """Weight of this source in the mixture. Its share of the training samples is its weight divided
     by the sum of the weights of all sources. Set a weight for every source or for none. Null: the
     number of samples in the source."""
-    replacement: bool = False
-    """Draw the samples of this source independently, with replacement. False: each sample is used
-    once per epoch."""
     image_key: str | None = None
     """Names of the members that may contain the image in this source. Null: data.image_key."""
     captions: Captions | None = None
@@ -232,8 +229,7 @@ class DataSettings(Settings):
     remote shards at a time."""
     window: int = Field(4096, gt=0)
     """Number of consecutive samples in a slot that are shuffled together. Raise it if neighboring
-    samples are similar. For a source with replacement, a window has at least as many samples as an
-    average shard."""
+    samples are similar."""
     workers: int | None = Field(None, ge=0, le=1024)
     """Number of worker processes per rank, which read and decode samples. Null: one fewer than the
     number of CPU cores per rank. 0: the training process decodes the samples. Raise the number if

@@ -56,7 +56,7 @@ def test_order_differs_between_epochs_and_slots() -> None:
 
 
 def test_order_ids_are_contiguous_in_manifest_order() -> None:
-    order = mix_sources([[3, 4], [2]], [1.0, 1.0], [False, False], 1, seed=0, windows=[8, 8])
+    order = mix_sources([[3, 4], [2]], [1.0, 1.0], 1, seed=0, window=8)
     entries = [(0, 0, 0), (0, 0, 2), (0, 1, 0), (0, 1, 3), (1, 0, 1)]
     assert [order.sample_id(*entry) for entry in entries] == [0, 2, 3, 6, 8]
 

@@ -15,7 +15,7 @@ import pytest
 from disco_ds.config.data import RemoteSettings
 from disco_ds.data import DataError, DataOrder, Manifest
 from disco_ds.data.images.broken import CacheFullError
-from disco_ds.data.order.mixture import Draws, mix_sources
+from disco_ds.data.order.mixture import mix_sources
 from disco_ds.data.remote.fetching import fetch_temporary, progress
 from disco_ds.data.remote.prefetch import FetchAhead
 from helpers.remote import open_cache
@@ -35,7 +35,7 @@ def shards(tmp_path: Path) -> Manifest:
 # Which shards are needed next
 
 
-def read_on(order: DataOrder | Draws, slot: int, epoch: int, offset: int, num: int) -> list[int]:
+def read_on(order: DataOrder, slot: int, epoch: int, offset: int, num: int) -> list[int]:
     """List the shards of the slot's next samples, from a cursor on."""
     found = []
     for _ in range(num):
@@ -45,12 +45,9 @@ def read_on(order: DataOrder | Draws, slot: int, epoch: int, offset: int, num: i
     return found
 
 
-@pytest.mark.parametrize("kind", [DataOrder, Draws])
 @pytest.mark.parametrize(("slots", "window"), [(1, 1), (3, 7), (4, 1000), (8, 16), (5, 64)])
-def test_upcoming_shards_are_those_read_next(
-    kind: type[DataOrder | Draws], slots: int, window: int
-) -> None:
-    order = kind(SIZES, slots, seed=3, window=window)
+def test_upcoming_shards_are_those_read_next(slots: int, window: int) -> None:
+    order = DataOrder(SIZES, slots, seed=3, window=window)
     for slot, (epoch, offset) in itertools.product(
         range(slots), [(0, 0), (0, 9), (2, 5), (slots, 20)]
     ):
@@ -67,13 +64,12 @@ def test_upcoming_shards_are_those_read_next(
             span = SIZES[shard] + 2 * window
             assert any(away <= number < away + span for away, found in promised if found == shard)
         for away, shard in promised:
-            # With replacement, a run need not draw from all of its shards.
-            if kind is DataOrder and 0 < away <= 500 - window:
+            if 0 < away <= 500 - window:
                 assert shard in read[away : away + window]
 
 
 def test_most_urgent_shard_comes_first_and_each_slot_has_one_beyond_its_window() -> None:
-    order = mix_sources([[100] * 12], [1.0], [False], 4, seed=5, windows=[10])
+    order = mix_sources([[100] * 12], [1.0], 4, seed=5, window=10)
     ahead = FetchAhead([], order, least=1)
     # Slots 0 and 1 have read 5 and 95 samples of the first epoch, so they need their second shards after 95 and 5 more.
     ahead.move({0: (0, 5), 1: (0, 95)})
@@ -87,7 +83,7 @@ def test_most_urgent_shard_comes_first_and_each_slot_has_one_beyond_its_window()
 
 
 def test_small_shards_are_wanted_a_window_ahead() -> None:
-    order = mix_sources([[3] * 400], [1.0], [False], 4, seed=5, windows=[30])
+    order = mix_sources([[3] * 400], [1.0], 4, seed=5, window=30)
     ahead = FetchAhead([], order, least=1)
     ahead.move({2: (0, 0)})
     own = DataOrder([3] * 400, 4, 5, 30)
@@ -97,15 +93,13 @@ def test_small_shards_are_wanted_a_window_ahead() -> None:
 
 
 def test_single_shard_wants_no_other() -> None:
-    ahead = FetchAhead([], mix_sources([[50]], [1.0], [False], 1, seed=0, windows=[10]), least=7)
+    ahead = FetchAhead([], mix_sources([[50]], [1.0], 1, seed=0, window=10), least=7)
     ahead.move({0: (0, 45)})
     assert ahead.find_wanted() == [(0, 0)]
 
 
 def test_rare_source_of_a_mixture_is_less_urgent() -> None:
-    order = mix_sources(
-        [[20] * 8, [20] * 800], [9.0, 1.0], [False, True], 2, seed=5, windows=[10, 10]
-    )
+    order = mix_sources([[20] * 8, [20] * 800], [9.0, 1.0], 2, seed=5, window=10)
     ahead = FetchAhead([], order, least=1)
     ahead.move(dict.fromkeys(order.streams(0), (0, 0)))
     sources = [source for source, _ in ahead.find_wanted()]
@@ -243,9 +237,7 @@ def test_what_a_killed_process_had_half_fetched_ahead_makes_room(
 
 def test_small_source_beside_a_large_one_costs_no_time() -> None:
     """Most intervals of the small source's slots are empty."""
-    order = mix_sources(
-        [[20], [100] * 1000], [0.5, 0.5], [False, False], 512, seed=5, windows=[50, 50]
-    )
+    order = mix_sources([[20], [100] * 1000], [0.5, 0.5], 512, seed=5, window=50)
     ahead = FetchAhead([], order, least=1)
     ahead.move({stream: (0, 0) for slot in range(64) for stream in order.streams(slot)})
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Mixtures of several sources by weight, with and without replacement, and csv files as sources."""
+"""Mixtures of several sources by weight, and csv files as sources."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ def mixed(**changes: Any) -> DataSettings:
     sources = [
         {"shards": name, "weight": weight} for name, weight in zip("abc", WEIGHTS, strict=True)
     ]
-    sources[2]["replacement"] = True
     return settings(**{"shards": None, "sources": sources, "slots": 8, **changes})
 
 
@@ -63,11 +62,6 @@ def test_shares_follow_the_weights_and_epochs_are_whole(reference: Any) -> None:
     # About 144 reads of 81 samples and 96 reads of 55: every slot has finished the first epoch of both sources.
     assert {index for index, epoch in a if epoch == 0} == set(range(FIRST_B))
     assert {index for index, epoch in b if epoch == 0} == set(range(FIRST_B, FIRST_C))
-    # With replacement, some samples repeat before others appear. Each draw has a different epoch, so a different crop.
-    counts = Counter(index for index, _ in c[:22])
-    assert max(counts.values()) > 1
-    assert len(counts) < 22
-    assert len({epoch for _, epoch in c}) == len(c)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +185,7 @@ def test_settings_that_make_no_sense_are_refused(data: dict[str, Any], words: st
 
 def test_mixture_is_even_in_every_slot_and_over_them() -> None:
     weights = [1.0, 5.0, 0.5]
-    mixture = mix_sources([[50], [70, 7], [900]], weights, [False] * 3, 64, seed=3, windows=[9] * 3)
+    mixture = mix_sources([[50], [70, 7], [900]], weights, 64, seed=3, window=9)
     total = Counter()
     for slot in range(64):
         chosen = [mixture.stream(slot, number) for number in range(1000)]
@@ -209,7 +203,7 @@ def test_mixture_is_even_in_every_slot_and_over_them() -> None:
 
 
 def test_mixture_source_smaller_than_the_slots_keeps_its_epochs() -> None:
-    mixture = mix_sources([[3], [100]], [1.0, 1.0], [False, False], 8, seed=0, windows=[4, 4])
+    mixture = mix_sources([[3], [100]], [1.0, 1.0], 8, seed=0, window=4)
     order = mixture.orders[0]
     read = Counter()
     for slot in range(8):
@@ -220,32 +214,6 @@ def test_mixture_source_smaller_than_the_slots_keeps_its_epochs() -> None:
                 read[mixture.sample_id(0, *order.locate(slot, epoch, offset)), epoch] += 1
             offset += 1
     assert read == Counter({(index, epoch): 1 for index in range(3) for epoch in range(8)})
-
-
-@pytest.mark.parametrize("window", [7, 1000])
-def test_draws_are_uniform_and_independent(window: int) -> None:
-    sizes = [3, 40, 1, 16]
-    mixture = mix_sources([sizes], [1.0], [True], 16, seed=5, windows=[window])
-    order = mixture.orders[0]
-    counts, repeated, total = Counter(), 0, 0
-    for slot in range(16):
-        epoch, offset, last = 0, 0, None
-        for _ in range(2000):
-            epoch, offset = order.settle(slot, epoch, offset)
-            assert epoch % 16 == slot
-            index = mixture.sample_id(0, *order.locate(slot, epoch, offset))
-            counts[index] += 1
-            repeated += index == last
-            total += 1
-            last, offset = index, offset + 1
-    assert set(counts) == set(range(60))
-    expected = total / 60
-    # Chi-square with 59 degrees of freedom: 98.3 at p = 0.001; runs of 7 are 7 draws of one place.
-    assert sum((count - expected) ** 2 / expected for count in counts.values()) < 98.3 * (
-        7 if window == 7 else 1
-    )
-    rate = 1 / min(window, 60)
-    assert abs(repeated / total - rate) < 0.25 * rate
 
 
 # csv files

@@ -29,7 +29,6 @@ from disco_ds.data.remote.cache_size import fit_cache
 from disco_ds.data.remote.prefetch import FetchAhead
 from disco_ds.data.sources.base import SampleForm, Source
 from disco_ds.data.sources.load import (
-    choose_windows,
     count_slots,
     fingerprint,
     mix,
@@ -93,18 +92,17 @@ class Loader:
         sources = fit_cache(
             settings, sources, num_slots, share.size, staging.ranks_here or share.size
         )
-        windows = choose_windows(settings, sources, state)
         self._origin: dict[str, Any] = {
             "slots": num_slots,
             "sources": len(sources),
             "fingerprint": fingerprint(settings, sources),
-            "windows": windows,
+            "window": settings.window,
             "global_batch": share.global_batch,
         }
         """Everything that determines the data order. A state is accepted only if all of these values are the same."""
         if state is not None:
             self._check(state)
-        order = mix(settings, sources, num_slots, seed, windows)
+        order = mix(settings, sources, num_slots, seed)
         # Global position p belongs to slot p % S and to rank p % N. N divides S, so these slots belong to this rank.
         slots = tuple(range(share.rank, num_slots, share.size))
         streams = [stream for slot in slots for stream in order.streams(slot)]

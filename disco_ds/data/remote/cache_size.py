@@ -74,15 +74,13 @@ def sum_bytes(
         The bytes without and with the prefetched shards.
     """
     used = wanted = 0.0
-    for part, source in zip(settings.parts, sources, strict=True):
+    for source in sources:
         if _is_remote(source):
             whole = sum(shard.bytes for shard in source.shards)
             per_shard = num_slots * whole / len(source.shards)
             at_hand = count_at_hand(len(source.shards), source.num_samples, settings.window)
-            # With replacement, the next run has no shards in common with the current one.
-            ahead = max(
-                settings.remote.prefetch_shards, at_hand if part.replacement else at_hand - 1
-            )
+            # The shards of a slot's next window have one in common with those of its current window.
+            ahead = max(settings.remote.prefetch_shards, at_hand - 1)
             used += min(whole, at_hand * per_shard)
             wanted += min(whole, (at_hand + ahead) * per_shard)
     return used, wanted

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -95,40 +94,14 @@ def count_slots(
     return choose_slots(len(sizes), num_units, settings.slots, ranks, default)
 
 
-def choose_windows(
-    settings: DataSettings, sources: Sequence[Source], state: dict[str, Any] | None = None
-) -> list[int]:
-    """Choose for each source how many entries a slot shuffles together or, with replacement, draws from.
-
-    Args:
-        settings: Settings of the data.
-        sources: All sources.
-        state: Data state of the checkpoint that the run resumes; its windows are kept.
-    """
-    if state is not None:
-        return list(state["windows"])
-    windows = []
-    for part, source in zip(settings.parts, sources, strict=True):
-        shard = math.ceil(source.num_samples / len(source.sizes))
-        windows.append(max(settings.window, shard) if part.replacement else settings.window)
-    return windows
-
-
-def mix(
-    settings: DataSettings,
-    sources: Sequence[Source],
-    num_slots: int,
-    seed: int,
-    windows: Sequence[int],
-) -> Mixture:
+def mix(settings: DataSettings, sources: Sequence[Source], num_slots: int, seed: int) -> Mixture:
     """Return the order of the samples of all sources."""
     sizes = [source.sizes for source in sources]
     if settings.index == "none":
         (shards,) = sizes
         order = WholeShards(len(shards), num_slots, seed)
         return Mixture([order], [[IDS_PER_SHARD] * len(shards)], [1.0], num_slots, seed)
-    replacement = [part.replacement for part in settings.parts]
-    return mix_sources(sizes, _weigh(settings, sources), replacement, num_slots, seed, windows)
+    return mix_sources(sizes, _weigh(settings, sources), num_slots, seed, settings.window)
 
 
 def _weigh(settings: DataSettings, sources: Sequence[Source]) -> list[float]:
@@ -139,11 +112,11 @@ def _weigh(settings: DataSettings, sources: Sequence[Source]) -> list[float]:
 
 def fingerprint(settings: DataSettings, sources: Sequence[Source]) -> str:
     """Identify everything that the data order depends on. A single source keeps its own fingerprint."""
-    if len(sources) == 1 and not settings.parts[0].replacement:
+    if len(sources) == 1:
         return sources[0].fingerprint
-    parts = zip(sources, _weigh(settings, sources), settings.parts, strict=True)
+    weights = _weigh(settings, sources)
     text = json.dumps(
-        [(source.fingerprint, weight, part.replacement) for source, weight, part in parts]
+        [(source.fingerprint, weight) for source, weight in zip(sources, weights, strict=True)]
     )
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
