@@ -234,6 +234,7 @@ def evaluate_run(
     overrides: Sequence[str] = (),
     recipe: str | Path | None = None,
     weights: str | Path | None = None,
+    ema: bool = False,
 ) -> list[Result]:
     """Evaluate a model on labeled images (zero-shot accuracy), captioned images (retrieval) and held-out pairs (loss).
 
@@ -248,6 +249,7 @@ def evaluate_run(
             "eval.labeled.imagenet=/data/imagenet/val".
         recipe: The recipe that the overrides apply to. By default, it is the config of the model's run.
         weights: A weights file that open_clip can load into the model.
+        ema: Whether to evaluate the moving average of the run's weights (optim.ema) instead of its last weights.
 
     Returns:
         A result for each evaluation set: the set's name, its metrics (accuracies and recalls are
@@ -271,12 +273,12 @@ def evaluate_run(
         heartbeat = stack.enter_context(Heartbeat(config.lost_after_s, config.timeout_s))
         share_host()  # without this, each rank would start as many threads as the host has cores
         try:
-            arguments = {"MODEL": str(model), "--weights": str(weights)}
+            arguments = {"MODEL": str(model), "--weights": str(weights), "--ema": ema}
             check_agreement(config.model_dump(mode="json") | arguments)
             with comm.all_or_none("data"):
                 sets = load_sets(config.eval, config.data)
             with comm.all_or_none("model"):
-                module, tokenizer = load_model(model, weights)
+                module, tokenizer = load_model(model, weights, ema)
         except ValueError as error:
             raise RefusedError(str(error)) from error
         heartbeat.mark(0, "evaluating")
@@ -342,12 +344,15 @@ def in_precision(module: nn.Module, kind: str) -> nn.Module:
     return module.to(DTYPES[kind])
 
 
-def load_model(model: str | Path, weights: str | Path | None = None) -> tuple[nn.Module, Any]:
+def load_model(
+    model: str | Path, weights: str | Path | None = None, ema: bool = False
+) -> tuple[nn.Module, Any]:
     """Load a model for evaluation.
 
     Args:
         model: See `evaluate_run`.
         weights: See `evaluate_run`.
+        ema: See `evaluate_run`.
 
     Returns:
         The model (on this rank's device, in eval mode) and its tokenizer.
@@ -355,11 +360,13 @@ def load_model(model: str | Path, weights: str | Path | None = None) -> tuple[nn
     Raises:
         ValueError: If the model or the weights cannot be loaded.
     """
+    if weights and ema:
+        raise ValueError("--ema needs a run or a checkpoint; a file of --weights has no average")
     if weights:
         settings = ModelSettings(name=str(model), pretrained=Path(weights))
         module = build_model(settings)
     elif Path(model).exists():
-        read = read_weights(Path(model))
+        read = read_weights(Path(model), ema)
         settings, module = read.settings, build_from(read)
     else:
         raise ValueError(

@@ -18,7 +18,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from disco_ds.config import Config, SourceSettings
+from disco_ds.config import Config, EmaSettings, SourceSettings
 from disco_ds.config.ds_config import DEFAULTS, OWNED_BY_RECIPE, REFUSED_KEYS
 from disco_ds.config.open_clip_flags import read_words
 
@@ -109,6 +109,8 @@ def sections(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, type[Ba
             yield from sections(f"{prefix}{name}.", field.annotation)
         elif name == "sources":
             yield f"{prefix}{name}[].", SourceSettings
+        elif name == "ema":
+            yield f"{prefix}{name}.", EmaSettings
 
 
 def rows(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, str, str, str]]:
@@ -157,6 +159,7 @@ def _type(annotation: Any) -> str:
         Path: "path",
         Any: "anything",
         SourceSettings: "`data.sources[]`",
+        EmaSettings: "`optim.ema`",
         bool: "true or false",
     }
     return names.get(annotation, getattr(annotation, "__name__", str(annotation)))

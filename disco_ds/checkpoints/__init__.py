@@ -20,8 +20,8 @@ Imported by training, plan, checks and cli.
    damaged, an unattended run falls back to the previous checkpoint. Checkpoints newer than the
    chosen one are set aside.
 6. **Reshard.** If the number of ranks, the ZeRO stage or the precision has changed, `reshard` loads
-   the optimizer's state by parameter name. Otherwise the resumed run is bit-identical to an
-   uninterrupted one.
-7. **Export.** `weights` reads only the trained weights, for evaluation. `export` writes them for
+   the optimizer's state by parameter name, from the `fragments` that the old ranks have written.
+   Otherwise the resumed run is bit-identical to an uninterrupted one.
+7. **Export.** `weights` reads only the trained weights, or their average, for evaluation. `export` writes them for
    open_clip and other libraries.
 """

@@ -86,7 +86,11 @@ tokens = texts(["a photo"], padding="max_length", truncation=True, return_tensor
 
 
 def export_run(
-    run: str | Path, to: str | Path, layout: Layout = "both", dtype: str = "fp32"
+    run: str | Path,
+    to: str | Path,
+    layout: Layout = "both",
+    dtype: str = "fp32",
+    ema: bool = False,
 ) -> Path:
     """Export the weights of a run folder, a checkpoint folder or an export into a new folder.
 
@@ -100,6 +104,7 @@ def export_run(
             that AutoModel.from_pretrained loads as a CLIPModel or SiglipModel.
         dtype: fp32, bf16 or fp16. logit_scale and logit_bias are always fp32, because 16 bits would
             change them.
+        ema: Whether to export the moving average of the weights (optim.ema) instead of the last weights.
 
     Returns:
         The new folder.
@@ -118,7 +123,7 @@ def export_run(
         raise ValueError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
     if to.exists():
         raise ValueError(f"{to} exists already; choose a new folder")
-    weights = read_weights(run)
+    weights = read_weights(run, ema)
     if "factory" in weights.architecture and layout != "pt":
         raise ValueError(
             f"{'transformers' if layout == 'transformers' else 'open_clip'} cannot build "

@@ -6,13 +6,11 @@ trained parameter from the fragments that the writing ranks held. Every rank of 
 the part that it holds. Rank 0 reads the files, which are memory-mapped, and broadcasts one parameter at
 a time, so each rank needs extra memory for only one parameter.
 
-The code uses the file keys and optimizer attributes of DeepSpeed 0.19.
+The code uses the optimizer attributes of DeepSpeed 0.19.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,16 +19,21 @@ from deepspeed import DeepSpeedEngine as Engine
 from torch import Tensor, nn
 
 from disco_ds.checkpoints.checkpoint import Saved
-from disco_ds.checkpoints.weights import WHOLE, read_tensors
+from disco_ds.checkpoints.fragments import (
+    WHOLE,
+    Fragment,
+    States,
+    find_parts,
+    is_flat,
+    join,
+    load_optimizer,
+    refuse_round_robin,
+)
+from disco_ds.checkpoints.weights import read_tensors
 from disco_ds.config import OptimSettings
 from disco_ds.distributed import comm
+from disco_ds.distributed.deepspeed_quirks import refresh_weights
 from disco_ds.models.param_groups import parameter_groups
-
-States = dict[str, Any]
-"""The fp32 value (key `fp32`) and the optimizer states (exp_avg, step, ...) of one parameter or of a flat tensor.
-
-A flat tensor is the concatenation of many parameters.
-"""
 
 
 def optimizer_order(model: nn.Module, settings: OptimSettings) -> list[str]:
@@ -97,108 +100,21 @@ def load_trained(saved: Saved, engine: Engine, order: list[str]) -> None:
                 "with the optimizer on NVMe, a run can only be resumed with the same number of ranks, "
                 "ZeRO stage and precision"
             )
+        refuse_round_robin({"round_robin_gradients": engine.zero_round_robin_gradients()})
         if comm.rank() == 0:
-            parts = _find_parts(saved, order)
+            parts = find_parts(saved, order)
     parameters = dict(engine.module.named_parameters())
     with torch.no_grad():
         # All ranks must loop in the same order, because each parameter is broadcast.
         for name in order:
-            states = comm.from_rank_0(what, partial(_join, parts, name))
+            states = comm.from_rank_0(what, partial(join, parts, name))
             _set_states(engine, parameters[name], states)
     if saved.meta["shape"]["precision"] == "fp16" and engine.fp16_enabled():
         engine.optimizer.loss_scaler = comm.from_rank_0(
-            what, lambda: _optimizer_file(saved, 0)["loss_scaler"]
+            what, lambda: load_optimizer(saved, 0)["loss_scaler"]
         )
-    if engine.zero_optimization_stage() in (1, 2):
-        engine.optimizer.update_lp_params()  # update the model's weights from the fp32 values that were just set
+    refresh_weights(engine)
     engine.global_steps = saved.step
-
-
-@dataclass(frozen=True)
-class Fragment:
-    """A contiguous part of a parameter: a range of elements in the flat states of the rank that held it."""
-
-    states: States
-    start: int
-    numel: int
-
-
-def _find_parts(saved: Saved, order: list[str]) -> dict[str, list[Fragment]]:
-    """Return the fragments of each parameter, in rank order."""
-    shape = saved.meta["shape"]
-    if shape["stage"] == 0:
-        file = saved.load(WHOLE)
-        values, states = file["module"], file["optimizer"]["state"]
-        return {
-            name: [Fragment({"fp32": values[name], **states[number]}, 0, values[name].numel())]
-            for number, name in enumerate(order)
-        }
-    find = _find_shards if shape["stage"] == 3 else _find_partitions
-    return find(saved, shape["ranks"])
-
-
-def _find_partitions(saved: Saved, ranks: int) -> dict[str, list[Fragment]]:
-    """Find fragments at ZeRO 1 and 2, where a parameter group is one flat tensor and each rank holds a part of it."""
-    parts: dict[str, list[Fragment]] = {}
-    for rank in range(ranks):
-        file = _optimizer_file(saved, rank)
-        for group, addresses in enumerate(file["param_slice_mappings"]):
-            states = {"fp32": file["single_partition_of_fp32_groups"][group]}
-            # The optimizer sees a group as one flat tensor, so its states are flat too.
-            states |= file["base_optimizer_state"]["state"][group]
-            for name, address in addresses.items():
-                parts.setdefault(name, []).append(Fragment(states, address.start, address.numel))
-    return parts
-
-
-def _find_shards(saved: Saved, ranks: int) -> dict[str, list[Fragment]]:
-    """Find fragments at ZeRO 3, where each rank holds an equal share of every parameter.
-
-    The shares of the last ranks are padded.
-    """
-    shapes = _load_named(saved, "zero_pp_rank_0_mp_rank_00_model_states.pt")["param_shapes"]
-    parts: dict[str, list[Fragment]] = {}
-    for rank in range(ranks):
-        file = _optimizer_file(saved, rank)
-        for group, names in enumerate(shapes):
-            states = {"fp32": file["fp32_flat_groups"][group]}
-            states |= file["optimizer_state_dict"]["state"][group]
-            # The rank's shares of the group's parameters are concatenated in the order of `names`.
-            start = 0
-            for name, shape in names.items():
-                share = math.ceil(shape.numel() / ranks)  # including padding
-                used = max(0, min(share, shape.numel() - rank * share))
-                parts.setdefault(name, []).append(Fragment(states, start, used))
-                start += share
-    return parts
-
-
-def _optimizer_file(saved: Saved, rank: int) -> dict[str, Any]:
-    file = _load_named(saved, f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-    return file["optimizer_state_dict"]
-
-
-def _load_named(saved: Saved, end: str) -> dict[str, Any]:
-    """Load the file whose name ends with `end`. DeepSpeed begins some names with the precision."""
-    return saved.load(next(name for name in saved.meta["files"] if name.endswith(end)))
-
-
-def _join(parts: dict[str, list[Fragment]], name: str) -> States:
-    """Join a parameter's fragments into flat states. A state that is a single number, such as `step`, is unchanged."""
-    fragments = parts[name]
-    joined = dict(fragments[0].states)
-    for key, value in joined.items():
-        if _is_flat(value):
-            pieces = [
-                part.states[key].reshape(-1).narrow(0, part.start, part.numel) for part in fragments
-            ]
-            joined[key] = torch.cat(pieces).float()
-    return joined
-
-
-def _is_flat(value: Any) -> bool:
-    """Return whether a state has one number per element of the parameter, as exp_avg does and `step` does not."""
-    return isinstance(value, Tensor) and value.dim() > 0
 
 
 def _set_states(engine: Engine, parameter: Any, states: States) -> None:
@@ -212,17 +128,13 @@ def _set_states(engine: Engine, parameter: Any, states: States) -> None:
     held, start, place, numel = _find_place(engine, parameter)
     kept = engine.basic_optimizer.state[held]
     for key, value in states.items():
-        if not _is_flat(value):
+        if not is_flat(value):
             kept[key] = value.to(held.device, copy=True) if isinstance(value, Tensor) else value
             continue
         if key != "fp32" and key not in kept:
             kept[key] = torch.zeros_like(held.data)
         target = held.data if key == "fp32" else kept[key]
         target.view(-1).narrow(0, place, numel).copy_(value.narrow(0, start, numel))
-    if engine.zero_optimization_stage() == 3:
-        parameter.ds_tensor.data[:numel].copy_(states["fp32"][start : start + numel])
-        if parameter.numel():  # small parameters stay gathered, so set the whole value too
-            parameter.data.view(-1).copy_(states["fp32"])
 
 
 def _find_place(engine: Engine, parameter: Any) -> tuple[Tensor, int, int, int]:

@@ -22,7 +22,7 @@ from disco_ds.config.text_file import write_text
 from disco_ds.distributed import comm
 from disco_ds.runs.run_folder import CHANGES, find_newest, split_resume
 
-HYPERPARAMETERS = ("betas", "eps", "lr_factor", "momentum", "weight_decay")
+HYPERPARAMETERS = ("betas", "eps", "lr_factor", "momentum", "names", "weight_decay")
 """Keys of optimizer parameter groups that keep this run's values on resume. The learning rate is set at every step."""
 logger = logging.getLogger(__name__)
 

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from disco_ds.checkpoints.checkpoint import Saved, read
+from disco_ds.checkpoints.fragments import WHOLE, read_average
 from disco_ds.checkpoints.retention import ENGINE, META, DamagedError, find_latest, find_older
 from disco_ds.config import ModelSettings, load_config
 from disco_ds.models.clip import build_model, read_architecture, read_preprocessing
@@ -29,8 +30,6 @@ from disco_ds.runs.run_folder import CHECKPOINTS, CONFIG
 
 MODEL_CONFIG = "open_clip_config.json"
 TENSORS = "open_clip_model.safetensors"
-WHOLE = f"{ENGINE}/mp_rank_00_model_states.pt"
-"""File of a checkpoint below ZeRO 3, where every rank held the full model. It contains all parameters and buffers."""
 
 
 @dataclass(frozen=True)
@@ -52,23 +51,28 @@ class Weights:
     """Keyed by open_clip's names; on the CPU; fp32 (integer buffers unchanged). logit_scale and logit_bias: [1]."""
 
 
-def read_weights(path: str | Path) -> Weights:
+def read_weights(path: str | Path, ema: bool = False) -> Weights:
     """Read the weights from a run folder (its last complete checkpoint), a checkpoint folder or an export.
 
     Memory: 4 bytes per parameter; the files are memory-mapped while they are read.
 
+    Args:
+        path: The run folder, checkpoint folder or export.
+        ema: Whether to read the moving average of the weights (optim.ema) instead of the last weights.
+
     Raises:
-        ValueError: If the path is none of these, or is incomplete or damaged.
+        ValueError: If the path is none of these, is incomplete or damaged, or has no average if `ema` is set.
     """
     path = Path(path).resolve()
-    if path.is_file():
-        return _read_file(path)
-    if (path / MODEL_CONFIG).is_file():
-        return _read_folder(path)
+    is_export = path.is_file() or (path / MODEL_CONFIG).is_file()
+    if is_export and ema:
+        raise ValueError(f"{path} is an export, which has only one set of weights: omit --ema")
+    if is_export:
+        return _read_file(path) if path.is_file() else _read_folder(path)
     if (path / CHECKPOINTS).is_dir():
-        return _read_checkpoint(find_latest(path))
+        return _read_checkpoint(find_latest(path), ema)
     if (path / META).is_file() or path.parent.name == CHECKPOINTS:
-        return _read_checkpoint(path)
+        return _read_checkpoint(path, ema)
     if not path.exists():
         raise ValueError(f"{path} does not exist")
     raise ValueError(
@@ -129,13 +133,14 @@ def read_tensors(saved: Saved) -> Iterator[tuple[str, Tensor]]:
         yield name, value.contiguous()
 
 
-def _read_checkpoint(path: Path) -> Weights:
+def _read_checkpoint(path: Path, ema: bool) -> Weights:
     recipe = path.parent.parent / CONFIG
     if not recipe.is_file():
         raise ValueError(f"{path} is not inside a run folder: {recipe} is missing")
     try:
         saved = read(path)
         tensors = dict(read_tensors(saved))
+        average = read_average(saved) if ema else {}
     except DamagedError as error:
         older = find_older(path)
         remedy = (
@@ -144,6 +149,8 @@ def _read_checkpoint(path: Path) -> Weights:
             else "the run has no older complete checkpoint"
         )
         raise ValueError(f"{error}; {remedy}") from None
+    for key, value in average.items():
+        tensors[key] = value.view_as(tensors[key])
     identity = saved.meta["identity"]
     name = load_config(recipe).model.label
     preprocess = identity.get("model.preprocess", {})

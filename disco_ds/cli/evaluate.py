@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.json and not args.json.parent.is_dir():
             raise RefusedError(f"--json {args.json}: there is no folder {args.json.parent}")
-        results = evaluate_run(args.model, args.overrides, args.config, args.weights)
+        results = evaluate_run(args.model, args.overrides, args.config, args.weights, args.ema)
         if first:
             print(describe(results), flush=True)
             if args.json:

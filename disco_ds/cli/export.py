@@ -17,7 +17,7 @@ def run(args: argparse.Namespace) -> int:
         ValueError: If an argument is invalid. Then nothing is written.
         OSError: If the files cannot be written.
     """
-    folder = export_run(args.source, args.to, args.format, args.dtype)
+    folder = export_run(args.source, args.to, args.format, args.dtype, args.ema)
     files = ", ".join(sorted(path.name for path in folder.iterdir()))
     print(f"{folder}: {files}; README.md explains how to load it")
     return 0

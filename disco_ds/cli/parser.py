@@ -228,6 +228,7 @@ exit code: 0 done, 1 failed, 2 invalid settings, data or weights
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="also write the results to this file"
     )
+    _add_ema(parser)
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
@@ -254,6 +255,15 @@ example:
         metavar="fp32|bf16|fp16",
         default="fp32",
         help="precision of the weights (default: %(default)s)",
+    )
+    _add_ema(parser)
+
+
+def _add_ema(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--ema",
+        action="store_true",
+        help="use the moving average of the weights (optim.ema) instead of the last weights",
     )
 
 

@@ -24,6 +24,17 @@ class TowerOptimSettings(Settings):
     the tower has the full rate. 1: all layers have the same rate."""
 
 
+class EmaSettings(Settings):
+    """The exponential moving average (EMA) of the weights."""
+
+    decay: float = Field(0.9999, gt=0, lt=1)
+    """Factor by which the old average is multiplied in every step. After n steps it is at most
+    (1 + n) / (10 + n), so that the average soon forgets the first weights."""
+    every_steps: int = Field(1, gt=0)
+    """Number of steps between two updates of the average. Each update uses decay to the power of this
+    number."""
+
+
 class OptimSettings(Settings):
     """The optimizer and its learning rate schedule."""
 
@@ -65,6 +76,9 @@ class OptimSettings(Settings):
     tau_slow: float = Field(0.0, ge=0)
     """When the temperature is at or below this value, tau_lr is divided by 3 (FastCLIP uses 0.03).
     0: off."""
+    ema: EmaSettings | None = None
+    """Also keep a moving average of the weights, and evaluate both. Takes 4 bytes per parameter, which
+    ZeRO 1 to 3 divide among the ranks. Null: off."""
     image: TowerOptimSettings = TowerOptimSettings()
     text: TowerOptimSettings = TowerOptimSettings()
 

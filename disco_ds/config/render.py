@@ -46,4 +46,12 @@ def render_ds_config(config: Config, ranks: int, run_folder: Path | None = None)
             "output_path": str(run_folder),
             "job_name": "tensorboard",
         }
-    return complete_ds_config(config.deepspeed, owned)
+    rendered = complete_ds_config(config.deepspeed, owned)
+    zero = rendered["zero_optimization"]
+    places = [zero.get(key) or {} for key in ("offload_optimizer", "offload_param")]
+    if config.optim.ema and any(place.get("device") == "nvme" for place in places):
+        raise ValueError(
+            "optim.ema is refused if optimizer or parameters are offloaded to nvme, because the average "
+            "is updated in memory; offload to cpu"
+        )
+    return rendered

@@ -104,6 +104,24 @@ def clear_padding(engine: Engine) -> None:
             parameter.ds_tensor.data[used:] = 0
 
 
+def refresh_weights(engine: Engine) -> None:
+    """Update the model's weights after the optimizer's fp32 copies have been set. Collective.
+
+    DeepSpeed 0.19 does this only inside engine.step().
+    """
+    zero, level = engine.optimizer, engine.zero_optimization_stage()
+    if level in (1, 2):
+        zero.update_lp_params()
+    if level == 3:
+        zero._partition_all_parameters()
+        for number in range(len(zero.fp16_groups)):
+            zero._reassign_or_swap_out_partitioned_parameters(number)
+        # Small parameters stay gathered on every rank.
+        if zero.persistent_parameters:
+            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+        zero.invalidate_secondary_tensor()
+
+
 @contextmanager
 def norm_refused_by(engine: Engine, refuses: Callable[[Tensor], bool]) -> Iterator[None]:
     """In this block, make engine.step() skip the update if `refuses` returns True for the gradient norm.

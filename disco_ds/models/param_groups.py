@@ -37,8 +37,9 @@ def parameter_groups(model: nn.Module, settings: OptimSettings) -> list[dict[str
 
     There are three kinds of groups: matrices (with weight decay), vectors, and the scale (both without). If the
     settings of the towers differ, each tower gets separate groups. With `layer_decay`, each layer of a tower (the stem,
-    each block, the rest) gets separate groups. Each group has a unique `name`, a `weight_decay`, and an `lr_factor`,
-    which multiplies the learning rate. No group is empty, because DeepSpeed would drop it and renumber the others.
+    each block, the rest) gets separate groups. Each group has a unique `name`, the `names` of its parameters, a
+    `weight_decay`, and an `lr_factor`, which multiplies the learning rate. No group is empty, because DeepSpeed would
+    drop it and renumber the others.
 
     Raises:
         ValueError: If `layer_decay` is set for a tower whose layers are unknown.
@@ -72,11 +73,13 @@ def parameter_groups(model: nn.Module, settings: OptimSettings) -> list[dict[str
             {
                 "name": f"{prefix} {kind} {suffix}".strip(),
                 "params": [],
+                "names": [],
                 "weight_decay": weight_decay,
                 "lr_factor": lr_factor,
             },
         )
         group["params"].append(parameter)
+        group["names"].append(name)
     return [groups[key] for key in sorted(groups)]
 
 

@@ -201,8 +201,9 @@ def _plan_engine(
 
 
 def count_moments(optim: OptimSettings) -> int:
-    """Return how many numbers the optimizer keeps for each trained element."""
-    return {"adamw": 2, "lamb": 2, "lion": 1, "sgd": int(optim.momentum > 0)}[optim.name]
+    """Return how many numbers the optimizer keeps for each trained element, with the average of optim.ema."""
+    moments = {"adamw": 2, "lamb": 2, "lion": 1, "sgd": int(optim.momentum > 0)}
+    return moments[optim.name] + (optim.ema is not None)
 
 
 def count_checkpoint(config: Config, towers: Towers) -> tuple[int, int]:

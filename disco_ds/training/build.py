@@ -71,6 +71,7 @@ from disco_ds.models.pretrained import (
 )
 from disco_ds.runs.run_folder import AUTO
 from disco_ds.runs.shared_folder import open_folder, removed_if_refused, write_settings
+from disco_ds.training.ema import drop_average
 from disco_ds.training.engine import Engine, build_engine
 from disco_ds.training.evaluation import Evaluation
 
@@ -349,6 +350,8 @@ def start_engine(
     if saved is None:
         return new_engine()
     engine = restore(saved, config, model, new_engine)
+    if config.optim.ema is None:
+        drop_average(engine)
     with comm.all_or_none("the loss's state"):
         loss.load_state_parts(saved.states("loss"))
     set_newer_aside(saved)

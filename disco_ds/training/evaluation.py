@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from disco_ds.metrics.logger import MetricsLogger
 from disco_ds.metrics.report import log_errors, save_examples
 from disco_ds.metrics.tracking import WandbRun
 from disco_ds.runs.run_log import say
+from disco_ds.training.ema import averaged, has_average
 from disco_ds.training.engine import Engine
 
 
@@ -38,12 +39,19 @@ class Evaluation:
     def __call__(self, step: int) -> dict[str, float]:
         """Evaluate the model after this step and log the results. Collective; training is not affected.
 
+        With optim.ema, the average of the weights is evaluated too. Its results have names that end in _ema.
+
         Returns:
             The values that were written to metrics.jsonl, keyed by name.
         """
         self.heartbeat.mark(step, "evaluating")
         start = time.monotonic()
-        results = evaluate_sets(self.engine, self.sets, self.image, self.tokenizer, self.batch_size)
+        arguments = self.engine, self.sets, self.image, self.tokenizer, self.batch_size
+        results = evaluate_sets(*arguments)
+        if self.sets and has_average(self.engine):
+            with averaged(self.engine):
+                for result in evaluate_sets(*arguments):
+                    results.append(replace(result, name=f"{result.name}_ema"))
         values = record(results)
         self.metrics.note(step, values)
         self.metrics.skip(time.monotonic() - start)

@@ -30,6 +30,7 @@ from disco_ds.metrics.timers import Timer
 from disco_ds.runs.run_folder import mark_finished
 from disco_ds.runs.run_log import say
 from disco_ds.training.build import Run
+from disco_ds.training.ema import update_average
 from disco_ds.training.engine import SpikeError, learning_rate, set_rates
 from disco_ds.training.grad_accum import Rng
 from disco_ds.training.step import StepOutput, train_step
@@ -151,6 +152,8 @@ def run_step(run: Run, step: int, data: StepData, is_logged: bool) -> StepOutput
     # If the fp16 loss scaler has skipped the update, the loss must not update its state either.
     if output.grad_norm is not None:
         run.loss.commit()
+        if config.optim.ema:
+            update_average(run.engine, config.optim.ema)
     return output
 
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from disco_ds.checkpoints import checkpoint
-from disco_ds.checkpoints.reshard import States, _find_parts, _join, optimizer_order
+from disco_ds.checkpoints.fragments import States, find_parts, join
+from disco_ds.checkpoints.reshard import optimizer_order
 from disco_ds.checkpoints.retention import find_latest
-from disco_ds.checkpoints.weights import read_tensors
+from disco_ds.checkpoints.weights import read_tensors, read_weights
 from disco_ds.config import ModelSettings, load_config
 from disco_ds.distributed import comm
 from disco_ds.metrics.logger import METRICS_FILE
@@ -25,8 +26,9 @@ from disco_ds.training.loop import train
 from helpers.dist import run_ranks
 from helpers.machine import HAS_FP16
 from helpers.tiny_run import recipe
-from helpers.towers import BPE_SIZE, write_tiny
+from helpers.towers import BPE_SIZE, distance, write_tiny
 
+KEYS = {"fp32", "exp_avg", "exp_avg_sq", "step", "ema", "ema_steps"}
 FP32 = {"torch_autocast": {"enabled": False}}
 
 
@@ -60,6 +62,7 @@ def run_on(folder: Path, ranks: int, steps: int, resume: str | None, **changes: 
 
 def write_recipe(folder: Path, **changes: Any) -> Path:
     optim = {"lr": 1e-3, "warmup_steps": 0, "schedule": "constant"}
+    optim["ema"] = {"decay": 0.9, "every_steps": 3}
     return recipe(folder, optim=optim, checkpoint={"every_steps": 2, "keep_last": 9}, **changes)
 
 
@@ -77,22 +80,19 @@ def states(path: Path) -> dict[str, States]:
     )
     config = load_config(written_by)
     order = optimizer_order(build_model(config.model), config.optim)
-    found = _find_parts(checkpoint.read(path), order)
+    found = find_parts(checkpoint.read(path), order)
     assert found.keys() == set(order)
-    return {name: _join(found, name) for name in found}
+    return {name: join(found, name) for name in found}
 
 
 def equal_states(first: Path, second: Path) -> None:
     """Compare masters and optimizer states bit by bit."""
     mine, theirs = states(first), states(second)
     for name, kept in mine.items():
-        assert kept.keys() == theirs[name].keys() == {"fp32", "exp_avg", "exp_avg_sq", "step"}
+        assert kept.keys() == theirs[name].keys() == KEYS
         for key, value in kept.items():
-            assert torch.equal(value.reshape(-1), theirs[name][key].reshape(-1)), (
-                second,
-                name,
-                key,
-            )
+            mine, other = (torch.as_tensor(each).reshape(-1) for each in (value, theirs[name][key]))
+            assert torch.equal(mine, other), (second, name, key)
 
 
 def equal_losses(folder: Path, other: Path, tolerance: float) -> None:
@@ -128,6 +128,10 @@ def test_run_resumes_as_one_rank_at_zero0(whole: Path, tmp_path: Path) -> None:
     begin(whole, tmp_path, 4)
     run_on(tmp_path, 1, 8, "latest", deepspeed=settings(0))
     equal_losses(tmp_path, whole, 1e-5)
+    saved = [checkpoint_of(folder, 8) for folder in (tmp_path, whole)]
+    mine, theirs = (read_weights(path, ema=True).tensors for path in saved)
+    assert distance(mine, theirs) < 1e-5
+    assert distance(read_weights(saved[1]).tensors, theirs) > 1e-3
 
 
 def test_states_are_the_same_to_the_bit_in_every_shape(whole: Path, tmp_path: Path) -> None:

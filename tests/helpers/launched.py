@@ -219,6 +219,7 @@ def write_recipe(folder: Path, deepspeed: dict[str, Any]) -> list[str]:
         data=data | {"augment": {"rotate_degrees": 10, "color_scale": 0.1}},
         checkpoint={"every_steps": 3, "keep_last": 3},
         lost_after_s=10,
+        optim={"lr": 1e-3, "warmup_steps": 0, "ema": {"decay": 0.9, "every_steps": 2}},
         deepspeed=deepspeed,
     )
     return ["--config", path.name]

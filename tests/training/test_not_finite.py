@@ -36,7 +36,7 @@ def passed_over(
     settings = {
         "deepspeed": deepspeed,
         "checkpoint": {"every_steps": 0},
-        "optim": {"lr": 1e-3, "warmup_steps": 2},
+        "optim": {"lr": 1e-3, "warmup_steps": 2, "ema": {"decay": 0.9}},
     }
     rewrite(path, **settings)
     runs = {}

@@ -57,6 +57,7 @@ def run_once(
         f"checkpoint.every_steps={MIN_HISTORY}",
         "optim.lr=1e-4",
         f"optim.warmup_steps={STEPS}",
+        "optim.ema.decay=0.9",
     ]
     kept = [
         line

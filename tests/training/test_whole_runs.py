@@ -272,7 +272,8 @@ def test_command_line_trains_alone_and_says_what_it_did(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "global batch 16 = 1 rank x micro-batch 16 x 1 per step" in done.stdout
-    assert re.search(r"^zero-shot +top1 +top5 .*\n *unseen +\d", done.stdout, re.MULTILINE)
+    table = r"^ *zero-shot +top1 +top5 .*\n *unseen +\d.*\n *unseen_ema +\d"
+    assert re.search(table, done.stdout, re.MULTILINE)
     run = folder / "runs" / "tiny"
     assert [record["step"] for record in records(run)] == [1, 2, 2]
     assert {"time/forward_s", "time/loss_s", "time/update_s", "ranks/slowest"} <= records(run)[

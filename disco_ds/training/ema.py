@@ -1,0 +1,85 @@
+"""The exponential moving average (EMA) of the trained weights.
+
+The average is one more state of the optimizer. Therefore DeepSpeed shards and saves it, and a resumed run with
+another number of ranks or ZeRO stage has it, like every other state. Buffers are not averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from disco_ds.checkpoints.fragments import AVERAGE
+from disco_ds.config import EmaSettings
+from disco_ds.distributed.deepspeed_quirks import refresh_weights
+from disco_ds.training.engine import Engine
+
+STEPS = "ema_steps"
+"""Name of the optimizer state that counts the updates since the average began."""
+CHUNK = 2**24
+"""Largest number of rows that are copied at a time."""
+
+
+@torch.no_grad()
+def update_average(engine: Engine, settings: EmaSettings) -> None:
+    """Update the average. Call this after each step that has updated the weights.
+
+    The first call sets the average to the weights.
+    """
+    weights = _find_weights(engine)
+    states = [engine.basic_optimizer.state[weight] for weight in weights]
+    step = states[0].get(STEPS, 0) + 1
+    if AVERAGE not in states[0]:
+        for weight, state in zip(weights, states, strict=True):
+            state[AVERAGE] = weight.clone()
+    elif step % settings.every_steps == 0:
+        decay = min(settings.decay, (1 + step) / (10 + step)) ** settings.every_steps
+        torch._foreach_lerp_([state[AVERAGE] for state in states], weights, 1 - decay)
+    for state in states:
+        state[STEPS] = step
+
+
+def has_average(engine: Engine) -> bool:
+    """Return whether the engine has an average."""
+    return any(AVERAGE in state for state in engine.basic_optimizer.state.values())
+
+
+def drop_average(engine: Engine) -> None:
+    """Remove the average, which a checkpoint may have brought."""
+    for state in engine.basic_optimizer.state.values():
+        state.pop(AVERAGE, None)
+        state.pop(STEPS, None)
+
+
+@contextmanager
+def averaged(engine: Engine) -> Iterator[None]:
+    """In this block, the model has the averaged weights. Collective.
+
+    An error inside the block ends the run, so the weights are not restored then. Restoring them is a collective
+    operation, which a single failed rank would start alone.
+    """
+    _exchange(engine)
+    yield
+    _exchange(engine)
+
+
+@torch.no_grad()
+def _exchange(engine: Engine) -> None:
+    """Exchange the weights and their average, in small pieces. Collective."""
+    for weight in _find_weights(engine):
+        average = engine.basic_optimizer.state[weight][AVERAGE]
+        for mine, other in zip(weight.split(CHUNK), average.split(CHUNK), strict=True):
+            kept = mine.clone()
+            mine.copy_(other)
+            other.copy_(kept)
+    refresh_weights(engine)
+
+
+def _find_weights(engine: Engine) -> list[Tensor]:
+    """Return the tensors that the optimizer of this rank updates, which are its keys of the states."""
+    if engine.zero_optimization_stage() == 3:
+        return list(engine.optimizer.fp32_partitioned_groups_flat)
+    return [weight for group in engine.basic_optimizer.param_groups for weight in group["params"]]
