@@ -6,16 +6,14 @@ writes.
 
 from __future__ import annotations
 
-import io
 import json
 import logging
-import os
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from disco_ds.config.text_file import write_text
 from disco_ds.distributed import comm
@@ -24,6 +22,8 @@ from disco_ds.metrics.timers import Phases
 from disco_ds.runs.run_log import say
 
 METRICS_FILE = "metrics.jsonl"
+BUFFER_BYTES = 2**20
+"""Records that cannot be written are kept up to this size, and lost beyond it."""
 logger = logging.getLogger(__name__)
 WriteEvents = Callable[[list[tuple[str, float, int]]], None]
 """A DeepSpeed monitor's `write_events`; it takes a list of (name, value, samples)."""
@@ -33,8 +33,8 @@ class MetricsLogger:
     """Measures the time between log points and writes one record at each.
 
     Collective: every rank must create one. Records after the checkpoint of first_step are removed.
-    If the disk is full, TensorBoard loses points, records wait in memory until there is space, and
-    the run continues.
+    If the disk is full, TensorBoard loses points, records wait in the file's buffer until there is
+    space, and the run continues.
 
     Args:
         folder: The run folder.
@@ -63,16 +63,12 @@ class MetricsLogger:
         self.num_samples = num_samples
         self.phases = Phases()
         self.path = folder / METRICS_FILE
-        self.file: io.FileIO | None = None
+        self.file: BinaryIO | None = None
         self.broken = folder / f"broken-{comm.rank():05d}.txt"
-        self.unwritten = b""
         with comm.all_or_none(f"opening {self.path}"):
             if comm.rank() == 0:
-                last_records = _drop_after(self.path, first_step)
-                self.file = io.FileIO(self.path, "a")
-                # rewind_tensorboard has hidden the points of this step.
-                for record in last_records:
-                    self._write_events(record)
+                _drop_after(self.path, first_step)
+                self.file = self.path.open("ab", buffering=BUFFER_BYTES)
         self.start = self.since = time.monotonic()
         self.first_step = self.last_step = first_step
         self.wait_s = self.step_wait_s = self.save_s = 0.0
@@ -136,27 +132,22 @@ class MetricsLogger:
     def close(self) -> None:
         """Write the waiting records and close the file."""
         if self.file is not None:
-            self._flush()
-            self.file.close()
+            with self._disk_may_be_full():
+                self.file.close()
             self.file = None
 
     def _append(self, record: dict[str, Any]) -> None:
-        self.unwritten += json.dumps(record).encode() + b"\n"
-        self._flush()
+        assert self.file is not None
+        with self._disk_may_be_full():
+            self.file.write(json.dumps(record).encode() + b"\n")
+            self.file.flush()
         self._write_events(record)
 
-    def _flush(self) -> None:
-        assert self.file is not None
-        size = os.fstat(self.file.fileno()).st_size
-        left = self.unwritten
+    @contextmanager
+    def _disk_may_be_full(self) -> Iterator[None]:
         try:
-            # A write to a nearly full disk may store only part of the data.
-            while left:
-                left = left[self.file.write(left) :]
-            self.unwritten = b""
+            yield
         except OSError as error:
-            if len(left) < len(self.unwritten):  # the file never contains half a record
-                self.file.truncate(size)
             logger.warning("%s: %s; the records wait in memory", self.path, error.strerror)
 
     def _describe(self, record: dict[str, Any]) -> str:
@@ -188,7 +179,7 @@ class MetricsLogger:
 
 
 def rewind_tensorboard(monitor: Any, samples: int) -> None:
-    """Hide TensorBoard's points from `samples` on, which the resumed run will write again.
+    """Hide TensorBoard's points after `samples`, which the resumed run will write again.
 
     Args:
         monitor: The monitor of the DeepSpeed engine.
@@ -200,7 +191,7 @@ def rewind_tensorboard(monitor: Any, samples: int) -> None:
 
     writer = monitor.tb_monitor.summary_writer
     writer.close()
-    monitor.tb_monitor.summary_writer = SummaryWriter(writer.log_dir, purge_step=samples)
+    monitor.tb_monitor.summary_writer = SummaryWriter(writer.log_dir, purge_step=samples + 1)
 
 
 def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
@@ -220,16 +211,13 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
     return records, num_bad
 
 
-def _drop_after(path: Path, step: int) -> list[dict[str, Any]]:
+def _drop_after(path: Path, step: int) -> None:
     """Remove unreadable lines and the records that the resumed run will write again.
 
     The evaluation of `step` comes after its checkpoint, so it is repeated and removed too.
-
-    Returns:
-        The remaining records of `step`.
     """
     if not path.exists():
-        return []
+        return
     records, num_bad = read_records(path)
     kept = []
     for record in records:
@@ -238,4 +226,3 @@ def _drop_after(path: Path, step: int) -> list[dict[str, Any]]:
             kept.append(record)
     if len(kept) < len(records) + num_bad:
         write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
-    return [record for record in kept if record["step"] == step]

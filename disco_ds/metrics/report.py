@@ -1,4 +1,4 @@
-"""Draw report.png: curves of loss, accuracy and throughput, and evaluated images with predictions.
+"""Draw report.png: curves of loss, accuracy and other metrics, and evaluated images with predictions.
 
 Rank 0 draws it from metrics.jsonl and examples.npz only, so a run that was killed or is still
 running has a report too. matplotlib is imported only when a picture is drawn, so it does not slow
@@ -7,10 +7,8 @@ down the start of training.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import time
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -23,35 +21,25 @@ from numpy.typing import NDArray
 
 from disco_ds.metrics.logger import METRICS_FILE, read_records
 from disco_ds.metrics.step_metrics import METRICS
-from disco_ds.runs.run_folder import CHANGES, FINISHED
+from disco_ds.runs.run_folder import FINISHED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure, SubFigure
+    from matplotlib.figure import Figure
     from torch.utils.tensorboard import SummaryWriter
 
 REPORT = "report.png"
 EXAMPLES = "examples.npz"
 NUM_MEANS = 40
 """A curve with at least twice as many points also shows this many means."""
-_COLUMNS = 6
-"""Number of example images in a row."""
 _MAX_LETTERS = 28
 """Maximum number of letters of a label; longer labels are cut."""
-# Colors of right and wrong predictions, which a check mark and a line style distinguish too.
-RIGHT, WRONG = "C0", "C2"
 STYLE: dict[str, Any] = {
     "font.size": 9,
-    "axes.titlelocation": "left",
-    "axes.titleweight": "bold",
-    "axes.titlesize": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
     "grid.alpha": 0.3,
-    "legend.edgecolor": "none",
-    "axes.formatter.limits": (-3, 5),
-    "figure.constrained_layout.w_pad": 0.1,
     "text.parse_math": False,  # labels may contain dollar signs
 }
 Curves = dict[str, list[tuple[float, float]]]
@@ -108,33 +96,22 @@ def write_report(folder: Path, writer: SummaryWriter | None = None) -> Path:
             examples = dict(saved)
     last = records[-1] if records else {"step": 0, "samples": 0}
     state = "finished" if (folder / FINISHED).exists() else "not finished"
-    written = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
     global_batch = last["samples"] // max(last["step"], 1)
-    title = (
-        f"{folder.resolve().name}: {last['step']:,} steps of {global_batch:,} samples"
-        f"{describe_changes(folder)}, {state}, last record {written}"
-    )
-    partial = folder / f"partial-{REPORT}"
+    title = f"{folder.resolve().name}: {last['step']:,} steps of {global_batch:,} samples, {state}"
+    if examples:
+        title += f"; images of {examples['name']} with the nearest labels below"
     with style.context(["default", "seaborn-v0_8-colorblind", STYLE]), warnings.catch_warnings():
         # The font may lack the script of a label.
         warnings.filterwarnings("ignore", "Glyph .* missing")
-        figure = draw_report(read_curves(records), global_batch, title, examples)
+        figure = draw_report(read_curves(records), global_batch, examples)
+        figure.suptitle(title)
+        partial = folder / f"partial-{REPORT}"
         figure.savefig(partial)
         if writer is not None:
             writer.add_figure("report", figure, last["samples"])
             writer.flush()
     partial.replace(folder / REPORT)
     return folder / REPORT
-
-
-def describe_changes(folder: Path) -> str:
-    """Describe all settings that were changed when the run was resumed; empty if there are none."""
-    if not (folder / CHANGES).exists():
-        return ""
-    lines = map(json.loads, (folder / CHANGES).read_text(encoding="utf-8").splitlines())
-    return "".join(
-        "; from step {step:,} on {setting} is {new}, was {old}".format_map(line) for line in lines
-    )
 
 
 def read_curves(records: Sequence[dict[str, Any]]) -> Curves:
@@ -147,52 +124,61 @@ def read_curves(records: Sequence[dict[str, Any]]) -> Curves:
     return curves
 
 
-def draw_report(curves: Curves, global_batch: int, title: str, examples: dict[str, Any]) -> Figure:
+def draw_report(curves: Curves, global_batch: int, examples: dict[str, Any]) -> Figure:
     """Draw loss, accuracy, a panel for each metric with a curve label, and the examples."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import PercentFormatter
 
-    rows = math.ceil(len(examples["label"]) / _COLUMNS) if examples else 0
-    heights = (4.6, 2.4, 0.3 + 1.6 * rows)
-    num_parts = 3 if examples else 2
-    figure = Figure((14, sum(heights[:num_parts])), dpi=110, layout="constrained")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12, weight="bold")
-    parts: Any = figure.subfigures(num_parts, height_ratios=heights[:num_parts])
-    upper, lower = parts[:2]
-    loss, accuracy = upper.subplots(1, 2)
-    draw_curve(loss, curves, "loss", "training loss")
-    if global_batch > 1:
-        chance = math.log(global_batch)
-        label = f"guessing among {global_batch:,} by softmax: {chance:.2f}"
-        loss.axhline(chance, color="gray", linestyle="--", linewidth=1, label=label)
-    finish_axes(loss, "loss", "Loss")
-    draw_accuracy(accuracy, curves)
-    accuracy.yaxis.set_major_formatter(PercentFormatter(1))
     panels = [metric for metric in METRICS if metric.curve]
-    for axes, metric in zip(lower.subplots(1, len(panels)), panels, strict=True):
+    panel_rows = math.ceil((2 + len(panels)) / 3)
+    image_rows = math.ceil(len(examples["label"]) / 6) if examples else 0
+    heights = [3.5] * panel_rows + [1.7] * image_rows
+    figure = Figure((14, sum(heights)), dpi=110, layout="constrained")
+    grid = figure.add_gridspec(len(heights), 6, height_ratios=heights)
+
+    def add_panel(number: int) -> Axes:
+        row, column = divmod(number, 3)
+        return figure.add_subplot(grid[row, 2 * column : 2 * column + 2])
+
+    draw_loss(add_panel(0), curves, global_batch)
+    draw_accuracy(add_panel(1), curves)
+    for number, metric in enumerate(panels, 2):
+        axes = add_panel(number)
         draw_curve(axes, curves, metric.name)
         finish_axes(axes, metric.curve)
     if examples:
-        draw_examples(parts[2], examples, rows)
+        columns = examples["image"], examples["label"], examples["best"]
+        for number, example in enumerate(zip(*columns, strict=True), 6 * panel_rows):
+            draw_example(figure.add_subplot(grid[number // 6, number % 6]), *example)
     return figure
 
 
+def draw_loss(axes: Axes, curves: Curves, global_batch: int) -> None:
+    """Draw the training loss, and the loss of a random guess."""
+    draw_curve(axes, curves, "loss", "training loss")
+    if global_batch > 1:
+        chance = math.log(global_batch)
+        label = f"guessing among {global_batch:,} by softmax: {chance:.2f}"
+        axes.axhline(chance, color="gray", linestyle="--", linewidth=1, label=label)
+    finish_axes(axes, "loss")
+
+
 def draw_accuracy(axes: Axes, curves: Curves) -> None:
-    """Draw the accuracy in the batch, and the zero-shot accuracy of every set next to chance."""
+    """Draw the accuracy in the batch, and the zero-shot accuracy of every set with chance as a dashed line."""
+    from matplotlib.ticker import PercentFormatter
+
     draw_curve(axes, curves, "i2t_accuracy", "in the batch, image to text")
     draw_curve(axes, curves, "t2i_accuracy", "in the batch, text to image")
-    sets = [name.removesuffix("_top1") for name in curves if name.endswith("_top1")]
-    for name in sets:
-        samples, values = zip(*curves[f"{name}_top1"], strict=True)
-        label = f"{name.removeprefix('eval/')}, zero-shot top-1: {values[-1]:.1%}"
-        (line,) = axes.plot(samples, values, marker="o")
-        if f"{name}_chance" in curves:
-            chance = curves[f"{name}_chance"][-1][1]
-            axes.axhline(chance, color=line.get_color(), linestyle="--", linewidth=1)
-            label += f" (chance, dashed: {chance:.2%})"
-        line.set_label(label)
-    finish_axes(axes, "accuracy", "Learning")
+    for name in [name for name in curves if name.endswith("_top1")]:
+        samples, values = zip(*curves[name], strict=True)
+        set_name = name.removeprefix("eval/").removesuffix("_top1")
+        label = f"{set_name}, zero-shot top-1: {values[-1]:.1%}"
+        (line,) = axes.plot(samples, values, marker="o", label=label)
+        for _, chance in curves.get(name.replace("_top1", "_chance"), [])[-1:]:
+            label = f"{set_name}, chance: {chance:.2%}"
+            axes.axhline(chance, color=line.get_color(), linestyle="--", linewidth=1, label=label)
+    finish_axes(axes, "accuracy")
     axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(PercentFormatter(1))
 
 
 def draw_curve(axes: Axes, curves: Curves, name: str, label: str | None = None) -> None:
@@ -209,38 +195,25 @@ def draw_curve(axes: Axes, curves: Curves, name: str, label: str | None = None) 
     axes.plot(*zip(*means, strict=True), color=line.get_color(), linewidth=1.8, label=label)
 
 
-def finish_axes(axes: Axes, label: str, title: str = "") -> None:
-    """Set the axis labels, title and legend."""
+def finish_axes(axes: Axes, label: str) -> None:
+    """Set the axis labels, and the legend if curves have labels."""
     from matplotlib.ticker import EngFormatter
 
-    axes.set(xlabel="samples seen", ylabel=label, title=title)
+    axes.set(xlabel="samples seen", ylabel=label)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     if not axes.lines:
         axes.text(0.5, 0.5, "nothing recorded", transform=axes.transAxes, ha="center")
-    elif title:
+    elif axes.get_legend_handles_labels()[0]:
         # A fixed place: matplotlib needs ten seconds to find the "best" one on a long curve.
         axes.legend(loc="lower left" if label == "loss" else "upper left")
 
 
-def draw_examples(figure: SubFigure, examples: dict[str, Any], rows: int) -> None:
-    """Draw each image below its label and above the nearest labels, marked as right or wrong."""
-    labels, best = examples["label"].tolist(), examples["best"].tolist()
-    num_right = sum(label == top[0] for label, top in zip(labels, best, strict=True))
-    title = (
-        f"{len(labels)} images of {examples['name']} with the labels nearest to each: the first is "
-        f"right for {num_right} (solid frame)"
-    )
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10, weight="bold")
-    grid = figure.subplots(rows, _COLUMNS, squeeze=False).flatten()
-    for axes in grid[len(labels) :]:
-        axes.axis("off")
-    for axes, image, label, top in zip(grid, examples["image"], labels, best, strict=False):
-        color, line = (RIGHT, "-") if label == top[0] else (WRONG, "--")
-        axes.imshow(image, interpolation="nearest")
-        axes.spines[:].set(visible=True, color=color, linestyle=line, linewidth=2)
-        guesses = [f"{'✓' if guess == label else '✗'} {_shorten(guess)}" for guess in top]
-        axes.set(xticks=[], yticks=[], xlabel="\n".join(guesses))
-        axes.set_title(_shorten(label), loc="center", size=9)
+def draw_example(axes: Axes, image: NDArray[numpy.uint8], label: str, best: list[str]) -> None:
+    """Draw an image below its label and above the nearest labels, marked as right or wrong."""
+    axes.imshow(image, interpolation="nearest")
+    guesses = [f"{'✓' if guess == label else '✗'} {_shorten(guess)}" for guess in best]
+    axes.set(xticks=[], yticks=[], xlabel="\n".join(guesses))
+    axes.set_title(_shorten(label), size=9)
 
 
 def _shorten(label: str) -> str:

@@ -21,7 +21,6 @@ from disco_ds.config import ModelSettings, load_config
 from disco_ds.data.sources.counting import index_shards
 from disco_ds.data.sources.manifest import write_manifest
 from disco_ds.distributed import comm
-from disco_ds.metrics.report import describe_changes
 from disco_ds.models.clip import build_model
 from disco_ds.runs.run_folder import CHANGES, CHECKPOINTS, FINISHED, mark_finished
 from disco_ds.training.build import build
@@ -394,8 +393,7 @@ def test_allowed_changes_act_as_if_the_checkpoint_had_them(tmp_path: Path) -> No
         "optim.clip_norm": (5.0, 0.01),
     }
     assert {change["step"] for change in changes} == {2}
-    assert "; from step 2 on optim.lr is 0.002, was 0.001" in describe_changes(told)
-    assert not describe_changes(whole)
+    assert not (whole / CHANGES).exists()
 
 
 # Epochs

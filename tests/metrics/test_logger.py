@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import math
 import re
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -219,21 +219,24 @@ def test_points_of_a_resumed_run_replace_those_it_does_again(tmp_path: Path) -> 
         board.summary_writer.close()
     points = EventAccumulator(str(tmp_path / "points")).Reload()
     assert [point.step for point in points.Scalars("train/loss")] == [40, 80, 120, 160]
-    assert [point.step for point in points.Scalars("eval/top1")] == [40, 120, 160]
+    assert [point.step for point in points.Scalars("eval/top1")] == [40, 80, 120, 160]
     assert [record["step"] for record in read(tmp_path)] == [5, 5, 10, 15, 15, 20, 20]
 
 
 def test_records_wait_for_room_on_the_disk(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """/dev/full rejects every write; the file that replaces it gets all records."""
+    """A limit on the size of a file stands for a full disk, which may take a part of a record."""
     metrics = MetricsLogger(tmp_path, {}, global_batch=8, num_steps=40)
-    whole, metrics.file = metrics.file, io.FileIO("/dev/full", "w")
-    metrics.log(point(10, torch.arange(8)))
-    metrics.note(10, {"eval/top1": 0.5})
-    assert "No space left on device; the records wait in memory" in caplog.text
-    metrics.file.close()
-    metrics.file = whole
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+    try:
+        metrics.log(point(10, torch.arange(8)))
+        metrics.note(10, {"eval/top1": 0.5})
+        assert (tmp_path / METRICS_FILE).stat().st_size == 10
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "File too large; the records wait in memory" in caplog.text
     metrics.log(point(20, torch.arange(8)))
     metrics.close()
     assert [record["step"] for record in read(tmp_path)] == [10, 10, 20]
@@ -307,7 +310,7 @@ def test_a_figure_is_one_entry_as_the_manual_shows(
     assert "cosine 0.500" in line
     labels: list[str] = []
     monkeypatch.setattr(
-        "disco_ds.metrics.report.finish_axes", lambda axes, label, title="": labels.append(label)
+        "disco_ds.metrics.report.finish_axes", lambda axes, label: labels.append(label)
     )
     write_report(tmp_path)
     assert labels[-1] == "temperature"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from disco_ds.metrics.logger import METRICS_FILE, MetricsLogger
+from disco_ds.metrics.logger import METRICS_FILE, MetricsLogger, read_records
 from disco_ds.runs.run_folder import (
     CHECKPOINTS,
     CONFIG,
@@ -191,7 +191,7 @@ def test_full_disk_leaves_no_half_file_and_what_was_there(full_disk: Path) -> No
     mark_launch(full_disk, "y" * 100_000, 0)
     assert json.loads((full_disk / FINISHED).read_text()) == old
     assert json.loads((full_disk / LAUNCHED).read_text())["launch"] == "mine"
-    # Records wait, and a line is there whole or not at all.
+    # Records wait, and then follow in their order.
     metrics = MetricsLogger(full_disk, {}, 4, 10)
     metrics.note(1, {"a": 1.0})
     ballast = full_disk / "ballast"
@@ -200,9 +200,7 @@ def test_full_disk_leaves_no_half_file_and_what_was_there(full_disk: Path) -> No
             pass
     values = {f"value {number}": float(number) for number in range(1000)}
     metrics.note(2, values)
-    lines = (full_disk / METRICS_FILE).read_text()
-    assert lines.endswith("\n")
-    assert [json.loads(line)["step"] for line in lines.splitlines()] == [1]
+    assert [record["step"] for record in read_records(full_disk / METRICS_FILE)[0]] == [1]
     ballast.unlink()
     metrics.note(3, {})
     metrics.note(3, {"a": 3.0})
