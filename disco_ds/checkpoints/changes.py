@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from disco_ds.config import OptimSettings
+from disco_ds.distributed.agreement import flatten
 
 MAY_BE_ALLOWED = {
     *(
@@ -79,24 +80,14 @@ class Change(NamedTuple):
 
 def find_changes(saved: dict[str, Any], now: dict[str, Any]) -> list[Change]:
     """Return the settings that differ between two identities. A missing setting counts as null."""
-    old, new = _flatten(saved), _flatten(now)
+    # JSON turns the tuples of `now` into lists, as in the checkpoint.
+    old, new = (dict(flatten(json.loads(json.dumps(tree)))) for tree in (saved, now))
     names = dict.fromkeys([*new, *old])
     return [
         Change(name, old.get(name), new.get(name))
         for name in names
         if old.get(name) != new.get(name)
     ]
-
-
-def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested settings into values keyed by dotted name, as JSON stores them (a tuple becomes a list)."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = json.loads(json.dumps(value))
-    return flat
 
 
 def _is_within(name: str, settings: Iterable[str]) -> bool:

@@ -6,7 +6,6 @@ file on each host. A rank whose settings differ would train a wrong model or mak
 
 from __future__ import annotations
 
-import hashlib
 import json
 import socket
 from collections.abc import Iterator
@@ -35,13 +34,15 @@ def check_agreement(settings: dict[str, Any], remedy: str = REMEDY) -> None:
         ValueError: On every rank, if settings differ. The message lists the keys that differ, with their
             values and the hosts and ranks that have each value.
     """
-    mine = dict(_flatten(settings))
-    digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
-    if len(set(comm.gather_objects(digest))) > 1:
-        raise ValueError(_describe(comm.gather_objects((socket.gethostname(), mine)), remedy))
+    mine = {key: json.dumps(value, ensure_ascii=False) for key, value in flatten(settings)}
+    differences = find_differences(comm.gather_objects((socket.gethostname(), mine)))
+    if differences:
+        lines = ["the ranks were given different settings:", *differences]
+        raise ValueError("\n  ".join(lines) + f"\n{remedy}")
 
 
-def _describe(reports: list[Report], remedy: str) -> str:
+def find_differences(reports: list[Report]) -> list[str]:
+    """Return a line for each setting that differs, with its values and the ranks that have each value."""
     keys = sorted({key for _, settings in reports for key in settings})
     lines = []
     for key in keys:
@@ -53,8 +54,16 @@ def _describe(reports: list[Report], remedy: str) -> str:
         if len(places) > 1:
             found = [f"{value} on {_join_hosts(hosts)}" for value, hosts in places.items()]
             lines.append(f"{key}: {'; '.join(_truncate(found, 'more values'))}")
-    shown = "\n  ".join(_truncate(lines, "more settings"))
-    return f"the ranks were given different settings:\n  {shown}\n{remedy}"
+    return _truncate(lines, "more settings")
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and value of every setting in nested dicts. Empty dicts are left out."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def _join_hosts(hosts: dict[str, list[int]]) -> str:
@@ -65,11 +74,3 @@ def _truncate(items: list[str], rest: str) -> list[str]:
     if len(items) <= MAX_SHOWN:
         return items
     return [*items[:MAX_SHOWN], f"and {len(items) - MAX_SHOWN} {rest}"]
-
-
-def _flatten(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    if isinstance(tree, dict) and tree:
-        for part, value in tree.items():
-            yield from _flatten(value, f"{key}.{part}" if key else str(part))
-    else:
-        yield key, json.dumps(tree, ensure_ascii=False)
