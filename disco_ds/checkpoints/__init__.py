@@ -12,7 +12,7 @@ Imported by training, plan, checks and cli.
    `step-N`. A folder called `step-N` is therefore complete, and a killed run leaves nothing that
    could be mistaken for a checkpoint.
 3. **Upload.** `upload` runs the user's `checkpoint.copy_command` on each new checkpoint, one at a
-   time. Unfinished uploads are listed in `copies.json` and repeated when the run is resumed.
+   time. Uploads that a killed run has not finished are repeated when the run is resumed.
 4. **Retain.** `retention` removes old checkpoints. Damaged checkpoints do not count
    toward the number to keep, so the last intact checkpoint is never removed.
 5. **Resume.** `resume` chooses a checkpoint, compares its settings with those of the run

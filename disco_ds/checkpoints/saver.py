@@ -108,8 +108,6 @@ class Saver:
         Raises:
             comm.AgreedError: If too many saves have failed in a row.
         """
-        if self.uploads:
-            self.uploads.poll()
         if self.in_flight and all_written:
             with self._waiting(step):
                 self._advance()
@@ -157,9 +155,8 @@ class Saver:
         is_waiting = True
         while is_waiting:
             # Wait in short turns: only rank 0 waits for uploads, and the broadcast would time out on the other ranks.
-            turn_end = min(end, time.monotonic() + jobs.TURN_S)
-            is_pending = self.uploads is not None and self.uploads.wait_until(turn_end)
-            is_waiting = comm.broadcast(is_pending and turn_end < end)
+            is_pending = self.uploads is not None and self.uploads.wait(jobs.TURN_S)
+            is_waiting = comm.broadcast(is_pending and time.monotonic() < end)
 
     def close(self) -> None:
         """Free the host memory. If the run ended during a save, first wait for it for up to 10 seconds."""
@@ -251,7 +248,7 @@ class Saver:
 
     def _removal(self, keep_last: int | None) -> Callable[[], int]:
         """Return a function that removes old checkpoints, except those being written or uploaded."""
-        busy = list(self.uploads.busy) if self.uploads else []
+        busy = list(self.uploads.pending) if self.uploads else []
         if self.in_flight:
             busy.append(self.in_flight.partial)
         keep_every = self.settings.keep_every_steps

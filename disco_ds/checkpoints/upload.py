@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
 import shlex
 import signal
 import subprocess
+import threading
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from queue import Queue
 
-from disco_ds.checkpoints.retention import warn_once
+from disco_ds.checkpoints.retention import list_complete
 from disco_ds.config import Config
-from disco_ds.config.text_file import write_text
 from disco_ds.distributed import comm
 
+LOG = "copies.log"
+"""File in the run folder that receives the output of the command."""
+HANDLED = "copied"
+"""Empty file in a checkpoint whose upload has ended. A resumed run uploads checkpoints that lack this file."""
 POLL_S = 0.1
 """Seconds between two checks of whether an upload has ended, while waiting for uploads."""
 logger = logging.getLogger(__name__)
 
 
 class Uploads:
-    """A queue of at most two checkpoints: the one being uploaded and the newest of those waiting.
+    """Uploads checkpoints one after another: the current one, then the newest of those that are waiting.
 
     If rank 0 is killed, its upload keeps running. The upload's processes inherit the log file as their
     output and, with it, a lock on that file. The resumed run therefore does not start an upload before
@@ -34,119 +38,94 @@ class Uploads:
     Args:
         command: The user's command, in which {path} and {name} stand for the checkpoint. It is split into
             words as in a shell, but runs without a shell.
-        log: The file that receives the command's output. A file of the same name with the suffix .json
-            lists the unfinished uploads.
+        folder: The run folder.
     """
 
-    def __init__(self, command: str, log: Path):
+    def __init__(self, command: str, folder: Path):
         self.command = shlex.split(command)
-        self.log = log
-        self._list_file = log.with_suffix(".json")
-        self._listed: list[str] = []
-        """The content of `_list_file`: paths of the checkpoints whose upload is unfinished."""
-        if self._list_file.exists():
-            try:
-                self._listed = [str(path) for path in json.loads(self._list_file.read_text())]
-            except (OSError, ValueError, TypeError) as error:
-                logger.warning(
-                    "%s is unreadable (%s): check which uploads are complete",
-                    self._list_file,
-                    error,
-                )
-        self._queue = [Path(path) for path in self._listed if Path(path).exists()]
+        self.log = folder / LOG
+        self.pending: list[Path] = []
+        """Checkpoints that must not be removed, because they are being uploaded or are waiting for it."""
+        self._queue: Queue[Path] = Queue()
         self._process: subprocess.Popen[bytes] | None = None
-        """The process that uploads the first checkpoint in the queue.
-
-        None if the queue is empty, or while an upload that was started by an earlier run is still running.
-        """
+        for path in list_complete(folder):
+            if not (path / HANDLED).exists():
+                self.add(path)
+        threading.Thread(target=self._work, name="uploads", daemon=True).start()
 
     def add(self, path: Path) -> None:
-        """Queue a checkpoint for upload. It starts as soon as no other upload is running."""
-        if len(self.busy) == 2:
+        """Queue a checkpoint for upload, in place of one that is still waiting."""
+        if len(self.pending) > 1:
             logger.warning(
                 "%s is not uploaded: the previous upload takes longer than the time between saves",
-                self._queue.pop(),
+                self.pending[-1],
             )
-        self._queue.append(path)
-        self.poll()
+            self._finish(self.pending[-1])
+        self.pending.append(path)
+        self._queue.put(path)
 
-    def poll(self) -> None:
-        """Start the next upload if none is running. The training loop calls this at every step."""
-        code = self._process.poll() if self._process is not None else None
-        if code is not None:
-            path = self._queue.pop(0)
-            self._process = None
-            if code:
-                command = shlex.join(self._fill(path))
-                logger.warning(
-                    "%s was not uploaded: exit code %d of %s; see %s", path, code, command, self.log
-                )
-        self._write_list()
-        if self._queue and self._process is None:
+    def wait(self, seconds: float) -> bool:
+        """Wait at most this long until all uploads have ended. Return whether any are still pending."""
+        end = time.monotonic() + seconds
+        while self.pending and time.monotonic() < end:
+            time.sleep(POLL_S)
+        return bool(self.pending)
+
+    def close(self) -> None:
+        """Kill the running upload. Unfinished uploads are repeated when the run is resumed."""
+        for path in self.pending:
+            logger.warning("%s was not uploaded in time", path)
+        self.pending.clear()
+        if process := self._process:
+            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait(5)
+
+    def _work(self) -> None:
+        while True:
+            path = self._queue.get()
+            if path not in self.pending:  # a newer checkpoint has taken its place
+                continue
             try:
-                self._launch(self._queue[0])
+                problem = self._upload(path)
             except OSError as error:
-                logger.warning("%s was not uploaded: %s", self._queue.pop(0), error)
+                problem = str(error)
+            if path in self.pending:  # otherwise `close` has killed the upload
+                if problem:
+                    logger.warning("%s was not uploaded: %s", path, problem)
+                self._finish(path)
 
-    def _write_list(self) -> None:
-        paths = [str(path) for path in self._queue]
-        if paths == self._listed:
-            return
-        self._listed = paths
-        try:
-            write_text(self._list_file, json.dumps(paths))
-        except OSError as error:
-            logger.warning("unfinished uploads may not be repeated on resume: %s", error)
-
-    def _launch(self, path: Path) -> None:
+    def _upload(self, path: Path) -> str:
+        """Run the command on a checkpoint. Return why it failed, or an empty string."""
+        words = [
+            part.replace("{path}", str(path)).replace("{name}", path.name) for part in self.command
+        ]
         with self.log.open("ab") as log:
             try:
                 fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                warn_once(
-                    f"{path} is not uploaded yet: an upload of an earlier run is not finished, see {self.log}"
+                logger.warning(
+                    "%s is not uploaded yet: an upload of an earlier run is not finished, see %s",
+                    path,
+                    self.log,
                 )
-                return
+                fcntl.flock(log, fcntl.LOCK_EX)
             # Use a new session, because signals that end the run are sent to its whole process group.
             self._process = subprocess.Popen(
-                self._fill(path),
+                words,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
-
-    def _fill(self, path: Path) -> list[str]:
-        return [
-            part.replace("{path}", str(path)).replace("{name}", path.name) for part in self.command
-        ]
-
-    @property
-    def busy(self) -> list[Path]:
-        """Checkpoints that must not be removed, because they are being uploaded or are waiting for it."""
-        self.poll()
-        return list(self._queue)
-
-    def wait_until(self, end: float) -> bool:
-        """Wait until all uploads have ended or time.monotonic() reaches `end`.
-
-        Returns:
-            True if any uploads are still pending.
-        """
-        while self.busy and time.monotonic() < end:
-            time.sleep(POLL_S)
-        return bool(self._queue)
-
-    def close(self) -> None:
-        """Kill the running upload. Unfinished uploads are repeated when the run is resumed."""
-        for path in self.busy:
-            logger.warning("%s was not uploaded in time", path)
-        if self._process is not None:
-            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait(5)
-        self._queue.clear()
+        code = self._process.wait()
         self._process = None
+        return f"exit code {code} of {shlex.join(words)}; see {self.log}" if code else ""
+
+    def _finish(self, path: Path) -> None:
+        with suppress(OSError):
+            (path / HANDLED).touch()
+        self.pending.remove(path)
 
 
 def start_uploads(config: Config, folder: Path, stack: ExitStack) -> Uploads | None:
@@ -159,6 +138,6 @@ def start_uploads(config: Config, folder: Path, stack: ExitStack) -> Uploads | N
     """
     if not config.checkpoint.copy_command or comm.rank() != 0:
         return None
-    uploads = Uploads(config.checkpoint.copy_command, folder / "copies.log")
+    uploads = Uploads(config.checkpoint.copy_command, folder)
     stack.callback(uploads.close)
     return uploads

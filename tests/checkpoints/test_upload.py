@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from disco_ds.checkpoints.retention import list_complete, remove_checkpoints
-from disco_ds.checkpoints.upload import Uploads
+from disco_ds.checkpoints.upload import LOG, Uploads
 from disco_ds.config import CheckpointSettings
 from helpers.checkpoints import write_checkpoint
 
@@ -30,19 +30,17 @@ def test_copies_run_one_by_one_and_the_newest_waits(
     gate, there = tmp_path / "gate", tmp_path / "there"
     there.mkdir()
     script = 'while [ ! -e "$0" ]; do sleep 0.02; done; cp -r "$1" "$2"'
-    with closing(
-        Uploads(f"sh -c '{script}' {gate} {{path}} {there}/{{name}}", tmp_path / "log")
-    ) as copies:
+    with closing(Uploads(f"sh -c '{script}' {gate} {{path}} {there}/{{name}}", tmp_path)) as copies:
         first, second, third = (make(tmp_path, f"step-{number}") for number in (1, 2, 3))
         copies.add(first)
         copies.add(second)
         copies.add(third)
-        assert copies.busy == [first, third]
+        assert copies.pending == [first, third]
         assert f"{second} is not uploaded" in caplog.text
-        assert copies.wait_until(time.monotonic() + 0.1), "the copy is under way"
+        assert copies.wait(0.1), "the copy is under way"
         gate.touch()
-        assert not copies.wait_until(time.monotonic() + 10)
-        assert copies.busy == []
+        assert not copies.wait(10)
+        assert copies.pending == []
     assert sorted(path.name for path in there.iterdir()) == ["step-1", "step-3"]
     assert (there / "step-3" / "weights").read_text() == "step-3"
 
@@ -54,24 +52,24 @@ def test_copies_run_one_by_one_and_the_newest_waits(
 def test_failed_upload_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, command: str, said: str
 ) -> None:
-    copies = Uploads(command, tmp_path / "log")
+    copies = Uploads(command, tmp_path)
     path = make(tmp_path, "step-1")
     copies.add(path)
-    assert not copies.wait_until(time.monotonic() + 10)
+    assert not copies.wait(10)
     assert f"{path} was not uploaded: " in caplog.text
     assert said in caplog.text
-    assert ("/no" in (tmp_path / "log").read_text()) == command.startswith("ls")
+    assert ("/no" in (tmp_path / LOG).read_text()) == command.startswith("ls")
 
 
 def test_copy_that_takes_too_long_is_ended(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    copies = Uploads("tail -f {path}/weights", tmp_path / "log")
+    copies = Uploads("tail -f {path}/weights", tmp_path)
     copies.add(make(tmp_path, "step-1"))
-    assert copies.wait_until(time.monotonic() + 0.3)
+    assert copies.wait(0.3)
     copies.close()
     assert "was not uploaded in time" in caplog.text
-    assert not copies.wait_until(time.monotonic() + 5), "its process has ended"
+    assert not copies.wait(5), "its process has ended"
 
 
 GATED = (
@@ -81,34 +79,37 @@ GATED = (
 """Waits for a file called gate; can be repeated."""
 
 
-def copy_and_hang(folder: Path, paths: list[Path], started: Any) -> None:
+def copy_and_hang(folder: Path, started: Any) -> None:
     os.chdir(folder)
-    copies = Uploads(GATED, folder / "copies.log")
-    for path in paths:
+    copies = Uploads(GATED, folder)
+    for step in (1, 2):
+        path = write_checkpoint(folder, step)
+        (path / "weights").write_text(path.name)
         copies.add(path)
+    while not (folder / LOG).exists() or not (folder / LOG).read_text():
+        time.sleep(0.02)
     started.set()
     time.sleep(600)
 
 
 def test_copy_that_outlives_a_killed_run_is_waited_for_and_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    old, waiting, new = (write_checkpoint(tmp_path, step) for step in (1, 2, 3))
-    for path in (old, waiting):
-        (path / "weights").write_text(path.name)
     context = multiprocessing.get_context("forkserver")
     started = context.Event()
-    process = context.Process(target=copy_and_hang, args=(tmp_path, [old, waiting], started))
+    process = context.Process(target=copy_and_hang, args=(tmp_path, started))
     process.start()
     assert started.wait(60)
     process.kill()
     process.join()
-    log = tmp_path / "copies.log"
-    with closing(Uploads(GATED, log)) as copies:
-        busy = copies.busy
+    old, waiting = list_complete(tmp_path)
+    log = tmp_path / LOG
+    with closing(Uploads(GATED, tmp_path)) as copies:
+        busy = list(copies.pending)
+        new = write_checkpoint(tmp_path, 3)
         remove_checkpoints(tmp_path, keep_last=1, busy=busy)
-        waits = copies.wait_until(time.monotonic() + 0.3)
+        waits = copies.wait(0.3)
         copied = log.read_text().split()
         (
             tmp_path / "gate"
@@ -116,13 +117,14 @@ def test_copy_that_outlives_a_killed_run_is_waited_for_and_made_again(
         assert busy == [old, waiting]
         assert list_complete(tmp_path) == [old, waiting, new]
         assert waits
+        assert "an upload of an earlier run is not finished" in caplog.text
         assert copied == [str(old)], "two copies never run at once"
-        assert not copies.wait_until(time.monotonic() + 20)
+        assert not copies.wait(20)
         assert log.read_text().split() == [str(path) for path in (old, old, waiting)]
     for path in (old, waiting):
         assert (tmp_path / "there" / path.name / "weights").read_text() == path.name
-    with closing(Uploads(GATED, log)) as copies:
-        assert copies.busy == []
+    with closing(Uploads(GATED, tmp_path)) as copies:
+        assert copies.pending == [new], "only this one was never copied"
 
 
 def test_copy_that_was_ended_with_its_run_is_made_again(
@@ -131,11 +133,11 @@ def test_copy_that_was_ended_with_its_run_is_made_again(
     monkeypatch.chdir(tmp_path)
     path = write_checkpoint(tmp_path, 1)
     (path / "weights").write_text(path.name)
-    with closing(Uploads(GATED, tmp_path / "copies.log")) as copies:
-        copies.add(path)
+    with closing(Uploads(GATED, tmp_path)) as copies:
+        assert copies.pending == [path]
     (tmp_path / "gate").touch()
-    with closing(Uploads(GATED, tmp_path / "copies.log")) as copies:
-        assert not copies.wait_until(time.monotonic() + 20)
+    with closing(Uploads(GATED, tmp_path)) as copies:
+        assert not copies.wait(20)
     assert (tmp_path / "there" / path.name / "weights").read_text() == path.name
 
 
