@@ -23,7 +23,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
 from copy import deepcopy
@@ -38,7 +38,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from disco_ds.checkpoints.retention import META, seal, set_aside
+from disco_ds.checkpoints.retention import ENGINE, META, seal, set_aside
 from disco_ds.checkpoints.writer import write_tensors
 from disco_ds.config.text_file import write_text
 from disco_ds.data.pipeline.shared_batches import pin, unpin
@@ -115,8 +115,6 @@ class Save:
     """Content of checkpoint.json, without the list of files and the seal."""
     states: dict[Path, Any]
     """Content of each file that this rank writes, keyed by path. It must not change until the files are written."""
-    present: Sequence[Path] = ()
-    """Files of this rank that are already in the partial folder."""
     _job: Future[Any] = field(default_factory=Future)
     """What this rank's thread is doing."""
     _completing: bool = False
@@ -190,14 +188,11 @@ class Save:
 
     def _write(self) -> dict[str, dict[str, Any]]:
         """Write this rank's files. Return the size and checksum of each file, keyed by name."""
-        files = {}
-        for path, state in self.states.items():
-            files[str(path.relative_to(self.partial))] = write_tensors(state, path)
-        for path in self.present:
-            sync(path)
-            entry = {"bytes": path.stat().st_size, "sha256": checksum(path)}
-            files[str(path.relative_to(self.partial))] = entry
-        return files
+        (self.partial / ENGINE).mkdir(parents=True, exist_ok=True)
+        return {
+            str(path.relative_to(self.partial)): write_tensors(state, path)
+            for path, state in self.states.items()
+        }
 
     def _complete(self, files: dict[str, dict[str, Any]], tidy: Callable[[], object]) -> None:
         """Write checkpoint.json and give the folder its final name."""

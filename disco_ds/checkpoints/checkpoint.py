@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,10 +29,9 @@ from deepspeed.accelerator import get_accelerator
 
 from disco_ds.checkpoints.background_save import HostCopy, Save, checksum
 from disco_ds.checkpoints.retention import ENGINE, FORMAT, DamagedError, read_meta
-from disco_ds.checkpoints.writer import copy_offloaded
 from disco_ds.config import Config
 from disco_ds.config.ds_config import precision, stage
-from disco_ds.distributed import comm, jobs
+from disco_ds.distributed import comm
 from disco_ds.distributed.deepspeed_quirks import collect_checkpoint
 from disco_ds.runs.run_folder import CHECKPOINTS
 
@@ -123,44 +121,11 @@ class RunState(NamedTuple):
     """State of the loss."""
 
 
-def prepare(folder: Path, step: int, engine: Engine) -> tuple[Path, list[Path]]:
-    """Make the folder that a checkpoint is written into, and copy the files that are on NVMe into it. Collective.
-
-    Args:
-        folder: The run folder.
-        step: The step of the checkpoint.
-        engine: The engine to save.
-
-    Returns:
-        The folder, and the files that this rank has copied into it.
-
-    Raises:
-        AgreedError: If any rank could not write to the disk.
-    """
-    partial = folder / CHECKPOINTS / f".step-{step:08d}.partial"
-    what = f"preparing {partial}"
-
-    def make_folder() -> None:
-        if comm.rank() == 0:
-            # A crash or a failed save of the same step may have left an incomplete folder.
-            if partial.exists():
-                shutil.rmtree(partial)
-            (partial / ENGINE).mkdir(parents=True)
-
-    jobs.run(what, make_folder)
-    return partial, jobs.run(what, lambda: copy_offloaded(engine, partial / ENGINE))
-
-
-def start_save(
-    prepared: tuple[Path, list[Path]],
-    engine: Engine,
-    state: RunState,
-    host: HostCopy | None = None,
-) -> Save:
+def start_save(folder: Path, engine: Engine, state: RunState, host: HostCopy | None = None) -> Save:
     """Start writing a checkpoint. It is complete after Save.finish. Collective.
 
     Args:
-        prepared: What `prepare` returned.
+        folder: The run folder.
         engine: The engine to save.
         state: The state to save in addition to the engine's.
         host: Host memory that receives a copy of the state, from which the files are written. None
@@ -169,15 +134,15 @@ def start_save(
     Raises:
         AgreedError: If any rank could not copy its state.
     """
-    partial, present = prepared
+    final = folder / CHECKPOINTS / f"step-{state.meta['step']:08d}"
+    partial = final.with_name(f".{final.name}.partial")
     files = collect_checkpoint(engine, partial, ENGINE)
     with comm.all_or_none(f"copying the state for {partial}"):
         rank_file = partial / f"rank_{comm.rank():05d}.pt"
         files[rank_file] = {"rng": _rng_state(), "data": state.data, "loss": state.loss}
         if host is not None:
             files = host.take(files)
-    final = partial.with_name(f"step-{state.meta['step']:08d}")
-    save = Save(final, partial, {"format": FORMAT, **state.meta}, files, present)
+    save = Save(final, partial, {"format": FORMAT, **state.meta}, files)
     save.start()
     return save
 

@@ -63,6 +63,8 @@ class Saver:
     def __post_init__(self) -> None:
         if self.settings.asynchronous:
             self.host_copy = HostCopy()
+        # A killed run may have left an incomplete checkpoint of a step that this run saves too.
+        self._remove_old(keep_last=None)
 
     @property
     def is_writing(self) -> bool:
@@ -92,7 +94,9 @@ class Saver:
                         before.step,
                     )
             try:
-                self.in_flight = self._begin(step)
+                self.in_flight = checkpoint.start_save(
+                    self.folder, self.engine, self.read_state(step), self.host_copy
+                )
             except comm.AgreedError as error:
                 self._note_failure(step, last, error)
             if last or self.host_copy is None:
@@ -172,17 +176,6 @@ class Saver:
         self.heartbeat.mark(step, "saving")
         yield
         self.add_wait(time.monotonic() - start)
-
-    def _begin(self, step: int) -> Save:
-        """Begin a save. If the disk is full, remove the oldest checkpoint and try again."""
-        prepared = None
-        while prepared is None:
-            try:
-                prepared = checkpoint.prepare(self.folder, step, self.engine)
-            except comm.AgreedError:
-                if not self._make_room():
-                    raise
-        return checkpoint.start_save(prepared, self.engine, self.read_state(step), self.host_copy)
 
     def _finish(self, last: bool = False) -> None:
         """Wait until the save in progress is complete or has failed."""

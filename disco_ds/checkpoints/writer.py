@@ -13,13 +13,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from deepspeed import DeepSpeedEngine as Engine
-from deepspeed.runtime.engine import dp_index_to_str
-
-from disco_ds.distributed import comm
-
-OFFLOADED_FOLDER = "offloaded_tensors"
-"""Folder next to DeepSpeed's files with copies of the optimizer states that DeepSpeed keeps on NVMe."""
 
 
 class _HashedFile:
@@ -74,24 +67,3 @@ def write_tensors(value: Any, path: Path) -> dict[str, Any]:
             f"({free:,.0f} MiB free); make room there"
         ) from error
     return {"bytes": size, "sha256": hashed.digest.hexdigest()}
-
-
-def copy_offloaded(engine: Engine, folder: Path) -> list[Path]:
-    """Copy the files of this rank's optimizer states that DeepSpeed keeps on NVMe, if any.
-
-    Args:
-        engine: The engine.
-        folder: The checkpoint's folder for DeepSpeed's files.
-
-    Returns:
-        The paths of the copies.
-
-    Raises:
-        OSError: If a file cannot be copied.
-    """
-    if not engine.zero_nvme_offload_optimizer():
-        return []
-    target = folder / OFFLOADED_FOLDER / f"rank{dp_index_to_str(comm.rank())}"
-    swapped = engine.optimizer.optimizer_swapper.swap_folder
-    shutil.copytree(swapped, target, ignore=shutil.ignore_patterns("*gradient*"))
-    return [path for path in target.rglob("*") if path.is_file()]

@@ -13,7 +13,6 @@ All sets are checked when a run starts, so that a mistake is not discovered afte
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import re
@@ -80,32 +79,21 @@ def load_sets(settings: EvalSettings, data: DataSettings) -> list[ImageSet]:
         ValueError: If a set is missing, is empty, or does not fit the setting that names it; or if a
             label has no class name.
     """
-    kinds = {
-        "labeled": settings.labeled,
-        "retrieval": settings.retrieval,
-        "validation": settings.validation,
+    loaders = {
+        "labeled": _load_labeled,
+        "retrieval": _load_captioned,
+        "validation": _load_captioned,
+        "probes": _load_probe,
     }
     sets = []
-    for kind, paths in kinds.items():
-        load = _load_labeled if kind == "labeled" else _load_captioned
-        for name, path in paths.items():
+    for kind, load in loaders.items():
+        for name, place in getattr(settings, kind).items():
             try:
-                found = load(name, path, settings, data)
+                found = load(name, place, settings, data)
             except ValueError as error:
                 raise ValueError(f"eval.{kind}.{name}: {error}") from None
-            if kind == "validation":
-                found = replace(found, batch=settings.validation_batch)
-            sets.append(found)
-    for name, probe in settings.probes.items():
-        try:
-            import_sklearn()
-            train, test = (
-                _open(name, resolve_shards(path), data, settings.label_key, "{cls}")
-                for path in (probe.train, probe.test)
-            )
-        except ValueError as error:
-            raise ValueError(f"eval.probes.{name}: {error}") from None
-        sets.append(replace(test, train=train))
+            batch = settings.validation_batch if kind == "validation" else 0
+            sets.append(replace(found, batch=batch))
     return sets
 
 
@@ -116,11 +104,10 @@ def import_sklearn() -> tuple[Any, Any]:
         ValueError: If scikit-learn is not installed.
     """
     try:
-        return tuple(
-            importlib.import_module(f"sklearn.{name}") for name in ("linear_model", "neighbors")
-        )  # type: ignore[return-value]
+        from sklearn import linear_model, neighbors
     except ImportError as error:
         raise ValueError(f"{error}; pip install 'disco_ds[probes]'") from None
+    return linear_model, neighbors
 
 
 def _load_labeled(name: str, path: str, settings: EvalSettings, data: DataSettings) -> ImageSet:
@@ -155,6 +142,15 @@ def _load_captioned(name: str, path: str, settings: EvalSettings, data: DataSett
         raise ValueError(f"{path} contains no .tar shards; captions are read from shards or a csv")
     _read_texts(images, "caption_key")
     return images
+
+
+def _load_probe(name: str, probe: Any, settings: EvalSettings, data: DataSettings) -> ImageSet:
+    import_sklearn()
+    train, test = (
+        _open(name, resolve_shards(path), data, settings.label_key, "{cls}")
+        for path in (probe.train, probe.test)
+    )
+    return replace(test, train=train)
 
 
 def _is_benchmark(folder: Path) -> bool:
@@ -233,7 +229,6 @@ def read_classes(path: Path, labels: Collection[str]) -> dict[str, str]:
     The file is JSON (a list, or a mapping from label to name) or text (one name per line, or label
     and name per line). Names without labels belong to the labels in sorted order; but if all labels
     are numbers, the first name belongs to label 0 and so on, even if no sample has that label.
-    Keras' format {"0": [wnid, name]} is accepted too.
 
     Raises:
         ValueError: If a label has no name.
@@ -250,8 +245,7 @@ def read_classes(path: Path, labels: Collection[str]) -> dict[str, str]:
         if all(len(pair) == 2 for pair in words) and set(labels) <= {pair[0] for pair in words}:
             given = dict(words)
     if isinstance(given, dict):
-        pairs = [value if isinstance(value, list) else (key, value) for key, value in given.items()]
-        names = {str(key): str(value) for key, value in pairs if key in labels}
+        names = {label: str(given[label]) for label in labels if label in given}
     elif all(label.isdecimal() for label in labels):
         names = {str(number): name for number, name in enumerate(given)}
     else:
@@ -279,9 +273,9 @@ def _imagenet_classes(name: str, labels: list[str]) -> dict[str, str]:
 
     # timm lists the wnids in the order of the class numbers, as open_clip lists the names.
     wnids = ImageNetInfo().label_names()
-    numbers = [str(number) for number in range(len(wnids))]
-    if set(labels) <= set(wnids) or set(labels) == set(numbers):
-        keys = numbers if "0" in labels else wnids
+    numbers = list(map(str, range(len(wnids))))
+    keys = numbers if "0" in labels else wnids
+    if labels == numbers or set(labels) <= set(wnids):
         names = dict(zip(keys, IMAGENET_CLASSNAMES, strict=True))
         return {label: names[label] for label in labels}
     span = f"{labels[0]} ... {labels[-1]}"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from disco_ds.checkpoints.background_save import Save
 from disco_ds.checkpoints.checkpoint import read
@@ -271,15 +272,15 @@ def test_complete_checkpoint_passes_read_meta_and_sets_aside_what_has_its_name(
     final = write_checkpoint(tmp_path, 3)
     (final / "stale.pt").write_bytes(b"of an older save")
     partial = final.with_name(f".{final.name}.partial")
-    (partial / "engine").mkdir(parents=True)
-    (partial / "engine" / "weights.pt").write_bytes(b"new")
     meta = {"format": FORMAT, "step": 3, "num_steps": 9, "identity": identify(), "shape": SHAPE}
-    save = Save(final, partial, meta, {}, present=[partial / "engine" / "weights.pt"])
+    save = Save(final, partial, meta, {partial / "engine" / "weights.pt": torch.ones(3)})
     save.start()
     assert save.finish() == final
     assert not partial.exists()
+    (saved,) = (final / "engine").iterdir()
+    content = saved.read_bytes()
     assert read_meta(final)["files"] == {
-        "engine/weights.pt": {"bytes": 3, "sha256": sha256(b"new").hexdigest()}
+        "engine/weights.pt": {"bytes": len(content), "sha256": sha256(content).hexdigest()}
     }
     assert not (final / "stale.pt").exists()
     assert (final.with_name(f"set-aside-{final.name}") / "stale.pt").exists()

@@ -13,7 +13,6 @@ from disco_ds.checkpoints.checkpoint import (
     RunState,
     _rng_state,
     identity,
-    prepare,
     shape,
     start_save,
 )
@@ -54,8 +53,7 @@ def save_now(
     loss_state: dict[str, Any],
 ) -> Path:
     """Write a complete checkpoint and wait for it. Collective. Returns its folder."""
-    prepared = prepare(folder, meta["step"], engine)
-    return start_save(prepared, engine, RunState(meta, data_state, loss_state)).finish()
+    return start_save(folder, engine, RunState(meta, data_state, loss_state)).finish()
 
 
 def describe(path: Path, meta: dict[str, Any]) -> None:
