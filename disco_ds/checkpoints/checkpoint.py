@@ -16,8 +16,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +27,13 @@ from deepspeed import DeepSpeedEngine as Engine
 from deepspeed.accelerator import get_accelerator
 
 from disco_ds.checkpoints.background_save import HostCopy, Save, checksum
-from disco_ds.checkpoints.retention import ENGINE, FORMAT, DamagedError, read_meta
+from disco_ds.checkpoints.retention import (
+    ENGINE,
+    FORMAT,
+    DamagedError,
+    check_format,
+    read_meta,
+)
 from disco_ds.config import Config
 from disco_ds.config.ds_config import precision, stage
 from disco_ds.distributed import comm
@@ -243,7 +248,9 @@ def read(path: Path) -> Saved:
         DamagedError: If the folder is not a disco_ds checkpoint or is incomplete.
         ValueError: If its format version is not the one that this version of disco_ds reads.
     """
-    return Saved(path, read_meta(path))
+    meta = read_meta(path)
+    check_format(path, meta)
+    return Saved(path, meta)
 
 
 def open_verified(path: Path, check: Callable[[dict[str, Any]], None]) -> Saved:
@@ -258,20 +265,22 @@ def open_verified(path: Path, check: Callable[[dict[str, Any]], None]) -> Saved:
         DamagedError: On every rank, if any rank finds a file missing, changed or unreadable.
         ValueError: On every rank, if `check` raises it or the format version does not match.
     """
+    what = "verifying the checkpoint"
     meta: dict[str, Any] = {}
-    with _damage_agreed(path):
+    with comm.all_or_none(what, DamagedError):
         if comm.rank() == 0:
             meta = read_meta(path)
     meta = comm.broadcast(meta)
     # Check the settings first: verifying a large checkpoint takes minutes, which a refusal would waste.
     with comm.all_or_none(f"checkpoint {path}"):
+        check_format(path, meta)
         check(meta)
     saved = Saved(path, meta)
     names = sorted(meta["files"])
     # Every rank needs the data states of all ranks. Empty loss states, which are common, are shared too, so
     # that no rank has to read the other ranks' files for them.
     mine: dict[str, dict[str, Any]] = {}
-    with _damage_agreed(path):
+    with comm.all_or_none(what, DamagedError):
         for name in names[comm.rank() :: comm.size()]:
             saved.verify([name])
             if RANK_FILE.fullmatch(name):
@@ -285,46 +294,13 @@ def open_verified(path: Path, check: Callable[[dict[str, Any]], None]) -> Saved:
     return saved
 
 
-@contextmanager
-def _damage_agreed(path: Path) -> Iterator[None]:
-    """If the block raises DamagedError on some ranks, raise it on all ranks. Collective.
-
-    The block itself must not communicate.
-    """
-    found = ""
-    with comm.all_or_none(f"checkpoint {path}"):
-        try:
-            yield
-        except DamagedError as error:
-            found = str(error)
-    reports = list(filter(None, comm.gather_objects(found)))
-    if reports:
-        raise DamagedError(reports[0])
-
-
 def load_engine(saved: Saved, engine: Engine) -> None:
     """Load a verified checkpoint into the engine and this rank's random generators. Collective.
 
     The checkpoint must have been written by a run with the same `shape`.
-
-    Raises:
-        AgreedError: On every rank, if any rank cannot read its files. The engine is then unchanged.
     """
-    with comm.all_or_none(f"checkpoint {saved.path}"):
-        # If a rank cannot read a file, DeepSpeed raises an error only on that rank and the others wait
-        # forever. So each rank first tries to read its files.
-        for name in _engine_files(engine, saved.path):
-            saved.load(name)
     engine.load_checkpoint(str(saved.path), tag=ENGINE)
     _restore_rng(saved.states("rng")[comm.rank()])
-
-
-def _engine_files(engine: Engine, path: Path) -> list[str]:
-    """Return the names of the files that DeepSpeed reads on this rank."""
-    names = {engine._get_ckpt_name(str(path), ENGINE)}
-    if engine.zero_optimization():
-        names.add(engine._get_zero_ckpt_name(str(path), ENGINE))
-    return sorted(str(Path(name).relative_to(path)) for name in names)
 
 
 def _rng_state() -> dict[str, Any]:

@@ -49,7 +49,6 @@ def read_meta(path: Path) -> dict[str, Any]:
 
     Raises:
         DamagedError: If the folder is not a disco_ds checkpoint, is incomplete, or contains an added file.
-        ValueError: If its format version is not the one that this version of disco_ds reads.
     """
     try:
         meta = json.loads((path / META).read_text(encoding="utf-8"))
@@ -60,10 +59,6 @@ def read_meta(path: Path) -> dict[str, Any]:
         ) from None
     if not intact:
         raise DamagedError(f"{path} is damaged: {META} is not what was written")
-    if meta["format"] != FORMAT:
-        raise ValueError(
-            f"{path} has format {meta['format']}, this version of disco_ds reads format {FORMAT}"
-        )
     for name, entry in meta["files"].items():
         try:
             size = (path / name).stat().st_size
@@ -80,6 +75,18 @@ def read_meta(path: Path) -> dict[str, Any]:
     if added := sorted(present - meta["files"].keys()):
         raise DamagedError(f"{path} is damaged: {', '.join(added)} was not written with it")
     return meta
+
+
+def check_format(path: Path, meta: dict[str, Any]) -> None:
+    """Check that this version of disco_ds can read a checkpoint with this checkpoint.json.
+
+    Raises:
+        ValueError: If it cannot. Older checkpoints of the run have the same format.
+    """
+    if meta["format"] != FORMAT:
+        raise ValueError(
+            f"{path} has format {meta['format']}, this version of disco_ds reads format {FORMAT}"
+        )
 
 
 def step_of(path: Path) -> int:
@@ -155,7 +162,9 @@ def remove_checkpoints(
                 continue
             milestone = keep_every_steps > 0 and step_of(path) % keep_every_steps == 0
             if path not in busy and not milestone:
-                removed += _hide(path)
+                # Renamed first, so that a crash cannot leave an incomplete step-N.
+                path.rename(path.with_name(f".{path.name}.partial"))
+                removed += 1
         for remains in (folder / CHECKPOINTS).glob(".step-*.partial"):
             if remains not in busy:
                 _remove(remains)
@@ -164,23 +173,10 @@ def remove_checkpoints(
     return removed
 
 
-def _hide(path: Path) -> bool:
-    """Rename a checkpoint that is about to be removed, so that a crash cannot leave an incomplete step-N.
-
-    Return whether it was renamed.
-    """
-    try:
-        path.rename(path.with_name(f".{path.name}.partial"))
-    except OSError as error:
-        warn_once(f"{path} is not removed: {error.strerror}")
-        return False
-    return True
-
-
 def _is_intact(path: Path) -> bool:
     try:
         read_meta(path)
-    except ValueError:
+    except DamagedError:
         return False
     return True
 

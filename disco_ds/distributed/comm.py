@@ -341,13 +341,14 @@ class AgreedError(ValueError):
 
 
 @contextmanager
-def all_or_none(what: str) -> Iterator[None]:
+def all_or_none(what: str, agreed: type[Exception] = AgreedError) -> Iterator[None]:
     """Make a `with` block fail on all ranks if it fails on any. The block must not communicate.
 
     Collective: every rank must enter the block.
 
     Args:
         what: What the block does. The error message starts with it.
+        agreed: Type of the error that all ranks raise.
 
     Raises:
         AgreedError: On every rank, if the block failed on any. The message names the ranks and hosts that
@@ -368,7 +369,7 @@ def all_or_none(what: str) -> Iterator[None]:
         hosts = dict.fromkeys(reports[number][1] for number in failed)
         if len(hosts) < len({host for _, host in reports}):
             where += f" on {', '.join(hosts)}"
-        raise AgreedError(f"{what}{where}: {reports[failed[0]][0]}")
+        raise agreed(f"{what}{where}: {reports[failed[0]][0]}")
 
 
 def from_rank_0(what: str, work: Callable[[], Result]) -> Result:
