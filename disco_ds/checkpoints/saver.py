@@ -46,7 +46,7 @@ class Saver:
     """Told when this rank waits for a save, so that the wait is not taken for a hang."""
     add_wait: Callable[[float], None]
     """Called after each wait with the number of seconds that training has waited for a save."""
-    uploads: Uploads | None
+    uploads: Uploads | None = None
     """Runs the user's upload command on each checkpoint. None on ranks other than 0 or if there is no command."""
     host_copy: HostCopy | None = None
     """Host memory for a copy of the state, so that training can continue while files are written.
@@ -63,6 +63,8 @@ class Saver:
     def __post_init__(self) -> None:
         if self.settings.asynchronous:
             self.host_copy = HostCopy()
+        if self.settings.copy_command and comm.rank() == 0:
+            self.uploads = Uploads(self.settings.copy_command, self.folder)
         # A killed run may have left an incomplete checkpoint of a step that this run saves too.
         self._remove_old(keep_last=None)
 
@@ -163,7 +165,9 @@ class Saver:
             is_waiting = comm.broadcast(is_pending and time.monotonic() < end)
 
     def close(self) -> None:
-        """Free the host memory. If the run ended during a save, first wait for it for up to 10 seconds."""
+        """Kill a running upload and free the host memory. Wait up to 10 seconds for a save in progress."""
+        if self.uploads:
+            self.uploads.close()
         if self.in_flight is not None:
             self.in_flight.wait(10.0)
         if self.host_copy is not None and not self.is_writing:

@@ -10,13 +10,11 @@ import signal
 import subprocess
 import threading
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from queue import Queue
 
 from disco_ds.checkpoints.retention import list_complete
-from disco_ds.config import Config
-from disco_ds.distributed import comm
 
 LOG = "copies.log"
 """File in the run folder that receives the output of the command."""
@@ -126,18 +124,3 @@ class Uploads:
         with suppress(OSError):
             (path / HANDLED).touch()
         self.pending.remove(path)
-
-
-def start_uploads(config: Config, folder: Path, stack: ExitStack) -> Uploads | None:
-    """Create the upload queue. Return None on other ranks than 0 or if checkpoint.copy_command is not set.
-
-    Args:
-        config: Settings of the run.
-        folder: The run folder.
-        stack: When it is closed, a running upload is killed.
-    """
-    if not config.checkpoint.copy_command or comm.rank() != 0:
-        return None
-    uploads = Uploads(config.checkpoint.copy_command, folder)
-    stack.callback(uploads.close)
-    return uploads

@@ -15,6 +15,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import groupby
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -96,11 +97,9 @@ def init(timeout_s: float) -> None:
         )
     except (torch.distributed.DistNetworkError, torch.distributed.DistStoreError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        cause = str(error)
-        if "EADDRINUSE" in cause:
-            cause = "another process uses that port; choose another with --master_port"
         raise RendezvousError(
-            f"rank {os.environ['RANK']} cannot meet the others at {address}: {cause}"
+            f"rank {os.environ['RANK']} cannot meet the others at {address}: {error}; if another process uses that "
+            "port, choose another one with --master_port"
         ) from None
 
 
@@ -391,14 +390,11 @@ def from_rank_0(what: str, work: Callable[[], Result]) -> Result:
 
 def join_ranks(ranks: Iterable[int]) -> str:
     """Format rank numbers briefly, such as "rank 3" or "ranks 0-6, 9"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    names = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
-    word = "ranks" if len(runs) > 1 or runs[0][0] < runs[0][1] else "rank"
+    # In a run of consecutive numbers, the difference between number and position is constant.
+    numbered = groupby(enumerate(sorted(ranks)), key=lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in run] for _, run in numbered]
+    names = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    word = "rank" if sum(map(len, runs)) == 1 else "ranks"
     return f"{word} {', '.join(names)}"
 
 

@@ -3,15 +3,14 @@
 torch's flight recorder keeps the last NCCL collectives of every group. torch's tool `torchfrtrace`
 compares the records of all ranks and names the first collective in which they differ.
 
-Nothing here may keep the process from ending. The files are written in a thread, which gets at most
-LIMIT_S. A timer in C ends the process if a call into CUDA blocks all Python threads.
+Nothing here may keep the process from ending. A timer in C ends it after LIMIT_S, even if a call into
+CUDA blocks all Python threads.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import os
-import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -48,11 +47,24 @@ def dump_records_to(folder: Path) -> None:
 
 
 def write_diagnostics(folder: Path | None, rank: int) -> None:
-    """Write this rank's diagnostics, waiting at most LIMIT_S. If `folder` is None, write only stacks, to stderr."""
-    end_process_after(LIMIT_S + 5)
-    writer = threading.Thread(target=_write, args=(folder, rank), daemon=True)
-    writer.start()
-    writer.join(LIMIT_S)
+    """Write this rank's diagnostics. The caller then ends the process; if writing hangs, it ends after LIMIT_S.
+
+    Args:
+        folder: The folder to write into. None writes only stacks, to stderr.
+        rank: This rank.
+    """
+    end_process_after(LIMIT_S)
+    if folder is None:
+        faulthandler.dump_traceback(file=STDERR)
+        return
+    with suppress(OSError):
+        folder.mkdir(exist_ok=True)
+        with (folder / STACKS.format(rank)).open("w") as file:
+            faulthandler.dump_traceback(file=file)
+        if _uses_nccl():
+            from torch._C._distributed_c10d import _dump_nccl_trace  # type: ignore[attr-defined]  # in NCCL builds
+
+            (folder / f"{TRACE}{rank}").write_bytes(_dump_nccl_trace())
 
 
 def end_process_after(seconds: float) -> None:
@@ -71,17 +83,3 @@ def cancel_end() -> None:
 
 def _uses_nccl() -> bool:
     return bool(get_accelerator().communication_backend_name() == "nccl")
-
-
-def _write(folder: Path | None, rank: int) -> None:
-    if folder is None:
-        faulthandler.dump_traceback(file=STDERR)
-        return
-    with suppress(OSError):
-        folder.mkdir(exist_ok=True)
-        with (folder / STACKS.format(rank)).open("w") as file:
-            faulthandler.dump_traceback(file=file)
-        if _uses_nccl():
-            from torch._C._distributed_c10d import _dump_nccl_trace  # type: ignore[attr-defined]  # in NCCL builds
-
-            (folder / f"{TRACE}{rank}").write_bytes(_dump_nccl_trace())

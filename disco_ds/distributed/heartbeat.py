@@ -65,12 +65,6 @@ class Beat(NamedTuple):
     """False only in the last heartbeat of a rank, which it sends when it leaves the run."""
 
 
-def parse_beat(text: bytes) -> Beat:
-    """Parse a heartbeat that was serialized with json.dumps(beat)."""
-    serial, host, device, running = json.loads(text)
-    return Beat(serial, Place(*host), Place(*device), running)
-
-
 class Heartbeat:
     """Context manager that watches the other ranks and ends this process if a rank is lost or hangs.
 
@@ -262,7 +256,8 @@ class Heartbeat:
         *texts, verdict = self._store.multi_get([*keys, VERDICT])
         now = time.monotonic()
         for rank, text in zip(ranks, texts, strict=True):
-            beat = parse_beat(text)
+            serial, host, device, running = json.loads(text)
+            beat = Beat(serial, Place(*host), Place(*device), running)
             if beat != self._beats.get(rank):
                 self._beats[rank] = beat
                 self._last_heard[rank] = now
@@ -300,7 +295,7 @@ class Heartbeat:
         Raises:
             RuntimeError: If the store does not answer.
         """
-        running = [rank for rank in self._watched if self._is_running(rank)]
+        running = [rank for rank in self._watched if self._beats[rank].running]
         if running:
             quietest = min(running, key=lambda rank: self._last_heard[rank])
             silent_s = now - self._last_heard[quietest]
@@ -316,9 +311,6 @@ class Heartbeat:
         if self._timed and now - self._progress.last_change > self.timeout_s:
             return f"no rank has made progress for {waited_s:.0f} s: {self._describe_places()}"
         return None
-
-    def _is_running(self, rank: int) -> bool:
-        return rank not in self._beats or self._beats[rank].running
 
     def _find_behind(self, host: Place, device: Place, waited_s: float) -> str | None:
         """Return an error message that names the ranks that have passed fewer marks than this rank, or None.

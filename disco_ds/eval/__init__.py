@@ -18,13 +18,13 @@ from disco_ds.data import ImageSpec
 from disco_ds.distributed import comm
 from disco_ds.eval.encode import Encoder
 from disco_ds.eval.probes import probe
-from disco_ds.eval.results import Result, describe, record, tabulate
+from disco_ds.eval.results import Result, describe, record
 from disco_ds.eval.retrieval import retrieve
 from disco_ds.eval.sets import ImageSet, load_sets
 from disco_ds.eval.validation import validate
 from disco_ds.eval.zero_shot import classify
 
-__all__ = ["ImageSet", "Result", "describe", "evaluate_sets", "load_sets", "record", "tabulate"]
+__all__ = ["ImageSet", "Result", "describe", "evaluate_sets", "load_sets", "record"]
 
 
 @torch.no_grad()

@@ -46,14 +46,6 @@ def record(results: Sequence[Result]) -> dict[str, float]:
     }
 
 
-def tabulate(results: Sequence[Result]) -> dict[str, list[dict[str, str | float]]]:
-    """Return the metrics as a table for each kind of evaluation, with a row for each set."""
-    tables: dict[str, list[dict[str, str | float]]] = {}
-    for result in results:
-        tables.setdefault(result.kind, []).append({"set": result.name, **result.values})
-    return tables
-
-
 def describe(results: Sequence[Result]) -> str:
     """Format a table for each kind of evaluation, with a line for each set."""
     lines = []

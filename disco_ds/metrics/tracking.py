@@ -1,4 +1,4 @@
-"""Log a run to Weights & Biases: settings, points, tables, images and its final state.
+"""Log a run to Weights & Biases: settings, points, images and its final state.
 
 This module replaces DeepSpeed's W&B monitor, which knows neither the settings nor the id of a run, and whose
 points W&B drops when a resumed run repeats steps. Only rank 0 talks to W&B. An error after the
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import wraps
 from importlib.util import find_spec
@@ -40,16 +40,13 @@ def check_packages(config: Config) -> None:
     Raises:
         ValueError: If the settings ask for W&B or Comet and its package is missing.
     """
-    packages = {}
-    if config.log.wandb.project is not None:
-        packages["log.wandb"] = "wandb"
-    if config.deepspeed.get("comet", {}).get("enabled", False):
-        packages["deepspeed.comet"] = "comet_ml"
-    for setting, package in packages.items():
-        spec = find_spec(package)
+    for setting, package, is_used in (
+        ("log.wandb", "wandb", config.log.wandb.project is not None),
+        ("deepspeed.comet", "comet_ml", config.deepspeed.get("comet", {}).get("enabled", False)),
+    ):
         # W&B creates a folder wandb/ in the working directory, which Python finds as a package too.
         # Such a package has no file.
-        if spec is None or not spec.origin:
+        if is_used and not getattr(find_spec(package), "origin", None):
             raise ValueError(
                 f"{setting} needs the package {package}, which is not installed: "
                 f"pip install {package}, or remove {setting}"
@@ -145,33 +142,23 @@ class WandbRun:
             self.run.log({"samples": events[0][2], **values})
 
     @_disable_on_error
-    def write_results(
-        self,
-        samples: int,
-        tables: Mapping[str, Sequence[Mapping[str, Any]]],
-        examples: Iterable[tuple[NDArray[Any], str, Sequence[str]]],
+    def write_examples(
+        self, samples: int, examples: Iterable[tuple[NDArray[Any], str, Sequence[str]]]
     ) -> None:
-        """Log the results of an evaluation.
+        """Log evaluated images.
 
         Args:
             samples: Number of samples seen in training.
-            tables: Kind of evaluation -> rows.
             examples: (image [H, W, 3], label, nearest labels).
         """
-        from wandb import Image, Table
+        from wandb import Image
 
-        values: dict[str, Any] = {"samples": samples}
-        for kind, rows in tables.items():
-            data = [list(row.values()) for row in rows]
-            values[f"eval/{kind}"] = Table(columns=list(rows[0]), data=data)
         # Not in a table: W&B keeps the images of tables outside of the run folder until upload.
         images = [
             Image(image, caption=f"{label}; nearest: {', '.join(best)}")
             for image, label, best in examples
         ]
-        if images:
-            values["eval/examples"] = images
-        self.run.log(values)
+        self.run.log({"samples": samples, "eval/examples": images})
 
     @_disable_on_error
     def write_report(self, samples: int, path: Path) -> None:

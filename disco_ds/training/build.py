@@ -27,7 +27,6 @@ from disco_ds.checkpoints.resume import (
     set_newer_aside,
 )
 from disco_ds.checkpoints.saver import Saver
-from disco_ds.checkpoints.upload import start_uploads
 from disco_ds.config import Config, render_ds_config
 from disco_ds.data import (
     ImageSpec,
@@ -206,10 +205,7 @@ def build(
         }
         return RunState(meta, loader.state_dict(), loss.state_dict())
 
-    uploads = start_uploads(config, folder, stack)
-    saver = Saver(
-        folder, config.checkpoint, engine, read_state, heartbeat, metrics.add_save, uploads
-    )
+    saver = Saver(folder, config.checkpoint, engine, read_state, heartbeat, metrics.add_save)
     stack.callback(saver.close)
     return Run(
         config=config,

@@ -10,7 +10,7 @@ from typing import Any
 from disco_ds.data import ImageSpec
 from disco_ds.distributed import comm
 from disco_ds.distributed.heartbeat import Heartbeat
-from disco_ds.eval import ImageSet, Result, describe, evaluate_sets, record, tabulate
+from disco_ds.eval import ImageSet, Result, describe, evaluate_sets, record
 from disco_ds.metrics.logger import MetricsLogger
 from disco_ds.metrics.report import log_errors, save_examples
 from disco_ds.metrics.tracking import WandbRun
@@ -67,6 +67,6 @@ class Evaluation:
         if classified:
             with log_errors("images for report.png were not saved"):
                 save_examples(self.folder, classified[0].name, classified[0].examples)
-        if self.wandb:
-            examples = [example for result in classified for example in result.examples]
-            self.wandb.write_results(samples, tabulate(results), examples)
+            if self.wandb:
+                examples = [example for result in classified for example in result.examples]
+                self.wandb.write_examples(samples, examples)

@@ -363,6 +363,4 @@ def test_port_in_use_is_one_line(command: list[str], tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     (line,) = [line for line in done.stderr.splitlines() if "error" in line]
-    assert (
-        f"rank 0 cannot meet the others at 127.0.0.1:{port}: another process uses that port" in line
-    )
+    assert f"rank 0 cannot meet the others at 127.0.0.1:{port}: " in line
