@@ -217,11 +217,8 @@ def checksum(path: Path) -> str:
     Raises:
         OSError: If the file cannot be read.
     """
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(2**24):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from disco_ds.distributed import comm
 
 MAX_SHOWN = 5
-"""A message lists at most this many settings, and at most this many values per setting."""
+"""A message lists at most this many values of a setting."""
 Report = tuple[str, dict[str, str]]
 """(host, settings) of a rank. The settings map a dotted key to its value as JSON text."""
 REMEDY = (
@@ -53,8 +53,10 @@ def find_differences(reports: list[Report]) -> list[str]:
             hosts.setdefault(host, []).append(rank)
         if len(places) > 1:
             found = [f"{value} on {_join_hosts(hosts)}" for value, hosts in places.items()]
-            lines.append(f"{key}: {'; '.join(_truncate(found, 'more values'))}")
-    return _truncate(lines, "more settings")
+            if len(found) > MAX_SHOWN:
+                found[MAX_SHOWN:] = [f"and {len(found) - MAX_SHOWN} more values"]
+            lines.append(f"{key}: {'; '.join(found)}")
+    return lines
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -68,9 +70,3 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 def _join_hosts(hosts: dict[str, list[int]]) -> str:
     return ", ".join(f"{host} ({comm.join_ranks(ranks)})" for host, ranks in hosts.items())
-
-
-def _truncate(items: list[str], rest: str) -> list[str]:
-    if len(items) <= MAX_SHOWN:
-        return items
-    return [*items[:MAX_SHOWN], f"and {len(items) - MAX_SHOWN} {rest}"]

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from disco_ds.distributed import diagnostics
 from disco_ds.distributed.deepspeed_quirks import disable_custom_ops
-from disco_ds.distributed.device_memory import is_out_of_memory
 
 Group = Any
 """A process group of deepspeed.comm; None is the whole world."""
@@ -201,6 +200,19 @@ def open_store(timeout_s: float) -> Any:
 
 
 # Errors
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether the error means that torch, cuBLAS, cuDNN or NCCL could not allocate accelerator memory."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    texts = (
+        "cuda out of memory",
+        "cuda error: out of memory",
+        "_status_alloc_failed",
+        "failure 2 'out of memory'",
+    )
+    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in texts)
 
 
 def is_communication_error(error: BaseException) -> bool:

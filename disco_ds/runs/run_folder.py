@@ -49,12 +49,8 @@ def make_run_folder(runs: Path, name: str) -> RunFolder:
     """Make a new folder: runs/name or, if that exists, runs/name-2, runs/name-3, ... Existing folders are not touched.
 
     Raises:
-        ValueError: If the name is not a valid folder name, or the folder cannot be made.
+        ValueError: If the folder cannot be made.
     """
-    if not re.fullmatch(r"[\w.+=@ -]+", name):
-        raise ValueError(
-            f"name: {name!r} is not a folder name; use letters, digits, spaces and . + = @ _ -"
-        )
     try:
         runs.mkdir(parents=True, exist_ok=True)
         for number in itertools.count(1):

@@ -11,7 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from disco_ds.config import Config
 from disco_ds.config.ds_config import stage
 from disco_ds.distributed import comm
-from disco_ds.distributed.device_memory import is_out_of_memory
+from disco_ds.distributed.comm import is_out_of_memory
 from disco_ds.losses import build_loss
 
 GIB = 2**30

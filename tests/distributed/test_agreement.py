@@ -47,10 +47,9 @@ def test_settings_that_differ_are_named_on_every_rank() -> None:
     assert stage[1].startswith(f"deepspeed.stage: null {zero}; not given {one}\n")
     assert kinds[1] == f'--resume: null {zero}; "latest" {one}'
     assert kinds[2].startswith(f'runs: "1" {zero}; 1 {one}\n')
-    assert [line.partition(":")[0] for line in many[1:6]] == [
-        f"key-{number}" for number in range(1, 6)
+    assert [line.partition(":")[0] for line in many[1:]] == [
+        f"key-{number}" for number in range(1, 9)
     ]
-    assert many[6].startswith("and 3 more settings\n")
 
 
 def test_many_hosts_are_grouped_by_value_and_few_values_shown() -> None:

@@ -60,13 +60,6 @@ def test_make_run_folder_that_exists_takes_the_next_number(tmp_path: Path) -> No
     assert (runs / "b").read_text() == "a file"
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "../a", "a\nb", "a:b", "~"])
-def test_make_run_folder_odd_name_is_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="not a folder name"):
-        make_run_folder(tmp_path, name)
-    assert not list(tmp_path.iterdir())
-
-
 def test_find_run_folder_latest_is_the_highest_number(tmp_path: Path) -> None:
     for name in ("a", "a-2", "a-9", "a-10", "a-b", "b-11", "a.-12"):
         (tmp_path / name).mkdir()

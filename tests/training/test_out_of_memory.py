@@ -15,7 +15,7 @@ import torch
 
 from disco_ds.cli.main import main
 from disco_ds.distributed import comm
-from disco_ds.distributed.device_memory import is_out_of_memory
+from disco_ds.distributed.comm import is_out_of_memory
 from disco_ds.training.out_of_memory import OutOfMemory, explained
 from helpers.dist import become_rank, free_port, start_server
 from helpers.minimal import settings
