@@ -7,12 +7,14 @@ transformer. Every conversion is checked: the features of a random batch must be
 from __future__ import annotations
 
 import importlib
+import re
+import string
 from pathlib import Path
 from typing import Any
 
 import open_clip
 import torch
-from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
+from open_clip.tokenizer import HFTokenizer, SimpleTokenizer, get_clean_fn
 from open_clip.transformer import QuickGELU, TextTransformer, VisionTransformer
 from torch import Tensor, nn
 
@@ -21,6 +23,8 @@ from disco_ds.models.clip import read_preprocessing
 _BPE_SIZE = 49_408
 """Vocabulary of open_clip's built-in tokenizer, whose last token ends every text."""
 _TOLERANCE = 1e-5
+_TEXTS = ["a photo of a cat", "Two_Dogs:  it's (3) o'clock!"]
+"""Texts whose tokens are compared."""
 _FILTERS = {"bilinear": 2, "bicubic": 3}
 """PIL's numbers of the interpolations."""
 
@@ -92,18 +96,61 @@ def write_processor(folder: Path, model: Any, tokenizer: Any) -> None:
             size={"shortest_edge": min(look.size)}, crop_size=crop, **common
         )
     images.save_pretrained(folder)
+    _convert_tokenizer(transformers, tokenizer).save_pretrained(folder)
+    read = transformers.AutoTokenizer.from_pretrained(folder)(
+        _TEXTS,
+        padding="max_length",
+        truncation=True,
+        return_attention_mask=True,
+        return_tensors="pt",
+    )
+    # CLIP's models ignore the padding, which differs.
+    differs = (read["input_ids"] != tokenizer(_TEXTS)) & read["attention_mask"].bool()
+    if differs.any():
+        raise ValueError(
+            f"transformers has no tokenizer that splits {_TEXTS} like open_clip's: choose another format"
+        )
+
+
+def _convert_tokenizer(transformers: Any, tokenizer: Any) -> Any:
     if isinstance(tokenizer, HFTokenizer):
-        tokenizer.tokenizer.model_max_length = tokenizer.context_length
-        tokenizer.tokenizer.save_pretrained(folder)
-        return
-    if not isinstance(tokenizer, SimpleTokenizer):
+        converted = tokenizer.tokenizer
+        if tokenizer.clean_fn is get_clean_fn("canonicalize"):
+            converted = _canonicalize(transformers, converted)
+    elif isinstance(tokenizer, SimpleTokenizer):
+        words = {"<start_of_text>": "<|startoftext|>", "<end_of_text>": "<|endoftext|>"}
+        vocabulary = {
+            words.get(token, token): number for token, number in tokenizer.encoder.items()
+        }
+        merges = sorted(tokenizer.bpe_ranks, key=tokenizer.bpe_ranks.__getitem__)
+        converted = transformers.CLIPTokenizer(vocab=vocabulary, merges=merges)
+    else:
         raise ValueError(f"transformers has no tokenizer like {type(tokenizer).__name__}")
-    words = {"<start_of_text>": "<|startoftext|>", "<end_of_text>": "<|endoftext|>"}
-    vocabulary = {words.get(token, token): number for token, number in tokenizer.encoder.items()}
-    merges = sorted(tokenizer.bpe_ranks, key=tokenizer.bpe_ranks.__getitem__)
-    transformers.CLIPTokenizer(
-        vocab=vocabulary, merges=merges, model_max_length=tokenizer.context_length
-    ).save_pretrained(folder)
+    converted.model_max_length = tokenizer.context_length
+    return converted
+
+
+def _canonicalize(transformers: Any, tokenizer: Any) -> Any:
+    """Return the tokenizer with open_clip's cleaning of texts for SigLIP: lowercase, without punctuation."""
+    tokenizers = importlib.import_module("tokenizers")  # transformers needs it too
+    normalizers = tokenizers.normalizers
+    backend = tokenizer.backend_tokenizer
+    steps = [
+        normalizers.Replace("_", " "),
+        normalizers.Replace(tokenizers.Regex(f"[{re.escape(string.punctuation)}]"), ""),
+        normalizers.Lowercase(),
+        normalizers.Replace(tokenizers.Regex(r"\s+"), " "),
+        normalizers.Strip(),
+    ]
+    if backend.normalizer:
+        steps.append(backend.normalizer)
+    backend.normalizer = normalizers.Sequence(steps)
+    # Other classes, such as T5Tokenizer, replace the normalizer when they are loaded.
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        padding_side=tokenizer.padding_side,
+        **tokenizer.special_tokens_map,
+    )
 
 
 def _import_transformers() -> Any:

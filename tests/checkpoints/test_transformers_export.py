@@ -49,7 +49,7 @@ def test_transformers_loads_equal_features_from_pictures_and_words(
     assert loaded.logit_scale.reshape(()) == model.logit_scale.reshape(())
     if "siglip" in kind:
         assert loaded.logit_bias.item() == ((bias and model.logit_bias.item()) or 0.0)
-    words = ["a photo of red square", "a blue circle"]
+    words = ["a photo of red square", "Two_Circles:  it's (blue)!"]
     texts = transformers.AutoTokenizer.from_pretrained(folder)
     tokens = texts(words, padding="max_length", truncation=True, return_tensors="pt")["input_ids"]
     features = loaded.get_text_features(input_ids=tokens)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import string
 from pathlib import Path
 from typing import Any
 
 import transformers
 from timm.models import register_model
 from timm.models.vision_transformer import VisionTransformer
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 TEXT = {"context_length": 12, "vocab_size": 49_408, "width": 32, "heads": 2, "layers": 2}
 VISION = {"image_size": 32, "patch_size": 8, "width": 32, "layers": 2, "head_width": 16}
@@ -21,18 +21,24 @@ TIMM = {
 WORDS = [
     "<pad>",
     "<eos>",
+    "<bos>",
     "<unk>",
-    *["a", "photo", "of", "red", "blue", "green", "square", "circle"],
+    "<mask>",
+    "\u2581",
+    *string.ascii_letters,
+    *string.punctuation,
 ]
 
 
-def write_tokenizer(folder: Path) -> str:
-    """A small tokenizer in a local folder, as SigLIP models have them on the hub."""
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, "<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    ).save_pretrained(folder)
+def write_tokenizer(folder: Path, kind: str) -> str:
+    """A small tokenizer in a local folder, of the class that the hub's SigLIP (T5) or SigLIP 2 (Gemma) models have."""
+    if kind == "siglip":
+        scores = [(word, -float(i)) for i, word in enumerate(WORDS)]
+        tokenizer = transformers.T5Tokenizer(vocab=scores, eos_token="<eos>", extra_ids=0)
+    else:
+        vocabulary = {word: i for i, word in enumerate(WORDS)}
+        tokenizer = transformers.GemmaTokenizer(vocab=vocabulary, merges=[], padding_side="right")
+    tokenizer.save_pretrained(folder)
     return str(folder)
 
 
@@ -53,7 +59,8 @@ def architecture(kind: str, folder: Path) -> dict[str, Any]:
         **TEXT,
         "vocab_size": len(WORDS),
         "width": 64,
-        "hf_tokenizer_name": write_tokenizer(folder / "tokenizer"),
+        "hf_tokenizer_name": write_tokenizer(folder / "tokenizer", kind),
+        "tokenizer_kwargs": {"clean": "canonicalize"},
         "no_causal_mask": True,
         "proj_bias": True,
         "pool_type": "last",
