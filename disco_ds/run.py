@@ -55,6 +55,10 @@ AGREED_ERRORS = (
 """Errors that all ranks raise together, after they have left the process group normally."""
 
 
+LOOKS = {"image_size", "image_mean", "image_std", "interpolation", "resize_mode", "quick_gelu"}
+"""Settings of a recipe's model that also apply to other weights that are evaluated with this recipe."""
+
+
 def exit_code(error: Exception | None) -> int:
     """Return the exit code of a command that ends with this error; None means that it succeeded."""
     if error is None:
@@ -248,7 +252,7 @@ def evaluate_run(
         overrides: Settings that replace those of the recipe, such as
             "eval.labeled.imagenet=/data/imagenet/val".
         recipe: The recipe that the overrides apply to. By default, it is the config of the model's run.
-        weights: A weights file that open_clip can load into the model.
+        weights: Weights that open_clip can load into the model: a file, a folder or a tag.
         ema: Whether to evaluate the moving average of the run's weights (optim.ema) instead of its last weights.
 
     Returns:
@@ -278,7 +282,7 @@ def evaluate_run(
             with comm.all_or_none("data"):
                 sets = load_sets(config.eval, config.data)
             with comm.all_or_none("model"):
-                module, tokenizer = load_model(model, weights, ema)
+                module, tokenizer = load_model(model, weights, ema, config.model)
         except ValueError as error:
             raise RefusedError(str(error)) from error
         heartbeat.mark(0, "evaluating")
@@ -345,7 +349,10 @@ def in_precision(module: nn.Module, kind: str) -> nn.Module:
 
 
 def load_model(
-    model: str | Path, weights: str | Path | None = None, ema: bool = False
+    model: str | Path,
+    weights: str | Path | None = None,
+    ema: bool = False,
+    recipe: ModelSettings | None = None,
 ) -> tuple[nn.Module, Any]:
     """Load a model for evaluation.
 
@@ -353,6 +360,7 @@ def load_model(
         model: See `evaluate_run`.
         weights: See `evaluate_run`.
         ema: See `evaluate_run`.
+        recipe: Settings whose preprocessing and activation the weights are evaluated with.
 
     Returns:
         The model (on this rank's device, in eval mode) and its tokenizer.
@@ -363,7 +371,8 @@ def load_model(
     if weights and ema:
         raise ValueError("--ema needs a run or a checkpoint; a file of --weights has no average")
     if weights:
-        settings = ModelSettings(name=str(model), pretrained=Path(weights))
+        changes = recipe.model_dump(include=LOOKS) if recipe else {}
+        settings = ModelSettings(name=str(model), pretrained=Path(weights), **changes)
         module = build_model(settings)
     elif Path(model).exists():
         read = read_weights(Path(model), ema)

@@ -218,12 +218,15 @@ exit code: 0 done, 1 failed, 2 invalid settings, data or weights
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a run folder, a checkpoint or an export; with --weights: the name of an open_clip "
-        "model",
+        help="a run folder, a checkpoint or an export; with --weights: an open_clip model, as "
+        "in model.name",
     )
     _add_recipe(parser, required=False)
     parser.add_argument(
-        "--weights", type=Path, metavar="FILE", help="weights that open_clip can load"
+        "--weights",
+        type=Path,
+        metavar="FILE",
+        help="weights that open_clip can load: a file, a folder or a tag",
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="also write the results to this file"

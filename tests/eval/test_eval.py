@@ -26,7 +26,7 @@ from disco_ds.data import ImageSpec, load_manifest, read_all, resolve_shards
 from disco_ds.distributed import comm
 from disco_ds.eval import Result, describe, evaluate_sets, load_sets
 from disco_ds.metrics.logger import METRICS_FILE
-from disco_ds.models.clip import build_model
+from disco_ds.models.clip import build_model, read_preprocessing
 from disco_ds.run import evaluation_settings, load_model
 from disco_ds.training.build import build
 from disco_ds.training.loop import train
@@ -293,6 +293,23 @@ def test_weights_with_a_logit_bias_are_evaluated(tmp_path: Path) -> None:
     ):
         for got, true in zip(model(**inputs)[:3], source(**inputs)[:3], strict=True):
             assert got is true or torch.equal(got, true)
+
+
+def test_weights_are_evaluated_with_the_activation_and_preprocessing_of_the_recipe(
+    tmp_path: Path,
+) -> None:
+    name = write_tiny(tmp_path, BPE_SIZE)
+    changes = {"quick_gelu": True, "image_size": 48, "interpolation": "bilinear"}
+    source: Any = build_model(ModelSettings(name=name, **changes)).eval()
+    torch.save(source.state_dict(), tmp_path / "saved.pt")
+    # What only matters in training, such as locks and two views, must not change the evaluation.
+    recipe = ModelSettings(name="another", two_views=True, **changes)
+    model, tokenize = load_model(name, tmp_path / "saved.pt", recipe=recipe)
+    assert read_preprocessing(model) == read_preprocessing(source)
+    assert read_preprocessing(model).size == (48, 48)
+    inputs = {"image": torch.rand(2, 3, 48, 48), "text": tokenize(["a", "b c"])}
+    for got, true in zip(model(**inputs)[:3], source(**inputs)[:3], strict=True):
+        assert torch.equal(got, true)
 
 
 def run_eval(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
