@@ -5,10 +5,7 @@ To resume training, see resume.py; to write exports, see export.py.
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
-import tempfile
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -25,10 +22,16 @@ from disco_ds.checkpoints.checkpoint import Saved, read
 from disco_ds.checkpoints.fragments import WHOLE, read_average
 from disco_ds.checkpoints.retention import ENGINE, META, DamagedError, find_latest, find_older
 from disco_ds.config import ModelSettings, load_config
-from disco_ds.models.clip import build_model, read_architecture, read_preprocessing
+from disco_ds.models.clip import (
+    build_model,
+    read_architecture,
+    read_preprocessing,
+    register_architecture,
+)
+from disco_ds.models.pretrained import CONFIG as MODEL_CONFIG
+from disco_ds.models.pretrained import read_folder
 from disco_ds.runs.run_folder import CHECKPOINTS, CONFIG
 
-MODEL_CONFIG = "open_clip_config.json"
 TENSORS = "open_clip_model.safetensors"
 
 
@@ -158,19 +161,16 @@ def _read_checkpoint(path: Path, ema: bool) -> Weights:
 
 
 def _read_folder(path: Path) -> Weights:
+    config = read_folder(path)
     try:
-        config = json.loads((path / MODEL_CONFIG).read_text(encoding="utf-8"))
-        architecture, preprocess = config["model_cfg"], config.get("preprocess_cfg", {})
         tensors = load_file(path / TENSORS)
     except Exception as error:
         raise ValueError(
             f"{path} is not a complete open_clip folder: {type(error).__name__}: {error}"
         ) from error
-    if architecture["text_cfg"].get("hf_tokenizer_name"):
-        # The tokenizer's files are next to the weights.
-        architecture["text_cfg"]["hf_tokenizer_name"] = str(path)
     # Do not use the folder's name: if a name contains "siglip", open_clip chooses another tokenizer.
-    return _assemble(path, "export", architecture, preprocess, tensors)
+    preprocess = config.get("preprocess_cfg", {})
+    return _assemble(path, "export", config["model_cfg"], preprocess, tensors)
 
 
 def _read_file(path: Path) -> Weights:
@@ -221,10 +221,4 @@ def _register(name: str, architecture: dict[str, Any]) -> str:
             return name
     except ValueError:
         pass  # a config file with this name was removed or is on another machine
-    text = json.dumps(architecture)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"{Path(name).stem}-{digest}.json"
-        path.write_text(text, encoding="utf-8")
-        open_clip.add_model_config(path)
-    return path.stem
+    return register_architecture(name, architecture)

@@ -31,8 +31,9 @@ class ModelSettings(Settings):
     """The model: an open_clip model or a custom model."""
 
     name: str = "ViT-B-32"
-    """Name of an open_clip model, path of a model config (.json), or `quickstart`, a small model in
-    this package that trains on a CPU."""
+    """Name of an open_clip model; path of a model config (.json); a folder as on the hub, with
+    open_clip_config.json and the tokenizer; or `quickstart`, a small model in this package that
+    trains on a CPU."""
     factory: str | None = Field(None, pattern=rf"^{CUSTOM_CODE}$")
     """Custom model to use instead of an open_clip model, as `package.module:function`. The function
     returns a disco_ds.TwoTowers; see docs/extending.md."""

@@ -7,9 +7,11 @@ optimizer and precision are in training/engine.py.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
+import tempfile
 import types
 from dataclasses import replace
 from functools import lru_cache
@@ -28,7 +30,14 @@ from torch.nn import functional as F
 
 from disco_ds.config import PACKAGE, ModelSettings
 from disco_ds.models import convnet  # noqa: F401  (registers disco_convnet with timm)
-from disco_ds.models.pretrained import TIMM, find_weights, load_image_tower, read_overrides
+from disco_ds.models.pretrained import (
+    CONFIG,
+    TIMM,
+    find_weights,
+    load_image_tower,
+    read_folder,
+    read_overrides,
+)
 from disco_ds.models.two_towers import TwoTowers, build_two_towers
 from disco_ds.names import did_you_mean, load_custom
 
@@ -225,8 +234,11 @@ def _normalize(model: Any, image: Tensor) -> Tensor:
     dtype = model.logit_scale.dtype
     if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
-    # Convolutions run faster on channels_last.
-    out = torch.empty(image.shape, dtype=dtype, device=device, memory_format=torch.channels_last)
+    # Convolutions on GPUs run faster on channels_last. On a CPU they do not, and oneDNN 3.12 corrupts memory in the
+    # backward of some 1x1 convolutions of such images (oneDNN issue 6035), as in MobileCLIP.
+    is_cpu = device.type == "cpu"
+    layout = torch.contiguous_format if is_cpu else torch.channels_last
+    out = torch.empty(image.shape, dtype=dtype, device=device, memory_format=layout)
     # addcmul computes in fp32, no matter what dtypes the input and output have.
     return torch.addcmul(offset, image, factor, out=out)
 
@@ -325,11 +337,14 @@ def build_tokenizer(settings: ModelSettings, model: nn.Module) -> Any:
 
 
 def register_config(name: str) -> str:
-    """Register a model config file with open_clip, if `name` is one, and return the model's name in open_clip.
+    """Return the model's name in open_clip, after registering the config file or folder that `name` may be.
 
     Raises:
-        ValueError: If the name is not a model of open_clip or disco_ds and not an existing file.
+        ValueError: If the name is not a model of open_clip or disco_ds and not an existing file or folder.
     """
+    if (Path(name) / CONFIG).is_file():
+        # Do not use the folder's name: if a name contains "siglip", open_clip chooses another tokenizer.
+        return register_architecture("folder", read_folder(Path(name))["model_cfg"])
     bundled = PACKAGE / "assets" / "models"
     path = Path(name) if name.endswith(".json") else bundled / f"{name}.json"
     if path.is_file():
@@ -345,9 +360,20 @@ def register_config(name: str) -> str:
         hint = did_you_mean(name, [*known, *ours])
         raise ValueError(
             f"unknown model {name!r}{hint}; expected a model of open_clip or of ours "
-            f"({', '.join(ours)}), or an existing .json file"
+            f"({', '.join(ours)}), an existing .json file, or a folder with {CONFIG}"
         )
     return name
+
+
+def register_architecture(name: str, architecture: dict[str, Any]) -> str:
+    """Register an architecture with open_clip under a new name, which begins with `name` and is returned."""
+    text = json.dumps(architecture)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"{Path(name).stem}-{digest}.json"
+        path.write_text(text, encoding="utf-8")
+        add_model_config(path)
+    return path.stem
 
 
 def _text_tower(model: Any) -> Any:

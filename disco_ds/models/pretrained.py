@@ -25,6 +25,24 @@ TIMM = "timm"
 """With this value, model.pretrained_image selects timm's weights for the image tower."""
 
 
+def read_folder(folder: Path) -> dict[str, Any]:
+    """Return the open_clip_config.json of a folder in the hub's layout. The tokenizer is in the same folder.
+
+    Raises:
+        ValueError: If the file cannot be read or lacks the model.
+    """
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        text = config["model_cfg"]["text_cfg"]
+    except Exception as error:
+        raise ValueError(
+            f"{folder} is not a complete open_clip folder: {type(error).__name__}: {error}"
+        ) from error
+    if text.get("hf_tokenizer_name"):
+        text["hf_tokenizer_name"] = str(folder.resolve())
+    return config
+
+
 def find_weights(name: str, settings: ModelSettings) -> str | None:
     """Return the tag or file that open_clip.create_model must load for the setting model.pretrained.
 

@@ -72,6 +72,15 @@ def test_forward_is_open_clips_own_features(tiny: str) -> None:
     assert torch.equal(scale, model.logit_scale.exp())
 
 
+def test_images_on_the_cpu_are_contiguous(tiny: str) -> None:
+    """oneDNN 3.12 corrupts memory in the backward of strided 1x1 convolutions of channels_last images."""
+    model: Any = build(tiny)
+    seen: list[Tensor] = []
+    model.visual.conv1.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    model(one_batch()[0].to(memory_format=torch.channels_last))
+    assert seen[0].is_contiguous()
+
+
 def test_forward_normalizes_with_the_models_own_mean_and_std(tmp_path: Path) -> None:
     model = build("quickstart").eval()
     preprocessing = read_preprocessing(model)
