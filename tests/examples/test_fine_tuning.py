@@ -1,9 +1,12 @@
-"""Fine-tuning as docs/training.md shows it: weights are evaluated, trained, evaluated again and exported."""
+"""Fine-tuning as docs/fine_tuning.md shows it: weights are evaluated, trained, evaluated again and exported."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
+import shlex
+import string
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,39 +15,48 @@ import open_clip
 import pytest
 import torch
 import transformers
+import yaml
+from open_clip.push_to_hf_hub import save_for_hf
 
+from disco_ds.checkpoints.weights import build_from, read_weights
 from disco_ds.cli.main import main
 from disco_ds.config import ModelSettings, load_config
-from disco_ds.models.clip import build_model
+from disco_ds.models.clip import build_model, build_tokenizer
 from disco_ds.training.build import build
 from disco_ds.training.loop import finish, train
 from helpers.architectures import architecture
 from helpers.dist import run_ranks
 from helpers.launched import records
+from helpers.paths import ROOT
+from helpers.shards import noise
 from helpers.tiny_run import recipe
 
 SCALE, BIAS = 117.0, -12.5
 EMOJI = "bundled:emoji/unseen"
+WORDS = ["A photo, of_a cat!", "dog"]
 CASES: dict[str, dict[str, Any]] = {
     "clip": {"optim": {"image": {"lr_factor": 0.5, "layer_decay": 0.8}}},
     "siglip": {"loss": {"name": "siglip"}, "model": {"lock_image": True}},
     "siglip2": {"loss": {"name": "siglip"}},
     "siglip with InfoNCE": {"loss": {"name": "disco_fused"}},
+    "siglip2 with InfoNCE": {"loss": {"name": "disco_fused"}, "model": {"lock_image": True}},
 }
+SLOW = ("siglip2", "siglip2 with InfoNCE")
 
 
-def write_weights(folder: Path, kind: str) -> tuple[str, Path, dict[str, Any]]:
-    """Write a model config and pretrained weights, and return their paths and the weights."""
-    name, weights = folder / f"{kind}.json", folder / "weights.pt"
+def make_weights(kind: str, folder: Path) -> tuple[str, Any, dict[str, torch.Tensor]]:
+    """Write a model config, and return its path, and a pretrained model and its state dict as on the hub."""
+    name = folder / f"{kind}.json"
     name.write_text(json.dumps(architecture(kind, folder)))
     torch.manual_seed(0)
-    model = build_model(
+    model: Any = build_model(
         ModelSettings(name=str(name)), initial_bias=BIAS if "siglip" in kind else None
     )
     torch.nn.init.constant_(model.logit_scale, math.log(SCALE))
-    state = {key: value.clone() for key, value in model.state_dict().items()}
-    torch.save(state, weights)
-    return str(name), weights, state
+    for key in ("logit_scale", "logit_bias"):
+        if (value := getattr(model, key)) is not None:
+            setattr(model, key, torch.nn.Parameter(value.detach().reshape(())))
+    return str(name), model, {key: value.clone() for key, value in model.state_dict().items()}
 
 
 def run_recipe(path: Path) -> None:
@@ -59,11 +71,44 @@ def evaluate(to: Path, *words: object) -> dict[str, Any]:
     return json.loads(to.read_text())
 
 
-@pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
+def check_exports(run: Path, for_open_clip: Path, for_transformers: Path) -> Any:
+    """Compare both exports with the run, from words and pixels to features, and return open_clip's model."""
+    weights = read_weights(run)
+    ours: Any = build_from(weights)
+    model: Any = open_clip.create_model(f"local-dir:{for_open_clip}").eval()
+    theirs = transformers.AutoModel.from_pretrained(for_transformers).eval()
+    tokens = build_tokenizer(weights.settings, ours)(WORDS)
+    assert torch.equal(open_clip.get_tokenizer(f"local-dir:{for_open_clip}")(WORDS), tokens)
+    read = transformers.AutoTokenizer.from_pretrained(for_transformers)
+    their_tokens = read(WORDS, padding="max_length", truncation=True, return_tensors="pt")
+    images = torch.randn(2, 3, 32, 32)
+    for method, value, their_value in (
+        ("image_features", {"pixel_values": images}, images),
+        ("text_features", {"input_ids": their_tokens["input_ids"]}, tokens),
+    ):
+        encode = "encode_" + method.partition("_")[0]
+        expected = getattr(ours, encode)(their_value)
+        assert torch.equal(getattr(model, encode)(their_value), expected)
+        found = getattr(theirs, f"get_{method}")(**value)
+        features = getattr(found, "pooler_output", found)
+        tolerance = 1e-5 * expected.abs().max().item()
+        torch.testing.assert_close(features, expected, rtol=0, atol=tolerance)
+    for key in ("logit_scale", "logit_bias"):
+        found, expected = getattr(model, key), getattr(ours, key)
+        assert (found is None) == (expected is None)
+        assert found is None or torch.equal(found.reshape(1), expected)
+    return model
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES]
+)
 def test_pretrained_weights_are_evaluated_trained_and_exported(case: str, tmp_path: Path) -> None:
     kind, changes = case.split()[0], CASES[case]
-    name, weights, state = write_weights(tmp_path, kind)
+    name, _, state = make_weights(kind, tmp_path)
+    weights = tmp_path / "weights.pt"
+    torch.save(state, weights)
     path = recipe(
         tmp_path,
         model={"name": name, "pretrained": str(weights), **changes.get("model", {})},
@@ -73,8 +118,7 @@ def test_pretrained_weights_are_evaluated_trained_and_exported(case: str, tmp_pa
         steps=2,
     )
     before = evaluate(tmp_path / "before.json", name, "--weights", weights, "--config", path)
-    with torch.enable_grad():
-        run_ranks(run_recipe, 2, path)
+    run_ranks(run_recipe, 2, path)
     run = tmp_path / "runs" / "tiny"
     scales = [record["scale"] for record in records(run) if "scale" in record]
     assert scales[0] == pytest.approx(SCALE)
@@ -86,23 +130,74 @@ def test_pretrained_weights_are_evaluated_trained_and_exported(case: str, tmp_pa
     folders = {form: tmp_path / form for form in ("open_clip", "transformers")}
     for form, folder in folders.items():
         assert main(["export", str(run), "--to", str(folder), "--format", form]) == 0
-    model = open_clip.create_model(f"local-dir:{folders['open_clip']}").eval()
-    same = [
+    model = check_exports(run, folders["open_clip"], folders["transformers"])
+    exported = evaluate(tmp_path / "exported.json", folders["open_clip"], "--config", path)
+    assert exported["sets"] == after["sets"]
+    same = {
         key
         for key, value in model.state_dict().items()
         if torch.equal(value, state.get(key, value))
-    ]
+    }
     locked = {key for key in state if key.startswith("visual.")}
-    assert locked <= set(same) if changes.get("model") else not locked & set(same)
+    assert locked <= same if changes.get("model") else not locked & same
     if changes.get("loss", {}).get("name") == "siglip":
         assert model.logit_bias.item() == pytest.approx(BIAS, abs=0.01)
-    theirs = transformers.AutoModel.from_pretrained(folders["transformers"]).eval()
-    images, tokens = torch.randn(2, 3, 32, 32), torch.randint(1, 9, (2, 12))
-    # The text towers of CLIP end a text at its highest token.
-    tokens[:, -1] = model.vocab_size - 1 if kind == "clip" else 1
-    for mine, found in (
-        (model.encode_image(images), theirs.get_image_features(pixel_values=images)),
-        (model.encode_text(tokens), theirs.get_text_features(input_ids=tokens)),
-    ):
-        features = getattr(found, "pooler_output", found)
-        torch.testing.assert_close(features, mine, rtol=0, atol=1e-5 * mine.abs().max().item())
+    else:
+        assert model.logit_bias is None
+
+
+def write_captions(path: Path, count: int) -> None:
+    rows = []
+    for number in range(count):
+        noise(40 + 9 * number, 40).save(path.parent / f"{path.stem}-{number}.png")
+        rows.append(f"{path.stem}-{number}.png\t{string.ascii_lowercase[number:][:9]}\n")
+    path.write_text("filepath\ttitle\n" + "".join(rows))
+
+
+def test_the_page_leads_from_a_folder_of_the_hub_to_exports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "fine_tuning.md").read_text(encoding="utf-8")
+    blocks = dict(re.findall(r"^```(\w*)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
+    name, hub, _ = make_weights("siglip2", tmp_path)
+    settings = ModelSettings(name=name)
+    save_for_hf(
+        hub,
+        build_tokenizer(settings, hub),
+        json.loads(Path(name).read_text()),
+        tmp_path / "siglip2",
+    )
+    Path(name).unlink()
+    write_captions(tmp_path / "train.csv", 16)
+    write_captions(tmp_path / "held_out.csv", 6)
+    small = {"global_batch": 8, "micro_batch": 2, "runs": str(tmp_path / "runs")}
+    tree = yaml.safe_load(blocks["yaml"]) | small
+    tree["optim"] |= {"warmup_steps": 1, "lr": 1e-3}
+    tree["data"]["workers"] = 0
+    tree["log"] = {"every_steps": 1}
+    tree["deepspeed"] = {"base": tree["deepspeed"], "torch_autocast": {"enabled": False}}
+    monkeypatch.chdir(tmp_path)
+    Path("fine_tune.yaml").write_text(yaml.safe_dump(tree))
+    for line in blocks[""].splitlines():
+        words = shlex.split(line)
+        if words[0] == "torchrun":
+            assert words[3:] == ["-m", "disco_ds", "train", "--config", "fine_tune.yaml"]
+            run_ranks(run_recipe, 2, tmp_path / "fine_tune.yaml")
+        else:
+            assert words[0] == "disco-ds"
+            assert main(words[1:]) == 0, line
+    before, after = (
+        json.loads(Path(f"{when}.json").read_text())["sets"][0] for when in ("before", "after")
+    )
+    assert before.keys() == after.keys()
+    assert before["num_images"] == 6
+    run = Path("runs/fine_tune")
+    found = records(run)
+    last = [record for record in found if "eval/held_out_i2t_r1" in record][-1]
+    for name in ("i2t_r1", "i2t_r5", "t2i_r1", "t2i_r5"):
+        assert last[f"eval/held_out_{name}"] == after[name], name
+    first = next(record for record in found if "scale" in record)
+    assert first["scale"] == pytest.approx(SCALE)
+    assert first["bias"] == pytest.approx(BIAS, abs=0.01)
+    model = check_exports(run, Path("mine"), Path("mine_hf"))
+    assert model.logit_bias.item() == pytest.approx(BIAS, abs=0.1)
