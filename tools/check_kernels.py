@@ -174,6 +174,8 @@ def check_default(precision: str, sizes: Sizes, record: Record) -> None:
     check_square(precision, sizes, record)
     for tile in sizes.others:
         check_tile(tile, Tiling(None, precision, "triton"), record)
+    grouped = partial(on_tile, grouped=True)
+    check_tile(sizes.ragged, Tiling(None, precision, "triton"), record, grouped)
     for tile, cut in ((sizes.ragged, (256, 512)), (sizes.block, None)):
         with slices.case(record, case=f"block {tile}"):
             for check in check_blocks(*factors(tile), tile.pairs, Tiling(cut, precision, "triton")):

@@ -43,6 +43,9 @@ VARIANTS: dict[str, tuple[str, dict[str, bool]]] = {
     "log_weights": ("log_weights_kernel", {"TWO_WEIGHTS": True, "MOMENTS": True}),
     "sigmoid": ("sigmoid_weights_kernel", {"SIGMOID": True, "MAXIMA": True}),
     "sigmoid-maxima": ("sigmoid_weights_kernel", {"SIGMOID": True, "MAXIMA": False}),
+    "exp_sums+groups": ("exp_sums_kernel", {"KEEP": False, "MAXIMA": False}),
+    "exp_weights+groups": ("exp_weights_kernel", {}),
+    "sigmoid+groups": ("sigmoid_weights_kernel", {"SIGMOID": True, "MAXIMA": False}),
 }
 """What the losses launch: kernels and their flags."""
 SCALARS = {"n", "m", "pairs", "r_row", "c_row", "tuned", "out_row"}
@@ -85,6 +88,9 @@ def compile_kernel(
     constants: dict[str, Any] = {**config.kwargs, **flags, "D": D}
     constants["PRECISION"] = "tf32" if precision == "tf32" else "ieee"
     constants |= {} if strided else {"r_width": 1, "c_width": 1}
+    groups = {"row_groups", "column_groups"}
+    if not variant.endswith("+groups"):
+        constants |= dict.fromkeys(groups)
     # The other pointers are of fp32 vectors.
     of_factors, kept = {"r", "c"}, flags.get("KEEP", False)
     signature, attributes = {}, {}
@@ -96,6 +102,8 @@ def compile_kernel(
             signature[argument] = "i32"
         elif argument == "gain":
             signature[argument] = "fp32"
+        elif argument in groups:
+            signature[argument] = "*i32"
         elif argument == "out":
             signature[argument] = "*bf16" if kept else f"*{TYPES[precision]}"
         else:
@@ -239,7 +247,7 @@ def main() -> int:
     args = parse_args()
     print(f"Triton {triton.__version__}, torch {torch.__version__}")
     print(
-        f"{'sm':<5}{'kernel':<17}{'':<6}{'D':<6}{'block':<15}{'regs':>5}{'spilled':>8}{'shared':>8}{'fit':>4} "
+        f"{'sm':<5}{'kernel':<19}{'':<6}{'D':<6}{'block':<15}{'regs':>5}{'spilled':>8}{'shared':>8}{'fit':>4} "
         f"{'matrix':<8}{'product':>8}{'issue':>8}"
     )
     failed = 0
@@ -259,7 +267,7 @@ def show(
     """Print a line and return whether the kernel compiled."""
     sizes = config.kwargs
     block = f"{sizes['BLOCK_M']}x{sizes['BLOCK_N']} w{config.num_warps} s{config.num_stages}"
-    head = f"{arch:<5}{variant:<17}{precision:<6}{D:<6}{block:<15}"
+    head = f"{arch:<5}{variant:<19}{precision:<6}{D:<6}{block:<15}"
     try:
         x = compile_kernel(variant, precision, D, config, arch, strided)
     except Exception as error:  # what a user's first step would raise

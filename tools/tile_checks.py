@@ -88,9 +88,14 @@ def check_tiles(
 
 
 def on_tile(
-    tiles: ModuleType, r: Tensor, c: Tensor, pairs: int | None, tiling: Tiling
+    tiles: ModuleType,
+    r: Tensor,
+    c: Tensor,
+    pairs: int | None,
+    tiling: Tiling,
+    grouped: bool = False,
 ) -> dict[str, Tensor]:
-    """Return the outputs of each function by name."""
+    """Return the outputs of each function by name; `grouped`: leave out entries within groups."""
     dtype, (n, m), device = torch.promote_types(r.dtype, torch.float32), (len(r), len(c)), r.device
     out = poisoned(n, m, dtype if tiles is torch_tiles else tiling.factor_dtype(r), device)
     scale, bias = (torch.tensor([x], dtype=dtype, device=device) for x in (14.3, -10.0))
@@ -100,9 +105,10 @@ def on_tile(
         for k in (n, m)
     )
     kept = poisoned(n, m + 8, torch.bfloat16, device)[:, :m]
-    tile = torch_tiles.Tile(r, c, pairs, tiling, out)
+    groups = sparse_groups(n, m, device) if grouped else None
+    tile = torch_tiles.Tile(r, c, pairs, tiling, out, groups)
     found = dict(zip(SUMS, tiles.exp_sums(tile, scale, shift, kept, True), strict=True))
-    found |= {"kept": kept.to(dtype)} | sums_on_tile(tiles, r, c, pairs, tiling)
+    found |= {"kept": kept.to(dtype)} | sums_on_tile(tiles, r, c, pairs, tiling, grouped)
     found["weights"] = tiles.exp_weights(tile, scale, shift, a, beta).clone()
     exact = torch.linspace(0.5, 2, n * m, dtype=dtype, device=device).view(n, m).bfloat16()
     found["kept weights"] = tiles.kept_weights(exact, a, beta, tiling, out).clone()
@@ -121,17 +127,31 @@ def on_tile(
 
 
 def sums_on_tile(
-    tiles: ModuleType, r: Tensor, c: Tensor, pairs: int | None, tiling: Tiling
+    tiles: ModuleType,
+    r: Tensor,
+    c: Tensor,
+    pairs: int | None,
+    tiling: Tiling,
+    grouped: bool = False,
 ) -> dict[str, Tensor]:
     """Return the outputs of the functions that write nothing as large as the tile."""
     dtype, (n, m), device = torch.promote_types(r.dtype, torch.float32), (len(r), len(c)), r.device
     out = poisoned(n, m, dtype, device) if tiles is torch_tiles else None
     scale, shift = (torch.tensor([x], dtype=torch.float64, device=device) for x in (14.3, SHIFT))
-    tile = torch_tiles.Tile(r, c, pairs, tiling, out)
+    groups = sparse_groups(n, m, device) if grouped else None
+    tile = torch_tiles.Tile(r, c, pairs, tiling, out, groups)
     sums = tiles.exp_sums(tile, scale.to(dtype), shift, None, False)
     found = {"sums of rows alone": sums[0], "sums of columns alone": sums[1]}
     logs = tiles.log_sums(tile, *many_scales(n, m, dtype, device), True)
     return found | {f"log {name}": value for name, value in zip(SUMS, logs, strict=True)}
+
+
+def sparse_groups(n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return group numbers of which about one row in 30 and one column in 20 has one, so that many blocks have none."""
+    rows, columns = (torch.arange(k, dtype=torch.int32, device=device) for k in (n, m))
+    return torch.where(rows % 31 == 2, rows % 7, -1), torch.where(
+        columns % 19 == 3, columns % 7, -2
+    )
 
 
 def many_scales(n: int, m: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:

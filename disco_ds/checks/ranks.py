@@ -227,12 +227,12 @@ def _backward(small: Config, kind: str, device: torch.device) -> Result:
         kind: Precision of the towers: float64, fp32, autocast, bf16 or fp16.
         device: Device to run on.
     """
-    model, loss, (image, text, index) = _prepare(small, device)
+    model, loss, (image, text, index, group_id) = _prepare(small, device)
     dtypes = {"float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
     model.to(dtypes.get(kind, torch.float32))
     with torch.autocast(device.type, torch.bfloat16, enabled=kind == "autocast"):
         image, text, scale, bias = model(image, text)
-    out = loss(Embeddings(image, text, scale, bias, index))
+    out = loss(Embeddings(image, text, scale, bias, index, group_id))
     # Without this factor, fp16 gradients of a mean over the batch would be subnormal.
     factor = 256.0 if kind == "fp16" else 1.0
     (factor * out.loss).backward()
@@ -247,7 +247,7 @@ def _backward(small: Config, kind: str, device: torch.device) -> Result:
 def _prepare(small: Config, device: torch.device) -> tuple[nn.Module, Loss, list[Tensor]]:
     """Return the model, the loss and the global batch, which are the same on every rank.
 
-    The batch consists of images, texts (or second views) and ids.
+    The batch consists of images, texts (or second views), ids, and the ids of groups of two pairs.
     """
     loss = build_loss(small.loss.name, **small.loss.options)
     loss.set_num_samples(small.global_batch, small.global_batch)
@@ -260,7 +260,8 @@ def _prepare(small: Config, device: torch.device) -> tuple[nn.Module, Loss, list
     text = torch.randint(1, 100, (B, 12), generator=generator)
     if small.model.two_views:
         text = image.flip(3)
-    batch = [x.to(device) for x in (image, text, torch.arange(B))]
+    index = torch.arange(B)
+    batch = [x.to(device) for x in (image, text, index, index // 2)]
     return model.to(device).train(), loss.to(device), batch
 
 

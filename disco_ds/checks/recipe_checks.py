@@ -203,7 +203,7 @@ def _read(source: Source, data: DataSettings) -> Line:
     for shard, entry in sorted(chosen):
         try:
             with breaks_sample(OSError):
-                decode, _ = reader.read(shard, entry, 0, entry)
+                decode, *_ = reader.read(shard, entry, 0, entry)
                 decode()
         except DroppedSample:
             dropped += 1

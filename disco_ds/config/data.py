@@ -114,6 +114,10 @@ def _check_captions(captions: dict[str, float]) -> dict[str, float]:
     return captions
 
 
+def _check_group_by(group_by: str) -> str:
+    return group_by if group_by in ("caption", "image") else check_template(group_by)
+
+
 def _check_order(bounds: tuple[float, float]) -> tuple[float, float]:
     if bounds[0] > bounds[1]:
         raise ValueError(f"expected [low, high] with low <= high, got {list(bounds)}")
@@ -136,6 +140,7 @@ def _check_filter(rules: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]
 
 
 Captions = Annotated[dict[str, float], AfterValidator(_check_captions)]
+GroupBy = Annotated[str, AfterValidator(_check_group_by)]
 Filter = Annotated[dict[str, dict[str, Any]], AfterValidator(_check_filter)]
 FunctionName = Annotated[str, Field(pattern=rf"^{CUSTOM_CODE}$")]
 Fraction = Annotated[float, Field(gt=0, le=1)]
@@ -205,6 +210,11 @@ class DataSettings(Settings):
     the first item of a list, {json[captions][*]} a random one, and {json[recaption]|txt} is txt if
     the sample has no recaption. Each time a sample is used, one template is drawn at random
     according to the weights."""
+    group_by: GroupBy | None = None
+    """What the samples of a group have in common: `caption`, the caption that is used (one of several if
+    data.captions draws them); `image`, the bytes of the image file; or a template such as
+    "{json[label]}", where a sample without the field counts as broken. loss.options.same_group decides
+    what pairs of a group are to each other. Null: there are no groups."""
     uids: Path | None = None
     """File of the uids of the samples to use, as DataComp publishes subsets: .npy with pairs of
     uint64, or .parquet with a column `uid`. The samples need a field `uid` in their json member.

@@ -316,6 +316,16 @@ class Config(Settings):
         return self
 
     @model_validator(mode="after")
+    def _check_groups(self) -> Config:
+        same_group = self.loss.options.get("same_group", "negatives")
+        if same_group != "negatives" and self.data.group_by is None:
+            raise ValueError(
+                f"loss.options.same_group={same_group} needs data.group_by: set it to caption, image or a template "
+                "such as '{json[label]}'"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_locked_towers(self) -> Config:
         locked = {
             "image": self.model.lock_image,

@@ -45,6 +45,8 @@ class Embeddings:
     """[1], the logit bias of the sigmoid loss."""
     index: Tensor | None = None
     """[b] int64 sample ids, for losses that keep state per sample."""
+    group_id: Tensor | None = None
+    """[b] int64, equal for pairs of the same group, such as pairs with the same caption (docs/losses.md section 8)."""
 
     def __post_init__(self) -> None:
         image, text = self.image, self.text
@@ -58,9 +60,13 @@ class Embeddings:
             value = getattr(self, name)
             if value is not None and value.shape != (1,):
                 raise ValueError(f"{name} must have shape [1], got {tuple(value.shape)}")
-        if self.index is not None and self.index.shape != self.image.shape[:1]:
+        for name in ("index", "group_id"):
+            ids = getattr(self, name)
+            if ids is not None and ids.shape != image.shape[:1]:
+                raise ValueError(f"{name} must be [b] = [{len(image)}], got {tuple(ids.shape)}")
+        if self.group_id is not None and self.group_id.dtype != torch.int64:
             raise ValueError(
-                f"index must be [b] = [{self.image.shape[0]}], got {tuple(self.index.shape)}"
+                f"group_id must be int64, got {self.group_id.dtype}: number or hash the groups"
             )
 
 
@@ -291,18 +297,21 @@ def list_options(cls: type[Loss]) -> tuple[dict[str, inspect.Parameter], bool]:
     return found, takes_any
 
 
-def count_hits(largest: Tensor | None, pairs: Tensor) -> Tensor:
-    """Count the rows whose positive pair has the highest similarity. The result is input for global_metrics.
+def count_hits(largest: Tensor | None, pairs: Tensor, best: Tensor | None = None) -> Tensor:
+    """Count the rows in which a positive has the highest similarity. The result is input for global_metrics.
 
     Args:
-        largest: [b], the highest similarity of each row to a column that is not its positive pair. None:
+        largest: [b], the highest similarity of each row to a column that is not a positive. None:
             accuracies are not computed.
         pairs: [b], the similarity of each row to its positive pair.
+        best: [b], the highest similarity of each row to its other positives; None if it has no others.
 
     Returns:
         0-d, or an empty tensor if `largest` is None.
     """
-    return pairs.new_empty(0, dtype=torch.int64) if largest is None else (largest < pairs).sum()
+    if largest is None:
+        return pairs.new_empty(0, dtype=torch.int64)
+    return (largest < (pairs if best is None else torch.maximum(pairs, best))).sum()
 
 
 def global_metrics(

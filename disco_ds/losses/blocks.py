@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from disco_ds.distributed import comm, ring
 from disco_ds.losses.base import Embeddings, Loss
 from disco_ds.losses.kernels import (
     Block,
+    Groups,
     Impl,
     Precision,
     Sums,
@@ -31,6 +33,7 @@ from disco_ds.losses.kernels import (
 )
 
 CommDtype = Literal["fp32", "fp16", "bf16"]
+SameGroup = Literal["negatives", "ignored", "positives"]
 COMM_DTYPES: dict[str, torch.dtype] = {
     "fp32": torch.float32,
     "fp16": torch.float16,
@@ -71,6 +74,60 @@ class TiledLoss(Loss):
         self.group = group
 
 
+class GroupedLoss(TiledLoss):
+    """Base class of tiled losses in which pairs of the same group need not be negatives of each other.
+
+    Args:
+        same_group: What the pairs of an anchor's group are in its loss, other than its own pair: "negatives" like all
+            other pairs, "ignored", or "positives" (docs/losses.md section 8). Embeddings.group_id has the groups.
+        options: See TiledLoss.
+
+    Raises:
+        ValueError: If `same_group` is unknown.
+    """
+
+    def __init__(self, same_group: SameGroup = "negatives", **options: Any):
+        super().__init__(**options)
+        if same_group not in get_args(SameGroup):
+            raise ValueError(
+                f"same_group must be one of {', '.join(get_args(SameGroup))}, got {same_group!r}"
+            )
+        self.same_group = same_group
+
+    def find_groups(self, embeddings: Embeddings) -> tuple[Groups | None, dict[str, Tensor]]:
+        """Find the pairs of the global batch that share their group. Collective.
+
+        Returns:
+            The groups of this rank's rows and of all columns, [B], or None if all other pairs are negatives; and the
+            metric grouped_pairs, the fraction of pairs that share their group.
+
+        Raises:
+            ValueError: If the embeddings have no group_id and same_group needs it.
+        """
+        ids = embeddings.group_id
+        negatives = self.same_group == "negatives"
+        if ids is None and not negatives:
+            raise ValueError(
+                f"same_group={self.same_group} needs the groups: set data.group_by in a recipe, or pass group_id"
+            )
+        if ids is None or (negatives and not self.accuracy):
+            return None, {}
+        # Number the groups. Pairs that are alone in their group get negative numbers, of which rows and columns have
+        # different ones.
+        gathered = comm.gather(ids, group=self.group)
+        _, numbers, sizes = gathered.unique(return_inverse=True, return_counts=True)
+        sizes = sizes[numbers]
+        shared = sizes > 1
+        metrics = {"grouped_pairs": shared.float().mean()}
+        if negatives or not shared.any():
+            return None, metrics
+        rows, columns = (numbers.where(shared, alone).int() for alone in (-1, -2))
+        first = comm.rank(self.group) * len(ids)
+        mine = slice(first, first + len(ids))
+        share = 1 / sizes[mine].double() if self.same_group == "positives" else None
+        return Groups(rows[mine], columns, share), metrics
+
+
 class Gathered:
     """The columns of all ranks, gathered in one B x D tensor: the fastest way if that tensor fits in memory.
 
@@ -83,6 +140,7 @@ class Gathered:
         comm_dtype: Dtype in which the columns are gathered. None: the dtype of `columns`.
         keep: Let `sums` store the exponentials, b x B in bf16, so that `gradient` need not
             recompute them.
+        groups: The groups of this rank's rows and of all columns, or None.
     """
 
     own: Tensor
@@ -95,8 +153,10 @@ class Gathered:
         comm_dtype: torch.dtype | None,
         group: Any,
         keep: bool = False,
+        groups: Groups | None = None,
     ):
         self.tiling = tiling
+        self.groups = groups
         self.group = group
         self.comm_dtype = comm_dtype
         self.keep = keep
@@ -134,11 +194,12 @@ class Gathered:
             base = comm.all_reduce_max(part.columns, self.group)
         base = base.clamp(min=-1e300)  # an empty sum is -inf, and -inf - -inf is NaN
         total = comm.all_reduce_sum((part.columns - base).exp_().to(full_dtype(rows)), self.group)
-        columns_max = part.columns_max
-        if columns_max is not None:
-            columns_max = comm.all_reduce_max(columns_max, self.group)[self.mine]
         columns = total.double().log_().add_(base)[self.mine]
-        return Sums(part.rows, columns, part.rows_max, columns_max)
+        columns_max, columns_best = (
+            None if x is None else comm.all_reduce_max(x, self.group)[self.mine]
+            for x in (part.columns_max, part.columns_best)
+        )
+        return replace(part, columns=columns, columns_max=columns_max, columns_best=columns_best)
 
     def gradient(
         self,
@@ -196,7 +257,16 @@ class Gathered:
     ) -> Block:
         """Return the block that compares this rank's rows (side 0) or columns (side 1) with all `others`."""
         other_scale = self._gather_vector(scales[1 - side])
-        return Block(anchors, others, scales[side], other_scale, self.first, shift, self.tiling)
+        return Block(
+            anchors,
+            others,
+            scales[side],
+            other_scale,
+            self.first,
+            shift,
+            self.tiling,
+            self.groups,
+        )
 
 
 class GatheredBoth(Gathered):
@@ -238,29 +308,45 @@ class Ring:
     Args:
         columns: [b, D], as returned by Tiling.hold.
         comm_dtype: Dtype in which the columns are sent. None: the dtype of `columns`.
+        groups: The groups of this rank's rows and of all columns, or None.
     """
 
-    def __init__(self, columns: Tensor, tiling: Tiling, comm_dtype: torch.dtype | None, group: Any):
+    def __init__(
+        self,
+        columns: Tensor,
+        tiling: Tiling,
+        comm_dtype: torch.dtype | None,
+        group: Any,
+        groups: Groups | None = None,
+    ):
         self.tiling = tiling
         self.group = group
+        self.groups = groups
         self.own = to_comm_dtype(columns, comm_dtype)
 
     def sums(self, rows: Tensor, scales: Tensor, shift: Tensor | None, maxima: bool) -> Sums:
         """See Gathered.sums."""
-        total = torch.full((len(rows),), -math.inf, dtype=torch.float64, device=rows.device)
-        largest = total.clone() if maxima else None
+        totals: list[Tensor] = []
+        positives = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
 
         def visit(owner: int, block: list[Tensor], spare: list[Tensor] | None) -> list[Tensor]:
             part = softmax_sums(self._block(rows, block[0], scales, owner, shift), maxima)
             # The sums of this rank's rows stay on this rank. The sums of the owner's columns travel with the columns.
-            torch.logaddexp(total, part.rows, out=total)
-            if largest is None or part.rows_max is None or part.columns_max is None:
-                return [part.columns]
-            torch.maximum(largest, part.rows_max, out=largest)
-            return [part.columns, part.columns_max]
+            mine = _present(part.rows, part.rows_max, part.rows_best)
+            if totals:
+                _join_sums(totals, mine)
+            else:
+                totals.extend(mine)
+            if part.positives is not None:
+                positives.add_(part.positives)
+            return _present(part.columns, part.columns_max, part.columns_best)
 
         columns = ring.circulate([self.own], visit, _join_sums, self.group)
-        return Sums(total, columns[0], largest, columns[1] if maxima else None)
+        rows_max, rows_best = [*totals[1:], None, None][:2]
+        columns_max, columns_best = [*columns[1:], None, None][:2]
+        return Sums(
+            totals[0], columns[0], rows_max, columns_max, rows_best, columns_best, positives
+        )
 
     def gradient(
         self,
@@ -292,10 +378,19 @@ class Ring:
     ) -> Block:
         """Return the block of this rank's rows and the owner's columns; only its own columns have positive pairs."""
         first = 0 if owner == comm.rank(self.group) else None
-        return Block(rows, columns, scales[0], scales[0], first, shift, self.tiling)
+        groups = groups_of_owner(self.groups, owner)
+        return Block(rows, columns, scales[0], scales[0], first, shift, self.tiling, groups)
 
 
 Blocks = Gathered | Ring
+
+
+def groups_of_owner(groups: Groups | None, owner: int) -> Groups | None:
+    """Return the groups of this rank's rows and of the columns of one rank."""
+    if groups is None:
+        return None
+    b = len(groups.rows)
+    return replace(groups, columns=groups.columns[owner * b : (owner + 1) * b])
 
 
 def assign_sides(embeddings: Embeddings) -> tuple[Tensor, Tensor, bool]:
@@ -412,6 +507,10 @@ def zero_gradient(x: Tensor) -> Tensor:
 def _add_parts(mine: list[Tensor], theirs: list[Tensor]) -> None:
     for x, y in zip(mine, theirs, strict=True):
         x.add_(y)
+
+
+def _present(*values: Tensor | None) -> list[Tensor]:
+    return [x for x in values if x is not None]
 
 
 def _join_sums(mine: list[Tensor], theirs: list[Tensor]) -> None:

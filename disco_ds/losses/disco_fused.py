@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any
 
 from disco_ds.losses.base import Embeddings, LossOutput, register_loss
-from disco_ds.losses.blocks import Gathered, TiledLoss
+from disco_ds.losses.blocks import Gathered, GroupedLoss
 from disco_ds.losses.infonce import infonce
 
 
 @register_loss("disco_fused")
-class DisCoFusedLoss(TiledLoss):
+class DisCoFusedLoss(GroupedLoss):
     """InfoNCE over the global batch, equal to `clip` and `disco`.
 
     Texts are gathered once. Each rank computes one block of similarities, its own images against all texts, tile
@@ -25,7 +25,7 @@ class DisCoFusedLoss(TiledLoss):
     Args:
         store: Keep the exponentials of the block (b x B in bf16) instead of recomputing them in
             backward.
-        options: See TiledLoss.
+        options: See GroupedLoss.
     """
 
     def __init__(self, store: bool = False, **options: Any):
@@ -34,4 +34,6 @@ class DisCoFusedLoss(TiledLoss):
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
         """Compute the loss with gathered columns. Collective."""
-        return infonce(embeddings, partial(Gathered, keep=self.store), self)
+        groups, metrics = self.find_groups(embeddings)
+        out = infonce(embeddings, partial(Gathered, keep=self.store, groups=groups), self)
+        return LossOutput(out.loss, out.metrics | metrics)

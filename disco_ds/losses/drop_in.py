@@ -49,6 +49,7 @@ class _DropIn(nn.Module):
         logit_scale: Tensor,
         logit_bias: Tensor | None = None,
         output_dict: bool = False,
+        group_id: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """Compute the loss of the global batch. Collective, in forward and in backward.
 
@@ -58,6 +59,7 @@ class _DropIn(nn.Module):
             logit_scale: exp of the learned parameter, 0-d or [1].
             logit_bias: 0-d or [1], None for a bias of zero.
             output_dict: Return a dict, as open_clip does.
+            group_id: [b] int64, equal for pairs of the same group, for the option `same_group`.
 
         Returns:
             A 0-d loss, or {"contrastive_loss": loss} with output_dict. The mean of the loss over ranks is the
@@ -74,7 +76,7 @@ class _DropIn(nn.Module):
         if self.check:
             check_alike(image_features, text_features, self.group)
         bias = torch.zeros_like(scale) if logit_bias is None else logit_bias.reshape(1)
-        out = self.loss(Embeddings(image_features, text_features, scale, bias))
+        out = self.loss(Embeddings(image_features, text_features, scale, bias, None, group_id))
         # InfoNCE does not depend on the bias, but DistributedDataParallel waits for a gradient of
         # every parameter.
         value = out.loss + 0 * bias.sum()

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from disco_ds.losses.base import Embeddings, LossOutput, register_loss
-from disco_ds.losses.blocks import Ring, TiledLoss
+from disco_ds.losses.blocks import GroupedLoss, Ring
 from disco_ds.losses.infonce import infonce
 
 
 @register_loss("inf_cl")
-class InfCLLoss(TiledLoss):
+class InfCLLoss(GroupedLoss):
     """InfoNCE over the global batch, equal to `clip` and `disco`.
 
     No tensor of size B x D or larger is allocated. Each rank's block of texts travels around the ring once in
     forward, and once more in backward together with its gradient. The next block is received while the current
-    one is multiplied. Memory: four b x D blocks and one tile. Options: see TiledLoss.
+    one is multiplied. Memory: four b x D blocks and one tile. Options: see GroupedLoss.
 
     Source: docs/losses.md section 1; Inf-CL (arXiv 2410.17243).
     """
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
         """Compute the loss with columns on a ring. Collective."""
-        return infonce(embeddings, Ring, self)
+        groups, metrics = self.find_groups(embeddings)
+        out = infonce(embeddings, partial(Ring, groups=groups), self)
+        return LossOutput(out.loss, out.metrics | metrics)

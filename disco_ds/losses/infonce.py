@@ -86,7 +86,16 @@ class _InfoNCE(torch.autograd.Function):
         ctx.same = same
         ctx.tiling = tiling
         ctx.save_for_backward(rows, cross.own, scale, x, sums.rows, sums.columns)
-        hits = count_hits(sums.rows_max, x), count_hits(sums.columns_max, x)
+        share = None if cross.groups is None else cross.groups.share
+        if share is not None:
+            # The target is uniform over the group, so the mean of its logits takes the place of the pair's logit.
+            # Summed over all anchors, it is the same in both directions.
+            assert sums.positives is not None
+            per_pair += 2 * (x * (1 - share) - share * sums.positives)
+        hits = (
+            count_hits(sums.rows_max, x, sums.rows_best),
+            count_hits(sums.columns_max, x, sums.columns_best),
+        )
         ctx.mark_non_differentiable(*hits)
         return (per_pair.mean() / 2).to(full_dtype(rows)), *hits
 
@@ -112,6 +121,9 @@ class _InfoNCE(torch.autograd.Function):
         # The weight of a positive pair is P + Q - 2 = -(1 - P) - (1 - Q): minus the probability of all other entries
         # in its row and in its column.
         pairs = -(others - lse).exp().sum(0)
+        groups = ctx.cross.groups
+        if groups is not None and groups.share is not None:
+            pairs += 2 * (1 - groups.share)  # in a group, P + Q - 2 / size
         factor = upstream * scale / (2 * len(x))
         add_pairs(d_rows, columns, pairs, factor, ctx.tiling)
         add_pairs(d_columns, rows, pairs, factor, ctx.tiling)

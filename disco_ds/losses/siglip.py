@@ -15,26 +15,27 @@ from torch.nn import functional as F
 from disco_ds.distributed import comm, ring
 from disco_ds.losses.base import Embeddings, LossOutput, count_hits, global_metrics, register_loss
 from disco_ds.losses.blocks import (
-    TiledLoss,
+    GroupedLoss,
     add_pairs,
     assign_sides,
+    groups_of_owner,
     inner_product,
     pair_cosines,
     to_comm_dtype,
     zero_gradient,
 )
-from disco_ds.losses.kernels import Block, sigmoid_block
+from disco_ds.losses.kernels import Block, Groups, sigmoid_block
 
 
 @register_loss("siglip")
-class SigLIPLoss(TiledLoss):
+class SigLIPLoss(GroupedLoss):
     """-1/B sum_ij log sigmoid(y_ij z_ij) over the global batch; scale and bias are learned.
 
     Texts travel around the ring only once, because each tile gives the loss and the gradient at the same time, so
     no similarity is computed twice. Memory: four b x D blocks and one tile. Source: docs/losses.md section 5;
     SigLIP (arXiv 2303.15343).
 
-    Options: see TiledLoss.
+    Options: see GroupedLoss.
 
     Raises:
         ValueError: If the embeddings have no bias.
@@ -57,13 +58,15 @@ class SigLIPLoss(TiledLoss):
                 "siglip needs a bias: pass Embeddings(..., bias=[1]), or return logit_bias as the "
                 "fourth value of the forward of contrastive_step"
             )
+        groups, metrics = self.find_groups(embeddings)
         rows, columns, swap = assign_sides(embeddings)
         value, *hits = _SigLIP.apply(
-            rows, columns, embeddings.scale, embeddings.bias, self, torch.is_grad_enabled()
+            rows, columns, embeddings.scale, embeddings.bias, self, groups, torch.is_grad_enabled()
         )
         if swap:
             hits.reverse()
-        return LossOutput(value, global_metrics(value, hits, len(rows), self.group))
+        metrics |= global_metrics(value, hits, len(rows), self.group)
+        return LossOutput(value, metrics)
 
 
 class _SigLIP(torch.autograd.Function):
@@ -75,6 +78,7 @@ class _SigLIP(torch.autograd.Function):
         scale: Tensor,
         bias: Tensor,
         loss: SigLIPLoss,
+        groups: Groups | None,
         trains: bool,
     ) -> tuple[Tensor, ...]:
         dtypes = rows.dtype, columns.dtype
@@ -93,7 +97,7 @@ class _SigLIP(torch.autograd.Function):
         pair_weights = -(-z).sigmoid()
         total = F.softplus(-z, threshold=1e9).sum()
         weight = pair_weights.sum()
-        largest = torch.full_like(z, -torch.inf)
+        largest, best = torch.full((2, b), -torch.inf, dtype=z.dtype, device=z.device)
 
         def visit(owner: int, block: list[Tensor], spare: list[Tensor] | None) -> list[Tensor]:
             # The loss and the gradient and maxima of this rank's rows stay on this rank. The gradient and maxima of
@@ -102,17 +106,21 @@ class _SigLIP(torch.autograd.Function):
             if needs_columns:
                 d_others = zero_gradient(block[0]) if spare is None else spare[-1].zero_()
             first = 0 if owner == comm.rank(group) else None
-            current = Block(rows, block[0], scales, scales, first, None, tiling)
+            meeting = groups_of_owner(groups, owner)
+            current = Block(rows, block[0], scales, scales, first, None, tiling, meeting)
             sums = sigmoid_block(current, bias, d_rows, d_others, loss.accuracy)
             total.add_(sums.loss)
             weight.add_(sums.weight)
-            if sums.rows_max is not None:
-                torch.maximum(largest, sums.rows_max, out=largest)
-            return [x for x in (sums.columns_max, d_others) if x is not None]
+            for maximum, part in ((largest, sums.rows_max), (best, sums.rows_best)):
+                if part is not None:
+                    torch.maximum(maximum, part, out=maximum)
+            values = sums.columns_max, sums.columns_best, d_others
+            return [x for x in values if x is not None]
 
         def join(mine: list[Tensor], theirs: list[Tensor]) -> None:
-            if loss.accuracy:
-                torch.maximum(mine[0], theirs[0], out=mine[0])
+            maxima = len(mine) - needs_columns
+            for x, y in zip(mine[:maxima], theirs[:maxima], strict=True):
+                torch.maximum(x, y, out=x)
             if needs_columns:
                 mine[-1].add_(theirs[-1])
 
@@ -129,8 +137,10 @@ class _SigLIP(torch.autograd.Function):
             d_scale,
             (weight / b).to(bias.dtype).view(1),
         )
-        maxima = (largest, home[0]) if loss.accuracy else (None, None)
-        hits = [count_hits(x, z) for x in maxima]
+        hits = [count_hits(None, z)] * 2
+        if loss.accuracy:
+            columns_best = home[1] if groups is not None and groups.share is not None else best
+            hits = [count_hits(largest, z, best), count_hits(home[0], z, columns_best)]
         ctx.mark_non_differentiable(*hits)
         return (total / b).to(torch.promote_types(dtypes[0], torch.float32)), *hits
 
@@ -140,4 +150,4 @@ class _SigLIP(torch.autograd.Function):
             None if gradient is None or not needed else gradient.mul_(upstream)
             for gradient, needed in zip(ctx.gradients, ctx.needs_input_grad, strict=False)
         ]
-        return *gradients, None, None
+        return *gradients, None, None, None

@@ -182,7 +182,7 @@ def make_batch(model: nn.Module, m: int, device: torch.device | str = "cpu") -> 
     image = torch.randint(0, 256, (m, 3, *size), dtype=torch.uint8, device=device)
     text = torch.randint(1, vocabulary, (m, context), device=device)
     index = torch.arange(m, device=device)
-    return MicroBatch(image, text, index, torch.zeros_like(index))
+    return MicroBatch(image, text, index, torch.zeros_like(index), torch.zeros_like(index))
 
 
 def trace(config: Config, m: int, like_gpu: bool = True) -> Towers:
@@ -219,7 +219,7 @@ def _trace(config: Config, m: int, like_gpu: bool) -> Towers:
         batch = make_batch(model, m)
         parameters = list(model.parameters())
         trained = [p.numel() for p in parameters if p.requires_grad]
-        samples = [batch.image, batch.text, batch.index, batch.epoch]
+        samples = list(vars(batch).values())
         gradients = [p.grad for p in parameters if p.grad is not None]
         # Do not count what exists before the passes; plan/memory.py counts it.
         memory = Allocations([*parameters, *model.buffers(), *gradients, *samples])

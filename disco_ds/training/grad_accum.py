@@ -65,6 +65,8 @@ class MicroFeatures:
     index: Tensor | None
     """[m] sample ids."""
     rng: Rng
+    group_id: Tensor | None = None
+    """[m] group ids, see Embeddings."""
 
 
 class Towers(Protocol):
@@ -134,17 +136,21 @@ def _join_leaves(parts: Sequence[MicroFeatures]) -> Embeddings:
     features, scale and bias are trained.
     """
     images, texts, scales, biases = zip(*(part.features for part in parts), strict=True)
-    indices = [part.index for part in parts if part.index is not None]
 
     def leaf(value: Tensor, last: Tensor) -> Tensor:
         return value.detach().requires_grad_(last.requires_grad)
+
+    def join(ids: list[Tensor | None]) -> Tensor | None:
+        found = [x for x in ids if x is not None]
+        return torch.cat(found) if found else None
 
     return Embeddings(
         image=leaf(torch.cat(images), images[-1]),
         text=leaf(torch.cat(texts), texts[-1]),
         scale=leaf(scales[-1], scales[-1]),
         bias=None if biases[-1] is None else leaf(biases[-1], biases[-1]),
-        index=torch.cat(indices) if indices else None,
+        index=join([part.index for part in parts]),
+        group_id=join([part.group_id for part in parts]),
     )
 
 

@@ -265,18 +265,20 @@ def log(run: Run, step: int, output: StepOutput, data: StepData) -> None:
     run.anomalies.check_record(run.metrics.log(point))
 
 
-def prepare(config: Config) -> Callable[[MicroBatch], tuple[Tensor, Tensor, Tensor]]:
-    """Return the function that turns a micro-batch into (image, text or second view, sample ids).
+def prepare(config: Config) -> Callable[[MicroBatch], tuple[Tensor, ...]]:
+    """Return the function that turns a micro-batch into (image, text or second view, sample ids[, group ids]).
 
     The augmentation depends only on (seed, epoch, sample id), so both forwards of a micro-batch get
     equal inputs.
     """
 
-    def augmented(batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+    def augmented(batch: MicroBatch) -> tuple[Tensor, ...]:
         view = partial(
             augment, batch.image, batch.epoch, batch.index, config.seed, config.data.augment
         )
-        return view(), view(view=1) if config.model.two_views else batch.text, batch.index
+        text = view(view=1) if config.model.two_views else batch.text
+        inputs = view(), text, batch.index
+        return (*inputs, batch.group_id) if config.data.group_by else inputs
 
     return augmented
 

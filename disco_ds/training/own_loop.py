@@ -47,6 +47,7 @@ def contrastive_step(
     micro_batches: int = 1,
     scale: float | None = None,
     index: Tensor | None = None,
+    group_id: Tensor | None = None,
     backward: Callable[[Tensor], None] = torch.Tensor.backward,
 ) -> LossOutput:
     """Compute the gradient of the global batch for any number of ranks and micro-batches. Collective.
@@ -68,6 +69,7 @@ def contrastive_step(
         scale: The factor that multiplies the logits, exp(logit_scale). Required if `forward` does not
             return a scale, and ignored otherwise.
         index: [b], the sample ids. The FastCLIP losses require them.
+        group_id: [b] int64, equal for pairs of the same group. Losses with the option `same_group` use it.
         backward: Called on the surrogate loss of each micro-batch, for example
             `lambda x: scaler.scale(x).backward()`. Not used under DeepSpeed.
 
@@ -96,7 +98,7 @@ def contrastive_step(
     backend.check(micro_batches)
     device = None if micro_batches == 1 else find_device(model)
     parts, num_samples = _split_on_all_ranks(
-        {"batch": batch, "index": index}, micro_batches, device
+        {"batch": batch, "index": index, "group_id": group_id}, micro_batches, device
     )
     group = getattr(loss, "group", None)
     mode = (micro_batches, model.training)
@@ -214,7 +216,7 @@ class _Towers:
             image, text, scale, bias = features
             bias = None if bias is None else bias.detach()
             features = image.detach(), text.detach(), scale.detach(), bias
-        return MicroFeatures(features, batch["index"], rng)
+        return MicroFeatures(features, batch["index"], rng, batch["group_id"])
 
     def again(self, batch: Any, first: MicroFeatures) -> MicroFeatures:
         first.rng.restore()

@@ -21,10 +21,10 @@ from disco_ds.models.clip import trained_sides
 from disco_ds.training.engine import Engine, backward_and_step, clamp_scale
 from disco_ds.training.grad_accum import MicroFeatures, Rng, accumulate
 
-Prepare = Callable[[Any], tuple[Tensor, Tensor, Tensor]]
+Prepare = Callable[[Any], tuple[Tensor, ...]]
 """Micro-batch -> (image [m, 3, H, W], text [m, L] or second views, index [m]), on the device.
 
-Repeated calls with the same micro-batch return the same values."""
+Optionally followed by group_id [m]. Repeated calls with the same micro-batch return the same values."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Forward:
 
     def __call__(self, batch: Any, keep_graph: bool) -> MicroFeatures:
         """Compute the features of a micro-batch."""
-        image, text, index = self.prepare(batch)
+        image, text, index, *group_id = self.prepare(batch)
         with torch.no_grad():
             locked_image, locked_text, *_ = self._run_towers(image, text, trained=False)
         rng = Rng()  # taken after the locked tower has run, because `again` does not run it
@@ -105,11 +105,11 @@ class Forward:
             image, text, scale, bias = self._run_towers(image, text, trained=True)
         image = locked_image if image is None else image
         text = locked_text if text is None else text
-        return MicroFeatures((image, text, scale, bias), index, rng)
+        return MicroFeatures((image, text, scale, bias), index, rng, *group_id)
 
     def again(self, batch: Any, first: MicroFeatures) -> MicroFeatures:
         """Recompute the features of the trained towers, now with a graph. They equal the features in `first`."""
-        image, text, index = self.prepare(batch)
+        image, text, index, *_ = self.prepare(batch)
         first.rng.restore()
         return MicroFeatures(self._run_towers(image, text, trained=True), index, first.rng)
 

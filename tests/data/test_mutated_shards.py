@@ -243,7 +243,7 @@ def read(source: Source, data: DataSettings) -> Iterator[str]:
             for entry in range(size):
                 try:
                     with breaks_sample(OSError):
-                        decode, text = samples.read(shard, entry, 0, index)
+                        decode, text, _ = samples.read(shard, entry, 0, index)
                         pixels = decode()
                     assert pixels.shape == (3, *SPEC.size)
                     assert pixels.dtype == torch.uint8

@@ -55,6 +55,45 @@ def _one_way(a: Tensor, b: Tensor, s: Tensor) -> Tensor:
     return torch.log1p(over_positive.exp().sum(1)).mean()
 
 
+def grouped(image: Tensor, text: Tensor, scale: float, group_id: Tensor, same_group: str) -> Answer:
+    """InfoNCE whose pairs of the same group are ignored, or are all positives."""
+    I, T = (x.detach().double().requires_grad_() for x in (image, text))  # noqa: E741
+    s = torch.tensor([scale], dtype=torch.float64, requires_grad=True)
+    same = group_id[:, None] == group_id
+    loss = sum(_one_way_grouped(a, b, s, same, same_group) for a, b in ((I, T), (T, I))) / 2
+    loss.backward()
+    return answer(loss.item(), I, T, s)
+
+
+def _one_way_grouped(a: Tensor, b: Tensor, s: Tensor, same: Tensor, same_group: str) -> Tensor:
+    x = s * (a @ b.T)
+    over_own = x - x.diagonal()[:, None]
+    own = torch.eye(len(x), dtype=torch.bool)
+    left_out = own | same if same_group == "ignored" else own
+    loss = torch.log1p(over_own.exp().masked_fill(left_out, 0).sum(1))
+    if same_group == "positives":
+        loss = loss - (over_own * same).sum(1) / same.sum(1)
+    return loss.mean()
+
+
+def grouped_sigmoid(
+    image: Tensor, text: Tensor, scale: float, bias: float, group_id: Tensor, same_group: str
+) -> tuple[Answer, float]:
+    """The sigmoid loss whose pairs of the same group are ignored, or are all positives; and the bias's gradient."""
+    I, T = (x.detach().double().requires_grad_() for x in (image, text))  # noqa: E741
+    s, beta = (torch.tensor([x], dtype=torch.float64, requires_grad=True) for x in (scale, bias))
+    same = group_id[:, None] == group_id
+    own = torch.eye(len(I), dtype=torch.bool)
+    y = torch.where(same if same_group == "positives" else own, 1.0, -1.0)
+    terms = F.softplus(-y * (s * I @ T.T + beta), threshold=1e9)
+    if same_group == "ignored":
+        terms = terms.masked_fill(same & ~own, 0)
+    loss = terms.sum() / len(I)
+    loss.backward()
+    assert beta.grad is not None
+    return answer(loss.item(), I, T, s), beta.grad.item()
+
+
 def errors(got: Answer, true: Answer, scale: float) -> dict[str, float]:
     """Largest row error over max(largest row of the true gradient, s/B); loss and ds relative to max(|value|, 1)."""
     floor = scale / len(true.dI)

@@ -6,6 +6,7 @@ wrap the calls in broken.breaks_sample, which turns the decoders' errors into Br
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -234,13 +235,14 @@ def list_fields(template: str) -> set[str]:
     return {name.partition("[")[0] for field in fields for name in field.split("|")}
 
 
-def fill_template(template: str, members: Members, item: float = 0.0) -> str:
+def fill_template(template: str, members: Members, item: float = 0.0, what: str = "caption") -> str:
     """Fill a template with the sample's members, and strip white space from both ends.
 
     Args:
         template: The template, which check_template accepts.
         members: The sample's members.
         item: Random number in [0, 1) that selects the items of lists.
+        what: What the text is, for messages.
 
     Raises:
         BrokenSample: If a field is missing or cannot be used, or if the result is empty. The message lists the sample's
@@ -250,9 +252,9 @@ def fill_template(template: str, members: Members, item: float = 0.0) -> str:
     try:
         text = _Formatter(item).vformat(template, (), _Fields(members)).strip()
     except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise BrokenSample(f"caption {template!r}: {type(error).__name__}: {error}{seen}") from None
+        raise BrokenSample(f"{what} {template!r}: {type(error).__name__}: {error}{seen}") from None
     if not text:
-        raise BrokenSample(f"caption {template!r} is empty{seen}")
+        raise BrokenSample(f"{what} {template!r} is empty{seen}")
     return text
 
 
@@ -296,6 +298,29 @@ class _Formatter(string.Formatter):
                 f"{{{field_name}[*]}} for a random one"
             )
         return value, first
+
+
+def find_group(group_by: str | None, members: Members, caption: str, image: Picture) -> int:
+    """Hash what data.group_by names to 64 bits, so that samples with equal values share a group.
+
+    Args:
+        group_by: See data.group_by; if it is None, the result is 0.
+        members: The sample's members.
+        caption: The caption that is used this time.
+        image: The encoded image or, from data.stages, the decoded one.
+
+    Raises:
+        BrokenSample: See fill_template.
+    """
+    if group_by is None:
+        return 0
+    if group_by == "image":
+        value = image if isinstance(image, bytes) else image.tobytes()
+    else:
+        text = caption if group_by == "caption" else fill_template(group_by, members, what="group")
+        value = text.encode("utf-8", "surrogatepass")
+    digest = hashlib.blake2b(value, digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def shorten_caption(text: str) -> str:

@@ -79,8 +79,10 @@ class SharedBatches:
             self._memory.split(sizes), self._shapes.items(), strict=True
         ):
             fields[name] = part.view(_dtype(name)).view(shape)
-        rows = zip(fields["image"], fields["text"], fields["index"], fields["epoch"], strict=True)
-        self._buffers = [MicroBatch(*row) for row in rows]
+        self._buffers = [
+            MicroBatch(**{name: values[k] for name, values in fields.items()})
+            for k in range(len(fields["index"]))
+        ]
 
 
 def pin(memory: Tensor, what: str) -> bool:
@@ -121,6 +123,7 @@ def _shapes(num: int, micro_batch: int, image_size: tuple[int, int], context_len
     return {
         "index": (num, micro_batch),
         "epoch": (num, micro_batch),
+        "group_id": (num, micro_batch),
         "text": (num, micro_batch, context_length),
         "image": (num, micro_batch, 3, *image_size),
     }

@@ -21,6 +21,8 @@ class MicroBatch:
     """[m] int64 sample ids."""
     epoch: Tensor
     """[m] int64, the epoch of each sample."""
+    group_id: Tensor
+    """[m] int64, the groups of data.group_by; zeros if it is null."""
 
     def copy_(self, source: MicroBatch) -> None:
         """Copy the tensors of `source`, which has the same shapes, asynchronously if the hardware supports it."""
@@ -29,9 +31,7 @@ class MicroBatch:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
         """Apply a function to each tensor, and return the results as a micro-batch."""
-        return MicroBatch(
-            change(self.image), change(self.text), change(self.index), change(self.epoch)
-        )
+        return MicroBatch(*map(change, vars(self).values()))
 
 
 class MicroBatches(Sequence[MicroBatch]):

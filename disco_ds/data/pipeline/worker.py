@@ -59,6 +59,7 @@ class Row:
     text: Tensor
     index: int
     epoch: int
+    group_id: int
     decode: Decode
 
     def write(self, batch: MicroBatch, image: Tensor) -> None:
@@ -67,6 +68,7 @@ class Row:
         batch.text[self.place] = self.text
         batch.index[self.place] = self.index
         batch.epoch[self.place] = self.epoch
+        batch.group_id[self.place] = self.group_id
 
 
 @dataclass(frozen=True)
@@ -153,11 +155,11 @@ class _Reader:
             try:
                 with breaks_sample(OSError):
                     read = partial(samples.read, shard, entry, epoch, index)
-                    decode, text = read_patiently(read, patience_s)
+                    decode, text, group_id = read_patiently(read, patience_s)
                     # Decode now, so that a broken image is skipped before it takes a row.
                     image = decode()
                 self.cursor[stream] = epoch, offset
-                return Row(place, text, index, epoch, decode), image
+                return Row(place, text, index, epoch, group_id, decode), image
             except DroppedSample:
                 part.dropped += 1
                 self._num_read -= 1

@@ -30,6 +30,7 @@ from disco_ds.data.images.decode import (
     Picture,
     decode_image,
     decode_pixels,
+    find_group,
     find_image,
     pick_caption,
     resize_for_evaluation,
@@ -83,11 +84,12 @@ class Samples(Protocol):
     What `read` returns depends only on the sample's id, the epoch and the settings.
     """
 
-    def read(self, shard: int, entry: int, epoch: int, index: int) -> tuple[Decode, Tensor]:
+    def read(self, shard: int, entry: int, epoch: int, index: int) -> tuple[Decode, Tensor, int]:
         """Read the sample with id `index`.
 
         Returns:
-            A function that decodes the image, and the caption's tokens [L] int64.
+            A function that decodes the image, the caption's tokens [L] int64, and the number of the sample's group
+            (data.group_by), within int64.
 
         Raises:
             BrokenSample: If the sample cannot be used. The returned function may also raise it.
@@ -169,7 +171,7 @@ class DecodedSamples:
     def _selection(self) -> Selection | None:
         return Selection.load(self.settings)
 
-    def read(self, shard: int, entry: int, epoch: int, index: int) -> tuple[Decode, Tensor]:
+    def read(self, shard: int, entry: int, epoch: int, index: int) -> tuple[Decode, Tensor, int]:
         """Read a sample. See Samples.read."""
         with breaks_sample(OSError):
             members: Members = self._reader.read(shard, entry)
@@ -181,6 +183,7 @@ class DecodedSamples:
             template, item = numbers[CAPTION_COLUMN:]
             caption = pick_caption(self.settings.captions, members, template, item)
             data = find_image(members, self.settings.image_key)
+            group_id = find_group(self.settings.group_by, members, caption, data)
             text = self.form.tokenize([shorten_caption(caption)])
         if text.shape != (1, self.form.context_length):
             raise DataError(
@@ -188,7 +191,7 @@ class DecodedSamples:
                 f"{(1, self.form.context_length)}; build both from the same model config"
             )
         # Keep only the compressed bytes, so that a worker can hold all samples of a step and decode them again.
-        return partial(self._decode, data, numbers[:NUM_CROP_NUMBERS]), text[0]
+        return partial(self._decode, data, numbers[:NUM_CROP_NUMBERS]), text[0], group_id
 
     def count(self, shard: int) -> int:
         """Open a tar shard, and return its number of samples."""

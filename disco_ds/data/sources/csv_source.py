@@ -84,11 +84,13 @@ class Table(Source):
         except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise ValueError(f"{path} cannot be read as a csv file: {error}") from None
         image = next((key for key in settings.image_key.split(";") if key in columns), None)
-        fields = {field for template in settings.captions for field in list_fields(template)}
+        templates = [*settings.captions, settings.group_by or ""]
+        fields = {field for template in templates for field in list_fields(template)}
         if image is None or not fields <= set(columns):
             raise ValueError(
                 f"{path} has the columns {', '.join(columns)}, but data.image_key is {settings.image_key} and "
-                f"data.captions names {', '.join(sorted(fields))}; set them, for example data.image_key=filepath "
+                f"data.captions and data.group_by name {', '.join(sorted(fields))}; set them, for example "
+                "data.image_key=filepath "
                 "data.captions={'{title}': 1}, or set data.csv_separator=';'"
             )
         if len(starts) < 2:

@@ -41,8 +41,8 @@ class SyntheticSamples:
     form: SampleForm
     seed: int
 
-    def read(self, shard: int, entry: int, epoch: int, index: int) -> tuple[Decode, Tensor]:
-        """Generate a sample. See Samples.read."""
+    def read(self, shard: int, entry: int, epoch: int, index: int) -> tuple[Decode, Tensor, int]:
+        """Generate a sample, which shares its group with no other. See Samples.read."""
         form = self.form
         # The epoch is not part of the key, so a sample has the same image and caption in every epoch.
         random = torch.Generator().manual_seed(keyed_int(self.seed, index))
@@ -51,7 +51,7 @@ class SyntheticSamples:
         # Use the start and end tokens of open_clip's tokenizer. Text towers pool at the largest token, the end token.
         text[0] = form.vocab_size - 2
         text[-1] = form.vocab_size - 1
-        return lambda: F.interpolate(cells, form.image.size, mode="nearest")[0], text
+        return lambda: F.interpolate(cells, form.image.size, mode="nearest")[0], text, index
 
     def name(self, shard: int, entry: int) -> str:
         """Return the sample's name for messages."""

@@ -5,11 +5,12 @@ The only third-party packages that this folder imports are torch and Triton.
 
 from disco_ds.losses.kernels.availability import find_problem
 from disco_ds.losses.kernels.sigmoid import SigmoidSums, sigmoid_block
-from disco_ds.losses.kernels.similarity import Block, Sums, softmax_gradient, softmax_sums
+from disco_ds.losses.kernels.similarity import Block, Groups, Sums, softmax_gradient, softmax_sums
 from disco_ds.losses.kernels.tiles import Impl, Precision, Tiling, full_dtype
 
 __all__ = [
     "Block",
+    "Groups",
     "Impl",
     "Precision",
     "SigmoidSums",

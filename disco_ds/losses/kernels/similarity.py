@@ -11,8 +11,8 @@ digits; dividing the sum over the other entries by the exponential of the pair d
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
@@ -21,6 +21,47 @@ from torch import Tensor
 from disco_ds.losses.kernels import torch_tiles
 from disco_ds.losses.kernels.availability import uses_triton
 from disco_ds.losses.kernels.tiles import Tile, Tiling, full_dtype, pairs_offset
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups to which the rows and columns of a block belong. Entries within a group are not negatives.
+
+    A row or column that is alone in its group has a negative number, which no other has.
+    """
+
+    rows: Tensor
+    """[n] int32."""
+    columns: Tensor
+    """[m] int32."""
+    share: Tensor | None
+    """[n] float64, 1 / size of the row's group, if all entries within a group are positives. None: those outside the
+    diagonal are ignored."""
+
+
+@dataclass(frozen=True)
+class Positives:
+    """Some rows and columns of a block, and which of their entries are positives outside the block's diagonal."""
+
+    i: Tensor
+    """[n] numbers of the rows."""
+    j: Tensor
+    """[m] numbers of the columns."""
+    r: Tensor
+    """[n, D], as returned by Tiling.factor."""
+    c: Tensor
+    """[m, D], as returned by Tiling.factor."""
+    cosines: Tensor
+    """[n, m], in full precision."""
+    found: Tensor
+    """[n, m] bool."""
+    share: Tensor
+    """[n, 1], 1 / size of the row's group, in full precision."""
+
+    def raise_best(self, best: Sequence[Tensor], logits: Tensor) -> None:
+        """Update the maxima of rows and columns, if there are any, with logits [n, m], -inf except at positives."""
+        for total, at, dim in zip(best, (self.i, self.j), (1, 0), strict=False):
+            total[at] = torch.maximum(total[at], logits.amax(dim).double())
 
 
 @dataclass(frozen=True)
@@ -42,6 +83,8 @@ class Block:
     overflow fp32, and each element takes one exponential. None: the largest exponent of each row and each column is
     subtracted, which takes two exponentials for each element."""
     tiling: Tiling
+    groups: Groups | None = None
+    """Groups of more than one pair; None if there are none. All scales must be equal."""
 
     @property
     def tiles(self) -> ModuleType:
@@ -75,12 +118,55 @@ class Block:
         r = self.tiling.factor(self.rows[i])
         c = self.tiling.factor(self.columns[j])
         out = None if scratch is None else scratch[: len(r) * len(c)].view(len(r), len(c))
-        return Tile(r, c, pairs_offset(i, j, self.first), self.tiling, out)
+        groups = None
+        if self.groups is not None:
+            groups = self.groups.rows[i], self.groups.columns[j]
+        return Tile(r, c, pairs_offset(i, j, self.first), self.tiling, out, groups)
+
+    @property
+    def has_positives(self) -> bool:
+        """Return whether pairs of the same group are positives."""
+        return self.groups is not None and self.groups.share is not None
+
+    def positives(self) -> Iterator[Positives]:
+        """Yield the positives outside the diagonal, which the block's tiles leave out.
+
+        Only rows and columns that meet their group are multiplied, in most batches few. They are sorted by group, so
+        that large groups meet in few tiles.
+        """
+        groups = self.groups
+        if groups is None or groups.share is None:
+            return
+        rows = _find_meeting(groups.rows, groups.columns)
+        columns = _find_meeting(groups.columns, groups.rows)
+        tiling = self.tiling if self.tiling.tile else replace(self.tiling, tile=(2048, 2048))
+        for tile in tiling.cut(len(rows), len(columns), self.rows.device):
+            i, j = rows[tile[0]], columns[tile[1]]
+            of_rows, of_columns = groups.rows[i], groups.columns[j]
+            if of_rows[-1] < of_columns[0] or of_columns[-1] < of_rows[0]:
+                continue
+            r = self.tiling.factor(self.rows[i])
+            c = self.tiling.factor(self.columns[j])
+            cosines = self.tiling.product(r, c.T, r.new_empty(len(i), len(j), dtype=self.dtype))
+            found = of_rows[:, None] == of_columns
+            if self.first is not None:
+                found &= i[:, None] + self.first != j
+            share = groups.share[i, None].to(self.dtype)
+            yield Positives(i, j, r, c, cosines, found, share)
+
+
+def _find_meeting(numbers: Tensor, others: Tensor) -> Tensor:
+    """Return the places of the group numbers that `others` contains, sorted by group."""
+    places = torch.isin(numbers, others).nonzero()[:, 0]
+    return places[numbers[places].argsort(stable=True)]
 
 
 @dataclass
 class Sums:
-    """Logarithmic sums and maxima of a block without its positive pairs. float64; -inf for empty rows or columns."""
+    """Logarithmic sums and maxima of a block without its diagonal. float64; -inf for empty rows or columns.
+
+    If pairs of a group are positives, the sums include them, and the maxima do not.
+    """
 
     rows: Tensor
     """[n], logarithm of the sum of exp(x) over each row."""
@@ -90,6 +176,12 @@ class Sums:
     """[n], the largest x of each row; None if maxima were not computed."""
     columns_max: Tensor | None
     """[m], the largest y of each column; None if maxima were not computed."""
+    rows_best: Tensor | None = None
+    """[n], the largest x of each row among the other pairs of its group, -inf if it has none; None if not computed."""
+    columns_best: Tensor | None = None
+    """[m], the same for each column."""
+    positives: Tensor | None = None
+    """[n], the sum of x over the other pairs of the row's group; None unless they are positives."""
 
 
 def raise_maxima(
@@ -140,7 +232,26 @@ def softmax_sums(block: Block, maxima: bool = True, kept: Tensor | None = None) 
     if shift is not None:
         row_sum.log_().add_(shift)
         column_sum.log_().add_(shift)
-    return Sums(row_sum, column_sum, *(largest or (None, None)))
+    sums = Sums(row_sum, column_sum, *(largest or (None, None)))
+    if block.has_positives:
+        _add_positives(block, sums)
+    return sums
+
+
+def _add_positives(block: Block, sums: Sums) -> None:
+    """Add the positives outside the diagonal to the sums of a block."""
+    best = [] if sums.rows_max is None else block.start_maxima()
+    total = torch.zeros_like(sums.rows)
+    scale = block.row_scale[:1].to(block.dtype)
+    for tile in block.positives():
+        x = tile.cosines.mul_(scale)
+        total[tile.i] += x.where(tile.found, 0).sum(1)
+        x.masked_fill_(~tile.found, -math.inf)
+        tile.raise_best(best, x)
+        for side, at, dim in ((sums.rows, tile.i, 1), (sums.columns, tile.j, 0)):
+            side[at] = torch.logaddexp(side[at], x.logsumexp(dim).double())
+    sums.positives = total
+    sums.rows_best, sums.columns_best = best or (None, None)
 
 
 def softmax_gradient(
@@ -154,8 +265,9 @@ def softmax_gradient(
 ) -> None:
     """Add gain x W @ columns to d_rows, and gain x W^T @ rows to d_columns.
 
-    W_ij = exp(x_ij - row_shift_i) + exp(y_ij - column_shift_j), and 0 at positive pairs. Both terms must be at most 1.
-    The caller divides the results by the gain, Tiling.gain.
+    W_ij = exp(x_ij - row_shift_i) + exp(y_ij - column_shift_j), and 0 on the diagonal and where pairs are ignored. Both
+    terms must be at most 1. At other positives, 2 / size of the group is subtracted. The caller divides the results by
+    the gain, Tiling.gain.
 
     Args:
         block: The similarities.
@@ -192,3 +304,19 @@ def softmax_gradient(
             tiling.add_product(d_rows[i], W, tile.c)
         if d_columns is not None:
             tiling.add_product(d_columns[j], W.T, tile.r)
+    for part in block.positives():
+        x = part.cosines.mul_(row_scale[:1])
+        lse_rows, lse_columns = row_shift[part.i, None].to(dtype), column_shift[part.j].to(dtype)
+        W = (x - lse_rows).exp_().add_((x - lse_columns).exp_()).sub_(2 * part.share)
+        add_positives(part, W, tiling, d_rows, d_columns)
+
+
+def add_positives(
+    part: Positives, W: Tensor, tiling: Tiling, d_rows: Tensor | None, d_columns: Tensor | None
+) -> None:
+    """Add gain x W @ columns to d_rows, and gain x W^T @ rows to d_columns, for the positives only."""
+    W = tiling.round(W.mul_(tiling.gain()).masked_fill_(~part.found, 0))
+    for total, at, a, b in ((d_rows, part.i, W, part.c), (d_columns, part.j, W.T, part.r)):
+        if total is not None:
+            out = total.new_empty(len(a), b.shape[1])
+            total.index_add_(0, at, tiling.product(a, b, out))

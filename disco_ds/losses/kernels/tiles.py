@@ -167,6 +167,8 @@ class Tile:
     tiling: Tiling
     out: Tensor | None
     """[n, m] memory for the tile. torch needs full precision, Triton the operand dtype, or None if it only sums."""
+    groups: tuple[Tensor, Tensor] | None = None
+    """Group numbers [n] of the rows and [m] of the columns. Entries with equal numbers are left out."""
 
 
 def full_dtype(x: Tensor) -> torch.dtype:

@@ -32,11 +32,16 @@ def strips(x: Tensor, multiple: int = 1) -> Iterator[slice]:
 
 
 def cosines(tile: Tile) -> Tensor:
-    """Compute <r_i, c_j> in tile.out, with -inf at the positive pairs."""
+    """Compute <r_i, c_j> in tile.out, with -inf at the positive pairs and between pairs of the same group."""
     assert tile.out is not None
     x = tile.tiling.product(tile.r, tile.c.T, tile.out)
     if tile.pairs is not None:
         x.diagonal(tile.pairs).fill_(-math.inf)
+    if tile.groups is not None:
+        of_rows, of_columns = tile.groups
+        # Few rows meet a column of their group; only these are touched.
+        rows = torch.isin(of_rows, of_columns).nonzero()[:, 0]
+        x[rows] = x[rows].masked_fill_(of_rows[rows, None] == of_columns, -math.inf)
     return x
 
 

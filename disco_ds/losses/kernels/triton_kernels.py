@@ -114,12 +114,31 @@ _jit = triton.jit(do_not_specialize=["n", "pairs", "tuned"])
 
 
 @triton.jit
+def _either(a, b):
+    return a | b
+
+
+@triton.jit
+def _leave_out_groups(x, row_groups, column_groups, rows, columns, n, m):
+    """Set the entries between rows and columns of the same group to -inf."""
+    of_rows = tl.load(row_groups + rows, mask=rows < n, other=-1)
+    of_columns = tl.load(column_groups + columns, mask=columns < m, other=-2)
+    # Few blocks contain such entries. Each group sets one of 64 bits, so blocks whose sides share no bit have none.
+    one = tl.full((), 1, tl.int64)
+    row_bits = tl.reduce(tl.where(of_rows < 0, 0, one << (of_rows & 63)), 0, _either)
+    column_bits = tl.reduce(tl.where(of_columns < 0, 0, one << (of_columns & 63)), 0, _either)
+    if row_bits & column_bits != 0:
+        x = tl.where(of_rows[:, None] == of_columns[None, :], float("-inf"), x)
+    return x
+
+
+@triton.jit
 def _cosines(
-    r, c, n, m, D: tl.constexpr, pairs, r_row, r_width, c_row, c_width,
+    r, c, n, m, D: tl.constexpr, pairs, r_row, r_width, c_row, c_width, row_groups, column_groups,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH_BYTES: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Compute <r_i, c_j> for this program's block, with -inf at positive pairs and outside the tile.
+    """Compute <r_i, c_j> for this program's block, with -inf at positive pairs, within groups and outside the tile.
 
     Returns:
         The inner products [BLOCK_M, BLOCK_N], the indices of the block's rows and columns in the tile,
@@ -172,6 +191,8 @@ def _cosines(
             & (rows[:, None] + pairs != columns[None, :])
         )
         x = tl.where(kept, x, float("-inf"))
+    if row_groups is not None:
+        x = _leave_out_groups(x, row_groups, column_groups, rows, columns, n, m)
     return x, rows, columns, i, j
 
 
@@ -201,7 +222,7 @@ def _store_tile(out, out_row, x, rows, columns, n, m, PRECISION: tl.constexpr):
 @_tuned("KEEP")
 @_jit
 def exp_sums_kernel(
-    r, c, n, m, D: tl.constexpr, pairs, r_row, r_width, c_row, c_width, tuned,
+    r, c, n, m, D: tl.constexpr, pairs, r_row, r_width, c_row, c_width, tuned, row_groups, column_groups,
     scale, shift, out, out_row, row_sum, column_sum, row_max, column_max,
     KEEP: tl.constexpr, MAXIMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH_BYTES: tl.constexpr, GROUP: tl.constexpr,
@@ -218,6 +239,8 @@ def exp_sums_kernel(
         r_width,
         c_row,
         c_width,
+        row_groups,
+        column_groups,
         PRECISION,
         BLOCK_M,
         BLOCK_N,
@@ -238,7 +261,7 @@ def exp_sums_kernel(
 @_tuned()
 @_jit
 def exp_weights_kernel(
-    r, c, n, m, D: tl.constexpr, pairs, r_row, r_width, c_row, c_width, tuned,
+    r, c, n, m, D: tl.constexpr, pairs, r_row, r_width, c_row, c_width, tuned, row_groups, column_groups,
     scale, shift, out, a, beta,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH_BYTES: tl.constexpr, GROUP: tl.constexpr,
@@ -255,6 +278,8 @@ def exp_weights_kernel(
         r_width,
         c_row,
         c_width,
+        row_groups,
+        column_groups,
         PRECISION,
         BLOCK_M,
         BLOCK_N,
@@ -272,7 +297,7 @@ def exp_weights_kernel(
 @_tuned()
 @_jit
 def log_sums_kernel(
-    r, c, n, m, D: tl.constexpr, pairs, r_row, r_width, c_row, c_width, tuned,
+    r, c, n, m, D: tl.constexpr, pairs, r_row, r_width, c_row, c_width, tuned, row_groups, column_groups,
     row_scale, column_scale, row_sum, column_sum, row_max, column_max,
     MAXIMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH_BYTES: tl.constexpr, GROUP: tl.constexpr,
@@ -289,6 +314,8 @@ def log_sums_kernel(
         r_width,
         c_row,
         c_width,
+        row_groups,
+        column_groups,
         PRECISION,
         BLOCK_M,
         BLOCK_N,
@@ -319,7 +346,7 @@ def log_sums_kernel(
 @_tuned("TWO_WEIGHTS", "MOMENTS")
 @_jit
 def log_weights_kernel(
-    r, c, n, m, D: tl.constexpr, pairs, r_row, r_width, c_row, c_width, tuned,
+    r, c, n, m, D: tl.constexpr, pairs, r_row, r_width, c_row, c_width, tuned, row_groups, column_groups,
     row_scale, column_scale, row_shift, column_shift, out, row_moment, column_moment,
     TWO_WEIGHTS: tl.constexpr, MOMENTS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH_BYTES: tl.constexpr, GROUP: tl.constexpr,
@@ -336,6 +363,8 @@ def log_weights_kernel(
         r_width,
         c_row,
         c_width,
+        row_groups,
+        column_groups,
         PRECISION,
         BLOCK_M,
         BLOCK_N,
@@ -376,7 +405,7 @@ def _log1p(e):
 @_tuned("SIGMOID")
 @_jit
 def sigmoid_weights_kernel(
-    r, c, n, m, D: tl.constexpr, pairs, r_row, r_width, c_row, c_width, tuned,
+    r, c, n, m, D: tl.constexpr, pairs, r_row, r_width, c_row, c_width, tuned, row_groups, column_groups,
     scale, bias, gain, out, loss, weight, row_max, column_max,
     SIGMOID: tl.constexpr, MAXIMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH_BYTES: tl.constexpr, GROUP: tl.constexpr,
@@ -393,6 +422,8 @@ def sigmoid_weights_kernel(
         r_width,
         c_row,
         c_width,
+        row_groups,
+        column_groups,
         PRECISION,
         BLOCK_M,
         BLOCK_N,

@@ -144,10 +144,11 @@ def _launch(kernel: Any, tile: Tile, *rest: Any, **options: Any) -> tuple[int, i
     r, c = tile.r, tile.c
     n, m, D = len(r), len(c), r.shape[1]
     no_pairs = m  # a diagonal that lies outside the tile
+    groups = tile.groups or (None, None)
     with torch.cuda.device_of(r):
         kernel[lambda sizes: (triton.cdiv(n, sizes["BLOCK_M"]) * triton.cdiv(m, sizes["BLOCK_N"]),)](
             r, c, n, m, D, no_pairs if tile.pairs is None else tile.pairs, *r.stride(), *c.stride(),
-            _size_class(n, m, D), *rest, PRECISION=_precision(tile.tiling), enable_fp_fusion=True, **options,
+            _size_class(n, m, D), *groups, *rest, PRECISION=_precision(tile.tiling), enable_fp_fusion=True, **options,
         )  # fmt: skip
     sizes = kernel.best_config.kwargs
     return triton.cdiv(n, sizes["BLOCK_M"]), triton.cdiv(m, sizes["BLOCK_N"])

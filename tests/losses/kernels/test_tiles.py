@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -41,6 +42,9 @@ LOSSES: list[tuple[str, dict[str, Any]]] = [
     ("disco_fused", {"precision": "bf16"}),
     ("inf_cl", {}),
     ("siglip", {}),
+    ("disco_fused", {"same_group": "positives"}),
+    ("inf_cl", {"same_group": "ignored"}),
+    ("siglip", {"same_group": "positives"}),
 ]
 
 
@@ -58,6 +62,11 @@ def interpreted() -> list[str]:
                     failures.append(
                         f"{rows} x {columns} x {D}, pairs {pairs}, {precision}: {check}"
                     )
+    r, c = tool.features(150, 64, "cpu", 1), tool.features(260, 64, "cpu", 2)
+    with_groups = partial(tool.on_tile, grouped=True)
+    for check in tool.check_tiles(r, c, (7, None)[n], Tiling(None, "fp32", "triton"), with_groups):
+        if not fine(check):
+            failures.append(f"groups: {check}")
     r, c = tool.features(70, 20, "cpu", 3), tool.features(100, 20, "cpu", 4)
     for check in tool.check_blocks(
         r, c, (None, 7)[n], Tiling((64, 64), ("fp32", "fp16")[n], "triton")
@@ -164,7 +173,8 @@ def gradients(name: str, options: dict[str, Any], image: Tensor, text: Tensor) -
         x.clone().requires_grad_()
         for x in (image, text, torch.tensor([14.3]), torch.tensor([-10.0]))
     ]
-    out = build_loss(name, **options)(Embeddings(*leaves))
+    group_id = torch.arange(len(image)) // 3
+    out = build_loss(name, **options)(Embeddings(*leaves, group_id=group_id))
     out.loss.backward()
     return [
         out.loss.detach(),
