@@ -297,7 +297,7 @@ def test_csv_fingerprint_follows_its_rows(tmp_path: Path) -> None:
         (None, CSV, "No such file"),
         ("filepath\ttitle\n", CSV, "no rows"),
         ("", CSV, "data.captions and data.group_by name title"),
-        ("filepath\ttitle\na\tb\n", {}, "data.captions names txt"),
+        ("filepath\ttitle\na\tb\n", {}, "data.captions and data.group_by name txt"),
         (
             "filepath\ttitle\na\tb\n",
             {"captions": {"{title}": 1}},
