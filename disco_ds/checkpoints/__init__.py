@@ -5,7 +5,7 @@ Imported by training, plan, checks and cli.
 1. **Write.** When a save is due, `saver` copies the state of every rank into pinned host memory
    (`checkpoint`, `background_save`): the content of DeepSpeed's engine files, the loss's state, the
    position in the data order, and the states of the random generators. Training then continues. On
-   each rank, a thread writes the copy into `.step-N.partial` and hashes it (`writer`). No rank waits
+   each rank, a thread writes the copy into `.step-N.partial` and hashes it. No rank waits
    long for the others: until all threads are done, the ranks synchronize every two seconds.
 2. **Complete.** When all ranks have written their files, they exchange sizes and checksums. A thread
    of rank 0 then writes `checkpoint.json`, flushes the folders and renames `.step-N.partial` to
