@@ -173,7 +173,7 @@ class MetricsLogger:
         for name, write in list(self.writers.items()):
             try:
                 write(points)
-            except OSError as error:
+            except Exception as error:
                 logger.warning("%s gets no more points until the run is resumed: %s", name, error)
                 del self.writers[name]
 

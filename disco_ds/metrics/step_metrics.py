@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from disco_ds.distributed import comm
@@ -67,7 +66,7 @@ class Metric:
     value: Callable[[LogPoint, Interval], Any] | None = None
     """Computes the metric on this rank; None if the metric is an entry of LogPoint.metrics."""
     over_ranks: Literal["same", "sum", "max"] = "same"
-    """Reduction over ranks: "same" for equal values, "sum" for integers, or "max"."""
+    """Reduction over ranks: "same" for equal values, "sum" or "max"."""
     show: Callable[[Any], str] | None = None
     """Formats the metric for the progress line, possibly as an empty string; None: not shown."""
     curve: str = ""
@@ -143,18 +142,16 @@ def compute_metrics(now: LogPoint, since: Interval) -> dict[str, Any]:
 
     Collective: every rank must call this at the same step.
     """
-    device = comm.local_device()
-    ids = int(comm.all_reduce_sum(digest(now.index.cpu()).to(device)))
     losses = {name: value.item() for name, value in now.metrics.items()}
     values = {metric.name: metric.value(now, since) for metric in METRICS if metric.value}
-    for kind, dtype, reduce in (
-        ("sum", torch.int64, comm.all_reduce_sum),
-        ("max", torch.float64, comm.all_reduce_max),
-    ):
-        names = [metric.name for metric in METRICS if metric.over_ranks == kind]
-        mine = torch.tensor([values[name] for name in names], dtype=dtype, device=device)
-        values |= zip(names, reduce(mine).tolist(), strict=True)
-    return {"ids": f"{ids % 2**64:016x}", **losses, **values}
+    ids = int(digest(now.index.cpu()))
+    ranks = comm.gather_objects({"ids": ids, **values})
+    reduce: dict[str, Callable[..., Any]] = {"sum": sum, "max": max}
+    for metric in METRICS:
+        if metric.over_ranks != "same":
+            values[metric.name] = reduce[metric.over_ranks](rank[metric.name] for rank in ranks)
+    total = sum(rank["ids"] for rank in ranks)
+    return {"ids": f"{total % 2**64:016x}", **losses, **values}
 
 
 def digest(index: Tensor) -> Tensor:

@@ -8,13 +8,13 @@ there anyway. On a CPU they come from the clock.
 from __future__ import annotations
 
 import resource
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import psutil
-import torch
 from deepspeed.accelerator import get_accelerator
 from torch.profiler import record_function
 
@@ -88,19 +88,17 @@ class Phases:
         mine["memory/host_bytes"] = psutil.Process().memory_info().rss
         if not _on_cpu():
             mine["memory/reserved_bytes"] = get_accelerator().max_memory_reserved()
-        # A single gather provides the means, the maxima and the slowest rank.
-        row = torch.tensor([list(mine.values())], dtype=torch.float64, device=comm.local_device())
-        ranks = dict(zip(mine, comm.gather(row).cpu().unbind(1), strict=True))
-        values = {
-            name: (x.mean() if name.startswith("time/") else x.max()).item()
-            for name, x in ranks.items()
-        }
+        ranks = comm.gather_objects(mine)
+        values = {}
+        for name in mine:
+            reduce = statistics.fmean if name.startswith("time/") else max
+            values[name] = reduce([rank[name] for rank in ranks])
         # A rank waits for its data in the forward phase. At ZeRO 3 that phase has collectives, so
         # the other ranks wait in it too.
-        arrivals = ranks["time/forward_s"]
-        values["ranks/slowest"] = int(arrivals.argmax())
-        values["ranks/slowest_s"] = arrivals.max().item()
-        values["ranks/median_s"] = arrivals.quantile(0.5).item()
+        arrivals = [rank["time/forward_s"] for rank in ranks]
+        values["ranks/slowest_s"] = max(arrivals)
+        values["ranks/slowest"] = arrivals.index(max(arrivals))
+        values["ranks/median_s"] = statistics.median(arrivals)
         return values
 
 

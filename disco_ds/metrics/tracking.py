@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from disco_ds.config import Config
 from disco_ds.config.text_file import write_text
 from disco_ds.distributed import comm
+from disco_ds.metrics.report import log_errors
 from disco_ds.runs.run_folder import FINISHED
 
 if TYPE_CHECKING:
@@ -72,26 +72,6 @@ def open_wandb(config: Config, folder: Path, stack: ExitStack) -> WandbRun | Non
     return run
 
 
-def _disable_on_error(method: Callable[..., None]) -> Callable[..., None]:
-    """Let a method of WandbRun do nothing once any of them has failed, and never raise."""
-
-    @wraps(method)
-    def guarded(self: WandbRun, *args: Any) -> None:
-        if self.run is None:
-            return
-        try:
-            method(self, *args)
-        except Exception as error:
-            logger.warning(
-                "W&B receives nothing more until the run is resumed: %s: %s",
-                type(error).__name__,
-                error,
-            )
-            self.run = None
-
-    return guarded
-
-
 class WandbRun:
     """A W&B run with the interface of DeepSpeed's monitors.
 
@@ -134,14 +114,12 @@ class WandbRun:
         self.folder = folder
         self.run: Any = run
 
-    @_disable_on_error
     def write_events(self, events: Sequence[tuple[str, float, int]]) -> None:
         """Log points, each a (name, value, samples), as DeepSpeed's monitors do."""
         if events:
             values = {name: value for name, value, _ in events}
             self.run.log({"samples": events[0][2], **values})
 
-    @_disable_on_error
     def write_examples(
         self, samples: int, examples: Iterable[tuple[NDArray[Any], str, Sequence[str]]]
     ) -> None:
@@ -153,21 +131,22 @@ class WandbRun:
         """
         from wandb import Image
 
-        # Not in a table: W&B keeps the images of tables outside of the run folder until upload.
-        images = [
-            Image(image, caption=f"{label}; nearest: {', '.join(best)}")
-            for image, label, best in examples
-        ]
-        self.run.log({"samples": samples, "eval/examples": images})
+        with log_errors("W&B"):
+            # Not in a table: W&B keeps the images of tables outside of the run folder until upload.
+            images = [
+                Image(image, caption=f"{label}; nearest: {', '.join(best)}")
+                for image, label, best in examples
+            ]
+            self.run.log({"samples": samples, "eval/examples": images})
 
-    @_disable_on_error
     def write_report(self, samples: int, path: Path) -> None:
         """Log report.png."""
         from wandb import Image
 
-        self.run.log({"samples": samples, "report": Image(str(path))})
+        with log_errors("W&B"):
+            self.run.log({"samples": samples, "report": Image(str(path))})
 
-    @_disable_on_error
     def close(self) -> None:
         """End the W&B run after all uploads are done or UPLOAD_S have passed."""
-        self.run.finish(exit_code=0 if (self.folder / FINISHED).exists() else 1)
+        with log_errors("W&B"):
+            self.run.finish(exit_code=0 if (self.folder / FINISHED).exists() else 1)
