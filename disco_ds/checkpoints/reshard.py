@@ -70,7 +70,7 @@ def load_untrained(saved: Saved, model: nn.Module, trained: set[str]) -> None:
             held = saved.load(WHOLE)["module"].items()
         found = {name: value.clone() for name, value in held if name in wanted}
         if missing := sorted(wanted.keys() - found.keys()):
-            raise ValueError(f"no value of {', '.join(missing[:5])}")
+            raise ValueError(f"it has no value for {', '.join(missing[:5])}")
         return found
 
     for name, value in comm.from_rank_0(f"checkpoint {saved.path}", read_untrained).items():
@@ -78,7 +78,7 @@ def load_untrained(saved: Saved, model: nn.Module, trained: set[str]) -> None:
 
 
 def load_trained(saved: Saved, engine: Engine, order: list[str]) -> None:
-    """Load the trained parameters of a checkpoint into the engine, whatever shape wrote it. Collective.
+    """Load the trained parameters of a checkpoint into the engine, even if the shape has changed. Collective.
 
     The random generators are not restored, so random draws, such as dropout, differ from those of a run
     whose shape had not changed.

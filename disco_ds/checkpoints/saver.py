@@ -43,7 +43,7 @@ class Saver:
     read_state: Callable[[int], RunState]
     """Called with the current step. Returns the state to save in addition to the engine's."""
     heartbeat: Heartbeat
-    """Told when this rank waits for a save, so that the wait is not taken for a hang."""
+    """Is informed when this rank waits for a save, so that the wait does not look like a hang."""
     add_wait: Callable[[float], None]
     """Called after each wait with the number of seconds that training has waited for a save."""
     uploads: Uploads | None = None
@@ -175,7 +175,7 @@ class Saver:
 
     @contextmanager
     def _waiting(self, step: int) -> Iterator[None]:
-        """Report the block's time as time spent waiting for a save, so that it is not taken for a hang."""
+        """Count the time of the block as waiting for a save, and tell the heartbeat that it is not a hang."""
         start = time.monotonic()
         self.heartbeat.mark(step, "saving")
         yield

@@ -170,8 +170,8 @@ def collect_checkpoint(engine: Engine, folder: Path, tag: str) -> dict[Path, Any
     """Return the states that engine.save_checkpoint would write on this rank, keyed by file path. Collective.
 
     This function writes nothing. If a write failed inside engine.save_checkpoint of DeepSpeed 0.19, the
-    other ranks would wait forever in one of its barriers. Only optimizer states that are on NVMe are
-    copied there by DeepSpeed.
+    other ranks would wait forever in one of its barriers. The exception are optimizer states on NVMe, which
+    DeepSpeed itself copies into the folder.
     """
     writer = engine.checkpoint_engine
     engine.checkpoint_engine = collector = _Collector()

@@ -1,4 +1,4 @@
-"""Probes: how well simple classifiers tell labels from the image features, without the text tower."""
+"""Probes: the accuracy of simple classifiers that are trained on image features, without the text tower."""
 
 from __future__ import annotations
 

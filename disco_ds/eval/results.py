@@ -32,7 +32,7 @@ class Result:
     values: dict[str, float]
     """Metric -> value. Accuracies and recalls are fractions."""
     counts: dict[str, int]
-    """Numbers of items that the values are computed from, and of unreadable images (num_broken)."""
+    """How many items the values were computed from, and how many images could not be read (num_broken)."""
     examples: Sequence[Example] = ()
     """Example images with predictions; the same for any number of ranks."""
 

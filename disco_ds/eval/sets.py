@@ -8,7 +8,7 @@
     clip_benchmark  test/nshards.txt, test/0.tar ...; with labels in .cls, classnames.txt and
                     zeroshot_classification_templates.txt; or with captions in .txt, one per line
 
-All sets are checked when a run starts, so that a mistake is not discovered after the last step.
+All sets are checked when a run starts, so that a mistake is not discovered only after the last step.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _is_benchmark(folder: Path) -> bool:
 
 
 def _open(name: str, folder: Path, data: DataSettings, text: str, benchmark_text: str) -> ImageSet:
-    """Open a folder in any of the layouts.
+    """Open an evaluation set from a folder in any supported layout.
 
     Args:
         name: Name of the set.
@@ -198,7 +198,7 @@ def _read_texts(images: ImageSet, setting: str) -> list[str]:
     assert isinstance(images.source, Manifest)
     texts = sorted({text for text in read_labels(images.source, images.text) if text})
     if not texts:
-        raise ValueError(f"no sample has a text {images.text}; set eval.{setting}")
+        raise ValueError(f"no sample has the members of {images.text}; set eval.{setting}")
     return texts
 
 
@@ -262,8 +262,8 @@ def read_classes(path: Path, labels: Collection[str]) -> dict[str, str]:
 def _imagenet_classes(name: str, labels: list[str]) -> dict[str, str]:
     """Return open_clip's class names for ImageNet's WordNet ids (wnids) or numbers 0 to 999.
 
-    The labels may be only some of the wnids. Sub-folders with other names are named after
-    their classes, so those names are used.
+    The labels may be only some of the wnids. Sub-folders with other names count as named after
+    their classes.
 
     Raises:
         ValueError: If the labels are neither known wnids nor all the numbers 0 to 999.

@@ -8,9 +8,9 @@ Rationale:
   spikes follow within 8 steps after gradients that AdamW's second moment underestimates (Wortsman
   et al. 2023, arXiv 2304.13013), so the gradient norm may warn earlier. The rules use median and
   MAD (median absolute deviation) instead of mean and standard deviation because outliers hardly
-  move them (Leys et al. 2013). We chose the following ourselves: the MAD is taken of the changes
-  from step to step, so that the steady fall of a loss does not count as noise; the window; and the
-  thresholds. The bundled quickstart stays below all of them.
+  move them (Leys et al. 2013). Our own choices are the window, the thresholds, and taking the MAD
+  of the changes between steps, so that a steadily falling loss does not count as noise. The
+  bundled quickstart stays below all thresholds.
 - Logit scale. CLIP (Radford et al. 2021, section 2.5) limits it to 100 because training was
   unstable otherwise. At the bound the temperature no longer learns: this is normal late in a run
   and a warning sign early.

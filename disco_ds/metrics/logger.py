@@ -23,7 +23,7 @@ from disco_ds.runs.run_log import say
 
 METRICS_FILE = "metrics.jsonl"
 BUFFER_BYTES = 2**20
-"""Records that cannot be written are kept up to this size, and lost beyond it."""
+"""Size of the buffer for records that cannot be written because the disk is full. Later records are lost."""
 logger = logging.getLogger(__name__)
 WriteEvents = Callable[[list[tuple[str, float, int]]], None]
 """A DeepSpeed monitor's `write_events`; it takes a list of (name, value, samples)."""

@@ -52,7 +52,7 @@ class Interval:
     wait_s: float
     """Seconds spent waiting for data."""
     peak_bytes: int
-    """Highest memory so far."""
+    """Peak memory so far, in bytes."""
     peak_samples_per_s: float | None
     """Samples per second at the devices' peak FLOP/s; None if unknown."""
 

@@ -455,13 +455,13 @@ KILLS = int(os.environ.get("DISCO_DS_TEST_KILLS", "9"))
 def cut_inside(run: Path, since: float, step: int = 0) -> str:
     """Return what a save that began after `since`, at this step or later, is doing: nothing, copy or write."""
 
-    def is_new(path: Path) -> bool:
-        return path.stat().st_mtime >= since
+    def find(prefix: str, folder: Path) -> list[Path]:
+        found = [path for path in folder.glob(f"{prefix}*") if path.stat().st_mtime >= since]
+        return [path for path in found if path.name >= f"{prefix}{step:08d}"]
 
-    partials = filter(is_new, (run / CHECKPOINTS).glob(".step-*.partial"))
-    if any(path.name >= f".step-{step:08d}" and any(path.rglob("*.pt")) for path in partials):
+    if any(any(path.rglob("*.pt")) for path in find(".step-", run / CHECKPOINTS)):
         return "write"
-    return "copy" if any(map(is_new, run.glob("copying-*"))) else "nothing"
+    return "copy" if find("copying.step-", run) else "nothing"
 
 
 def live(path: Path, name: str, victim: int | None, wanted: str, more: int, after: float) -> None:
@@ -471,7 +471,8 @@ def live(path: Path, name: str, victim: int | None, wanted: str, more: int, afte
     take = HostCopy.take
 
     def take_and_note(host: HostCopy, state: Any) -> Any:
-        note = run.folder / f"copying-{comm.rank()}"
+        partial = next(path.parent.name for path in state if path.name.startswith("rank_"))
+        note = run.folder / f"copying{partial}-{comm.rank()}"
         note.touch()
         copy = take(host, state)
         note.unlink()
