@@ -80,7 +80,7 @@ class Heartbeat:
       names those ranks. This rank is probably waiting for them in a collective, which the backend
       would end after timeout_s without naming any rank.
     - timeout_s, which applies after marks with timed=True: if this rank has passed no mark for this
-      long and no rank is behind it, the run ends with an error that reports the place of every rank.
+      long and no rank is behind it, the run ends with an error that reports the place of all ranks.
       Building, the first step (which compiles), evaluation and saving are not timed, because they may
       take hours. The backend's timeout still applies to collectives in these phases.
 
@@ -309,7 +309,8 @@ class Heartbeat:
             if reason := self._find_behind(host, device, waited_s):
                 return reason
         if self._timed and now - self._progress.last_change > self.timeout_s:
-            return f"no rank has made progress for {waited_s:.0f} s: {self._describe_places()}"
+            gpus = "" if device == host else f", their GPUs at {device}"
+            return f"no rank has made progress for {waited_s:.0f} s: all are at {host}{gpus}"
         return None
 
     def _find_behind(self, host: Place, device: Place, waited_s: float) -> str | None:
@@ -333,16 +334,6 @@ class Heartbeat:
         if gpus_behind:
             return f"{'; '.join(gpus_behind)}, for {waited_s:.0f} s"
         return None
-
-    def _describe_places(self) -> str:
-        """Return text with the place of every rank. Ranks at the same place are grouped."""
-        ranks: dict[str, list[int]] = {}
-        for rank, beat in sorted(self._beats.items()):
-            text = f"at {beat.host}"
-            if beat.device != beat.host:
-                text += f" (its GPU at {beat.device})"
-            ranks.setdefault(text, []).append(rank)
-        return "; ".join(f"{comm.join_ranks(numbers)} {text}" for text, numbers in ranks.items())
 
     def _end(self, reason: str, publish: bool = True) -> None:
         """Print the reason, write diagnostics, and end this process with exit code 1.

@@ -26,7 +26,6 @@ from disco_ds.runs.run_folder import FINISHED
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from torch.utils.tensorboard import SummaryWriter
 
 REPORT = "report.png"
 EXAMPLES = "examples.npz"
@@ -73,8 +72,8 @@ def save_examples(
     partial.replace(folder / EXAMPLES)
 
 
-def write_report(folder: Path, writer: SummaryWriter | None = None) -> Path:
-    """Draw report.png of a run folder; with a writer, also add it as a TensorBoard image.
+def write_report(folder: Path) -> Path:
+    """Draw report.png of a run folder.
 
     Returns:
         The path of the picture.
@@ -107,9 +106,6 @@ def write_report(folder: Path, writer: SummaryWriter | None = None) -> Path:
         figure.suptitle(title)
         partial = folder / f"partial-{REPORT}"
         figure.savefig(partial)
-        if writer is not None:
-            writer.add_figure("report", figure, last["samples"])
-            writer.flush()
     partial.replace(folder / REPORT)
     return folder / REPORT
 

@@ -293,8 +293,7 @@ def finish(run: Run) -> None:
     if comm.rank() != 0:
         return
     with log_errors("report.png was not drawn"):
-        tensorboard = run.engine.monitor.tb_monitor
-        picture = write_report(run.folder, tensorboard.summary_writer if tensorboard else None)
+        picture = write_report(run.folder)
         if run.evaluation.wandb:
             run.evaluation.wandb.write_report(num_steps * run.config.global_batch, picture)
     command = shlex.join(["tensorboard", "--logdir", str(run.folder.parent)])
