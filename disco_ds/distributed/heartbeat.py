@@ -295,12 +295,10 @@ class Heartbeat:
         Raises:
             RuntimeError: If the store does not answer.
         """
-        running = [rank for rank in self._watched if self._beats[rank].running]
-        if running:
-            quietest = min(running, key=lambda rank: self._last_heard[rank])
-            silent_s = now - self._last_heard[quietest]
-            if silent_s > self._patience_s:
-                return f"{self._name(quietest)} has sent no heartbeat for {silent_s:.0f} s"
+        for rank in self._watched:
+            silent_s = now - self._last_heard[rank]
+            if self._beats[rank].running and silent_s > self._patience_s:
+                return f"{self._name(rank)} has sent no heartbeat for {silent_s:.0f} s"
         # The places must be read before the time, see Progress.mark.
         host, device = self._progress.host, self._progress.device
         waited_s = now - self._progress.last_change
@@ -319,18 +317,17 @@ class Heartbeat:
         If the host processes of some ranks are behind, only these ranks are named. Otherwise, the
         message names the ranks whose devices are behind.
         """
-        behind = []
-        gpus_behind = []
-        for rank, beat in sorted(self._beats.items()):
-            if not beat.running:
-                continue
-            if beat.host.number < host.number:
-                behind.append(self._name(rank))
-            if beat.device.number < device.number:
-                name = f"rank {rank} on {self._hosts[rank]}"
-                gpus_behind.append(f"the GPU of {name} has not passed {beat.device}")
+        running = {rank: beat for rank, beat in sorted(self._beats.items()) if beat.running}
+        behind = [
+            self._name(rank) for rank, beat in running.items() if beat.host.number < host.number
+        ]
         if behind:
             return f"the others have waited {waited_s:.0f} s for {'; '.join(behind)}"
+        gpus_behind = [
+            f"the GPU of rank {rank} on {self._hosts[rank]} has not passed {beat.device}"
+            for rank, beat in running.items()
+            if beat.device.number < device.number
+        ]
         if gpus_behind:
             return f"{'; '.join(gpus_behind)}, for {waited_s:.0f} s"
         return None
