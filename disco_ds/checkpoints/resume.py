@@ -18,7 +18,6 @@ from disco_ds.checkpoints.changes import Change, find_changes, refuse_changes
 from disco_ds.checkpoints.checkpoint import Saved
 from disco_ds.checkpoints.retention import DamagedError
 from disco_ds.config import Config
-from disco_ds.config.text_file import write_text
 from disco_ds.distributed import comm
 from disco_ds.runs.run_folder import CHANGES, find_newest, split_resume
 
@@ -112,8 +111,7 @@ def record_changes(
 ) -> None:
     """Add a line to changes.jsonl for every changed setting and for a changed number of steps or ranks. Collective.
 
-    Each change is also logged. Existing lines for the checkpoint's step or later steps are removed, because the resumed
-    run replaces those steps.
+    Each change is also logged.
     """
     if saved is None:
         return
@@ -126,19 +124,17 @@ def record_changes(
             changes.append(Change(name, old, new))
     path = folder / CHANGES
     with comm.all_or_none(f"writing {path}"):
-        if comm.rank() == 0 and (changes or path.exists()):
-            before = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-            lines = [line for line in before if json.loads(line)["step"] < saved.step]
-            for change in changes:
-                lines.append(json.dumps({"step": saved.step, **change._asdict()}))
-                logger.warning(
-                    "from step %d on, %s is %r instead of %r",
-                    saved.step,
-                    change.setting,
-                    change.new,
-                    change.old,
-                )
-            write_text(path, "".join(f"{line}\n" for line in lines))
+        if comm.rank() == 0 and changes:
+            with path.open("a", encoding="utf-8") as file:
+                for change in changes:
+                    file.write(json.dumps({"step": saved.step, **change._asdict()}) + "\n")
+                    logger.warning(
+                        "from step %d on, %s is %r instead of %r",
+                        saved.step,
+                        change.setting,
+                        change.new,
+                        change.old,
+                    )
 
 
 def restore(

@@ -385,7 +385,9 @@ def test_allowed_changes_act_as_if_the_checkpoint_had_them(tmp_path: Path) -> No
         record["ids"] for record in records(whole)
     ]
     assert records(told)[-1]["loss"] != records(whole)[-1]["loss"]
-    changes = [json.loads(line) for line in (told / CHANGES).read_text().splitlines()]
+    lines = [json.loads(line) for line in (told / CHANGES).read_text().splitlines()]
+    *changes, longer = lines
+    assert longer == {"step": 6, "setting": "steps", "old": 6, "new": 7}
     assert {change["setting"]: (change["old"], change["new"]) for change in changes} == {
         "optim.lr": (1e-3, 2e-3),
         "optim.weight_decay": (0.2, 0.7),
