@@ -33,14 +33,12 @@ NUM_MEANS = 40
 """A curve with at least twice as many points also shows this many means."""
 _MAX_LETTERS = 28
 """Maximum number of letters of a label; longer labels are cut."""
-STYLE: dict[str, Any] = {
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.alpha": 0.3,
-    "text.parse_math": False,  # labels may contain dollar signs
-}
+STYLE: list[Any] = [
+    "default",
+    "seaborn-v0_8-whitegrid",
+    "seaborn-v0_8-colorblind",
+    {"font.size": 9, "text.parse_math": False},  # labels may contain dollar signs
+]
 Curves = dict[str, list[tuple[float, float]]]
 """Name -> (samples, value)."""
 
@@ -99,7 +97,7 @@ def write_report(folder: Path) -> Path:
     title = f"{folder.resolve().name}: {last['step']:,} steps of {global_batch:,} samples, {state}"
     if examples:
         title += f"; images of {examples['name']} with the nearest labels below"
-    with style.context(["default", "seaborn-v0_8-colorblind", STYLE]), warnings.catch_warnings():
+    with style.context(STYLE), warnings.catch_warnings():
         # The font may lack the script of a label.
         warnings.filterwarnings("ignore", "Glyph .* missing")
         figure = draw_report(read_curves(records), global_batch, examples)
