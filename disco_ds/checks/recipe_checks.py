@@ -22,7 +22,6 @@ from disco_ds.data import (
 )
 from disco_ds.data.images.broken import DroppedSample, breaks_sample, name_broken
 from disco_ds.data.remote.cache_size import fit_cache
-from disco_ds.data.sources.base import DecodedSamples
 from disco_ds.data.sources.load import count_slots
 from disco_ds.data.sources.manifest import find_changed
 from disco_ds.distributed import comm
@@ -188,10 +187,10 @@ def _read(source: Source, data: DataSettings) -> Line:
     reader = source.open_samples(data, form, 0, 1)
     last = len(source.sizes) - 1
     shards = {0, last // 2, last}
-    if not source.num_samples and isinstance(reader, DecodedSamples):  # data.index=none
-        sizes = {shard: reader.count(shard) for shard in shards}
-    else:
+    if source.num_samples:
         sizes = {shard: source.sizes[shard] for shard in shards}
+    else:  # data.index=none
+        sizes = {shard: reader.count(shard) for shard in shards}
     broken, dropped = [], 0
     # The samples are spread evenly over each of three shards.
     chosen = {

@@ -13,9 +13,8 @@ as arguments, and never communicates with other ranks.
 from disco_ds.data.images.augment import augment
 from disco_ds.data.images.broken import BrokenSample, DataError
 from disco_ds.data.images.decode import ImageSpec
-from disco_ds.data.order.counter_rng import keyed_uniform
 from disco_ds.data.order.sequential import read_all, read_labels
-from disco_ds.data.order.slots import DataOrder, Share, choose_slots, divide
+from disco_ds.data.order.slots import Share, divide
 from disco_ds.data.pipeline.loader import Loader, merge_states
 from disco_ds.data.pipeline.staging import Staging
 from disco_ds.data.pipeline.step_data import MicroBatch, StepData
@@ -23,17 +22,15 @@ from disco_ds.data.sources.base import Reader, SampleForm, Source
 from disco_ds.data.sources.counting import index_shards
 from disco_ds.data.sources.csv_source import Table
 from disco_ds.data.sources.folder import ImageFolder, sort_labels
-from disco_ds.data.sources.listing import Listing, is_table, list_shards, resolve_shards
+from disco_ds.data.sources.listing import is_table, resolve_shards
 from disco_ds.data.sources.load import fingerprint, load_sources
 from disco_ds.data.sources.manifest import Manifest, Shard, load_manifest, write_manifest
 
 __all__ = [
     "BrokenSample",
     "DataError",
-    "DataOrder",
     "ImageFolder",
     "ImageSpec",
-    "Listing",
     "Loader",
     "Manifest",
     "MicroBatch",
@@ -46,13 +43,10 @@ __all__ = [
     "StepData",
     "Table",
     "augment",
-    "choose_slots",
     "divide",
     "fingerprint",
     "index_shards",
     "is_table",
-    "keyed_uniform",
-    "list_shards",
     "load_manifest",
     "load_sources",
     "merge_states",

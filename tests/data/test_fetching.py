@@ -12,8 +12,9 @@ import pytest
 
 from disco_ds.config.data import DataSettings, RemoteSettings
 from disco_ds.data import DataError, Manifest, load_sources
-from disco_ds.data.remote.fetching import describe, fetch_temporary
+from disco_ds.data.remote.fetching import fetch_temporary
 from disco_ds.data.remote.shard_cache import ShardCache
+from disco_ds.data.remote.stores import describe
 from helpers.machine import many_open_files
 from helpers.remote import ALL, open_cache, remote
 from helpers.shards import make_loader, read_global, read_rank, read_step, settings
@@ -184,7 +185,7 @@ def test_failing_command_tells_its_status_and_nothing_else(
     with pytest.raises(DataError) as error:
         cache.open(2)
     assert str(error.value) == (
-        "shard 00002.tar cannot be fetched from its pipe:: the command exited with status 3; tries: 1"
+        "shard 00002.tar cannot be fetched from its pipe: command: the command exited with status 3; tries: 1"
     )
     assert describe("https://u:p@h:81/x?y#z") == "https://h:81/x"
 

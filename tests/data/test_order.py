@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from disco_ds.data import DataOrder, Source, choose_slots, keyed_uniform
-from disco_ds.data.order.counter_rng import keyed_permutation, keyed_row
+from disco_ds.data import Source
+from disco_ds.data.order.counter_rng import keyed_permutation, keyed_row, keyed_uniform
 from disco_ds.data.order.mixture import mix_sources
+from disco_ds.data.order.slots import DataOrder
 from disco_ds.data.sources.load import count_slots
 from helpers.shards import settings
 
@@ -69,7 +70,7 @@ def test_default_slots_follow_the_shards(shards: int, slots: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("default", "samples", "requested", "ranks", "words"),
+    ("saved", "samples", "requested", "ranks", "words"),
     [
         (3, 100, None, 2, ["3 slots", "600 shards", "data.slots=2 or data.slots=4"]),
         (3, 100, None, 8, ["multiple of 8 ranks", "data.slots=8"]),
@@ -78,11 +79,13 @@ def test_default_slots_follow_the_shards(shards: int, slots: int) -> None:
         (2, 3, None, 8, ["8 ranks", "3 samples"]),
     ],
 )
-def test_choose_slots_that_do_not_fit_says_what_would(
-    default: int, samples: int, requested: int | None, ranks: int, words: list[str]
+def test_slots_that_do_not_fit_are_refused_with_what_would(
+    saved: int, samples: int, requested: int | None, ranks: int, words: list[str]
 ) -> None:
+    source = Source()
+    source.sizes = [samples] + [0] * 599
     with pytest.raises(ValueError) as error:
-        choose_slots(600, samples, requested, ranks, default)
+        count_slots(settings(slots=requested), [source], ranks, saved)
     assert all(word in str(error.value) for word in words), str(error.value)
 
 

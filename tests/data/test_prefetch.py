@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from disco_ds.config.data import RemoteSettings
-from disco_ds.data import DataError, DataOrder, Manifest
+from disco_ds.data import DataError, Manifest
 from disco_ds.data.images.broken import CacheFullError
 from disco_ds.data.order.mixture import mix_sources
+from disco_ds.data.order.slots import DataOrder
 from disco_ds.data.remote.fetching import fetch_temporary, progress
 from disco_ds.data.remote.prefetch import FetchAhead
 from helpers.remote import open_cache

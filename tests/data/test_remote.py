@@ -14,11 +14,11 @@ import pytest
 
 from disco_ds.config import DataSettings
 from disco_ds.config.data import RemoteSettings
-from disco_ds.data import Manifest, Shard, list_shards, load_sources, merge_states
+from disco_ds.data import Manifest, Shard, load_sources, merge_states
 from disco_ds.data.remote.cache_size import fit_cache
 from disco_ds.data.remote.shard_cache import ShardCache, find_limit
 from disco_ds.data.sources.counting import index_shards
-from disco_ds.data.sources.listing import find_shards
+from disco_ds.data.sources.listing import find_shards, list_shards
 from disco_ds.data.sources.load import count_slots
 from helpers.remote import ALL
 from helpers.shards import SIZES, make_loader, read_step, settings, write_shards
@@ -55,8 +55,8 @@ def test_shards_by_braces_have_names_without_secrets(
 ) -> None:
     listing = list_shards(text)
     assert list(listing.names) == names
-    assert listing.urls[:1] == ((first,) if first else ())
-    assert len(listing.urls) in (0, len(names))
+    assert list(listing.urls.values())[:1] == ([first] if first else [])
+    assert list(listing.urls) in ([], names)
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,8 @@ def test_shards_by_braces_have_names_without_secrets(
     [
         ("/data/{0..", "do not match"),
         ("/data/{a,a}.tar", "names a shard twice"),
-        ("http://h/shards", "names its shards by braces"),
-        ("pipe:aws s3 ls", "names its shards by braces"),
+        ("http://h/shards", "must contain braces"),
+        ("pipe:aws s3 ls", "must contain braces"),
     ],
 )
 def test_shards_by_braces_that_make_no_sense_are_refused(text: str, words: str) -> None:
@@ -151,11 +151,14 @@ def test_text_file_of_urls_has_names_without_secrets(tmp_path: Path) -> None:
     path.write_text("https://h/x/b/1.tar?v=2\nhttps://h/x/a/0.tar?v=1\n")
     found = find_shards(str(path), RemoteSettings())
     assert found.names == ("a/0.tar", "b/1.tar")
-    assert found.urls == ("https://h/x/a/0.tar?v=1", "https://h/x/b/1.tar?v=2")
+    assert found.urls == {
+        "a/0.tar": "https://h/x/a/0.tar?v=1",
+        "b/1.tar": "https://h/x/b/1.tar?v=2",
+    }
     for text, words in (
         ("https://h/0.tar\nhttps://h/0.tar", "a shard twice"),
-        ("https://h/0.tar\n/local/1.tar", "not both"),
-        ("# nothing", "one in each line"),
+        ("https://h/0.tar\n/local/1.tar", "either local shards or URLs"),
+        ("# nothing", "one per line"),
     ):
         path.write_text(text)
         with pytest.raises(ValueError, match=words):

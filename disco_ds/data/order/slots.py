@@ -161,37 +161,3 @@ class Share:
     def num_micro_batches(self) -> int:
         """Number of micro-batches per rank in each step."""
         return self.global_batch // self.size // self.micro_batch
-
-
-def choose_slots(
-    num_shards: int, num_samples: int, requested: int | None, ranks: int, default: int
-) -> int:
-    """Return the requested or the default number of slots, after checking that it suits the data and the ranks.
-
-    Args:
-        num_shards: Number of shards in the data set, for the message.
-        num_samples: Number of samples in the data set. Every slot needs at least one.
-        requested: data.slots. None selects the default.
-        ranks: Number of ranks of this run. The number of slots must be a multiple of it.
-        default: Default number of slots.
-
-    Raises:
-        ValueError: If the number of slots does not work. The message suggests numbers that work, if there are any.
-    """
-    slots = default if requested is None else requested
-    if slots > num_samples:
-        raise ValueError(
-            f"data.slots is {slots}, but the data set has only {num_samples} samples and every slot needs one; "
-            f"set data.slots to at most {num_samples}"
-        )
-    if slots % ranks == 0:
-        return slots
-    if ranks > num_samples:
-        raise ValueError(f"{ranks} ranks cannot share {num_samples} samples; use fewer ranks")
-    below = slots // ranks * ranks
-    nearest = [str(count) for count in (below, below + ranks) if 0 < count <= num_samples]
-    known = f"the default for {num_shards} shards" if requested is None else "set by data.slots"
-    raise ValueError(
-        f"the data order has {slots} slots ({known}), not a multiple of {ranks} ranks; "
-        f"set data.slots={' or data.slots='.join(nearest)}"
-    )

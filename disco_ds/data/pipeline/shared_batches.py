@@ -8,10 +8,10 @@ when the last process that maps it ends.
 from __future__ import annotations
 
 import logging
-import math
 import mmap
 import os
 from contextlib import suppress
+from functools import partial
 from multiprocessing.reduction import DupFd
 from typing import Any
 
@@ -22,8 +22,6 @@ from disco_ds.data.pipeline.step_data import MicroBatch
 
 logger = logging.getLogger(__name__)
 
-Shapes = dict[str, tuple[int, ...]]
-
 
 class SharedBatches:
     """A list of buffers that each contain one MicroBatch, initially zero.
@@ -32,17 +30,13 @@ class SharedBatches:
 
     Args:
         num: Number of buffers.
-        micro_batch: Number of samples in each buffer.
-        image_size: (height, width).
-        context_length: Number of tokens in each text.
+        layout: A micro-batch without memory, as lay_out returns it, with the shapes and types of a buffer.
     """
 
-    def __init__(
-        self, num: int, micro_batch: int, image_size: tuple[int, int], context_length: int
-    ) -> None:
-        self._shapes = _shapes(num, micro_batch, image_size, context_length)
+    def __init__(self, num: int, layout: MicroBatch) -> None:
+        self._num, self._layout = num, layout
         self._fd = os.memfd_create("disco_ds")
-        os.ftruncate(self._fd, sum(_sizes(self._shapes)))
+        os.ftruncate(self._fd, num * layout.nbytes)
         self._map()
 
     def __getitem__(self, number: int) -> MicroBatch:
@@ -51,12 +45,12 @@ class SharedBatches:
     def __len__(self) -> int:
         return len(self._buffers)
 
-    def __getstate__(self) -> tuple[Shapes, Any]:
+    def __getstate__(self) -> tuple[int, MicroBatch, Any]:
         # DupFd passes the file descriptor to the process that is being started.
-        return self._shapes, DupFd(self._fd)
+        return self._num, self._layout, DupFd(self._fd)
 
-    def __setstate__(self, state: tuple[Shapes, Any]) -> None:
-        self._shapes, descriptor = state
+    def __setstate__(self, state: tuple[int, MicroBatch, Any]) -> None:
+        self._num, self._layout, descriptor = state
         self._fd = descriptor.detach()
         self._map()
 
@@ -72,17 +66,30 @@ class SharedBatches:
 
     def _map(self) -> None:
         self._pinned = False
-        sizes = _sizes(self._shapes)
-        self._memory: Tensor = torch.frombuffer(mmap.mmap(self._fd, sum(sizes)), dtype=torch.uint8)
-        fields = {}
-        for part, (name, shape) in zip(
-            self._memory.split(sizes), self._shapes.items(), strict=True
-        ):
-            fields[name] = part.view(_dtype(name)).view(shape)
+        memory = mmap.mmap(self._fd, self._num * self._layout.nbytes)
+        self._memory: Tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        rows, start = {}, 0
+        # The images, the first field, come last, because the other fields must be aligned to 8 bytes.
+        for name, like in reversed(vars(self._layout).items()):
+            stop = start + self._num * like.nbytes
+            rows[name] = self._memory[start:stop].view(like.dtype).view(self._num, *like.shape)
+            start = stop
         self._buffers = [
-            MicroBatch(**{name: values[k] for name, values in fields.items()})
-            for k in range(len(fields["index"]))
+            MicroBatch(**{name: field[number] for name, field in rows.items()})
+            for number in range(self._num)
         ]
+
+
+def lay_out(micro_batch: int, image_size: tuple[int, int], context_length: int) -> MicroBatch:
+    """Return a micro-batch of these shapes without memory."""
+    empty = partial(torch.empty, dtype=torch.int64, device="meta")
+    return MicroBatch(
+        image=empty(micro_batch, 3, *image_size, dtype=torch.uint8),
+        text=empty(micro_batch, context_length),
+        index=empty(micro_batch),
+        epoch=empty(micro_batch),
+        group_id=empty(micro_batch),
+    )
 
 
 def pin(memory: Tensor, what: str) -> bool:
@@ -111,27 +118,3 @@ def pin(memory: Tensor, what: str) -> bool:
 def unpin(memory: Tensor) -> None:
     """Undo `pin`."""
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[attr-defined]
-
-
-def batch_bytes(micro_batch: int, image_size: tuple[int, int], context_length: int) -> int:
-    """Return the size of one buffer in bytes."""
-    return sum(_sizes(_shapes(1, micro_batch, image_size, context_length)))
-
-
-def _shapes(num: int, micro_batch: int, image_size: tuple[int, int], context_length: int) -> Shapes:
-    # The images come last, because the other fields must be aligned to 8 bytes.
-    return {
-        "index": (num, micro_batch),
-        "epoch": (num, micro_batch),
-        "group_id": (num, micro_batch),
-        "text": (num, micro_batch, context_length),
-        "image": (num, micro_batch, 3, *image_size),
-    }
-
-
-def _sizes(shapes: Shapes) -> list[int]:
-    return [math.prod(shape) * _dtype(name).itemsize for name, shape in shapes.items()]
-
-
-def _dtype(name: str) -> torch.dtype:
-    return torch.uint8 if name == "image" else torch.int64

@@ -113,7 +113,7 @@ class _Reader:
         for order in job.order.orders:
             if isinstance(order, WholeShards):
                 # A function, because FetchAhead copies the order, but must not copy the reader.
-                order.count = lambda shard: job.samples[0].count(shard)  # type: ignore[attr-defined]
+                order.count = lambda shard: job.samples[0].count(shard)
         mine = job.slots[job.worker :: job.num_workers]
         streams = [stream for slot in mine for stream in job.order.streams(slot)]
         self.cursor = {stream: job.cursor[stream] for stream in streams}
@@ -163,7 +163,7 @@ class _Reader:
             except DroppedSample:
                 part.dropped += 1
                 self._num_read -= 1
-                # A sign of life: almost all samples may be dropped.
+                # Show that this worker is alive, because it may drop samples for a long time.
                 progress.add()
             except BrokenSample as error:
                 part.broken.append(name_broken(samples.name, shard, entry, error))

@@ -21,7 +21,7 @@ _DEFAULT_BYTES = 128e9
 
 
 def fits_default(settings: DataSettings, sources: Sequence[Source], num_slots: int) -> bool:
-    """Return whether this number of slots is a good default, whatever hosts the run will have."""
+    """Return whether this number of slots is a good default for any number of hosts."""
     return sum_bytes(settings, sources, num_slots)[0] <= _DEFAULT_BYTES
 
 

@@ -1,6 +1,6 @@
 """Downloads of remote shards from URLs (stores.py), or from the output of shell commands (`pipe:COMMAND`).
 
-Alternatives considered: obstore's own retries, which report no sign of life between attempts. webdataset's gopen
+Alternatives considered: obstore's retries, during which the worker would look hung. webdataset's gopen
 ignores some failed commands and does not look at the HTTP status.
 """
 
@@ -20,14 +20,13 @@ from typing import Any, BinaryIO, NoReturn
 
 from disco_ds.config.data import LEAST_CACHE_GB, PIPE, RemoteSettings
 from disco_ds.data.images.broken import DataError
-from disco_ds.data.remote import stores
-from disco_ds.data.remote.stores import ChangedError, StoreError, pause
+from disco_ds.data.remote.stores import ChangedError, StoreError, describe, pause, read_blocks
 
 _BLOCK = 2**20
 
 
 class _Progress(threading.local):
-    """A count of attempts and received blocks, by which a trainer sees that its data worker is alive.
+    """A count of attempts and received blocks. While it grows, the trainer knows that its data worker is alive.
 
     The count is the last integer of `count`, in memory that the worker shares with the trainer. Other threads of the
     worker have separate counts, so that prefetching does not hide that the reading thread hangs.
@@ -87,7 +86,7 @@ class _Download:
         if self._url.startswith(PIPE):
             return _read_command(self._url.removeprefix(PIPE), self._timeout_s)
         try:
-            self._version, blocks = stores.read_blocks(
+            self._version, blocks = read_blocks(
                 self._url, self._timeout_s, self._done, self._version
             )
         except ChangedError:
@@ -160,11 +159,6 @@ def fetch_temporary(url: str, name: str, settings: RemoteSettings) -> Iterator[B
     with tempfile.TemporaryFile(buffering=0) as file:
         fetch(url, name, file, settings)
         yield file
-
-
-def describe(url: str) -> str:
-    """Return a URL without secrets, for messages. Commands are hidden: any part may be secret."""
-    return "its pipe:" if url.startswith(PIPE) else stores.describe(url)
 
 
 def _read_command(command: str, timeout_s: float) -> Generator[bytes, None, None]:

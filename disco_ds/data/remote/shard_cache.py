@@ -82,7 +82,7 @@ class ShardCache:
                 continue
             fcntl.flock(file, fcntl.LOCK_SH)
             if os.fstat(file.fileno()).st_size != self._sizes[shard]:
-                # Something truncated the file, so replace it.
+                # The file is damaged, for example truncated, so replace it.
                 file.close()
                 self._fetch(shard, path)
             elif _is_at(file, path):
@@ -94,11 +94,11 @@ class ShardCache:
                 file.close()
 
     def fetch_ahead(self, shard: int) -> None:
-        """Prefetch a shard, in one attempt, unless it is there or another process is fetching it.
+        """Prefetch a shard in one attempt, unless it is already cached or another process is fetching it.
 
         Raises:
             DataError: If the shard cannot be fetched.
-            CacheFullError: If there is no room without evicting shards that are read or prefetched.
+            CacheFullError: If making room would evict a shard that is being read or was prefetched.
             OSError: If the folder cannot be used.
         """
         path = self._locate(shard)
@@ -124,7 +124,8 @@ class ShardCache:
                 raise DataError(
                     f"the size of shard {self._names[shard]} cannot be read from {describe(url)}: {error}"
                 ) from None
-        # A shard that was replaced and indexed again has another size and name. A hash, since URLs may contain secrets.
+        # The size is included so that a shard that is replaced and indexed again is not confused with the old one. The
+        # name is a hash because the URL may contain secrets.
         key = hashlib.sha256(f"{self._sizes[shard]} {self._urls[shard]}".encode()).hexdigest()
         return self.folder / f"{key}.shard"
 
@@ -137,9 +138,10 @@ class ShardCache:
             ahead: Return if another process is fetching the shard, instead of waiting for it.
         """
         partial = path.with_suffix(".partial")
-        # A prefetch needs one attempt only, because the reader tries again.
+        # One attempt is enough for prefetching, because the reader tries again.
         settings = self._settings.model_copy(update={"tries": 1}) if ahead else self._settings
-        # The process that locks the .partial file fetches. The others wait until the file is renamed or removed.
+        # The process that locks the .partial file fetches the shard. The others wait until the file is renamed or
+        # removed.
         with _open_or_create(partial) as file:
             # Poll, because blocking on the lock could take hours: readers lock the file once it is renamed.
             changed_ns = 0

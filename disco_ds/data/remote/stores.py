@@ -7,7 +7,6 @@ or the login of huggingface_hub, and $NAME in a URL. Error messages contain no p
 from __future__ import annotations
 
 import base64
-import os
 import random
 import re
 import time
@@ -27,14 +26,14 @@ from obstore.exceptions import (
 )
 from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 
-from disco_ds.config.data import MAX_JITTER, RemoteSettings
+from disco_ds.config.data import MAX_JITTER, PIPE, RemoteSettings
 from disco_ds.config.secrets import expand
 
 T = TypeVar("T")
 BUCKETS = ("s3://", "gs://", "az://")
 """Prefixes of the URLs of object stores, which can list their objects."""
 _KEEP_STATUS = {408, 425, 429}
-"""HTTP statuses below 500 after which another attempt may succeed."""
+"""HTTP statuses below 500 after which another attempt may succeed. After all other 4xx statuses, it cannot."""
 _PLAIN_PATH = re.compile(r"/[\w.~-]+(/[\w.~-]+)*")
 _HUB = re.compile(
     r"hf://((?P<kind>datasets|spaces)/)?(?P<repo>[^/@]+/[^/@]+)(@(?P<revision>[^/]+))?/(?P<path>.+)"
@@ -65,7 +64,7 @@ class StoreError(Exception):
 
 
 class ChangedError(StoreError):
-    """The object has changed, or the server cannot send a part of it."""
+    """The object has changed, or the server cannot send a part of it, so a download must start over."""
 
 
 def locate(url: str, timeout_s: float) -> tuple[Any, str]:
@@ -90,7 +89,6 @@ def locate(url: str, timeout_s: float) -> tuple[Any, str]:
             found["path"],
             repo_type=kind and kind.removesuffix("s"),
             revision=revision and urllib.parse.unquote(revision),
-            endpoint=os.environ.get("HF_ENDPOINT"),
         )
         if token := get_token():
             authorization = f"Bearer {token}"
@@ -129,7 +127,7 @@ def _create_store(scheme: str, base: str, timeout_s: float, authorization: str |
     if authorization:
         client["default_headers"] = {"Authorization": authorization}
     kinds = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
-    # obstore must not retry, because the caller reports each attempt as a sign of life.
+    # obstore must not retry: the caller does, and reports each attempt as progress.
     with _explain():
         return kinds.get(scheme, HTTPStore)(  # type: ignore[operator]
             base, client_options=client, retry_config={"max_retries": 0}
@@ -158,7 +156,7 @@ def read_blocks(
         answer = obstore.get(store, path, options=options)  # type: ignore[arg-type]
         found = answer.meta["e_tag"]
     if start and (answer.range[0] != start or found != tag):
-        raise ChangedError("it has changed meanwhile")
+        raise ChangedError("it has changed since the last attempt")
     # A weak ETag does not identify every byte (RFC 9110, 13.1.5).
     version = None if found and found.startswith("W/") else found
 
@@ -237,10 +235,13 @@ def pause(number: int, settings: RemoteSettings) -> None:
         time.sleep(settings.pause_s(number) * jitter)
 
 
-def describe(url: str) -> str:
-    """Return a URL without user, password and query, for messages."""
-    parts = urllib.parse.urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+def describe(place: str) -> str:
+    """Return a path or URL without user, password and query, for messages. A command may have secrets anywhere."""
+    if place.startswith(PIPE):
+        return "its pipe: command"
+    parts = urllib.parse.urlsplit(place)
+    host = parts.netloc.rpartition("@")[2]
+    return urllib.parse.urlunsplit(parts._replace(netloc=host, query="", fragment=""))
 
 
 @contextmanager
@@ -251,7 +252,7 @@ def _explain() -> Iterator[None]:
     except FileNotFoundError:
         raise StoreError("HTTP status 404 Not Found", transient=False, missing=True) from None
     except NotSupportedError:
-        raise ChangedError("the server sends no parts") from None
+        raise ChangedError("the server does not support range requests") from None
     except (BaseError, OSError, ValueError) as error:
         raise _summarize(error) from None
 
@@ -267,7 +268,7 @@ def _summarize(error: Exception) -> StoreError:
     if isinstance(error, (PermissionDeniedError, UnauthenticatedError)):
         return StoreError("the store denies access" + detail, transient=False)
     if "range" in text.lower() or "NotPartial" in text:
-        return ChangedError("the server did not send the part that was requested")
+        return ChangedError("the server did not send the requested range")
     for pattern, words in _CAUSES.items():
         if found := re.search(pattern, text):
             return StoreError(words or found[1])

@@ -78,31 +78,6 @@ class Reader(Protocol):
         """Close all files."""
 
 
-class Samples(Protocol):
-    """Reads the samples of a source as images and tokens, which a data worker writes into a batch.
-
-    What `read` returns depends only on the sample's id, the epoch and the settings.
-    """
-
-    def read(self, shard: int, entry: int, epoch: int, index: int) -> tuple[Decode, Tensor, int]:
-        """Read the sample with id `index`.
-
-        Returns:
-            A function that decodes the image, the caption's tokens [L] int64, and the number of the sample's group
-            (data.group_by), within int64.
-
-        Raises:
-            BrokenSample: If the sample cannot be used. The returned function may also raise it.
-            OSError: If the shard itself cannot be read.
-        """
-
-    def name(self, shard: int, entry: int) -> str:
-        """Return the sample's name for messages."""
-
-    def close(self) -> None:
-        """Close all files."""
-
-
 class Source:
     """Base class of all data sources. The docstring of this module explains what a subclass defines."""
 
@@ -150,12 +125,15 @@ class Source:
         self, settings: DataSettings, form: SampleForm, seed: int, num_slots: int
     ) -> Samples:
         """Return the samples as images and tokens for the model. Sources that generate both override this."""
-        return DecodedSamples(self, settings, form, seed, num_slots)
+        return Samples(self, settings, form, seed, num_slots)
 
 
 @dataclass(frozen=True)
-class DecodedSamples:
-    """Samples decoded from the members that a source's Reader returns. The first call of `read` opens the source."""
+class Samples:
+    """The samples of a source as images and tokens, which a data worker writes into a batch.
+
+    They are decoded from the members that the source's Reader returns. The first call of `read` opens the source.
+    """
 
     source: Source
     settings: DataSettings
@@ -172,7 +150,16 @@ class DecodedSamples:
         return Selection.load(self.settings)
 
     def read(self, shard: int, entry: int, epoch: int, index: int) -> tuple[Decode, Tensor, int]:
-        """Read a sample. See Samples.read."""
+        """Read the sample with id `index`. The result depends only on the sample, the epoch and the settings.
+
+        Returns:
+            A function that decodes the image, the caption's tokens [L] int64, and the number of the sample's group
+            (data.group_by), within int64.
+
+        Raises:
+            BrokenSample: If the sample cannot be used. The returned function may also raise it.
+            OSError: If the shard itself cannot be read.
+        """
         with breaks_sample(OSError):
             members: Members = self._reader.read(shard, entry)
         # The first random numbers of the row determine the crop; the last two select the caption.

@@ -109,7 +109,7 @@ def _count_all(
     """Count shards, see index_shards.
 
     Yields:
-        The name of each shard, in any order, and the shard, or why it cannot be counted.
+        The name of each shard, in any order, and the counted shard or, if it cannot be counted, the error.
     """
     unread = {}
     for name, found in find_counts(listing, names, remote, published):
@@ -119,8 +119,7 @@ def _count_all(
             unread[name] = found
         else:
             yield name, Shard(name, found.samples, found.bytes)
-    urls = dict(zip(listing.names, listing.urls, strict=True)) if listing.urls else {}
-    tasks = [(unread[name], urls.get(name)) for name in names if name in unread]
+    tasks = [(unread[name], listing.urls.get(name)) for name in names if name in unread]
     count = partial(_count, listing.folder, remote)
     context = multiprocessing.get_context("spawn")  # not fork: the caller may have threads
     with ProcessPoolExecutor(workers, mp_context=context) if workers else nullcontext() as pool:
@@ -147,10 +146,9 @@ def _describe_failures(failed: dict[str, Exception]) -> str:
 
 def _collect(listing: Listing, shards: dict[str, Shard]) -> Manifest:
     """Return the manifest of the shards that have been counted."""
-    places = zip(listing.names, listing.urls or listing.names, strict=True)
-    counted = [(name, url) for name, url in places if name in shards]
-    urls = tuple(url for _, url in counted) if listing.urls else ()
-    return Manifest(listing.folder, tuple(shards[name] for name, _ in counted), urls)
+    counted = tuple(shards[name] for name in listing.names if name in shards)
+    urls = tuple(url for name, url in listing.urls.items() if name in shards)
+    return Manifest(listing.folder, counted, urls)
 
 
 def compare(old: Iterable[Shard], new: Iterable[Shard]) -> list[str]:
@@ -169,10 +167,15 @@ def compare(old: Iterable[Shard], new: Iterable[Shard]) -> list[str]:
 def _count(
     folder: Path, remote: RemoteSettings, task: tuple[Found, str | None]
 ) -> tuple[Shard | Exception, str | None]:
-    """Read and count one shard, given with its URL if it is remote.
+    """Read one shard and count its samples.
+
+    Args:
+        folder: Folder of local shards.
+        remote: How to fetch a remote shard.
+        task: The shard, and its URL if it is remote.
 
     Returns:
-        The count, or why the shard cannot be read; and any problem with a shard that can be counted.
+        The counted shard, or the error if it cannot be read. Also a problem to warn about, such as a truncated tar.
     """
     found, url = task
     try:

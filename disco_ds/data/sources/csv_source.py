@@ -106,7 +106,7 @@ class TableReader:
     def __init__(self, table: Table) -> None:
         self._table = table
         self._first = [0, *accumulate(table.sizes)]
-        self._file: BinaryIO | None = None
+        self._file = open(table.path, "rb", buffering=0)  # noqa: SIM115 - close() closes it
 
     def read(self, shard: int, entry: int) -> dict[str, bytes]:
         """Return the row's values by column, with the image's bytes in place of its path.
@@ -116,9 +116,7 @@ class TableReader:
             OSError: If the csv file itself cannot be read.
         """
         table, row = self._table, self._first[shard] + entry
-        if self._file is None:
-            self._file = open(table.path, "rb", buffering=0)  # noqa: SIM115 - close() closes it
-        start, stop = int(table.starts[row]), int(table.starts[row + 1])
+        start, stop = table.starts[row : row + 2].tolist()
         data = os.pread(self._file.fileno(), stop - start, start)
         try:
             lines = io.StringIO(data.decode(), newline="\n")
@@ -140,8 +138,7 @@ class TableReader:
 
     def close(self) -> None:
         """Close the file."""
-        if self._file is not None:
-            self._file.close()
+        self._file.close()
 
 
 def _check_rows(table: Table) -> None:

@@ -5,7 +5,7 @@ The setting has one of these forms:
 folder, bundled:<set>          every .tar file in the folder or in the bundled data set
 /data/{00000..00099}.tar       local shards by name; several braces and lists such as {a,b} also work
 /data/part-*/*.tar             local shards by a pattern; also s3://, gs:// and az://. * does not match a slash
-shards.txt                     a text file with one shard in each line, all local or all remote
+shards.txt                     a text file with one shard per line, all local or all remote
 https://host/x/{0..9}.tar      shards to download; also s3://, gs://, az:// and hf://
 pipe:COMMAND {0..9}.tar        the output of one shell command per shard, if data.remote.pipe allows it
 table.csv                      a table whose rows contain an image path and captions
@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from glob import glob
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
@@ -48,8 +48,8 @@ class Listing:
     remote shard is the part of its URL or command that contains the braces, or the file name of a single .tar. With a
     pattern or a text file, it is the rest of its path after what all shards have in common. Other parts of the URL,
     such as a password, are left out."""
-    urls: tuple[str, ...] = ()
-    """URLs or `pipe:` commands of remote shards, in the order of `names`; empty for local shards."""
+    urls: Mapping[str, str] = field(default_factory=dict)
+    """URLs or `pipe:` commands of remote shards by name, in the order of `names`; empty for local shards."""
     whole: bool = False
     """Whether `names` contains all shards of the folder."""
 
@@ -106,7 +106,7 @@ def find_shards(text: str, remote: RemoteSettings, known: Iterable[str] | None =
 
 
 def _read_list(path: Path, remote: RemoteSettings) -> Listing:
-    """List the shards that a text file names, one in each line.
+    """List the shards that a text file names, one per line.
 
     Raises:
         ValueError: If the file cannot be read, or names no shard, a shard twice, or both local and remote shards.
@@ -121,7 +121,7 @@ def _read_list(path: Path, remote: RemoteSettings) -> Listing:
     if len({is_remote(place) for place in places}) != 1 or any(
         place.startswith(PIPE) for place in places
     ):
-        raise ValueError(f"{path} must name local shards or URLs, one in each line, and not both")
+        raise ValueError(f"{path} must list either local shards or URLs, one per line")
     # A query may be a signature, so it is not part of a name.
     plain = [place.partition("?")[0] for place in places]
     start = os.path.commonprefix(plain)  # noqa: RUF071 - the next line cuts it after a slash
@@ -131,7 +131,7 @@ def _read_list(path: Path, remote: RemoteSettings) -> Listing:
         raise ValueError(f"{path} names a shard twice")
     names = tuple(sorted(by_name))
     if is_remote(places[0]):
-        return Listing(Path(), names, tuple(by_name[name] for name in names))
+        return Listing(Path(), names, dict(sorted(by_name.items())))
     # Relative paths are relative to the file, so that it can be moved together with the shards.
     return Listing(path.parent / Path(start).expanduser(), names)
 
@@ -177,7 +177,7 @@ def _match_remote(text: str, remote: RemoteSettings, known: Iterable[str] | None
     )
     if not names:
         raise ValueError(f"no shard matches {text}")
-    return Listing(Path(), tuple(names), tuple(start + name for name in names))
+    return Listing(Path(), tuple(names), {name: start + name for name in names})
 
 
 def list_folder(folder: Path) -> Listing:
@@ -207,7 +207,7 @@ def list_shards(text: str) -> Listing:
         match = _BRACES.search(head) or _BRACES.search(text) or _TAR.search(head)
         if match is None:
             raise ValueError(
-                "a URL or command names its shards by braces, such as {0000..0099}.tar, or names one .tar"
+                "a URL or command must contain braces, such as {0000..0099}.tar, or the name of a single .tar file"
             )
         start, stop = match.span()
     else:
@@ -221,7 +221,7 @@ def list_shards(text: str) -> Listing:
     if len(set(names)) < len(names):
         raise ValueError(f"{given} names a shard twice")
     if remote:
-        urls = tuple(text[:start] + name + text[stop:] for name in names)
+        urls = {name: text[:start] + name + text[stop:] for name in names}
         return Listing(Path(), tuple(names), urls)
     return Listing(Path(text[:start]).expanduser(), tuple(names))
 

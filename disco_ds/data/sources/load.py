@@ -9,7 +9,7 @@ from typing import Any
 
 from disco_ds.config.data import DataSettings, SourceSettings, is_remote
 from disco_ds.data.order.mixture import Mixture, mix_sources
-from disco_ds.data.order.slots import SLOTS, choose_slots
+from disco_ds.data.order.slots import SLOTS
 from disco_ds.data.order.whole_shards import IDS_PER_SHARD, WholeShards
 from disco_ds.data.remote.cache_size import fits_default
 from disco_ds.data.sources.base import SampleForm, Samples, Source
@@ -55,7 +55,7 @@ def _load(part: SourceSettings, settings: DataSettings) -> Source:
     listing = find_shards(part.shards, settings.remote, known)
     if settings.index == "none":
         shards = tuple(Shard(name, samples=0, bytes=0) for name in listing.names)
-        return Manifest(listing.folder, shards, listing.urls, settings.remote)
+        return Manifest(listing.folder, shards, tuple(listing.urls.values()), settings.remote)
     return load_manifest(listing, part.manifest, settings.remote)
 
 
@@ -76,22 +76,42 @@ def _construct(name: str, options: dict[str, Any]) -> Source:
 def count_slots(
     settings: DataSettings, sources: Sequence[Source], ranks: int, saved: int | None = None
 ) -> int:
-    """Choose the number of slots of a run, see choose_slots.
+    """Choose the number of slots of a run: data.slots, or else a default that suits the data.
 
     Args:
         settings: Settings of the data.
         sources: All sources.
-        ranks: Number of ranks.
-        saved: Number of slots in the checkpoint that the run resumes.
+        ranks: Number of ranks. The number of slots must be a multiple of it.
+        saved: Number of slots in the checkpoint that the run resumes. It is the default.
+
+    Raises:
+        ValueError: If the number of slots does not work. The message suggests numbers that work, if there are any.
     """
     sizes = [size for source in sources for size in source.sizes]
-    fitting = (
-        slots for slots in SLOTS if slots <= len(sizes) and fits_default(settings, sources, slots)
-    )
-    default = saved or next(fitting, 1)
     # Every slot needs a sample or, if the samples are not counted, a shard.
-    num_units = len(sizes) if settings.index == "none" else sum(sizes)
-    return choose_slots(len(sizes), num_units, settings.slots, ranks, default)
+    num_units, unit = sum(sizes), "samples"
+    if settings.index == "none":
+        num_units, unit = len(sizes), "shards"
+    slots, origin = settings.slots, "set by data.slots"
+    if slots is None:
+        candidates = [num for num in SLOTS if num <= len(sizes)]
+        fitting = (num for num in candidates if fits_default(settings, sources, num))
+        slots, origin = saved or next(fitting, 1), f"the default for {len(sizes)} shards"
+    if slots > num_units:
+        raise ValueError(
+            f"data.slots is {slots}, but the data set has only {num_units} {unit} and every slot needs one; "
+            f"set data.slots to at most {num_units}"
+        )
+    if slots % ranks == 0:
+        return slots
+    if ranks > num_units:
+        raise ValueError(f"{ranks} ranks cannot share {num_units} {unit}; use fewer ranks")
+    below = slots // ranks * ranks
+    nearest = [str(num) for num in (below, below + ranks) if 0 < num <= num_units]
+    raise ValueError(
+        f"the data order has {slots} slots ({origin}), not a multiple of {ranks} ranks; "
+        f"set data.slots={' or data.slots='.join(nearest)}"
+    )
 
 
 def mix(settings: DataSettings, sources: Sequence[Source], num_slots: int, seed: int) -> Mixture:
@@ -111,7 +131,7 @@ def _weigh(settings: DataSettings, sources: Sequence[Source]) -> list[float]:
 
 
 def fingerprint(settings: DataSettings, sources: Sequence[Source]) -> str:
-    """Identify everything that the data order depends on. A single source keeps its own fingerprint."""
+    """Identify everything that the data order depends on. The fingerprint of a single source is used unchanged."""
     if len(sources) == 1:
         return sources[0].fingerprint
     weights = _weigh(settings, sources)

@@ -148,7 +148,8 @@ def load_manifest(
     if uncounted := names - known.keys():
         raise ValueError(f"{path} does not list {some(uncounted)}; count the shards: {command}")
     shards = tuple(known[name] for name in listing.names)
-    manifest = Manifest(folder, shards, listing.urls, remote or RemoteSettings())
+    urls = tuple(listing.urls.values())
+    manifest = Manifest(folder, shards, urls, remote or RemoteSettings())
     if not manifest.num_samples:
         raise ValueError(f"the shards of {path} have no complete sample")
     if changed := find_changed(manifest):

@@ -63,10 +63,7 @@ def find_counts(
     Raises:
         StoreError: If a bucket cannot be listed.
     """
-    if listing.urls:
-        places = dict(zip(listing.names, listing.urls, strict=True))
-    else:
-        places = {name: str(listing.folder / name) for name in listing.names}
+    places = listing.urls or {name: str(listing.folder / name) for name in names}
     plain = [places[name] for name in names if _is_plain(places[name])]
     folders = {place.rpartition("/")[0] for place in plain}
     listed: dict[str, int] = {}
@@ -156,7 +153,6 @@ def _read_json(place: str, listed: Mapping[str, int], remote: RemoteSettings) ->
         return {}
     except (StoreError, OSError, ValueError) as error:
         if not (isinstance(error, StoreError) and error.missing):
-            where = describe(place) if "://" in place else place
-            logger.warning("%s is ignored: %s", where, error)
+            logger.warning("%s is ignored: %s", describe(place), error)
         return {}
     return tree if isinstance(tree, dict) else {}

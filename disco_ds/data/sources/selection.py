@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
-import re
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -33,7 +33,6 @@ _SORTED_HERE = 1_000_000
 """Longer files of uids must already be sorted."""
 _PART = 1_000
 """Length of the parts of a long file that are checked for being sorted."""
-_UID = re.compile(r"[0-9a-fA-F]{32}")
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class Selection:
 
         Raises:
             DroppedSample: If the sample is left out.
-            Exception: Whatever a stage or a malformed member raises.
+            Exception: Any exception that a stage or a malformed member causes.
         """
         if self.uids is not None or self.rules:
             fields = json.loads(members["json"]) if "json" in members else members
@@ -159,19 +158,14 @@ def read_uids(path: Path) -> np.ndarray:
 
 
 def _parse_uid(text: str) -> tuple[int, int]:
-    if not _UID.fullmatch(text):
-        raise ValueError(f"uid {text!r} is not of 32 hexadecimal digits")
-    return int(text[:16], 16), int(text[16:], 16)
+    """Return the two halves of a uid of 32 hexadecimal digits."""
+    return divmod(uuid.UUID(text).int, 2**64)
 
 
 def _contains(uids: np.ndarray, text: str) -> bool:
-    high, low = _parse_uid(text)
-    first, last = (
-        int(np.searchsorted(uids["f0"], np.uint64(high), side=side)) for side in ("left", "right")
-    )
-    lows = uids["f1"][first:last]
-    at = int(np.searchsorted(lows, np.uint64(low)))
-    return at < len(lows) and int(lows[at]) == low
+    uid = _parse_uid(text)
+    at = int(np.searchsorted(uids, np.array(uid, dtype=uids.dtype)))
+    return at < len(uids) and uids[at].item() == uid
 
 
 def _passes(value: Any, rule: Mapping[str, Any]) -> bool:

@@ -5,8 +5,6 @@ A sample depends only on its id and the seed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -14,7 +12,7 @@ from torch.nn import functional as F
 from disco_ds.config.data import DataSettings
 from disco_ds.data.order.counter_rng import keyed_int
 from disco_ds.data.order.slots import divide
-from disco_ds.data.sources.base import Decode, SampleForm, Source
+from disco_ds.data.sources.base import Decode, SampleForm, Samples, Source
 
 _CELLS = 8
 """An image is a grid with this many cells per side, each filled with one color."""
@@ -31,15 +29,11 @@ class SyntheticSource(Source):
         self, settings: DataSettings, form: SampleForm, seed: int, num_slots: int
     ) -> SyntheticSamples:
         """Return the samples as images and tokens for the model."""
-        return SyntheticSamples(form, seed)
+        return SyntheticSamples(self, settings, form, seed, num_slots)
 
 
-@dataclass(frozen=True)
-class SyntheticSamples:
+class SyntheticSamples(Samples):
     """Samples that are generated directly as images and tokens, so nothing is decoded."""
-
-    form: SampleForm
-    seed: int
 
     def read(self, shard: int, entry: int, epoch: int, index: int) -> tuple[Decode, Tensor, int]:
         """Generate a sample, which shares its group with no other. See Samples.read."""
@@ -56,6 +50,3 @@ class SyntheticSamples:
     def name(self, shard: int, entry: int) -> str:
         """Return the sample's name for messages."""
         return f"synthetic {shard}/{entry}"
-
-    def close(self) -> None:
-        """Do nothing: no file is open."""
