@@ -48,6 +48,8 @@ NUM_CROP_NUMBERS = 2 * _TRIES + 2
 _MAX_ASPECT = 64
 """Maximum ratio of the long side to the short side in evaluation. An image with a larger ratio could become huge when
 its short side is resized to the model's size."""
+_KEYS = re.compile(r"[^\[\]]+")
+"""The parts of a template field: the name of a member, and keys in brackets."""
 _MAX_CAPTION = 2**14
 """Maximum number of bytes of a caption that are passed to the tokenizer."""
 _MAX_WORD = 2**11
@@ -250,54 +252,59 @@ def fill_template(template: str, members: Members, item: float = 0.0, what: str 
     """
     seen = f"; the sample has {', '.join(members)}"
     try:
-        text = _Formatter(item).vformat(template, (), _Fields(members)).strip()
+        text = ""
+        for literal, field, _, _ in string.Formatter().parse(template):
+            text += literal
+            if field is not None:
+                text += _fill_field(field, members, item)
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise BrokenSample(f"{what} {template!r}: {type(error).__name__}: {error}{seen}") from None
-    if not text:
+    if not text.strip():
         raise BrokenSample(f"{what} {template!r} is empty{seen}")
-    return text
+    return text.strip()
 
 
-class _Fields(dict[str, Any]):
-    """The members of a sample by name. A member is decoded as text or JSON when a template refers to it."""
+def _fill_field(field: str, members: Members, item: float) -> str:
+    """Return the text of the first alternative of a field that is neither missing, null nor blank."""
+    *others, last = field.split("|")
+    for name in others:
+        # Any other problem breaks the sample.
+        with suppress(LookupError):
+            text = _look_up(name, members, item)
+            if text.strip():
+                return text
+    return _look_up(last, members, item)
 
-    def __getitem__(self, name: str) -> Any:
-        data = super().__getitem__(name)
-        if not isinstance(data, bytes):
-            return data
-        return json.loads(data) if name.rpartition(".")[2] == "json" else data.decode("utf-8")
 
+def _look_up(name: str, members: Members, item: float) -> str:
+    """Return the text of a member, such as txt, or of an entry of a JSON member, such as json[captions][0].
 
-class _Formatter(string.Formatter):
-    def __init__(self, item: float) -> None:
-        self._item = item
-
-    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        *others, last = field_name.split("|")
-        for name in others:
-            # A missing, null or blank alternative; anything else that is wrong with it breaks the sample.
-            with suppress(LookupError):
-                found = self._get_one(name, args, kwargs)
-                if str(found[0]).strip():
-                    return found
-        return self._get_one(last, args, kwargs)
-
-    def _get_one(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        value, first = super().get_field(field_name.removesuffix("[*]"), args, kwargs)
-        if field_name.endswith("[*]") and value is not None:
-            if not isinstance(value, list):
-                raise ValueError(f"{{{field_name}}} is not a list")
-            if not value:
-                raise LookupError(f"{{{field_name}}} is an empty list")
-            value = value[int(self._item * len(value))]
+    Raises:
+        LookupError: If it is missing or null.
+        ValueError: If it is a list.
+    """
+    member, *keys = _KEYS.findall(name)
+    value = members[member]
+    if isinstance(value, bytes):
+        value = json.loads(value) if member.rpartition(".")[2] == "json" else value.decode("utf-8")
+    for key in keys:
         if value is None:
-            raise LookupError(f"{{{field_name}}} is null")
-        if isinstance(value, list):
-            raise ValueError(
-                f"{{{field_name}}} is a list of {len(value)} items; write {{{field_name}[0]}} for the first, "
-                f"{{{field_name}[*]}} for a random one"
-            )
-        return value, first
+            break
+        if key == "*":
+            if not isinstance(value, list):
+                raise ValueError(f"{{{name}}} is not a list")
+            # Of an empty list, the item 0 is missing.
+            value = value[int(item * len(value))]
+        else:
+            value = value[int(key) if isinstance(value, list) else key]
+    if value is None:
+        raise LookupError(f"{{{name}}} is null")
+    if isinstance(value, list):
+        raise ValueError(
+            f"{{{name}}} is a list of {len(value)} items; write {{{name}[0]}} for the first, "
+            f"{{{name}[*]}} for a random one"
+        )
+    return str(value)
 
 
 def find_group(group_by: str | None, members: Members, caption: str, image: Picture) -> int:
