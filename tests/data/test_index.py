@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -97,6 +98,17 @@ def test_index_elsewhere_and_of_a_part(
     assert run(folder, "--to", tmp_path / "whole.json") == 0
     (whole,) = load_sources(settings(folder, manifest=tmp_path / "whole.json"))
     assert whole.sizes == [3, 5, 2]
+
+
+def test_published_counts_are_used_and_files_that_are_not_json_are_ignored(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    split = {"filenames": ["00000.tar", "part/00001.tar"], "shard_lengths": [30, 50]}
+    (folder / "_info.json").write_text(json.dumps({"splits": {"train": split}}))
+    (folder / "00002_stats.json").write_text("{")
+    assert run(folder) == 0
+    assert load_manifest(folder).sizes == [30, 50, 2]
+    assert f"{folder}/00002_stats.json is ignored" in caplog.text
 
 
 def test_index_of_a_server_and_a_command(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import reduce
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -75,13 +76,13 @@ def keyed_int(*keys: int) -> int:
     return reduce(_absorb_int, keys, 0)
 
 
-def keyed_permutation(num: int, *keys: int) -> Tensor:
+def keyed_permutation(num: int, *keys: int) -> np.ndarray:
     """Draw a random permutation of 0 .. num - 1, determined by the keys, [num] int64.
 
     Unlike numpy's permutations, it does not depend on the version of a library.
     """
     key = torch.tensor([_signed(keyed_int(*keys))])
-    return torch.argsort(_absorb(key, torch.arange(num)), stable=True)
+    return torch.argsort(_absorb(key, torch.arange(num)), stable=True).numpy()
 
 
 def _absorb(key: Tensor, value: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ class DataOrder:
     def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Return an epoch's permutation of the shards, and where each shard ends in the epoch's sequence."""
         if epoch not in self._epochs:
-            shards = keyed_permutation(len(self._sizes), self._seed, _SHARDS, epoch).numpy()
+            shards = keyed_permutation(len(self._sizes), self._seed, _SHARDS, epoch)
             self._epochs[epoch] = (shards, np.cumsum(self._sizes[shards]))
             if len(self._epochs) > _EPOCHS_KEPT:
                 self._epochs.popitem(last=False)
@@ -129,7 +129,7 @@ class DataOrder:
         # Cache only the permutation of each slot's current window, because a slot reads its windows in order.
         kept = self._windows.get(slot)
         if kept is None or kept[0] != (epoch, number):
-            order = keyed_permutation(size, self._seed, _WINDOW, epoch, slot, number).numpy()
+            order = keyed_permutation(size, self._seed, _WINDOW, epoch, slot, number)
             self._windows[slot] = kept = ((epoch, number), order)
         return kept[1]
 

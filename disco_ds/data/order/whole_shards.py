@@ -11,15 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 
-import numpy as np
-
 from disco_ds.data.order.counter_rng import keyed_permutation
 
 _SHARDS, _SAMPLES = 1, 2
 IDS_PER_SHARD = 2**24
 """Number of sample ids that are reserved for each shard, because its number of samples is unknown."""
 _NOMINAL_SAMPLES = 10_000
-"""Assumed size of a shard, by which the next shards of several slots are ranked."""
+"""Assumed number of samples in a shard. It serves only to rank the next shards of several slots by urgency."""
 
 
 class WholeShards:
@@ -65,6 +63,4 @@ class WholeShards:
         return int(_permute(self._num_shards, self._seed, _SHARDS, epoch)[place])
 
 
-@lru_cache(1024)
-def _permute(num: int, *keys: int) -> np.ndarray:
-    return keyed_permutation(num, *keys).numpy()
+_permute = lru_cache(1024)(keyed_permutation)

@@ -276,7 +276,7 @@ class Loader:
         self._feed.look_ahead()
 
     def _upload_again(self, k: int) -> MicroBatch:
-        """Return micro-batch k once more, from its buffer on the host."""
+        """Return micro-batch k a second time, from its buffer on the host."""
         if self._error is not None:
             return self._placeholder
         upload = self._uploads.pop(k, None) or self._feed.upload(self._held[k])

@@ -69,7 +69,7 @@ class SharedBatches:
         memory = mmap.mmap(self._fd, self._num * self._layout.nbytes)
         self._memory: Tensor = torch.frombuffer(memory, dtype=torch.uint8)
         rows, start = {}, 0
-        # The images, the first field, come last, because the other fields must be aligned to 8 bytes.
+        # A MicroBatch begins with the images. Here they come last, because the other fields must be aligned to 8 bytes.
         for name, like in reversed(vars(self._layout).items()):
             stop = start + self._num * like.nbytes
             rows[name] = self._memory[start:stop].view(like.dtype).view(self._num, *like.shape)

@@ -81,17 +81,12 @@ class ShardCache:
                 self._fetch(shard, path)
                 continue
             fcntl.flock(file, fcntl.LOCK_SH)
-            if os.fstat(file.fileno()).st_size != self._sizes[shard]:
-                # The file is damaged, for example truncated, so replace it.
-                file.close()
-                self._fetch(shard, path)
-            elif _is_at(file, path):
+            if _is_at(file, path):
                 os.fchmod(file.fileno(), _OPENED)
                 os.utime(file.fileno())
                 return file
-            else:
-                # It was evicted after it was opened and before it was locked.
-                file.close()
+            # It was evicted after it was opened and before it was locked.
+            file.close()
 
     def fetch_ahead(self, shard: int) -> None:
         """Prefetch a shard in one attempt, unless it is already cached or another process is fetching it.
@@ -253,13 +248,12 @@ def _list_shards(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 
 def _make_private(folder: Path) -> None:
-    """Create a folder, and its parents, with access for this user alone.
+    """Create a folder that only this user can access.
 
     Raises:
         DataError: If the folder exists and other users could write to it.
     """
-    for path in (*reversed(folder.parents), folder):
-        path.mkdir(0o700, exist_ok=True)
+    folder.mkdir(0o700, parents=True, exist_ok=True)
     found = os.lstat(folder)
     is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
     if not is_own or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

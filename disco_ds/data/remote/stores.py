@@ -110,7 +110,7 @@ def locate(url: str, timeout_s: float) -> tuple[Any, str]:
         # All shards of a server share its connections.
         store = _open_store(parts.scheme, f"{parts.scheme}://{host}", timeout_s, authorization)
         return store, parts.path[1:]
-    # obstore would escape the characters of such a path or query, so the store itself has them.
+    # obstore would escape special characters in a path or query, so open a store for the whole URL.
     whole = urllib.parse.urlunsplit(parts._replace(netloc=host, fragment=""))
     return _create_store(parts.scheme, whole, timeout_s, authorization), ""
 

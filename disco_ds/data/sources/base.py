@@ -124,7 +124,7 @@ class Source:
     def open_samples(
         self, settings: DataSettings, form: SampleForm, seed: int, num_slots: int
     ) -> Samples:
-        """Return the samples as images and tokens for the model. Sources that generate both override this."""
+        """Return the samples as images and tokens. A source that generates these overrides this method."""
         return Samples(self, settings, form, seed, num_slots)
 
 
@@ -159,9 +159,9 @@ class Samples:
         Raises:
             BrokenSample: If the sample cannot be used. The returned function may also raise it.
             OSError: If the shard itself cannot be read.
+            Exception: Any other exception of a custom Reader; it means the same as BrokenSample.
         """
-        with breaks_sample(OSError):
-            members: Members = self._reader.read(shard, entry)
+        members: Members = self._reader.read(shard, entry)
         # The first random numbers of the row determine the crop; the last two select the caption.
         numbers = keyed_row(self.seed, epoch, index, CAPTION_COLUMN + 2, CROP_COLUMN)
         with breaks_sample():

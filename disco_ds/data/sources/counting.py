@@ -95,7 +95,7 @@ def _keep_current(listing: Listing, known: Iterable[Shard]) -> dict[str, Shard]:
     listed = set(listing.names)
     kept = {}
     for shard in known:
-        # A shard without samples may have been missing.
+        # A shard with 0 samples may have been missing, so it is counted again.
         if shard.name in listed and shard.samples:
             with suppress(FileNotFoundError):
                 if listing.urls or not has_changed(listing.folder, shard):

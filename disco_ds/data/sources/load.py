@@ -32,7 +32,7 @@ def load_sources(settings: DataSettings) -> list[Source]:
     for number, part in enumerate(settings.parts):
         try:
             found.append(_load(part, settings))
-            # A mistake is an error before anything else is built. The workers load the selection again.
+            # Load the selection only to report its mistakes before anything else is built. The workers load it again.
             Selection.load(settings.settings_of(part))
         except (ValueError, OSError) as error:
             key = "data.shards" if part.source == "shards" else "data.source"
@@ -63,7 +63,7 @@ def _construct(name: str, options: dict[str, Any]) -> Source:
     cls = load_custom(name, options, base=Source)
     try:
         source: Source = cls(**options)
-        # Both are used here, so that a mistake is reported with the source's name before anything else is built.
+        # Access both attributes here, so that a mistake is reported with the source's name before anything is built.
         if source.num_samples < 1 or not isinstance(source.fingerprint, str):
             raise ValueError("expected at least one sample in `sizes` and a str as `fingerprint`")
     except Exception as error:  # custom code may raise anything

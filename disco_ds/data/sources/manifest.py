@@ -25,7 +25,7 @@ from disco_ds.data.sources.listing import NAME, Listing, list_folder
 from disco_ds.data.sources.tar import TarReader
 
 _NUM_NAMED = 5
-"""Number of shards that a message names; others are counted."""
+"""Maximum number of shards that a message lists by name."""
 
 logger = logging.getLogger(__name__)
 

@@ -80,7 +80,7 @@ class TarIndex:
             parts = split_name(member.name)
             if parts is None or _META.match(member.name):
                 continue
-            # Interned: one object for all members with this extension.
+            # Intern the extension, so that all members with it share one string object.
             prefix, extension = parts[0], sys.intern(parts[1].lower())
             if prefix != key or extension in seen:
                 # Another sample follows, so the previous one is complete.
