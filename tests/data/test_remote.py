@@ -41,7 +41,7 @@ from helpers.web import Server, serve
             "https://u:secret@h/x/0.tar?sig=a/b&c={d}",
         ),
         ("http://h/x/one.tar?sig=a/b.tar", ["one.tar"], "http://h/x/one.tar?sig=a/b.tar"),
-        ("http://h/get?part={0..1}&key=k", ["0", "1"], "http://h/get?part=0&key=k"),
+        ("pipe:cat 's-{0..1}.tar?x'", ["s-0.tar", "s-1.tar"], "pipe:cat 's-0.tar?x'"),
         (
             "pipe:curl -s 's3://b/{x,y}/{0..1}.tar' | cat",
             ["x/0.tar", "x/1.tar", "y/0.tar", "y/1.tar"],
@@ -63,7 +63,8 @@ def test_shards_by_braces_have_names_without_secrets(
     ("text", "words"),
     [
         ("/data/{0..", "do not match"),
-        ("/data/{a,a}.tar", "names a shard twice"),
+        ("/data/{a,a}.tar", "a.tar is named twice"),
+        ("http://h/get?part={0..1}&key=k", "get is named twice"),
         ("http://h/shards", "must contain braces"),
         ("pipe:aws s3 ls", "must contain braces"),
     ],
@@ -156,7 +157,7 @@ def test_text_file_of_urls_has_names_without_secrets(tmp_path: Path) -> None:
         "b/1.tar": "https://h/x/b/1.tar?v=2",
     }
     for text, words in (
-        ("https://h/0.tar\nhttps://h/0.tar", "a shard twice"),
+        ("https://h/0.tar\nhttps://h/0.tar", "0.tar is named twice"),
         ("https://h/0.tar\n/local/1.tar", "either local shards or URLs"),
         ("# nothing", "one per line"),
     ):

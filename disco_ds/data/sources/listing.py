@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from glob import glob
 from pathlib import Path, PurePosixPath
@@ -32,9 +32,8 @@ NAME = "manifest.json"
 """Default file name of the manifest in a folder of shards."""
 _BUNDLED = "bundled:"
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
-# In a URL or command, a shard name is delimited by white space, slashes, quotes and the delimiters of a URL query.
-_BRACES = re.compile(r"[^\s/?&='\"|]*\{.*\}[^\s?#&'\"|]*")
-_TAR = re.compile(r"[^\s/?&='\"|]+\.tar\b")
+_REST = re.compile(r"\?.*|(?<=\.tar)[\s'\"|].*")
+"""What follows a shard's name in a URL or command: a query, which may be a signature, or the rest of the command."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +43,9 @@ class Listing:
     folder: Path
     """Folder of local shards."""
     names: tuple[str, ...]
-    """Sorted shard names, as in the manifest. The name of a local shard is its path relative to the folder; that of a
-    remote shard is the part of its URL or command that contains the braces, or the file name of a single .tar. With a
-    pattern or a text file, it is the rest of its path after what all shards have in common. Other parts of the URL,
-    such as a password, are left out."""
+    """Sorted shard names, as in the manifest. A name is the path of a shard relative to the folder before the first
+    brace or *, or to the folder that all shards of a text file have in common. It contains no other part of a URL, such
+    as a password."""
     urls: Mapping[str, str] = field(default_factory=dict)
     """URLs or `pipe:` commands of remote shards by name, in the order of `names`; empty for local shards."""
     whole: bool = False
@@ -109,7 +107,7 @@ def _read_list(path: Path, remote: RemoteSettings) -> Listing:
     """List the shards that a text file names, one per line.
 
     Raises:
-        ValueError: If the file cannot be read, or names no shard, a shard twice, or both local and remote shards.
+        ValueError: If the file cannot be read, or lists no shard, a shard twice, or both local and remote shards.
     """
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
@@ -122,18 +120,37 @@ def _read_list(path: Path, remote: RemoteSettings) -> Listing:
         place.startswith(PIPE) for place in places
     ):
         raise ValueError(f"{path} must list either local shards or URLs, one per line")
-    # A query may be a signature, so it is not part of a name.
-    plain = [place.partition("?")[0] for place in places]
-    start = os.path.commonprefix(plain)  # noqa: RUF071 - the next line cuts it after a slash
-    start = start[: start.rfind("/") + 1]
-    by_name = {name.removeprefix(start): place for name, place in zip(plain, places, strict=True)}
-    if len(by_name) < len(places):
-        raise ValueError(f"{path} names a shard twice")
-    names = tuple(sorted(by_name))
-    if is_remote(places[0]):
-        return Listing(Path(), names, dict(sorted(by_name.items())))
+    start = os.path.commonprefix(list(map(_strip, places)))  # noqa: RUF071 - cut after a slash next
     # Relative paths are relative to the file, so that it can be moved together with the shards.
-    return Listing(path.parent / Path(start).expanduser(), names)
+    return _make_listing(places, start[: start.rfind("/") + 1], path.parent)
+
+
+def _strip(place: str) -> str:
+    """Return a local path unchanged, and a URL or command without what follows the name of a shard."""
+    return _REST.sub("", place) if is_remote(place) else place
+
+
+def _make_listing(places: Collection[str], start: str, base: Path = Path()) -> Listing:
+    """Return a listing of shards.
+
+    Args:
+        places: Paths, or URLs and commands, which all begin with `start`.
+        start: The part of each place before the name of the shard.
+        base: Folder to which local paths are relative.
+
+    Raises:
+        ValueError: If two shards have the same name.
+    """
+    urls: dict[str, str] = {}
+    for place in places:
+        name = _strip(place).removeprefix(start)
+        if name in urls:
+            raise ValueError(f"the shard {name} is named twice")
+        urls[name] = place
+    names = tuple(sorted(urls))
+    if is_remote(place):
+        return Listing(Path(), names, {name: urls[name] for name in names})
+    return Listing(base / Path(start).expanduser(), names)
 
 
 def _match_local(text: str) -> Listing:
@@ -148,7 +165,7 @@ def _match_local(text: str) -> Listing:
     paths = {path for pattern in braceexpand(text, escape=False) for path in glob(pattern)}
     if not paths:
         raise ValueError(f"no file matches {text}")
-    return Listing(Path(folder), tuple(sorted(path.removeprefix(folder) for path in paths)))
+    return _make_listing(paths, folder)
 
 
 def _match_remote(text: str, remote: RemoteSettings, known: Iterable[str] | None) -> Listing:
@@ -170,14 +187,14 @@ def _match_remote(text: str, remote: RemoteSettings, known: Iterable[str] | None
         known = [url.removeprefix(start) for url in found]
     pattern = PurePosixPath(text.removeprefix(start))
     depth = len(pattern.parts)
-    names = sorted(
-        name
+    urls = [
+        start + name
         for name in known
         if len(PurePosixPath(name).parts) == depth and PurePosixPath(name).match(str(pattern))
-    )
-    if not names:
+    ]
+    if not urls:
         raise ValueError(f"no shard matches {text}")
-    return Listing(Path(), tuple(names), {name: start + name for name in names})
+    return _make_listing(urls, start)
 
 
 def list_folder(folder: Path) -> Listing:
@@ -200,30 +217,19 @@ def list_shards(text: str) -> Listing:
     Raises:
         ValueError: If the braces are unbalanced, or specify a shard twice.
     """
-    remote = is_remote(text)
-    if remote:
-        # Braces in the path take precedence over braces in the query, because the query may be a signature.
-        head = text if text.startswith(PIPE) else text.partition("?")[0]
-        match = _BRACES.search(head) or _BRACES.search(text) or _TAR.search(head)
-        if match is None:
-            raise ValueError(
-                "a URL or command must contain braces, such as {0000..0099}.tar, or the name of a single .tar file"
-            )
-        start, stop = match.span()
-    else:
-        # The folder is everything up to the last slash before the first brace. The rest is the pattern of names.
-        start, stop = text.partition("{")[0].rfind("/") + 1, len(text)
-    given = text[start:stop]
+    head = _strip(text.partition("{")[0])
+    if is_remote(text) and "{" not in text and not head.endswith(".tar"):
+        raise ValueError(
+            "a URL or command must contain braces, such as {0000..0099}.tar, or the name of a single .tar file"
+        )
+    # In a command, a blank or a quote may precede the name.
+    marks = "/ '\"" if is_remote(text) else "/"
+    start = head[: max(map(head.rfind, marks)) + 1]
     try:
-        names = sorted(braceexpand(given, escape=False))
+        places = list(braceexpand(text, escape=False))
     except ValueError:
-        raise ValueError(f"the braces of {given} do not match") from None
-    if len(set(names)) < len(names):
-        raise ValueError(f"{given} names a shard twice")
-    if remote:
-        urls = {name: text[:start] + name + text[stop:] for name in names}
-        return Listing(Path(), tuple(names), urls)
-    return Listing(Path(text[:start]).expanduser(), tuple(names))
+        raise ValueError(f"the braces of {_strip(text).removeprefix(start)} do not match") from None
+    return _make_listing(places, start)
 
 
 def resolve_shards(text: str) -> Path:
