@@ -213,8 +213,8 @@ def test_uid_or_field_that_is_missing_is_told_from_a_dropped_sample() -> None:
 
 
 def test_captions_from_lists_and_alternatives() -> None:
-    fields = {"list": ["a", "b", "c"], "none": None, "blank": " "}
-    members = {"txt": b"t", "json": json.dumps(fields).encode()}
+    fields = {"list": ["a", "b", "c"], "none": None, "blank": " ", "pairs": [{"text": "p"}]}
+    members = {"txt": b"t", "json": json.dumps(fields).encode(), "meta.json": b'{"a": 1}'}
     items = [pick_caption({"{json[list][*]}": 1}, members, 0.0, i / 300) for i in range(300)]
     assert Counter(items) == {"a": 100, "b": 100, "c": 100}
     for template, text in {
@@ -223,6 +223,8 @@ def test_captions_from_lists_and_alternatives() -> None:
         "{json[blank]|txt} x": "t x",
         "{nothing|txt}": "t",
         "{txt|json[list][0]}": "t",
+        "{json[pairs][*][text]}": "p",
+        "{json[none][*]|meta.json[a]}": "1",
     }.items():
         assert pick_caption({template: 1}, members, 0.0) == text
     for template in ("{json[none]|absent}", "{txt[*]}", "{json[list]|txt}"):

@@ -345,8 +345,8 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         ValueError: If the state_dicts are not from the same step of the same run, or if a rank's state_dict is missing.
     """
     first = states[0]
-    shared = [key for key in first if key not in ("cursor", "broken", "dropped")]
-    if differing := [key for key in shared if any(state[key] != first[key] for state in states)]:
+    merged = {key: first[key] for key in first if key not in ("cursor", "broken", "dropped")}
+    if differing := [key for key in merged if any(state[key] != first[key] for state in states)]:
         raise ValueError(
             f"the data states of the ranks differ in {', '.join(differing)}, so they are not from the same step"
         )
@@ -356,7 +356,6 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         raise ValueError(
             f"the data states of the ranks contain {len(cursor)} of {num_streams} streams, so ranks are missing"
         )
-    merged = {key: first[key] for key in shared}
     for key in ("broken", "dropped"):
         merged[key] = sum(state[key] for state in states)
     merged["cursor"] = dict(sorted(cursor.items()))
