@@ -225,7 +225,7 @@ def find_limit(settings: RemoteSettings, wanted_bytes: float = 0) -> int:
 
     Args:
         settings: Settings of remote shards.
-        wanted_bytes: The limit if data.remote.cache_gb is not set, but at least LEAST_CACHE_GB.
+        wanted_bytes: The limit if data.remote.cache_gb is not set. A value below LEAST_CACHE_GB is raised to it.
     """
     folder = find_folder(settings)
     default_gb = max(wanted_bytes / 1e9, LEAST_CACHE_GB)

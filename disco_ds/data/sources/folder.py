@@ -18,8 +18,8 @@ _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 class ImageFolder(Source):
     """The class sub-folders and their image files, sorted by name (numerically if all names are numbers).
 
-    A sample's members are `image`, the bytes of the file, and `cls`, the name of its sub-folder. The source is also its
-    own Reader.
+    A sample's members are `image`, the bytes of the file, and `cls`, the name of its sub-folder. The source is also
+    the Reader.
 
     Raises:
         ValueError: If there is no sub-folder, or if none contains an image.

@@ -126,7 +126,7 @@ def _read_list(path: Path, remote: RemoteSettings) -> Listing:
 
 
 def _strip(place: str) -> str:
-    """Return a local path unchanged, and a URL or command without what follows the name of a shard."""
+    """Remove what follows the name of a shard in a URL or command. A local path is returned unchanged."""
     return _REST.sub("", place) if is_remote(place) else place
 
 
