@@ -5,6 +5,7 @@ The functions do not parse arguments, print errors or exit the process; the comm
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from disco_ds.checkpoints.weights import build_from, read_weights
@@ -25,6 +27,7 @@ from disco_ds.config.secrets import redact
 from disco_ds.data import ImageSpec
 from disco_ds.distributed import comm
 from disco_ds.distributed.agreement import check_agreement
+from disco_ds.distributed.deepspeed_quirks import release
 from disco_ds.distributed.heartbeat import Heartbeat
 from disco_ds.distributed.host_share import share_host
 from disco_ds.distributed.interrupt import SIGNALS
@@ -72,6 +75,9 @@ def run_training(
     config: Config, resume: str | Path | None = None, allow_change: Sequence[str] = ()
 ) -> Path:
     """Train a model to the last step of its run, and return the run folder.
+
+    A run with stages saves a checkpoint at the end of each stage, and resumes from it with the settings
+    of the next stage.
 
     Without a launcher, this function trains on one rank. Under a launcher (deepspeed, torchrun, srun),
     every rank must call it. Call it from the main thread: while it runs, SIGTERM, SIGUSR1 and SIGINT
@@ -127,7 +133,7 @@ def train_session(
     launch_id: str | None = None,
     report: Callable[[object], object] = lambda error: None,
 ) -> Path:
-    """Build, train and finish a run in a new process group. Collective.
+    """Build, train and finish a run, each of its stages in a new process group. Collective.
 
     Args:
         config: Settings of the run.
@@ -144,6 +150,27 @@ def train_session(
 
     Raises:
         Exception: One of AGREED_ERRORS on all ranks, or OutOfMemory or any other error on some ranks.
+    """
+    folder, is_finished = _train_stage(config, resume, allow_change, launch_id, report)
+    while not is_finished:
+        # The engine contains reference cycles, so only a collection frees its memory.
+        gc.collect()
+        get_accelerator().empty_cache()
+        folder, is_finished = _train_stage(config, str(folder), (), launch_id, report)
+    return folder
+
+
+def _train_stage(
+    config: Config,
+    resume: str | None,
+    allow_change: Sequence[str],
+    launch_id: str | None,
+    report: Callable[[object], object],
+) -> tuple[Path, bool]:
+    """Train to the end of a stage. Collective. See train_session.
+
+    Returns:
+        The run folder, and whether the run is finished.
     """
     with _session(config.timeout_s) as stack:
         first = comm.rank() == 0
@@ -164,17 +191,22 @@ def train_session(
                 if first:
                     say(f"{error.folder} has done all its steps")
                     mark_launch(error.folder, launch_id, 0)
-                return error.folder
+                return error.folder, True
             raise agreed(RefusedError(str(error))) from error
         if first:
-            resumed = f"resumes after step {run.first_step:,}, " if run.first_step else ""
-            say(f"{run.folder}: {resumed}{run.config.describe(comm.size())}")
+            step = run.schedule.first_step
+            resumed = f"resumes after step {step:,}, " if step else ""
+            say(
+                f"{run.folder}: {resumed}{run.recipe.describe(comm.size(), run.schedule.first_samples)}"
+            )
             mark_launch(run.folder, launch_id)
+        is_finished = run.schedule.last_step == run.schedule.num_steps
         failure: Exception | None = None
         try:
             with explained(config, lambda: run.heartbeat.place.doing, report):
                 train(run)
-                finish(run)
+                if is_finished:
+                    finish(run)
         except LossContractError as error:
             # Possibly only this rank has failed. If there are other ranks, its heartbeat informs them.
             if comm.size() > 1:
@@ -184,11 +216,12 @@ def train_session(
             failure = agreed(error)
         # Do this even after a failure: earlier checkpoints may not be uploaded yet.
         run.saver.end(run.heartbeat.place.step)
-        if first:
+        if first and (is_finished or failure):
             mark_launch(run.folder, launch_id, exit_code(failure))
         if failure is not None:
             raise failure
-        return run.folder
+        release(run.engine)
+        return run.folder, is_finished
 
 
 @contextmanager

@@ -18,10 +18,12 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from disco_ds.config import Config, EmaSettings, SourceSettings
+from disco_ds.config import Config, EmaSettings, SourceSettings, StageSettings
 from disco_ds.config.ds_config import DEFAULTS, OWNED_BY_RECIPE, REFUSED_KEYS
 from disco_ds.config.open_clip_flags import read_words
 
+ITEMS = {"data.sources": SourceSettings, "stages": StageSettings}
+"""The settings of the items of a list, by the name of the list."""
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 SIGNS = {Ge: (">=", "ge"), Gt: (">", "gt"), Le: ("<=", "le"), Lt: ("<", "lt")}
 FIRST = (
@@ -107,8 +109,8 @@ def sections(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, type[Ba
     for name, field in model.model_fields.items():
         if inspect.isclass(field.annotation) and issubclass(field.annotation, BaseModel):
             yield from sections(f"{prefix}{name}.", field.annotation)
-        elif name == "sources":
-            yield f"{prefix}{name}[].", SourceSettings
+        elif prefix + name in ITEMS:
+            yield f"{prefix}{name}[].", ITEMS[prefix + name]
         elif name == "ema":
             yield f"{prefix}{name}.", EmaSettings
 
@@ -160,6 +162,7 @@ def _type(annotation: Any) -> str:
         Any: "anything",
         SourceSettings: "`data.sources[]`",
         EmaSettings: "`optim.ema`",
+        StageSettings: "`stages[]`",
         bool: "true or false",
     }
     return names.get(annotation, getattr(annotation, "__name__", str(annotation)))

@@ -10,6 +10,9 @@ from disco_ds.config import OptimSettings
 from disco_ds.distributed.agreement import flatten
 
 MAY_BE_ALLOWED = {
+    "global_batch",
+    # It may also change without --allow-change, but often changes together with global_batch.
+    "micro_batch",
     *(
         f"optim.{name}"
         for name in OptimSettings.model_fields

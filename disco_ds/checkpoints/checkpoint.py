@@ -119,7 +119,7 @@ class RunState(NamedTuple):
     """This rank's state that a checkpoint contains in addition to DeepSpeed's engine files."""
 
     meta: dict[str, Any]
-    """Content of checkpoint.json: step, num_steps, identity, shape, anomalies."""
+    """Content of checkpoint.json: step, samples, num_steps, warmup_batch, identity, shape, anomalies."""
     data: dict[str, Any]
     """State of the data loader."""
     loss: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Resume from a checkpoint with a different number of ranks, ZeRO stage or precision.
+"""Resume from a checkpoint with a different number of ranks, ZeRO stage, precision or image size.
 
 DeepSpeed can load its files only with the number of ranks, ZeRO stage and precision that wrote them
 (together called the shape). This module instead joins the fp32 value and the optimizer states of each
@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine as Engine
+from open_clip.model import resize_pos_embed
 from torch import Tensor, nn
 
 from disco_ds.checkpoints.checkpoint import Saved
 from disco_ds.checkpoints.fragments import (
+    AVERAGE,
     WHOLE,
     Fragment,
     States,
@@ -74,7 +76,7 @@ def load_untrained(saved: Saved, model: nn.Module, trained: set[str]) -> None:
         return found
 
     for name, value in comm.from_rank_0(f"checkpoint {saved.path}", read_untrained).items():
-        wanted[name].copy_(value)
+        wanted[name].copy_(_resize(model, name, {"fp32": value})["fp32"].view_as(wanted[name]))
 
 
 def load_trained(saved: Saved, engine: Engine, order: list[str]) -> None:
@@ -108,6 +110,7 @@ def load_trained(saved: Saved, engine: Engine, order: list[str]) -> None:
         # All ranks must loop in the same order, because each parameter is broadcast.
         for name in order:
             states = comm.from_rank_0(what, partial(join, parts, name))
+            states = _resize(engine.module, name, states)
             _set_states(engine, parameters[name], states)
     if saved.meta["shape"]["precision"] == "fp16" and engine.fp16_enabled():
         engine.optimizer.loss_scaler = comm.from_rank_0(
@@ -115,6 +118,23 @@ def load_trained(saved: Saved, engine: Engine, order: list[str]) -> None:
         )
     refresh_weights(engine)
     engine.global_steps = saved.step
+
+
+def _resize(model: Any, name: str, states: States) -> States:
+    """Resize the states of the image tower's position embedding to the model's image size. Return others unchanged.
+
+    The values and their average are resized as open_clip does. The optimizer's moments are resized bilinearly: then
+    second moments stay positive, and no first moment becomes larger than the root of its second moment allows.
+    """
+    if name != "visual.positional_embedding":
+        return states
+    resized = dict(states)
+    for key, value in states.items():
+        if is_flat(value):
+            named = {name: value.view(-1, model.visual.conv1.out_channels)}
+            resize_pos_embed(named, model, "bicubic" if key in ("fp32", AVERAGE) else "bilinear")
+            resized[key] = named[name].reshape(-1)
+    return resized
 
 
 def _set_states(engine: Engine, parameter: Any, states: States) -> None:

@@ -19,6 +19,7 @@ from disco_ds.checkpoints.checkpoint import Saved
 from disco_ds.checkpoints.retention import DamagedError
 from disco_ds.config import Config
 from disco_ds.distributed import comm
+from disco_ds.models.clip import read_architecture
 from disco_ds.runs.run_folder import CHANGES, find_newest, split_resume
 
 HYPERPARAMETERS = ("betas", "eps", "lr_factor", "momentum", "names", "weight_decay")
@@ -39,7 +40,7 @@ def choose(
     folder: Path,
     resume: str,
     config: Config,
-    identity: dict[str, Any],
+    identify: Callable[[Config], dict[str, Any]],
     unattended: bool,
     allow_change: Sequence[str] = (),
 ) -> Saved:
@@ -49,7 +50,7 @@ def choose(
         folder: The run folder.
         resume: Value of --resume. If it does not name a checkpoint, the latest complete one is chosen.
         config: Settings of this run.
-        identity: Identity of this run, see checkpoint.identity.
+        identify: Returns the identity of a stage of this run, see checkpoint.identity. It does not communicate.
         unattended: Whether to fall back to the previous checkpoint if this one is damaged.
         allow_change: Names of settings that may differ from those in the checkpoint.
 
@@ -64,10 +65,13 @@ def choose(
     )
 
     def check(meta: dict[str, Any]) -> None:
-        refuse_changes(meta["identity"], identity, allow_change)
-        if meta["step"] > config.num_steps:
+        # Compare with the settings of the stage that the checkpoint was made in. The next stage may begin after it.
+        stage = config.at_sample(meta["samples"] - 1)
+        refuse_changes(meta["identity"], identify(stage), allow_change)
+        last_step, _ = config.find_end(meta["step"], meta["samples"])
+        if meta["step"] > last_step:
             raise ValueError(
-                f"{path} is at step {meta['step']}, but the run would end at step {config.num_steps}"
+                f"{path} is at step {meta['step']}, but the run would end at step {last_step}"
             )
 
     while True:
@@ -107,7 +111,7 @@ def set_newer_aside(saved: Saved) -> None:
 
 
 def record_changes(
-    folder: Path, saved: Saved | None, config: Config, identity: dict[str, Any]
+    folder: Path, saved: Saved | None, num_steps: int, identity: dict[str, Any]
 ) -> None:
     """Add a line to changes.jsonl for every changed setting and for a changed number of steps or ranks. Collective.
 
@@ -117,7 +121,7 @@ def record_changes(
         return
     changes = find_changes(saved.meta["identity"], identity)
     for name, old, new in (
-        ("steps", saved.meta["num_steps"], config.num_steps),
+        ("steps", saved.meta["num_steps"], num_steps),
         ("ranks", saved.meta["shape"]["ranks"], comm.size()),
     ):
         if old != new:
@@ -142,7 +146,7 @@ def restore(
 ) -> Engine:
     """Build the engine and load the checkpoint into it. Collective.
 
-    If the number of ranks, the ZeRO stage or the precision has changed, reshard the checkpoint.
+    If the number of ranks, the ZeRO stage, the precision or the model's image size has changed, reshard the checkpoint.
 
     Args:
         saved: The checkpoint.
@@ -153,14 +157,17 @@ def restore(
     Raises:
         ValueError: On every rank, if the checkpoint does not fit the model or cannot be read.
     """
-    if saved.meta["shape"] == checkpoint.shape(config, comm.size()):
+    architecture = read_architecture(config.model)
+    is_resized = bool(find_changes(saved.meta["identity"]["model.config"], architecture))
+    is_same_shape = saved.meta["shape"] == checkpoint.shape(config, comm.size())
+    if is_same_shape and not is_resized:
         # Each rank loads its own part, including the random generators, so the resumed run is bit-identical
         # to an uninterrupted one.
         engine = build_engine()
         with _settings_kept(engine):
             checkpoint.load_engine(saved, engine)
         return engine
-    if comm.rank() == 0:
+    if comm.rank() == 0 and not is_same_shape:
         before = "ranks={ranks}, ZeRO stage {stage}, {precision}".format_map(saved.meta["shape"])
         logger.warning(
             "%s was written with %s: random draws, such as dropout, will differ", saved.path, before

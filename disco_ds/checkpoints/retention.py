@@ -23,7 +23,7 @@ from typing import Any
 
 from disco_ds.runs.run_folder import CHECKPOINTS, STEP
 
-FORMAT = 6
+FORMAT = 7
 """Version of the checkpoint format. Only checkpoints of this version can be read."""
 META = "checkpoint.json"
 ENGINE = "engine"

@@ -28,7 +28,7 @@ from disco_ds.distributed import comm
 from disco_ds.eval import load_sets
 from disco_ds.losses.kernels import find_problem
 from disco_ds.metrics.tracking import check_packages
-from disco_ds.training.build import check_model, make_loss
+from disco_ds.training.build import check_image_sizes, check_model, make_loss
 
 _USELESS = {
     "activation_checkpointing": "does not affect the towers; set model.activation_checkpointing",
@@ -98,10 +98,14 @@ def check_start(config: Config, ranks: int) -> Iterator[Line]:
         f"global_batch {config.global_batch:,}, micro_batch {config.micro_batch:,}, ranks {ranks}"
     )
     checks: dict[str, tuple[str, Callable[[], object]]] = {
-        "batch": (batch, lambda: config.num_micro_batches(ranks)),
+        "batch": (batch, lambda: config.describe(ranks)),
         "log": ("the packages for logging are installed", lambda: check_packages(config)),
         "loss": (config.loss.name, lambda: make_loss(config)),
         "model": (config.model.label, lambda: check_model(config)),
+        "stages": (
+            f"{len(config.stages)}",
+            lambda: check_image_sizes(config, make_loss(config)),
+        ),
         "eval": (f"sets: {len(config.eval.sets)}", lambda: load_sets(config.eval, config.data)),
     }
     for name, (found, check) in checks.items():
@@ -160,7 +164,7 @@ def check_data(config: Config, ranks: int, ranks_here: int = 0) -> Iterator[Line
     yield Line("ok", "data.slots", f"{slots}, {slots // ranks} per rank")
     num_samples = sum(source.num_samples for source in sources)
     try:
-        yield Line("ok", "length", f"{config.with_steps(num_samples).num_steps:,} steps")
+        yield Line("ok", "length", f"{config.with_samples(num_samples).num_steps:,} steps")
     except ValueError as error:
         yield Line("fail", "length", str(error), "see epochs, global_batch and optim.warmup_steps")
     if 0 < num_samples < config.global_batch:

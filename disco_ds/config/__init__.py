@@ -16,8 +16,10 @@ from disco_ds.config.recipe import (
     LossSettings,
     ModelSettings,
     OptimSettings,
+    StageSettings,
 )
 from disco_ds.config.render import render_ds_config
+from disco_ds.config.schedule import Schedule, make_schedule
 
 __all__ = [
     "BASE_BATCH",
@@ -33,10 +35,13 @@ __all__ = [
     "ModelSettings",
     "OptimSettings",
     "RemoteSettings",
+    "Schedule",
     "SourceSettings",
+    "StageSettings",
     "TowerOptimSettings",
     "check_config",
     "find_recipe",
     "load_config",
+    "make_schedule",
     "render_ds_config",
 ]

@@ -144,6 +144,7 @@ GroupBy = Annotated[str, AfterValidator(_check_group_by)]
 Filter = Annotated[dict[str, dict[str, Any]], AfterValidator(_check_filter)]
 FunctionName = Annotated[str, Field(pattern=rf"^{CUSTOM_CODE}$")]
 Fraction = Annotated[float, Field(gt=0, le=1)]
+CropScale = Annotated[tuple[Fraction, Fraction], AfterValidator(_check_order)]
 SourceName = Annotated[str, Field(pattern=rf"^(shards|synthetic|{CUSTOM_CODE})$")]
 
 
@@ -262,10 +263,7 @@ class DataSettings(Settings):
     read."""
     max_pixels: int = Field(89_478_485, gt=0)
     """Images with more pixels than this are skipped as possible decompression bombs."""
-    crop_scale: Annotated[tuple[Fraction, Fraction], AfterValidator(_check_order)] | None = (
-        0.9,
-        1.0,
-    )
+    crop_scale: CropScale | None = (0.9, 1.0)
     """Smallest and largest area of the random resized crop, as fractions of the image's area. Null:
     no random crop. Images are then resized as in evaluation."""
     crop_ratio: Annotated[tuple[PositiveFloat, PositiveFloat], AfterValidator(_check_order)] = (

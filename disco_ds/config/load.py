@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from disco_ds.config.data import SourceSettings
 from disco_ds.config.ds_config import read_ds_config
 from disco_ds.config.open_clip_flags import explain_word
-from disco_ds.config.recipe import PACKAGE, Config
+from disco_ds.config.recipe import PACKAGE, Config, StageSettings
 from disco_ds.config.recipe_yaml import assign, parse, split_overrides
 from disco_ds.config.settings import explain_value
 from disco_ds.config.text_file import read_text
@@ -22,6 +22,8 @@ from disco_ds.names import did_you_mean, shorten, suggest
 MAX_PROBLEMS = 8
 """Maximum number of problems that one error message lists. Any further problems are only
 counted."""
+_ITEMS = {"sources": SourceSettings, "stages": StageSettings}
+"""Settings of the items of a list, by the name of the list."""
 
 
 def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -124,7 +126,7 @@ def _find_fields(path: Sequence[str | int]) -> dict[str, FieldInfo]:
     """Return the fields of the group of settings at this path of keys."""
     model: Any = Config
     for part in path:
-        # The annotation of data.sources is a tuple, so an index into it leads to SourceSettings.
-        inner = None if isinstance(part, int) else model.model_fields[part].annotation
-        model = inner or SourceSettings
+        # data.sources and stages are tuples; the index into a tuple changes nothing.
+        if not isinstance(part, int):
+            model = _ITEMS.get(part) or model.model_fields[part].annotation
     return model.model_fields

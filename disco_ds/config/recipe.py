@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
-from disco_ds.config.data import AugmentSettings, DataSettings, Pixels, is_remote
+from disco_ds.config.data import AugmentSettings, CropScale, DataSettings, Pixels, is_remote
 from disco_ds.config.model import ModelSettings
 from disco_ds.config.optim import OptimSettings, TowerOptimSettings
 from disco_ds.config.recipe_yaml import Dumper
@@ -197,6 +197,25 @@ class EvalSettings(Settings):
         return self
 
 
+class StageSettings(Settings):
+    """A stage of a run. Settings that it leaves null have the recipe's values."""
+
+    until: PositiveInt
+    """Number of samples that the run has seen when the stage ends. The stage must consist of whole
+    steps. The last stage ends the run."""
+    global_batch: PositiveInt | None = None
+    """Global batch of this stage."""
+    micro_batch: PositiveInt | None = None
+    """Micro-batch of this stage."""
+    image_size: PositiveInt | None = None
+    """Image size of this stage. The position embedding of an open_clip ViT is resized; other image
+    towers must not have parameters that depend on the image size."""
+    patch_dropout: float | None = Field(None, ge=0, lt=1)
+    """Patch dropout of this stage."""
+    crop_scale: CropScale | None = None
+    """data.crop_scale of this stage."""
+
+
 class Config(Settings):
     """All settings of a run."""
 
@@ -219,13 +238,17 @@ class Config(Settings):
     gradient, which is always the gradient of the global batch. Choose the largest value that fits
     into memory (see `disco-ds plan`)."""
     steps: PositiveInt | None = None
-    """Length of the run in optimizer steps. Set exactly one of `steps`, `samples` and `epochs`."""
+    """Length of the run in optimizer steps. Set exactly one of `steps`, `samples`, `epochs` and
+    `stages`."""
     samples: PositiveInt | None = None
     """Length of the run in samples, rounded down to whole steps."""
     epochs: PositiveFloat | None = None
     """Length of the run in epochs, rounded down to whole steps. One epoch has as many samples as
     all sources together. The samples are counted when the run starts, and the resulting number of
-    `steps` is written into the run's config.yaml."""
+    `samples` is written into the run's config.yaml."""
+    stages: tuple[StageSettings, ...] = ()
+    """Stages of the run with other batches, image sizes, patch dropout or crops. The last stage's
+    `until` is the length of the run."""
     image_staging: Pixels = "device"
     """Where the images of a step are stored between the two passes of GradAccum. `device`: as uint8
     in device memory. `host`: as uint8 in pinned host memory; choose it if device memory is short.
@@ -262,11 +285,14 @@ class Config(Settings):
     def _check_length(self) -> Config:
         lengths = {"steps": self.steps, "samples": self.samples, "epochs": self.epochs}
         given = [f"{name}={value}" for name, value in lengths.items() if value is not None]
+        if self.stages:
+            given.append("stages")
         if len(given) != 1:
             raise ValueError(
-                f"set exactly one of steps, samples and epochs, got {' and '.join(given) or 'none'}; "
-                "NAME=null removes one"
+                "set exactly one of steps, samples, epochs and stages, got "
+                f"{' and '.join(given) or 'none'}; NAME=null removes one"
             )
+        self.check_stages()
         by_epoch = self.epochs or self.checkpoint.every_epochs or self.eval.every_epochs
         if by_epoch and self.data.index == "none":
             raise ValueError(
@@ -278,18 +304,51 @@ class Config(Settings):
         return self
 
     def _check_steps(self) -> None:
-        if self.num_steps < 1:
+        num_steps, num_samples = self.find_end()
+        if num_steps < 1:
             raise ValueError(
                 f"samples={self.samples} is less than one step of global_batch={self.global_batch}: "
                 "raise samples or lower global_batch"
             )
         warmup, cooldown = self.optim.warmup_steps, self.optim.cooldown_steps
-        if warmup + cooldown > self.num_steps:
+        most = num_samples // self.global_batch
+        if warmup + cooldown > most:
             raise ValueError(
                 f"optim.warmup_steps + optim.cooldown_steps ({warmup} + {cooldown}) exceed the run's "
-                f"{self.num_steps} steps; set, for instance, "
-                f"optim.warmup_steps={self.num_steps // 10}"
+                f"{most} steps of global_batch={self.global_batch}; set, for instance, "
+                f"optim.warmup_steps={most // 10}"
             )
+
+    def check_stages(self, samples: int = 0) -> None:
+        """Check that every stage ends after a whole step.
+
+        Args:
+            samples: Number of samples that the run has seen already. Stages that have ended are not checked.
+
+        Raises:
+            ValueError: If a stage does not. The message suggests the nearest end that works.
+        """
+        before = samples
+        for number, stage in enumerate(self.stages):
+            if stage.until <= samples:
+                continue
+            name = f"stages.{number}.until={stage.until}"
+            if self.model.factory and (stage.image_size or stage.patch_dropout is not None):
+                raise ValueError(
+                    f"remove image_size and patch_dropout from stages.{number}: model.factory builds the model itself"
+                )
+            if stage.until <= before:
+                raise ValueError(f"{name} must be above the end of the stage before it, {before}")
+            batch = stage.global_batch or self.global_batch
+            rest = (stage.until - before) % batch
+            if rest:
+                nearest = stage.until - rest
+                if nearest <= before or rest > batch // 2:
+                    nearest += batch
+                raise ValueError(
+                    f"{name} ends within a step of global_batch={batch}; nearest: until={nearest}"
+                )
+            before = stage.until
 
     @model_validator(mode="after")
     def _check_timeouts(self) -> Config:
@@ -357,14 +416,60 @@ class Config(Settings):
         """Length of the run in steps.
 
         Raises:
-            ValueError: If the length is given in epochs. `with_steps` converts epochs to steps.
+            ValueError: If the length is given in epochs. `with_samples` converts epochs to samples.
+        """
+        return self.find_end()[0]
+
+    def find_end(self, step: int = 0, samples: int = 0) -> tuple[int, int]:
+        """Return the number of steps and the number of samples after which the run ends.
+
+        Args:
+            step: Number of steps that the run has completed.
+            samples: Number of samples that it has seen in these steps. Their batches may have differed from the
+                current ones.
+
+        Raises:
+            ValueError: If the length is given in epochs. `with_samples` converts epochs to samples.
         """
         if self.epochs is not None:
             raise ValueError("epochs can be converted to steps only once the samples are counted")
-        return self.steps if self.steps is not None else (self.samples or 0) // self.global_batch
+        if self.steps is not None:
+            return self.steps, samples + (self.steps - step) * self.global_batch
+        ends = [(stage.until, stage.global_batch or self.global_batch) for stage in self.stages]
+        ends = [end for end in ends if end[0] > samples] or ends[-1:]
+        for until, batch in ends or [(self.samples or 0, self.global_batch)]:
+            num_steps = (until - samples) // batch
+            step += num_steps
+            samples += num_steps * batch
+        return step, samples
 
-    def with_steps(self, num_samples: int) -> Config:
-        """Return these settings. If the length of the run is given in epochs, convert it to steps.
+    def at_sample(self, number: int) -> Config:
+        """Return the settings of the stage that trains on sample `number` (counted from 0) as those of a run.
+
+        This run ends where the stage ends. Without stages, return these settings.
+        """
+        if not self.stages:
+            return self
+        stage = next((each for each in self.stages if number < each.until), self.stages[-1])
+        model, data = {"image_size", "patch_dropout"}, {"crop_scale"}
+        batch = stage.model_dump(exclude_none=True, exclude=model | data | {"until"})
+        changed = {
+            "stages": (),
+            "samples": stage.until,
+            "model": self.model.model_copy(
+                update=stage.model_dump(exclude_none=True, include=model)
+            ),
+            "data": self.data.model_copy(update=stage.model_dump(exclude_none=True, include=data)),
+        }
+        return self.model_copy(update=batch | changed)
+
+    @property
+    def stage_configs(self) -> list[Config]:
+        """The settings of each stage; these settings if the run has no stages."""
+        return [self.at_sample(stage.until - 1) for stage in self.stages] or [self]
+
+    def with_samples(self, num_samples: int) -> Config:
+        """Return these settings. If the length of the run is given in epochs, convert it to samples.
 
         Args:
             num_samples: Number of samples in one epoch.
@@ -374,13 +479,13 @@ class Config(Settings):
         """
         if self.epochs is None:
             return self
-        steps = int(self.epochs * num_samples) // self.global_batch
-        if not steps:
+        samples = int(self.epochs * num_samples)
+        if samples < self.global_batch:
             raise ValueError(
                 f"epochs={self.epochs:g} of {num_samples:,} samples is less than one step of "
                 f"global_batch={self.global_batch}: raise epochs or lower global_batch"
             )
-        config = self.model_copy(update={"steps": steps, "epochs": None})
+        config = self.model_copy(update={"samples": samples, "epochs": None})
         config._check_steps()
         return config
 
@@ -425,28 +530,52 @@ class Config(Settings):
             )
         return self.global_batch // samples
 
-    def describe(self, ranks: int) -> str:
-        """Return a text about the batch, the length of the run and the learning rate."""
-        count = self.num_micro_batches(ranks)
-        plural = "" if ranks == 1 else "s"
+    def describe(self, ranks: int, samples: int = 0) -> str:
+        """Return a text about the batch, the length of the run and the learning rate.
+
+        Args:
+            ranks: World size.
+            samples: Number of samples that the run has seen. Stages that have ended are left out.
+        """
         length = f"{self.epochs} epochs (the number of steps is known when the samples are counted)"
         if self.epochs is None:
-            length = f"{self.num_steps:,} steps, {self.num_steps * self.global_batch:,} samples"
-        origin = (
-            "" if self.optim.lr else f" (from optim.base_lr, {self.optim.lr_rule} in the batch)"
-        )
-        notice = ""
-        if not self.optim.lr and self.optim.name == "adamw" and self.peak_lr > PUBLISHED_LR:
-            notice = (
-                f"\nDisCo-CLIP reports no accuracies at rates above {PUBLISHED_LR:g}: consider "
+            length = "{:,} steps, {:,} samples".format(*self.find_end())
+        schedule = f"{self.optim.warmup_steps:,} warmup steps, then {self.optim.schedule}"
+        configs = self.stage_configs
+        if self.stages:
+            lines = [f"{length} in {len(self.stages)} stages, {schedule}"]
+            for stage, config in zip(self.stages, configs, strict=True):
+                if stage.until <= samples:
+                    continue
+                changes = stage.model_dump(
+                    exclude_none=True, exclude={"until", "global_batch", "micro_batch"}
+                )
+                words = [config._describe_batch(ranks), config._describe_rate()]
+                words += [f"{name} {value}" for name, value in changes.items()]
+                lines.append(f"until {stage.until:,} samples: {', '.join(words)}")
+        else:
+            lines = [
+                self._describe_batch(ranks),
+                f"{length}, {self._describe_rate()}, {schedule}",
+            ]
+        highest = max(config.peak_lr for config in configs)
+        if not self.optim.lr and self.optim.name == "adamw" and highest > PUBLISHED_LR:
+            lines.append(
+                f"DisCo-CLIP reports no accuracies at rates above {PUBLISHED_LR:g}: consider "
                 "optim.lr_rule=sqrt, or set optim.lr"
             )
+        return "\n".join(lines)
+
+    def _describe_batch(self, ranks: int) -> str:
+        plural = "" if ranks == 1 else "s"
         return (
             f"global batch {self.global_batch:,} = {ranks} rank{plural} x micro-batch "
-            f"{self.micro_batch:,} x {count} per step\n"
-            f"{length}, peak learning rate {self.peak_lr:g}{origin}, "
-            f"{self.optim.warmup_steps:,} warmup steps, then {self.optim.schedule}{notice}"
+            f"{self.micro_batch:,} x {self.num_micro_batches(ranks)} per step"
         )
+
+    def _describe_rate(self) -> str:
+        rule = "" if self.optim.lr else f" (from optim.base_lr, {self.optim.lr_rule} in the batch)"
+        return f"peak learning rate {self.peak_lr:g}{rule}"
 
     def to_yaml(self) -> str:
         """Return the settings as the YAML text of a recipe."""

@@ -19,6 +19,7 @@ from deepspeed import DeepSpeedEngine as Engine
 from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.utils import combine_grad_norm_groups
+from deepspeed.runtime.zero import parameter_offload
 from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
 from torch import Tensor
 
@@ -42,6 +43,15 @@ def reset_autocast() -> None:
     in the precision of the first engine.
     """
     torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
+
+
+def release(engine: Engine) -> None:
+    """Remove the references that keep the memory of an engine that is not used anymore.
+
+    At ZeRO 3, DeepSpeed 0.19 adds the model to a global list and does not remove it.
+    """
+    engine.destroy()
+    parameter_offload.FWD_MODULE_STACK.clear()
 
 
 def silence_monitor(engine: Engine) -> None:

@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from disco_ds.config import Schedule
 from disco_ds.config.text_file import write_text
 from disco_ds.distributed import comm
 from disco_ds.metrics.step_metrics import METRICS, Interval, LogPoint, compute_metrics
@@ -32,16 +33,14 @@ WriteEvents = Callable[[list[tuple[str, float, int]]], None]
 class MetricsLogger:
     """Measures the time between log points and writes one record at each.
 
-    Collective: every rank must create one. Records after the checkpoint of first_step are removed.
+    Collective: every rank must create one. Records after the checkpoint of schedule.first_step are removed.
     If the disk is full, TensorBoard loses points, records wait in the file's buffer until there is
     space, and the run continues.
 
     Args:
         folder: The run folder.
         writers: TensorBoard and the other monitors of the ds_config, by name for messages.
-        global_batch: Samples per step.
-        num_steps: Steps of the whole run.
-        first_step: Steps that were done before this run resumed.
+        schedule: Converts steps to samples.
         peak_samples_per_s: See Interval.
         num_samples: Samples per epoch; if None, records contain no epoch.
     """
@@ -50,15 +49,12 @@ class MetricsLogger:
         self,
         folder: Path,
         writers: Mapping[str, WriteEvents],
-        global_batch: int,
-        num_steps: int,
-        first_step: int = 0,
+        schedule: Schedule,
         peak_samples_per_s: float | None = None,
         num_samples: int | None = None,
     ):
         self.writers = dict(writers)
-        self.global_batch = global_batch
-        self.num_steps = num_steps
+        self.schedule = schedule
         self.peak_samples_per_s = peak_samples_per_s
         self.num_samples = num_samples
         self.phases = Phases()
@@ -67,10 +63,10 @@ class MetricsLogger:
         self.broken = folder / f"broken-{comm.rank():05d}.txt"
         with comm.all_or_none(f"opening {self.path}"):
             if comm.rank() == 0:
-                _drop_after(self.path, first_step)
+                _drop_after(self.path, schedule.first_step)
                 self.file = self.path.open("ab", buffering=BUFFER_BYTES)
         self.start = self.since = time.monotonic()
-        self.first_step = self.last_step = first_step
+        self.last_samples = schedule.first_samples
         self.wait_s = self.step_wait_s = self.save_s = 0.0
 
     def add_wait(self, seconds: float) -> None:
@@ -102,22 +98,23 @@ class MetricsLogger:
         """
         clock = time.monotonic()
         self.phases.note_peak()
+        samples = self.schedule.samples(now.step)
         since = Interval(
-            samples=(now.step - self.last_step) * self.global_batch,
+            samples=samples - self.last_samples,
             seconds=clock - self.since,
             wait_s=self.wait_s,
             peak_bytes=self.phases.peak_bytes,
             peak_samples_per_s=self.peak_samples_per_s,
         )
-        record: dict[str, Any] = {"step": now.step, "samples": now.step * self.global_batch}
+        record: dict[str, Any] = {"step": now.step, "samples": samples}
         if self.num_samples:
-            record["epoch"] = round(record["samples"] / self.num_samples, 6)
+            record["epoch"] = round(samples / self.num_samples, 6)
         record |= compute_metrics(now, since)
         record |= self.phases.read(self.step_wait_s)
         if self.save_s:
             record["time/save_s"] = self.save_s
         self.since = clock
-        self.last_step = now.step
+        self.last_samples = samples
         self.wait_s = self.save_s = 0.0
         if self.file is not None:
             self._append(record)
@@ -127,7 +124,7 @@ class MetricsLogger:
     def note(self, step: int, values: dict[str, float]) -> None:
         """Write values that are not part of a step's record, such as an evaluation's, on rank 0."""
         if self.file is not None and values:
-            self._append({"step": step, "samples": step * self.global_batch, **values})
+            self._append({"step": step, "samples": self.schedule.samples(step), **values})
 
     def close(self) -> None:
         """Write the waiting records and close the file."""
@@ -152,10 +149,10 @@ class MetricsLogger:
 
     def _describe(self, record: dict[str, Any]) -> str:
         """Return the progress line of a record."""
-        done = record["step"]
-        step_s = (time.monotonic() - self.start) / max(done - self.first_step, 1)
-        left = timedelta(seconds=round(step_s * (self.num_steps - done)))
-        words = [f"step {done:,}/{self.num_steps:,} ({left} left)"]
+        schedule, samples = self.schedule, record["samples"]
+        sample_s = (time.monotonic() - self.start) / max(samples - schedule.first_samples, 1)
+        left = timedelta(seconds=round(sample_s * (schedule.num_samples - samples)))
+        words = [f"step {record['step']:,}/{schedule.num_steps:,} ({left} left)"]
         if "epoch" in record:
             words.append(f"epoch {record['epoch']:.2f}")
         for metric in METRICS:

@@ -92,15 +92,16 @@ def write_report(folder: Path) -> Path:
         with numpy.load(folder / EXAMPLES) as saved:
             examples = dict(saved)
     last = records[-1] if records else {"step": 0, "samples": 0}
+    batches = read_batches(records)
+    sizes = " to ".join(dict.fromkeys(f"{batch:,}" for _, batch in (*batches[:1], *batches[-1:])))
     state = "finished" if (folder / FINISHED).exists() else "not finished"
-    global_batch = last["samples"] // max(last["step"], 1)
-    title = f"{folder.resolve().name}: {last['step']:,} steps of {global_batch:,} samples, {state}"
+    title = f"{folder.resolve().name}: {last['step']:,} steps of {sizes or 0} samples, {state}"
     if examples:
         title += f"; images of {examples['name']} with the nearest labels below"
     with style.context(STYLE), warnings.catch_warnings():
         # The font may lack the script of a label.
         warnings.filterwarnings("ignore", "Glyph .* missing")
-        figure = draw_report(read_curves(records), global_batch, examples)
+        figure = draw_report(read_curves(records), batches, examples)
         figure.suptitle(title)
         partial = folder / f"partial-{REPORT}"
         figure.savefig(partial)
@@ -118,7 +119,21 @@ def read_curves(records: Sequence[dict[str, Any]]) -> Curves:
     return curves
 
 
-def draw_report(curves: Curves, global_batch: int, examples: dict[str, Any]) -> Figure:
+def read_batches(records: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
+    """Return (samples seen, mean global batch since the record before) of each record after a new step."""
+    batches = []
+    step = samples = 0
+    for record in records:
+        if record["step"] > step:
+            batch = (record["samples"] - samples) // (record["step"] - step)
+            step, samples = record["step"], record["samples"]
+            batches.append((samples, batch))
+    return batches
+
+
+def draw_report(
+    curves: Curves, batches: Sequence[tuple[int, int]], examples: dict[str, Any]
+) -> Figure:
     """Draw loss, accuracy, a panel for each metric with a curve label, and the examples."""
     from matplotlib.figure import Figure
 
@@ -133,7 +148,7 @@ def draw_report(curves: Curves, global_batch: int, examples: dict[str, Any]) -> 
         row, column = divmod(number, 3)
         return figure.add_subplot(grid[row, 2 * column : 2 * column + 2])
 
-    draw_loss(add_panel(0), curves, global_batch)
+    draw_loss(add_panel(0), curves, batches)
     draw_accuracy(add_panel(1), curves)
     for number, metric in enumerate(panels, 2):
         axes = add_panel(number)
@@ -146,13 +161,15 @@ def draw_report(curves: Curves, global_batch: int, examples: dict[str, Any]) -> 
     return figure
 
 
-def draw_loss(axes: Axes, curves: Curves, global_batch: int) -> None:
+def draw_loss(axes: Axes, curves: Curves, batches: Sequence[tuple[int, int]]) -> None:
     """Draw the training loss, and the loss of a random guess."""
     draw_curve(axes, curves, "loss", "training loss")
-    if global_batch > 1:
-        chance = math.log(global_batch)
-        label = f"guessing among {global_batch:,} by softmax: {chance:.2f}"
-        axes.axhline(chance, color="gray", linestyle="--", linewidth=1, label=label)
+    if batches and batches[-1][1] > 1:
+        seen, sizes = zip(*batches, strict=True)
+        chance = [math.log(max(size, 1)) for size in sizes]
+        label = f"guessing among {sizes[-1]:,} by softmax: {chance[-1]:.2f}"
+        style: dict[str, Any] = {"color": "gray", "linestyle": "--", "drawstyle": "steps-pre"}
+        axes.plot((0, *seen), (chance[0], *chance), linewidth=1, label=label, **style)
     finish_axes(axes, "loss")
 
 

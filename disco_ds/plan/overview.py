@@ -92,7 +92,7 @@ def plan_run(
     if largest:
         config = fit(config, ranks, chosen.gib, host_gib, assumed)
     if num_samples := known_samples(config, assumed.num_samples):
-        config = config.with_steps(num_samples)
+        config = config.with_samples(num_samples)
     config.num_micro_batches(ranks)  # raises before the trace if the batch does not divide
     towers = trace(config, config.micro_batch)
     # A recipe with fixed ranks would refuse all other numbers.

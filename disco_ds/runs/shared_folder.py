@@ -48,15 +48,15 @@ def open_folder(config: Config, resume: str | None, stack: ExitStack) -> Path:
         ValueError: On every rank, if the folder cannot be found, made or locked, or a rank cannot write to it.
     """
 
-    def lock() -> tuple[Path, int]:
+    def lock() -> tuple[Path, tuple[int, int]]:
         runs, name = config.runs, config.name
         opened = find_run_folder(runs, name, resume) if resume else make_run_folder(runs, name)
         stack.callback(opened.close)
-        return opened.path, count_finished(opened.path)
+        return opened.path, read_finished(opened.path)
 
-    folder, num_finished = comm.from_rank_0("run folder", lock)
-    if config.num_steps <= num_finished:
-        raise FinishedError(folder, num_finished)
+    folder, (steps, samples) = comm.from_rank_0("run folder", lock)
+    if config.find_end(steps, samples)[0] <= steps:
+        raise FinishedError(folder, steps)
     with removed_if_refused(folder, new=not resume):
         check_shared(folder)
     if comm.rank() == 0:
@@ -64,13 +64,14 @@ def open_folder(config: Config, resume: str | None, stack: ExitStack) -> Path:
     return folder
 
 
-def count_finished(folder: Path) -> int:
-    """Return the number of steps that a finished run has completed, or 0 if the run is not finished."""
+def read_finished(folder: Path) -> tuple[int, int]:
+    """Return the numbers of steps and samples that a finished run has completed; (0, 0) if the run is not finished."""
     path = folder / FINISHED
     if not path.exists():
-        return 0
+        return 0, 0
     try:
-        return json.loads(path.read_text(encoding="utf-8"))["steps"]
+        reached = json.loads(path.read_text(encoding="utf-8"))
+        return reached["steps"], reached["samples"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} cannot be read: {error}; remove it if the run is not finished"
@@ -109,13 +110,18 @@ def check_shared(folder: Path) -> None:
                 token.unlink()
 
 
-def write_settings(config: Config, folder: Path) -> dict[str, Any]:
+def write_settings(config: Config, stage: Config, folder: Path) -> dict[str, Any]:
     """Write the settings that this run uses to config.yaml and ds_config.json. Collective.
+
+    Args:
+        config: Settings of the run.
+        stage: Settings of its current stage.
+        folder: The run folder.
 
     Returns:
         The content of ds_config.json.
     """
-    ds_config = render_ds_config(config, comm.size(), folder)
+    ds_config = render_ds_config(stage, comm.size(), folder)
     with comm.all_or_none(f"writing the settings into {folder}"):
         if comm.rank() == 0:
             (folder / FINISHED).unlink(missing_ok=True)  # exists if a finished run is extended

@@ -6,7 +6,7 @@ The training loop is in loop.py.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ from deepspeed.runtime.utils import set_random_seed
 from torch import nn
 
 from disco_ds.checkpoints import checkpoint
-from disco_ds.checkpoints.changes import refuse_unchangeable
+from disco_ds.checkpoints.changes import find_changes, refuse_unchangeable
 from disco_ds.checkpoints.checkpoint import RunState, Saved
 from disco_ds.checkpoints.resume import (
     choose,
@@ -27,7 +27,7 @@ from disco_ds.checkpoints.resume import (
     set_newer_aside,
 )
 from disco_ds.checkpoints.saver import Saver
-from disco_ds.config import Config, render_ds_config
+from disco_ds.config import Config, Schedule, make_schedule, render_ds_config
 from disco_ds.data import (
     ImageSpec,
     Loader,
@@ -81,7 +81,11 @@ SAME_FILES = "their files differ: every host needs the same shards, manifest, cs
 class Run:
     """All parts of a run, as `build` returns them."""
 
+    recipe: Config
+    """Settings of the whole run."""
     config: Config
+    """Settings of the current stage."""
+    schedule: Schedule
     folder: Path
     engine: Engine
     loss: Loss
@@ -92,8 +96,6 @@ class Run:
     saver: Saver
     interrupts: Interrupts
     heartbeat: Heartbeat
-    first_step: int
-    """Number of steps that were completed before this process started; 0 for a new run."""
     skipped_in_a_row: int = 0
     """Number of batches skipped in a row, up to now, because the loss or the gradient was not finite."""
 
@@ -105,7 +107,7 @@ def build(
     unattended: bool = False,
     allow_change: Sequence[str] = (),
 ) -> Run:
-    """Build a run. Collective.
+    """Build a run from its first step or from a checkpoint on, up to the end of the current stage. Collective.
 
     The order is: data, the checkpoint to resume from, model, loader, run folder, engine.
 
@@ -129,7 +131,8 @@ def build(
         unattended = True
     # Called only to find mistakes early. The ds_config contains the path of the run folder, so
     # write_settings creates the real one once that folder exists.
-    render_ds_config(config, comm.size())
+    for stage in config.stage_configs:
+        render_ds_config(stage, comm.size())
     comm.from_rank_0("log", partial(check_packages, config))
     with comm.all_or_none("loss"):  # the file of a custom loss may be missing on one host
         loss = make_loss(config)
@@ -137,15 +140,28 @@ def build(
     with comm.all_or_none("data"):
         sources = load_sources(config.data)
         sets = load_sets(config.eval, config.data)
-    identity = identify(config, sources)
-    config = config.with_steps(sum(source.num_samples for source in sources))
+    identify_stage = identify(config, sources)
+    config = config.with_samples(sum(source.num_samples for source in sources))
     # The checkpoint is chosen before the model and the loader are built, because the weights and the
     # position in the data come from it. A new run folder is created only after the loader has been built.
     folder, saved = None, None
     if resume:
         folder = open_folder(config, resume, stack)
-        saved = choose(folder, resume, config, identity, unattended, allow_change)
-    first_step = saved.step if saved else 0
+        saved = choose(folder, resume, config, identify_stage, unattended, allow_change)
+    schedule = make_schedule(config)
+    if saved:
+        schedule = make_schedule(
+            config,
+            saved.step,
+            saved.meta["samples"],
+            saved.meta["identity"]["global_batch"],
+            saved.meta["warmup_batch"],
+        )
+    recipe, config = config, config.at_sample(schedule.first_samples)
+    identity = identify_stage(config)
+    is_same = saved is not None and not find_changes(saved.meta["identity"], identity)
+    with comm.all_or_none("model"):
+        check_image_sizes(recipe, loss)
     model, tokenizer = build_towers(config, loss, restored=saved is not None)
     look = read_preprocessing(model)
     image = ImageSpec(look.size, look.interpolation, look.resize_mode)
@@ -166,23 +182,23 @@ def build(
             ),
         )
     stack.callback(loader.close)
-    loss.set_num_samples(loader.num_samples, config.num_steps * config.global_batch)
+    loss.set_num_samples(loader.num_samples, schedule.num_samples)
     # This counts the operations of the model, so it must come before ZeRO partitions the parameters.
     peak_pace = peak_samples_per_s(model, config.log.peak_flops)
-    folder = folder or open_folder(config, None, stack)
+    folder = folder or open_folder(recipe, None, stack)
     with removed_if_refused(folder, new=saved is None):
         heartbeat.folder = folder / diagnostics.FOLDER
         diagnostics.dump_records_to(heartbeat.folder)
-        ds_config = write_settings(config, folder)
-        wandb = open_wandb(config, folder, stack)
+        ds_config = write_settings(recipe, config, folder)
+        wandb = open_wandb(recipe, folder, stack)
         engine = start_engine(config, model, loss, ds_config, saved)
-        record_changes(folder, saved, config, identity)
+        # The settings that a stage changes are in its recipe, so compare with the stage before.
+        before = recipe.at_sample(schedule.first_samples - 1)
+        record_changes(folder, saved, schedule.num_steps, identify_stage(before))
     metrics = MetricsLogger(
         folder,
         find_writers(engine, wandb),
-        config.global_batch,
-        config.num_steps,
-        first_step,
+        schedule,
         peak_pace,
         loader.num_samples,
     )
@@ -192,13 +208,16 @@ def build(
         skip=config.on_spike == "skip",
         max_scale=config.model.max_scale if loss.learns_scale else None,
         warmup_steps=config.optim.warmup_steps,
-        state=saved.meta["anomalies"] if saved else None,
+        # Other settings, such as another batch, may change the loss. Then forget the values so far.
+        state=saved.meta["anomalies"] if saved and is_same else None,
     )
 
     def read_state(step: int) -> RunState:
         meta = {
             "step": step,
-            "num_steps": config.num_steps,
+            "samples": schedule.samples(step),
+            "num_steps": schedule.num_steps,
+            "warmup_batch": schedule.warmup_batch,
             "identity": identity,
             "shape": checkpoint.shape(config, comm.size()),
             "anomalies": anomalies.state_dict(),
@@ -208,7 +227,9 @@ def build(
     saver = Saver(folder, config.checkpoint, engine, read_state, heartbeat, metrics.add_save)
     stack.callback(saver.close)
     return Run(
+        recipe=recipe,
         config=config,
+        schedule=schedule,
         folder=folder,
         engine=engine,
         loss=loss,
@@ -230,7 +251,6 @@ def build(
         saver=saver,
         interrupts=Interrupts(60 * config.checkpoint.every_minutes, lambda: saver.is_writing),
         heartbeat=heartbeat,
-        first_step=first_step,
     )
 
 
@@ -268,6 +288,32 @@ def check_model(config: Config) -> None:
     read_architecture(config.model)
     find_weights(register_config(config.model.name), config.model)
     warn_of_random_tower(config.model)
+
+
+def check_image_sizes(config: Config, loss: Loss) -> None:
+    """Check that the models of all stages differ at most in the size of the position embedding, which is resized.
+
+    Raises:
+        ValueError: If a stage sets an image size that the model does not support.
+    """
+    stages = {stage.model.image_size: stage for stage in config.stage_configs}
+    first: dict[str, Any] = {}
+    for size, stage in stages.items() if len(stages) > 1 else ():
+        bias = loss.initial_bias(stage.global_batch)
+        model = build_model(
+            stage.model, loss.initial_scale, bias, loss.learns_scale, pretrained=False
+        )
+        check_image_size(stage.model, model)
+        shapes = {name: value.shape for name, value in model.state_dict().items()}
+        shapes.pop("visual.positional_embedding", None)
+        first = first or shapes
+        for name, shape in shapes.items():
+            if shape != first[name]:
+                raise ValueError(
+                    f"stages: the image size cannot change to {size}, because {name} of {config.model.label} would "
+                    f"change from {list(first[name])} to {list(shape)}; only the position embedding of an open_clip "
+                    "ViT can be resized"
+                )
 
 
 def make_loss(config: Config) -> Loss:
@@ -314,8 +360,10 @@ def build_towers(config: Config, loss: Loss, restored: bool) -> tuple[nn.Module,
         return model, build_tokenizer(config.model, model)
 
 
-def identify(config: Config, sources: list[Source]) -> dict[str, Any]:
-    """Return the settings that must not change when the run is resumed; see checkpoint.identity. Collective.
+def identify(config: Config, sources: list[Source]) -> Callable[[Config], dict[str, Any]]:
+    """Return a function that returns the settings of a stage that must not change when it is resumed. Collective.
+
+    See checkpoint.identity. The function does not communicate.
 
     Raises:
         ValueError: On every rank, if hosts have different shards or model configs at the same path.
@@ -323,13 +371,18 @@ def identify(config: Config, sources: list[Source]) -> dict[str, Any]:
     # Synthetic data needs no fingerprint: data.num_samples identifies it, and that setting is compared too.
     data = "synthetic" if config.data.source == "synthetic" else fingerprint(config.data, sources)
     with comm.all_or_none("model"):
-        found = checkpoint.identity(config, data, read_architecture(config.model))
         # Export and evaluation need these values, even if the folder of the pretrained weights was deleted.
-        found["model.preprocess"] = read_overrides(register_config(config.model.name), config.model)
+        preprocess = read_overrides(register_config(config.model.name), config.model)
+
+        def identify_stage(stage: Config) -> dict[str, Any]:
+            found = checkpoint.identity(stage, data, read_architecture(stage.model))
+            return found | {"model.preprocess": preprocess}
+
+        found = identify_stage(config)
     # All ranks are known to have the same paths, but the files at a path may differ between hosts.
     same = ("data.shards", "model.config", "model.preprocess")
     check_agreement({key: found.get(key) for key in same}, SAME_FILES)
-    return found
+    return identify_stage
 
 
 def start_engine(
@@ -351,5 +404,5 @@ def start_engine(
     with comm.all_or_none("the loss's state"):
         loss.load_state_parts(saved.states("loss"))
     set_newer_aside(saved)
-    rewind_tensorboard(engine.monitor, saved.step * config.global_batch)
+    rewind_tensorboard(engine.monitor, saved.meta["samples"])
     return engine

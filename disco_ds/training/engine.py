@@ -77,18 +77,18 @@ def build_optimizer(groups: list[dict[str, Any]], settings: OptimSettings) -> to
     return torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum, fused=True)
 
 
-def learning_rate(step: int, num_steps: int, peak: float, settings: OptimSettings) -> float:
+def learning_rate(step: float, num_steps: float, peak: float, settings: OptimSettings) -> float:
     """Return the learning rate of a step: linear warmup to `peak`, then settings.schedule.
 
     Args:
-        step: Number of the step, counted from 0.
-        num_steps: Number of steps in the run.
+        step: Number of the step, counted from 0 in steps of Schedule.warmup_batch.
+        num_steps: Length of the run in such steps.
         peak: Learning rate after the warmup.
         settings: Only warmup_steps, schedule, cooldown_steps and lr_min are used.
     """
     warmup, low = settings.warmup_steps, settings.lr_min
     if step < warmup:
-        return peak * (step + 1) / warmup
+        return peak * min(step + 1, warmup) / warmup
     if settings.schedule == "cosine":
         progress = (step - warmup) / max(num_steps - warmup, 1)
         return low + (peak - low) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2

@@ -60,7 +60,7 @@ class Evaluation:
         return values
 
     def _publish(self, step: int, results: list[Result]) -> None:
-        samples = step * self.metrics.global_batch
+        samples = self.metrics.schedule.samples(step)
         epoch = f", epoch {samples / self.num_samples:.2f}" if self.num_samples else ""
         say(f"step {step:,}{epoch}:\n{describe(results)}")
         classified = [result for result in results if result.examples]

@@ -51,7 +51,7 @@ class AskedToStopError(RuntimeError):
 
 
 def train(run: Run) -> None:
-    """Train from the first step of the run to the last. Collective.
+    """Train from the first step of the run to the last step of the current stage. Collective.
 
     Raises:
         StopError: If data cannot be read, or the ranks are at different steps.
@@ -60,13 +60,14 @@ def train(run: Run) -> None:
         comm.AgreedError: If an evaluation or the last save fails.
     """
     run.engine.train()
-    step, num_steps = run.first_step, run.config.num_steps
-    # A step is evaluated after its checkpoint is saved. If the run stopped in between, the evaluation
-    # of the step that this run resumes from is missing.
+    step, num_steps = run.schedule.first_step, run.schedule.num_steps
+    last_step = run.schedule.last_step
+    # A step is evaluated after its checkpoint is saved. If the run stopped in between, or a stage ended,
+    # the evaluation of the step that this run resumes from is missing.
     if 0 < step < num_steps and is_due(run, step, run.config.eval):
         run.evaluation(step)
-    while step < num_steps:
-        is_logged = (step + 1) % run.config.log.every_steps == 0 or step + 1 == num_steps
+    while step < last_step:
+        is_logged = (step + 1) % run.config.log.every_steps == 0 or step + 1 == last_step
         data = run.loader.read_step()
         output = run_step(run, step, data, is_logged)
         if output is None:  # the batch was skipped; the next batch takes its place
@@ -75,7 +76,7 @@ def train(run: Run) -> None:
         if is_logged:
             log(run, step, output, data)
         run.saver.poll(step, run.interrupts.written)
-        if step == num_steps or run.interrupts.save or is_due(run, step, run.config.checkpoint):
+        if step == last_step or run.interrupts.save or is_due(run, step, run.config.checkpoint):
             save(run, step)
         if step == num_steps:
             break  # `finish` evaluates after the last step
@@ -83,7 +84,7 @@ def train(run: Run) -> None:
             raise AskedToStopError(
                 f"asked to stop, saved after step {step:,}; --resume latest resumes from there"
             )
-        if is_due(run, step, run.config.eval):
+        if step < last_step and is_due(run, step, run.config.eval):
             run.evaluation(step)
 
 
@@ -108,7 +109,7 @@ def run_step(run: Run, step: int, data: StepData, is_logged: bool) -> StepOutput
     """
     config = run.config
     run.loss.accuracy = is_logged
-    rate = learning_rate(step, config.num_steps, config.peak_lr, config.optim)
+    rate = find_rate(run, step)
     generators = Rng()
 
     def agree_and_set_rates(embeddings: Embeddings, out: LossOutput) -> None:
@@ -143,7 +144,7 @@ def run_step(run: Run, step: int, data: StepData, is_logged: bool) -> StepOutput
     except DataStopError as error:
         generators.restore()
         run.loader.drop_step()
-        saved = run.saver.save_before_error(step, run.first_step)
+        saved = run.saver.save_before_error(step, run.schedule.first_step)
         raise DataStopError(f"{error}; {saved}") from None
     finally:
         run.metrics.add_wait(data.wait_s)
@@ -157,12 +158,22 @@ def run_step(run: Run, step: int, data: StepData, is_logged: bool) -> StepOutput
     return output
 
 
+def find_rate(run: Run, step: int) -> float:
+    """Return the learning rate of a step, counted from 0. It depends on the samples seen so far, not on the steps."""
+    schedule, config = run.schedule, run.config
+    steps, num_steps = (
+        samples / schedule.warmup_batch
+        for samples in (schedule.samples(step), schedule.num_samples)
+    )
+    return learning_rate(steps, num_steps, config.peak_lr, config.optim)
+
+
 def save(run: Run, step: int) -> None:
     """Save a checkpoint after this step, as described in Saver.save. Collective."""
     run.interrupts.saved()
     if run.interrupts.stop:
         run.heartbeat.stop_agreed()
-    run.saver.save(step, last=step == run.config.num_steps or run.interrupts.stop)
+    run.saver.save(step, last=step == run.schedule.last_step or run.interrupts.stop)
 
 
 def mark_phases(run: Run, step: int, timer: Timer) -> Timer:
@@ -170,7 +181,7 @@ def mark_phases(run: Run, step: int, timer: Timer) -> Timer:
 
     def begin(name: str) -> AbstractContextManager[Any]:
         # The first step is not timed: it may take very long, because the model is compiled in it.
-        run.heartbeat.mark(step, name.removeprefix("step/"), timed=step > run.first_step)
+        run.heartbeat.mark(step, name.removeprefix("step/"), timed=step > run.schedule.first_step)
         return timer(name)
 
     return begin
@@ -179,9 +190,10 @@ def mark_phases(run: Run, step: int, timer: Timer) -> Timer:
 def is_due(run: Run, step: int, settings: CheckpointSettings | EvalSettings) -> bool:
     """Return whether `settings` (every_steps or every_epochs) require a save or an evaluation after this step."""
     if settings.every_epochs:
-        steps_per_epoch = run.loader.num_samples / run.config.global_batch
-        before = (step - 1) / steps_per_epoch // settings.every_epochs
-        now = step / steps_per_epoch // settings.every_epochs
+        before, now = (
+            run.schedule.samples(done) / run.loader.num_samples // settings.every_epochs
+            for done in (step - 1, step)
+        )
         return before < now
     return bool(settings.every_steps) and step % settings.every_steps == 0
 
@@ -248,13 +260,12 @@ def agree(
 
 def log(run: Run, step: int, output: StepOutput, data: StepData) -> None:
     """Log the metrics of a step, and check them for anomalies. Collective."""
-    config = run.config
     point = LogPoint(
         step=step,
         metrics=output.metrics | features_spread(*output.features),
         scale=output.scale,
         bias=output.bias,
-        lr=learning_rate(step - 1, config.num_steps, config.peak_lr, config.optim),
+        lr=find_rate(run, step - 1),
         grad_norm=output.grad_norm,
         index=torch.cat(data.index),
         broken=run.loader.broken,
@@ -285,16 +296,16 @@ def prepare(config: Config) -> Callable[[MicroBatch], tuple[Tensor, ...]]:
 
 def finish(run: Run) -> None:
     """Evaluate the model, mark the run as finished, draw the report and print where the results are. Collective."""
-    num_steps = run.config.num_steps
+    num_steps, num_samples = run.schedule.num_steps, run.schedule.num_samples
     values = run.evaluation(num_steps)
     run.heartbeat.mark(num_steps, "ending")
-    reached: dict[str, object] = {"steps": num_steps, **values}
+    reached: dict[str, object] = {"steps": num_steps, "samples": num_samples, **values}
     comm.from_rank_0("marking the run as finished", partial(mark_finished, run.folder, reached))
     if comm.rank() != 0:
         return
     with log_errors("report.png was not drawn"):
         picture = write_report(run.folder)
         if run.evaluation.wandb:
-            run.evaluation.wandb.write_report(num_steps * run.config.global_batch, picture)
+            run.evaluation.wandb.write_report(num_samples, picture)
     command = shlex.join(["tensorboard", "--logdir", str(run.folder.parent)])
     say(f"run folder: {run.folder}\npictures: {run.folder / REPORT}\ncurves: {command}")

@@ -500,7 +500,7 @@ def live(path: Path, name: str, victim: int | None, wanted: str, more: int, afte
         run = build(config, "latest" if list_complete(Path(config.runs) / name) else None, stack)
         if comm.rank() == victim:
             threading.Thread(
-                target=watch, args=(run.folder, run.first_step + more), daemon=True
+                target=watch, args=(run.folder, run.schedule.first_step + more), daemon=True
             ).start()
         train(run)
 

@@ -155,9 +155,9 @@ def train_six(
 ) -> Path:
     with ExitStack() as stack:
         run = build(load_config(path, list(overrides)), resume, stack, unattended, allow_change)
-        assert not resume or find_latest(run.folder).name == f"step-{run.first_step:08d}", (
-            "a crash would skip steps"
-        )
+        assert (
+            not resume or find_latest(run.folder).name == f"step-{run.schedule.first_step:08d}"
+        ), "a crash would skip steps"
         train(run)
     return run.folder
 
@@ -225,7 +225,7 @@ def first_step(path: Path, *overrides: str) -> tuple[str, int]:
     with ExitStack() as stack:
         run = build(load_config(path, list(overrides)), "auto", stack, allow_change=("optim.lr",))
     comm.barrier()
-    return run.folder.name, run.first_step
+    return run.folder.name, run.schedule.first_step
 
 
 def resume_automatically(path: Path) -> None:
@@ -239,7 +239,7 @@ def resume_automatically(path: Path) -> None:
     assert folder.name == "tiny-2", "the first has saved nothing"
     assert first_step(path, "optim.lr=1e-4") == ("tiny-2", 6)
     if comm.rank() == 0:
-        mark_finished(folder, {"steps": 6})
+        mark_finished(folder, {"steps": 6, "samples": 96})
     comm.barrier()
     assert "has done all its steps (6)" in refused(load_config(path), resume="auto")
     assert first_step(path, "steps=7") == ("tiny-2", 6)
@@ -358,7 +358,7 @@ def change_settings_of_runs(path: Path) -> None:
     train_six(path, str(second), False, *CHANGED, allow_change=ALLOWED)
     train_six(path, str(by_hand / CHECKPOINTS / "step-00000002"), False, *CHANGED)
     if comm.rank() == 0:
-        mark_finished(told, {"steps": 6})
+        mark_finished(told, {"steps": 6, "samples": 96})
     comm.barrier()
     expect(
         refused(load_config(path, [*CHANGED]), resume=str(told)),

@@ -75,7 +75,7 @@ def test_unknown_key_names_the_nearest(override: str, words: str, recipe: Path) 
         (["checkpoint.keep_last=0"], "checkpoint.keep_last must be greater than 0"),
         (
             ["steps=null"],
-            "steps, samples and epochs, got none",
+            "epochs and stages, got none",
         ),
         (["samples=6400"], "got steps=100 and samples=6400; .*=null"),
         (["steps=null", "samples=63"], "samples=63 .* global_batch=64"),
@@ -244,13 +244,13 @@ def test_epochs_become_steps_when_the_samples_are_counted() -> None:
     with pytest.raises(ValueError, match="only once the samples are counted"):
         _ = config.num_steps
     assert "2.5 epochs" in config.describe(1)
-    counted = config.with_steps(1000)
-    assert (counted.num_steps, counted.steps, counted.epochs) == (39, 39, None)  # 2500 // 64
+    counted = config.with_samples(1000)
+    assert (counted.num_steps, counted.samples, counted.epochs) == (39, 2500, None)  # 2500 // 64
     assert check_config(counted.model_dump(mode="json"), "again") == counted
     with pytest.raises(ValueError, match=r"epochs=2.5 of 25 samples .* global_batch=64"):
-        config.with_steps(25)
+        config.with_samples(25)
     with pytest.raises(ValueError, match="9 steps"):
-        config.with_steps(250)
+        config.with_samples(250)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,14 @@ def write_checkpoint(run: Path, step: int, ranks: int = 2) -> Path:
         torch.save(state, path / f"rank_{rank:05d}.pt")
     describe(
         path,
-        {"format": FORMAT, "step": step, "num_steps": 10, "identity": identify(), "shape": SHAPE},
+        {
+            "format": FORMAT,
+            "step": step,
+            "samples": 16 * step,
+            "num_steps": 10,
+            "identity": identify(),
+            "shape": SHAPE,
+        },
     )
     return path
 

@@ -22,6 +22,7 @@ from disco_ds.metrics.report import write_report
 from disco_ds.metrics.step_metrics import LogPoint, digest
 from helpers.dist import run_ranks
 from helpers.paths import ROOT
+from helpers.schedule import plain
 
 VALUES = {
     "loss": 2.5,
@@ -64,7 +65,7 @@ def write(folder: Path, lines: list[str]) -> None:
 
 
 def test_a_bias_is_recorded_where_the_model_has_one(tmp_path: Path) -> None:
-    metrics = MetricsLogger(tmp_path, {}, 4, 2)
+    metrics = MetricsLogger(tmp_path, {}, plain(4, 2))
     metrics.log(point(1, torch.arange(4)))
     metrics.log(point(2, torch.arange(4), bias=torch.tensor([-9.5])))
     metrics.close()
@@ -111,7 +112,7 @@ def test_log_writes_a_record_on_the_samples_axis(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     events: list[tuple[str, float, int]] = []
-    metrics = MetricsLogger(tmp_path, {"TensorBoard": events.extend}, global_batch=32, num_steps=40)
+    metrics = MetricsLogger(tmp_path, {"TensorBoard": events.extend}, plain(32, 40))
     metrics.log(point(10, torch.arange(32), broken=3))
     metrics.log(point(20, torch.arange(32, 64), grad_norm=None))
     metrics.note(20, {"eval/validation_top1": 0.75})
@@ -148,9 +149,7 @@ def test_log_writes_a_record_on_the_samples_axis(
 def test_log_rates_count_from_the_last_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
-    metrics = MetricsLogger(
-        tmp_path, {}, global_batch=32, num_steps=40, first_step=4, peak_samples_per_s=256.0
-    )
+    metrics = MetricsLogger(tmp_path, {}, plain(32, 40, 4), peak_samples_per_s=256.0)
     for step, seconds, wait in ((8, 2.0, 1.0), (10, 4.0, 1.0)):
         clock[0] += seconds
         metrics.add_wait(wait / 2)
@@ -172,7 +171,7 @@ def test_metrics_of_a_resumed_run_drop_what_will_be_done_again(tmp_path: Path) -
     ]
     repeated = [f'{{"step": {step}, "samples": {8 * step}}}\n' for step in (21, 30)]
     write(tmp_path, [*kept, *repeated, '{"step": 4'])
-    metrics = MetricsLogger(tmp_path, {}, global_batch=8, num_steps=40, first_step=20)
+    metrics = MetricsLogger(tmp_path, {}, plain(8, 40, 20))
     metrics.log(point(25, torch.arange(8)))
     metrics.close()
     text = (tmp_path / METRICS_FILE).read_text()
@@ -184,7 +183,7 @@ def test_metrics_of_a_resumed_run_drop_what_will_be_done_again(tmp_path: Path) -
 @pytest.mark.parametrize("cut", ['{"step": 2', '{"step": 20, "loss": 1.0}', "{", '{"step": 3}'])
 def test_metrics_last_line_without_its_end_is_dropped(cut: str, tmp_path: Path) -> None:
     write(tmp_path, ['{"step": 10, "samples": 80}\n', cut])
-    MetricsLogger(tmp_path, {}, global_batch=8, num_steps=40, first_step=20).close()
+    MetricsLogger(tmp_path, {}, plain(8, 40, 20)).close()
     assert read(tmp_path) == [{"step": 10, "samples": 80}]
 
 
@@ -192,7 +191,7 @@ def test_metrics_whole_file_is_left_as_it_is(tmp_path: Path) -> None:
     write(tmp_path, ['{"step":10,   "samples": 80}\n', '{"step": 20, "samples": 160}\n'])
     path = tmp_path / METRICS_FILE
     before = path.stat()
-    MetricsLogger(tmp_path, {}, global_batch=8, num_steps=40, first_step=20).close()
+    MetricsLogger(tmp_path, {}, plain(8, 40, 20)).close()
     assert (path.stat().st_ino, path.stat().st_size) == (before.st_ino, before.st_size)
 
 
@@ -209,9 +208,7 @@ def test_points_of_a_resumed_run_replace_those_it_does_again(tmp_path: Path) -> 
             for event in events:
                 board.summary_writer.add_scalar(*event)
 
-        metrics = MetricsLogger(
-            tmp_path, {"TensorBoard": write}, global_batch=8, num_steps=40, first_step=first_step
-        )
+        metrics = MetricsLogger(tmp_path, {"TensorBoard": write}, plain(8, 40, first_step))
         for step in steps:
             metrics.log(point(step, torch.arange(8)))
             metrics.note(step, {"eval/top1": step / 100})
@@ -227,7 +224,7 @@ def test_records_wait_for_room_on_the_disk(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A limit on the size of a file stands for a full disk, which may take a part of a record."""
-    metrics = MetricsLogger(tmp_path, {}, global_batch=8, num_steps=40)
+    metrics = MetricsLogger(tmp_path, {}, plain(8, 40))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
     try:
@@ -251,7 +248,7 @@ def test_a_monitor_that_cannot_write_costs_the_others_nothing(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     metrics = MetricsLogger(
-        tmp_path, {"TensorBoard": fail, "csv_monitor": kept.extend}, global_batch=8, num_steps=40
+        tmp_path, {"TensorBoard": fail, "csv_monitor": kept.extend}, plain(8, 40)
     )
     for step in (1, 2):
         metrics.note(step, {"eval/top1": 0.5})
@@ -267,7 +264,7 @@ def test_a_monitor_that_cannot_write_costs_the_others_nothing(
 
 def log_on_ranks(folder: str) -> dict[str, Any] | None:
     rank = comm.rank()
-    metrics = MetricsLogger(Path(folder), {}, global_batch=8, num_steps=1)
+    metrics = MetricsLogger(Path(folder), {}, plain(8, 1))
     metrics.since -= 100.0
     metrics.add_wait(50.0 * rank)
     metrics.log(point(1, torch.arange(8)[rank::2], broken=rank + 1))
@@ -299,7 +296,7 @@ def test_a_figure_is_one_entry_as_the_manual_shows(
     out = namespace["ClipLossWithCosine"]()(embeddings)
 
     events: list[tuple[str, float, int]] = []
-    metrics = MetricsLogger(tmp_path, {"TensorBoard": events.extend}, global_batch=4, num_steps=10)
+    metrics = MetricsLogger(tmp_path, {"TensorBoard": events.extend}, plain(4, 10))
     metrics.log(point(1, torch.arange(4), metrics=out.metrics))
     metrics.close()
     (record,) = read(tmp_path)

@@ -24,6 +24,7 @@ from disco_ds.runs.run_folder import (
     mark_launch,
     split_resume,
 )
+from helpers.schedule import plain
 from helpers.small_disk import mount_small_disk
 
 HOLD = """
@@ -185,7 +186,7 @@ def test_full_disk_leaves_no_half_file_and_what_was_there(full_disk: Path) -> No
     assert json.loads((full_disk / FINISHED).read_text()) == old
     assert json.loads((full_disk / LAUNCHED).read_text())["launch"] == "mine"
     # Records wait, and then follow in their order.
-    metrics = MetricsLogger(full_disk, {}, 4, 10)
+    metrics = MetricsLogger(full_disk, {}, plain(4, 10))
     metrics.note(1, {"a": 1.0})
     ballast = full_disk / "ballast"
     with suppress(OSError), ballast.open("wb", buffering=0) as file:

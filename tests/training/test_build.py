@@ -138,7 +138,7 @@ def changed_on_resume(path: Path) -> None:
             "log.every_steps=2",
         ]
         run = build(load_config(path, overrides), folder, stack)
-        assert run.first_step == 4
+        assert run.schedule.first_step == 4
         train(run)
 
 

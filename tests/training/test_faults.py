@@ -131,10 +131,10 @@ def crash_and_resume(path: Path, folder: Path) -> None:
         train(start(config, crash, stack))
     with ExitStack() as stack:
         run = start(config, nothing, stack, resume=str(folder / "runs" / "tiny"))
-        assert run.first_step == 4
+        assert run.schedule.first_step == 4
         train(run)
         finish(run)
-        run.saver.wait_for_uploads(run.config.num_steps)
+        run.saver.wait_for_uploads(run.schedule.num_steps)
 
 
 @pytest.mark.slow

@@ -11,9 +11,9 @@ nor decodes any data.
   a slot shuffles one window of consecutive entries at a time.
 - A slot reads its epochs one after another. Its cursor (epoch, offset) determines the next (shard, entry). If a sample
   is broken, the slot's next entry takes its place.
-- Position p of the endless global sequence belongs to slot p % S. Global batch t consists of the positions
-  [t B, (t + 1) B). Of these, rank r of N takes the positions with p % N == r, in ascending order. N must divide S, so
-  that every slot belongs to exactly one rank. Every such N produces the same global batches.
+- Position p of the endless global sequence belongs to slot p % S. A global batch of B samples that follows A samples
+  consists of the positions [A, A + B). Of these, rank r of N takes the positions with p % N == r, in ascending order.
+  N must divide S, so that every slot belongs to exactly one rank. Every such N produces the same global batches.
 """
 
 from __future__ import annotations

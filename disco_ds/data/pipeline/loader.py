@@ -42,6 +42,8 @@ class _Position:
 
     steps: int
     """Number of steps that have been read."""
+    samples: int
+    """Number of samples of all ranks in these steps. The global batch may have changed."""
     broken: int
     """Number of broken samples that were skipped."""
     dropped: int
@@ -97,7 +99,6 @@ class Loader:
             "sources": len(sources),
             "fingerprint": fingerprint(settings, sources),
             "window": settings.window,
-            "global_batch": share.global_batch,
         }
         """Everything that determines the data order. A state is accepted only if all of these values are the same."""
         if state is not None:
@@ -107,17 +108,17 @@ class Loader:
         slots = tuple(range(share.rank, num_slots, share.size))
         streams = [stream for slot in slots for stream in order.streams(slot)]
         if state is None:
-            self._position = _Position(0, 0, 0, dict.fromkeys(streams, (0, 0)))
+            self._position = _Position(0, 0, 0, 0, dict.fromkeys(streams, (0, 0)))
         else:
             # Rank 0 continues from the total counts and the other ranks from 0, so that the sums over ranks are right.
             broken, dropped = (state["broken"], state["dropped"]) if share.rank == 0 else (0, 0)
             cursor = {stream: tuple(state["cursor"][stream]) for stream in streams}
-            self._position = _Position(state["steps"], broken, dropped, cursor)
+            self._position = _Position(state["steps"], state["samples"], broken, dropped, cursor)
         self._before = self._position
         """The position at the start of the current step."""
         self.worker_pids: list[int] = []
         self._error: str | None = None
-        self._rank = share.rank
+        self._share = share
         self._num_parts = share.num_micro_batches
         self._pixels, self._device = staging.pixels, torch.device(staging.device)
         self._current: MicroBatches | None = None
@@ -146,7 +147,8 @@ class Loader:
             share=share,
             slots=slots,
             cursor=self._position.cursor,
-            first=self._position.steps * share.global_batch // share.size,
+            # The number of positions p < samples with p % size == rank.
+            first=(self._position.samples + share.size - 1 - share.rank) // share.size,
             decode_twice=staging.pixels == "compressed",
             batches=self._batches,
             # Without workers, nothing is prefetched, because the trainer's own process reads the samples.
@@ -258,6 +260,7 @@ class Loader:
             position = self._position
             self._position = _Position(
                 position.steps + 1,
+                position.samples + self._share.global_batch,
                 position.broken + len(data.broken),
                 position.dropped + data.dropped,
                 position.cursor | data.cursor,
@@ -331,7 +334,7 @@ class Loader:
         self._held, self._uploads, self._num_again = [], {}, 0
 
     def _describe(self, error: Exception, step: int) -> str:
-        return f"data of rank {self._rank}, step {step}: {describe_error(error)}"
+        return f"data of rank {self._share.rank}, step {step}: {describe_error(error)}"
 
     @cached_property
     def _placeholder(self) -> MicroBatch:

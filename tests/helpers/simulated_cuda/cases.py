@@ -43,6 +43,7 @@ from disco_ds.training.engine import build_engine, set_rates
 from disco_ds.training.loop import agree, log, prepare
 from disco_ds.training.step import StepOutput, train_step
 from helpers.checkpoints import save_now
+from helpers.schedule import plain
 from helpers.simulated_cuda.host import Host, on_the_host, simulate
 from helpers.towers import CONTEXT, IMAGE_SIZE, VOCABULARY, tiny_config, write_tiny
 
@@ -204,7 +205,7 @@ class Training:
             "interrupts": Interrupts(),
             "config": self.config,
             "anomalies": trouble,
-            "first_step": 0,
+            "schedule": plain(self.config.global_batch, 10),
         }
         self.run: Any = SimpleNamespace(**parts)
 
@@ -253,7 +254,7 @@ def logged_case(host: Host) -> None:
     """A step that is timed, and its record."""
     host.answers = {"shift_fits": True}
     training = Training(1, "autocast", 1)
-    metrics = training.run.metrics = MetricsLogger(Path.cwd(), {}, training.config.global_batch, 10)
+    metrics = training.run.metrics = MetricsLogger(Path.cwd(), {}, training.run.schedule)
     training.run.loader = SimpleNamespace(state_dict=lambda: {"steps": 1}, broken=0)
     with host.counted():
         out, data = training.step(metrics.phases.timer(sampled=True))
@@ -446,6 +447,7 @@ def checkpoint_case(host: Host, stage: int) -> None:
     )
     meta = {
         "step": 1,
+        "samples": training.config.global_batch,
         "num_steps": 10,
         "identity": same,
         "shape": checkpoint.shape(training.config, comm.size()),
@@ -453,7 +455,7 @@ def checkpoint_case(host: Host, stage: int) -> None:
     folder = Path(tempfile.mkdtemp(dir=Path.cwd()))
     with saving_here():
         save_now(folder, meta, training.engine, {}, training.loss.state_dict())
-    saved = choose(folder, "latest", training.config, same, unattended=False)
+    saved = choose(folder, "latest", training.config, lambda stage: same, unattended=False)
     resumed = Training(stage, "autocast", 1, "fastclip_v3", saved=saved)
     resumed.loss.load_state_parts(saved.states("loss"))
     resumed.step()

@@ -1,0 +1,65 @@
+"""Steps and samples of a run, in which the global batch may change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from disco_ds.config.recipe import Config
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Converts steps to samples. No other code does, because the global batch may change within a run.
+
+    All steps and samples are counted from the start of the run.
+    """
+
+    global_batch: int
+    """Number of samples per step of the current stage."""
+    last_step: int
+    """Step after which the current stage ends."""
+    num_steps: int
+    """Number of steps of the whole run."""
+    num_samples: int
+    """Number of samples of the whole run."""
+    warmup_batch: int
+    """Global batch at the start of the run. optim.warmup_steps and optim.cooldown_steps count steps of this batch."""
+    first_step: int = 0
+    """Number of steps that were completed before this process started; 0 for a new run."""
+    first_samples: int = 0
+    """Number of samples that were seen in these steps."""
+    previous_batch: int = 0
+    """Number of samples in the last of these steps."""
+
+    def samples(self, step: int) -> int:
+        """Return the number of samples that the run has seen after this step."""
+        done = step - self.first_step
+        return self.first_samples + done * (self.global_batch if done > 0 else self.previous_batch)
+
+
+def make_schedule(
+    config: Config, step: int = 0, samples: int = 0, previous_batch: int = 0, warmup_batch: int = 0
+) -> Schedule:
+    """Return the schedule of a run from this step on.
+
+    Args:
+        config: Settings of the whole run.
+        step: Number of completed steps.
+        samples: Number of samples that were seen in these steps.
+        previous_batch: Number of samples in the last of these steps.
+        warmup_batch: See Schedule; 0 for a new run.
+
+    Raises:
+        ValueError: If a stage would end within a step.
+    """
+    config.check_stages(samples)
+    stage = config.at_sample(samples)
+    return Schedule(
+        stage.global_batch,
+        stage.find_end(step, samples)[0],
+        *config.find_end(step, samples),
+        warmup_batch or config.global_batch,
+        step,
+        samples,
+        previous_batch,
+    )

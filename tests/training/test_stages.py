@@ -1,0 +1,293 @@
+"""Runs whose global batch, image size or patch dropout changes, in stages or on resume."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed import DeepSpeedEngine
+from torch import Tensor
+from torch.nn import functional as F
+
+from disco_ds.checkpoints.checkpoint import read
+from disco_ds.checkpoints.weights import read_tensors
+from disco_ds.config import Config, load_config
+from disco_ds.data import ImageSpec, Loader, SampleForm, Share, load_sources, merge_states
+from disco_ds.models.clip import build_model, build_tokenizer, read_text_size
+from disco_ds.models.param_groups import parameter_groups
+from disco_ds.run import RefusedError, run_training
+from helpers.dist import run_ranks
+from helpers.launched import SAME, equal_checkpoints, records
+from helpers.tiny_run import recipe
+from helpers.towers import BPE_SIZE, TINY
+
+STAGES: list[dict[str, Any]] = [
+    {"until": 64},
+    {"until": 192, "global_batch": 32, "micro_batch": 8},
+    {"until": 288, "global_batch": 48, "image_size": 64, "crop_scale": [0.5, 1.0]},
+]
+"""Ten steps: 4 of 16 samples, 4 of 32, and 2 of 48 larger images."""
+OPTIM = {"base_lr": 0.02, "lr_rule": "sqrt", "warmup_steps": 2, "eps": 1e-3}
+
+
+def write(folder: Path, stages: Sequence[dict[str, Any]] = STAGES, **changes: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    given: dict[str, Any] = {
+        "steps": None,
+        "stages": list(stages),
+        "optim": OPTIM,
+        "checkpoint": {"every_steps": 1, "keep_last": 20},
+    }
+    return recipe(folder, **given | changes)
+
+
+def run_all(jobs: list[tuple[Path, list[str], str | None, tuple[str, ...]]]) -> None:
+    """One rank of some runs, one after the other; each is (recipe, overrides, resume, allow_change)."""
+    for path, overrides, resume, allow_change in jobs:
+        run_training(load_config(path, overrides), resume, allow_change)
+        gc.collect()
+        left = [each for each in gc.get_objects() if type(each) is DeepSpeedEngine]
+        assert not left, "an engine would keep its memory"
+
+
+def weights(run: Path, step: int) -> dict[str, Tensor]:
+    return dict(read_tensors(read(run / "checkpoints" / f"step-{step:08d}")))
+
+
+def assert_close(mine: dict[str, Tensor], other: dict[str, Tensor], most: float = 1e-5) -> None:
+    assert mine.keys() == other.keys()
+    for name, value in mine.items():
+        assert (value.double() - other[name].double()).abs().max() < most, name
+
+
+def train_plainly(config: Config) -> dict[str, Tensor]:
+    """The weights after all stages: one process, one graph a step, torch's AdamW, formulas written out."""
+    sources = load_sources(config.data)
+    model: Any = None
+    moments: Any = None
+    state: Any = None
+    samples = 0
+    total = config.stages[-1].until
+    for stage in config.stages:
+        batch = stage.global_batch or config.global_batch
+        settings = config.model.model_copy(update={"image_size": stage.image_size})
+        before, model = model, build_model_with_seed(config, settings)
+        optimizer = torch.optim.AdamW(
+            parameter_groups(model, config.optim), betas=config.optim.betas, eps=config.optim.eps
+        )
+        if before is not None:
+            take_over(before, moments, model, optimizer)
+        tokenizer = build_tokenizer(settings, model)
+        crop = stage.crop_scale or config.data.crop_scale
+        form = SampleForm(
+            ImageSpec(model.visual.image_size, "bicubic", "shortest"),
+            tokenizer,
+            *read_text_size(model),
+        )
+        data = config.data.model_copy(update={"crop_scale": crop})
+        loader = Loader(data, sources, form, Share(0, 1, batch, batch), config.seed, state)
+        peak = config.optim.base_lr * (batch / 32_768) ** 0.5
+        warmup = config.optim.warmup_steps * config.global_batch
+        model.train()
+        while samples < stage.until:
+            (micro_batch,) = loader.read_step().micro_batches
+            rate = peak * (samples + config.global_batch) / warmup
+            if samples >= warmup:
+                progress = torch.tensor((samples - warmup) / (total - warmup), dtype=torch.float64)
+                rate = peak * (1 + torch.cos(torch.pi * progress).item()) / 2
+            image, text, scale, _ = model(micro_batch.image, micro_batch.text)
+            logits = scale * image @ text.T
+            labels = torch.arange(batch)
+            loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+            optimizer.zero_grad()
+            loss.backward()
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+            samples += batch
+        state = merge_states([loader.state_dict()])
+        loader.close()
+        moments = optimizer.state
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def build_model_with_seed(config: Config, settings: Any) -> Any:
+    torch.manual_seed(config.seed)
+    return build_model(settings)
+
+
+def take_over(before: Any, moments: Any, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Copy weights and moments; those of the position embedding are resized to the new grid."""
+    grid = model.visual.grid_size
+
+    def resize(x: Tensor, like: Tensor, mode: str) -> Tensor:
+        if x.shape == like.shape:
+            return x.clone()
+        side = round((len(x) - 1) ** 0.5)
+        square = x[1:].T.reshape(1, -1, side, side)
+        square = F.interpolate(square, size=grid, mode=mode, antialias=True, align_corners=False)
+        return torch.cat([x[:1], square.flatten(2)[0].T])
+
+    old = dict(before.named_parameters())
+    for name, parameter in model.named_parameters():
+        kept = moments[old[name]]
+        optimizer.state[parameter] = {
+            key: value if key == "step" else resize(value, parameter, "bilinear")
+            for key, value in kept.items()
+        }
+        with torch.no_grad():
+            parameter.copy_(resize(old[name], parameter, "bicubic"))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("ranks", "stage"),
+    [
+        (2, 1),
+        *(
+            pytest.param(ranks, stage, marks=pytest.mark.slow)
+            for ranks, stage in ((1, 0), (2, 0), (4, 1), (2, 2), (2, 3))
+        ),
+    ],
+)
+def test_stages_train_like_one_process_in_plain_torch(
+    ranks: int, stage: int, tmp_path: Path
+) -> None:
+    deepspeed = {"base": f"zero{stage}", "torch_autocast": {"enabled": False}}
+    path = write(tmp_path / "run", deepspeed=deepspeed)
+    run_ranks(run_all, ranks, [(path, [], None, ())], joined=False)
+    run = path.parent / "runs" / "tiny"
+    true = train_plainly(load_config(path))
+    assert true["visual.positional_embedding"].shape == (65, 32)
+    assert_close(weights(run, 10), true)
+    found = records(run)
+    assert [r["samples"] for r in found] == [16, 32, 48, 64, 96, 128, 160, 192, 240, 288]
+    assert not (run / "changes.jsonl").exists(), "nobody changed a setting"
+    assert json.loads((run / "finished.json").read_text()) == {"steps": 10, "samples": 288}
+
+
+DROPOUT = [
+    STAGES[0] | {"patch_dropout": 0.5},
+    STAGES[1] | {"patch_dropout": 0.25},
+    STAGES[2] | {"patch_dropout": 0.25},
+]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("steps", "stage"),
+    [((4,), 1), *(pytest.param((3, 5, 7, 8, 9), z, marks=pytest.mark.slow) for z in range(4))],
+)
+def test_run_resumed_near_a_border_is_the_uninterrupted_one(
+    steps: tuple[int, ...], stage: int, tmp_path: Path
+) -> None:
+    """The checkpoints of each step are what a run that was killed later has; dropout draws random numbers."""
+    deepspeed = {"base": f"zero{stage}", "torch_autocast": {"enabled": False}}
+    path = write(tmp_path / "run", DROPOUT, deepspeed=deepspeed)
+    run = path.parent / "runs" / "tiny"
+    run_ranks(run_all, 2, [(path, [], None, ())], joined=False)
+    copies = {step: run.parent / f"from-{step}" for step in steps}
+    for copy in copies.values():
+        shutil.copytree(run, copy)
+        (copy / "finished.json").unlink()
+    resumed = [
+        (path, [], str(copy / "checkpoints" / f"step-{step:08d}"), ())
+        for step, copy in copies.items()
+    ]
+    run_ranks(run_all, 2, resumed, joined=False)
+    for copy in copies.values():
+        for mine, other in zip(records(copy), records(run), strict=True):
+            assert [mine.get(key) for key in SAME] == [other.get(key) for key in SAME]
+        last = Path("checkpoints", "step-00000010")
+        equal_checkpoints(copy / last, run / last)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("loss", ["disco_fused", "siglip", "fastclip_v3"])
+def test_run_resumed_at_another_number_of_ranks_near_a_border_agrees(
+    loss: str, tmp_path: Path
+) -> None:
+    """FastCLIP's state per sample and its schedules of gamma and of the temperature follow, by samples."""
+    path = write(tmp_path / "run", loss={"name": loss})
+    run = path.parent / "runs" / "tiny"
+    run_ranks(run_all, 1, [(path, [], None, ())], joined=False)
+    for ranks, step in ((2, 3), (4, 4), (2, 5), (2, 8), (4, 9)):
+        copy = run.parent / f"from-{step}"
+        shutil.copytree(run, copy)
+        (copy / "finished.json").unlink()
+        resume = str(copy / "checkpoints" / f"step-{step:08d}")
+        run_ranks(run_all, ranks, [(path, [], resume, ())], joined=False)
+        for mine, other in zip(records(copy), records(run), strict=True):
+            assert [mine[key] for key in ("step", "samples", "ids", "lr")] == [
+                other[key] for key in ("step", "samples", "ids", "lr")
+            ]
+            assert mine["loss"] == pytest.approx(other["loss"], abs=1e-4)
+            assert mine.get("gamma") == other.get("gamma")
+        assert_close(weights(copy, 10), weights(run, 10))
+
+
+@pytest.mark.timeout(900)
+def test_batch_changed_on_resume_trains_like_a_stage(tmp_path: Path) -> None:
+    stages = [{"until": 64}, {"until": 128, "global_batch": 32, "micro_batch": 8}]
+    path = write(tmp_path / "run", stages)
+    by_hand = ["stages=[]", "samples=128", "name=by hand"]
+    changed = [*by_hand, "global_batch=32", "micro_batch=8"]
+    run, other = (path.parent / "runs" / name for name in ("tiny", "by hand"))
+    resume = str(other / "checkpoints" / "step-00000004")
+    allowed = ("global_batch", "micro_batch")
+    jobs = [(path, [], None, ()), (path, by_hand, None, ())]
+    run_ranks(run_all, 2, jobs, joined=False)
+    (other / "finished.json").unlink()
+    said = run_ranks(refused, 2, path, changed, resume, joined=False)[0]
+    assert "global_batch: 16 in the checkpoint, 32 now" in said
+    assert "--allow-change global_batch resumes" in said
+    run_ranks(run_all, 2, [(path, changed, resume, allowed)], joined=False)
+    for mine, expected in zip(records(other), records(run), strict=True):
+        assert [mine.get(key) for key in SAME] == [expected.get(key) for key in SAME]
+    last = Path("checkpoints", "step-00000006")
+    equal_checkpoints(other / last, run / last)
+    assert read(other / last).meta["samples"] == 128
+    (line,) = (other / "changes.jsonl").read_text().splitlines()[:1]
+    assert json.loads(line) == {"step": 4, "setting": "global_batch", "old": 16, "new": 32}
+
+
+def refused(path: Path, overrides: list[str], resume: str | None) -> str:
+    with pytest.raises(RefusedError) as caught:
+        run_training(load_config(path, overrides), resume)
+    return str(caught.value)
+
+
+def find_refusals(path: Path) -> list[str]:
+    later = "stages=[{until: 64}, {until: 144, %s}]"
+    timm = path.parent / "timm.json"
+    cases = [
+        [later % "global_batch: 20"],
+        [later % "image_size: 64", f"model.name={timm}"],
+        [later % "image_size: 4"],
+    ]
+    return [refused(path, case, None) for case in cases]
+
+
+def test_stages_that_cannot_work_are_refused_before_the_start(tmp_path: Path) -> None:
+    path = write(tmp_path / "run")
+    tower = {
+        "image_size": 32,
+        "timm_model_name": "test_vit",
+        "timm_pool": "",
+        "timm_proj": "linear",
+    }
+    text = TINY["text_cfg"] | {"vocab_size": BPE_SIZE}
+    config = {"embed_dim": 16, "vision_cfg": tower, "text_cfg": text}
+    (path.parent / "timm.json").write_text(json.dumps(config))
+    batch, parameters, size = run_ranks(find_refusals, 2, path, joined=False)[0]
+    assert "global_batch 20 is not a multiple of ranks x micro_batch (2 x 4 = 8)" in batch
+    assert "the image size cannot change to 64, because visual.trunk.pos_embed of" in parameters
+    assert "does not take images of 4 x 4" in size
+    assert not (path.parent / "runs").exists()
