@@ -35,5 +35,5 @@ def run(args: argparse.Namespace) -> int:
 
 def describe_run(config: Config, ranks: int) -> str:
     """Return the resolved settings, the rendered ds_config, the batch and the length of the run as text."""
-    ds_config = json.dumps(render_ds_config(config, ranks), indent=2)
+    ds_config = json.dumps(render_ds_config(config.stage_configs[0], ranks), indent=2)
     return f"{config.to_yaml()}\nds_config.json:\n{ds_config}\n\n{config.describe(ranks)}"

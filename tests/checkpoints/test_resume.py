@@ -89,7 +89,7 @@ def choose_step(run: Path, unattended: bool, resume: str = "latest") -> tuple[in
     logging.getLogger("disco_ds").addHandler(said)
     saved: dict[str, Any] = json.loads((run / "identity.json").read_text())
     try:
-        found: int | str = choose(run, resume, CONFIG, saved, unattended).step
+        found: int | str = choose(run, resume, CONFIG, lambda stage: saved, unattended).step
     except ValueError as error:
         found = str(error)
     logging.getLogger("disco_ds").removeHandler(said)
