@@ -16,6 +16,7 @@ import open_clip
 import torch
 from open_clip.tokenizer import HFTokenizer, SimpleTokenizer, get_clean_fn
 from open_clip.transformer import QuickGELU, TextTransformer, VisionTransformer
+from timm.layers.activations import GELUTanh
 from torch import Tensor, nn
 
 from disco_ds.models.clip import read_preprocessing
@@ -25,6 +26,31 @@ _BPE_SIZE = 49_408
 _TOLERANCE = 1e-5
 _TEXTS = ["a photo of a cat", "Two_Dogs:  it's (3) o'clock!"]
 """Texts whose tokens are compared."""
+_NAMES = (
+    (r"^visual\.(trunk\.)?", "vision_model."),
+    (r"^(text\.)?(?=transformer|token_emb|positional_emb|ln_final|text_proj)", "text_model."),
+    (r"\.(transformer\.res)?blocks\.", ".encoder.layers."),
+    (r"\.attn\.(in_proj_|qkv\.)", ".self_attn.qkv_proj."),
+    (r"\.attn\.(out_)?proj\.", ".self_attn.out_proj."),
+    (r"\.(ln_|norm)([12])\.", r".layer_norm\2."),
+    (r"\.c_fc\.", ".fc1."),
+    (r"\.c_proj\.", ".fc2."),
+    (r"\.attn_pool\.latent$", ".head.probe"),
+    (r"\.attn_pool\.(q|kv)\.", ".head.attention.in_proj_"),
+    (r"\.attn_pool\.proj\.", ".head.attention.out_proj."),
+    (r"\.attn_pool\.norm\.", ".head.layernorm."),
+    (r"\.attn_pool\.mlp\.", ".head.mlp."),
+    (r"\.(conv1|patch_embed\.proj)\.", ".embeddings.patch_embedding."),
+    (r"\.(positional_embedding|pos_embed)$", ".embeddings.position_embedding.weight"),
+    (r"\.(class_embedding$|token_embedding\.)", r".embeddings.\1"),
+    (r"\.ln_pre\.", ".pre_layrnorm."),
+    (r"\.(ln_post|norm)\.", ".post_layernorm."),
+    (r"\.ln_final\.", ".final_layer_norm."),
+    (r"^vision_model\.proj$", "visual_projection.weight"),
+    (r"^text_model\.text_projection$", "text_projection.weight"),
+    (r"^text_model\.text_projection\.", "text_model.head."),
+)
+"""Patterns in the names of open_clip and timm, and what replaces them in transformers, in this order."""
 _FILTERS = {"bilinear": 2, "bicubic": 3}
 """PIL's numbers of the interpolations."""
 
@@ -56,6 +82,7 @@ def convert(model: Any, name: str) -> Any:
         )
     try:
         converted = build(transformers, model, text)
+        _load(converted, model)
     except (RuntimeError, AttributeError, KeyError, IndexError) as error:
         raise ValueError(
             f"model {name} has parts that transformers' model lacks: {error}"
@@ -171,151 +198,106 @@ def _build_clip(transformers: Any, model: Any, text: Any) -> Any:
     visual = model.visual
     if text.vocab_size != _BPE_SIZE:
         raise KeyError(f"a vocabulary of {text.vocab_size} tokens")
-    side = visual.conv1.kernel_size[0]
-    vision_config = _describe(visual.transformer.resblocks, visual.ln_post) | {
-        "image_size": _square(visual.image_size),
-        "patch_size": side,
-    }
-    text_config = _describe(text.transformer.resblocks, text.ln_final) | {
-        "vocab_size": text.vocab_size,
-        "max_position_embeddings": len(text.positional_embedding),
+    special = {
         "eos_token_id": _BPE_SIZE - 1,
         "bos_token_id": _BPE_SIZE - 2,
         "pad_token_id": _BPE_SIZE - 1,
     }
     config = transformers.CLIPConfig(
-        vision_config=vision_config,
-        text_config=text_config,
+        vision_config=_describe_vision(visual, visual.transformer.resblocks, visual.ln_post),
+        text_config=_describe_text(text) | special,
         projection_dim=visual.proj.shape[1],
     )
-    tensors = {
-        "logit_scale": model.logit_scale.reshape(()),
-        "visual_projection.weight": visual.proj.T,
-        "text_projection.weight": text.text_projection.T,
-        "vision_model.embeddings.class_embedding": visual.class_embedding,
-        "vision_model.embeddings.patch_embedding.weight": visual.conv1.weight,
-        "vision_model.embeddings.position_embedding.weight": visual.positional_embedding,
-        **_rename(visual.ln_pre, "vision_model.pre_layrnorm"),
-        **_rename(visual.ln_post, "vision_model.post_layernorm"),
-        **_convert_blocks(visual.transformer.resblocks, "vision_model"),
-        **_convert_text(text),
-    }
-    return _load(transformers.CLIPModel(config), tensors)
+    return transformers.CLIPModel(config)
 
 
 def _build_siglip(transformers: Any, model: Any, text: Any) -> Any:
     trunk = model.visual.trunk
-    pool = trunk.attn_pool
-    vision_config = _describe(trunk.blocks, trunk.norm) | {
-        "image_size": _square(model.visual.image_size),
-        "patch_size": trunk.patch_embed.proj.kernel_size[0],
-    }
-    text_config = _describe(text.transformer.resblocks, text.ln_final) | {
+    width = {"projection_size": text.text_projection.out_features}
+    config = transformers.SiglipConfig(
+        vision_config=_describe_vision(model.visual, trunk.blocks, trunk.norm),
+        text_config=_describe_text(text) | width,
+    )
+    return transformers.SiglipModel(config)
+
+
+def _describe_vision(visual: Any, blocks: Any, norm: Any) -> dict[str, Any]:
+    size = visual.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    if height != width:
+        raise KeyError(f"images of {height} x {width} pixels")
+    convolution = next(part for part in visual.modules() if isinstance(part, nn.Conv2d))
+    patch = {"image_size": height, "patch_size": convolution.kernel_size[0]}
+    return _describe(blocks, norm) | patch
+
+
+def _describe_text(text: Any) -> dict[str, Any]:
+    size = {
         "vocab_size": text.vocab_size,
         "max_position_embeddings": len(text.positional_embedding),
-        "projection_size": text.text_projection.out_features,
     }
-    config = transformers.SiglipConfig(vision_config=vision_config, text_config=text_config)
-    bias = model.logit_bias
-    tensors = {
-        "logit_scale": model.logit_scale.reshape(1),
-        # A loss without a bias leaves the ranking of the scores unchanged.
-        "logit_bias": torch.zeros(1) if bias is None else bias.reshape(1),
-        "vision_model.embeddings.position_embedding.weight": trunk.pos_embed[0],
-        **_rename(trunk.patch_embed.proj, "vision_model.embeddings.patch_embedding"),
-        **_rename(trunk.norm, "vision_model.post_layernorm"),
-        **_convert_blocks(trunk.blocks, "vision_model"),
-        "vision_model.head.probe": pool.latent,
-        "vision_model.head.attention.in_proj_weight": torch.cat([pool.q.weight, pool.kv.weight]),
-        "vision_model.head.attention.in_proj_bias": torch.cat([pool.q.bias, pool.kv.bias]),
-        **_rename(pool.proj, "vision_model.head.attention.out_proj"),
-        **_rename(pool.norm, "vision_model.head.layernorm"),
-        **_rename(pool.mlp.fc1, "vision_model.head.mlp.fc1"),
-        **_rename(pool.mlp.fc2, "vision_model.head.mlp.fc2"),
-        **_rename(text.text_projection, "text_model.head"),
-        **_convert_text(text),
-    }
-    return _load(transformers.SiglipModel(config), tensors)
-
-
-def _convert_text(text: Any) -> dict[str, Tensor]:
-    return {
-        "text_model.embeddings.token_embedding.weight": text.token_embedding.weight,
-        "text_model.embeddings.position_embedding.weight": text.positional_embedding,
-        **_rename(text.ln_final, "text_model.final_layer_norm"),
-        **_convert_blocks(text.transformer.resblocks, "text_model"),
-    }
+    return _describe(text.transformer.resblocks, text.ln_final) | size
 
 
 def _describe(blocks: Any, norm: Any) -> dict[str, Any]:
-    """Return the settings of a transformer that its first block shows."""
-    block = blocks[0]
-    first, activation = _read_mlp(block)
-    heads = block.attn.num_heads
+    """Return the settings of a transformer of open_clip or timm that its first block shows."""
+    mlp = blocks[0].mlp
+    first, activation = (mlp.c_fc, mlp.gelu) if hasattr(mlp, "c_fc") else (mlp.fc1, mlp.act)
     return {
         "hidden_size": first.in_features,
         "intermediate_size": first.out_features,
         "num_hidden_layers": len(blocks),
-        "num_attention_heads": heads,
+        "num_attention_heads": blocks[0].attn.num_heads,
         "layer_norm_eps": norm.eps,
         "hidden_act": _name_activation(activation),
     }
 
 
-def _read_mlp(block: Any) -> tuple[nn.Linear, nn.Module]:
-    """Return the first layer and the activation of a block's MLP, of open_clip or timm."""
-    mlp = block.mlp
-    return (mlp.c_fc, mlp.gelu) if hasattr(mlp, "c_fc") else (mlp.fc1, mlp.act)
-
-
 def _name_activation(activation: nn.Module) -> str:
     if isinstance(activation, QuickGELU):
         return "quick_gelu"
+    if isinstance(activation, GELUTanh) or getattr(activation, "approximate", "") == "tanh":
+        return "gelu_pytorch_tanh"
     if isinstance(activation, nn.GELU):
-        return "gelu" if activation.approximate == "none" else "gelu_pytorch_tanh"
+        return "gelu"
     raise KeyError(f"the activation {type(activation).__name__}")
 
 
-def _convert_blocks(blocks: Any, tower: str) -> dict[str, Tensor]:
-    """Return the tensors of a transformer's blocks, of open_clip or timm, under their names in transformers."""
-    tensors: dict[str, Tensor] = {}
-    for number, block in enumerate(blocks):
-        at = f"{tower}.encoder.layers.{number}"
-        is_timm = hasattr(block.attn, "qkv")
-        attention = block.attn
-        weight = attention.qkv.weight if is_timm else attention.in_proj_weight
-        bias = attention.qkv.bias if is_timm else attention.in_proj_bias
-        for letter, rows, values in zip("qkv", weight.chunk(3), bias.chunk(3), strict=True):
-            tensors[f"{at}.self_attn.{letter}_proj.weight"] = rows
-            tensors[f"{at}.self_attn.{letter}_proj.bias"] = values
-        mlp = block.mlp
-        parts = {
-            "self_attn.out_proj": attention.proj if is_timm else attention.out_proj,
-            "layer_norm1": block.norm1 if is_timm else block.ln_1,
-            "layer_norm2": block.norm2 if is_timm else block.ln_2,
-            "mlp.fc1": mlp.fc1 if is_timm else mlp.c_fc,
-            "mlp.fc2": mlp.fc2 if is_timm else mlp.c_proj,
-        }
-        for name, part in parts.items():
-            tensors |= _rename(part, f"{at}.{name}")
-    return tensors
+def _load(converted: Any, model: Any) -> None:
+    """Copy the tensors.
+
+    Raises:
+        KeyError: If either model has tensors that the other lacks.
+        RuntimeError: If shapes differ.
+    """
+    tensors = _rename(model.state_dict())
+    # The bias does not change the ranking of the scores: CLIPModel has none, and SiglipModel must have one.
+    bias = tensors.pop("logit_bias", torch.zeros(1))
+    if hasattr(converted, "logit_bias"):
+        tensors["logit_bias"] = bias
+    missing, unexpected = converted.load_state_dict(tensors, strict=False)
+    if missing or unexpected:
+        raise KeyError((missing + unexpected)[0])
 
 
-def _rename(part: nn.Module, name: str) -> dict[str, Tensor]:
-    return {f"{name}.{key}": tensor for key, tensor in part.state_dict().items()}
-
-
-def _square(size: tuple[int, int] | int) -> int:
-    height, width = (size, size) if isinstance(size, int) else size
-    if height != width:
-        raise KeyError(f"images of {height} x {width} pixels")
-    return height
-
-
-def _load(converted: Any, tensors: dict[str, Tensor]) -> Any:
-    # Copies, because safetensors refuses tensors that share memory.
-    converted.load_state_dict({name: tensor.detach().clone() for name, tensor in tensors.items()})
-    return converted
+def _rename(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors with their names and shapes in transformers."""
+    renamed: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        for pattern, replacement in _NAMES:
+            name = re.sub(pattern, replacement, name)
+        if at := re.fullmatch(r"(.*\.self_attn\.)qkv_proj(.*)", name):
+            for letter, part in zip("qkv", tensor.chunk(3), strict=True):
+                renamed[f"{at[1]}{letter}_proj{at[2]}"] = part
+        elif name.endswith("position_embedding.weight"):
+            renamed[name] = tensor.reshape(-1, tensor.shape[-1])
+        elif name in ("visual_projection.weight", "text_projection.weight"):
+            renamed[name] = tensor.T
+        elif name in renamed:  # the queries of the pooling, followed by its keys and values
+            renamed[name] = torch.cat([renamed[name], tensor])
+        else:
+            renamed[name] = tensor
+    return renamed
 
 
 @torch.no_grad()

@@ -14,7 +14,6 @@ TEXT = {"context_length": 12, "vocab_size": 49_408, "width": 32, "heads": 2, "la
 VISION = {"image_size": 32, "patch_size": 8, "width": 32, "layers": 2, "head_width": 16}
 TIMM = {
     "image_size": 32,
-    "timm_model_name": "tiny_siglip",
     "timm_pool": "map",
     "timm_proj": "none",
 }
@@ -67,11 +66,25 @@ def architecture(kind: str, folder: Path) -> dict[str, Any]:
         "norm_kwargs": {"eps": 1e-6},
         "act_kwargs": {"approximate": "tanh"} if kind == "siglip2" else {},
     }
-    return {"embed_dim": 64, "custom_text": True, "vision_cfg": TIMM, "text_cfg": text}
+    vision = {**TIMM, "timm_model_name": f"tiny_{kind}"}
+    return {"embed_dim": 64, "custom_text": True, "vision_cfg": vision, "text_cfg": text}
 
 
 @register_model
-def tiny_siglip(pretrained: bool = False, **options: Any) -> VisionTransformer:
+def tiny_siglip(**options: Any) -> VisionTransformer:
     """A small tower like timm's vit_base_patch16_siglip_224."""
     size = {"patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 2}
-    return VisionTransformer(32, **size, num_classes=0, class_token=False, global_pool="map")
+    return VisionTransformer(
+        32,
+        **size,
+        num_classes=0,
+        class_token=False,
+        global_pool="map",
+        act_layer=options.get("act"),
+    )
+
+
+@register_model
+def tiny_siglip2(**_: Any) -> VisionTransformer:
+    """A small tower like timm's vit_giantopt_patch16_siglip_256."""
+    return tiny_siglip(act="gelu_tanh")
