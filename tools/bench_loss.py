@@ -31,6 +31,8 @@ from disco_ds.distributed import comm
 from disco_ds.losses import Embeddings, build_loss, list_losses
 
 ERROR_BATCH = 1024
+GROUPED = ("ignored", "positives")
+"""Values of same_group that are measured; 1% of the pairs share their group."""
 SAME_AS_CLIP = ("disco", "disco_fused", "inf_cl")
 
 
@@ -67,6 +69,8 @@ def our_methods(precisions: list[str], num_samples: int) -> dict[str, Method]:
             options |= {f"{name} {p}": {"precision": p} for p in precisions}
     options["disco_fused stored"] = {"store": True}
     options["disco_fused unlogged"] = {"accuracy": False}
+    for same_group in GROUPED:
+        options[f"disco_fused {same_group}"] = {"same_group": same_group}
     options["fastclip_v3 as published"] = {"gather_both": True}
 
     return {
@@ -83,7 +87,8 @@ def our_method(name: str, num_samples: int, accuracy: bool = True, **options: An
 
     def run(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
         index = torch.arange(len(image), device=image.device) + comm.rank() * len(image)
-        return loss(Embeddings(image, text, scale, bias, index)).loss
+        group_id = torch.where(index % 200 == 1, index - 1, index)
+        return loss(Embeddings(image, text, scale, bias, index, group_id)).loss
 
     return run
 
@@ -224,9 +229,13 @@ def find_errors(methods: dict[str, Method], args: argparse.Namespace) -> dict[st
     errors = {}
     for label, method in methods.items():
         double = [x.detach().double().requires_grad_() for x in leaves]
-        name = label.split()[0]
+        name, *words = label.split()
+        same_group = next((word for word in words if word in GROUPED), "negatives")
         true_name = name if name in list_losses() and name not in SAME_AS_CLIP else "clip"
-        our_method(true_name, len(leaves[0]) * comm.size())(*double).backward()
+        true_options = {}
+        if same_group != "negatives":
+            true_name, true_options = name, {"same_group": same_group}
+        our_method(true_name, len(leaves[0]) * comm.size(), **true_options)(*double).backward()
         for leaf in leaves:
             leaf.grad = None
         method(*leaves).sum().backward()

@@ -82,6 +82,7 @@ def batches(count: int, size: int, seed: int = 0) -> list[Batch]:
             "image": torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8),
             "text": torch.randint(1, VOCABULARY, (size, CONTEXT), generator=generator),
             "index": torch.arange(number * size, (number + 1) * size),
+            "group_id": torch.arange(number * size, (number + 1) * size) % 11,
         }
         for number in range(count)
     ]
@@ -89,6 +90,10 @@ def batches(count: int, size: int, seed: int = 0) -> list[Batch]:
 
 def prepare(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     return batch["image"], batch["text"], batch["index"]
+
+
+def prepare_groups(batch: Batch) -> tuple[Tensor, ...]:
+    return *prepare(batch), batch["group_id"]
 
 
 def build_towers(config: Config, text_dropout: float = 0.0) -> nn.Module:
@@ -126,7 +131,10 @@ def reference(
         image.append(features[0])
         text.append(features[1])
     torch.set_rng_state(after)
-    loss = write_down(config.loss.name, torch.cat(image), torch.cat(text), features[2], features[3])
+    group_id = torch.cat([chunk["group_id"] for chunk in chunks])
+    same = group_id[:, None] == group_id
+    sides = torch.cat(image), torch.cat(text)
+    loss = write_down(config.loss.name, *sides, *features[2:4], same, **config.loss.options)
     # 16-bit gradients of a mean over the batch would be subnormal in fp16; any engine scales them.
     factor = 256.0 if cast == "fp16" else 1.0
     (factor * loss).backward()
@@ -136,14 +144,25 @@ def reference(
 
 
 def write_down(
-    loss: str, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor | None
+    loss: str,
+    image: Tensor,
+    text: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    same: Tensor | None = None,
+    same_group: str = "negatives",
 ) -> Tensor:
-    """The loss's formula over the whole batch, with matrices of similarities."""
-    labels = torch.arange(len(image))
+    """The loss's formula over the whole batch, with matrices of similarities; same: which pairs are of one group."""
+    labels: Tensor = torch.arange(len(image))
     logits = scale * image @ text.T
+    own = torch.eye(len(image), dtype=torch.bool)
+    if same is not None and same_group == "ignored":
+        logits = logits.masked_fill(same & ~own, -torch.inf)
+    if same is not None and same_group == "positives":
+        own = same
+        labels = same / same.sum(1, keepdim=True)
     if loss == "siglip":
-        signs = 2 * torch.eye(len(image)) - 1
-        return F.softplus(-signs * (logits + bias)).sum() / len(image)
+        return F.softplus(torch.where(own, -1, 1) * (logits + bias)).sum() / len(image)
     if loss == "nt_xent":
         views = torch.cat([image, text])
         logits = (scale * views @ views.T).masked_fill(

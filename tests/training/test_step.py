@@ -27,6 +27,7 @@ from helpers.towers import (
     norm,
     on_boundary_backward,
     prepare,
+    prepare_groups,
     reference,
     tiny_config,
     write_tiny,
@@ -75,7 +76,7 @@ def one_case(
     def recording(batch: Batch) -> Any:
         if len(states) < count:
             states.append(torch.get_rng_state())
-        return prepare(batch)
+        return prepare_groups(batch) if config.data.group_by else prepare(batch)
 
     engine = build(config, text_dropout)
     engine.train()
@@ -84,7 +85,9 @@ def one_case(
     if not precision.startswith("fp16"):  # there the gradient read is scaled
         on_boundary_backward(engine, read.append)
     before = masters(engine)
-    out = train_step(engine, build_loss(loss), mine, recording, max_scale=1e9)
+    out = train_step(
+        engine, build_loss(loss, **config.loss.options), mine, recording, max_scale=1e9
+    )
     after = masters(engine)
     engine.destroy()
 
@@ -180,6 +183,20 @@ def test_step_equals_single_process(tmp_path):
 
 BUCKETS = {"deepspeed__zero_optimization__reduce_bucket_size": 3000}
 """With one micro-batch gradients are reduced during backward; the largest parameters do not fit into a bucket."""
+
+
+def test_step_with_groups_of_pairs(tmp_path):
+    """Each stage; the groups span micro-batches and ranks."""
+    choices = [("disco_fused", "ignored"), ("inf_cl", "positives"), ("siglip", "ignored")]
+    choices.append(("siglip", "positives"))
+    groups: list[Group] = [
+        (
+            [("fp32", stage, 4, True, loss)],
+            {"data__group_by": "caption", "loss__options__same_group": same_group},
+        )
+        for stage, (loss, same_group) in enumerate(choices)
+    ]
+    check(2, write_tiny(tmp_path, patch_dropout=0.5), groups)
 
 
 @pytest.mark.slow
