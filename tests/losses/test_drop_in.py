@@ -111,6 +111,33 @@ def test_gradient_is_of_the_full_batch_in_a_loop_of_torch(size: int) -> None:
     run_ranks(train_all, size, False, joined=False)
 
 
+def test_pairs_of_the_same_group_are_ignored() -> None:
+    model = Towers(True, torch.float64)
+    image, text = (x.double() for x in batch())
+    image[8:], text[8:] = image[:8], text[:8]
+    group_id = torch.arange(B) % 8
+    for cls in (ClipLoss, SigLipLoss):
+        whole = cls(same_group="ignored")(**model(image, text), group_id=group_id)
+        with pytest.raises(ValueError, match="same_group=ignored needs the groups"):
+            cls(same_group="ignored")(**model(image, text))
+        logits = model(image, text)["image_features"] @ model(image, text)["text_features"].T
+        logits = logits * model.logit_scale.exp() + (cls is SigLipLoss) * model.logit_bias
+        own = torch.eye(B, dtype=torch.bool)
+        left_out = (group_id[:, None] == group_id) & ~own
+        if cls is ClipLoss:
+            logits = logits.masked_fill(left_out, -torch.inf)
+            labels = torch.arange(B)
+            expected = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+        else:
+            terms = F.softplus(torch.where(own, -logits, logits))
+            expected = terms.masked_fill(left_out, 0).sum() / B
+        torch.testing.assert_close(whole, expected)
+        got, true = (
+            torch.autograd.grad(x, model.image.weight, retain_graph=True) for x in (whole, expected)
+        )
+        torch.testing.assert_close(got, true)
+
+
 def test_gradient_is_of_the_full_batch_under_ddp() -> None:
     run_ranks(train_all, 2, True, joined=False)
 

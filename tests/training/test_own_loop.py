@@ -222,9 +222,19 @@ BATCHES: dict[str, tuple[Any, Callable[[Any], tuple[Any, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["disco_fused", "siglip"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("disco_fused", {}),
+        ("siglip", {}),
+        ("disco_fused", {"same_group": "positives"}),
+        ("siglip", {"same_group": "ignored"}),
+    ],
+)
 @pytest.mark.parametrize("form", BATCHES)
-def test_gradient_is_of_the_full_batch_in_any_form(form: str, name: str) -> None:
+def test_gradient_is_of_the_full_batch_in_any_form(
+    form: str, name: str, options: dict[str, str]
+) -> None:
     batch, sides = BATCHES[form]
     torch.manual_seed(0)
     tower = nn.EmbeddingBag(97, D)
@@ -236,12 +246,16 @@ def test_gradient_is_of_the_full_batch_in_any_form(form: str, name: str) -> None
         seen.append(len(features[0]))
         return *features, scale, bias
 
-    out = contrastive_step(tower, build_loss(name), batch, forward, micro_batches=4)
+    group_id = torch.arange(16) % 7
+    out = contrastive_step(
+        tower, build_loss(name, **options), batch, forward, micro_batches=4, group_id=group_id
+    )
     assert set(seen) == {4}
     true = copy.deepcopy(tower).double()
     true.zero_grad()
     rows = [F.normalize(true(tokens(side)), dim=-1) for side in (QUESTIONS, ANSWERS)]
-    expected = write_down(name, *rows, scale.double(), bias.double())
+    same = group_id[:, None] == group_id
+    expected = write_down(name, *rows, scale.double(), bias.double(), same, **options)
     expected.backward()
     assert abs(out.metrics["loss"].item() - expected.item()) < 1e-6
     assert distance({"weight": tower.weight.grad}, {"weight": true.weight.grad}) < 1e-6
