@@ -245,7 +245,7 @@ def check_reference(sizes: Sizes, record: Record) -> None:
 def configurations(precision: str) -> list[Any]:
     from disco_ds.losses.kernels import triton_kernels as kernels
 
-    return kernels.PLAIN_CORES if precision == "fp32" else kernels.TENSOR_CORES
+    return kernels.PLAIN_CORES if precision == "fp32" else kernels.TENSOR_CORES + kernels.PERSISTENT
 
 
 def work(sizes: Sizes) -> dict[Slice, Callable[[Record], None]]:

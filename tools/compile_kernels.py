@@ -62,6 +62,8 @@ class Compiled:
     """Names of the matrix instructions; FFMA is used without one."""
     product_cycles: float
     issue_cycles: float
+    epilogue_cycles: float
+    """Part of issue_cycles outside the product's loop."""
     warps: int
     arch: int
 
@@ -87,6 +89,9 @@ def compile_kernel(
     function = getattr(kernels, name).fn
     constants: dict[str, Any] = {**config.kwargs, **flags, "D": D}
     constants["PRECISION"] = "tf32" if precision == "tf32" else "ieee"
+    persistent = config.kwargs.get("PERSISTENT", False)
+    if "PERSISTENT" in function.arg_names:
+        constants["PERSISTENT"] = persistent
     constants |= {} if strided else {"r_width": 1, "c_width": 1}
     groups = {"row_groups", "column_groups"}
     if not variant.endswith("+groups"):
@@ -140,10 +145,14 @@ def compile_kernel(
         ),
         "FFMA",
     )
-    issued = _issued(code, passes, block_m * block_n / (32 * config.num_warps))
+    # If the compiler cannot keep the sums of asynchronous products apart from other work, it waits after every product.
+    products = [rest for _, name, rest in INSTRUCTION.findall(code) if name.startswith("HGMMA")]
+    if matrix == "wgmma" and all("gsb0" in rest for rest in products):
+        matrix = "wgmma, serial"
+    issued, once = _issued(code, passes, block_m * block_n / (32 * config.num_warps), persistent)
     return Compiled(
         int(usage["REG"]), spilled, found.metadata.shared, matrix, 2 * block_m * block_n * D / rate,
-        issued * config.num_warps / 4, config.num_warps, arch,
+        issued * config.num_warps / 4, once * config.num_warps / 4, config.num_warps, arch,
     )  # fmt: skip
 
 
@@ -170,8 +179,8 @@ INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)
 MATRIX = ("HGMMA", "UTCHMMA", "UTCQMMA", "HMMA", "FFMA")
 
 
-def _issued(code: str, passes: int, elements: float) -> int:
-    """Instructions of one warp: the product's loop `passes` times, and what comes once.
+def _issued(code: str, passes: int, elements: float, persistent: bool) -> tuple[int, int]:
+    """Instructions of one warp: the product's loop `passes` times and what comes once; what comes once.
 
     The loop is the branch backwards around the most matrix instructions. A jump over a selection for at least half of a
     thread's elements leaves out pairs and edges, which few blocks have: those are not counted.
@@ -199,8 +208,16 @@ def _issued(code: str, passes: int, elements: float) -> int:
         and not any(name.startswith(("MUFU", *MATRIX[:-1])) for name in between(at, to))
     ]  # fmt: skip
     inside = len(between(start, end)) if back else 0
-    skipped = {at for low, high in masks for at, *_ in listed if low <= at <= high}
-    return passes * inside + len(listed) - inside - len(skipped)
+    skipped = len({at for low, high in masks for at, *_ in listed if low <= at <= high})
+    # The loop of a persistent program contains the epilogue and a jump over it, which all but a block's last pass take.
+    epilogue = 0
+    for at, to in jumps:
+        names = between(at + 1, to - 1)
+        if start <= at < to <= end and any(name.startswith("MUFU") for name in names):
+            epilogue = max(epilogue, len(names))
+    once = epilogue if persistent else len(listed) - inside
+    once -= skipped
+    return passes * (inside - epilogue) + once, once
 
 
 def parse_args() -> argparse.Namespace:
@@ -230,15 +247,16 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def cases(variant: str, precision: str) -> list[triton.Config]:
-    """Return the configurations that triton_tiles would time for a large tile."""
+def cases(variant: str, precision: str, arch: int) -> list[triton.Config]:
+    """Return the configurations that triton_tiles would time for a large tile with contiguous, aligned rows."""
     dtype = {
         "fp32": torch.float32,
         "tf32": torch.float32,
         "fp16": torch.float16,
         "bf16": torch.bfloat16,
     }[precision]
-    args = {"r": torch.empty(0, dtype=dtype), "tuned": 1}
+    persistent = arch >= 90 and not variant.startswith("log") and not variant.endswith("+groups")
+    args = {"r": torch.empty(0, dtype=dtype), "tuned": 2 + persistent}
     name = "tf32" if precision == "tf32" else "ieee"
     return kernels.worth_timing(kernels.CONFIGS, args, PRECISION=name, **VARIANTS[variant][1])
 
@@ -247,15 +265,15 @@ def main() -> int:
     args = parse_args()
     print(f"Triton {triton.__version__}, torch {torch.__version__}")
     print(
-        f"{'sm':<5}{'kernel':<19}{'':<6}{'D':<6}{'block':<15}{'regs':>5}{'spilled':>8}{'shared':>8}{'fit':>4} "
-        f"{'matrix':<8}{'product':>8}{'issue':>8}"
+        f"{'sm':<5}{'kernel':<19}{'':<6}{'D':<6}{'block':<17}{'regs':>5}{'spilled':>8}{'shared':>8}{'fit':>4} "
+        f"{'matrix':<14}{'product':>8}{'issue':>8}"
     )
     failed = 0
     for arch in args.arch:
         for variant in args.kernels:
             for precision in args.precisions:
                 for D in args.widths:
-                    for number, config in enumerate(cases(variant, precision)):
+                    for number, config in enumerate(cases(variant, precision, arch)):
                         if not args.configs or number in args.configs:
                             failed += not show(variant, precision, D, config, arch, args.strided)
     return int(failed > 0)
@@ -267,7 +285,8 @@ def show(
     """Print a line and return whether the kernel compiled."""
     sizes = config.kwargs
     block = f"{sizes['BLOCK_M']}x{sizes['BLOCK_N']} w{config.num_warps} s{config.num_stages}"
-    head = f"{arch:<5}{variant:<19}{precision:<6}{D:<6}{block:<15}"
+    block += " p" * sizes.get("PERSISTENT", False)
+    head = f"{arch:<5}{variant:<19}{precision:<6}{D:<6}{block:<17}"
     try:
         x = compile_kernel(variant, precision, D, config, arch, strided)
     except Exception as error:  # what a user's first step would raise
@@ -277,7 +296,7 @@ def show(
     fits = str(x.programs) if x.fits else "no"
     print(
         f"{head}{x.registers:>5}{x.spilled_bytes:>8}{x.shared_bytes / 1024:>7.0f}K{fits:>4} "
-        f"{x.matrix:<8}{x.product_cycles:>8.0f}{x.issue_cycles:>8.0f}",
+        f"{x.matrix:<14}{x.product_cycles:>8.0f}{x.issue_cycles:>8.0f}",
         flush=True,
     )
     return True

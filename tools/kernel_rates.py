@@ -125,14 +125,15 @@ def launched(call: Call) -> dict[str, Any]:
 
 def in_short(config: Any) -> str:
     sizes = config.kwargs
-    return f"{sizes['BLOCK_M']}x{sizes['BLOCK_N']} w{config.num_warps} s{config.num_stages}"
+    block = f"{sizes['BLOCK_M']}x{sizes['BLOCK_N']} w{config.num_warps} s{config.num_stages}"
+    return block + " persistent" * sizes.get("PERSISTENT", False)
 
 
 def table(rates: list[tuple[str, dict[str, Any]]]) -> Iterator[str]:
     """Lines; rates: names of slices, and records of `measure_rates`."""
     yield (
         f"\n{'':<12}{'':<22}{'n = m':>7}{'D':>6}{'ms':>9}{'TFLOP/s':>9}{'of matmul':>10}  "
-        f"{'configuration':<17}{'registers':>9}{'spilled':>8}{'shared KB':>10}"
+        f"{'configuration':<26}{'registers':>9}{'spilled':>8}{'shared KB':>10}"
     )
     for name, x in rates:
         code = (
@@ -142,5 +143,5 @@ def table(rates: list[tuple[str, dict[str, Any]]]) -> Iterator[str]:
         )
         yield (
             f"{name:<12}{x['rate']:<22}{x['n']:>7}{x['D']:>6}{x['ms']:>9.3f}{x['tflops']:>9.0f}"
-            f"{100 * x['share']:>9.0f}%  {x.get('config', ''):<17}{code}"
+            f"{100 * x['share']:>9.0f}%  {x.get('config', ''):<26}{code}"
         )

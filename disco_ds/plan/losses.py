@@ -178,8 +178,7 @@ def _sent_itemsize(loss: TiledLoss, precision: str) -> int:
 def _tile(loss: TiledLoss, n: int, m: int, D: int, device: torch.device) -> int:
     """Return the bytes that one tile of an n x m block needs."""
     tiling = loss.tiling.on(device)
-    max_rows, max_columns = tiling.size(device)
-    rows, columns = min(max_rows, n), min(max_columns, m)
+    rows, columns = tiling.size(n, m, D, device)
     on_gpu = device.type == "cuda"
     itemsize = _itemsize(tiling.precision) if on_gpu else 4
     # Triton writes the weights once, in the dtype in which they are multiplied.

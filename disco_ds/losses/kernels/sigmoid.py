@@ -66,7 +66,7 @@ def sigmoid_block(
     loss, weight = torch.zeros(2, dtype=torch.float64, device=device)
     largest = block.start_maxima() if maxima else []
     best = block.start_maxima() if maxima and block.has_positives else []
-    for i, j in tiling.cut(len(block.rows), len(block.columns), device):
+    for i, j in block.cut():
         tile = block.tile(i, j, scratch)
         losses, weights, W, *tops = tiles.sigmoid_weights(tile, scale, bias, maxima)
         loss += losses

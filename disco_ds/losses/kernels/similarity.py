@@ -109,9 +109,14 @@ class Block:
     def scratch(self, tiles: ModuleType) -> Tensor:
         """Allocate memory for the largest tile: full precision for torch, the dtype of operands for Triton."""
         dtype = self.dtype if tiles is torch_tiles else self.tiling.factor_dtype(self.rows)
-        rows, columns = self.tiling.size(self.rows.device)
-        size = min(rows, len(self.rows)) * min(columns, len(self.columns))
-        return torch.empty(size, dtype=dtype, device=self.rows.device)
+        n, D = self.rows.shape
+        rows, columns = self.tiling.size(n, len(self.columns), D, self.rows.device)
+        return torch.empty(rows * columns, dtype=dtype, device=self.rows.device)
+
+    def cut(self, written: bool = True) -> Iterator[tuple[slice, slice]]:
+        """Yield the row and column range of every tile."""
+        n, D = self.rows.shape
+        return self.tiling.cut(n, len(self.columns), D, self.rows.device, written)
 
     def tile(self, i: slice, j: slice, scratch: Tensor | None) -> Tile:
         """Return the tile of rows i and columns j, with its memory in `scratch`."""
@@ -140,7 +145,8 @@ class Block:
         rows = _find_meeting(groups.rows, groups.columns)
         columns = _find_meeting(groups.columns, groups.rows)
         tiling = self.tiling if self.tiling.tile else replace(self.tiling, tile=(2048, 2048))
-        for tile in tiling.cut(len(rows), len(columns), self.rows.device):
+        width = self.rows.shape[1]
+        for tile in tiling.cut(len(rows), len(columns), width, self.rows.device):
             i, j = rows[tile[0]], columns[tile[1]]
             of_rows, of_columns = groups.rows[i], groups.columns[j]
             if of_rows[-1] < of_columns[0] or of_columns[-1] < of_rows[0]:
@@ -206,7 +212,6 @@ def softmax_sums(block: Block, maxima: bool = True, kept: Tensor | None = None) 
     m = len(block.columns)
     device = block.rows.device
     shift = block.shift
-    tiling = block.tiling
     tiles = block.tiles
     # Without a shift, the running sums are logarithms, to which logaddexp adds the sums of each tile.
     empty = -math.inf if shift is None else 0.0
@@ -217,7 +222,7 @@ def softmax_sums(block: Block, maxima: bool = True, kept: Tensor | None = None) 
     column_scale = block.column_scale.to(block.dtype)
     # Triton computes the sums without writing the tile to memory, so only torch needs memory for a tile.
     scratch = block.scratch(tiles) if tiles is torch_tiles else None
-    for i, j in tiling.cut(n, m, device, written=scratch is not None):
+    for i, j in block.cut(written=scratch is not None):
         tile = block.tile(i, j, scratch)
         if shift is None:
             in_rows, in_columns, *tops = tiles.log_sums(tile, row_scale[i], column_scale[j], maxima)
@@ -290,7 +295,7 @@ def softmax_gradient(
     # With a shift, exp(x - row_shift) = exp(x - shift) a: one exponential serves both terms of W.
     lifted = [x - math.log(tiling.gain()) for x in (row_shift, column_shift)]
     a, beta = (x.to(dtype) if shift is None else (shift - x).exp_().to(dtype) for x in lifted)
-    for i, j in tiling.cut(len(block.rows), len(block.columns), block.rows.device):
+    for i, j in block.cut():
         tile = block.tile(i, j, scratch)
         if shift is None:
             parts = None if moments is None else (moments[0][i], moments[1][j])

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,6 +17,12 @@ Precision = Literal["auto", "fp32", "tf32", "fp16", "bf16"]
 Impl = Literal["auto", "torch", "triton"]
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _FULL = (torch.float32, torch.float64)
+TILE_BYTES = 144 << 20
+"""Largest size of a tile that is written to a GPU's memory."""
+PRODUCT_BLOCK = 128 * 256
+"""Size of the block of a gradient that one multiprocessor is assumed to compute in the library's products."""
+PLANNED_MULTIPROCESSORS = 132
+"""Number of multiprocessors that is assumed without a GPU: that of an H100."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +31,8 @@ class Tiling:
 
     Args:
         tile: Number of rows and columns of a tile. None: 2048 x 2048 on a CPU. On a GPU, a tile that is written to
-            memory takes 128 MiB. A tile that is not written is 16384 x 16384, enough work to hide kernel launches.
+            memory takes at most 144 MiB (see `written_shape`). A tile that is not written is 16384 x 16384, enough
+            work to hide kernel launches.
         precision: Precision of the operands of every matrix multiplication; results accumulate in fp32. "auto" is
             fp32 on a CPU and fp16 on a GPU: fp16 has as many mantissa bits as tf32, and unit rows are within its
             range. Float64 features are always multiplied in float64.
@@ -57,27 +65,34 @@ class Tiling:
             return self
         return replace(self, precision="fp16" if device.type == "cuda" else "fp32")
 
-    def size(self, device: torch.device, written: bool = True) -> tuple[int, int]:
-        """Return the rows and columns of a tile.
+    def size(
+        self, n: int, m: int, D: int, device: torch.device, written: bool = True
+    ) -> tuple[int, int]:
+        """Return the largest number of rows and columns of a tile.
 
         Args:
+            n: Number of rows of the block.
+            m: Number of columns of the block.
+            D: Width of the rows.
             device: Where the tile is computed.
             written: True if the tile is written to memory.
         """
         if self.tile is not None:
             rows, columns = self.tile
-            return rows, columns
-        if device.type == "cpu":
-            return 2048, 2048
-        if not written:
-            return 16384, 16384
-        return (8192, 8192) if self.precision in _HALF else (4096, 8192)
+        elif device.type == "cpu":
+            rows, columns = 2048, 2048
+        elif not written:
+            rows, columns = 16384, 16384
+        else:
+            elements = TILE_BYTES // (2 if self.precision in _HALF else 4)
+            rows, columns = written_shape(n, D, elements, _multiprocessors(device))
+        return min(rows, n), min(columns, m)
 
     def cut(
-        self, n: int, m: int, device: torch.device, written: bool = True
+        self, n: int, m: int, D: int, device: torch.device, written: bool = True
     ) -> Iterator[tuple[slice, slice]]:
-        """Yield the row and column range of every tile of an n x m block."""
-        rows, columns = self.size(device, written)
+        """Yield the row and column range of every tile of an n x m block of rows with width D."""
+        rows, columns = self.size(n, m, D, device, written)
         for i in range(0, n, rows):
             for j in range(0, m, columns):
                 yield slice(i, min(i + rows, n)), slice(j, min(j + columns, m))
@@ -169,6 +184,30 @@ class Tile:
     """[n, m] memory for the tile. torch needs full precision, Triton the operand dtype, or None if it only sums."""
     groups: tuple[Tensor, Tensor] | None = None
     """Group numbers [n] of the rows and [m] of the columns. Entries with equal numbers are left out."""
+
+
+def written_shape(n: int, D: int, elements: int, multiprocessors: int) -> tuple[int, int]:
+    """Return the rows and columns of a tile of weights with at most this number of elements.
+
+    The tile is then multiplied by rows of width D, once in each direction. If its number of rows (or columns) is a
+    multiple of a wave, all multiprocessors are busy until such a product ends. A block with few rows gets more columns.
+
+    Args:
+        n: Number of rows of the block.
+        D: Width of the rows.
+        elements: Largest number of elements.
+        multiprocessors: Number of multiprocessors of the GPU.
+    """
+    side = math.isqrt(elements)
+    wave = min(multiprocessors * PRODUCT_BLOCK // D, side) // 256 * 256
+    rows = min(n, side // wave * wave)
+    return rows, elements // rows // wave * wave
+
+
+def _multiprocessors(device: torch.device) -> int:
+    if not torch.cuda.is_available():
+        return PLANNED_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def full_dtype(x: Tensor) -> torch.dtype:

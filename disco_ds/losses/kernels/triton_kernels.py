@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-INTERPRETED = triton.knobs.runtime.interpret
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 LARGE = 1 << 20
 """Block sizes are timed for tiles of at least this number of elements."""
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -28,10 +28,16 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 def _config(
-    rows: int, columns: int, stages: int, warps: int, width_bytes: int = 128, group: int = 8
+    rows: int,
+    columns: int,
+    stages: int,
+    warps: int,
+    width_bytes: int = 128,
+    group: int = 8,
+    **flags: bool,
 ) -> triton.Config:
     sizes = {"BLOCK_M": rows, "BLOCK_N": columns, "WIDTH_BYTES": width_bytes, "GROUP": group}
-    return triton.Config(sizes, num_stages=stages, num_warps=warps)
+    return triton.Config(sizes | flags, num_stages=stages, num_warps=warps)
 
 
 # The first configuration is used if nothing is timed. It takes 96 KB of shared memory, which every GPU since the A100
@@ -45,12 +51,18 @@ TENSOR_CORES = [
     _config(256, 128, 3, 8),
     _config(64, 128, 4, 4),
 ]
+# For GPUs since the H100: each multiprocessor runs one program, which computes one block after another and loads the
+# factors of the next block while it finishes one. triton_tiles.py decides for which tiles this works.
+PERSISTENT = [
+    _config(128, 256, 3, 8, PERSISTENT=True),
+    _config(128, 128, 4, 8, PERSISTENT=True),
+]
 # fp32 matrix multiplications without tensor cores hold every operand in registers, which limits the block sizes.
 # Triton before 3.8 multiplies at least 16 numbers of a row at a time.
 PLAIN_CORES = [_config(64, 64, 2, 4, 64), _config(64, 128, 2, 8, 64), _config(128, 128, 2, 8, 64)]
 SMALL = _config(32, 64, 1, 1, 64, 2)
 """A configuration for the interpreter, which computes a whole block even if the tile is smaller."""
-CONFIGS = [*TENSOR_CORES, *PLAIN_CORES, *([SMALL] if INTERPRETED else [])]
+CONFIGS = [*TENSOR_CORES, *PERSISTENT, *PLAIN_CORES, *([SMALL] if INTERPRETED else [])]
 SPILLS = {"SIGMOID": 64 * 32, "TWO_WEIGHTS": 64 * 32}
 """Largest number of block elements per warp, by flag. Kernels with these flags need more registers per element."""
 
@@ -68,13 +80,19 @@ def force(config: triton.Config | None) -> None:
 def worth_timing(
     configs: Sequence[triton.Config], args: dict[str, Any], **options: Any
 ) -> list[triton.Config]:
-    """Return the configurations to time for these arguments; only the first one for small tiles."""
-    if _forced is not None:
+    """Return the configurations to time for these arguments; only the first one for small tiles.
+
+    args["tuned"] is twice the size class, plus 1 if persistent programs can compute the tile.
+    """
+    size_class, persistent = divmod(args["tuned"], 2)
+    if _forced is not None and (persistent or "PERSISTENT" not in _forced.kwargs):
         return [_forced]
     if INTERPRETED:
         return [SMALL]
     plain = args["r"].dtype == torch.float32 and options["PRECISION"] == "ieee"
     fitting = PLAIN_CORES if plain else TENSOR_CORES
+    if persistent and not plain:
+        fitting = fitting + PERSISTENT
     for name, limit in SPILLS.items():
         if options.get(name):
             fitting = [
@@ -82,7 +100,7 @@ def worth_timing(
                 for x in fitting
                 if x.kwargs["BLOCK_M"] * x.kwargs["BLOCK_N"] <= limit * x.num_warps
             ]
-    return fitting if args["tuned"] else fitting[:1]
+    return fitting if size_class else fitting[:1]
 
 
 def _seconds(call: Callable[[], None], quantiles: Sequence[float]) -> list[float]:
@@ -114,6 +132,70 @@ _jit = triton.jit(do_not_specialize=["n", "pairs", "tuned"])
 
 
 @triton.jit
+def _blocks(n, m, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PERSISTENT: tl.constexpr):
+    """Return the range of the blocks that this program computes, as start, stop and step."""
+    first = tl.program_id(0)
+    if PERSISTENT:
+        return first, tl.cdiv(n, BLOCK_M) * tl.cdiv(m, BLOCK_N), tl.num_programs(0)
+    else:
+        return first, first + 1, 1  # the compiler removes a loop of one iteration
+
+
+@triton.jit
+def _memory(x, n, m, row, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PERSISTENT: tl.constexpr):
+    """Return a tensor descriptor of x [n, m] for a persistent program, and the pointer for others."""
+    if PERSISTENT:
+        return tl.make_tensor_descriptor(x, [n, m], [row, 1], [BLOCK_M, BLOCK_N])
+    else:
+        return x
+
+
+@triton.jit
+def _factors(
+    r, c, n, m, D: tl.constexpr, r_row, c_row,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH_BYTES: tl.constexpr, PERSISTENT: tl.constexpr,
+):  # fmt: skip
+    """Return the memory of r and c for `_cosines`."""
+    BLOCK_D: tl.constexpr = WIDTH_BYTES // (r.dtype.element_ty.primitive_bitwidth // 8)
+    r = _memory(r, n, D, r_row, BLOCK_M, BLOCK_D, PERSISTENT)
+    c = _memory(c, m, D, c_row, BLOCK_N, BLOCK_D, PERSISTENT)
+    return r, c
+
+
+@triton.jit
+def _product(
+    x, r, c, n, m, D: tl.constexpr, r_row, r_width, c_row, c_width, rows, columns,
+    PRECISION: tl.constexpr, WIDTH_BYTES: tl.constexpr,
+):  # fmt: skip
+    """Return x + <r_i, c_j> for rows of any strides."""
+    BLOCK_D: tl.constexpr = WIDTH_BYTES // (r.dtype.element_ty.primitive_bitwidth // 8)
+    width = tl.arange(0, BLOCK_D)
+    # Beyond the tile's edge, the last row is read again, which needs no mask. Addresses take 64 bits, because rows x D
+    # can exceed 2^31.
+    r_at = (
+        r
+        + tl.minimum(rows, n - 1).to(tl.int64)[:, None] * r_row
+        + width.to(tl.int64)[None, :] * r_width
+    )
+    c_at = (
+        c
+        + tl.minimum(columns, m - 1).to(tl.int64)[None, :] * c_row
+        + width.to(tl.int64)[:, None] * c_width
+    )
+    for start in range(0, D, BLOCK_D):
+        if D % BLOCK_D == 0:
+            a = tl.load(r_at)
+            b = tl.load(c_at)
+        else:
+            a = tl.load(r_at, mask=width[None, :] < D - start, other=0.0)
+            b = tl.load(c_at, mask=width[:, None] < D - start, other=0.0)
+        x = tl.dot(a, b, x, input_precision=PRECISION)
+        r_at += BLOCK_D * tl.cast(r_width, tl.int64)
+        c_at += BLOCK_D * tl.cast(c_width, tl.int64)
+    return x
+
+
+@triton.jit
 def _either(a, b):
     return a | b
 
@@ -134,52 +216,41 @@ def _leave_out_groups(x, row_groups, column_groups, rows, columns, n, m):
 
 @triton.jit
 def _cosines(
-    r, c, n, m, D: tl.constexpr, pairs, r_row, r_width, c_row, c_width, row_groups, column_groups,
+    block, r, c, n, m, D: tl.constexpr, pairs, r_row, r_width, c_row, c_width, row_groups, column_groups,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH_BYTES: tl.constexpr,
-    GROUP: tl.constexpr,
+    GROUP: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
-    """Compute <r_i, c_j> for this program's block, with -inf at positive pairs, within groups and outside the tile.
+    """Compute <r_i, c_j> for a block, with -inf at positive pairs, within groups and outside the tile.
 
     Returns:
         The inner products [BLOCK_M, BLOCK_N], the indices of the block's rows and columns in the tile,
         and the row index and column index of the block.
     """
-    # Programs that run at the same time should share rows and columns in the L2 cache, so they are
-    # numbered down a column of GROUP blocks first.
+    # Blocks that are computed at the same time should share rows and columns in the L2 cache, so they
+    # are numbered down a column of GROUP blocks first.
     num_n = tl.cdiv(m, BLOCK_N)
-    program = tl.program_id(0)
-    top = program // (GROUP * num_n) * GROUP
+    top = block // (GROUP * num_n) * GROUP
     height = tl.minimum(tl.cdiv(n, BLOCK_M) - top, GROUP)
-    i = top + program % (GROUP * num_n) % height
-    j = program % (GROUP * num_n) // height
-
-    BLOCK_D: tl.constexpr = WIDTH_BYTES // (r.dtype.element_ty.primitive_bitwidth // 8)
+    i = top + block % (GROUP * num_n) % height
+    j = block % (GROUP * num_n) // height
     rows = i * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = j * BLOCK_N + tl.arange(0, BLOCK_N)
-    width = tl.arange(0, BLOCK_D)
-    # Beyond the tile's edge, the last row is read again, which needs no mask. Addresses take 64 bits, because rows x D
-    # can exceed 2^31.
-    r_at = (
-        r
-        + tl.minimum(rows, n - 1).to(tl.int64)[:, None] * r_row
-        + width.to(tl.int64)[None, :] * r_width
-    )
-    c_at = (
-        c
-        + tl.minimum(columns, m - 1).to(tl.int64)[None, :] * c_row
-        + width.to(tl.int64)[:, None] * c_width
-    )
     x = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, D, BLOCK_D):
-        if D % BLOCK_D == 0:
-            a = tl.load(r_at)
-            b = tl.load(c_at)
-        else:
-            a = tl.load(r_at, mask=width[None, :] < D - start, other=0.0)
-            b = tl.load(c_at, mask=width[:, None] < D - start, other=0.0)
-        x = tl.dot(a, b, x, input_precision=PRECISION)
-        r_at += BLOCK_D * tl.cast(r_width, tl.int64)
-        c_at += BLOCK_D * tl.cast(c_width, tl.int64)
+    if PERSISTENT:
+        # Beyond the tile's edge and width, a descriptor reads zeros.
+        BLOCK_D: tl.constexpr = r.block_shape[1]
+        for start in range(0, D, BLOCK_D):
+            a = r.load([i * BLOCK_M, start])
+            b = c.load([j * BLOCK_N, start])
+            x = tl.dot(a, b.T, x, input_precision=PRECISION)
+        # Triton 3.6 to 3.9 wait for the last product before the first use of x, but only in the branch of
+        # this use, which below is the mask's. This copy, which needs no instruction, is a use in all branches.
+        if not INTERPRETED:
+            x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.float32, True, 1)
+    else:
+        x = _product(
+            x, r, c, n, m, D, r_row, r_width, c_row, c_width, rows, columns, PRECISION, WIDTH_BYTES
+        )
 
     # Only blocks at an edge or on the diagonal of the positive pairs need the mask. Most blocks do not.
     left = j * BLOCK_N - pairs
@@ -210,13 +281,19 @@ def _store_parts(x_row, x_column, by_row, by_column, rows, columns, i, j, n, m):
 
 
 @triton.jit
-def _store_tile(out, out_row, x, rows, columns, n, m, PRECISION: tl.constexpr):
+def _store_tile(
+    out, out_row, x, rows, columns, i, j, n, m, PRECISION: tl.constexpr, PERSISTENT: tl.constexpr
+):
+    """Store a block of the tile in the memory that `_memory` returned."""
     if PRECISION == "tf32":
         # Round to 11 bits as Tiling.hold does, but leave NaN as it is.
         bits = x.to(tl.int32, bitcast=True) + 0x1000 & -0x2000
         x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
-    at = out + rows.to(tl.int64)[:, None] * out_row + columns[None, :]
-    tl.store(at, x.to(out.dtype.element_ty), mask=(rows[:, None] < n) & (columns[None, :] < m))
+    if PERSISTENT:
+        out.store([i * x.shape[0], j * x.shape[1]], x.to(out.dtype))
+    else:
+        at = out + rows.to(tl.int64)[:, None] * out_row + columns[None, :]
+        tl.store(at, x.to(out.dtype.element_ty), mask=(rows[:, None] < n) & (columns[None, :] < m))
 
 
 @_tuned("KEEP")
@@ -226,36 +303,27 @@ def exp_sums_kernel(
     scale, shift, out, out_row, row_sum, column_sum, row_max, column_max,
     KEEP: tl.constexpr, MAXIMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH_BYTES: tl.constexpr, GROUP: tl.constexpr,
+    PERSISTENT: tl.constexpr = False,
 ):  # fmt: skip
     """Compute torch_tiles.exp_sums: each block stores partial results for its rows and columns."""
-    x, rows, columns, i, j = _cosines(
-        r,
-        c,
-        n,
-        m,
-        D,
-        pairs,
-        r_row,
-        r_width,
-        c_row,
-        c_width,
-        row_groups,
-        column_groups,
-        PRECISION,
-        BLOCK_M,
-        BLOCK_N,
-        WIDTH_BYTES,
-        GROUP,
-    )
-    s = tl.load(scale)
-    if MAXIMA:
-        _store_parts(
-            tl.max(x, 1) * s, tl.max(x, 0) * s, row_max, column_max, rows, columns, i, j, n, m
-        )
-    x = tl.exp2(x * (s * LOG2_E) - tl.load(shift) * LOG2_E)
-    _store_parts(tl.sum(x, 1), tl.sum(x, 0), row_sum, column_sum, rows, columns, i, j, n, m)
+    r, c = _factors(r, c, n, m, D, r_row, c_row, BLOCK_M, BLOCK_N, WIDTH_BYTES, PERSISTENT)
     if KEEP:
-        _store_tile(out, out_row, x, rows, columns, n, m, "ieee")
+        out = _memory(out, n, m, out_row, BLOCK_M, BLOCK_N, PERSISTENT)
+    start, stop, step = _blocks(n, m, BLOCK_M, BLOCK_N, PERSISTENT)
+    for block in tl.range(start, stop, step, flatten=PERSISTENT):
+        x, rows, columns, i, j = _cosines(
+            block, r, c, n, m, D, pairs, r_row, r_width, c_row, c_width, row_groups, column_groups,
+            PRECISION, BLOCK_M, BLOCK_N, WIDTH_BYTES, GROUP, PERSISTENT,
+        )  # fmt: skip
+        s = tl.load(scale)
+        if MAXIMA:
+            _store_parts(
+                tl.max(x, 1) * s, tl.max(x, 0) * s, row_max, column_max, rows, columns, i, j, n, m
+            )
+        x = tl.exp2(x * (s * LOG2_E) - tl.load(shift) * LOG2_E)
+        _store_parts(tl.sum(x, 1), tl.sum(x, 0), row_sum, column_sum, rows, columns, i, j, n, m)
+        if KEEP:
+            _store_tile(out, out_row, x, rows, columns, i, j, n, m, "ieee", PERSISTENT)
 
 
 @_tuned()
@@ -265,33 +333,33 @@ def exp_weights_kernel(
     scale, shift, out, a, beta,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH_BYTES: tl.constexpr, GROUP: tl.constexpr,
+    PERSISTENT: tl.constexpr = False,
 ):  # fmt: skip
     """Compute torch_tiles.exp_weights."""
-    x, rows, columns, _, _ = _cosines(
-        r,
-        c,
-        n,
-        m,
-        D,
-        pairs,
-        r_row,
-        r_width,
-        c_row,
-        c_width,
-        row_groups,
-        column_groups,
-        PRECISION,
-        BLOCK_M,
-        BLOCK_N,
-        WIDTH_BYTES,
-        GROUP,
-    )
-    x = tl.exp2(x * (tl.load(scale) * LOG2_E) - tl.load(shift) * LOG2_E)
-    of_rows = tl.load(a + rows, mask=rows < n, other=0.0)
-    of_columns = tl.load(beta + columns, mask=columns < m, other=0.0)
-    _store_tile(
-        out, m, x * (of_rows[:, None] + of_columns[None, :]), rows, columns, n, m, PRECISION
-    )
+    r, c = _factors(r, c, n, m, D, r_row, c_row, BLOCK_M, BLOCK_N, WIDTH_BYTES, PERSISTENT)
+    out = _memory(out, n, m, m, BLOCK_M, BLOCK_N, PERSISTENT)
+    start, stop, step = _blocks(n, m, BLOCK_M, BLOCK_N, PERSISTENT)
+    for block in tl.range(start, stop, step, flatten=PERSISTENT):
+        x, rows, columns, i, j = _cosines(
+            block, r, c, n, m, D, pairs, r_row, r_width, c_row, c_width, row_groups, column_groups,
+            PRECISION, BLOCK_M, BLOCK_N, WIDTH_BYTES, GROUP, PERSISTENT,
+        )  # fmt: skip
+        x = tl.exp2(x * (tl.load(scale) * LOG2_E) - tl.load(shift) * LOG2_E)
+        of_rows = tl.load(a + rows, mask=rows < n, other=0.0)
+        of_columns = tl.load(beta + columns, mask=columns < m, other=0.0)
+        _store_tile(
+            out,
+            m,
+            x * (of_rows[:, None] + of_columns[None, :]),
+            rows,
+            columns,
+            i,
+            j,
+            n,
+            m,
+            PRECISION,
+            PERSISTENT,
+        )
 
 
 @_tuned()
@@ -304,24 +372,9 @@ def log_sums_kernel(
 ):  # fmt: skip
     """Compute torch_tiles.log_sums: each block stores partial results for its rows and columns."""
     x, rows, columns, i, j = _cosines(
-        r,
-        c,
-        n,
-        m,
-        D,
-        pairs,
-        r_row,
-        r_width,
-        c_row,
-        c_width,
-        row_groups,
-        column_groups,
-        PRECISION,
-        BLOCK_M,
-        BLOCK_N,
-        WIDTH_BYTES,
-        GROUP,
-    )
+        tl.program_id(0), r, c, n, m, D, pairs, r_row, r_width, c_row, c_width, row_groups, column_groups,
+        PRECISION, BLOCK_M, BLOCK_N, WIDTH_BYTES, GROUP, False,
+    )  # fmt: skip
     # Processing first the rows and then the columns needs fewer registers. From each row or column, its largest logit
     # in this block is subtracted, and later added back with the same rounding. From an empty row or column, 0 is
     # subtracted, because -inf - -inf is NaN.
@@ -353,24 +406,9 @@ def log_weights_kernel(
 ):  # fmt: skip
     """Compute torch_tiles.log_weights: each block stores partial moments for its rows and columns."""
     x, rows, columns, i, j = _cosines(
-        r,
-        c,
-        n,
-        m,
-        D,
-        pairs,
-        r_row,
-        r_width,
-        c_row,
-        c_width,
-        row_groups,
-        column_groups,
-        PRECISION,
-        BLOCK_M,
-        BLOCK_N,
-        WIDTH_BYTES,
-        GROUP,
-    )
+        tl.program_id(0), r, c, n, m, D, pairs, r_row, r_width, c_row, c_width, row_groups, column_groups,
+        PRECISION, BLOCK_M, BLOCK_N, WIDTH_BYTES, GROUP, False,
+    )  # fmt: skip
     s = tl.load(row_scale + rows, mask=rows < n, other=1.0)
     lowered = tl.load(row_shift + rows, mask=rows < n, other=0.0)
     of_rows = tl.exp2((x * s[:, None] - lowered[:, None]) * LOG2_E)
@@ -381,7 +419,7 @@ def log_weights_kernel(
         x = tl.maximum(x, -1e30)  # at positive pairs, -inf times the weight 0 would be NaN
         in_rows, in_columns = tl.sum(of_rows * x, 1), tl.sum(of_columns * x, 0)
         _store_parts(in_rows, in_columns, row_moment, column_moment, rows, columns, i, j, n, m)
-    _store_tile(out, m, of_rows + of_columns, rows, columns, n, m, PRECISION)
+    _store_tile(out, m, of_rows + of_columns, rows, columns, i, j, n, m, PRECISION, False)
 
 
 @triton.jit
@@ -409,47 +447,37 @@ def sigmoid_weights_kernel(
     scale, bias, gain, out, loss, weight, row_max, column_max,
     SIGMOID: tl.constexpr, MAXIMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH_BYTES: tl.constexpr, GROUP: tl.constexpr,
+    PERSISTENT: tl.constexpr = False,
 ):  # fmt: skip
     """Compute torch_tiles.sigmoid_weights: each block stores partial sums and maxima."""
-    z, rows, columns, i, j = _cosines(
-        r,
-        c,
-        n,
-        m,
-        D,
-        pairs,
-        r_row,
-        r_width,
-        c_row,
-        c_width,
-        row_groups,
-        column_groups,
-        PRECISION,
-        BLOCK_M,
-        BLOCK_N,
-        WIDTH_BYTES,
-        GROUP,
-    )
-    s, t = tl.load(scale), tl.load(bias)
-    if MAXIMA:
-        _store_parts(
-            tl.max(z, 1) * s + t,
-            tl.max(z, 0) * s + t,
-            row_max,
-            column_max,
-            rows,
-            columns,
-            i,
-            j,
-            n,
-            m,
-        )
-    z = z * s + t
-    e = tl.exp2(-tl.abs(z) * LOG2_E)
-    sigmoid = tl.where(z < 0, e, 1.0) / (1 + e)
-    tl.store(loss + tl.program_id(0), tl.sum(tl.maximum(z, 0.0) + _log1p(e)))
-    tl.store(weight + tl.program_id(0), tl.sum(sigmoid))
-    _store_tile(out, m, sigmoid * gain, rows, columns, n, m, PRECISION)
+    r, c = _factors(r, c, n, m, D, r_row, c_row, BLOCK_M, BLOCK_N, WIDTH_BYTES, PERSISTENT)
+    out = _memory(out, n, m, m, BLOCK_M, BLOCK_N, PERSISTENT)
+    start, stop, step = _blocks(n, m, BLOCK_M, BLOCK_N, PERSISTENT)
+    for block in tl.range(start, stop, step, flatten=PERSISTENT):
+        z, rows, columns, i, j = _cosines(
+            block, r, c, n, m, D, pairs, r_row, r_width, c_row, c_width, row_groups, column_groups,
+            PRECISION, BLOCK_M, BLOCK_N, WIDTH_BYTES, GROUP, PERSISTENT,
+        )  # fmt: skip
+        s, t = tl.load(scale), tl.load(bias)
+        if MAXIMA:
+            _store_parts(
+                tl.max(z, 1) * s + t,
+                tl.max(z, 0) * s + t,
+                row_max,
+                column_max,
+                rows,
+                columns,
+                i,
+                j,
+                n,
+                m,
+            )
+        z = z * s + t
+        e = tl.exp2(-tl.abs(z) * LOG2_E)
+        sigmoid = tl.where(z < 0, e, 1.0) / (1 + e)
+        tl.store(loss + block, tl.sum(tl.maximum(z, 0.0) + _log1p(e)))
+        tl.store(weight + block, tl.sum(sigmoid))
+        _store_tile(out, m, sigmoid * gain, rows, columns, i, j, n, m, PRECISION, PERSISTENT)
 
 
 @triton.jit
@@ -474,7 +502,17 @@ def kept_weights_kernel(
     of_rows = tl.load(a + rows, mask=rows < n, other=0.0)
     of_columns = tl.load(beta + columns, mask=columns < m, other=0.0)
     _store_tile(
-        out, m, e * (of_rows[:, None] + of_columns[None, :]), rows, columns, n, m, PRECISION
+        out,
+        m,
+        e * (of_rows[:, None] + of_columns[None, :]),
+        rows,
+        columns,
+        0,
+        0,
+        n,
+        m,
+        PRECISION,
+        False,
     )
 
 

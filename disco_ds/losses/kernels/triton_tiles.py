@@ -16,6 +16,8 @@ tools/check_kernels.py does that.
 
 from __future__ import annotations
 
+import math
+from functools import cache
 from typing import Any
 
 import torch
@@ -38,6 +40,7 @@ def exp_sums(
     rows, columns = _launch(
         kernels.exp_sums_kernel, tile,
         scale, shift.float(), kept, kept.stride(0), row_sum, column_sum, row_max, column_max,
+        persistent=_can_describe(tile.r, tile.c, *([] if keep is None else [keep])),
         KEEP=keep is not None, MAXIMA=maxima,
     )  # fmt: skip
     sums = (
@@ -50,7 +53,10 @@ def exp_sums(
 def exp_weights(tile: Tile, scale: Tensor, shift: Tensor, a: Tensor, beta: Tensor) -> Tensor:
     """Compute torch_tiles.exp_weights in tile.out."""
     assert tile.out is not None
-    _launch(kernels.exp_weights_kernel, tile, scale, shift.float(), tile.out, a, beta)
+    persistent = _can_describe(tile.r, tile.c, tile.out)
+    _launch(
+        kernels.exp_weights_kernel, tile, scale, shift.float(), tile.out, a, beta, persistent=persistent
+    )  # fmt: skip
     return tile.out
 
 
@@ -113,7 +119,8 @@ def sigmoid_weights(
     loss, weight = out.new_empty(2, len(row_max) * len(column_max), dtype=torch.float32)
     rows, columns = _launch(
         kernels.sigmoid_weights_kernel, tile,
-        scale, bias, tile.tiling.gain(), out, loss, weight, row_max, column_max, SIGMOID=True, MAXIMA=maxima,
+        scale, bias, tile.tiling.gain(), out, loss, weight, row_max, column_max,
+        persistent=_can_describe(tile.r, tile.c, out), SIGMOID=True, MAXIMA=maxima,
     )  # fmt: skip
     sums = (part[: rows * columns].sum(dtype=torch.float64) for part in (loss, weight))
     return *sums, out, *_largest(row_max, column_max, rows, columns, maxima)
@@ -135,8 +142,10 @@ def try_out(device: torch.device, precision: Precision) -> None:
     torch.cuda.synchronize(device)  # raises the errors of the launches
 
 
-def _launch(kernel: Any, tile: Tile, *rest: Any, **options: Any) -> tuple[int, int]:
-    """Run one program for every block of the tile.
+def _launch(
+    kernel: Any, tile: Tile, *rest: Any, persistent: bool = False, **options: Any
+) -> tuple[int, int]:
+    """Compute every block of the tile; `persistent` permits configurations with one program per multiprocessor.
 
     Returns:
         The number of row blocks and the number of column blocks.
@@ -145,13 +154,48 @@ def _launch(kernel: Any, tile: Tile, *rest: Any, **options: Any) -> tuple[int, i
     n, m, D = len(r), len(c), r.shape[1]
     no_pairs = m  # a diagonal that lies outside the tile
     groups = tile.groups or (None, None)
+    persistent &= tile.groups is None
+    tuned = 2 * _size_class(n, m, D) + persistent
+    if persistent:
+        # Tensor descriptors need an allocator, which is set only for the current thread.
+        triton.set_allocator(_allocate)
+
+    def blocks(sizes: dict[str, Any]) -> tuple[int, int]:
+        return triton.cdiv(n, sizes["BLOCK_M"]), triton.cdiv(m, sizes["BLOCK_N"])
+
+    def programs(sizes: dict[str, Any]) -> tuple[int]:
+        count = math.prod(blocks(sizes))
+        return (min(count, _multiprocessors(r.device)) if sizes.get("PERSISTENT") else count,)
+
     with torch.cuda.device_of(r):
-        kernel[lambda sizes: (triton.cdiv(n, sizes["BLOCK_M"]) * triton.cdiv(m, sizes["BLOCK_N"]),)](
+        kernel[programs](
             r, c, n, m, D, no_pairs if tile.pairs is None else tile.pairs, *r.stride(), *c.stride(),
-            _size_class(n, m, D), *groups, *rest, PRECISION=_precision(tile.tiling), enable_fp_fusion=True, **options,
+            tuned, *groups, *rest, PRECISION=_precision(tile.tiling), enable_fp_fusion=True, **options,
         )  # fmt: skip
-    sizes = kernel.best_config.kwargs
-    return triton.cdiv(n, sizes["BLOCK_M"]), triton.cdiv(m, sizes["BLOCK_N"])
+    return blocks(kernel.best_config.kwargs)
+
+
+def _can_describe(*tensors: Tensor) -> bool:
+    """Return True if the GPU has tensor descriptors, and they accept the addresses and strides of these tensors."""
+    device = tensors[0].device
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
+        return False
+    return all(
+        x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+        for x in tensors
+    )
+
+
+def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    """Return the number of persistent programs: the GPU's multiprocessors, or a few under the interpreter."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _size_class(n: int, m: int, D: int) -> int:

@@ -26,7 +26,7 @@ from disco_ds.losses.kernels import (
     softmax_sums,
 )
 from disco_ds.losses.kernels.availability import uses_triton
-from disco_ds.losses.kernels.tiles import Tile
+from disco_ds.losses.kernels.tiles import PLANNED_MULTIPROCESSORS, TILE_BYTES, Tile, written_shape
 from helpers.dist import run_ranks
 from helpers.oracle import features
 from helpers.tool import load_tool
@@ -83,15 +83,36 @@ def every_configuration(n: int) -> list[str]:
     from disco_ds.losses.kernels import triton_kernels
 
     failures = []
-    for number, config in enumerate([*triton_kernels.TENSOR_CORES, *triton_kernels.PLAIN_CORES]):
+    for number, config in enumerate(triton_kernels.CONFIGS[:-1]):
         if number % 2 == n:
             triton_kernels.force(config)
             D, strided = WIDTHS[number % len(WIDTHS)], number % 4 < 2
-            r, c = (tool.features(k, D, "cpu", k) for k in (150, 300))
+            r, c = (tool.features(k, D, "cpu", k) for k in (150, 312))
             r, c = (r, c) if strided else (r.contiguous(), c.contiguous())
             for check in tool.check_tiles(r, c, -3, Tiling(None, "fp32", "triton")):
                 if not fine(check):
                     failures.append(f"{config}, D {D}, strided {strided}: {check}")
+    return failures + persistent_programs()
+
+
+def persistent_programs() -> list[str]:
+    """More blocks than programs, a ragged width, and rows that tensor descriptors cannot address."""
+    from disco_ds.losses.kernels import triton_kernels
+
+    failures = []
+    config = triton_kernels.PERSISTENT[1]
+    triton_kernels.force(config)
+    for D, layout, runs in (
+        (20, "contiguous", True),
+        (18, "contiguous", False),
+        (20, "strided", False),
+    ):
+        r, c = (tool.features(k, D, "cpu", k, layout) for k in (300, 264))
+        found = list(tool.check_tiles(r, c, 50, Tiling(None, "tf32", "triton")))
+        failures += [f"persistent, D {D}, {layout}: {x}" for x in found if not fine(x)]
+        for kernel in (triton_kernels.exp_sums_kernel, triton_kernels.sigmoid_weights_kernel):
+            if (kernel.best_config is config) != runs:
+                failures.append(f"D {D}, {layout}: {kernel.best_config}")
     triton_kernels.force(None)
     return failures
 
@@ -313,3 +334,32 @@ def test_configurations_are_chosen_without_timing_where_the_same_bits_are_wanted
     chosen = triton_kernels.worth_timing(triton_kernels.CONFIGS, half, PRECISION="ieee")
     assert chosen == triton_kernels.TENSOR_CORES[:1]
     assert all(config.kwargs["WIDTH_BYTES"] >= 4 * 16 for config in triton_kernels.PLAIN_CORES)
+
+
+@pytest.mark.parametrize(
+    ("n", "D", "multiprocessors", "shape"),
+    [
+        (32768, 512, 132, (8448, 8448)),
+        (3072, 512, 132, (3072, 16896)),
+        (65536, 768, 132, (5632, 11264)),
+        (32768, 512, 108, (6912, 6912)),
+        (32768, 512, 148, (8448, 8448)),
+        (32768, 16, 132, (8448, 8448)),
+        (1, 512, 132, (1, 75493376 // 8448 * 8448)),
+    ],
+)
+def test_written_tiles_fill_whole_waves_of_a_gpu(n, D, multiprocessors, shape):
+    assert written_shape(n, D, TILE_BYTES // 2, multiprocessors) == shape
+
+
+def test_tiles_of_a_gpu_fit_their_memory_and_cover_the_block_once():
+    assert PLANNED_MULTIPROCESSORS == 132
+    device = torch.device("cuda")
+    for precision, itemsize in (("fp16", 2), ("tf32", 4)):
+        tiling = Tiling(None, precision)
+        for n, m, D in ((32768, 32768, 512), (3072, 196608, 512), (100, 300, 64)):
+            rows, columns = tiling.size(n, m, D, device)
+            assert rows * columns * itemsize <= TILE_BYTES
+            parts = list(tiling.cut(n, m, D, device))
+            assert sum((i.stop - i.start) * (j.stop - j.start) for i, j in parts) == n * m
+            assert max((i.stop - i.start, j.stop - j.start) for i, j in parts) == (rows, columns)
