@@ -1,0 +1,263 @@
+"""Model the losses and the training step on an H100 or H200 that this machine does not have, and print tables.
+
+    python tools/model_gpu.py
+    python tools/model_gpu.py --gpus H200 --shapes siglip:65536:65536:768 --models ViT-B-32:2048
+
+Nothing here has been measured by this project. The inputs are machine code of the installed Triton
+(compile_kernels.py), traced operations of the towers, and published rates:
+- the rate of large library products: 788 TFLOP/s on an H200 (torch, 8192^3), 662 on an H100;
+- 8.1 TB/s from L2, which the fastest published products draw on an H100;
+- at 8192 x 8192 x 512 on an H100, blocks of 128 x 256 reach 492 TFLOP/s one-shot, and 540 if the loads of the next
+  block overlap the epilogue (Gluon tutorial 07). The model gives 492 and 542 if an epilogue takes 1,500 cycles.
+
+A block takes the longest of its product, its reads from L2 and the issue of its instructions, and then its epilogue, in
+which its tensor cores wait. A one-shot program also waits for its first operands; if two of them share a
+multiprocessor, one works while the other waits. A persistent program loads the first operands of its next block during
+the epilogue. Programs run in waves. `best` issues one instruction per cycle and scheduler in an epilogue, `expected`
+0.6.
+"""
+
+# n rows, m columns, D width; cycles are a multiprocessor's, at the clock at which library products run
+
+from __future__ import annotations
+
+import argparse
+import collections
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+ISSUE = {"best": 1.0, "expected": 0.6}
+"""Instructions per cycle and scheduler in an epilogue."""
+FILL_CYCLES = 1000
+"""Cycles until the first operands of a one-shot program arrive."""
+SMALL_CALLS_S = {"best": 0.15e-3, "expected": 0.4e-3}
+"""Work of a loss that is neither a tile nor a product: vectors, casts, the gradient's final copies."""
+LAUNCH_S = 4e-6
+
+
+@dataclass(frozen=True)
+class Card:
+    matmul: float
+    """FLOP/s of large 16-bit library products."""
+    memory: float
+    """Bytes/s that elementwise kernels reach, 80% of the data sheet."""
+    multiprocessors: int = 132
+    l2: float = 8.1e12
+    peak: float = 989e12
+    """FLOP/s of the data sheet, for MFU."""
+
+    @property
+    def clock(self) -> float:
+        return self.matmul / (4096 * self.multiprocessors)
+
+
+CARDS = {"H100": Card(662e12, 0.8 * 3.35e12), "H200": Card(788e12, 0.8 * 4.8e12)}
+SHAPES = {
+    "32,768 x 512": "softmax:32768:32768:512",
+    "the same, stored": "stored:32768:32768:512",
+    "share of 196,608 on 64": "softmax:3072:196608:512",
+    "SigLIP 65,536 x 768": "siglip:65536:65536:768",
+}
+MODELS = ("ViT-B-32:2048", "ViT-B-16:768", "ViT-L-14:256")
+
+
+def tile_s(card: Card, variant: str, n: int, m: int, D: int, case: str, persistent: bool) -> float:
+    """Return the seconds of a kernel on one tile, with the faster ones of its configurations."""
+    return min(
+        _timed(card, found, config, n, m, D, case)
+        for found, config in _compiled(variant, D)
+        if persistent or not config.kwargs.get("PERSISTENT")
+    )
+
+
+@cache
+def _compiled(variant: str, D: int) -> list[tuple[Any, Any]]:
+    """Compile the default configuration and the persistent ones."""
+    import compile_kernels as tool
+
+    configs = tool.cases(variant, "fp16", 90)
+    chosen = [configs[0], *(x for x in configs if x.kwargs.get("PERSISTENT"))]
+    found = [(tool.compile_kernel(variant, "fp16", D, x, 90), x) for x in chosen]
+    return [(code, config) for code, config in found if code.fits]
+
+
+def _timed(card: Card, code: Any, config: Any, n: int, m: int, D: int, case: str) -> float:
+    rows, columns = config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"]
+    reads = 2 * (rows + columns) * D * card.multiprocessors / card.l2 * card.clock
+    epilogue = code.epilogue_cycles / ISSUE[case]
+    if config.kwargs.get("PERSISTENT"):
+        passes = D / (config.kwargs["WIDTH_BYTES"] / 2)
+        reads *= 1 - (config.num_stages - 1) / passes
+        cycles = max(code.product_cycles, reads, code.issue_cycles - code.epilogue_cycles)
+        cycles += epilogue
+    else:
+        cycles = max(code.product_cycles, reads, code.issue_cycles)
+        cycles = max(cycles, (cycles + epilogue + FILL_CYCLES) / code.programs)
+    blocks = math.ceil(n / rows) * math.ceil(m / columns)
+    return math.ceil(blocks / card.multiprocessors) * cycles / card.clock
+
+
+def product_s(card: Card, n: int, D: int, inner: int) -> float:
+    """Return the seconds of a library product [n, inner] @ [inner, D] that adds to fp32 rows."""
+    # Smaller blocks have a lower rate, but may fill the last wave better.
+    times = []
+    for rows, columns, share in ((128, 256, 1.0), (128, 128, 0.85)):
+        waves = math.ceil(math.ceil(n / rows) * math.ceil(D / columns) / card.multiprocessors)
+        times.append(waves * 2 * rows * columns * inner / (4096 * share) / card.clock)
+    return min(times) + 8 * n * D / card.memory
+
+
+def loss_s(card: Card, kind: str, n: int, m: int, D: int, case: str, persistent: bool) -> float:
+    """Return the seconds of forward and backward on n x m similarities of one rank, without communication."""
+    from disco_ds.losses.kernels.tiles import TILE_BYTES, Tiling, written_shape
+
+    tiling, device = Tiling(None, "fp16"), torch.device("cuda")
+    total = SMALL_CALLS_S[case]
+    if kind != "siglip":
+        variant = "exp_sums+keep" if kind == "stored" else "exp_sums"
+        for i, j in tiling.cut(n, m, D, device, written=False):
+            total += tile_s(card, variant, i.stop - i.start, j.stop - j.start, D, case, persistent)
+    rows, columns = written_shape(n, D, TILE_BYTES // 2, card.multiprocessors)
+    for i in range(0, n, rows):
+        for j in range(0, m, columns):
+            height, width = min(rows, n - i), min(columns, m - j)
+            if kind == "stored":
+                total += 4 * height * width / card.memory
+            else:
+                variant = "sigmoid-maxima" if kind == "siglip" else "exp_weights"
+                total += tile_s(card, variant, height, width, D, case, persistent)
+            total += product_s(card, height, D, width) + product_s(card, width, D, height)
+    return total
+
+
+VIEWS = {
+    "view", "_unsafe_view", "expand", "t", "transpose", "permute", "slice", "select", "unsqueeze", "squeeze", "detach",
+    "alias", "as_strided", "split", "split_with_sizes", "unbind", "chunk", "_reshape_alias", "empty", "empty_like",
+    "new_empty", "empty_strided", "lift_fresh", "new_empty_strided", "unflatten",
+}  # fmt: skip
+
+
+class Roofline(TorchDispatchMode):
+    """Add up the time of each operation: the longer of its FLOPs and of its bytes, and at least a launch."""
+
+    def __init__(self, card: Card) -> None:
+        super().__init__()
+        self.card = card
+        self.seconds: collections.Counter[str] = collections.Counter()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        if name in VIEWS or function.namespace != "aten":
+            return out
+        tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
+        seconds = sum(x.numel() * x.element_size() for x in tensors) / self.card.memory
+        flops = flop_registry.get(function.overloadpacket)
+        if "attention" in name:
+            q = tensors[0]
+            B, heads, length, width = q.shape
+            count = 4 * B * heads * length**2 * width * (2.5 if "backward" in name else 1)
+            seconds = max(seconds, count / (110e12 if length < 100 else 250e12))
+        elif flops:
+            count = flops(*args, **(kwargs or {}), out_val=out)
+            seconds = max(seconds, count / (0.84 * self.card.matmul))
+        kind = "products" if flops or "attention" in name else "other"
+        self.seconds[kind] += max(seconds, LAUNCH_S)
+        return out
+
+
+def step(card: Card, name: str, micro_batch: int) -> tuple[float, float, float]:
+    """Return the seconds of products and of other kernels of an eager autocast step, and its MFU."""
+    from disco_ds.config import check_config
+    from disco_ds.config.ds_config import read_ds_config
+    from disco_ds.models.clip import build_model
+    from disco_ds.models.flops import count_flops
+    from disco_ds.plan import towers
+
+    recipe = {
+        "name": "x", "global_batch": micro_batch, "micro_batch": micro_batch, "steps": 10, "model": {"name": name},
+        "data": {"source": "synthetic"}, "optim": {"lr": 1e-4, "warmup_steps": 0},
+        "deepspeed": read_ds_config("zero1", Path.cwd()),
+    }  # fmt: skip
+    config = check_config(recipe, "model_gpu")
+    with towers._fake(True):
+        model = towers.prepare_model(config)
+        batch = towers.make_batch(model, micro_batch)
+        roofline = Roofline(card)
+
+        @contextmanager
+        def watch(part: str) -> Iterator[None]:
+            if part in ("forward", "backward", "held"):
+                with roofline:
+                    yield
+            else:
+                yield
+
+        towers.run_passes(model, "autocast", batch, config.data.augment, watch)
+        num_parameters = sum(p.numel() for p in model.parameters())
+    # AdamW touches 28 bytes of a parameter, ZeRO 1's copies about 32; 3 ms are gaps on the host.
+    roofline.seconds["other"] += 60 * num_parameters / card.memory + 3e-3
+    flops = micro_batch * count_flops(build_model(config.model))
+    products, other = roofline.seconds["products"], roofline.seconds["other"]
+    return products, other, flops / (products + other) / card.peak
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gpus", nargs="+", default=list(CARDS), choices=list(CARDS))
+    parser.add_argument(
+        "--shapes",
+        nargs="*",
+        metavar="KIND:ROWS:COLUMNS:D",
+        help="KIND is softmax, stored or siglip (default: those of docs/gpu.md)",
+    )
+    parser.add_argument("--models", nargs="*", default=MODELS, metavar="MODEL:MICRO_BATCH")
+    args = parser.parse_args()
+    shapes = SHAPES if args.shapes is None else {x: x for x in args.shapes}
+    if shapes:
+        print("| loss, forward and backward, ms | GPU | one-shot | with persistent programs |")
+        print("|---|---|---|---|")
+    for label, text in shapes.items():
+        kind, *sizes = text.split(":")
+        n, m, D = map(int, sizes)
+        for gpu in args.gpus:
+            card = CARDS[gpu]
+            ranges = [
+                " to ".join(
+                    f"{1e3 * loss_s(card, kind, n, m, D, case, persistent):.1f}" for case in ISSUE
+                )
+                for persistent in (False, True)
+            ]
+            print(f"| {label} | {gpu} | {' | '.join(ranges)} |", flush=True)
+    if args.models:
+        print("\n| eager step | GPU | products, ms | other, ms | samples/s | MFU at best |")
+        print("|---|---|---|---|---|---|")
+    for text in args.models:
+        name, micro_batch = text.split(":")
+        for gpu in args.gpus:
+            products, other, mfu = step(CARDS[gpu], name, int(micro_batch))
+            rate = int(micro_batch) / (products + other)
+            times = f"{1e3 * products:.0f} | {1e3 * other:.0f}"
+            print(
+                f"| {name}, {micro_batch} | {gpu} | {times} | {rate:,.0f} | {mfu:.1%} |", flush=True
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
