@@ -216,7 +216,7 @@ def finish_axes(axes: Axes, label: str) -> None:
         axes.text(0.5, 0.5, "nothing recorded", transform=axes.transAxes, ha="center")
     elif axes.get_legend_handles_labels()[0]:
         # A fixed place: matplotlib needs ten seconds to find the "best" one on a long curve.
-        axes.legend(loc="lower left" if label == "loss" else "upper left")
+        axes.legend(loc="upper right" if label == "loss" else "upper left")
 
 
 def draw_example(axes: Axes, image: NDArray[numpy.uint8], label: str, best: list[str]) -> None:
