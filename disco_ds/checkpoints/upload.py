@@ -44,7 +44,7 @@ class Uploads:
         self.log = folder / LOG
         self.pending: list[Path] = []
         """Checkpoints that must not be removed, because they are being uploaded or are waiting for it."""
-        self._queue: Queue[Path] = Queue()
+        self._queue: Queue[Path | None] = Queue()
         self._process: subprocess.Popen[bytes] | None = None
         for path in list_complete(folder):
             if not (path / HANDLED).exists():
@@ -74,14 +74,14 @@ class Uploads:
         for path in self.pending:
             logger.warning("%s was not uploaded in time", path)
         self.pending.clear()
+        self._queue.put(None)
         if process := self._process:
             with suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait(5)
 
     def _work(self) -> None:
-        while True:
-            path = self._queue.get()
+        for path in iter(self._queue.get, None):
             if path not in self.pending:  # a newer checkpoint has taken its place
                 continue
             try:
