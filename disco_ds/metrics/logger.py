@@ -178,6 +178,8 @@ class MetricsLogger:
 def rewind_tensorboard(monitor: Any, samples: int) -> None:
     """Hide TensorBoard's points after `samples`, which the resumed run will write again.
 
+    The evaluation at `samples` is repeated too, so its points appear twice in the same place.
+
     Args:
         monitor: The monitor of the DeepSpeed engine.
         samples: Number of samples at the checkpoint.
