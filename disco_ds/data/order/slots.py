@@ -36,7 +36,7 @@ _EPOCHS_KEPT = 4
 """Number of epochs whose shard permutations are cached. Slots are in different epochs only near the end of an epoch."""
 
 
-def count_at_hand(num_shards: int, num_samples: int, window: int) -> int:
+def estimate_open_shards(num_shards: int, num_samples: int, window: int) -> int:
     """Estimate how many shards a slot reads at a time.
 
     This is as many shards as one window fills, plus one because a window may start in the middle of a shard.

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TypeGuard
 
 from disco_ds.config.data import DataSettings
-from disco_ds.data.order.slots import count_at_hand
+from disco_ds.data.order.slots import estimate_open_shards
 from disco_ds.data.remote.shard_cache import DISK_SHARE, find_limit
 from disco_ds.data.sources.base import Source
 from disco_ds.data.sources.manifest import Manifest
@@ -78,11 +78,11 @@ def sum_bytes(
         if _is_remote(source):
             whole = sum(shard.bytes for shard in source.shards)
             per_shard = num_slots * whole / len(source.shards)
-            at_hand = count_at_hand(len(source.shards), source.num_samples, settings.window)
+            num_open = estimate_open_shards(len(source.shards), source.num_samples, settings.window)
             # The shards of a slot's next window have one in common with those of its current window.
-            ahead = max(settings.remote.prefetch_shards, at_hand - 1)
-            used += min(whole, at_hand * per_shard)
-            wanted += min(whole, (at_hand + ahead) * per_shard)
+            ahead = max(settings.remote.prefetch_shards, num_open - 1)
+            used += min(whole, num_open * per_shard)
+            wanted += min(whole, (num_open + ahead) * per_shard)
     return used, wanted
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from disco_ds.config.data import RemoteSettings
 from disco_ds.config.text_file import write_text
-from disco_ds.data.order.slots import count_at_hand
+from disco_ds.data.order.slots import estimate_open_shards
 from disco_ds.data.remote.shard_cache import ShardCache
 from disco_ds.data.sources.base import Source
 from disco_ds.data.sources.listing import NAME, Listing, list_folder
@@ -69,7 +69,7 @@ class Manifest(Source):
         # An uncounted shard is read whole, so a slot reads one shard at a time.
         num_open, sizes = num_slots, None
         if self.num_samples:
-            num_open *= count_at_hand(len(names), self.num_samples, window)
+            num_open *= estimate_open_shards(len(names), self.num_samples, window)
             sizes = self.sizes
         if not self.urls:
             return TarReader(self.folder, names, num_open, sizes=sizes)
