@@ -261,10 +261,10 @@ def measure_manifest() -> str:
     shards = tuple(Shard(name, samples, int(gb * 1e9) + i) for i, name in enumerate(names))
     urls = tuple(f"s3://bucket/datacomp/{name}" for name in names)
     packed = pickle.dumps(Manifest(Path(), shards, urls))
-    start = time.perf_counter()
+    start = time.process_time()
     pickle.loads(packed)
-    seconds = time.perf_counter() - start
-    return f"{num_shards:,} shards: {len(packed) / 1e6:.1f} MB, unpacked in {seconds:.2f} s"
+    seconds = time.process_time() - start
+    return f"{num_shards:,} shards: {len(packed) / 1e6:.1f} MB, unpacked in {seconds:.2f} s of CPU time"
 
 
 def main() -> None:
