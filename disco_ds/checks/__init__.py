@@ -1,9 +1,9 @@
 """Checks to run before training starts: `disco-ds doctor` prints the findings and the remedies.
 
 versions.py       installed packages
-recipe_checks.py  ds_config, batch, loss, model, kernels and data, on this host
-hosts.py          each host: ssh, software, shared folder, GPUs and disk space; runs probe.py there
-ranks.py          one training step and the collectives, on all ranks
+recipe_checks.py  settings, packages, loss, model and data, on this host
+hosts.py          each host: ssh, software, shared folder, GPUs and disk space
+ranks.py          settings, one training step and the bandwidth, on all ranks
 """
 
 from __future__ import annotations
@@ -30,13 +30,18 @@ class Line(NamedTuple):
         return text
 
 
-def examine(check: str, run: Callable[[], Iterable[Line]], *errors: type[Exception]) -> list[Line]:
+def examine(
+    check: str,
+    run: Callable[[], Iterable[Line]],
+    errors: type[Exception] | tuple[type[Exception], ...] = Exception,
+) -> list[Line]:
     """Run a check and collect its lines. If it finds problems, its lines with status ok are dropped.
 
     Args:
         check: Name of the check.
         run: Runs the check and yields its lines.
-        errors: Exception types that are reported as a line with status fail, so that the other checks still run.
+        errors: Exception types that are reported as a line with status fail, so that the other
+            checks still run.
     """
     lines: list[Line] = []
     try:

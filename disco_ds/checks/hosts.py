@@ -1,9 +1,14 @@
-"""Check the hosts of a run: ssh access, identical software, a shared runs folder, GPUs and disk space."""
+"""Check the hosts of a run: ssh access, identical software, a shared runs folder, GPUs and disk space.
+
+`python -m disco_ds.checks.hosts TOKEN` prints the report of one host as JSON.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -14,9 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from disco_ds.checks import Line, probe
-from disco_ds.checks.versions import PACKAGES
-from disco_ds.config import Config
+from disco_ds.checks import Line
+from disco_ds.checks.versions import PACKAGES, installed
+from disco_ds.config import PACKAGE
 from disco_ds.runs.run_folder import make_token
 
 _CONNECT_S = 10
@@ -28,15 +33,14 @@ _DISK_BYTES = 20e9
 Report = dict[str, Any]
 
 
-def check_hosts(config: Config, slots: dict[str, int]) -> Iterator[Line]:
+def check_hosts(runs: Path, slots: dict[str, int]) -> Iterator[Line]:
     """Check every host, over ssh if there are several.
 
     Args:
-        config: The recipe.
+        runs: The folder for run folders, which all hosts must share. It may not exist yet.
         slots: Number of ranks per host; 0 means one per device.
     """
-    runs = config.runs.absolute()
-    # The runs folder may not exist yet. Then its nearest existing parent is checked.
+    runs = runs.absolute()
     folder = next(path for path in (runs, *runs.parents) if path.is_dir())
     try:
         token = make_token(folder)  # hosts that share the folder see this file
@@ -45,13 +49,11 @@ def check_hosts(config: Config, slots: dict[str, int]) -> Iterator[Line]:
         yield Line("fail", "runs folder", found, "set runs=FOLDER to a writable folder")
         return
     try:
-        request = {"packages": PACKAGES, "folder": str(folder), "token": str(token)}
-        mine = probe.probe(request)
+        mine = probe(token)
         reports = dict.fromkeys(slots, mine)
         if len(slots) > 1:
             with ThreadPoolExecutor(len(slots)) as pool:
-                answers = pool.map(partial(ask, request), slots)
-                reports = dict(zip(slots, answers, strict=True))
+                reports = dict(zip(slots, pool.map(partial(ask, token), slots), strict=True))
     finally:
         token.unlink(missing_ok=True)
     if len(slots) > 1:
@@ -65,8 +67,37 @@ def check_hosts(config: Config, slots: dict[str, int]) -> Iterator[Line]:
         yield from judge(host, report, mine, slots[host])
 
 
-def ask(request: dict[str, Any], host: str) -> Report:
-    """Run the probe on a host.
+def probe(token: Path) -> Report:
+    """Return this host's software, devices and free disk space.
+
+    Args:
+        token: A file in the runs folder, which shows whether this host sees the same folder.
+    """
+    import torch
+
+    same = {name: installed(name) for name in PACKAGES}
+    same["Python"] = f"{platform.python_version()} at {sys.executable}"
+    same["code"] = _hash_code()
+    shared = token.exists() and os.access(token.parent, os.W_OK)
+    return {
+        "same": same,
+        "devices": torch.accelerator.device_count(),
+        "driver": Path("/proc/driver/nvidia/version").exists(),
+        "disk": shutil.disk_usage(token.parent).free if shared else None,
+    }
+
+
+def _hash_code() -> str:
+    """Hash the names and contents of all files of disco_ds that affect a run."""
+    digest = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*")):
+        if path.suffix in (".py", ".json", ".yaml"):
+            digest.update(f"{path.relative_to(PACKAGE)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def ask(token: Path, host: str) -> Report:
+    """Run this file on a host.
 
     Returns:
         The report of the host, or {"error": ...} if the host has not sent a report.
@@ -74,21 +105,21 @@ def ask(request: dict[str, Any], host: str) -> Report:
     folder = str(Path.cwd())
     # Use the same Python and folder as here, so that packages and code can be compared with this host's.
     path = ":".join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
-    command = shlex.join(["env", f"PYTHONPATH={path}", sys.executable, "-", json.dumps(request)])
+    command = ["env", f"PYTHONPATH={path}", sys.executable, "-m", "disco_ds.checks.hosts"]
     user_options = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
     ssh = ["ssh", *user_options, "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_S}", host]
-    ssh.append(f"cd {shlex.quote(folder)} && {command}")
-    program = Path(probe.__file__).read_text(encoding="utf-8")
+    ssh.append(f"cd {shlex.quote(folder)} && {shlex.join([*command, str(token)])}")
     try:
-        done = subprocess.run(ssh, input=program, capture_output=True, text=True, timeout=_ANSWER_S)
+        done = subprocess.run(
+            ssh, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ANSWER_S
+        )
     except subprocess.TimeoutExpired:
         return {"error": f"no answer in {_ANSWER_S} s"}
     if done.returncode:
         message = (done.stderr.strip().splitlines() or ["no message"])[-1]
         return {"error": f"{message} (exit code {done.returncode})"}
-    report: Report = json.loads(
-        done.stdout.splitlines()[-1]
-    )  # a login shell may print other lines first
+    # A login shell may print other lines first.
+    report: Report = json.loads(done.stdout.splitlines()[-1])
     return report
 
 
@@ -135,3 +166,7 @@ def judge(host: str, report: Report, mine: Report, slots: int) -> Iterator[Line]
         yield Line("fail", "GPUs", found, remedy)
     elif not devices:
         yield Line("warn", "GPUs", f"{host} has none", "its ranks will run on the CPU")
+
+
+if __name__ == "__main__":
+    print(json.dumps(probe(Path(sys.argv[1]))))

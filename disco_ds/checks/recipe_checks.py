@@ -1,17 +1,15 @@
-"""Checks of a recipe on one host: the ds_config, the startup checks of a run, the kernels and the data."""
+"""Checks of a recipe on one host: the checks that a run makes at its start, the loss's kernels and the data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from disco_ds.checks import Line, Status, examine
 from disco_ds.config import Config, DataSettings, render_ds_config
-from disco_ds.config.ds_config import find_problems, precision, stage
 from disco_ds.data import (
     BrokenSample,
     ImageSpec,
@@ -30,66 +28,8 @@ from disco_ds.losses.kernels import find_problem
 from disco_ds.metrics.tracking import check_packages
 from disco_ds.training.build import check_image_sizes, check_model, make_loss
 
-_USELESS = {
-    "activation_checkpointing": "does not affect the towers; set model.activation_checkpointing",
-    "zero_optimization.allgather_partitions": "is not read by DeepSpeed 0.19",
-}
-_SLOW = {
-    "comms_logger",
-    "flops_profiler",
-    "memory_breakdown",
-    "timers.throughput",
-    "wall_clock_breakdown",
-}
-_AT_STAGE_3 = ("stage3_", "offload_param", "sub_group_size", "zero_hpz_partition_size")
-"""Prefixes of the zero_optimization keys that DeepSpeed reads only at ZeRO 3."""
 _SAMPLES = 32
 """Number of samples read from each of three shards: the first, the middle and the last."""
-
-
-def check_ds_config(config: Config) -> Iterator[Line]:
-    """Check the ds_config's keys and values, partly with DeepSpeed's checks. Warn about useless or slow keys."""
-    given = config.deepspeed
-    problems = list(find_problems(given))
-    if not problems:
-        try:
-            # Render the ds_config for one rank, because DeepSpeed checks the batch against the current number of ranks.
-            alone = config.model_copy(update={"ranks": None, "global_batch": config.micro_batch})
-            DeepSpeedConfig(render_ds_config(alone, 1))
-        except (ValueError, AssertionError) as error:
-            problems = [str(error)]
-    for problem in problems:
-        yield Line("fail", "ds_config", problem, "compare with the files of ds_configs/")
-    if problems:
-        return
-    yield Line("ok", "ds_config", f"ZeRO {stage(given)}, {precision(given)}")
-    for key, reason in _find_useless(given):
-        yield Line("warn", "ds_config", f"{key} {reason}", f"remove {key} from the ds_config")
-
-
-def _find_useless(given: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each key that has no effect or slows down every step, and the reason to remove it."""
-    level = stage(given)
-    sections = {name: part for name, part in given.items() if isinstance(part, dict)}
-    for section, part in {"": given, **sections}.items():
-        for key, value in part.items():
-            dotted = f"{section}.{key}" if section else key
-            enabled = value.get("enabled") if isinstance(value, dict) else value
-            if value == "auto":
-                yield dotted, "is auto, which only Hugging Face's Trainer replaces by a value"
-            elif dotted in _USELESS:
-                yield dotted, _USELESS[dotted]
-            elif dotted in _SLOW and enabled:
-                yield dotted, "waits for the device in every step"
-            elif section == "zero_optimization" and level < _least_stage(key):
-                yield dotted, f"has no effect at ZeRO {level}"
-
-
-def _least_stage(key: str) -> int:
-    """Return the lowest ZeRO stage at which DeepSpeed reads a key of zero_optimization."""
-    if key == "stage":
-        return 0
-    return 3 if key.startswith(_AT_STAGE_3) else 1
 
 
 def check_start(config: Config, ranks: int) -> Iterator[Line]:
@@ -98,18 +38,18 @@ def check_start(config: Config, ranks: int) -> Iterator[Line]:
         f"global_batch {config.global_batch:,}, micro_batch {config.micro_batch:,}, ranks {ranks}"
     )
     checks: dict[str, tuple[str, Callable[[], object]]] = {
+        "ds_config": ("keys and values are valid", lambda: check_ds_config(config)),
         "batch": (batch, lambda: config.describe(ranks)),
         "log": ("the packages for logging are installed", lambda: check_packages(config)),
-        "loss": (config.loss.name, lambda: make_loss(config)),
         "model": (config.model.label, lambda: check_model(config)),
-        "stages": (
-            f"{len(config.stages)}",
-            lambda: check_image_sizes(config, make_loss(config)),
-        ),
         "eval": (f"sets: {len(config.eval.sets)}", lambda: load_sets(config.eval, config.data)),
     }
+    if config.stages:
+        stages = f"{len(config.stages)} with supported image sizes"
+        checks["stages"] = (stages, lambda: check_image_sizes(config, make_loss(config)))
     for name, (found, check) in checks.items():
-        yield from examine(name, partial(_call, Line("ok", name, found), check), Exception)
+        yield from examine(name, partial(_call, Line("ok", name, found), check))
+    yield from examine("loss", lambda: check_loss(config))
 
 
 def _call(line: Line, check: Callable[[], object]) -> Iterator[Line]:
@@ -118,13 +58,26 @@ def _call(line: Line, check: Callable[[], object]) -> Iterator[Line]:
     yield line
 
 
-def check_kernels(config: Config) -> Iterator[Line]:
-    """Check that the loss's Triton kernels run on this host's GPU.
+def check_ds_config(config: Config) -> None:
+    """Check the ds_config's keys and values, with DeepSpeed's own checks, too.
+
+    Raises:
+        ValueError: If a key or value is invalid.
+        AssertionError: If DeepSpeed refuses a combination of settings.
+    """
+    # Render it for one rank, because DeepSpeed checks the batch against the current number of ranks.
+    alone = config.model_copy(update={"ranks": None, "global_batch": config.micro_batch})
+    DeepSpeedConfig(render_ds_config(alone, 1))
+
+
+def check_loss(config: Config) -> Iterator[Line]:
+    """Check the loss and its options, and that its Triton kernels run on this host's GPU.
 
     Raises:
         ValueError: If the loss cannot be built.
     """
     tiling = getattr(make_loss(config), "tiling", None)
+    yield Line("ok", "loss", config.loss.name)
     device = comm.local_device()
     if tiling is None:
         yield Line("ok", "kernels", f"{config.loss.name} does not use kernels")
@@ -135,14 +88,6 @@ def check_kernels(config: Config) -> Iterator[Line]:
         yield Line("warn", "kernels", f"Triton does not run here: {problem}", remedy)
     else:
         yield Line("ok", "kernels", f"Triton runs on {torch.cuda.get_device_name(device)}")
-
-
-def check_sources(config: Config, sources: Sequence[Source]) -> Iterator[Line]:
-    """Compare the shards with their manifests, and read a few samples of each source on this host."""
-    for part, source in zip(config.data.parts, sources, strict=True):
-        if isinstance(source, Manifest) and source.num_samples:
-            yield _compare(source)
-        yield _read(source, config.data.settings_of(part))
 
 
 def check_data(config: Config, ranks: int, ranks_here: int = 0) -> Iterator[Line]:
@@ -157,7 +102,10 @@ def check_data(config: Config, ranks: int, ranks_here: int = 0) -> Iterator[Line
         ValueError: See load_sources, count_slots and fit_cache.
     """
     sources = load_sources(config.data)
-    yield from check_sources(config, sources)
+    for part, source in zip(config.data.parts, sources, strict=True):
+        if isinstance(source, Manifest) and source.num_samples:
+            yield _compare(source)
+        yield _read(source, config.data.settings_of(part))
     slots = count_slots(config.data, sources, ranks)
     ranks_here = ranks_here or min(ranks, torch.accelerator.device_count() or ranks)
     fit_cache(config.data, sources, slots, ranks, ranks_here)

@@ -9,7 +9,6 @@ from importlib import metadata
 from packaging.requirements import Requirement
 
 from disco_ds.checks import Line
-from disco_ds.checks.probe import installed
 
 PACKAGES = (
     "disco_ds",
@@ -58,3 +57,11 @@ def check_versions() -> Iterator[Line]:
             found = f"import {name}: {type(error).__name__}: {error}"
             yield Line("fail", "versions", found, remedy)
             return
+
+
+def installed(package: str) -> str | None:
+    """Return the version of a package; None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -41,7 +41,7 @@ def check_all(args: argparse.Namespace, first: bool, size: int) -> Iterator[Line
         The lines to print.
     """
     if first:
-        yield from examine("versions", check_versions, Exception)
+        yield from examine("versions", check_versions)
     try:
         config = load_config(args.config, args.overrides)
         slots = read_hostfile(args.hostfile) if args.hostfile else {"this host": 0}
@@ -75,15 +75,8 @@ def check_here(config: Config, slots: dict[str, int], ranks: int) -> Iterator[Li
     except (ImportError, RuntimeError):  # the installation is broken; a line above explains it
         return
 
-    yield from examine("ds_config", lambda: checks.check_ds_config(config), Exception)
-    start = list(checks.check_start(config, ranks))
-    yield from start
-    failed = {line.check for line in start if line.status == "fail"}
+    yield from checks.check_start(config, ranks)
     # 0 means that the number is unknown.
     ranks_here = max(slots.values()) or int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    yield from examine("data", lambda: checks.check_data(config, ranks, ranks_here), Exception)
-    # If the loss or the model is invalid, these checks would only report the same mistake again.
-    if "loss" not in failed:
-        yield from examine("kernels", lambda: checks.check_kernels(config), Exception)
-    if "model" not in failed:
-        yield from examine("hosts", lambda: check_hosts(config, slots), Exception)
+    yield from examine("data", lambda: checks.check_data(config, ranks, ranks_here))
+    yield from examine("hosts", lambda: check_hosts(config.runs, slots))

@@ -133,7 +133,7 @@ def _add_ranks(parser: argparse.ArgumentParser, prefix: str = "") -> None:
     group = parser.add_mutually_exclusive_group()
     group.add_argument(
         "--ranks",
-        type=int,
+        type=_number(int, 1),
         metavar="N",
         help=f"{prefix}number of ranks, one per GPU (default: the recipe's ranks, or 1)",
     )

@@ -26,6 +26,7 @@ OWNED_BY_RECIPE = {
     "gradient_clipping": "optim.clip_norm",
     "optimizer": "optim",
     "scheduler": "optim.schedule",
+    "activation_checkpointing": "model.activation_checkpointing",
     "tensorboard": "log.tensorboard",
     "wandb": "log.wandb",
     "steps_per_print": "log.every_steps",
@@ -91,7 +92,6 @@ FLAGS = {
 """Top-level keys whose values must be true or false. DeepSpeed would read the text "false" as
 true."""
 SECTIONS = {
-    "activation_checkpointing",
     "aio",
     "comet",
     "comms_logger",
@@ -184,18 +184,11 @@ def read_ds_config(entry: str | dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _read_file(path: Path) -> dict[str, Any]:
+    text = read_text(path, "ds_config")
     try:
-        tree = json.loads(
-            read_text(path, "ds_config"),
-            object_pairs_hook=_refuse_duplicates,
-            parse_constant=_refuse_constant,
-        )
-    except RecursionError:
-        raise ValueError(f"{path} is not a ds_config: it is nested too deeply") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: JSON syntax error: {error}") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        tree = json.loads(text, object_pairs_hook=_refuse_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(tree, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(tree).__name__}")
     return tree
@@ -211,10 +204,6 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return tree
 
 
-def _refuse_constant(text: str) -> Any:
-    raise ValueError(f"{text} is not a JSON number")
-
-
 def complete_ds_config(ds_config: dict[str, Any], owned: dict[str, Any]) -> dict[str, Any]:
     """Check a ds_config and add the recipe's values and every default that changes results.
 
@@ -226,8 +215,8 @@ def complete_ds_config(ds_config: dict[str, Any], owned: dict[str, Any]) -> dict
         ValueError: If a key is unknown or refused, if the recipe controls the key, if a value is
             invalid, or if DeepSpeed computes a combination of settings incorrectly.
     """
-    for problem in find_problems(ds_config):
-        raise ValueError(problem)
+    if problems := list(find_problems(ds_config)):
+        raise ValueError("\n  ".join(problems))
     check_values(ds_config)
     check_precision(ds_config)
     rendered = merge(copy.deepcopy(DEFAULTS), copy.deepcopy(ds_config))

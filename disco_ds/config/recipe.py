@@ -508,10 +508,6 @@ class Config(Settings):
                 multiple of ranks x micro_batch. In the second case, the message suggests the nearest
                 valid global_batch.
         """
-        if ranks < 1:
-            raise ValueError(
-                f"a run needs at least 1 rank, got {ranks}; does the hostfile have slots?"
-            )
         if self.ranks is not None and ranks != self.ranks:
             expected = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
             raise ValueError(

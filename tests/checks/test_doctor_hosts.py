@@ -128,6 +128,5 @@ def test_slow_link_is_a_warning_and_the_step_is_still_right(
     except RuntimeError as error:
         pytest.skip(f"links cannot be made slow here: {error}")
     said = launch()
-    for name in ("all_gather", "reduce_scatter", "all_reduce"):
-        assert f"warn  {name}" in said
+    assert "warn  bandwidth" in said
     assert "NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME" in said

@@ -1,11 +1,9 @@
-"""The doctor on several hosts and ranks: hosts, their data, the step and the collectives."""
+"""The doctor on several hosts and ranks: the hosts, the step and the bandwidth."""
 
 from __future__ import annotations
 
-import os
 import pickle
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,20 +15,17 @@ import yaml
 from torch.nn import functional as F
 
 from disco_ds.checks import Line
-from disco_ds.checks.hosts import judge
-from disco_ds.checks.probe import probe
-from disco_ds.checks.ranks import check_gradients, check_other_hosts, run_alone, shrink
-from disco_ds.checks.versions import PACKAGES
+from disco_ds.checks.hosts import judge, probe
+from disco_ds.checks.ranks import check_gradients, run_alone, shrink
 from disco_ds.cli.main import main
 from disco_ds.config import Config
 from disco_ds.distributed import comm
 from disco_ds.losses import Embeddings, LossOutput, list_losses
 from disco_ds.losses.base import Loss, register_loss
 from helpers.dist import free_port, run_ranks
-from helpers.doctor import data_of, statuses
+from helpers.doctor import statuses
 from helpers.minimal import MINIMAL, settings
 from helpers.precisions import MATRIX, ds_config
-from helpers.shards import write_shards
 
 # Hosts
 
@@ -39,7 +34,7 @@ from helpers.shards import write_shards
 def own_report(tmp_path: Path) -> dict[str, Any]:
     token = tmp_path / "token"
     token.touch()
-    return probe({"packages": PACKAGES, "folder": str(tmp_path), "token": str(token)})
+    return probe(token)
 
 
 def test_hosts_without_ssh_fail(
@@ -83,30 +78,7 @@ def test_report_of_a_host_is_compared_with_this_one(own_report: dict[str, Any]) 
     assert lines(devices=2, disk=1e9) == [("warn", "runs folder")]
 
 
-# The ranks: their data, the step, the collectives
-
-
-def on_hosts(homes: list[str]) -> list[Line]:
-    """Check as if each rank had its own host and home folder."""
-    os.environ.update(LOCAL_RANK="0", HOME=homes[comm.rank()])
-    return list(check_other_hosts(data_of("~/shards")))
-
-
-def test_missing_and_broken_data_of_another_host_is_reported_with_its_name(tmp_path: Path) -> None:
-    homes = [tmp_path / name for name in ("first", "other", "lacks", "broken")]
-    for home in (*homes[:2], homes[3]):
-        write_shards(home / "shards", [20, 20])
-    (line,) = run_ranks(on_hosts, 2, list(map(str, homes)))[0]
-    assert (line.status, line.check) == ("ok", "data")
-    assert socket.gethostname() in line.found
-    write_shards(
-        homes[3] / "shards", [20, 20], lambda index, sample: sample | {"png": sample["png"][:50]}
-    )
-    lines = run_ranks(on_hosts, 3, [str(homes[i]) for i in (0, 2, 3)])[0]
-    host = socket.gethostname()
-    assert statuses(lines) == [("fail", "data"), ("fail", "samples")], lines
-    assert lines[0].found.startswith(f"{host}: data.shards: ")
-    assert lines[1].found.startswith(f"{host}: 40 read, 40 broken")
+# The ranks: the step and the bandwidth
 
 
 class Local(Loss):
@@ -195,9 +167,7 @@ def test_doctor_under_a_launcher_checks_the_ranks(
     assert done.returncode == 0, done.stdout + done.stderr
     for words in (
         "ok    gradients",
-        "ok    all_gather",
-        "ok    reduce_scatter",
-        "ok    all_reduce",
+        "ok    bandwidth",
         "ok    samples",
     ):
         assert done.stdout.count(words) == 1

@@ -304,6 +304,7 @@ def test_damaged_packed_word_is_refused(word: str, capsys: pytest.CaptureFixture
             "at least 0, got -5",
         ),
         (["launch", "--config", "quickstart", "--restarts", "two"], "invalid int value: 'two'"),
+        (["plan", "--config", "quickstart", "--ranks", "0"], "at least 1, got 0"),
         (["index", "folder", "--workers", "-1"], "0 to 1024, got -1"),
         (
             ["plan", "--config", "quickstart", "--slack", "2"],

@@ -226,7 +226,7 @@ def test_read_ds_config_path_beside_the_recipe_and_base(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("{", "syntax error"), ("[]", "expected a JSON object, got list")]
+    ("text", "words"), [("{", "line 1 column 2"), ("[]", "expected a JSON object, got list")]
 )
 def test_read_ds_config_malformed_file_is_named(text: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.json"

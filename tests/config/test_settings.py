@@ -144,12 +144,6 @@ def test_ranks_other_than_the_recipes_name_a_missing_hostfile() -> None:
     assert settings().num_micro_batches(1) == 4
 
 
-@pytest.mark.parametrize("ranks", [0, -1])
-def test_ranks_below_one_are_refused(ranks: int) -> None:
-    with pytest.raises(ValueError, match="1 rank"):
-        settings().num_micro_batches(ranks)
-
-
 def test_length_in_samples_is_whole_steps() -> None:
     config = settings(steps=None, samples=64 * 100 + 63)
     assert config.num_steps == 100
