@@ -8,6 +8,7 @@ On a GPU it uses the largest micro-batch that fits, on a CPU that of the recipe.
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +19,7 @@ from torch.profiler import profile
 from disco_ds.config import Config, load_config
 from disco_ds.config.ds_config import precision
 from disco_ds.distributed import comm
-from disco_ds.plan.memory import GIB, search_largest
+from disco_ds.plan.memory import GIB
 from disco_ds.plan.towers import Towers, make_batch, prepare_model, run_passes, trace
 
 PASSES = ("replay", "forward", "held", "backward")
@@ -81,7 +82,7 @@ def compare(config: Config) -> str:
             return True
 
         m, choice = (
-            step * search_largest(fits),
+            step * bisect_left(range(1, 2**12), True, key=lambda n: not fits(n)),
             f"the largest micro-batch, in steps of {step}, with nothing else in memory",
         )
         if not m:

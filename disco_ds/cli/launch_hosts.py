@@ -195,9 +195,10 @@ def check_min_hosts(args: argparse.Namespace, config: Config, slots: Mapping[str
         raise ValueError(
             f"--deepspeed {min(given)} cannot be used with --min-hosts: select hosts and slots in the hostfile"
         )
-    from disco_ds.plan.fewer_hosts import check_fewer_hosts, read_gpu_gib
+    from disco_ds.plan.fewer_hosts import check_fewer_hosts
 
-    report(check_fewer_hosts(config, list(slots.values()), args.min_hosts, read_gpu_gib()))
+    ranks = check_fewer_hosts(config, list(slots.values()), args.min_hosts)
+    report(f"the batch and the data slots are divisible by {ranks} ranks")
 
 
 def report(text: str) -> None:

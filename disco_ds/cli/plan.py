@@ -81,8 +81,9 @@ def describe_host(made: Plan) -> str:
 
 def describe_scaling(made: Plan) -> list[str]:
     """Format one table line per number of GPUs, and the assumptions behind the times."""
-    header = "  GPUs  micro-batches     GiB   s/step  samples/s  towers s   loss s   comm s"
-    lines = [header + "  exposed s   comm GB"]
+    lines = [
+        "  GPUs  micro-batches     GiB   s/step  samples/s  towers s   loss s   comm s   comm GB"
+    ]
     lines += [_describe_estimate(estimate, made.config.global_batch) for estimate in made.scaling]
     timeout_s, assumed = made.config.timeout_s, made.assumed
     if made.now.speed is None:
@@ -106,6 +107,5 @@ def _describe_estimate(estimate: Estimate, global_batch: int) -> str:
     line = f"{estimate.ranks:6}{estimate.num_micro_batches:15}{estimate.memory.total / GIB:8.1f}"
     if speed := estimate.speed:
         line += f"{speed.step_s:9.2f}{global_batch / speed.step_s:11,.0f}{speed.towers_s:10.2f}"
-        line += f"{speed.loss_s:9.2f}{speed.comm_s:9.2f}{speed.exposed_s:11.2f}"
-        line += f"{speed.comm_bytes / 1e9:10.1f}"
+        line += f"{speed.loss_s:9.2f}{speed.comm_s:9.2f}{speed.comm_bytes / 1e9:10.1f}"
     return line

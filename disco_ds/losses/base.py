@@ -94,8 +94,6 @@ class LossCost:
     """Precision of the matrix multiplications: fp32, tf32, fp16 or bf16."""
     received_bytes: int
     """Bytes of features and feature gradients that one rank receives in a step."""
-    while_computing: bool = False
-    """True if these bytes are received while the loss computes, as with a ring."""
 
 
 class LossContractError(ValueError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from itertools import product
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import yaml
 from disco_ds.config import Config, check_config
 from disco_ds.config.recipe_yaml import Dumper
 from disco_ds.plan.assumptions import Assumptions
-from disco_ds.plan.memory import GIB, interpolate, plan_memory, search_largest
+from disco_ds.plan.memory import GIB, interpolate, plan_memory
 from disco_ds.plan.towers import Towers, trace
 
 TRACED = (64, 1024)
@@ -63,12 +64,18 @@ def fit(
             return False
         return memory.total <= gib * GIB
 
+    traces = {
+        checkpointing: [(m, trace(change(1, m, checkpointing, "device"), m)) for m in TRACED]
+        for checkpointing in (False, True)
+    }
+
     def largest(checkpointing: bool, m: int, pixels: str) -> tuple[float, Config]:
         """Return the FLOPs per sample and the recipe of the largest batch for this choice."""
         choice = m, checkpointing, pixels
-        towers = interpolate([(n, trace(change(1, *choice), n)) for n in TRACED], m)
-        most = MAX_GLOBAL_BATCH // (ranks * m)
-        K = search_largest(lambda K: fits(change(K, *choice), towers), most)
+        towers = interpolate(traces[checkpointing], m)
+        # K starts at 1, so the index of the first K that does not fit is the largest K that fits.
+        counts = range(1, MAX_GLOBAL_BATCH // (ranks * m) + 1)
+        K = bisect_left(counts, True, key=lambda K: not fits(change(K, *choice), towers))
         # All micro-batches except the last run the forward pass twice.
         replays = (K - 1) / K if K else 0
         return (towers.flops + replays * towers.replay_flops) / m, change(K, *choice)

@@ -1,18 +1,20 @@
 """Cost of each registered loss: memory that it needs, FLOPs, and bytes received.
 
-The formulas follow the code of the losses, and tests/plan/test_plan_losses.py compares them with
-measurements. Every registered loss must be listed here; custom losses have a method `cost`.
+tests/plan/test_plan_losses.py compares the memory with measurements. Every registered loss must be
+listed here; custom losses have a method `cost`.
 """
 
 # b: samples per rank; N: number of ranks; B = N b; D: width of the features, which are fp32
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from disco_ds.losses import build_loss
 from disco_ds.losses.base import Loss, LossCost
-from disco_ds.losses.blocks import GatheredBoth, TiledLoss, chunk_rows
+from disco_ds.losses.blocks import GatheredBoth, TiledLoss
 from disco_ds.losses.clip import ClipLoss
 from disco_ds.losses.disco import DisCoLoss
 from disco_ds.losses.disco_fused import DisCoFusedLoss
@@ -44,9 +46,9 @@ def loss_cost(
     cost = loss.cost(b, N, D, num_samples)
     if cost is not None:
         return cost
-    work = _count_work(loss, N)
     # A custom subclass of a known loss may cost more than its base class.
-    if work is None or ":" in name:
+    work = None if ":" in name else _count_work(loss, N)
+    if work is None:
         raise ValueError(
             f"the cost of loss {name} is unknown: give the class a method cost(b, N, D, "
             "num_samples) -> LossCost (see disco_ds/losses/base.py), or plan the rest of the "
@@ -70,7 +72,6 @@ def loss_cost(
         flops=num_products * 2 * b * N * b * D,
         precision=precision,
         received_bytes=received if N > 1 else 0,
-        while_computing=_is_ring(loss),
     )
 
 
@@ -94,12 +95,10 @@ def _count_work(loss: Loss, N: int) -> tuple[int, int, int] | None:
     return None
 
 
-def _is_ring(loss: Loss) -> bool:
-    return isinstance(loss, InfCLLoss | SigLIPLoss) or getattr(loss, "ring", False)
-
-
 def loss_peak(loss: Loss, b: int, N: int, D: int, device: torch.device) -> int:
     """Return the peak memory of a loss of this package in bytes, without the features themselves.
+
+    For tiled losses, this is an upper bound that leaves out terms much smaller than the features.
 
     Args:
         loss: The loss.
@@ -117,79 +116,39 @@ def loss_peak(loss: Loss, b: int, N: int, D: int, device: torch.device) -> int:
         # Forward: two products, logits and softmaxes each, and both gathered sides.
         forward = 6 * b * B + 2 * B * D
         # Backward: the gradients of both sides.
-        backward = b * B + 4 * B * D + (2 + (N > 1)) * b * D
+        backward = b * B + 4 * B * D + 4 * b * D
         return 4 * max(forward, backward)
     assert isinstance(loss, TiledLoss)
-    return _tiled_peak(loss, b, N, D, device)
-
-
-def _tiled_peak(loss: TiledLoss, b: int, N: int, D: int, device: torch.device) -> int:
-    """Return the peak memory of a tiled loss: the maximum of tiles, reduction and final copies."""
-    ring = _is_ring(loss)
-    gathers_both = getattr(loss, "blocks", None) is GatheredBoth
-    precision = loss.tiling.on(device).precision
-    num_columns = b if ring else N * b
-    # Gradients are fp32: those of this rank's rows, and those of all columns in reach.
-    row_gradient = 4 * b * D
-    column_gradient = 4 * num_columns * D
-    sent = num_columns * D * _sent_itemsize(loss, precision)
-    # The features are copied to the dtype in which they are sent.
-    copied = precision != "fp32" or loss.comm_dtype is not None
-    reduced = 0
+    tiling = loss.tiling.on(device)
+    itemsize = 2 if tiling.precision in HALF else 4
+    sent_itemsize = _sent_itemsize(loss, tiling.precision)
+    ring = isinstance(loss, InfCLLoss | SigLIPLoss) or getattr(loss, "ring", False)
     if ring:
-        # Feature blocks in transit and a local copy; gradients of rows; gradients of columns in
-        # transit.
-        features = sent * (min(N - 1, 2) + copied)
-        blocks = features + row_gradient * (4 if N > 1 else 2)
-    elif gathers_both:
-        features = 2 * sent if N > 1 or copied else 0
-        blocks = features + 2 * row_gradient
+        # Blocks in transit and a local copy; fp32 gradients of both sides, and those in transit.
+        num_columns = b
+        columns = min(N, 3) * b * D * sent_itemsize
+        num_row_gradients = 4 if N > 1 else 2
     else:
-        num_gathered = 2 if isinstance(loss, NTXentLoss) else 1
-        features = num_gathered * sent if N > 1 or copied else 0
-        blocks = features + row_gradient + column_gradient
-        if N > 1:
-            # gloo, on a CPU, reduces a copy.
-            reduced = blocks + row_gradient + (column_gradient if device.type == "cpu" else 0)
-    if isinstance(loss, NTXentLoss):
-        blocks = max(blocks, features + 3 * row_gradient)
-    chunk = 4 * min(chunk_rows(D, device), b) * D * (2 if precision in HALF else 1)
-    if isinstance(loss, SigLIPLoss):
-        # The gradients still exist while autograd copies them.
-        finished = max(blocks + chunk, 4 * row_gradient)
-    else:
-        finished = 2 * row_gradient + chunk + sent * copied
-    stored = 2 * b * N * b if isinstance(loss, DisCoFusedLoss) and loss.store else 0
-    rounded_rows = 0 if precision == "fp32" else b * D * _itemsize(precision)
-    vectors = 8 * (8 * num_columns + 12 * b)
-    tile = _tile(loss, b, num_columns, D, device)
-    return rounded_rows + stored + vectors + max(blocks + tile, reduced, finished)
-
-
-def _itemsize(precision: str) -> int:
-    return 2 if precision in HALF else 4
+        _, num_features, num_gradients = _count_work(loss, N) or (0, 0, 0)
+        # gloo, on a CPU, reduces a copy of the gradients.
+        num_copies = 2 if N > 1 and device.type == "cpu" else 1
+        num_columns = B
+        columns = B * D * (num_features * sent_itemsize + num_gradients * num_copies * 4)
+        num_row_gradients = 2
+    # The rows are rounded to the precision of the tiles.
+    rows = b * D * (4 * num_row_gradients + itemsize)
+    tile = math.prod(tiling.size(b, num_columns, D, device))
+    # Triton writes the weights of a tile once. torch has two fp32 copies, and two more if each row
+    # has its own scale.
+    bytes_per_pair = itemsize
+    if device.type == "cpu" or tiling.impl == "torch":
+        bytes_per_pair = 16 if isinstance(loss, FastCLIPLoss) and loss.tau_step else 8
+    stored = 2 * b * B if isinstance(loss, DisCoFusedLoss) and loss.store else 0
+    return columns + rows + tile * bytes_per_pair + stored
 
 
 def _sent_itemsize(loss: TiledLoss, precision: str) -> int:
     """Return bytes per number of the features that are sent to other ranks."""
-    return loss.comm_dtype.itemsize if loss.comm_dtype else _itemsize(precision)
-
-
-def _tile(loss: TiledLoss, n: int, m: int, D: int, device: torch.device) -> int:
-    """Return the bytes that one tile of an n x m block needs."""
-    tiling = loss.tiling.on(device)
-    rows, columns = tiling.size(n, m, D, device)
-    on_gpu = device.type == "cuda"
-    itemsize = _itemsize(tiling.precision) if on_gpu else 4
-    # Triton writes the weights once, in the dtype in which they are multiplied.
-    per_pair = itemsize
-    if not on_gpu or tiling.impl == "torch":
-        # torch has the weights in fp32 and a copy, and more if each row has its own scale.
-        has_row_scales = isinstance(loss, FastCLIPLoss) and loss.tau_step
-        per_pair = 16 if has_row_scales else 8
-        if itemsize == 2:
-            per_pair += 2
-    converted = 0
-    if loss.comm_dtype and loss.comm_dtype.itemsize != itemsize:
-        converted = itemsize * columns * D
-    return per_pair * rows * columns + converted
+    if loss.comm_dtype:
+        return loss.comm_dtype.itemsize
+    return 2 if precision in HALF else 4

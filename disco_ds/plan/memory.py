@@ -8,7 +8,7 @@ The memory of DeepSpeed is that of version 0.19.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,9 +106,6 @@ def plan_memory(
         moment["slack"] = int(assumed.slack * sum(moment.values()) + assumed.context_gib * GIB)
         ordered[name] = {part: moment.get(part, 0) for part in PARTS}
     host |= _plan_host(config, b, towers, cost, assumed.image_bytes)
-    if config.checkpoint.asynchronous:
-        copied = _count_copied(config, ranks, towers, min(ranks, assumed.per_host))
-        host["checkpoint, copied"] = copied + cost.state
     return Memory(ordered, host)
 
 
@@ -206,28 +203,6 @@ def count_moments(optim: OptimSettings) -> int:
     return moments[optim.name] + (optim.ema is not None)
 
 
-def count_checkpoint(config: Config, towers: Towers) -> tuple[int, int]:
-    """Return the bytes of a checkpoint's model parameters, and of its optimizer states.
-
-    The optimizer states include the fp32 master copy at ZeRO 1 to 3. At ZeRO 3 that copy is the
-    only one of the trained parameters.
-    """
-    level = stage(config.deepspeed)
-    itemsize = DTYPES[precision(config.deepspeed)].itemsize
-    parameters = towers.frozen + (0 if level == 3 else towers.trained)
-    return itemsize * parameters, 4 * towers.trained * (count_moments(config.optim) + (level > 0))
-
-
-def _count_copied(config: Config, N: int, towers: Towers, per_host: int) -> int:
-    """Return the bytes of one rank's part of a checkpoint, without the loss's state.
-
-    Files that only rank 0 writes are counted in equal shares for all ranks of a host.
-    """
-    parameters, states = count_checkpoint(config, towers)
-    level = stage(config.deepspeed)
-    return parameters // (N if level == 3 else per_host) + states // (N if level else per_host)
-
-
 def _is_offloaded(settings: Any) -> bool:
     """Return True if this part is offloaded to the host.
 
@@ -258,24 +233,6 @@ def _plan_host(
     if cost.state_on_host:
         host["loss"] = cost.state
     return host
-
-
-def search_largest(fits: Callable[[int], bool], at_most: int = 2**40) -> int:
-    """Find the largest n >= 0 with fits(n) by bisection.
-
-    fits must be true up to some n and false above.
-    """
-    high = 1
-    while high <= at_most and fits(high):
-        high *= 2
-    low, high = high // 2, min(high, at_most + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 def interpolate(known: Sequence[tuple[int, Towers]], m: int) -> Towers:

@@ -1,15 +1,14 @@
 """Predict the time of a step from its FLOPs and the bytes it receives, at given rates.
 
-Two transfers overlap with computation, and only the excess counts: the blocks of a ring during the
-loss, and, at ZeRO 1 and 2 with overlap_comm, the gradients during the only backward of a step. Not
-counted: waiting for data, stragglers, latencies, and the optimizer's computation.
+Communication is assumed not to overlap with computation. Waiting for data, stragglers, latencies and
+the optimizer's computation are not counted.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from disco_ds.config import Config, render_ds_config
+from disco_ds.config import Config
 from disco_ds.config.ds_config import precision, stage
 from disco_ds.models.gpus import Gpu
 from disco_ds.plan.assumptions import Assumptions
@@ -27,13 +26,11 @@ class Speed:
     comm_s: float
     comm_bytes: int
     """Bytes that a rank receives in a step."""
-    exposed_s: float
-    """The part of comm_s that does not overlap with computation."""
 
     @property
     def step_s(self) -> float:
         """Time of the whole step."""
-        return self.towers_s + self.loss_s + self.exposed_s
+        return self.towers_s + self.loss_s + self.comm_s
 
 
 def plan_speed(
@@ -52,26 +49,14 @@ def plan_speed(
 
     # Across hosts, the slowest connection decides.
     link = gpu.link if ranks <= assumed.per_host else min(gpu.link, assumed.between_hosts)
-    tower_rate = flop_rate(precision(config.deepspeed))
     # All micro-batches except the last run an additional forward pass, without a graph.
     tower_flops = (K - 1) * towers.replay_flops + K * towers.flops
-    loss_s = cost.flops / flop_rate(cost.precision)
-    engine_bytes = _count_engine(config, ranks, K, towers)
-    loss_comm_s = cost.received_bytes / (1e9 * link)
-    engine_comm_s = engine_bytes / (1e9 * link)
-    hidden_s = min(loss_s, loss_comm_s) if cost.while_computing else 0.0
-    zero = render_ds_config(config, ranks)["zero_optimization"]
-    if K == 1 and stage(config.deepspeed) in (1, 2) and zero["overlap_comm"]:
-        # During the backward pass, only gradients (two thirds of the bytes) are sent. The
-        # updated parameters are gathered afterwards.
-        backward_s = (towers.flops - towers.replay_flops) / tower_rate
-        hidden_s += min(backward_s, 2 / 3 * engine_comm_s)
+    comm_bytes = cost.received_bytes + _count_engine(config, ranks, K, towers)
     return Speed(
-        towers_s=tower_flops / tower_rate,
-        loss_s=loss_s,
-        comm_s=loss_comm_s + engine_comm_s,
-        comm_bytes=cost.received_bytes + engine_bytes,
-        exposed_s=loss_comm_s + engine_comm_s - hidden_s,
+        towers_s=tower_flops / flop_rate(precision(config.deepspeed)),
+        loss_s=cost.flops / flop_rate(cost.precision),
+        comm_s=comm_bytes / (1e9 * link),
+        comm_bytes=comm_bytes,
     )
 
 

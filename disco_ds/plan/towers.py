@@ -34,9 +34,6 @@ from disco_ds.training.step import Forward
 
 Watch = Callable[[str], AbstractContextManager[None]]
 
-_TRACES: dict[str, Towers] = {}
-"""Cached traces, keyed by the settings that they depend on."""
-
 
 @dataclass(frozen=True)
 class Towers:
@@ -188,8 +185,6 @@ def make_batch(model: nn.Module, m: int, device: torch.device | str = "cpu") -> 
 def trace(config: Config, m: int, like_gpu: bool = True) -> Towers:
     """Trace the towers with a micro-batch of m samples, without allocating memory.
 
-    Results are cached.
-
     Args:
         config: The recipe.
         m: Number of samples.
@@ -198,18 +193,14 @@ def trace(config: Config, m: int, like_gpu: bool = True) -> Towers:
     Raises:
         ValueError: If the model cannot be traced.
     """
-    settings = (config.model, config.loss, config.data.augment, precision(config.deepspeed))
-    key = f"{settings} {m} {like_gpu}"
-    if key not in _TRACES:
-        try:
-            _TRACES[key] = _trace(config, m, like_gpu)
-        except ValueError:
-            raise
-        except Exception as error:
-            # For example shapes that depend on values, or operators without fake tensor support.
-            reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-            raise ValueError(f"model {config.model.label} cannot be traced: {reason}") from error
-    return _TRACES[key]
+    try:
+        return _trace(config, m, like_gpu)
+    except ValueError:
+        raise
+    except Exception as error:
+        # For example shapes that depend on values, or operators without fake tensor support.
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        raise ValueError(f"model {config.model.label} cannot be traced: {reason}") from error
 
 
 def _trace(config: Config, m: int, like_gpu: bool) -> Towers:

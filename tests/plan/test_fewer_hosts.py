@@ -61,7 +61,7 @@ def test_number_of_ranks_that_does_not_divide_is_refused(
 ) -> None:
     config = load_config(recipe(tmp_path), overrides)
     with pytest.raises(ValueError) as caught:
-        check_fewer_hosts(config, hosts, at_least, gib=None)
+        check_fewer_hosts(config, hosts, at_least)
     for words in said:
         assert words in str(caught.value)
 
@@ -74,23 +74,4 @@ def test_settings_that_the_error_names_are_accepted(tmp_path: Path) -> None:
     ):
         config = load_config(recipe(tmp_path), overrides)
         ranks = "2 or 3" if hosts[2] == 1 else "2, 3 or 4"
-        said = check_fewer_hosts(config, hosts, 2, gib=None)
-        assert f" {ranks} ranks; " in said
-        assert "memory is not checked" in said
-
-
-def test_memory_is_planned_at_every_number_of_ranks(tmp_path: Path) -> None:
-    """ZeRO shards the optimizer: fewer ranks need more."""
-    config = load_config(
-        recipe(tmp_path, model={"name": "ViT-B-32"}),
-        ["global_batch=24", "data.slots=6", "deepspeed=zero3"],
-    )
-    said = check_fewer_hosts(config, [1, 1, 1], 2, gib=80)
-    assert "2 or 3 ranks; a GPU needs up to about " in said
-    need = float(said.split(" about ")[1].split(" of ")[0])
-    with pytest.raises(
-        ValueError,
-        match=rf"with 2 ranks a GPU needs about {need:.1f} GiB and has {need - 0.1:.1f}",
-    ):
-        check_fewer_hosts(config, [1, 1, 1], 2, gib=need - 0.1)
-    check_fewer_hosts(config, [1, 1, 1], 3, gib=need - 0.1)
+        assert check_fewer_hosts(config, hosts, 2) == ranks

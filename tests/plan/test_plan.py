@@ -15,19 +15,17 @@ from torch.profiler import profile
 
 from disco_ds.cli.dry_run import describe_run
 from disco_ds.cli.main import main
-from disco_ds.config import CheckpointSettings, Config, OptimSettings, load_config, render_ds_config
+from disco_ds.config import Config, OptimSettings, load_config, render_ds_config
 from disco_ds.losses import build_loss
 from disco_ds.models.clip import build_model
 from disco_ds.models.gpus import find_gpu
 from disco_ds.plan.assumptions import Assumptions
-from disco_ds.plan.memory import GIB, count_checkpoint, plan_memory, search_largest
+from disco_ds.plan.memory import GIB, plan_memory
 from disco_ds.plan.speed import plan_speed
 from disco_ds.plan.towers import Allocations, trace
-from disco_ds.run import run_training
 from disco_ds.training.engine import build_engine, set_lr
 from disco_ds.training.step import train_step
 from helpers.dist import run_ranks
-from helpers.tiny_run import recipe
 from helpers.tool import load_tool
 from helpers.towers import batches, prepare, tiny_config, write_tiny
 
@@ -242,7 +240,6 @@ def test_states_of_every_optimizer_are_known(tmp_path: Path) -> None:
 def test_host_holds_images_as_the_recipe_says(tmp_path: Path) -> None:
     """4,096 samples of 2 ranks; the sums are those of a rank."""
     config = tiny(tmp_path, global_batch=4096, micro_batch=16, data__workers=3, data__prefetch=5)
-    config = config.model_copy(update={"checkpoint": CheckpointSettings(asynchronous=False)})
     towers = trace(config, 16)
     image = towers.sample  # and its caption
 
@@ -262,27 +259,7 @@ def test_host_holds_images_as_the_recipe_says(tmp_path: Path) -> None:
     assert host("compressed") == buffers(1 + 5) | {"images, compressed": 2048 * 700}
 
 
-@pytest.mark.parametrize(
-    ("level", "parts"), [(0, 3 / 2), (1, 3 / 2 + 1 / 2), (2, 3 / 2 + 1 / 2), (3, 3 / 2)]
-)
-def test_host_holds_the_copy_of_a_checkpoint(level: int, parts: float, tmp_path: Path) -> None:
-    """fp32 AdamW on two ranks of one host: weights and moments by rank 0, or each a half of moments and master copy."""
-    ds_config = {"zero_optimization": {"stage": level}, "torch_autocast": {"enabled": False}}
-    config = tiny(
-        tmp_path, deepspeed=ds_config, global_batch=32, micro_batch=16, optim__name="adamw"
-    )
-    towers = trace(config, config.micro_batch)
-    copied = plan_memory(config, 2, towers, NOTHING).host["checkpoint, copied"]
-    assert copied == pytest.approx(parts * 4 * towers.trained, rel=1e-3)
-
-
 # What fits
-
-
-def test_search_finds_the_last_that_fits() -> None:
-    for last in (0, 1, 2, 7, 8, 1000):
-        assert search_largest(lambda n, last=last: n <= last) == last
-    assert search_largest(lambda n: True, at_most=5) == 5
 
 
 def command(folder: Path, *arguments: str) -> list[str]:
@@ -432,23 +409,3 @@ def test_verdicts_and_slope_of_the_papers_table_3() -> None:
     )
     first, second = (trace(recipe, m).backward for m in (512, 4096))
     assert (second - first) / (4096 - 512) == pytest.approx(5.2e6, rel=0.15)
-
-
-@pytest.mark.parametrize(
-    "stage", [1, pytest.param(0, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
-)
-def test_planned_size_is_that_of_a_checkpoint(
-    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    config = load_config(
-        recipe(tmp_path, deepspeed={"zero_optimization": {"stage": stage}}, steps=1)
-    )
-    folder = run_training(config)
-    written = sum(
-        path.stat().st_size
-        for path in (folder / "checkpoints" / "step-00000001" / "engine").iterdir()
-    )
-    assert sum(count_checkpoint(config, trace(config, config.micro_batch))) == pytest.approx(
-        written, rel=0.1
-    )

@@ -1,4 +1,4 @@
-"""Planned memory of every registered loss against what it allocates, on one rank and on two."""
+"""Planned memory of every registered loss against what it allocates, on one rank, two and three."""
 
 from __future__ import annotations
 
@@ -50,21 +50,23 @@ def measure(cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, int, int
     return found
 
 
-def test_planned_memory_of_a_loss_is_what_it_allocates() -> None:
-    check(measure(CASES[1:3]), 2)
+def test_planned_memory_of_a_loss_is_at_least_what_it_allocates() -> None:
+    check(measure(CASES[1:3]), 2, at_most=1.75)
 
 
 @pytest.mark.slow
-def test_planned_memory_of_every_loss_is_what_it_allocates_at_one_rank_and_two() -> None:
-    check(measure(CASES), len(CASES))
-    check(run_ranks(measure, 2, CASES)[0], len(CASES))
+def test_planned_memory_of_every_loss_is_at_least_what_it_allocates() -> None:
+    check(measure(CASES), len(CASES), at_most=2.2)
+    check(run_ranks(measure, 2, CASES)[0], len(CASES), at_most=1.45)
+    check(run_ranks(measure, 3, CASES)[0], len(CASES), at_most=1.45)
 
 
-def check(found: list[tuple[str, int, int]], num_cases: int) -> None:
+def check(found: list[tuple[str, int, int]], num_cases: int, at_most: float) -> None:
+    """Compare planned with allocated bytes. At these small widths, what the plan leaves out is up to 5%."""
     wrong = [
         f"{case}: planned {a:,}, allocated {b:,} ({a / b - 1:+.1%})"
         for case, a, b in found
-        if not 0.9 < a / b < 1.2
+        if not 0.95 < a / b < at_most
     ]
     assert not wrong, "\n".join(wrong)
     assert len(found) == num_cases * len(SHAPES)
