@@ -25,6 +25,7 @@ setup(
         "disco_ds": [
             "py.typed",
             "recipes/*.yaml",
+            "assets/evaluation.yaml",
             "assets/models/*.json",
             "assets/emoji/*.md",
             "assets/emoji/*/*",

@@ -20,9 +20,8 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from disco_ds.checkpoints.weights import build_from, read_weights
-from disco_ds.config import Config, ModelSettings, check_config, load_config
+from disco_ds.config import PACKAGE, Config, ModelSettings, load_config
 from disco_ds.config.ds_config import precision
-from disco_ds.config.recipe_yaml import assign, split_overrides
 from disco_ds.config.secrets import redact
 from disco_ds.data import ImageSpec
 from disco_ds.distributed import comm
@@ -42,6 +41,9 @@ from disco_ds.training.build import build
 from disco_ds.training.engine import DTYPES
 from disco_ds.training.loop import AskedToStopError, StopError, finish, train
 from disco_ds.training.out_of_memory import OutOfMemory, explained
+
+EVALUATION = PACKAGE / "assets" / "evaluation.yaml"
+"""Settings for evaluating a model that has no run."""
 
 
 class RefusedError(ValueError):
@@ -345,22 +347,9 @@ def evaluation_settings(
     path = Path(model)
     # The path may be RUN or RUN/checkpoints/step-N.
     found = [folder / CONFIG for folder in (path, *path.parents[:2]) if (folder / CONFIG).is_file()]
-    if recipe or (found and not weights):
-        config = load_config(recipe or found[0], list(overrides))
-    else:
-        # Evaluation uses only micro_batch, deepspeed (for the precision), data (for decoding) and eval.
-        tree: dict[str, Any] = {
-            "name": "eval",
-            "global_batch": 64,
-            "micro_batch": 64,
-            "steps": 1,
-            "deepspeed": {},
-            "optim": {"warmup_steps": 0},
-            "data": {"source": "synthetic"},
-        }
-        for keys, value in split_overrides(list(overrides)):
-            assign(tree, keys, value)
-        config = check_config(tree, "the overrides")
+    if recipe is None:
+        recipe = found[0] if found and not weights else EVALUATION
+    config = load_config(recipe, list(overrides))
     if not config.eval.sets:
         raise ValueError(
             "nothing to evaluate on; set eval.labeled.NAME=FOLDER, eval.retrieval.NAME=FOLDER or "

@@ -157,6 +157,10 @@ def check_gradients(small: Config, alone: tuple[Result, float] | None) -> Iterat
     )
     fine = error <= tolerance and loss_error <= tolerance
     yield Line("ok" if fine else "fail", "gradients", found, remedy)
+    if ":" in small.loss.name and comm.size() == 1:
+        found = "one rank cannot show whether the loss gathers the features of the other ranks"
+        remedy = "run `torchrun --nproc_per_node 2 -m disco_ds.doctor` with the same arguments"
+        yield Line("warn", "gather", found, remedy)
 
 
 def _max_tolerance(small: Config) -> float:

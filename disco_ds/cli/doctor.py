@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from disco_ds.checks import Line, examine
 from disco_ds.checks.versions import check_versions
-from disco_ds.config import Config, load_config
+from disco_ds.config import load_config
 from disco_ds.launch.hostfile import read_hostfile
 from disco_ds.launch.watchdog import die_with_launcher
 
@@ -42,6 +42,13 @@ def check_all(args: argparse.Namespace, first: bool, size: int) -> Iterator[Line
     """
     if first:
         yield from examine("versions", check_versions)
+    # Not imported at the top: if these imports fail, the lines about the packages must still be printed.
+    try:
+        from disco_ds.checks.hosts import check_hosts
+        from disco_ds.checks.ranks import check_ranks
+        from disco_ds.checks.recipe_checks import check_data, check_start
+    except (ImportError, RuntimeError):  # the installation is broken; a line above explains it
+        return
     try:
         config = load_config(args.config, args.overrides)
         slots = read_hostfile(args.hostfile) if args.hostfile else {"this host": 0}
@@ -50,33 +57,10 @@ def check_all(args: argparse.Namespace, first: bool, size: int) -> Iterator[Line
         return
     ranks = size if size > 1 else sum(slots.values()) or args.ranks or config.ranks or 1
     if first:
-        yield from check_here(config, slots, ranks)
+        yield from check_start(config, ranks)
+        # 0 means that the number is unknown.
+        ranks_here = max(slots.values()) or int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+        yield from examine("data", lambda: check_data(config, ranks, ranks_here))
+        yield from examine("hosts", lambda: check_hosts(config.runs, slots))
     if size > 1 or args.gradients:
-        from disco_ds.checks.ranks import check_ranks
-
         yield from check_ranks(config, ranks, first, args.gradients)
-
-
-def check_here(config: Config, slots: dict[str, int], ranks: int) -> Iterator[Line]:
-    """Run the checks of settings, data and hosts, which need only one rank.
-
-    Args:
-        config: The recipe.
-        slots: Number of ranks per host; 0 if unknown.
-        ranks: Number of ranks of the run.
-
-    Yields:
-        The lines to print.
-    """
-    # Not imported at the top: if these imports fail, the lines about the packages must still be printed.
-    try:
-        from disco_ds.checks import recipe_checks as checks
-        from disco_ds.checks.hosts import check_hosts
-    except (ImportError, RuntimeError):  # the installation is broken; a line above explains it
-        return
-
-    yield from checks.check_start(config, ranks)
-    # 0 means that the number is unknown.
-    ranks_here = max(slots.values()) or int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    yield from examine("data", lambda: checks.check_data(config, ranks, ranks_here))
-    yield from examine("hosts", lambda: check_hosts(config.runs, slots))

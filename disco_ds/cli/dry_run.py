@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
         ValueError: If a run with these settings would refuse to start.
     """
     config = load_config(args.config, args.overrides)
-    ranks = count_ranks(config.ranks if args.ranks is None else args.ranks, args.hostfile)
+    ranks = count_ranks(args.ranks or config.ranks, args.hostfile)
     text = describe_run(config, ranks)
     # Imported only now, because importing the model libraries takes seconds. Mistakes in the settings
     # are reported before that.

@@ -26,19 +26,6 @@ REACH_S = 6.0
 """Seconds within which a host must answer."""
 BACK_OFF_S = (2, 4, 8, 16, 32, *[60] * 30)
 """Pauses in seconds between attempts to reach lost hosts."""
-CHOOSES_HOSTS = {
-    "-H",
-    "--hostfile",
-    "-i",
-    "--include",
-    "-e",
-    "--exclude",
-    "--num_nodes",
-    "--num_gpus",
-    "--num_accelerators",
-    "--master_addr",
-}
-"""Arguments of deepspeed that select hosts and slots from the hostfile."""
 FIND = """
 import psutil, sys
 launch, number, found = sys.argv[1], int(sys.argv[2]), 0
@@ -182,18 +169,11 @@ def check_min_hosts(args: argparse.Namespace, config: Config, slots: Mapping[str
             f"--min-hosts {args.min_hosts} needs a hostfile with at least that many hosts, and at "
             f"least two; got {len(slots)}"
         )
-    if not args.restarts:
-        raise ValueError(f"--min-hosts {args.min_hosts} has no effect without --restarts N")
     if args.patience < config.lost_after_s:
         raise ValueError(
             f"--patience {args.patience:g} is below lost_after_s ({config.lost_after_s:g}), so "
             "ranks of a host that is cut off may still be running; raise --patience or lower "
             "lost_after_s"
-        )
-    given = {word.partition("=")[0] for word in shlex.split(args.deepspeed)} & CHOOSES_HOSTS
-    if given:
-        raise ValueError(
-            f"--deepspeed {min(given)} cannot be used with --min-hosts: select hosts and slots in the hostfile"
         )
     from disco_ds.plan.fewer_hosts import check_fewer_hosts
 

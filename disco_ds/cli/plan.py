@@ -10,7 +10,7 @@ from disco_ds.models.gpus import find_gpu
 from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.fit import write_recipe
 from disco_ds.plan.memory import GIB, PARTS, Memory
-from disco_ds.plan.overview import Estimate, Plan, plan_run
+from disco_ds.plan.overview import Plan, plan_run
 
 
 def run(args: argparse.Namespace) -> int:
@@ -23,8 +23,7 @@ def run(args: argparse.Namespace) -> int:
         ValueError: If the recipe cannot be planned.
     """
     config = load_config(args.config, args.overrides)
-    # --hostfile takes precedence over --ranks, and --ranks over the recipe.
-    ranks = count_ranks(config.ranks if args.ranks is None else args.ranks, args.hostfile)
+    ranks = count_ranks(args.ranks or config.ranks, args.hostfile)
     assumed = Assumptions(
         slack=args.slack,
         context_gib=args.context,
@@ -38,13 +37,9 @@ def run(args: argparse.Namespace) -> int:
     made = plan_run(config, ranks, gpu, assumed, largest=bool(args.fit), host_gib=args.host_memory)
     config = made.config
     summary = "\n".join(
-        [f"{config.name}: {config.describe(ranks)}", "", table(made.now.memory), verdict(made)]
+        [f"{config.name}: {config.describe(ranks)}", "", table(made.memory), verdict(made)]
     )
-    print(summary)
-    print()
-    print(describe_host(made))
-    print()
-    print("\n".join(describe_scaling(made)))
+    print(f"{summary}\n\n{describe_host(made)}\n\n{describe_time(made)}")
     if args.fit:
         print(f"\n{write_recipe(config, args.fit, summary)}")
     return 0 if made.fits else 1
@@ -62,7 +57,7 @@ def table(memory: Memory) -> str:
 
 def verdict(made: Plan) -> str:
     """State whether the recipe fits in GPU memory and, if not, which part needs the most."""
-    memory = made.now.memory
+    memory = made.memory
     text = f"{memory.total / GIB:.2f} of {made.gpu.gib:g} GiB, at its peak in {memory.peak}"
     if made.fits:
         return f"fits: {text}"
@@ -72,40 +67,29 @@ def verdict(made: Plan) -> str:
 
 def describe_host(made: Plan) -> str:
     """Describe the memory that a host needs."""
-    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in made.now.memory.host.items())
+    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in made.memory.host.items())
     return (
         f"host: {made.host_bytes / GIB:,.1f} GiB for {made.ranks_per_host} ranks, in addition to "
         f"Python and its libraries; of one rank: {parts}"
     )
 
 
-def describe_scaling(made: Plan) -> list[str]:
-    """Format one table line per number of GPUs, and the assumptions behind the times."""
-    lines = [
-        "  GPUs  micro-batches     GiB   s/step  samples/s  towers s   loss s   comm s   comm GB"
-    ]
-    lines += [_describe_estimate(estimate, made.config.global_batch) for estimate in made.scaling]
-    timeout_s, assumed = made.config.timeout_s, made.assumed
-    if made.now.speed is None:
-        basis = "no times: pass --flops and --link, or the name of a GPU"
-    else:
-        # A step may take longer than planned, so warn if the planned time exceeds half of the timeout.
-        if made.now.speed.step_s > timeout_s / 2:
-            lines.append(
-                f"timeout_s is {timeout_s:g}: a rank whose step takes longer counts as hung; "
-                "raise it"
-            )
-        basis = (
-            f"{assumed.efficiency:g} of the GPU's FLOP/s, {assumed.between_hosts:g} GB/s between "
-            f"hosts of {assumed.per_host} GPUs"
+def describe_time(made: Plan) -> str:
+    """Describe the time of a step and what it is based on."""
+    speed, assumed = made.speed, made.assumed
+    if speed is None:
+        return "no times: pass --flops and --link, or the name of a GPU"
+    text = (
+        f"step: {speed.step_s:,.2f} s, {made.config.global_batch / speed.step_s:,.0f} samples/s; "
+        f"towers {speed.towers_s:,.2f} s, loss {speed.loss_s:,.2f} s, communication "
+        f"{speed.comm_s:,.2f} s for {speed.comm_bytes / 1e9:,.1f} GB per GPU\n"
+        f"Assumed: {assumed.efficiency:g} of the GPU's FLOP/s, {assumed.between_hosts:g} GB/s between "
+        f"hosts of {assumed.per_host} GPUs; no overlap, no waiting for data, no stragglers, no latencies."
+    )
+    # A step may take longer than planned, so warn if the planned time exceeds half of the timeout.
+    if speed.step_s > made.config.timeout_s / 2:
+        text += (
+            f"\ntimeout_s is {made.config.timeout_s:g}: a rank whose step takes longer counts as "
+            "hung; raise it"
         )
-    lines.append(f"Assumed: {basis}; no waiting for data, no stragglers, no latencies.")
-    return lines
-
-
-def _describe_estimate(estimate: Estimate, global_batch: int) -> str:
-    line = f"{estimate.ranks:6}{estimate.num_micro_batches:15}{estimate.memory.total / GIB:8.1f}"
-    if speed := estimate.speed:
-        line += f"{speed.step_s:9.2f}{global_batch / speed.step_s:11,.0f}{speed.towers_s:10.2f}"
-        line += f"{speed.loss_s:9.2f}{speed.comm_s:9.2f}{speed.comm_bytes / 1e9:10.1f}"
-    return line
+    return text

@@ -1,8 +1,7 @@
-"""Read hostfiles, and refuse to run if the `deepspeed` launcher does not start ranks correctly on every host."""
+"""Read hostfiles, and refuse to run if the hostfile that `deepspeed` was given is missing."""
 
 from __future__ import annotations
 
-import os
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -27,7 +26,7 @@ def count_ranks(ranks: int | None, hostfile: Path | None) -> int:
         ValueError: See `read_hostfile`.
     """
     if hostfile is None:
-        return 1 if ranks is None else ranks
+        return ranks or 1
     return sum(read_hostfile(hostfile).values())
 
 
@@ -36,7 +35,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
 
     Raises:
         ValueError: If the hostfile is missing or malformed, or `deepspeed` could not start ranks on
-            several hosts because of the working directory's name or a .deepspeed_env file.
+            several hosts because of the working directory's name.
     """
     if not path.is_file():
         raise ValueError(f"no hostfile {path}: deepspeed would start ranks on this host only")
@@ -52,35 +51,25 @@ def read_hostfile(path: Path) -> dict[str, int]:
             raise ValueError(
                 f"{path}, line {number}: expected `host slots=GPUs`, got {line[:80]!r}"
             )
-    from deepspeed.launcher.runner import (
-        DEEPSPEED_ENVIRONMENT_NAME,
-        DEEPSPEED_ENVIRONMENT_PATHS,
-        fetch_hostfile,
-    )
+    from deepspeed.launcher.runner import fetch_hostfile
 
     slots: dict[str, int] = fetch_hostfile(str(path))
-    if len(slots) > 1:
-        _refuse_folder(str(Path.cwd()))
-        for folder in DEEPSPEED_ENVIRONMENT_PATHS:
-            _check_environment_file(Path(folder, DEEPSPEED_ENVIRONMENT_NAME))
+    folder = str(Path.cwd())
+    if len(slots) > 1 and re.search(r"[^\w@%+=:,./-]", folder):
+        raise ValueError(
+            f"working directory {folder!r}: deepspeed does not quote it in its commands to several "
+            "hosts, so ranks would start elsewhere; use a path without spaces and shell characters"
+        )
     return slots
 
 
-def _check_environment_file(path: Path) -> None:
-    """Refuse a .deepspeed_env that deepspeed cannot read."""
-    if not path.is_file():
-        return
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if "=" not in line:
-            raise ValueError(f"{path}: expected lines NAME=VALUE, without comments, got {line!r}")
+def refuse_missing_hostfile() -> None:
+    """Refuse to run as a rank of a `deepspeed` command whose hostfile is missing.
 
-
-def refuse_launch() -> None:
-    """Refuse to run as a rank of a faulty launch. `deepspeed` itself only warns about such launches.
+    `deepspeed` itself only warns, and starts ranks on this host.
 
     Raises:
-        ValueError: If the hostfile is missing, or the path of the working directory contains spaces or shell
-            characters, so that ranks start in another folder.
+        ValueError: If the hostfile is missing.
     """
     from deepspeed.launcher.runner import DLTS_HOSTFILE
     from deepspeed.launcher.runner import parse_args as parse_front_end
@@ -94,15 +83,3 @@ def refuse_launch() -> None:
                     raise ValueError(
                         f"no hostfile {hostfile}: deepspeed has started ranks on this host only"
                     )
-    # On several hosts, deepspeed puts the folder in which it was started first in PYTHONPATH.
-    folder = os.environ.get("PYTHONPATH", "").split(os.pathsep)[0]
-    if int(os.environ.get("CROSS_SIZE", "1")) > 1 and folder != str(Path.cwd()):
-        _refuse_folder(folder)
-
-
-def _refuse_folder(folder: str) -> None:
-    if re.search(r"[^\w@%+=:,./-]", folder):
-        raise ValueError(
-            f"working directory {folder!r}: deepspeed does not quote it in its commands to several "
-            "hosts, so ranks would start elsewhere; use a path without spaces and shell characters"
-        )

@@ -1,4 +1,4 @@
-"""The plan of a run: memory, time of a step, and both at other numbers of GPUs."""
+"""The plan of a run: memory and time of a step."""
 
 from __future__ import annotations
 
@@ -10,18 +10,7 @@ from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.fit import fit
 from disco_ds.plan.memory import GIB, Memory, known_samples, plan_memory
 from disco_ds.plan.speed import Speed, plan_speed
-from disco_ds.plan.towers import Towers, trace
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Memory and time of a step at one number of GPUs."""
-
-    ranks: int
-    num_micro_batches: int
-    memory: Memory
-    speed: Speed | None
-    """None if the GPU's rates are unknown."""
+from disco_ds.plan.towers import trace
 
 
 @dataclass(frozen=True)
@@ -30,31 +19,27 @@ class Plan:
 
     config: Config
     """The recipe. With `largest`, it has the largest batch that the search found."""
+    ranks: int
     gpu: Gpu
     assumed: Assumptions
-    towers: Towers
-    now: Estimate
-    """At the requested number of GPUs."""
-    scaling: tuple[Estimate, ...]
-    """At the requested number and at powers of two from an eighth of it to eight times as many.
-
-    Numbers that do not divide the batch are left out.
-    """
+    memory: Memory
+    speed: Speed | None
+    """None if the GPU's rates are unknown."""
 
     @property
     def fits(self) -> bool:
         """Whether the peak fits in the memory of the GPU."""
-        return self.now.memory.total <= self.gpu.gib * GIB
+        return self.memory.total <= self.gpu.gib * GIB
 
     @property
     def ranks_per_host(self) -> int:
         """The number of ranks on a full host."""
-        return min(self.now.ranks, self.assumed.per_host)
+        return min(self.ranks, self.assumed.per_host)
 
     @property
     def host_bytes(self) -> int:
         """Memory of a host for all its ranks, without Python and its libraries."""
-        return self.ranks_per_host * sum(self.now.memory.host.values())
+        return self.ranks_per_host * sum(self.memory.host.values())
 
 
 def plan_run(
@@ -83,8 +68,8 @@ def plan_run(
     Example:
         >>> from disco_ds import load_config, plan_run
         >>> plan = plan_run(load_config("quickstart"), ranks=2, gpu="RTX-4090")
-        >>> plan.fits, plan.now.num_micro_batches, plan.now.memory.peak
-        (True, 1, 'backward')
+        >>> plan.fits, plan.memory.peak
+        (True, 'backward')
     """
     chosen = find_gpu(gpu) if isinstance(gpu, str) else gpu
     ranks = ranks or config.ranks or 1
@@ -95,17 +80,6 @@ def plan_run(
         config = config.with_samples(num_samples)
     config.num_micro_batches(ranks)  # raises before the trace if the batch does not divide
     towers = trace(config, config.micro_batch)
-    # A recipe with fixed ranks would refuse all other numbers.
-    free = config.model_copy(update={"ranks": None})
-
-    def estimate(n: int) -> Estimate:
-        memory = plan_memory(free, n, towers, assumed)
-        speed = plan_speed(free, n, towers, chosen, assumed)
-        return Estimate(n, free.num_micro_batches(n), memory, speed)
-
-    scaling = {
-        n: estimate(n)
-        for n in sorted({ranks, *(2**i for i in range(11))})
-        if ranks / 8 <= n <= 8 * ranks and config.global_batch % (n * config.micro_batch) == 0
-    }
-    return Plan(config, chosen, assumed, towers, scaling[ranks], tuple(scaling.values()))
+    memory = plan_memory(config, ranks, towers, assumed)
+    speed = plan_speed(config, ranks, towers, chosen, assumed)
+    return Plan(config, ranks, chosen, assumed, memory, speed)

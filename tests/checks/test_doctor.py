@@ -210,9 +210,7 @@ def test_shards_that_are_whole_are_fine(tmp_path: Path) -> None:
         ("ok", "data.slots"),
         ("ok", "length"),
     ]
-    (line,) = (
-        line for line in look_at_data(settings(steps=None, epochs=1e-9)) if line.check == "length"
-    )
+    line = the(look_at_data(settings(steps=None, epochs=1e-9)), "data")
     assert (line.status, "global_batch=64" in line.found) == ("fail", True)
 
 

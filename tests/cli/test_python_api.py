@@ -194,14 +194,11 @@ def small(folder: Path) -> Config:
 def test_plan_is_a_value(tmp_path: Path) -> None:
     plan = plan_run(small(tmp_path), ranks=2, gpu="A100-40G", assumed=Assumptions(context_gib=0.0))
     assert plan.fits
-    assert plan.now in plan.scaling
-    assert [estimate.ranks for estimate in plan.scaling] == [1, 2, 4]
-    assert plan.now.num_micro_batches == 2
-    assert plan.now.speed is not None
+    assert plan.speed is not None
     assert (
-        plan.now.memory.moments["loss"]["slack"]
+        plan.memory.moments["loss"]["slack"]
         < 2**30
-        < plan_run(small(tmp_path)).now.memory.parts["slack"]
+        < plan_run(small(tmp_path)).memory.parts["slack"]
     )
 
 
