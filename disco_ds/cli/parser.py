@@ -190,7 +190,7 @@ exit code: 0 finished, 1 failed, 2 invalid settings or data, 3 saved and stopped
         type=_number(int, 1),
         metavar="N",
         help="continue without hosts that do not answer, as long as N are left (default: wait for "
-        "all hosts); the start checks that batch, data and memory allow it",
+        "all hosts); before the start, the batch and data.slots are checked for this",
     )
     parser.add_argument(
         "--patience",
@@ -326,7 +326,7 @@ exit code: 0 it fits, 1 it does not fit, 2 invalid settings
         help="number of samples in the data; needed for FastCLIP losses, which keep state per "
         "sample",
     )
-    assumed = parser.add_argument_group("what is assumed; replace it by what you have measured")
+    assumed = parser.add_argument_group("assumptions; replace them with measured values")
     fraction, rate = _number(float, 0, 1), _number(float, 1e-3)
     for option, kind, default, unit, text in (
         (
@@ -334,7 +334,7 @@ exit code: 0 it fits, 1 it does not fit, 2 invalid settings
             fraction,
             Assumptions.slack,
             "FRACTION",
-            "part of GPU memory that fragmentation wastes",
+            "fraction of GPU memory that fragmentation wastes",
         ),
         (
             "--context",
@@ -351,7 +351,7 @@ exit code: 0 it fits, 1 it does not fit, 2 invalid settings
             fraction,
             Assumptions.efficiency,
             "FRACTION",
-            "part of the peak rate that is reached",
+            "fraction of the peak rate that is reached",
         ),
         (
             "--link",
@@ -414,7 +414,9 @@ exit codes: 0 = written, or unchanged (with --check); 1 = changed (with --check)
         help="keep remote shards that had to be fetched here, as data.remote.cache",
     )
     parser.add_argument(
-        "--pipe", action="store_true", help="allow shards pipe:COMMAND, which run in a shell"
+        "--pipe",
+        action="store_true",
+        help="allow shards of the form pipe:COMMAND, which run in a shell",
     )
 
 

@@ -78,7 +78,7 @@ def describe_time(made: Plan) -> str:
     """Describe the time of a step and what it is based on."""
     speed, assumed = made.speed, made.assumed
     if speed is None:
-        return "no times: pass --flops and --link, or the name of a GPU"
+        return "step time unknown: pass --flops and --link, or the name of a GPU"
     text = (
         f"step: {speed.step_s:,.2f} s, {made.config.global_batch / speed.step_s:,.0f} samples/s; "
         f"towers {speed.towers_s:,.2f} s, loss {speed.loss_s:,.2f} s, communication "

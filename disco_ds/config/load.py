@@ -19,9 +19,6 @@ from disco_ds.config.settings import explain_value
 from disco_ds.config.text_file import read_text
 from disco_ds.names import did_you_mean, shorten, suggest
 
-MAX_PROBLEMS = 8
-"""Maximum number of problems that one error message lists. Any further problems are only
-counted."""
 _ITEMS = {"sources": SourceSettings, "stages": StageSettings}
 """Settings of the items of a list, by the name of the list."""
 
@@ -77,10 +74,7 @@ def check_config(tree: dict[str, Any], origin: str, overridden: Sequence[str] = 
             (by_override if mine else in_file).append(_explain(key, item))
         if in_file:
             in_file[0] = f"{origin}: {in_file[0]}"
-        lines = in_file + by_override
-        if len(lines) > MAX_PROBLEMS:
-            lines[MAX_PROBLEMS:] = [f"and {len(lines) - MAX_PROBLEMS} more"]
-        raise ValueError("\n  ".join(lines)) from None
+        raise ValueError("\n  ".join(in_file + by_override)) from None
 
 
 def find_recipe(recipe: str | Path) -> Path:

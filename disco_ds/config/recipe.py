@@ -20,7 +20,7 @@ from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_va
 
 from disco_ds.config.data import AugmentSettings, CropScale, DataSettings, Pixels, is_remote
 from disco_ds.config.model import ModelSettings
-from disco_ds.config.optim import OptimSettings, TowerOptimSettings
+from disco_ds.config.optim import OptimSettings
 from disco_ds.config.recipe_yaml import Dumper
 from disco_ds.config.settings import MAX_SECONDS, Settings
 from disco_ds.config.templates import check_template
@@ -385,18 +385,6 @@ class Config(Settings):
         return self
 
     @model_validator(mode="after")
-    def _check_locked_towers(self) -> Config:
-        locked = {
-            "image": self.model.lock_image,
-            "text": self.model.lock_text or self.model.two_views,
-        }
-        for tower, is_locked in locked.items():
-            is_frozen = is_locked and not self.model.unlocked_layers
-            if is_frozen and getattr(self.optim, tower) != TowerOptimSettings():
-                raise ValueError(f"remove optim.{tower}: the {tower} tower is not trained")
-        return self
-
-    @model_validator(mode="after")
     def _check_views(self) -> Config:
         if self.model.two_views and self.data.augment == AugmentSettings():
             raise ValueError(
@@ -570,7 +558,7 @@ class Config(Settings):
         )
 
     def _describe_rate(self) -> str:
-        rule = "" if self.optim.lr else f" (from optim.base_lr, {self.optim.lr_rule} in the batch)"
+        rule = "" if self.optim.lr else f" (optim.base_lr with optim.lr_rule={self.optim.lr_rule})"
         return f"peak learning rate {self.peak_lr:g}{rule}"
 
     def to_yaml(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from itertools import product
 from pathlib import Path
@@ -12,16 +11,11 @@ import yaml
 from disco_ds.config import Config, check_config
 from disco_ds.config.recipe_yaml import Dumper
 from disco_ds.plan.assumptions import Assumptions
-from disco_ds.plan.memory import GIB, interpolate, plan_memory
+from disco_ds.plan.memory import GIB, plan_memory
 from disco_ds.plan.towers import Towers, trace
 
-TRACED = (64, 1024)
-"""Micro-batch sizes that are traced; the results for other sizes are interpolated.
-
-Below 64, temporary copies of the weights dominate the peak memory.
-"""
 MICRO_BATCHES = tuple(2**i for i in range(6, 13))
-"""Micro-batch sizes that are tried."""
+"""Micro-batch sizes that are tried. Below 64, temporary copies of the weights dominate the peak memory."""
 MAX_GLOBAL_BATCH = 2**26
 """Largest global batch that the search considers."""
 ENOUGH = 0.9
@@ -40,7 +34,7 @@ def fit(
         ranks: Number of GPUs.
         gib: Memory per GPU in GiB.
         host_gib: Memory per host in GiB for holding pixels; None keeps the pixels on the GPU.
-        assumed: What can be neither traced nor counted.
+        assumed: Assumptions of the plan; see Assumptions.
 
     Raises:
         ValueError: If nothing fits; the message states the least memory that is needed.
@@ -64,39 +58,34 @@ def fit(
             return False
         return memory.total <= gib * GIB
 
-    traces = {
-        checkpointing: [(m, trace(change(1, m, checkpointing, "device"), m)) for m in TRACED]
-        for checkpointing in (False, True)
-    }
-
-    def largest(checkpointing: bool, m: int, pixels: str) -> tuple[float, Config]:
-        """Return the FLOPs per sample and the recipe of the largest batch for this choice."""
-        choice = m, checkpointing, pixels
-        towers = interpolate(traces[checkpointing], m)
-        # K starts at 1, so the index of the first K that does not fit is the largest K that fits.
-        counts = range(1, MAX_GLOBAL_BATCH // (ranks * m) + 1)
-        K = bisect_left(counts, True, key=lambda K: not fits(change(K, *choice), towers))
-        # All micro-batches except the last run the forward pass twice.
-        replays = (K - 1) / K if K else 0
-        return (towers.flops + replays * towers.replay_flops) / m, change(K, *choice)
-
-    places = ("device",) if host_gib is None else ("device", "host", "compressed")
-    found = [largest(*choice) for choice in product((False, True), MICRO_BATCHES, places)]
+    places = ["device"] if host_gib is None else ["device", "host", "compressed"]
+    found = []
+    for checkpointing, m in product((False, True), MICRO_BATCHES):
+        towers = trace(change(1, m, checkpointing, "device"), m)
+        for pixels in places:
+            counts = range(1, MAX_GLOBAL_BATCH // (ranks * m) + 1)
+            # counts starts at 1, so the index of the first K that does not fit is the largest K that fits.
+            K = bisect_left(
+                counts, True, key=lambda K: not fits(change(K, m, checkpointing, pixels), towers)
+            )
+            if K:
+                # All micro-batches except the last run the forward pass twice.
+                flops = K * towers.flops + (K - 1) * towers.replay_flops
+                found.append((flops / (K * m), change(K, m, checkpointing, pixels)))
+    if not found:
+        # Report what the most modest settings would need.
+        m = MICRO_BATCHES[0]
+        least = change(1, m, True, "device")
+        needed = plan_memory(least, ranks, trace(least, m), assumed).total / GIB
+        raise ValueError(
+            f"nothing fits {gib:g} GiB: a single micro-batch of {m}, with activation checkpointing, "
+            f"needs {needed:.2f}; use a higher ZeRO stage, smaller buckets, or more GPUs"
+        )
     # A slightly smaller batch is accepted if it saves much recomputation.
-    enough = max(1, ENOUGH * max(config.global_batch for _, config in found))
-    found.sort(key=lambda pair: (pair[0], -pair[1].micro_batch))
-    for _, best in found:
-        # The search used interpolated traces, so check the result again with an exact trace.
-        if best.global_batch >= enough and fits(best, trace(best, best.micro_batch)):
-            return _shorten_warmup(best)
-    # Nothing fits: report what the most modest settings would need.
-    m = MICRO_BATCHES[0]
-    least = change(1, m, True, "device")
-    needed = plan_memory(least, ranks, trace(least, m), assumed).total / GIB
-    raise ValueError(
-        f"nothing fits {gib:g} GiB: a single micro-batch of {m}, with activation checkpointing, "
-        f"needs {needed:.2f}; use a higher ZeRO stage, smaller buckets, or more GPUs"
-    )
+    enough = ENOUGH * max(config.global_batch for _, config in found)
+    large = [pair for pair in found if pair[1].global_batch >= enough]
+    _, best = min(large, key=lambda pair: (pair[0], -pair[1].micro_batch))
+    return _shorten_warmup(best)
 
 
 def _shorten_warmup(config: Config) -> Config:
@@ -110,7 +99,7 @@ def _shorten_warmup(config: Config) -> Config:
 
 
 def write_recipe(config: Config, folder: Path, comment: str) -> Path:
-    """Write recipe.yaml and ds_config.json.
+    """Write recipe.yaml, which contains the ds_config.
 
     Returns:
         The path of recipe.yaml.
@@ -124,9 +113,7 @@ def write_recipe(config: Config, folder: Path, comment: str) -> Path:
     where = f"the recipe of global batch {config.global_batch:,} that fits"
     check_config(config.model_dump(mode="json"), where)
     folder.mkdir(parents=True, exist_ok=True)
-    ds_config = json.dumps(config.deepspeed, indent=2) + "\n"
-    (folder / "ds_config.json").write_text(ds_config, encoding="utf-8")
-    tree = config.model_dump(mode="json", exclude_defaults=True) | {"deepspeed": "ds_config.json"}
+    tree = config.model_dump(mode="json", exclude_defaults=True)
     text = "".join(f"# {line}\n" for line in comment.splitlines())
     text += yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True)
     path.write_text(text, encoding="utf-8")

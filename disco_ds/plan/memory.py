@@ -8,7 +8,6 @@ The memory of DeepSpeed is that of version 0.19.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +69,7 @@ def plan_memory(
         config: The recipe.
         ranks: Number of GPUs.
         towers: Traced with the recipe's micro_batch.
-        assumed: Default: Assumptions().
+        assumed: Assumptions of the plan; None: the defaults.
 
     Raises:
         ValueError: If the recipe does not fit the number of ranks, or its loss or offload target
@@ -83,8 +82,8 @@ def plan_memory(
     cost = loss_cost(config.loss.name, config.loss.options, b, ranks, towers.width, num_samples)
     engine_moments, host = _plan_engine(config, ds_config, ranks, towers)
     features = 2 * 4 * b * towers.width
-    # The features of the micro-batches; in the loss also the tensors joined from them; in the
-    # backward also the gradients.
+    # The forward holds the features of all micro-batches. The loss adds their concatenation, and the
+    # backward adds their gradients.
     moments = {
         "forward": {"activations": max(towers.replay, towers.forward), "features": features},
         "loss": {"activations": towers.held, "features": 2 * features, "loss": cost.peak},
@@ -146,7 +145,7 @@ def _plan_engine(
     bucket = e * int(zero.reduce_bucket_size)
     if level == 2 and zero.overlap_comm:  # engine.py widens the bucket to the largest parameter
         bucket = max(bucket, largest)
-    flattened = min(P * e, bucket)  # for the reduction
+    flattened = min(P * e, bucket)  # copy of the gradients that are being reduced
     num_buckets = 1 + bool(zero.overlap_comm) if zero.contiguous_gradients else 0
 
     # Optimizer states in fp32; at ZeRO 1 to 3 with a master copy of the parameters.
@@ -154,8 +153,8 @@ def _plan_engine(
     states = 4 * share * (1 + num_states) if level else 4 * P * num_states
     parameters = (P + F) * e
     permanent_buffers = 0
-    # Gradients from the backward to the update, what the backward needs beyond them, and buffers
-    # of the backward and of the update.
+    # `gradients` are held from the backward to the update. `extra_gradients` and `backward_buffers`
+    # exist only during the backward, and `update_buffers` only during the update.
     gradients = (share if level else P) * e
     extra_gradients = 0
     backward_buffers = flattened + num_buckets * bucket
@@ -233,13 +232,3 @@ def _plan_host(
     if cost.state_on_host:
         host["loss"] = cost.state
     return host
-
-
-def interpolate(known: Sequence[tuple[int, Towers]], m: int) -> Towers:
-    """Interpolate or extrapolate linearly from the traces of two micro-batches to m samples."""
-    (m0, first), (m1, second) = known
-    values = {
-        name: value + (getattr(second, name) - value) * (m - m0) // (m1 - m0)
-        for name, value in vars(first).items()
-    }
-    return Towers(**values)

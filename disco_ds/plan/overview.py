@@ -56,7 +56,7 @@ def plan_run(
         config: The recipe.
         ranks: Number of GPUs; by default the recipe's ranks, or 1.
         gpu: A GPU, its name, or its memory in GiB, as for `disco-ds plan --gpu-memory`.
-        assumed: What can be neither traced nor counted.
+        assumed: Assumptions of the plan; see Assumptions.
         largest: Whether to search for the largest global batch that fits, over micro-batches,
             activation checkpointing and, with host_gib, where the step's pixels are held.
         host_gib: Memory of a host in GiB.

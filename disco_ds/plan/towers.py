@@ -119,7 +119,9 @@ class _Engine:
 def run_passes(
     model: Any, kind: str, batch: MicroBatch, settings: AugmentSettings, watch: Watch
 ) -> int:
-    """Run the passes of step.py, each inside watch(NAME), where NAME is a field of Towers.
+    """Run the forward and backward passes of training/step.py, each inside `watch(NAME)`.
+
+    NAME is the field of Towers that is measured.
 
     Returns:
         The width of the features.

@@ -18,7 +18,7 @@ from disco_ds.launch.hostfile import count_ranks
 from helpers.minimal import MINIMAL
 
 TEXT = yaml.safe_dump(MINIMAL)
-MAX_LINES, MAX_CHARACTERS, MAX_S = 10, 2500, 30
+MAX_LINES, MAX_CHARACTERS, MAX_S = 30, 2500, 30
 
 
 def refusal(start: Callable[[], object]) -> str:
@@ -66,7 +66,7 @@ TEXTS = {
         "steps must be an integer, got 'many'",
     ),
     "a key of a list": (f"{TEXT}\n? [a, b]\n: 2", "line 12: found unhashable key"),
-    "many unknown keys": ("".join(f"zz{n}: 1\n" for n in range(9)) + TEXT, "and 1 more"),
+    "many unknown keys": ("".join(f"zz{n}: 1\n" for n in range(9)) + TEXT, "unknown key zz8"),
 }
 
 
