@@ -47,8 +47,10 @@ def check_all(args: argparse.Namespace, first: bool, size: int) -> Iterator[Line
         from disco_ds.checks.hosts import check_hosts
         from disco_ds.checks.ranks import check_ranks
         from disco_ds.checks.recipe_checks import check_data, check_start
-    except (ImportError, RuntimeError):  # the installation is broken; a line above explains it
-        return
+    except (ImportError, RuntimeError):
+        if not first:
+            raise
+        return  # the installation is broken; a line above explains it
     try:
         config = load_config(args.config, args.overrides)
         slots = read_hostfile(args.hostfile) if args.hostfile else {"this host": 0}
