@@ -558,7 +558,7 @@ class Config(Settings):
         )
 
     def _describe_rate(self) -> str:
-        rule = "" if self.optim.lr else f" (optim.base_lr with optim.lr_rule={self.optim.lr_rule})"
+        rule = "" if self.optim.lr else f" (from optim.base_lr, scaling rule: {self.optim.lr_rule})"
         return f"peak learning rate {self.peak_lr:g}{rule}"
 
     def to_yaml(self) -> str:
