@@ -80,9 +80,10 @@ class ModelSettings(Settings):
     patch_dropout: float | None = Field(None, ge=0, lt=1)
     """Fraction of image patches that are dropped in training (FLIP). Null: the value in the model
     config."""
-    compile: bool = False
-    """Apply torch.compile to both towers. This is refused if the forward pass draws random numbers
-    and GradAccum would have to repeat it."""
+    compile: bool | Literal["auto"] = "auto"
+    """Apply torch.compile to both towers. `true` is refused at ZeRO 3, and if a forward pass that draws
+    random numbers has to be repeated (GradAccum, activation checkpointing). `auto`: compile on a GPU
+    unless this would be refused or Triton cannot run; the log says why."""
     token_embedding_std: PositiveFloat | None = None
     """Initial standard deviation of the token embedding. Null: open_clip's 0.02."""
     max_scale: float = Field(100.0, gt=0, le=1e6)

@@ -21,7 +21,7 @@ def render_ds_config(config: Config, ranks: int, run_folder: Path | None = None)
         ValueError: If some settings do not work together, or if complete_ds_config or
             Config.num_micro_batches refuses them.
     """
-    if config.model.compile and stage(config.deepspeed) == 3:
+    if config.model.compile is True and stage(config.deepspeed) == 3:
         raise ValueError(
             "model.compile=true at ZeRO 3 is refused: torch.compile reads parameters of "
             "nn.MultiheadAttention that ZeRO has not gathered; use ZeRO 0 to 2"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, get_origin
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
@@ -48,7 +48,7 @@ class Settings(BaseModel):
         Otherwise pydantic would read true and false as the numbers 1 and 0.
         """
         annotation = cls.model_fields[info.field_name or ""].annotation
-        if isinstance(value, bool) and annotation is not bool:
+        if isinstance(value, bool) and bool not in (annotation, *get_args(annotation)):
             raise ValueError(f"{str(value).lower()} is not valid here")
         is_mapping = get_origin(annotation) is dict and isinstance(value, dict)
         for text in value.values() if is_mapping else [value]:

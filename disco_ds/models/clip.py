@@ -85,11 +85,16 @@ def build_model(
     # ZeRO 3 gathers the direct parameters of a module around its forward: a wrapper around
     # open_clip's module would find logit_scale, text_projection and positional_embedding empty.
     model.forward = types.MethodType(forward, model)
-    if settings.compile:
-        model.visual.compile()
-        (model.text if settings.factory else _text_tower(model).transformer).compile()
+    if settings.compile is True:
+        compile_towers(model, settings)
     _warn_of_batch_norm(model)
     return model
+
+
+def compile_towers(model: Any, settings: ModelSettings) -> None:
+    """Apply torch.compile to both towers in place. The names of parameters do not change."""
+    model.visual.compile()
+    (model.text if settings.factory else _text_tower(model).transformer).compile()
 
 
 def _create(

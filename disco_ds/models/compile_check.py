@@ -1,4 +1,4 @@
-"""Refuse torch.compile for a model whose forward is repeated and draws random numbers.
+"""Decide whether torch.compile may be applied: not if the forward is repeated and draws random numbers.
 
 GradAccum runs the forward of a micro-batch twice, first without gradients and then with gradients, from the same
 generator states. torch.compile builds a separate graph for each run, and the two graphs may draw different numbers:
@@ -9,6 +9,7 @@ for a GPU.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -16,39 +17,75 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.module_tracker import ModuleTracker
 
 from disco_ds.config import Config
-from disco_ds.models.clip import forward_on_meta, trained_sides
+from disco_ds.config.ds_config import stage
+from disco_ds.distributed import comm
+from disco_ds.models.clip import compile_towers, forward_on_meta, trained_sides
+
+logger = logging.getLogger(__name__)
 
 
 def check_compiled(config: Config, model: Any, ranks: int) -> None:
-    """Refuse a compiled model whose forward is repeated and draws random numbers.
+    """Refuse model.compile=true where `find_repeated_draws` finds a problem.
+
+    Raises:
+        ValueError: If the model is refused. The message names the modules and says what to change.
+    """
+    if config.model.compile is True and (problem := find_repeated_draws(config, model, ranks)):
+        raise ValueError(
+            f"model.compile is refused for model {config.model.label}, which {problem}. A repeated "
+            "forward that is compiled may draw other numbers. Set model.compile=auto or false; or "
+            "remove the randomness (model.patch_dropout=0, and no dropout or drop path in the "
+            "model's config); or use one micro-batch per rank without model.activation_checkpointing"
+        )
+
+
+def compile_if_exact(config: Config, model: Any, device_problem: str | None) -> bool:
+    """Compile the towers, unless a rank has a reason against it. Collective.
+
+    Args:
+        config: Settings of the run.
+        model: The model, before an engine wraps it.
+        device_problem: Why this rank's device cannot run compiled kernels; None if it can.
+
+    Returns:
+        True if the towers were compiled, on every rank.
+    """
+    if stage(config.deepspeed) == 3:
+        reason: str | None = "at ZeRO 3, torch.compile would read parameters that are not gathered"
+    else:
+        reason = device_problem or find_repeated_draws(config, model, comm.size())
+    reasons = [x for x in comm.gather_objects(reason) if x]
+    if not reasons:
+        compile_towers(model, config.model)
+        message = "the towers are compiled, which makes the first step longer"
+    else:
+        message = f"the towers are not compiled: {reasons[0]}"
+    if comm.rank() == 0:
+        logger.info("model.compile=auto: %s", message)
+    return not reasons
+
+
+def find_repeated_draws(config: Config, model: Any, ranks: int) -> str | None:
+    """Return how the model draws random numbers in a forward that is repeated, or None.
 
     Args:
         config: The recipe.
         model: The model, before an engine wraps it.
         ranks: Number of ranks.
-
-    Raises:
-        ValueError: If the model is refused. The message names the modules and says what to change.
     """
     count = config.num_micro_batches(ranks)
-    if not config.model.compile or (count == 1 and not config.model.activation_checkpointing):
-        return
+    if count == 1 and not config.model.activation_checkpointing:
+        return None
     try:
         names = find_draws(model)
     except Exception as error:  # a module may need real data, not only shapes
         problem = f"may draw random numbers: tracing it failed ({type(error).__name__}: {error})"
     else:
         if not names:
-            return
+            return None
         problem = f"draws random numbers in {', '.join(names[:3])}"
     repeated_by = f"{count} micro-batches" if count > 1 else "activation checkpointing"
-    raise ValueError(
-        f"model.compile with {repeated_by} is refused for model {config.model.label}, which "
-        f"{problem}. A repeated forward that is compiled may draw other numbers. Set "
-        "model.compile=false; or remove the randomness (model.patch_dropout=0, and no dropout or "
-        "drop path in the model's config); or use one micro-batch per rank without "
-        "model.activation_checkpointing"
-    )
+    return f"with {repeated_by} {problem}"
 
 
 def find_draws(model: Any) -> list[str]:

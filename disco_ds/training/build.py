@@ -48,6 +48,7 @@ from disco_ds.distributed.interrupt import Interrupts
 from disco_ds.eval import load_sets
 from disco_ds.losses import build_loss
 from disco_ds.losses.base import Loss
+from disco_ds.losses.kernels import find_problem as find_kernel_problem
 from disco_ds.metrics.anomalies import AnomalyDetector
 from disco_ds.metrics.logger import MetricsLogger, WriteEvents, rewind_tensorboard
 from disco_ds.metrics.tracking import WandbRun, check_packages, open_wandb
@@ -60,7 +61,7 @@ from disco_ds.models.clip import (
     read_text_size,
     register_config,
 )
-from disco_ds.models.compile_check import check_compiled
+from disco_ds.models.compile_check import check_compiled, compile_if_exact
 from disco_ds.models.flops import peak_samples_per_s
 from disco_ds.models.pretrained import (
     download_weights,
@@ -357,7 +358,11 @@ def build_towers(config: Config, loss: Loss, restored: bool) -> tuple[nn.Module,
         model = build_model(config.model, *start, pretrained=not restored)
         check_image_size(config.model, model)
         check_compiled(config, model, comm.size())
-        return model, build_tokenizer(config.model, model)
+        tokenizer = build_tokenizer(config.model, model)
+    device = comm.local_device()
+    if config.model.compile == "auto" and device.type == "cuda":
+        compile_if_exact(config, model, find_kernel_problem(device, "fp16"))
+    return model, tokenizer
 
 
 def identify(config: Config, sources: list[Source]) -> Callable[[Config], dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from disco_ds.config import render_ds_config
 from disco_ds.distributed import comm
 from disco_ds.losses import build_loss
 from disco_ds.models.clip import build_model
-from disco_ds.models.compile_check import check_compiled, find_draws
+from disco_ds.models.compile_check import check_compiled, compile_if_exact, find_draws
 from disco_ds.training.build import build
 from disco_ds.training.engine import build_engine, set_lr
 from disco_ds.training.step import train_step
@@ -90,10 +91,10 @@ def test_compiled_model_that_draws_is_refused_where_its_forward_is_repeated(tmp_
     check_compiled(*tower(plain, model__compile=True, micro_batch=4), ranks=1)
     check_compiled(*tower(plain, model__patch_dropout=0.5, micro_batch=4), ranks=1)
     check_compiled(*tower(plain, **draws, micro_batch=4), ranks=4)  # one micro-batch each
-    said = "with 2 micro-batches is refused .* in visual.patch_dropout.*model.compile=false.*model.patch_dropout=0"
+    said = "with 2 micro-batches draws .* in visual.patch_dropout.*model.compile=auto or false.*model.patch_dropout=0"
     with pytest.raises(ValueError, match=said):
         check_compiled(*tower(plain, **draws, micro_batch=4), ranks=2)
-    with pytest.raises(ValueError, match="with activation checkpointing is refused"):
+    with pytest.raises(ValueError, match="with activation checkpointing draws"):
         check_compiled(*tower(plain, **draws, model__activation_checkpointing=True), ranks=1)
 
 
@@ -107,6 +108,48 @@ def test_compiled_model_that_cannot_be_looked_into_is_refused(tmp_path: Path) ->
     model.ln_final = nn.Sequential(model.ln_final, Looks())
     with pytest.raises(ValueError, match="may draw random numbers: tracing it failed"):
         check_compiled(config, model, ranks=1)
+
+
+def choices(model: str, records: list[str]) -> tuple[list[tuple[bool, bool]], list[str]]:
+    """Whether compile_if_exact compiled the towers, by its word and by the module; the log."""
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("disco_ds.models.compile_check").addHandler(handler)
+    logging.getLogger("disco_ds.models.compile_check").setLevel(logging.INFO)
+    found = []
+    for changes, problem in (
+        ({}, None),
+        ({}, "no C compiler" if comm.rank() == 1 else None),
+        ({"model__patch_dropout": 0.5}, None),
+        ({"model__patch_dropout": 0.5, "micro_batch": 4}, None),
+        ({"deepspeed": {"zero_optimization": {"stage": 3}}}, None),
+    ):
+        config, module = tower(model, **{"global_batch": 16, "micro_batch": 8, **changes})
+        assert config.model.compile == "auto"
+        chosen = compile_if_exact(config, module, problem)
+        found.append((chosen, module.visual._compiled_call_impl is not None))
+    return found, records
+
+
+def test_auto_compiles_on_all_ranks_or_none_and_the_log_says_why_not(tmp_path: Path) -> None:
+    results = run_ranks(choices, 2, write_tiny(tmp_path), [])
+    for found, _ in results:
+        assert found == [(True, True), (False, False), (True, True), (False, False), (False, False)]
+    reasons = [
+        "are compiled",
+        "no C compiler",
+        "are compiled",
+        "in visual.patch_dropout",
+        "at ZeRO 3",
+    ]
+    assert all(reason in line for reason, line in zip(reasons, results[0][1], strict=True))
+    assert results[1][1] == []
+
+
+def test_auto_is_eager_on_a_cpu(tmp_path: Path) -> None:
+    config, model = tower(write_tiny(tmp_path))
+    assert config.model.compile == "auto"
+    assert model.visual._compiled_call_impl is None
 
 
 def refused(model: str, runs: str) -> str:
@@ -126,7 +169,7 @@ def refused(model: str, runs: str) -> str:
 def test_every_rank_refuses_before_there_is_a_run_folder(tmp_path: Path) -> None:
     said = run_ranks(refused, 2, write_tiny(tmp_path, 49_408), str(tmp_path / "runs"))
     assert len(set(said)) == 1
-    assert "model.compile with 2 micro-batches is refused" in said[0]
+    assert "with 2 micro-batches draws random numbers" in said[0]
     assert not (tmp_path / "runs").exists()
 
 
