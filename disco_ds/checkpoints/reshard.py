@@ -145,7 +145,7 @@ def _set_states(engine: Engine, parameter: Any, states: States) -> None:
         parameter: The parameter, to which DeepSpeed has added attributes.
         states: Flat states of the whole parameter.
     """
-    held, start, place, numel = _find_place(engine, parameter)
+    held, start, place, numel = find_place(engine, parameter)
     kept = engine.basic_optimizer.state[held]
     for key, value in states.items():
         if not is_flat(value):
@@ -157,7 +157,7 @@ def _set_states(engine: Engine, parameter: Any, states: States) -> None:
         target.view(-1).narrow(0, place, numel).copy_(value.narrow(0, start, numel))
 
 
-def _find_place(engine: Engine, parameter: Any) -> tuple[Tensor, int, int, int]:
+def find_place(engine: Engine, parameter: Any) -> tuple[Tensor, int, int, int]:
     """Find the part of a parameter that this rank holds.
 
     Returns:

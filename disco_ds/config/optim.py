@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from disco_ds.config.settings import Settings
+from disco_ds.names import CUSTOM_CODE
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
@@ -38,8 +39,13 @@ class EmaSettings(Settings):
 class OptimSettings(Settings):
     """The optimizer and its learning rate schedule."""
 
-    name: Literal["adamw", "lamb", "lion", "sgd"] = "adamw"
-    """Name of the optimizer. lamb requires ZeRO stage 0."""
+    name: Literal["adamw", "lamb", "lion", "muon", "sgd"] = "adamw"
+    """Name of the optimizer. lamb requires ZeRO stage 0. muon uses Muon for the weight matrices of the
+    numbered layers and AdamW for all other parameters."""
+    factory: str | None = Field(None, pattern=CUSTOM_CODE)
+    """A custom optimizer instead of `name`, as `package.module:function`, which must be importable
+    through PYTHONPATH. The function takes parameter groups and returns a torch optimizer. At ZeRO 1 to
+    3, the update of an element must not depend on other elements."""
     lr: float | None = Field(None, gt=0, lt=1e38)
     """Peak learning rate. Null: it follows from base_lr, lr_rule and the global batch."""
     base_lr: float = Field(5e-4, gt=0, lt=1e38)
@@ -49,11 +55,13 @@ class OptimSettings(Settings):
     32,768: `linear`: base_lr x r (DisCo-CLIP, section 5.1). `sqrt`: base_lr x the square root of r.
     `none`: base_lr."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.98)
-    """Betas of AdamW, LAMB and Lion."""
+    """Betas of AdamW, LAMB, Lion, and of muon's AdamW."""
     eps: float = Field(1e-6, gt=0)
-    """Epsilon of AdamW and LAMB."""
+    """Epsilon of AdamW, LAMB, and of muon's AdamW."""
     momentum: float = Field(0.9, ge=0, lt=1)
-    """Momentum of SGD."""
+    """Momentum of SGD and Muon. Muon is usually trained with 0.95."""
+    muon_precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """Precision in which Muon orthogonalizes updates. On CPUs, fp32 may be faster."""
     weight_decay: float = Field(0.2, ge=0)
     """Weight decay of the weight matrices. Biases, normalization parameters, the logit scale and
     the logit bias have no weight decay."""

@@ -49,9 +49,16 @@ def render_ds_config(config: Config, ranks: int, run_folder: Path | None = None)
     rendered = complete_ds_config(config.deepspeed, owned)
     zero = rendered["zero_optimization"]
     places = [zero.get(key) or {} for key in ("offload_optimizer", "offload_param")]
-    if config.optim.ema and any(place.get("device") == "nvme" for place in places):
+    in_memory = [key for key in ("ema", "factory") if getattr(config.optim, key)]
+    in_memory += ["name=muon"] * (config.optim.name == "muon")
+    if in_memory and any(place.get("device") == "nvme" for place in places):
         raise ValueError(
-            "optim.ema is refused if optimizer or parameters are offloaded to nvme, because the average "
-            "is updated in memory; offload to cpu"
+            f"optim.{in_memory[0]} is refused if optimizer or parameters are offloaded to nvme, because it "
+            "needs its states in memory; offload to cpu"
+        )
+    if any(place.get("ratio", 1) != 1 for place in places):
+        raise ValueError(
+            "ds_config: zero_optimization.offload_optimizer.ratio below 1 is refused: DeepSpeed updates "
+            "the rest with a separate AdamW and does not save its states"
         )
     return rendered

@@ -5,6 +5,7 @@ This is the only place that decides which parameters get weight decay. training/
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from timm.models import group_parameters
@@ -14,10 +15,12 @@ from disco_ds.config import OptimSettings
 
 SCALES = ("logit_scale", "logit_bias")
 """Names of the parameters outside of both towers."""
-KINDS = ("matrices", "vectors", "scale")
+KINDS = ("muon", "matrices", "vectors", "scale")
 """Kinds of parameters, in the order of their groups."""
 PATH = r"(?!visual\.)(?:\w+\.)*"
 """Regular expression for the name prefix of parameters outside the image tower."""
+HIDDEN = r"\.\d+\..*weight$"
+"""Regular expression for the weights of numbered layers. Embeddings and projections are outside of these layers."""
 LAYERS = {
     "stem": r"(?:text\.)?(?:conv\d|bn\d|ln_pre|class_embedding|cls_emb|positional_embedding"
     r"|token_embedding|transformer\.embeddings)\b",
@@ -35,7 +38,8 @@ timm's own models have a method that returns their patterns.
 def parameter_groups(model: nn.Module, settings: OptimSettings) -> list[dict[str, Any]]:
     """Return the trained parameters as optimizer groups.
 
-    There are three kinds of groups: matrices (with weight decay), vectors, and the scale (both without). If the
+    There are three kinds of groups: matrices (with weight decay), vectors, and the scale (both without). With
+    optim.name=muon, the matrices that Muon updates are a fourth kind, and `muon` is True in their groups. If the
     settings of the towers differ, each tower gets separate groups. With `layer_decay`, each layer of a tower (the stem,
     each block, the rest) gets separate groups. Each group has a unique `name`, the `names` of its parameters, a
     `weight_decay`, and an `lr_factor`, which multiplies the learning rate. No group is empty, because DeepSpeed would
@@ -59,7 +63,9 @@ def parameter_groups(model: nn.Module, settings: OptimSettings) -> list[dict[str
             side = "image" if _is_visual(name) else "text"
             tower = towers[side]
             lr_factor = tower.lr_factor
-            if kind == "matrices":
+            if settings.name == "muon" and parameter.ndim == 2 and re.search(HIDDEN, name):
+                kind = "muon"
+            if parameter.ndim >= 2:
                 weight_decay = settings.weight_decay
                 if tower.weight_decay is not None:
                     weight_decay = tower.weight_decay
@@ -76,6 +82,7 @@ def parameter_groups(model: nn.Module, settings: OptimSettings) -> list[dict[str
                 "names": [],
                 "weight_decay": weight_decay,
                 "lr_factor": lr_factor,
+                "muon": kind == "muon",
             },
         )
         group["params"].append(parameter)

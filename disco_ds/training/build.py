@@ -71,6 +71,7 @@ from disco_ds.models.pretrained import (
 )
 from disco_ds.runs.run_folder import AUTO
 from disco_ds.runs.shared_folder import open_folder, removed_if_refused, write_settings
+from disco_ds.training.custom_optimizer import check_optimizer
 from disco_ds.training.ema import drop_average
 from disco_ds.training.engine import Engine, build_engine
 from disco_ds.training.evaluation import Evaluation
@@ -138,6 +139,8 @@ def build(
     with comm.all_or_none("loss"):  # the file of a custom loss may be missing on one host
         loss = make_loss(config)
     loss = loss.to(comm.local_device())
+    with comm.all_or_none("optimizer"):
+        check_optimizer(config)
     with comm.all_or_none("data"):
         sources = load_sources(config.data)
         sets = load_sets(config.eval, config.data)
@@ -267,13 +270,14 @@ def find_writers(engine: Engine, wandb: WandbRun | None) -> dict[str, WriteEvent
 
 
 def check_without_data(config: Config) -> None:
-    """Check packages, loss and model, and that the settings allow remote shards if there are any. Reads no data.
+    """Check packages, loss, optimizer and model, and that the settings allow remote shards. Reads no data.
 
     Raises:
         ValueError: If a run with these settings would fail one of these checks.
     """
     check_packages(config)
     make_loss(config)
+    check_optimizer(config)
     check_model(config)
     for text in (*(part.shards for part in config.data.parts), *config.eval.sets):
         if text is not None:

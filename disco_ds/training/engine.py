@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from disco_ds.config import OptimSettings
 from disco_ds.distributed import comm, deepspeed_quirks
 from disco_ds.models.param_groups import parameter_groups
+from disco_ds.training.custom_optimizer import build_custom
+from disco_ds.training.muon import Muon
 
 DTYPES = {
     "autocast": torch.float32,
@@ -49,7 +51,9 @@ def build_engine(model: nn.Module, settings: OptimSettings, ds_config: dict[str,
     deepspeed.utils.logger.setLevel(logging.WARNING)
     deepspeed_quirks.reset_autocast()
     model.to(comm.local_device())
-    optimizer = build_optimizer(parameter_groups(model, settings), settings)
+    groups = parameter_groups(model, settings)
+    matrices = [matrix for group in groups if group["muon"] for matrix in group["params"]]
+    optimizer = build_optimizer(groups, settings)
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=ds_config, dist_init_required=False
     )
@@ -57,6 +61,8 @@ def build_engine(model: nn.Module, settings: OptimSettings, ds_config: dict[str,
     deepspeed_quirks.widen_bucket(engine)
     deepspeed_quirks.allow_overflow_at_min_scale(engine)
     deepspeed_quirks.clear_padding(engine)
+    if isinstance(optimizer, Muon):
+        optimizer.attach(engine, matrices)
     return engine
 
 
@@ -67,8 +73,12 @@ def build_optimizer(groups: list[dict[str, Any]], settings: OptimSettings) -> to
         groups: Parameter groups.
         settings: Settings of the optimizer. The learning rate is set later, by set_rates.
     """
+    if settings.factory:
+        return build_custom(settings.factory, groups)
     if settings.name == "adamw":
         return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
+    if settings.name == "muon":
+        return Muon(groups, settings)
     if settings.name == "lion":
         return Lion(groups, lr=1.0, betas=settings.betas)
     if settings.name == "lamb":

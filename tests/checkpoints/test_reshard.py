@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from disco_ds.checkpoints import checkpoint
+from disco_ds.checkpoints.export import export_run
 from disco_ds.checkpoints.fragments import States, find_parts, join
 from disco_ds.checkpoints.reshard import optimizer_order
 from disco_ds.checkpoints.retention import find_latest
@@ -60,8 +61,9 @@ def run_on(folder: Path, ranks: int, steps: int, resume: str | None, **changes: 
     run_ranks(go, ranks, write_recipe(folder, steps=steps, **changes), resume)
 
 
-def write_recipe(folder: Path, **changes: Any) -> Path:
-    optim = {"lr": 1e-3, "warmup_steps": 0, "schedule": "constant"}
+def write_recipe(folder: Path, name: str = "adamw", **changes: Any) -> Path:
+    optim: dict[str, Any] = {"name": name, "muon_precision": "fp32"}
+    optim |= {"lr": 1e-3, "warmup_steps": 0, "schedule": "constant"}
     optim["ema"] = {"decay": 0.9, "every_steps": 3}
     return recipe(folder, optim=optim, checkpoint={"every_steps": 2, "keep_last": 9}, **changes)
 
@@ -192,3 +194,21 @@ def test_run_resumes_at_other_stages_and_world_sizes(whole: Path, tmp_path: Path
     for ranks, stage, steps in ((1, 0, 4), (4, 3, 6), (2, 2, 8)):
         run_on(tmp_path, ranks, steps, "latest", deepspeed=settings(stage))
     equal_losses(tmp_path, whole, 1e-5)
+
+
+@pytest.mark.slow
+def test_muon_and_average_continue_at_other_stages(tmp_path: Path) -> None:
+    whole, other = tmp_path / "whole", tmp_path / "other"
+    for folder in (whole, other):
+        folder.mkdir()
+    run_on(whole, 2, 8, None, deepspeed=settings(1), name="muon")
+    begin(whole, other, 2)
+    for ranks, stage, steps in ((1, 0, 4), (4, 3, 6), (2, 2, 8)):
+        run_on(other, ranks, steps, "latest", deepspeed=settings(stage), name="muon")
+    equal_losses(other, whole, 1e-5)
+    saved = [checkpoint_of(folder, 8) for folder in (other, whole)]
+    exports = [
+        export_run(path, tmp_path / str(number), ema=True) for number, path in enumerate(saved)
+    ]
+    mine, theirs = (read_weights(path).tensors for path in exports)
+    assert distance(mine, theirs) < 1e-5

@@ -229,12 +229,16 @@ def test_stages_share_out_what_they_promise(tmp_path: Path) -> None:
 def test_states_of_every_optimizer_are_known(tmp_path: Path) -> None:
     config = tiny(tmp_path, deepspeed={})
     towers = trace(config, 4)
-    for name, numbers in {"adamw": 2, "lamb": 2, "lion": 1, "sgd": 1}.items():
+    for name, numbers in {"adamw": 2, "lamb": 2, "lion": 1, "muon": 2, "sgd": 1}.items():
         for ema in (None, {"decay": 0.9}):
             optim = OptimSettings.model_validate({"name": name, "ema": ema})
             chosen = config.model_copy(update={"optim": optim})
             held = plan_memory(chosen, 1, towers, NOTHING).moments["update"]["optimizer"]
             assert held == 4 * (numbers + (ema is not None)) * towers.trained, name
+    optim = OptimSettings(factory="torch.optim:NAdam")
+    chosen = config.model_copy(update={"optim": optim})
+    held = plan_memory(chosen, 1, towers, NOTHING).moments["update"]["optimizer"]
+    assert held == 4 * 2 * towers.trained
 
 
 def test_host_holds_images_as_the_recipe_says(tmp_path: Path) -> None:

@@ -1,0 +1,128 @@
+"""Custom optimizers: elementwise ones at every ZeRO stage, others at ZeRO 0 only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from disco_ds.config import render_ds_config
+from disco_ds.distributed import comm
+from disco_ds.models.clip import build_model
+from disco_ds.training.build import check_without_data
+from disco_ds.training.custom_optimizer import check_optimizer, try_custom
+from disco_ds.training.engine import backward_and_step, build_engine, set_lr
+from helpers.dist import run_ranks
+from helpers.optimizers import nadam
+from helpers.towers import batches, distance, masters, tiny_config, write_tiny
+
+
+@pytest.mark.parametrize("name", ["adafactor", "clipped"])
+def test_optimizer_that_needs_whole_matrices_is_refused_at_zero_1(
+    name: str, tmp_path: Path
+) -> None:
+    factory = f"helpers.optimizers:{name}"
+    configs = [
+        tiny_config(
+            write_tiny(tmp_path),
+            {"zero_optimization": {"stage": stage}},
+            optim={"factory": factory, "lr": 1e-3, "warmup_steps": 0},
+        )
+        for stage in (0, 1)
+    ]
+    check_optimizer(configs[0])
+    with pytest.raises(ValueError, match=f"{factory} at ZeRO 1 is refused"):
+        check_without_data(configs[1])
+
+
+@pytest.mark.parametrize(
+    ("factory", "words"),
+    [
+        ("helpers.optimizers:nothing", "returned a NoneType, expected a torch.optim.Optimizer"),
+        ("helpers.optimizers:lbfgs", r"step\(\) failed: TypeError"),
+        ("helpers.optimizers:nadamm", "did you mean nadam"),
+    ],
+)
+def test_unusable_factory_is_refused_by_name(factory: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        try_custom(factory)
+
+
+@pytest.mark.parametrize(
+    ("factory", "elementwise", "num_states"),
+    [
+        ("torch.optim:AdamW", True, 2.0),
+        ("timm.optim:Lion", True, 1.0),
+        ("timm.optim:Lamb", False, 2.0),
+        ("timm.optim:Adopt", True, 2.0),
+    ],
+)
+def test_trial_finds_what_an_optimizer_is(
+    factory: str, elementwise: bool, num_states: float
+) -> None:
+    assert try_custom(factory) == (elementwise, num_states)
+
+
+def train(model_file: str) -> list[str]:
+    """Compare three steps of two ranks with plain torch in one process."""
+
+    def surrogate(model: torch.nn.Module, rank: int, step: int) -> torch.Tensor:
+        batch = batches(2, 4, seed=step)[rank]
+        image, text, scale, _ = model(batch["image"], batch["text"])
+        return (image * text).sum() + (rank + 1) * image[:, 0].sum() + scale.sum() / 100
+
+    failures = []
+    for stage in range(4):
+        config = tiny_config(
+            model_file,
+            {"zero_optimization": {"stage": stage}},
+            global_batch=8,
+            micro_batch=4,
+            optim={"factory": "helpers.optimizers:nadam", "lr": 1.0, "warmup_steps": 0},
+        )
+        torch.manual_seed(0)
+        model = build_model(config.model)
+        plain = build_model(config.model)
+        plain.load_state_dict(model.state_dict())
+        optimizer = nadam(
+            [{"params": [p], "weight_decay": 0.2 * (p.ndim > 1)} for p in plain.parameters()]
+        )
+        engine = build_engine(model, config.optim, render_ds_config(config, comm.size()))
+        for step in range(3):
+            set_lr(engine, 1e-2)
+            backward_and_step(engine, iter([surrogate(engine, comm.rank(), step)]))
+            optimizer.zero_grad()
+            ((surrogate(plain, 0, step) + surrogate(plain, 1, step)) / 2).backward()
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-2
+            optimizer.step()
+        error = distance(masters(engine), {n: p.detach() for n, p in plain.named_parameters()})
+        if error > 1e-6:
+            failures.append(f"ZeRO {stage}: off by {error}")
+        engine.destroy()
+    return failures
+
+
+@pytest.mark.slow
+def test_elementwise_optimizer_is_itself_at_every_stage(tmp_path: Path) -> None:
+    for failures in run_ranks(train, 2, write_tiny(tmp_path)):
+        assert not failures, "\n".join(failures)
+
+
+def test_offload_that_needs_another_optimizer_is_refused(tmp_path: Path) -> None:
+    nvme = {"device": "nvme", "nvme_path": "/tmp"}
+    cases = [
+        ({"name": "muon"}, nvme, "optim.name=muon is refused"),
+        ({"factory": "helpers.optimizers:nadam"}, nvme, "optim.factory is refused"),
+        ({"name": "adamw"}, {"device": "cpu", "ratio": 0.5}, "offload_optimizer.ratio below 1"),
+    ]
+    for optim, offload, words in cases:
+        zero = {"stage": 3, "offload_optimizer": offload}
+        config = tiny_config(
+            write_tiny(tmp_path),
+            {"zero_optimization": zero},
+            optim={**optim, "lr": 1e-3, "warmup_steps": 0},
+        )
+        with pytest.raises(ValueError, match=words):
+            render_ds_config(config, 1)
