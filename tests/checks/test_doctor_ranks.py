@@ -15,7 +15,7 @@ import yaml
 from torch.nn import functional as F
 
 from disco_ds.checks import Line
-from disco_ds.checks.hosts import judge, probe
+from disco_ds.checks.hosts import check_hosts, judge, probe
 from disco_ds.checks.ranks import check_gradients, run_alone, shrink
 from disco_ds.cli.main import main
 from disco_ds.config import Config
@@ -60,6 +60,28 @@ def test_hosts_without_ssh_fail(
         "fail  recipe          hosts, line 1: expected `host slots=GPUs`, got '127.0.0.1 slot=1'"
         in capsys.readouterr().out
     )
+
+
+SSH = """#!/bin/sh
+while [ $# -gt 2 ]; do shift; done
+[ "$1" = lost ] && echo "ssh: no route to $1" >&2 && exit 255
+echo "Welcome to $1"
+cd / && exec sh -c "$2"
+"""
+"""Runs the command on this host, as after a login that prints a line."""
+
+
+def test_hosts_report_over_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ssh").write_text(SSH)
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    lines = list(check_hosts(tmp_path / "runs", {"answers": 1, "lost": 1}))
+    failed = [line.found for line in lines if line.check == "ssh" and line.status == "fail"]
+    assert [found for found in failed if "pdsh" not in found] == [
+        "lost: ssh: no route to lost (exit code 255)"
+    ]
+    assert "fail" not in [line.status for line in lines if line.check != "ssh"]
+    assert [path.name for path in tmp_path.iterdir()] == ["ssh"], "the token is removed"
 
 
 def test_report_of_a_host_is_compared_with_this_one(own_report: dict[str, Any]) -> None:
