@@ -69,7 +69,7 @@ def describe_host(made: Plan) -> str:
     """Describe the memory that a host needs."""
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in made.memory.host.items())
     return (
-        f"host: {made.host_bytes / GIB:,.1f} GiB for {made.ranks_per_host} ranks, in addition to "
+        f"host: {made.host_bytes / GIB:,.1f} GiB for its ranks ({made.ranks_per_host}), in addition to "
         f"Python and its libraries; of one rank: {parts}"
     )
 
