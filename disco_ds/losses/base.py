@@ -295,21 +295,21 @@ def list_options(cls: type[Loss]) -> tuple[dict[str, inspect.Parameter], bool]:
     return found, takes_any
 
 
-def count_hits(largest: Tensor | None, pairs: Tensor, best: Tensor | None = None) -> Tensor:
+def count_hits(largest: Tensor | None, pairs: Tensor) -> Tensor:
     """Count the rows in which a positive has the highest similarity. The result is input for global_metrics.
 
     Args:
-        largest: [b], the highest similarity of each row to a column that is not a positive. None:
-            accuracies are not computed.
+        largest: [1, b], the highest similarity of each row to a column that is not a positive; [2, b]: also the
+            highest to a positive other than its pair. None: accuracies are not computed.
         pairs: [b], the similarity of each row to its positive pair.
-        best: [b], the highest similarity of each row to its other positives; None if it has no others.
 
     Returns:
         0-d, or an empty tensor if `largest` is None.
     """
     if largest is None:
         return pairs.new_empty(0, dtype=torch.int64)
-    return (largest < (pairs if best is None else torch.maximum(pairs, best))).sum()
+    best = pairs if len(largest) == 1 else torch.maximum(pairs, largest[1])
+    return (largest[0] < best).sum()
 
 
 def global_metrics(

@@ -56,6 +56,9 @@ class TiledLoss(Loss):
         ValueError: For an unknown comm_dtype, tile, precision or impl.
     """
 
+    same_group: SameGroup = "negatives"
+    """See GroupedLoss."""
+
     def __init__(
         self,
         comm_dtype: CommDtype | None = None,
@@ -72,27 +75,6 @@ class TiledLoss(Loss):
         self.tiling = Tiling(tile, precision, impl)
         self.comm_dtype = None if comm_dtype is None else COMM_DTYPES[comm_dtype]
         self.group = group
-
-
-class GroupedLoss(TiledLoss):
-    """Base class of tiled losses in which pairs of the same group need not be negatives of each other.
-
-    Args:
-        same_group: What the pairs of an anchor's group are in its loss, other than its own pair: "negatives" like all
-            other pairs, "ignored", or "positives" (docs/losses.md section 8). Embeddings.group_id has the groups.
-        options: See TiledLoss.
-
-    Raises:
-        ValueError: If `same_group` is unknown.
-    """
-
-    def __init__(self, same_group: SameGroup = "negatives", **options: Any):
-        super().__init__(**options)
-        if same_group not in get_args(SameGroup):
-            raise ValueError(
-                f"same_group must be one of {', '.join(get_args(SameGroup))}, got {same_group!r}"
-            )
-        self.same_group = same_group
 
     def find_groups(self, embeddings: Embeddings) -> tuple[Groups | None, dict[str, Tensor]]:
         """Find the pairs of the global batch that share their group. Collective.
@@ -128,6 +110,27 @@ class GroupedLoss(TiledLoss):
         return Groups(rows[mine], columns, share), metrics
 
 
+class GroupedLoss(TiledLoss):
+    """Base class of tiled losses in which pairs of the same group need not be negatives of each other.
+
+    Args:
+        same_group: What the pairs of an anchor's group are in its loss, other than its own pair: "negatives" like all
+            other pairs, "ignored", or "positives" (docs/losses.md section 8). Embeddings.group_id has the groups.
+        options: See TiledLoss.
+
+    Raises:
+        ValueError: If `same_group` is unknown.
+    """
+
+    def __init__(self, same_group: SameGroup = "negatives", **options: Any):
+        super().__init__(**options)
+        if same_group not in get_args(SameGroup):
+            raise ValueError(
+                f"same_group must be one of {', '.join(get_args(SameGroup))}, got {same_group!r}"
+            )
+        self.same_group = same_group
+
+
 class Gathered:
     """The columns of all ranks, gathered in one B x D tensor: the fastest way if that tensor fits in memory.
 
@@ -138,9 +141,9 @@ class Gathered:
     Args:
         columns: [b, D], as returned by Tiling.hold.
         comm_dtype: Dtype in which the columns are gathered. None: the dtype of `columns`.
+        groups: The groups of this rank's rows and of all columns, or None.
         keep: Let `sums` store the exponentials, b x B in bf16, so that `gradient` need not
             recompute them.
-        groups: The groups of this rank's rows and of all columns, or None.
     """
 
     own: Tensor
@@ -152,8 +155,8 @@ class Gathered:
         tiling: Tiling,
         comm_dtype: torch.dtype | None,
         group: Any,
-        keep: bool = False,
         groups: Groups | None = None,
+        keep: bool = False,
     ):
         self.tiling = tiling
         self.groups = groups
@@ -195,11 +198,10 @@ class Gathered:
         base = base.clamp(min=-1e300)  # an empty sum is -inf, and -inf - -inf is NaN
         total = comm.all_reduce_sum((part.columns - base).exp_().to(full_dtype(rows)), self.group)
         columns = total.double().log_().add_(base)[self.mine]
-        columns_max, columns_best = (
-            None if x is None else comm.all_reduce_max(x, self.group)[self.mine]
-            for x in (part.columns_max, part.columns_best)
-        )
-        return replace(part, columns=columns, columns_max=columns_max, columns_best=columns_best)
+        columns_max = part.columns_max
+        if columns_max is not None:
+            columns_max = comm.all_reduce_max(columns_max, self.group)[:, self.mine]
+        return replace(part, columns=columns, columns_max=columns_max)
 
     def gradient(
         self,
@@ -326,27 +328,25 @@ class Ring:
 
     def sums(self, rows: Tensor, scales: Tensor, shift: Tensor | None, maxima: bool) -> Sums:
         """See Gathered.sums."""
-        totals: list[Tensor] = []
-        positives = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
+        total = torch.full((len(rows),), -math.inf, dtype=torch.float64, device=rows.device)
+        largest: Tensor | None = None
+        positives: Tensor | None = None
 
         def visit(owner: int, block: list[Tensor], spare: list[Tensor] | None) -> list[Tensor]:
+            nonlocal largest, positives
             part = softmax_sums(self._block(rows, block[0], scales, owner, shift), maxima)
             # The sums of this rank's rows stay on this rank. The sums of the owner's columns travel with the columns.
-            mine = _present(part.rows, part.rows_max, part.rows_best)
-            if totals:
-                _join_sums(totals, mine)
-            else:
-                totals.extend(mine)
+            torch.logaddexp(total, part.rows, out=total)
             if part.positives is not None:
-                positives.add_(part.positives)
-            return _present(part.columns, part.columns_max, part.columns_best)
+                positives = part.positives if positives is None else positives + part.positives
+            if part.rows_max is None or part.columns_max is None:
+                return [part.columns]
+            top = part.rows_max
+            largest = top if largest is None else torch.maximum(largest, top)
+            return [part.columns, part.columns_max]
 
         columns = ring.circulate([self.own], visit, _join_sums, self.group)
-        rows_max, rows_best = [*totals[1:], None, None][:2]
-        columns_max, columns_best = [*columns[1:], None, None][:2]
-        return Sums(
-            totals[0], columns[0], rows_max, columns_max, rows_best, columns_best, positives
-        )
+        return Sums(total, columns[0], largest, columns[1] if maxima else None, positives)
 
     def gradient(
         self,
@@ -378,19 +378,11 @@ class Ring:
     ) -> Block:
         """Return the block of this rank's rows and the owner's columns; only its own columns have positive pairs."""
         first = 0 if owner == comm.rank(self.group) else None
-        groups = groups_of_owner(self.groups, owner)
+        groups = self.groups.with_owner(owner) if self.groups else None
         return Block(rows, columns, scales[0], scales[0], first, shift, self.tiling, groups)
 
 
 Blocks = Gathered | Ring
-
-
-def groups_of_owner(groups: Groups | None, owner: int) -> Groups | None:
-    """Return the groups of this rank's rows and of the columns of one rank."""
-    if groups is None:
-        return None
-    b = len(groups.rows)
-    return replace(groups, columns=groups.columns[owner * b : (owner + 1) * b])
 
 
 def assign_sides(embeddings: Embeddings) -> tuple[Tensor, Tensor, bool]:
@@ -507,10 +499,6 @@ def zero_gradient(x: Tensor) -> Tensor:
 def _add_parts(mine: list[Tensor], theirs: list[Tensor]) -> None:
     for x, y in zip(mine, theirs, strict=True):
         x.add_(y)
-
-
-def _present(*values: Tensor | None) -> list[Tensor]:
-    return [x for x in values if x is not None]
 
 
 def _join_sums(mine: list[Tensor], theirs: list[Tensor]) -> None:

@@ -34,6 +34,4 @@ class DisCoFusedLoss(GroupedLoss):
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
         """Compute the loss with gathered columns. Collective."""
-        groups, metrics = self.find_groups(embeddings)
-        out = infonce(embeddings, partial(Gathered, keep=self.store, groups=groups), self)
-        return LossOutput(out.loss, out.metrics | metrics)
+        return infonce(embeddings, partial(Gathered, keep=self.store), self)

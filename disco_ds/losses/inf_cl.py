@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from disco_ds.losses.base import Embeddings, LossOutput, register_loss
 from disco_ds.losses.blocks import GroupedLoss, Ring
 from disco_ds.losses.infonce import infonce
@@ -22,6 +20,4 @@ class InfCLLoss(GroupedLoss):
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
         """Compute the loss with columns on a ring. Collective."""
-        groups, metrics = self.find_groups(embeddings)
-        out = infonce(embeddings, partial(Ring, groups=groups), self)
-        return LossOutput(out.loss, out.metrics | metrics)
+        return infonce(embeddings, Ring, self)

@@ -22,10 +22,11 @@ from disco_ds.losses.blocks import (
     pair_cosines,
     shift_fits,
 )
-from disco_ds.losses.kernels import Sums, Tiling, full_dtype
+from disco_ds.losses.kernels import Groups, Sums, Tiling, full_dtype
 
-MakeBlocks = Callable[[Tensor, Tiling, torch.dtype | None, Any], Blocks]
-"""Constructor of Gathered or Ring; takes this rank's columns [b, D], the tiling, the comm dtype and the group."""
+MakeBlocks = Callable[[Tensor, Tiling, torch.dtype | None, Any, Groups | None], Blocks]
+"""Constructor of Gathered or Ring; takes this rank's columns [b, D], the tiling, the comm dtype, the process group and
+the groups of pairs."""
 
 
 def infonce(
@@ -45,11 +46,14 @@ def infonce(
 
     Source: docs/losses.md sections 1 and 2.
     """
+    groups, metrics = loss.find_groups(embeddings)
     rows, columns, swap = assign_sides(embeddings)
-    value, *hits = _InfoNCE.apply(rows, columns, embeddings.scale, make_blocks, loss, shared)
+    value, *hits = _InfoNCE.apply(
+        rows, columns, embeddings.scale, make_blocks, loss, groups, shared
+    )
     if swap:
         hits.reverse()
-    return LossOutput(value, global_metrics(value, hits, len(rows), loss.group))
+    return LossOutput(value, global_metrics(value, hits, len(rows), loss.group) | metrics)
 
 
 class _InfoNCE(torch.autograd.Function):
@@ -61,14 +65,15 @@ class _InfoNCE(torch.autograd.Function):
         scale: Tensor,
         make_blocks: MakeBlocks,
         loss: TiledLoss,
+        groups: Groups | None,
         shared: bool,
     ) -> tuple[Tensor, ...]:
         group = loss.group
         tiling = loss.tiling.on(rows.device)
         rows, columns = tiling.hold(rows), tiling.hold(columns)
-        cross = make_blocks(columns, tiling, loss.comm_dtype, group)
+        cross = make_blocks(columns, tiling, loss.comm_dtype, group, groups)
         # With shared denominators, rows are also compared with rows, and columns with columns.
-        same = (make_blocks(rows, tiling, loss.comm_dtype, group), cross) if shared else ()
+        same = (make_blocks(rows, tiling, loss.comm_dtype, group, None), cross) if shared else ()
         x = scale.double() * pair_cosines(rows, cross.own, tiling)
         scales = scale.detach().double().expand(2, len(rows))
         shift = overflow_shift(rows, columns, scale, group)
@@ -86,16 +91,12 @@ class _InfoNCE(torch.autograd.Function):
         ctx.same = same
         ctx.tiling = tiling
         ctx.save_for_backward(rows, cross.own, scale, x, sums.rows, sums.columns)
-        share = None if cross.groups is None else cross.groups.share
-        if share is not None:
+        ctx.share = share = None if groups is None else groups.share
+        if share is not None and sums.positives is not None:
             # The target is uniform over the group, so the mean of its logits takes the place of the pair's logit.
             # Summed over all anchors, it is the same in both directions.
-            assert sums.positives is not None
             per_pair += 2 * (x * (1 - share) - share * sums.positives)
-        hits = (
-            count_hits(sums.rows_max, x, sums.rows_best),
-            count_hits(sums.columns_max, x, sums.columns_best),
-        )
+        hits = count_hits(sums.rows_max, x), count_hits(sums.columns_max, x)
         ctx.mark_non_differentiable(*hits)
         return (per_pair.mean() / 2).to(full_dtype(rows)), *hits
 
@@ -121,9 +122,8 @@ class _InfoNCE(torch.autograd.Function):
         # The weight of a positive pair is P + Q - 2 = -(1 - P) - (1 - Q): minus the probability of all other entries
         # in its row and in its column.
         pairs = -(others - lse).exp().sum(0)
-        groups = ctx.cross.groups
-        if groups is not None and groups.share is not None:
-            pairs += 2 * (1 - groups.share)  # in a group, P + Q - 2 / size
+        if ctx.share is not None:
+            pairs += 2 * (1 - ctx.share)  # in a group, P + Q - 2 / size
         factor = upstream * scale / (2 * len(x))
         add_pairs(d_rows, columns, pairs, factor, ctx.tiling)
         add_pairs(d_columns, rows, pairs, factor, ctx.tiling)
@@ -134,7 +134,7 @@ class _InfoNCE(torch.autograd.Function):
                 total = (total + inner_product(columns, d_columns)) / 2
             d_scale = total / scale
         # Autograd converts gradients to the dtypes of the inputs and ignores gradients that are not needed.
-        return d_rows, d_columns, d_scale, None, None, None
+        return d_rows, d_columns, d_scale, None, None, None, None
 
 
 def _sums(

@@ -18,7 +18,6 @@ from disco_ds.losses.blocks import (
     GroupedLoss,
     add_pairs,
     assign_sides,
-    groups_of_owner,
     inner_product,
     pair_cosines,
     to_comm_dtype,
@@ -97,30 +96,28 @@ class _SigLIP(torch.autograd.Function):
         pair_weights = -(-z).sigmoid()
         total = F.softplus(-z, threshold=1e9).sum()
         weight = pair_weights.sum()
-        largest, best = torch.full((2, b), -torch.inf, dtype=z.dtype, device=z.device)
+        largest: Tensor | None = None
 
         def visit(owner: int, block: list[Tensor], spare: list[Tensor] | None) -> list[Tensor]:
+            nonlocal largest
             # The loss and the gradient and maxima of this rank's rows stay on this rank. The gradient and maxima of
             # the columns travel with the columns.
             d_others = None
             if needs_columns:
                 d_others = zero_gradient(block[0]) if spare is None else spare[-1].zero_()
             first = 0 if owner == comm.rank(group) else None
-            meeting = groups_of_owner(groups, owner)
+            meeting = groups.with_owner(owner) if groups else None
             current = Block(rows, block[0], scales, scales, first, None, tiling, meeting)
             sums = sigmoid_block(current, bias, d_rows, d_others, loss.accuracy)
             total.add_(sums.loss)
             weight.add_(sums.weight)
-            for maximum, part in ((largest, sums.rows_max), (best, sums.rows_best)):
-                if part is not None:
-                    torch.maximum(maximum, part, out=maximum)
-            values = sums.columns_max, sums.columns_best, d_others
-            return [x for x in values if x is not None]
+            top = sums.rows_max
+            largest = top if largest is None or top is None else torch.maximum(largest, top)
+            return [x for x in (sums.columns_max, d_others) if x is not None]
 
         def join(mine: list[Tensor], theirs: list[Tensor]) -> None:
-            maxima = len(mine) - needs_columns
-            for x, y in zip(mine[:maxima], theirs[:maxima], strict=True):
-                torch.maximum(x, y, out=x)
+            if loss.accuracy:
+                torch.maximum(mine[0], theirs[0], out=mine[0])
             if needs_columns:
                 mine[-1].add_(theirs[-1])
 
@@ -137,10 +134,8 @@ class _SigLIP(torch.autograd.Function):
             d_scale,
             (weight / b).to(bias.dtype).view(1),
         )
-        hits = [count_hits(None, z)] * 2
-        if loss.accuracy:
-            columns_best = home[1] if groups is not None and groups.share is not None else best
-            hits = [count_hits(largest, z, best), count_hits(home[0], z, columns_best)]
+        maxima = largest, home[0] if loss.accuracy else None
+        hits = [count_hits(x, z) for x in maxima]
         ctx.mark_non_differentiable(*hits)
         return (total / b).to(torch.promote_types(dtypes[0], torch.float32)), *hits
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from disco_ds.losses.kernels.similarity import Block, add_positives, raise_maxima
+from disco_ds.losses.kernels.similarity import Block, raise_maxima
 
 
 @dataclass
@@ -27,13 +27,9 @@ class SigmoidSums:
     weight: Tensor
     """0-d, the sum of sigmoid(z), or of -sigmoid(-z) at positives: the gradient with respect to the bias."""
     rows_max: Tensor | None
-    """[n], the largest z of each row, -inf for an empty row; None if maxima were not computed."""
+    """[1, n] or [2, n], the largest z of each row, see similarity.Sums; None if maxima were not computed."""
     columns_max: Tensor | None
-    """[m], the largest z of each column; None if maxima were not computed."""
-    rows_best: Tensor | None
-    """[n], the largest z of each row among the other pairs of its group, -inf if it has none; None if not computed."""
-    columns_best: Tensor | None
-    """[m], the same for each column."""
+    """[1, m] or [2, m], the largest z of each column; None if maxima were not computed."""
 
 
 def sigmoid_block(
@@ -65,7 +61,6 @@ def sigmoid_block(
     bias = bias.to(block.dtype)
     loss, weight = torch.zeros(2, dtype=torch.float64, device=device)
     largest = block.start_maxima() if maxima else []
-    best = block.start_maxima() if maxima and block.has_positives else []
     for i, j in block.cut():
         tile = block.tile(i, j, scratch)
         losses, weights, W, *tops = tiles.sigmoid_weights(tile, scale, bias, maxima)
@@ -76,13 +71,12 @@ def sigmoid_block(
             tiling.add_product(d_rows[i], W, tile.c)
         if d_columns is not None:
             tiling.add_product(d_columns[j], W.T, tile.r)
-    for part in block.positives():
-        z = part.cosines.mul_(scale).add_(bias).masked_fill_(~part.found, -math.inf)
-        part.raise_best(best, z)
-        z.masked_fill_(~part.found, math.inf)  # whose loss and weight are 0
+    for some in block.positives():
+        z = some.logits.add_(bias)
+        some.raise_maxima(largest)
+        z.masked_fill_(~some.found, math.inf)  # whose loss and weight are 0
         loss += F.softplus(-z, threshold=40).sum(dtype=torch.float64)
-        W = (-z).sigmoid_().neg_()
+        W = -(-z).sigmoid_()
         weight += W.sum(dtype=torch.float64)
-        add_positives(part, W, tiling, d_rows, d_columns)
-    none = None, None
-    return SigmoidSums(loss, weight, *(largest or none), *(best or none))
+        some.add_gradient(W, tiling, d_rows, d_columns)
+    return SigmoidSums(loss, weight, *(largest or (None, None)))

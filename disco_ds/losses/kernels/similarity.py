@@ -38,6 +38,11 @@ class Groups:
     """[n] float64, 1 / size of the row's group, if all entries within a group are positives. None: those outside the
     diagonal are ignored."""
 
+    def with_owner(self, owner: int) -> Groups:
+        """Return the groups of the rows and of the part of the columns that belongs to one rank."""
+        n = len(self.rows)
+        return replace(self, columns=self.columns[owner * n : (owner + 1) * n])
+
 
 @dataclass(frozen=True)
 class Positives:
@@ -51,17 +56,28 @@ class Positives:
     """[n, D], as returned by Tiling.factor."""
     c: Tensor
     """[m, D], as returned by Tiling.factor."""
-    cosines: Tensor
-    """[n, m], in full precision."""
+    logits: Tensor
+    """[n, m], x in full precision."""
     found: Tensor
     """[n, m] bool."""
     share: Tensor
     """[n, 1], 1 / size of the row's group, in full precision."""
 
-    def raise_best(self, best: Sequence[Tensor], logits: Tensor) -> None:
-        """Update the maxima of rows and columns, if there are any, with logits [n, m], -inf except at positives."""
-        for total, at, dim in zip(best, (self.i, self.j), (1, 0), strict=False):
-            total[at] = torch.maximum(total[at], logits.amax(dim).double())
+    def add_gradient(
+        self, W: Tensor, tiling: Tiling, d_rows: Tensor | None, d_columns: Tensor | None
+    ) -> None:
+        """Add gain x W @ columns to d_rows, and gain x W^T @ rows to d_columns, where W is 0 except at positives."""
+        W = tiling.round(W.mul_(tiling.gain()).masked_fill_(~self.found, 0))
+        for total, at, a, b in ((d_rows, self.i, W, self.c), (d_columns, self.j, W.T, self.r)):
+            if total is not None:
+                out = total.new_empty(len(a), b.shape[1])
+                total.index_add_(0, at, tiling.product(a, b, out))
+
+    def raise_maxima(self, largest: Sequence[Tensor]) -> None:
+        """Update the maxima over positives, if maxima are computed, with these logits."""
+        logits = self.logits.masked_fill(~self.found, -math.inf)
+        for total, at, dim in zip(largest, (self.i, self.j), (1, 0), strict=False):
+            total[1, at] = torch.maximum(total[1, at], logits.amax(dim).double())
 
 
 @dataclass(frozen=True)
@@ -96,10 +112,12 @@ class Block:
         return torch_tiles
 
     def start_maxima(self) -> list[Tensor]:
-        """Return the initial maxima for raise_maxima: -inf for each row and for each column, float64."""
-        device = self.rows.device
-        sides = self.rows, self.columns
-        return [torch.full((len(x),), -math.inf, dtype=torch.float64, device=device) for x in sides]
+        """Return the initial maxima of rows and columns: -inf, float64, see Sums.rows_max."""
+        count = 1 + self.has_positives
+        return [
+            torch.full((count, len(x)), -math.inf, dtype=torch.float64, device=x.device)
+            for x in (self.rows, self.columns)
+        ]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -153,12 +171,13 @@ class Block:
                 continue
             r = self.tiling.factor(self.rows[i])
             c = self.tiling.factor(self.columns[j])
-            cosines = self.tiling.product(r, c.T, r.new_empty(len(i), len(j), dtype=self.dtype))
+            x = self.tiling.product(r, c.T, r.new_empty(len(i), len(j), dtype=self.dtype))
+            x *= self.row_scale[0]
             found = of_rows[:, None] == of_columns
             if self.first is not None:
                 found &= i[:, None] + self.first != j
             share = groups.share[i, None].to(self.dtype)
-            yield Positives(i, j, r, c, cosines, found, share)
+            yield Positives(i, j, r, c, x, found, share)
 
 
 def _find_meeting(numbers: Tensor, others: Tensor) -> Tensor:
@@ -171,7 +190,7 @@ def _find_meeting(numbers: Tensor, others: Tensor) -> Tensor:
 class Sums:
     """Logarithmic sums and maxima of a block without its diagonal. float64; -inf for empty rows or columns.
 
-    If pairs of a group are positives, the sums include them, and the maxima do not.
+    If pairs of a group are positives, the sums include them.
     """
 
     rows: Tensor
@@ -179,15 +198,12 @@ class Sums:
     columns: Tensor
     """[m], logarithm of the sum of exp(y) over each column."""
     rows_max: Tensor | None
-    """[n], the largest x of each row; None if maxima were not computed."""
+    """[1, n], the largest x of each row outside the positives, or [2, n]: also the largest among positives outside the
+    diagonal. None if maxima were not computed."""
     columns_max: Tensor | None
-    """[m], the largest y of each column; None if maxima were not computed."""
-    rows_best: Tensor | None = None
-    """[n], the largest x of each row among the other pairs of its group, -inf if it has none; None if not computed."""
-    columns_best: Tensor | None = None
-    """[m], the same for each column."""
+    """[1, m] or [2, m], the same for the y of each column."""
     positives: Tensor | None = None
-    """[n], the sum of x over the other pairs of the row's group; None unless they are positives."""
+    """[n], the sum of x over the positives of each row outside the diagonal; None if there are none."""
 
 
 def raise_maxima(
@@ -195,7 +211,7 @@ def raise_maxima(
 ) -> None:
     """Update a block's maxima, if they are computed, with the maxima of one tile."""
     for total, part, new in zip(largest, tile, tops, strict=False):
-        torch.maximum(total[part], new.double(), out=total[part])
+        torch.maximum(total[0, part], new.double(), out=total[0, part])
 
 
 def softmax_sums(block: Block, maxima: bool = True, kept: Tensor | None = None) -> Sums:
@@ -239,24 +255,14 @@ def softmax_sums(block: Block, maxima: bool = True, kept: Tensor | None = None) 
         column_sum.log_().add_(shift)
     sums = Sums(row_sum, column_sum, *(largest or (None, None)))
     if block.has_positives:
-        _add_positives(block, sums)
+        sums.positives = torch.zeros_like(row_sum)
+        for some in block.positives():
+            some.raise_maxima(largest)
+            sums.positives[some.i] += some.logits.where(some.found, 0).sum(1)
+            x = some.logits.masked_fill_(~some.found, -math.inf)
+            for total, at, dim in ((row_sum, some.i, 1), (column_sum, some.j, 0)):
+                total[at] = torch.logaddexp(total[at], x.logsumexp(dim).double())
     return sums
-
-
-def _add_positives(block: Block, sums: Sums) -> None:
-    """Add the positives outside the diagonal to the sums of a block."""
-    best = [] if sums.rows_max is None else block.start_maxima()
-    total = torch.zeros_like(sums.rows)
-    scale = block.row_scale[:1].to(block.dtype)
-    for tile in block.positives():
-        x = tile.cosines.mul_(scale)
-        total[tile.i] += x.where(tile.found, 0).sum(1)
-        x.masked_fill_(~tile.found, -math.inf)
-        tile.raise_best(best, x)
-        for side, at, dim in ((sums.rows, tile.i, 1), (sums.columns, tile.j, 0)):
-            side[at] = torch.logaddexp(side[at], x.logsumexp(dim).double())
-    sums.positives = total
-    sums.rows_best, sums.columns_best = best or (None, None)
 
 
 def softmax_gradient(
@@ -309,19 +315,7 @@ def softmax_gradient(
             tiling.add_product(d_rows[i], W, tile.c)
         if d_columns is not None:
             tiling.add_product(d_columns[j], W.T, tile.r)
-    for part in block.positives():
-        x = part.cosines.mul_(row_scale[:1])
-        lse_rows, lse_columns = row_shift[part.i, None].to(dtype), column_shift[part.j].to(dtype)
-        W = (x - lse_rows).exp_().add_((x - lse_columns).exp_()).sub_(2 * part.share)
-        add_positives(part, W, tiling, d_rows, d_columns)
-
-
-def add_positives(
-    part: Positives, W: Tensor, tiling: Tiling, d_rows: Tensor | None, d_columns: Tensor | None
-) -> None:
-    """Add gain x W @ columns to d_rows, and gain x W^T @ rows to d_columns, for the positives only."""
-    W = tiling.round(W.mul_(tiling.gain()).masked_fill_(~part.found, 0))
-    for total, at, a, b in ((d_rows, part.i, W, part.c), (d_columns, part.j, W.T, part.r)):
-        if total is not None:
-            out = total.new_empty(len(a), b.shape[1])
-            total.index_add_(0, at, tiling.product(a, b, out))
+    for some in block.positives():
+        P = (some.logits - row_shift[some.i, None].to(dtype)).exp_()
+        Q = (some.logits - column_shift[some.j].to(dtype)).exp_()
+        some.add_gradient(P + Q - 2 * some.share, tiling, d_rows, d_columns)
