@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from types import ModuleType
 
 import torch
@@ -162,12 +163,10 @@ class Block:
             return
         rows = _find_meeting(groups.rows, groups.columns)
         columns = _find_meeting(groups.columns, groups.rows)
-        tiling = self.tiling if self.tiling.tile else replace(self.tiling, tile=(2048, 2048))
-        width = self.rows.shape[1]
-        for tile in tiling.cut(len(rows), len(columns), width, self.rows.device):
-            i, j = rows[tile[0]], columns[tile[1]]
+        height, width = self.tiling.tile or (2048, 2048)
+        for i, j in product(rows.split(height), columns.split(width)):
             of_rows, of_columns = groups.rows[i], groups.columns[j]
-            if of_rows[-1] < of_columns[0] or of_columns[-1] < of_rows[0]:
+            if not len(i) or of_rows[-1] < of_columns[0] or of_columns[-1] < of_rows[0]:
                 continue
             r = self.tiling.factor(self.rows[i])
             c = self.tiling.factor(self.columns[j])
