@@ -117,7 +117,7 @@ class Encoder:
         return Pairs(image, image_id, text, text_id)
 
     def encode_classes(self, classes: list[str], templates: tuple[str, ...]) -> Tensor:
-        """Encode classes as the unit means of their prompts, [C, D], fp32, on every rank.
+        """Encode each class as the normalized mean of its prompts' features: [C, D], fp32, on every rank.
 
         Source: CLIP (Radford et al. 2021), section 3.1.4.
         """

@@ -122,7 +122,7 @@ class MetricsLogger:
         return record
 
     def note(self, step: int, values: dict[str, float]) -> None:
-        """Write values that are not part of a step's record, such as an evaluation's, on rank 0."""
+        """On rank 0, write values that are not part of a step's record, such as the results of an evaluation."""
         if self.file is not None and values:
             self._append({"step": step, "samples": self.schedule.samples(step), **values})
 

@@ -120,7 +120,7 @@ def read_curves(records: Sequence[dict[str, Any]]) -> Curves:
 
 
 def read_batches(records: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
-    """Return (samples seen, mean global batch since the record before) of each record after a new step."""
+    """Return, for each logged step, the samples seen so far and the mean global batch since the previous one."""
     batches = []
     step = samples = 0
     for record in records:
