@@ -197,9 +197,8 @@ def _assemble(
         key: value.float() if value.is_floating_point() else value for key, value in tensors.items()
     }
     for key in {"logit_scale", "logit_bias"} & tensors.keys():
-        tensors[key] = tensors[key].reshape(
-            1
-        )  # in open_clip they are 0-d, which DeepSpeed cannot train
+        # In open_clip they are 0-d, which DeepSpeed cannot train.
+        tensors[key] = tensors[key].reshape(1)
     architecture = {key: value for key, value in architecture.items() if key != "init_logit_bias"}
     if "logit_bias" in tensors:
         architecture["init_logit_bias"] = 0.0
@@ -221,4 +220,6 @@ def _register(name: str, architecture: dict[str, Any]) -> str:
             return name
     except ValueError:
         pass  # a config file with this name was removed or is on another machine
-    return register_architecture(name, architecture)
+    # A folder's name must not choose the tokenizer; see register_config.
+    is_folder = not name.endswith(".json") and name not in open_clip.list_models()
+    return register_architecture("folder" if is_folder else name, architecture)

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import constants
+from open_clip.tokenizer import SimpleTokenizer
 
 from disco_ds.checkpoints.export import export_run
 from disco_ds.checkpoints.weights import build_from, read_weights
@@ -29,6 +31,7 @@ from disco_ds.models.pretrained import download_weights, warn_of_random_tower
 from disco_ds.run import RefusedError, run_training
 from helpers.tiny_run import recipe
 from helpers.towers import BPE_SIZE, TINY
+from helpers.trained import write_run
 
 TIMM = {
     "timm_model_name": "test_vit",
@@ -98,6 +101,30 @@ def test_a_folder_gives_weights_and_preprocessing(tiny: str, tmp_path: Path) -> 
     assert model.image_mean == (0.5, 0.5, 0.5)
     assert model.image_std == (0.25, 0.25, 0.25)
     assert read_preprocessing(model).size == (32, 32), "the size is the tower's"
+
+
+def test_the_name_of_a_folder_does_not_choose_the_tokenizer(tmp_path: Path) -> None:
+    folder = tmp_path / "like-siglip"
+    folder.mkdir()
+    (folder / "open_clip_config.json").write_text(
+        json.dumps(
+            {"model_cfg": {**TINY, "text_cfg": {**TINY["text_cfg"], "vocab_size": BPE_SIZE}}}
+        )
+    )
+    settings = ModelSettings(name=str(folder))
+    model = build_model(settings)
+    assert isinstance(build_tokenizer(settings, model), SimpleTokenizer)
+    write_run(tmp_path / "run", model, str(folder))
+    shutil.rmtree(folder)
+    weights = read_weights(tmp_path / "run")
+    assert isinstance(build_tokenizer(weights.settings, build_from(weights)), SimpleTokenizer)
+
+
+def test_a_folder_without_a_model_config_is_refused(tmp_path: Path) -> None:
+    for text in ("{", "{}"):
+        (tmp_path / "open_clip_config.json").write_text(text)
+        with pytest.raises(ValueError, match="is not a complete open_clip folder: "):
+            build(str(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["whole", "tower"])
