@@ -1,6 +1,6 @@
-"""Train, evaluate and export open_clip's architectures, built from their configs but with few layers and small images.
+"""Train, evaluate and export architectures of open_clip, with few layers but otherwise built from their own configs.
 
-    python tools/try_architectures.py                            eight architectures, a few minutes on two CPU cores
+    python tools/try_architectures.py                            eight architectures, 10 minutes on two CPU cores
     python tools/try_architectures.py ViT-B-32 convnext_base
     PYTHONPATH=open_clip/src python tools/try_architectures.py   with the open_clip of a checkout, such as 4.2
 
@@ -34,7 +34,6 @@ ARCHITECTURES = (
     "coca_ViT-B-32",
 )
 LAYERS = 2
-IMAGE_SIZE = 64
 WORDS = ("<pad>", "<eos>", "<unk>", "a", "red", "face", "cat")
 RECIPE = {
     "name": "run",
@@ -98,8 +97,7 @@ def try_architecture(name: str, folder: Path) -> dict[str, str]:
     config = write_config(name, folder)
     (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     loss = "siglip" if "SigLIP" in name else "disco_fused"
-    model = (f"model.name={config}", f"model.image_size={IMAGE_SIZE}")
-    words = ("--config", "recipe.yaml", *model, f"loss.name={loss}")
+    words = ("--config", "recipe.yaml", f"model.name={config}", f"loss.name={loss}")
     found = {"train": run(folder, "train", *words)}
     if found["train"] == "ok":
         found["eval"] = run(folder, "eval", "runs/run")

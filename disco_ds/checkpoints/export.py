@@ -130,6 +130,8 @@ def export_run(
             f"{weights.architecture['factory']}: choose layout pt (--format pt)"
         )
     model = build_from(weights)
+    if layout != "transformers":
+        _check_image_size(model, weights.architecture)
     tensors = _convert(model, dtype)
     partial = to.with_name(f".{to.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by an export that was killed
@@ -155,6 +157,19 @@ def export_run(
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return to
+
+
+def _check_image_size(model: Any, architecture: dict[str, Any]) -> None:
+    """Refuse an image size at which open_clip cannot build the tower: those of timm have a default size."""
+    name = architecture.get("vision_cfg", {}).get("timm_model_name")
+    if name and hasattr(model.visual.trunk, "set_input_size"):
+        default = timm.get_pretrained_cfg_value(name, "input_size")
+        height, width = model.visual.image_size
+        if default and default[1:] != (height, width):
+            raise ValueError(
+                f"open_clip builds {name} for images of {default[1]} x {default[2]} and cannot load weights for "
+                f"{height} x {width}: choose layout transformers (--format transformers)"
+            )
 
 
 def _convert(model: nn.Module, dtype: str) -> dict[str, Tensor]:

@@ -205,7 +205,10 @@ def _assemble(
     if "factory" in architecture:
         settings = ModelSettings(factory=architecture["factory"], options=architecture["options"])
     else:
-        settings = ModelSettings(name=_register(name, architecture))
+        vision = architecture["vision_cfg"]
+        # open_clip builds a tower of timm at the tower's default size unless the size is forced.
+        size = vision.get("image_size") if "timm_model_name" in vision else None
+        settings = ModelSettings(name=_register(name, architecture), image_size=size)
     label = Path(name).name.rpartition(":")[2].removesuffix(".json")
     return Weights(origin, label, settings, architecture, preprocess, tensors)
 

@@ -14,9 +14,11 @@ from disco_ds.runs.run_folder import CHECKPOINTS
 from helpers.towers import tiny_config
 
 
-def write_run(folder: Path, model: nn.Module, name: str, step: int = 7) -> Path:
-    """name: model.name of the run's settings; returns the checkpoint folder."""
-    config = tiny_config(name, {})
+def write_run(
+    folder: Path, model: nn.Module, name: str, step: int = 7, image_size: int | None = None
+) -> Path:
+    """name, image_size: of model in the run's settings; returns the checkpoint folder."""
+    config = tiny_config(name, {}, model__image_size=image_size)
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text(config.to_yaml())
     final = folder / CHECKPOINTS / f"step-{step:08d}"

@@ -120,6 +120,22 @@ def test_the_name_of_a_folder_does_not_choose_the_tokenizer(tmp_path: Path) -> N
     assert isinstance(build_tokenizer(weights.settings, build_from(weights)), SimpleTokenizer)
 
 
+@torch.no_grad()
+def test_a_timm_tower_of_another_image_size_is_read_and_its_open_clip_export_refused(
+    tmp_path: Path,
+) -> None:
+    name = write_timm(tmp_path)
+    model: Any = build(name, image_size=96).eval()
+    assert len(model.visual.trunk.pos_embed[0]) < len(build(name).visual.trunk.pos_embed[0])
+    write_run(tmp_path / "run", model, name, image_size=96)
+    read: Any = build_from(read_weights(tmp_path / "run"))
+    images = torch.rand(2, 3, 96, 96)
+    assert torch.equal(read.encode_image(images), model.encode_image(images))
+    for layout in ("open_clip", "pt"):
+        with pytest.raises(ValueError, match=r"test_vit for images of 160 x 160 .* 96 x 96"):
+            export_run(tmp_path / "run", tmp_path / layout, layout)
+
+
 def test_a_folder_without_a_model_config_is_refused(tmp_path: Path) -> None:
     for text in ("{", "{}"):
         (tmp_path / "open_clip_config.json").write_text(text)
