@@ -300,6 +300,7 @@ def test_killed_and_resumed_run_goes_on_as_the_uninterrupted_one(tmp_path: Path)
         f"runs={tmp_path}",
         "steps=24",
         "checkpoint.keep_last=9",
+        "model.compile=false",  # three starts that compile would take longer than the limits
     ]
     run([*train, "name=whole"], 80, tmp_path)
     cut, whole = tmp_path / "cut", tmp_path / "whole"

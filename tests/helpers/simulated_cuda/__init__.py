@@ -47,27 +47,35 @@ def find_problem() -> str | None:
     if (torch.version.cuda or "").split(".")[0] != str(CUDA):
         return f"the stub is of CUDA {CUDA}'s runtime, torch is built for {torch.version.cuda or 'the CPU alone'}"
     headers = find_headers()
-    if headers is None:
+    if not any((folder / "crt").is_dir() for folder in headers):
         return "Triton, which comes with torch, has brought no CUDA headers"
-    version = re.search(r"define CUDART_VERSION +(\d+)", (headers / HEADER).read_text())
+    version = re.search(r"define CUDART_VERSION +(\d+)", (headers[0] / HEADER).read_text())
     if version is None or int(version[1]) // 1000 != CUDA:
-        return f"the CUDA headers that Triton has brought are not of CUDA {CUDA}"
+        return f"the CUDA headers that torch and Triton have brought are not of CUDA {CUDA}"
     return None
 
 
-def find_headers() -> Path | None:
-    """Triton's folder of CUDA's headers; those in torch's own wheels lack what they include."""
-    triton = find_spec("triton")
-    folders = triton.submodule_search_locations if triton else None
-    path = Path(folders[0], "backends", "nvidia", "include") if folders else None
-    return path if path and (path / HEADER).is_file() else None
+def find_headers() -> list[Path]:
+    """Folders of CUDA's headers: torch's, and Triton's, which may be of CUDA 12 but has what torch's include."""
+    found = []
+    for package, *parts in (
+        ("nvidia", f"cu{CUDA}", "include"),
+        ("triton", "backends", "nvidia", "include"),
+    ):
+        spec = find_spec(package)
+        folders = [
+            Path(x, *parts) for x in (spec.submodule_search_locations if spec else None) or ()
+        ]
+        found += [folder for folder in folders if (folder / HEADER).is_file()]
+    return found
 
 
 def build(folder: Path) -> Path:
     """Compile the stub. Raises: CalledProcessError."""
     library = folder / "libcuda.so.1"
     flags = ["-shared", "-fPIC", "-O1", "-Werror", f"-Wl,-soname,{library.name}"]
-    command = ["gcc", *flags, f"-I{find_headers()}", "-o", str(library), str(HERE / "cuda_stub.c")]
+    include = [f"-I{folder}" for folder in find_headers()]
+    command = ["gcc", *flags, *include, "-o", str(library), str(HERE / "cuda_stub.c")]
     subprocess.run(command, check=True, timeout=60)
     return library
 

@@ -13,6 +13,8 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -212,10 +214,16 @@ def _place() -> str:
     return f"deepspeed/{path.removeprefix(DEEPSPEED)}:{frame.f_lineno}"
 
 
+def _as_meta(x: FakeTensor) -> tuple[Any, tuple[()]]:
+    """What a data worker, which has no fake tensors, gets in place of one."""
+    return partial(torch.empty, x.shape, dtype=x.dtype, device="meta"), ()
+
+
 @contextmanager
 def simulate() -> Iterator[Host]:
     """The device and the process group for a `with` block, in which all tensors are fake."""
     host = Host()
+    ForkingPickler.register(FakeTensor, _as_meta)
     # torch.tensor(..., device="cuda") would write to the device else.
     torch._C._set_only_lift_cpu_tensors(True)
     # Gradients of functions of ours are then computed where the stack says who has called them.
