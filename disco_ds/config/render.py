@@ -49,12 +49,11 @@ def render_ds_config(config: Config, ranks: int, run_folder: Path | None = None)
     rendered = complete_ds_config(config.deepspeed, owned)
     zero = rendered["zero_optimization"]
     places = [zero.get(key) or {} for key in ("offload_optimizer", "offload_param")]
-    in_memory = [key for key in ("ema", "factory") if getattr(config.optim, key)]
-    in_memory += ["name=muon"] * (config.optim.name == "muon")
-    if in_memory and any(place.get("device") == "nvme" for place in places):
+    needs_memory = config.optim.ema or config.optim.name == "muon"
+    if needs_memory and any(place.get("device") == "nvme" for place in places):
         raise ValueError(
-            f"optim.{in_memory[0]} is refused if optimizer or parameters are offloaded to nvme, because it "
-            "needs its states in memory; offload to cpu"
+            "optim.ema and optim.name=muon are refused if optimizer or parameters are offloaded to nvme, "
+            "because they need all states in memory; offload to cpu"
         )
     if any(place.get("ratio", 1) != 1 for place in places):
         raise ValueError(

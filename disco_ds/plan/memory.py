@@ -17,7 +17,6 @@ from disco_ds.data.pipeline.staging import LEAST_AHEAD, count_buffers, count_on_
 from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.losses import LossCost, loss_cost
 from disco_ds.plan.towers import Towers
-from disco_ds.training.custom_optimizer import try_custom
 from disco_ds.training.engine import DTYPES
 
 GIB = 2**30
@@ -151,7 +150,7 @@ def _plan_engine(
 
     # Optimizer states in fp32; at ZeRO 1 to 3 with a master copy of the parameters.
     num_states = count_moments(config.optim)
-    states = round(4 * share * (1 + num_states) if level else 4 * P * num_states)
+    states = 4 * share * (1 + num_states) if level else 4 * P * num_states
     parameters = (P + F) * e
     permanent_buffers = 0
     # `gradients` are held from the backward to the update. `extra_gradients` and `backward_buffers`
@@ -197,15 +196,13 @@ def _plan_engine(
     return moments, host
 
 
-def count_moments(optim: OptimSettings) -> float:
+def count_moments(optim: OptimSettings) -> int:
     """Return how many numbers the optimizer keeps for each trained element, with the average of optim.ema.
 
-    Muon keeps one number for each element of the hidden matrices, but two are counted.
+    Two are counted for Muon, which keeps one for each element of the hidden matrices, and for custom optimizers.
     """
-    if optim.factory:
-        return try_custom(optim.factory).num_states + (optim.ema is not None)
     moments = {"adamw": 2, "lamb": 2, "lion": 1, "muon": 2, "sgd": int(optim.momentum > 0)}
-    return moments[optim.name] + (optim.ema is not None)
+    return (2 if optim.factory else moments[optim.name]) + (optim.ema is not None)
 
 
 def _is_offloaded(settings: Any) -> bool:

@@ -78,7 +78,7 @@ def build_optimizer(groups: list[dict[str, Any]], settings: OptimSettings) -> to
     if settings.name == "adamw":
         return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
     if settings.name == "muon":
-        return Muon(groups, settings)
+        return Muon(groups, settings, DTYPES[settings.muon_precision])
     if settings.name == "lion":
         return Lion(groups, lr=1.0, betas=settings.betas)
     if settings.name == "lamb":

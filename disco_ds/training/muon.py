@@ -1,7 +1,7 @@
 """Muon: AdamW with orthogonalized updates for the hidden matrices, at every ZeRO stage.
 
 The momentum has one number per element, so ZeRO divides it like any other state. Whole matrices are needed only to
-orthogonalize the update: the ranks then join the parts that they hold, a few matrices at a time.
+orthogonalize the update: the ranks then join the parts that they hold, one matrix at a time.
 
 DeepSpeed 0.19 also has a Muon. It orthogonalizes gradients before their norm is computed, so clipping, grad_norm and
 on_spike would have another meaning, and the momentum that it keeps at ZeRO 1 and 2 cannot be resharded.
@@ -15,8 +15,8 @@ Liu et al. 2025 (arXiv 2502.16982), with which AdamW's learning rate and weight 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections import defaultdict
+from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine as Engine
@@ -26,36 +26,29 @@ from disco_ds.checkpoints.reshard import find_place
 from disco_ds.config import OptimSettings
 from disco_ds.distributed import comm
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the Newton-Schulz iteration."""
-BUCKET = 2**25
-"""Number of elements that the ranks join at a time, unless a single matrix is larger."""
-
-
-class Part(NamedTuple):
-    """The part of a matrix that this rank holds, in the flat tensor that the optimizer updates."""
-
-    shape: torch.Size
-    """Shape of the whole matrix."""
-    start: int
-    """Index of the first element within the matrix."""
-    place: int
-    """Index of the first element within the flat tensor."""
-    numel: int
-    """Number of elements, which may be 0."""
 
 
 class Muon(torch.optim.AdamW):
-    """AdamW, and Muon for the groups in which `muon` is True. Call `attach` before the first step."""
+    """AdamW, and Muon for the groups in which `muon` is True. Call `attach` before the first step.
 
-    def __init__(self, groups: list[dict[str, Any]], settings: OptimSettings):
+    Args:
+        groups: Parameter groups.
+        settings: Settings of the optimizer.
+        dtype: Precision of the orthogonalization.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], settings: OptimSettings, dtype: torch.dtype):
         super().__init__(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
         self.momentum = settings.momentum
-        self.dtype = DTYPES[settings.muon_precision]
-        self.parts: dict[Tensor, list[Part]] = {}
-        """Maps each tensor that the optimizer updates to the matrices in it, in the same order on every rank."""
-        self.is_sharded = False
+        self.dtype = dtype
+        self.parts: dict[Tensor, list[tuple[torch.Size, int, int, int]]] = defaultdict(list)
+        """Maps each tensor that the optimizer updates to the matrices in it, in the same order on every rank.
+
+        Each entry has the shape of the whole matrix; the index, within the matrix, of the first element that this
+        rank holds; the position of that element in the tensor; and the number of elements that this rank holds.
+        """
 
     def attach(self, engine: Engine, matrices: list[Any]) -> None:
         """Find the parts of the matrices that this rank holds.
@@ -64,11 +57,9 @@ class Muon(torch.optim.AdamW):
             engine: The engine that uses this optimizer.
             matrices: The parameters of the groups in which `muon` is True.
         """
-        self.is_sharded = engine.zero_optimization_stage() > 0
         for matrix in matrices:
             held, *part = find_place(engine, matrix)
-            shape = getattr(matrix, "ds_shape", matrix.shape)
-            self.parts.setdefault(held, []).append(Part(shape, *part))
+            self.parts[held].append((getattr(matrix, "ds_shape", matrix.shape), *part))
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -91,31 +82,17 @@ class Muon(torch.optim.AdamW):
         state["momentum_buffer"].lerp_(gradient, 1 - self.momentum)
         update = gradient.lerp(state["momentum_buffer"], self.momentum).view(-1)
         weight.mul_(1 - lr * weight_decay)
-        for part, matrix in self._join(update, self.parts[weight]):
-            if part.numel:
-                direction = orthogonalize(matrix, self.dtype).reshape(-1)
-                direction = direction.narrow(0, part.start, part.numel).to(weight)
-                rate = 0.2 * lr * math.sqrt(max(part.shape))
-                weight.view(-1).narrow(0, part.place, part.numel).sub_(direction, alpha=rate)
-
-    def _join(self, update: Tensor, parts: list[Part]) -> Iterator[tuple[Part, Tensor]]:
-        """Yield each part with the update of its whole matrix. Collective at ZeRO 1 to 3."""
-        rest = list(parts)
-        while rest:
-            size, count = rest[0].shape.numel(), 1
-            while count < len(rest) and size + rest[count].shape.numel() <= BUCKET:
-                size += rest[count].shape.numel()
-                count += 1
-            bucket, rest = rest[:count], rest[count:]
-            joined = update.new_zeros(size, device=comm.local_device())
-            pieces = joined.split([part.shape.numel() for part in bucket])
-            for part, piece in zip(bucket, pieces, strict=True):
-                mine = update.narrow(0, part.place, part.numel)
-                piece.narrow(0, part.start, part.numel).copy_(mine)
-            if self.is_sharded:  # the other ranks have zeros where this rank has its part
-                pieces = comm.all_reduce_sum(joined).split([len(piece) for piece in pieces])
-            for part, piece in zip(bucket, pieces, strict=True):
-                yield part, piece.view(part.shape)
+        for shape, start, place, numel in self.parts[weight]:
+            whole = update.new_zeros(shape.numel(), device=comm.local_device())
+            whole.narrow(0, start, numel).copy_(update.narrow(0, place, numel))
+            # At ZeRO 1 to 3 the weight is flat, and the other ranks have zeros where this rank has its part.
+            if weight.dim() == 1:
+                whole = comm.all_reduce_sum(whole)
+            if numel:
+                direction = orthogonalize(whole.view(shape), self.dtype).reshape(-1)
+                mine = direction.narrow(0, start, numel).to(weight)
+                rate = 0.2 * lr * math.sqrt(max(shape))
+                weight.view(-1).narrow(0, place, numel).sub_(mine, alpha=rate)
 
 
 def orthogonalize(U: Tensor, dtype: torch.dtype) -> Tensor:

@@ -124,7 +124,6 @@ def engine_changes(
 
 def compare(model_file: str, names: list[str]) -> list[str]:
     found = []
-    muon.BUCKET = 5000  # several buckets, and matrices that are larger than one
     for clip_norm, precision in ((0.0, "fp32"), (CLIP_NORM, "fp32"), (0.0, "bf16")):
         torch.manual_seed(0)
         start = build_model(tiny_config(model_file, {}).model)
