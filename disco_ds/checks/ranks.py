@@ -147,8 +147,8 @@ def check_gradients(small: Config, alone: tuple[Result, float] | None) -> Iterat
     error = _relative_error(got, true)
     loss_error = abs(loss / true_loss - 1)
     found = (
-        f"relative error {error:.1e} against one process, of the loss {loss_error:.1e}; "
-        f"allowed {tolerance:.1e}; {small.loss.name}, ranks {comm.size()}, micro-batches {count}, "
+        f"relative error {error:.1e} of the gradient and {loss_error:.1e} of the loss against one "
+        f"process; allowed {tolerance:.1e}; {small.loss.name}, ranks {comm.size()}, micro-batches {count}, "
         f"ZeRO {stage(small.deepspeed)}, {precision(small.deepspeed)}"
     )
     remedy = (

@@ -432,9 +432,9 @@ class Config(Settings):
         return step, samples
 
     def at_sample(self, number: int) -> Config:
-        """Return the settings of the stage that trains on sample `number` (counted from 0) as those of a run.
+        """Return the settings of the stage that contains sample `number`, as if it were a whole run.
 
-        This run ends where the stage ends. Without stages, return these settings.
+        Samples are counted from 0. This run ends where the stage ends. Without stages, return these settings.
         """
         if not self.stages:
             return self

@@ -1,1 +1,1 @@
-"""What runs before torch.distributed starts: read hostfiles, read srun's variables, and tie ranks to their launcher."""
+"""Code that runs before torch.distributed starts: hostfiles, srun's variables, and the watchdog of a rank's launcher."""

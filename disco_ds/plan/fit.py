@@ -14,7 +14,7 @@ from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.memory import GIB, plan_memory
 from disco_ds.plan.towers import Towers, trace
 
-MICRO_BATCHES = tuple(2**i for i in range(6, 13))
+MICRO_BATCHES = (64, 256, 1024, 4096)
 """Micro-batch sizes that are tried. Below 64, temporary copies of the weights dominate the peak memory."""
 MAX_GLOBAL_BATCH = 2**26
 """Largest global batch that the search considers."""
