@@ -20,7 +20,7 @@ from disco_ds.config.data import DataSettings
 from disco_ds.data.images.broken import DataError
 from disco_ds.data.order.slots import Share
 from disco_ds.data.pipeline.feed import Delivery, Feed, Producer, Upload
-from disco_ds.data.pipeline.shared_batches import SharedBatches, lay_out
+from disco_ds.data.pipeline.shared_batches import SharedBatches, count_bytes, lay_out
 from disco_ds.data.pipeline.staging import Staging, count_buffers, count_on_device
 from disco_ds.data.pipeline.step_data import MicroBatch, MicroBatches, StepData
 from disco_ds.data.pipeline.worker import Job
@@ -134,7 +134,7 @@ class Loader:
         num_workers = max(staging.cores - 1, 1) if settings.workers is None else settings.workers
         num_workers = min(num_workers, len(slots))
         layout = lay_out(share.micro_batch, form.image.size, form.context_length)
-        most = int(staging.most_bytes // layout.nbytes)
+        most = int(staging.most_bytes // count_bytes(layout))
         num = count_buffers(settings.prefetch, self._num_parts, staging.pixels, num_workers, most)
         # The buffers are allocated first, because the workers inherit them.
         self._batches = SharedBatches(num, layout)

@@ -8,10 +8,10 @@ when the last process that maps it ends.
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 import os
 from contextlib import suppress
-from functools import partial
 from multiprocessing.reduction import DupFd
 from typing import Any
 
@@ -23,6 +23,10 @@ from disco_ds.data.pipeline.step_data import MicroBatch
 logger = logging.getLogger(__name__)
 
 
+Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+"""The type and shape of each tensor of a micro-batch, by name."""
+
+
 class SharedBatches:
     """A list of buffers that each contain one MicroBatch, initially zero.
 
@@ -30,13 +34,13 @@ class SharedBatches:
 
     Args:
         num: Number of buffers.
-        layout: A micro-batch without memory, as lay_out returns it, with the shapes and types of a buffer.
+        layout: The layout of each buffer, as lay_out returns it.
     """
 
-    def __init__(self, num: int, layout: MicroBatch) -> None:
+    def __init__(self, num: int, layout: Layout) -> None:
         self._num, self._layout = num, layout
         self._fd = os.memfd_create("disco_ds")
-        os.ftruncate(self._fd, num * layout.nbytes)
+        os.ftruncate(self._fd, num * count_bytes(layout))
         self._map()
 
     def __getitem__(self, number: int) -> MicroBatch:
@@ -45,11 +49,11 @@ class SharedBatches:
     def __len__(self) -> int:
         return len(self._buffers)
 
-    def __getstate__(self) -> tuple[int, MicroBatch, Any]:
+    def __getstate__(self) -> tuple[int, Layout, Any]:
         # DupFd passes the file descriptor to the process that is being started.
         return self._num, self._layout, DupFd(self._fd)
 
-    def __setstate__(self, state: tuple[int, MicroBatch, Any]) -> None:
+    def __setstate__(self, state: tuple[int, Layout, Any]) -> None:
         self._num, self._layout, descriptor = state
         self._fd = descriptor.detach()
         self._map()
@@ -66,13 +70,12 @@ class SharedBatches:
 
     def _map(self) -> None:
         self._pinned = False
-        memory = mmap.mmap(self._fd, self._num * self._layout.nbytes)
+        memory = mmap.mmap(self._fd, self._num * count_bytes(self._layout))
         self._memory: Tensor = torch.frombuffer(memory, dtype=torch.uint8)
         rows, start = {}, 0
-        # A MicroBatch begins with the images. Here they come last, because the other fields must be aligned to 8 bytes.
-        for name, like in reversed(vars(self._layout).items()):
-            stop = start + self._num * like.nbytes
-            rows[name] = self._memory[start:stop].view(like.dtype).view(self._num, *like.shape)
+        for name, (dtype, shape) in self._layout.items():
+            stop = start + self._num * math.prod(shape) * dtype.itemsize
+            rows[name] = self._memory[start:stop].view(dtype).view(self._num, *shape)
             start = stop
         self._buffers = [
             MicroBatch(**{name: field[number] for name, field in rows.items()})
@@ -80,16 +83,22 @@ class SharedBatches:
         ]
 
 
-def lay_out(micro_batch: int, image_size: tuple[int, int], context_length: int) -> MicroBatch:
-    """Return a micro-batch of these shapes without memory."""
-    empty = partial(torch.empty, dtype=torch.int64, device="meta")
-    return MicroBatch(
-        image=empty(micro_batch, 3, *image_size, dtype=torch.uint8),
-        text=empty(micro_batch, context_length),
-        index=empty(micro_batch),
-        epoch=empty(micro_batch),
-        group_id=empty(micro_batch),
-    )
+def lay_out(micro_batch: int, image_size: tuple[int, int], context_length: int) -> Layout:
+    """Return the layout of a micro-batch."""
+    ids = torch.int64, (micro_batch,)
+    return {
+        "index": ids,
+        "epoch": ids,
+        "group_id": ids,
+        "text": (torch.int64, (micro_batch, context_length)),
+        # The images come last, because the other tensors must be aligned to 8 bytes.
+        "image": (torch.uint8, (micro_batch, 3, *image_size)),
+    }
+
+
+def count_bytes(layout: Layout) -> int:
+    """Return the size of a micro-batch in bytes."""
+    return sum(math.prod(shape) * dtype.itemsize for dtype, shape in layout.values())
 
 
 def pin(memory: Tensor, what: str) -> bool:

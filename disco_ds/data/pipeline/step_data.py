@@ -24,11 +24,6 @@ class MicroBatch:
     group_id: Tensor
     """[m] int64, the groups of data.group_by; zeros if it is null."""
 
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return sum(field.nbytes for field in vars(self).values())
-
     def copy_(self, source: MicroBatch) -> None:
         """Copy the tensors of `source`, which has the same shapes, asynchronously if the hardware supports it."""
         for name, value in vars(self).items():
