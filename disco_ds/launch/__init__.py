@@ -1,1 +1,1 @@
-"""Code that runs before torch.distributed starts: hostfiles, srun's variables, and the watchdog of a rank's launcher."""
+"""Code that runs before torch.distributed starts: hostfiles, srun's variables, and the watchdog of the launcher."""
