@@ -200,7 +200,8 @@ def _issued(code: str, passes: int, elements: float, persistent: bool) -> tuple[
         names = between(jump[1], jump[0])
         return sum(name.startswith(MATRIX) for name in names), -len(names)
 
-    back = [jump for jump in jumps if jump[1] < jump[0]]
+    # A jump back without matrix instructions returns from code that the compiler has moved to the end.
+    back = [jump for jump in jumps if jump[1] < jump[0] and products(jump)[0]]
     end, start = max(back, key=products) if back else (-1, 0)
     masks = [
         (at + 1, to - 1) for at, to in jumps
