@@ -46,7 +46,7 @@ def test_unknown_key_names_the_nearest(override: str, words: str, recipe: Path) 
         (["optim.lr=0"], "optim.lr must be greater than 0"),
         (["optim.lr=.nan"], "optim.lr "),
         (["optim.lr=fast"], "optim.lr must be a number, got 'fast'"),
-        (["optim.name=adam"], "optim.name .*'adamw', 'lamb', 'lion' or 'sgd'.*got 'adam'"),
+        (["optim.name=adam"], "optim.name .*'adamw', .* or 'sgd'.*got 'adam'"),
         (["optim.betas=[0.9]"], "optim.betas.1 is missing"),
         (["optim.schedule=linear"], "optim.schedule .*got 'linear'"),
         (
