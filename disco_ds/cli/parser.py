@@ -372,6 +372,55 @@ exit code: 0 it fits, 1 it does not fit, 2 invalid settings
         assumed.add_argument(option, type=kind, default=default, metavar=unit, help=text + shown)
 
 
+def _add_study(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = """\
+example, with parents that differ in their seed:
+  disco-ds study runs/seed-0 runs/seed-1 --batches 128 512 2048 --samples 65536
+exit code: 0 done, 1 a branch failed, 2 invalid settings or data, 3 a branch was stopped by a signal
+"""
+    count, factor = _number(int, 1), _number(float, 1e-3)
+    parser.add_argument(
+        "parents", nargs="+", metavar="RUN", help="run folders or checkpoints, one for each seed"
+    )
+    parser.add_argument("--batches", nargs="+", type=count, required=True, metavar="B")
+    parser.add_argument(
+        "--samples",
+        type=count,
+        required=True,
+        metavar="N",
+        help="length of each branch, a multiple of every batch",
+    )
+    parser.add_argument(
+        "--rates",
+        nargs="+",
+        type=factor,
+        default=[0.5, 1.0, 2.0],
+        metavar="X",
+        help="learning rates to try at each batch, as multiples of the parent's rate x sqrt(batch / "
+        "the parent's batch) (default: 0.5 1 2)",
+    )
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        nargs="+",
+        default=[],
+        metavar="key=value",
+        help="settings of all branches, such as optim.schedule=constant",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/study"),
+        metavar="FOLDER",
+        help="default: %(default)s",
+    )
+    parser.add_argument(
+        "--print",
+        action="store_true",
+        help="prepare the branches and print a command for each; run study again when they are done",
+    )
+
+
 def _add_index(parser: argparse.ArgumentParser) -> None:
     parser.epilog = """\
 examples:
@@ -434,6 +483,7 @@ COMMANDS = {
     "report": ("Draw a run's curves and its last evaluation into its report.png.", _add_report),
     "doctor": ("Check packages, settings, data and hosts before you start a run.", _add_doctor),
     "plan": ("Predict memory and step time, and find the largest batch that fits.", _add_plan),
+    "study": ("Compare global batches by short branches of a checkpoint.", _add_study),
     "index": ("Count the samples of tar shards, and write their manifest.", _add_index),
 }
 """Maps each command to its summary and the function that adds its arguments."""

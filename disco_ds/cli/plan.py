@@ -34,15 +34,24 @@ def run(args: argparse.Namespace) -> int:
         between_hosts=args.bandwidth,
     )
     gpu = find_gpu(args.gpu_memory, args.flops, args.link)
-    made = plan_run(config, ranks, gpu, assumed, largest=bool(args.fit), host_gib=args.host_memory)
-    config = made.config
-    summary = "\n".join(
-        [f"{config.name}: {config.describe(ranks)}", "", table(made.memory), verdict(made)]
-    )
-    print(f"{summary}\n\n{describe_host(made)}\n\n{describe_time(made)}")
-    if args.fit:
-        print(f"\n{write_recipe(config, args.fit, summary)}")
-    return 0 if made.fits else 1
+    if args.fit and config.stages:
+        raise ValueError("--fit finds one batch: replace stages by samples")
+    largest, host_gib = bool(args.fit), args.host_memory
+    plans = [
+        plan_run(stage, ranks, gpu, assumed, largest, host_gib) for stage in config.stage_configs
+    ]
+    if config.stages:
+        print(f"{config.name}: {config.describe(ranks)}\n")
+    for made in plans:
+        planned = made.config
+        title = f"{config.name}: {planned.describe(ranks)}"
+        if config.stages:
+            title = f"until {planned.samples:,} samples:"
+        summary = "\n".join([title, "", table(made.memory), verdict(made)])
+        print(f"{summary}\n\n{describe_host(made)}\n\n{describe_time(made)}\n")
+        if args.fit:
+            print(write_recipe(planned, args.fit, summary))
+    return 0 if all(made.fits for made in plans) else 1
 
 
 def table(memory: Memory) -> str:

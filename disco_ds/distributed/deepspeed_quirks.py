@@ -6,6 +6,7 @@ written. When DeepSpeed is upgraded, check every function again.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -20,9 +21,11 @@ from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
 from torch import Tensor
 
+_CACHED = "_PartitionedParameterCoordinator__params_to_release"
 logger = logging.getLogger(__name__)
 
 
@@ -46,12 +49,15 @@ def reset_autocast() -> None:
 
 
 def release(engine: Engine) -> None:
-    """Remove the references that keep the memory of an engine that is not used anymore.
+    """Remove references that keep the memory of an engine that is not used anymore.
 
-    At ZeRO 3, DeepSpeed 0.19 adds the model to a global list and does not remove it.
+    At ZeRO 3, DeepSpeed 0.19 keeps the model in a global list, and the partitions in the cache of a method.
     """
     engine.destroy()
     parameter_offload.FWD_MODULE_STACK.clear()
+    # A decorator hides the cached method in its closure.
+    cached = getattr(PartitionedParameterCoordinator, _CACHED)
+    inspect.getclosurevars(cached).nonlocals["func"].cache_clear()
 
 
 def silence_monitor(engine: Engine) -> None:

@@ -342,6 +342,18 @@ def test_plan_says_what_does_not_fit(
     assert "most of it: loss, 20.0" in out
 
 
+def test_each_stage_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages = "stages=[{until: 64000, global_batch: 256}, {until: 653824, global_batch: 32768}]"
+    given = ["steps=null", "samples=null", "optim.warmup_steps=0", "loss.name=clip", stages]
+    assert run(command(tmp_path, "--gpu-memory", "1", *given), monkeypatch) == 1
+    first, second = capsys.readouterr().out.split("until 653,824 samples:\n")
+    assert "fits: 0" in first
+    assert "DOES NOT FIT: 2" in second
+    assert run(command(tmp_path, "--fit", "fitted", *given), monkeypatch) == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -1,0 +1,148 @@
+"""`disco-ds study`: branch runs from checkpoints at several global batches, and compare them at equal samples."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import shutil
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy
+from numpy.typing import NDArray
+
+from disco_ds.checkpoints.changes import MAY_BE_ALLOWED
+from disco_ds.checkpoints.retention import find_latest, read_meta
+from disco_ds.cli import train
+from disco_ds.cli.parser import parse_args
+from disco_ds.config import load_config
+from disco_ds.config.text_file import write_text
+from disco_ds.runs.run_folder import CHECKPOINTS, CONFIG, FINISHED, split_resume
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command.
+
+    Returns:
+        Exit code 0: done. Otherwise that of the branch that failed or was stopped.
+
+    Raises:
+        ValueError: If the samples are not whole steps, or a parent cannot be branched.
+    """
+    args.batches.sort()
+    unit = math.lcm(*args.batches)
+    if args.samples % unit:
+        nearest = max(round(args.samples / unit), 1) * unit
+        raise ValueError(
+            f"--samples {args.samples} is not a whole number of steps at every batch; nearest: {nearest}"
+        )
+    reached: list[dict[str, float]] = []
+    for batch, factor, parent in product(args.batches, args.rates, args.parents):
+        folder, arguments = prepare_branch(parent, batch, factor, args)
+        finished = folder / FINISHED
+        if args.print:
+            print(shlex.join(["disco-ds", *arguments]))
+            continue
+        if not finished.exists() and (code := train.run(parse_args(arguments))):
+            return code
+        reached.append(json.loads(finished.read_text(encoding="utf-8")))
+    if args.print:
+        return 0
+    metrics = [name for end in ("_loss_at_", "_top1") for name in reached[0] if end in name]
+    values = numpy.array([[values[name] for name in metrics] for values in reached])
+    shape = len(args.batches), len(args.rates), len(args.parents), len(metrics)
+    report(values.reshape(shape), metrics, args)
+    return 0
+
+
+def prepare_branch(
+    parent: str, batch: int, factor: float, args: argparse.Namespace
+) -> tuple[Path, list[str]]:
+    """Copy the parent's checkpoint and settings into the folder of a branch, unless they are there already.
+
+    Returns:
+        The folder, and the arguments of disco-ds that train the branch or resume it.
+
+    Raises:
+        ValueError: If the parent has no complete checkpoint, or there is no validation set.
+    """
+    source, checkpoint = split_resume(parent)
+    checkpoint = checkpoint or find_latest(source)
+    config = load_config(source / CONFIG, args.overrides)
+    if not config.eval.validation:
+        raise ValueError("study compares validation losses: --set eval.validation.NAME=SHARDS")
+    samples = read_meta(checkpoint)["samples"]
+    stage = config.at_sample(samples - 1)
+    rate = stage.peak_lr * math.sqrt(batch / stage.global_batch) * factor
+    overrides = [
+        f"global_batch={batch}",
+        f"micro_batch={math.gcd(batch // (config.ranks or 1), stage.micro_batch)}",
+        f"optim.lr={rate:.4g}",
+        f"samples={samples + args.samples}",
+        "steps=null",
+        "stages=[]",
+        *args.overrides,
+    ]
+    allowed = [key for each in overrides if (key := each.partition("=")[0]) in MAY_BE_ALLOWED]
+    folder = args.out.resolve() / f"{source.resolve().name}-b{batch}-x{factor:g}"
+    if not (folder / CONFIG).exists():
+        copied = folder / CHECKPOINTS / checkpoint.name
+        shutil.copytree(checkpoint, copied, dirs_exist_ok=True)
+        shutil.copy(source / CONFIG, folder / CONFIG)
+    resume = ["--resume", str(folder), "--allow-change", ",".join(allowed)]
+    return folder, ["train", "--config", str(folder / CONFIG), *resume, *overrides]
+
+
+def report(values: NDArray[Any], metrics: list[str], args: argparse.Namespace) -> None:
+    """Write a table and a picture of each batch at its best rate, and print the table.
+
+    Args:
+        values: [batches, rates, parents, metrics]; the first metric is the validation loss that is compared.
+        metrics: Names of the metrics.
+        args: Arguments of the command.
+    """
+    from matplotlib.figure import Figure
+
+    best = values[..., 0].mean(axis=2).argmin(axis=1)
+    chosen = values[numpy.arange(len(best)), best]
+    num_parents = len(args.parents)
+    means, errors = chosen.mean(axis=1), find_errors(chosen)
+    rates = [args.rates[number] for number in best]
+    lines = [f"| batch | rate | {' | '.join(metrics)} |", "|---" * (2 + len(metrics)) + "|"]
+    for batch, rate, *row in zip(args.batches, rates, means, errors, strict=True):
+        cells = [f"{mean:.4f} ± {error:.4f}" for mean, error in zip(*row, strict=True)]
+        lines.append(f"| {batch:,} | x{rate:g} | {' | '.join(cells)} |")
+    # Branches of one parent have the same seed, so compare them in pairs.
+    worse = chosen[..., :1] - chosen[:1, :, :1]
+    within = worse.mean(axis=1) <= 2 * find_errors(worse)
+    largest = max(batch for batch, fits in zip(args.batches, within, strict=True) if fits)
+    text = "\n".join(
+        [
+            f"{args.samples:,} samples; rates of {args.rates} x sqrt(batch) x the parent's; {num_parents} parents",
+            "",
+            *lines,
+            "",
+            f"Largest batch within two standard errors of the smallest: {largest:,}"
+            if num_parents > 1
+            else "A single parent has no standard error: add parents with other seeds.",
+            "",
+        ]
+    )
+    write_text(args.out / "study.md", text)
+    print(text)
+    figure = Figure((4 * len(metrics), 3.5), layout="constrained")
+    panels = figure.subplots(1, len(metrics), squeeze=False)[0]
+    for number, axes in enumerate(panels):
+        axes.errorbar(args.batches, means[:, number], errors[:, number], marker="o", capsize=3)
+        axes.set_xscale("log", base=2)
+        axes.set(xlabel="global batch", title=metrics[number])
+    figure.savefig(args.out / "study.png")
+
+
+def find_errors(values: NDArray[Any]) -> NDArray[Any]:
+    """Return the standard errors of the means over axis 1; 0 if it has one value."""
+    count = values.shape[1]
+    return values.std(axis=1, ddof=min(count - 1, 1)) / math.sqrt(count)
