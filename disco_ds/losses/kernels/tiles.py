@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal, get_args
 
 import torch
@@ -85,7 +86,7 @@ class Tiling:
             rows, columns = 16384, 16384
         else:
             elements = TILE_BYTES // (2 if self.precision in _HALF else 4)
-            rows, columns = written_shape(n, D, elements, _multiprocessors(device))
+            rows, columns = written_shape(n, D, elements, count_multiprocessors(device))
         return min(rows, n), min(columns, m)
 
     def cut(
@@ -204,7 +205,9 @@ def written_shape(n: int, D: int, elements: int, multiprocessors: int) -> tuple[
     return rows, elements // rows // wave * wave
 
 
-def _multiprocessors(device: torch.device) -> int:
+@cache
+def count_multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors of this GPU, or of an H100 if there is no GPU."""
     if not torch.cuda.is_available():
         return PLANNED_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -17,7 +17,6 @@ tools/check_kernels.py does that.
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ import triton
 from torch import Tensor
 
 from disco_ds.losses.kernels import triton_kernels as kernels
-from disco_ds.losses.kernels.tiles import Precision, Tile, Tiling
+from disco_ds.losses.kernels.tiles import Precision, Tile, Tiling, count_multiprocessors
 
 KEPT_BLOCK = {"BLOCK_M": 16, "BLOCK_N": 256}
 
@@ -165,7 +164,10 @@ def _launch(
 
     def programs(sizes: dict[str, Any]) -> tuple[int]:
         count = math.prod(blocks(sizes))
-        return (min(count, _multiprocessors(r.device)) if sizes.get("PERSISTENT") else count,)
+        if sizes.get("PERSISTENT"):
+            # Under the interpreter, a few programs are enough to compute several blocks each.
+            count = min(count, count_multiprocessors(r.device) if r.is_cuda else 4)
+        return (count,)
 
     with torch.cuda.device_of(r):
         kernel[programs](
@@ -188,14 +190,6 @@ def _can_describe(*tensors: Tensor) -> bool:
 
 def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    """Return the number of persistent programs: the GPU's multiprocessors, or a few under the interpreter."""
-    if device.type != "cuda":
-        return 4
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _size_class(n: int, m: int, D: int) -> int:

@@ -27,10 +27,12 @@ def problems(
     except Exception as error:
         return [f"{variant} {precision} D {D} sm_{arch} {config}: {type(error).__name__}: {error}"]
     wrong = []
-    # What spills elsewhere is for the autotuner to leave out, as are large blocks of logged steps.
+    # What spills elsewhere is for the autotuner to leave out, as are large blocks of logged steps. On an A100, the sums
+    # with groups spill some registers once per block.
     large = config.kwargs.get("PERSISTENT") and variant in ("exp_sums+maxima", "exp_sums+keep")
+    tolerated = strided or large or (arch, variant) == (80, "exp_sums+groups")
     half = precision in ("fp16", "bf16")
-    if found.spilled_bytes and not strided and arch in (80, 90) and half and not large:
+    if found.spilled_bytes and arch in (80, 90) and half and not tolerated:
         wrong.append(f"spills {found.spilled_bytes} bytes")
     # So is what does not fit, but for the configuration that is taken without timing.
     if number == 0 and not found.fits:
