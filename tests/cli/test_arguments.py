@@ -136,8 +136,8 @@ for argv in ([], ["--help"], *([name, "--help"] for name in COMMANDS)):
     )
     assert [line for line in done.stdout.splitlines() if line.startswith("seen")] == [
         "seen 0 set()"
-    ] * 10
-    assert done.stdout.count("usage: disco-ds ") == 10
+    ] * 11
+    assert done.stdout.count("usage: disco-ds ") == 11
 
 
 @pytest.mark.parametrize(
