@@ -16,6 +16,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 METRICS = {"zeroshot_classification": "acc1", "zeroshot_retrieval": "image_retrieval_recall@5"}
@@ -71,19 +72,29 @@ def main() -> None:
         raise SystemExit(f"{given.sets} has no folder with test/nshards.txt")
     if len({model.name for model in given.models}) < len(given.models):
         raise SystemExit("the exports must have different names")
-    width = max(len(folder.name) for folder in sets) + 2
-    lines = []
-    for model in given.models:
-        print(model.name)
-        values = {}
-        for folder in sets:
-            to = given.to / model.name / f"{folder.name}.json"
-            evaluate(model, folder, to, given)
-            metric = METRICS[find_task(folder)]
-            values[folder.name] = json.loads(to.read_text())["metrics"][metric]
-            print(f"  {folder.name:{width}} {metric:26} {values[folder.name]:7.2%}")
-        lines.append(json.dumps({"model": model.name, "values": values}))
+    results = {model.name: evaluate_all(model, sets, given) for model in given.models}
+    lines = [json.dumps({"model": name, "values": values}) for name, values in results.items()]
     (given.to / "results.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    print(make_table(sets, results))
+
+
+def evaluate_all(model: Path, sets: Sequence[Path], given: argparse.Namespace) -> dict[str, float]:
+    """Return the model's value of each data set's metric."""
+    values = {}
+    for folder in sets:
+        to = given.to / model.name / f"{folder.name}.json"
+        evaluate(model, folder, to, given)
+        values[folder.name] = json.loads(to.read_text())["metrics"][METRICS[find_task(folder)]]
+    return values
+
+
+def make_table(sets: Sequence[Path], results: Mapping[str, Mapping[str, float]]) -> str:
+    """Return a Markdown table with a row for each data set and a column for each model."""
+    rows = [["data set", "metric", *results], ["---"] * (2 + len(results))]
+    for folder in sets:
+        values = [f"{values[folder.name]:.2%}" for values in results.values()]
+        rows.append([folder.name, METRICS[find_task(folder)], *values])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 if __name__ == "__main__":

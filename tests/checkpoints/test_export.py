@@ -373,6 +373,7 @@ def script_resumes_over_a_folder_of_sets(python: Path, folder: Path, top1: float
             timeout=280,
         )
         assert done.returncode == 0, done.stderr[-2000:]
+        assert f"| two | acc1 | {top1:.2%} |" in done.stdout.splitlines()
         (line,) = (folder / "results" / "results.jsonl").read_text().splitlines()
         return json.loads(line)["values"]
 
