@@ -163,11 +163,12 @@ def _check_image_size(model: Any, architecture: dict[str, Any]) -> None:
     """Refuse an image size at which open_clip cannot build the tower: those of timm have a default size."""
     name = architecture.get("vision_cfg", {}).get("timm_model_name")
     if name and hasattr(model.visual.trunk, "set_input_size"):
-        default = timm.get_pretrained_cfg_value(name, "input_size")
+        known = timm.get_pretrained_cfg(name)  # None for a tower that a user has registered
         height, width = model.visual.image_size
-        if default and default[1:] != (height, width):
+        if known and known.input_size[1:] != (height, width):
+            _, *default = known.input_size
             raise ValueError(
-                f"open_clip builds {name} for images of {default[1]} x {default[2]} and cannot load weights for "
+                f"open_clip builds {name} for images of {default[0]} x {default[1]} and cannot load weights for "
                 f"{height} x {width}: choose layout transformers (--format transformers)"
             )
 

@@ -200,7 +200,7 @@ def test_example_keeps_the_contract_on_two_ranks(package):
         (
             "our_package.others:Wider",
             {"wire": 1},
-            r"has no option wire; its options: margin, store, comm_dtype, tile, ",
+            r"has no option wire; its options: margin, store, same_group, ",
         ),
         ("our_package.others:Needy", {}, r"cannot be constructed: .* missing .*'weight'"),
         (
