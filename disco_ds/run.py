@@ -222,6 +222,8 @@ def _train_stage(
             mark_launch(run.folder, launch_id, exit_code(failure))
         if failure is not None:
             raise failure
+        # The signal handlers use these interrupts until the next stage has its own, and must not keep the engine alive.
+        run.interrupts.is_writing = lambda: False
         release(run.engine)
         return run.folder, is_finished
 

@@ -22,6 +22,7 @@ from disco_ds.data import ImageSpec, Loader, SampleForm, Share, load_sources, me
 from disco_ds.models.clip import build_model, build_tokenizer, read_text_size
 from disco_ds.models.param_groups import parameter_groups
 from disco_ds.run import RefusedError, run_training
+from disco_ds.training.loop import AskedToStopError
 from helpers.dist import run_ranks
 from helpers.launched import SAME, equal_checkpoints, records
 from helpers.tiny_run import recipe
@@ -273,6 +274,22 @@ def find_refusals(path: Path) -> list[str]:
         [later % "image_size: 4"],
     ]
     return [refused(path, case, None) for case in cases]
+
+
+def train_over_a_border(folder: Path) -> None:
+    stages = [{"until": 32}, {"until": 128, "global_batch": 32}]
+
+    def train(name: str) -> None:
+        optim = {"factory": f"helpers.stage_optimizers:{name}", "lr": 1e-3, "warmup_steps": 0}
+        run_training(load_config(write(folder / name, stages, optim=optim)))
+
+    train("make_sgd")
+    with pytest.raises(AskedToStopError, match="after step 3;"):
+        train("make_sgd_after_a_signal")
+
+
+def test_border_frees_the_engine_and_keeps_a_request_to_stop(tmp_path: Path) -> None:
+    run_ranks(train_over_a_border, 1, tmp_path, joined=False)
 
 
 def test_stages_that_cannot_work_are_refused_before_the_start(tmp_path: Path) -> None:
