@@ -24,7 +24,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from copy import deepcopy
@@ -115,6 +115,8 @@ class Save:
     """Content of checkpoint.json, without the list of files and the seal."""
     states: dict[Path, Any]
     """Content of each file that this rank writes, keyed by path. It must not change until the files are written."""
+    copied: Sequence[Path] = ()
+    """Files of this rank that are in the partial folder already."""
     _job: Future[Any] = field(default_factory=Future)
     """What this rank's thread is doing."""
     _completing: bool = False
@@ -189,10 +191,14 @@ class Save:
     def _write(self) -> dict[str, dict[str, Any]]:
         """Write this rank's files. Return the size and checksum of each file, keyed by name."""
         (self.partial / ENGINE).mkdir(parents=True, exist_ok=True)
-        return {
-            str(path.relative_to(self.partial)): write_tensors(state, path)
-            for path, state in self.states.items()
-        }
+        files = {}
+        for path, state in self.states.items():
+            files[str(path.relative_to(self.partial))] = write_tensors(state, path)
+        for path in self.copied:
+            sync(path)
+            entry = {"bytes": path.stat().st_size, "sha256": checksum(path)}
+            files[str(path.relative_to(self.partial))] = entry
+        return files
 
     def _complete(self, files: dict[str, dict[str, Any]], tidy: Callable[[], object]) -> None:
         """Write checkpoint.json and give the folder its final name."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ import numpy
 import torch
 from deepspeed import DeepSpeedEngine as Engine
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.engine import dp_index_to_str
 
 from disco_ds.checkpoints.background_save import HostCopy, Save, checksum
 from disco_ds.checkpoints.retention import (
@@ -36,10 +38,12 @@ from disco_ds.checkpoints.retention import (
 )
 from disco_ds.config import Config
 from disco_ds.config.ds_config import precision, stage
-from disco_ds.distributed import comm
+from disco_ds.distributed import comm, jobs
 from disco_ds.distributed.deepspeed_quirks import collect_checkpoint
 from disco_ds.runs.run_folder import CHECKPOINTS
 
+OFFLOADED = "offloaded_tensors"
+"""DeepSpeed's name for the folder with optimizer states that it keeps on NVMe."""
 RANK_FILE = re.compile(r"rank_\d+\.pt")
 """Names of the rank files. Each contains the state of one rank."""
 
@@ -141,15 +145,28 @@ def start_save(folder: Path, engine: Engine, state: RunState, host: HostCopy | N
     """
     final = folder / CHECKPOINTS / f"step-{state.meta['step']:08d}"
     partial = final.with_name(f".{final.name}.partial")
+    copied: list[Path] = []
+    if engine.zero_nvme_offload_optimizer():
+        folder = partial / ENGINE
+        copied = jobs.run(f"copying to {folder}", lambda: _copy_offloaded(engine, folder))
     files = collect_checkpoint(engine, partial, ENGINE)
     with comm.all_or_none(f"copying the state for {partial}"):
         rank_file = partial / f"rank_{comm.rank():05d}.pt"
         files[rank_file] = {"rng": _rng_state(), "data": state.data, "loss": state.loss}
         if host is not None:
             files = host.take(files)
-    save = Save(final, partial, {"format": FORMAT, **state.meta}, files)
+    save = Save(final, partial, {"format": FORMAT, **state.meta}, files, copied)
     save.start()
     return save
+
+
+def _copy_offloaded(engine: Engine, folder: Path) -> list[Path]:
+    """Copy the files of this rank's optimizer states on NVMe, and return the paths of the copies."""
+    target = folder / OFFLOADED / f"rank{dp_index_to_str(comm.rank())}"
+    swapped = engine.optimizer.optimizer_swapper.swap_folder
+    ignore = shutil.ignore_patterns("*gradient*")
+    shutil.copytree(swapped, target, ignore=ignore, dirs_exist_ok=True)
+    return [path for path in target.rglob("*") if path.is_file()]
 
 
 @dataclass(frozen=True)
@@ -298,7 +315,18 @@ def load_engine(saved: Saved, engine: Engine) -> None:
     """Load a verified checkpoint into the engine and this rank's random generators. Collective.
 
     The checkpoint must have been written by a run with the same `shape`.
+
+    Raises:
+        AgreedError: On every rank, if any rank cannot read its files. The engine is then unchanged.
     """
+    with comm.all_or_none(f"checkpoint {saved.path}"):
+        # If a rank cannot read a file, DeepSpeed raises an error only on that rank, and the others wait
+        # forever. So each rank first tries to read its files.
+        names = {engine._get_ckpt_name(str(saved.path), ENGINE)}
+        if engine.zero_optimization():
+            names.add(engine._get_zero_ckpt_name(str(saved.path), ENGINE))
+        for name in sorted(names):
+            saved.load(str(Path(name).relative_to(saved.path)))
     engine.load_checkpoint(str(saved.path), tag=ENGINE)
     _restore_rng(saved.states("rng")[comm.rank()])
 

@@ -155,21 +155,22 @@ def remove_checkpoints(
         The number of checkpoints that were removed.
     """
     kept = removed = 0
-    try:
-        for path in reversed(list_complete(folder)):  # the newest first
-            if keep_last is None or kept < keep_last:
-                kept += _is_intact(path)
-                continue
-            milestone = keep_every_steps > 0 and step_of(path) % keep_every_steps == 0
-            if path not in busy and not milestone:
-                # Renamed first, so that a crash cannot leave an incomplete step-N.
-                path.rename(path.with_name(f".{path.name}.partial"))
-                removed += 1
-        for remains in (folder / CHECKPOINTS).glob(".step-*.partial"):
-            if remains not in busy:
-                _remove(remains)
-    except OSError as error:
-        warn_once(f"old checkpoints of {folder} are not removed: {error}")
+    for path in reversed(list_complete(folder)):  # the newest first
+        if keep_last is None or kept < keep_last:
+            kept += _is_intact(path)
+            continue
+        milestone = keep_every_steps > 0 and step_of(path) % keep_every_steps == 0
+        if path in busy or milestone:
+            continue
+        try:
+            # Renamed first, so that a crash cannot leave an incomplete step-N.
+            path.rename(path.with_name(f".{path.name}.partial"))
+            removed += 1
+        except OSError as error:
+            warn_once(f"{path} is not removed: {error}")
+    for remains in (folder / CHECKPOINTS).glob(".step-*.partial"):
+        if remains not in busy:
+            _remove(remains)
     return removed
 
 

@@ -44,6 +44,10 @@ class Uploads:
         self.log = folder / LOG
         self.pending: list[Path] = []
         """Checkpoints that must not be removed, because they are being uploaded or are waiting for it."""
+        self._lock = threading.Lock()
+        """Held while `pending` changes."""
+        self._current: Path | None = None
+        """The checkpoint that is being uploaded."""
         self._queue: Queue[Path | None] = Queue()
         self._process: subprocess.Popen[bytes] | None = None
         for path in list_complete(folder):
@@ -53,13 +57,14 @@ class Uploads:
 
     def add(self, path: Path) -> None:
         """Queue a checkpoint for upload, in place of one that is still waiting."""
-        if len(self.pending) > 1:
-            logger.warning(
-                "%s is not uploaded: the previous upload takes longer than the time between saves",
-                self.pending[-1],
-            )
-            self._finish(self.pending[-1])
-        self.pending.append(path)
+        with self._lock:
+            if len(self.pending) > 1 and self.pending[-1] != self._current:
+                logger.warning(
+                    "%s is not uploaded: the previous upload takes longer than the time between saves",
+                    self.pending[-1],
+                )
+                self._finish(self.pending[-1])
+            self.pending.append(path)
         self._queue.put(path)
 
     def wait(self, seconds: float) -> bool:
@@ -71,9 +76,10 @@ class Uploads:
 
     def close(self) -> None:
         """Kill the running upload. Unfinished uploads are repeated when the run is resumed."""
-        for path in self.pending:
-            logger.warning("%s was not uploaded in time", path)
-        self.pending.clear()
+        with self._lock:
+            for path in self.pending:
+                logger.warning("%s was not uploaded in time", path)
+            self.pending.clear()
         self._queue.put(None)
         if process := self._process:
             with suppress(ProcessLookupError, subprocess.TimeoutExpired):
@@ -82,16 +88,20 @@ class Uploads:
 
     def _work(self) -> None:
         for path in iter(self._queue.get, None):
-            if path not in self.pending:  # a newer checkpoint has taken its place
-                continue
+            with self._lock:
+                if path not in self.pending:  # a newer checkpoint has taken its place
+                    continue
+                self._current = path
             try:
                 problem = self._upload(path)
             except OSError as error:
                 problem = str(error)
-            if path in self.pending:  # otherwise `close` has killed the upload
-                if problem:
-                    logger.warning("%s was not uploaded: %s", path, problem)
-                self._finish(path)
+            with self._lock:
+                self._current = None
+                if path in self.pending:  # otherwise `close` has killed the upload
+                    if problem:
+                        logger.warning("%s was not uploaded: %s", path, problem)
+                    self._finish(path)
 
     def _upload(self, path: Path) -> str:
         """Run the command on a checkpoint. Return why it failed, or an empty string."""

@@ -57,7 +57,7 @@ def write_diagnostics(folder: Path | None, rank: int) -> None:
     if folder is None:
         faulthandler.dump_traceback(file=STDERR)
         return
-    with suppress(OSError):
+    with suppress(Exception):  # the caller must end the process in any case
         folder.mkdir(exist_ok=True)
         with (folder / STACKS.format(rank)).open("w") as file:
             faulthandler.dump_traceback(file=file)
