@@ -244,8 +244,11 @@ def read_classes(path: Path, labels: Collection[str]) -> dict[str, str]:
         words = [line.split(None, 1) for line in given]
         if all(len(pair) == 2 for pair in words) and set(labels) <= {pair[0] for pair in words}:
             given = dict(words)
+    values = given.values() if isinstance(given, dict) else given
+    if not all(isinstance(name, str) for name in values):
+        raise ValueError(f"{path} must contain class names, or a mapping from label to class name")
     if isinstance(given, dict):
-        names = {label: str(given[label]) for label in labels if label in given}
+        names = {label: given[label] for label in labels if label in given}
     elif all(label.isdecimal() for label in labels):
         names = {str(number): name for number, name in enumerate(given)}
     else:

@@ -34,6 +34,10 @@ _BUNDLED = "bundled:"
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 _REST = re.compile(r"\?.*|(?<=\.tar)[\s'\"|].*")
 """What follows a shard's name in a URL or command: a query, which may be a signature, or the rest of the command."""
+_END = re.compile(r"[?#].*")
+"""What follows a shard's name in a URL."""
+_END_IN_COMMAND = re.compile(r"[\s?#&'\"|;].*")
+"""What follows a shard's name in a command, or in the query of a URL."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,15 @@ def _strip(place: str) -> str:
     return _REST.sub("", place) if is_remote(place) else place
 
 
+def _find_name(place: str, start: str) -> str:
+    """Return the name of a shard, which begins after `start`. Nothing that may be secret follows it."""
+    rest = place.removeprefix(start)
+    if not is_remote(place):
+        return rest
+    in_command = place.startswith(PIPE) or "?" in start
+    return (_END_IN_COMMAND if in_command else _END).sub("", rest)
+
+
 def _make_listing(places: Collection[str], start: str, base: Path = Path()) -> Listing:
     """Return a listing of shards.
 
@@ -143,7 +156,7 @@ def _make_listing(places: Collection[str], start: str, base: Path = Path()) -> L
     """
     urls: dict[str, str] = {}
     for place in places:
-        name = _strip(place).removeprefix(start)
+        name = _find_name(place, start)
         if name in urls:
             raise ValueError(f"the shard {name} is named twice")
         urls[name] = place
@@ -217,18 +230,22 @@ def list_shards(text: str) -> Listing:
     Raises:
         ValueError: If the braces are unbalanced, or specify a shard twice.
     """
-    head = _strip(text.partition("{")[0])
+    before, brace, _ = text.partition("{")
+    in_query = is_remote(text) and bool(brace) and "?" in before
+    head = before if in_query else _strip(before)
     if is_remote(text) and "{" not in text and not head.endswith(".tar"):
         raise ValueError(
             "a URL or command must contain braces, such as {0000..0099}.tar, or the name of a single .tar file"
         )
     # In a command, a blank or a quote may precede the name.
     marks = "/ '\"" if is_remote(text) else "/"
+    if in_query:
+        marks += "?&="
     start = head[: max(map(head.rfind, marks)) + 1]
     try:
         places = list(braceexpand(text, escape=False))
     except ValueError:
-        raise ValueError(f"the braces of {_strip(text).removeprefix(start)} do not match") from None
+        raise ValueError(f"the braces of {_find_name(text, start)} do not match") from None
     return _make_listing(places, start)
 
 
