@@ -396,7 +396,7 @@ exit code: 0 done, 1 a branch failed, 2 invalid settings or data, 3 a branch was
         type=factor,
         default=[0.5, 1.0, 2.0],
         metavar="X",
-        help="learning rates to try at each batch, as multiples of the parent's rate x sqrt(batch / "
+        help="learning rates to try at each batch, as multiples of the parent's peak x sqrt(batch / "
         "the parent's batch) (default: 0.5 1 2)",
     )
     parser.add_argument(
@@ -405,7 +405,7 @@ exit code: 0 done, 1 a branch failed, 2 invalid settings or data, 3 a branch was
         nargs="+",
         default=[],
         metavar="key=value",
-        help="settings of all branches, such as optim.schedule=constant",
+        help="settings of all branches, such as eval.validation.NAME=SHARDS",
     )
     parser.add_argument(
         "--out",

@@ -84,6 +84,12 @@ def prepare_branch(
         f"samples={samples + args.samples}",
         "steps=null",
         "stages=[]",
+        # A branch is too short for a decay, and its warmup is over.
+        "optim.schedule=constant",
+        "optim.warmup_steps=0",
+        "optim.cooldown_steps=0",
+        # The parent's command would upload the branches over the parent's checkpoints.
+        "checkpoint.copy_command=null",
         *args.overrides,
     ]
     allowed = [key for each in overrides if (key := each.partition("=")[0]) in MAY_BE_ALLOWED]

@@ -55,6 +55,11 @@ def render_ds_config(config: Config, ranks: int, run_folder: Path | None = None)
             "optim.ema and optim.name=muon are refused if optimizer or parameters are offloaded to nvme, "
             "because they need all states in memory; offload to cpu"
         )
+    if config.optim.name == "muon" and zero.get("round_robin_gradients"):
+        raise ValueError(
+            "optim.name=muon is refused with zero_optimization.round_robin_gradients: DeepSpeed then records wrong "
+            "places of the matrices; remove that key"
+        )
     if any(place.get("ratio", 1) != 1 for place in places):
         raise ValueError(
             "ds_config: zero_optimization.offload_optimizer.ratio below 1 is refused: DeepSpeed updates "

@@ -19,8 +19,8 @@ KINDS = ("muon", "matrices", "vectors", "scale")
 """Kinds of parameters, in the order of their groups."""
 PATH = r"(?!visual\.)(?:\w+\.)*"
 """Regular expression for the name prefix of parameters outside the image tower."""
-HIDDEN = r"\.\d+\..*weight$"
-"""Regular expression for the weights of numbered layers. Embeddings and projections are outside of these layers."""
+HIDDEN = r"(?<!\bproj)\.\d+\..*weight$"
+"""Regular expression for the weights of numbered layers, without those of a projection `proj`."""
 LAYERS = {
     "stem": r"(?:text\.)?(?:conv\d|bn\d|ln_pre|class_embedding|cls_emb|positional_embedding"
     r"|token_embedding|transformer\.embeddings)\b",
