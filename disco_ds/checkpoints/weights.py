@@ -64,7 +64,7 @@ def read_weights(path: str | Path, ema: bool = False) -> Weights:
         ema: Whether to read the moving average of the weights (optim.ema) instead of the last weights.
 
     Raises:
-        ValueError: If the path is none of these, is incomplete or damaged, or has no average if `ema` is set.
+        ValueError: If the path is something else, is incomplete or damaged, or has no average although `ema` is set.
     """
     path = Path(path).resolve()
     is_export = path.is_file() or (path / MODEL_CONFIG).is_file()

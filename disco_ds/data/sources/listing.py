@@ -33,11 +33,11 @@ NAME = "manifest.json"
 _BUNDLED = "bundled:"
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 _REST = re.compile(r"\?.*|(?<=\.tar)[\s'\"|].*")
-"""What follows a shard's name in a URL or command: a query, which may be a signature, or the rest of the command."""
+"""Matches what follows a shard's name in a URL or command: a query, which may be a signature, or other arguments."""
 _END = re.compile(r"[?#].*")
-"""What follows a shard's name in a URL."""
+"""Matches what follows a shard's name in a URL."""
 _END_IN_COMMAND = re.compile(r"[\s?#&'\"|;].*")
-"""What follows a shard's name in a command, or in the query of a URL."""
+"""Matches what follows a shard's name in a command, or in the query of a URL."""
 
 
 @dataclass(frozen=True)
