@@ -40,8 +40,8 @@ class OptimSettings(Settings):
     """The optimizer and its learning rate schedule."""
 
     name: Literal["adamw", "lamb", "lion", "muon", "sgd"] = "adamw"
-    """Name of the optimizer. lamb requires ZeRO stage 0. muon uses Muon for the weight matrices of the
-    numbered layers and AdamW for all other parameters."""
+    """Name of the optimizer. lamb requires ZeRO stage 0. muon uses Muon for the weight matrices and
+    convolution filters of the numbered layers and AdamW for all other parameters."""
     factory: str | None = Field(None, pattern=CUSTOM_CODE)
     """A custom optimizer instead of `name`, as `package.module:function`, which must be importable
     through PYTHONPATH. The function takes parameter groups and returns a torch optimizer. At ZeRO 1 to

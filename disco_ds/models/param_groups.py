@@ -63,7 +63,9 @@ def parameter_groups(model: nn.Module, settings: OptimSettings) -> list[dict[str
             side = "image" if _is_visual(name) else "text"
             tower = towers[side]
             lr_factor = tower.lr_factor
-            if settings.name == "muon" and parameter.ndim == 2 and re.search(HIDDEN, name):
+            # The filters of a depthwise convolution, [channels, 1, h, w], are no matrix.
+            is_matrix = parameter.ndim == 2 or (parameter.ndim == 4 and parameter.shape[1] > 1)
+            if settings.name == "muon" and is_matrix and re.search(HIDDEN, name):
                 kind = "muon"
             if parameter.ndim >= 2:
                 weight_decay = settings.weight_decay

@@ -89,9 +89,10 @@ class Muon(torch.optim.AdamW):
             if weight.dim() == 1:
                 whole = comm.all_reduce_sum(whole)
             if numel:
-                direction = orthogonalize(whole.view(shape), self.dtype).reshape(-1)
+                matrix = whole.view(shape).flatten(1)  # filters of a convolution: [out, in x h x w]
+                direction = orthogonalize(matrix, self.dtype).reshape(-1)
                 mine = direction.narrow(0, start, numel).to(weight)
-                rate = 0.2 * lr * math.sqrt(max(shape))
+                rate = 0.2 * lr * math.sqrt(max(matrix.shape))
                 weight.view(-1).narrow(0, place, numel).sub_(mine, alpha=rate)
 
 

@@ -31,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "zero2_offload": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
     "zero3": {"zero_optimization": {"stage": 3}},
 }
+CONVNET = {"timm_model_name": "disco_convnet", "timm_pool": "", "timm_proj": ""}
 
 
 def surrogate(model: Any, rank: int, step: int) -> Tensor:
@@ -42,7 +43,7 @@ def surrogate(model: Any, rank: int, step: int) -> Tensor:
 
 
 def is_hidden(name: str, parameter: nn.Parameter) -> bool:
-    return "resblocks" in name and parameter.ndim == 2
+    return ("resblocks" in name or "trunk.body" in name) and parameter.ndim in (2, 4)
 
 
 def orthogonal(U: Tensor) -> Tensor:
@@ -81,10 +82,11 @@ def plain_changes(
         for name, parameter in hidden.items():
             gradient = parameter.grad.double()
             momenta[name] = 0.9 * momenta[name] + 0.1 * gradient
-            update = orthogonal(0.1 * gradient + 0.9 * momenta[name])
+            matrix = (0.1 * gradient + 0.9 * momenta[name]).flatten(1)
+            update = orthogonal(matrix).view(gradient.shape)
             rate = lr * factor(name)
             before = parameter.detach().double()
-            after = before * (1 - rate * 0.1) - rate * 0.2 * max(gradient.shape) ** 0.5 * update
+            after = before * (1 - rate * 0.1) - rate * 0.2 * max(matrix.shape) ** 0.5 * update
             parameter.data.copy_(after)
             change[name] = after - before
         changes.append(change)
@@ -142,13 +144,16 @@ def compare(model_file: str, names: list[str]) -> list[str]:
     return found
 
 
+@pytest.mark.parametrize("image_tower", [{}, CONVNET], ids=["vit", "convnet"])
 @pytest.mark.parametrize(
     "names",
     [["zero1"], pytest.param(list(CASES), marks=pytest.mark.slow)],
     ids=["fast", "all"],
 )
-def test_update_is_that_of_muon_at_every_stage(names: list[str], tmp_path: Path) -> None:
-    run_ranks(compare, 2, write_tiny(tmp_path), names)
+def test_update_is_that_of_muon_at_every_stage(
+    names: list[str], image_tower: dict[str, Any], tmp_path: Path
+) -> None:
+    run_ranks(compare, 2, write_tiny(tmp_path, **image_tower), names)
 
 
 def test_rule_differs_from_those_of_sgd_and_adamw(tmp_path: Path) -> None:
@@ -172,8 +177,11 @@ def test_precisions_of_the_orthogonalization(shape: tuple[int, int]) -> None:
         assert distance({"U": muon.orthogonalize(U, dtype)}, true) < bound
 
 
-def test_hidden_matrices_are_those_of_numbered_layers(tmp_path: Path) -> None:
-    config = tiny_config(write_tiny(tmp_path), {}, optim=OPTIM)
+@pytest.mark.parametrize("image_tower", [{}, CONVNET], ids=["vit", "convnet"])
+def test_hidden_matrices_are_those_of_numbered_layers(
+    image_tower: dict[str, Any], tmp_path: Path
+) -> None:
+    config = tiny_config(write_tiny(tmp_path, **image_tower), {}, optim=OPTIM)
     model = build_model(config.model)
     groups = parameter_groups(model, config.optim)
     chosen = {name for group in groups if group["muon"] for name in group["names"]}
