@@ -19,6 +19,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
+from disco_ds.checkpoints.upload import Uploads
 from disco_ds.checkpoints.weights import build_from, read_weights
 from disco_ds.config import PACKAGE, Config, ModelSettings, load_config
 from disco_ds.config.ds_config import precision
@@ -153,13 +154,17 @@ def train_session(
     Raises:
         Exception: One of AGREED_ERRORS on all ranks, or OutOfMemory or any other error on some ranks.
     """
-    folder, is_finished = _train_stage(config, resume, allow_change, launch_id, report)
-    while not is_finished:
+    uploads: Uploads | None = None
+    while True:
+        folder, is_finished, uploads = _train_stage(
+            config, resume, allow_change, launch_id, report, uploads
+        )
+        if is_finished:
+            return folder
+        resume, allow_change = str(folder), ()
         # The engine contains reference cycles, so only a collection frees its memory.
         gc.collect()
         get_accelerator().empty_cache()
-        folder, is_finished = _train_stage(config, str(folder), (), launch_id, report)
-    return folder
 
 
 def _train_stage(
@@ -168,11 +173,14 @@ def _train_stage(
     allow_change: Sequence[str],
     launch_id: str | None,
     report: Callable[[object], object],
-) -> tuple[Path, bool]:
-    """Train to the end of a stage. Collective. See train_session.
+    uploads: Uploads | None,
+) -> tuple[Path, bool, Uploads | None]:
+    """Train to the end of a stage. Collective.
+
+    The arguments are those of train_session, and the uploads that the stage before has left unfinished.
 
     Returns:
-        The run folder, and whether the run is finished.
+        The run folder, whether the run is finished, and if not, its uploads.
     """
     with _session(config.timeout_s) as stack:
         first = comm.rank() == 0
@@ -187,13 +195,13 @@ def _train_stage(
             options = {"--resume": resume, "--allow-change": list(allow_change)}
             check_agreement(config.model_dump(mode="json") | options)
             with explained(config, lambda: "building", report):
-                run = build(config, resume, stack, launch_id is not None, allow_change)
+                run = build(config, resume, stack, launch_id is not None, allow_change, uploads)
         except ValueError as error:
             if isinstance(error, FinishedError) and resume == AUTO:
                 if first:
                     say(f"{error.folder} has done all its steps")
                     mark_launch(error.folder, launch_id, 0)
-                return error.folder, True
+                return error.folder, True, None
             raise agreed(RefusedError(str(error))) from error
         if first:
             step = run.schedule.first_step
@@ -216,16 +224,19 @@ def _train_stage(
             failure = agreed(StopError(str(error)))
         except AGREED_ERRORS as error:
             failure = agreed(error)
-        # Do this even after a failure: earlier checkpoints may not be uploaded yet.
-        run.saver.end(run.heartbeat.place.step)
-        if first and (is_finished or failure):
-            mark_launch(run.folder, launch_id, exit_code(failure))
+        if is_finished or failure:
+            # Do this even after a failure: earlier checkpoints may not be uploaded yet.
+            run.saver.end(run.heartbeat.place.step)
+            if first:
+                mark_launch(run.folder, launch_id, exit_code(failure))
         if failure is not None:
             raise failure
+        if not is_finished:  # the uploads continue in the next stage
+            uploads, run.saver.uploads = run.saver.uploads, None
         # The signal handlers use these interrupts until the next stage has its own, and must not keep the engine alive.
         run.interrupts.is_writing = lambda: False
         release(run.engine)
-        return run.folder, is_finished
+        return run.folder, is_finished, uploads
 
 
 @contextmanager

@@ -47,7 +47,10 @@ class Saver:
     add_wait: Callable[[float], None]
     """Called after each wait with the number of seconds that training has waited for a save."""
     uploads: Uploads | None = None
-    """Runs the user's upload command on each checkpoint. None on ranks other than 0 or if there is no command."""
+    """Runs the user's upload command on each checkpoint. None on ranks other than 0 or if there is no command.
+
+    It continues those of the stages before.
+    """
     host_copy: HostCopy | None = None
     """Host memory for a copy of the state, so that training can continue while files are written.
 
@@ -63,7 +66,7 @@ class Saver:
     def __post_init__(self) -> None:
         if self.settings.asynchronous:
             self.host_copy = HostCopy()
-        if self.settings.copy_command and comm.rank() == 0:
+        if self.settings.copy_command and self.uploads is None and comm.rank() == 0:
             self.uploads = Uploads(self.settings.copy_command, self.folder)
         # A killed run may have left an incomplete checkpoint of a step that this run saves too.
         self._remove_old(keep_last=None)
@@ -150,10 +153,6 @@ class Saver:
         except comm.AgreedError as error:
             if comm.rank() == 0:
                 logger.warning("the save in progress failed: %s", error)
-        self.wait_for_uploads(step)
-
-    def wait_for_uploads(self, step: int) -> None:
-        """Wait until all checkpoints are uploaded, for at most checkpoint.copy_timeout_s seconds. Collective."""
         if not self.settings.copy_command:
             return
         self.heartbeat.mark(step, "waiting for uploads")

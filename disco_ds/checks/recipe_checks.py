@@ -9,7 +9,7 @@ import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from disco_ds.checks import Line, Status, examine
-from disco_ds.config import Config, DataSettings, render_ds_config
+from disco_ds.config import Config, DataSettings, make_schedule, render_ds_config
 from disco_ds.data import (
     BrokenSample,
     ImageSpec,
@@ -99,7 +99,7 @@ def check_data(config: Config, ranks: int, ranks_here: int = 0) -> Iterator[Line
         ranks_here: Number of ranks on this host; 0 means one per device.
 
     Raises:
-        ValueError: See load_sources, count_slots, fit_cache and Config.with_samples.
+        ValueError: See load_sources, count_slots, fit_cache, Config.with_samples and make_schedule.
     """
     sources = load_sources(config.data)
     for part, source in zip(config.data.parts, sources, strict=True):
@@ -111,7 +111,8 @@ def check_data(config: Config, ranks: int, ranks_here: int = 0) -> Iterator[Line
     fit_cache(config.data, sources, slots, ranks, ranks_here)
     yield Line("ok", "data.slots", f"{slots}, {slots // ranks} per rank")
     num_samples = sum(source.num_samples for source in sources)
-    yield Line("ok", "length", f"{config.with_samples(num_samples).num_steps:,} steps")
+    schedule = make_schedule(config.with_samples(num_samples))
+    yield Line("ok", "length", f"{schedule.num_steps:,} steps")
     if 0 < num_samples < config.global_batch:
         found = (
             f"the data has {num_samples:,} samples, fewer than global_batch={config.global_batch}, "

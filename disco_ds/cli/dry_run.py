@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from disco_ds.config import Config, load_config, render_ds_config
+from disco_ds.config import Config, load_config, make_schedule, render_ds_config
 from disco_ds.launch.hostfile import count_ranks
 
 
@@ -23,6 +23,8 @@ def run(args: argparse.Namespace) -> int:
     """
     config = load_config(args.config, args.overrides)
     ranks = count_ranks(args.ranks or config.ranks, args.hostfile)
+    if config.epochs is None and not args.resume:
+        make_schedule(config)
     text = describe_run(config, ranks)
     # Imported only now, because importing the model libraries takes seconds. Mistakes in the settings
     # are reported before that.

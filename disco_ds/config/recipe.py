@@ -299,24 +299,14 @@ class Config(Settings):
                 "data.index=none does not know how long an epoch is: set samples and every_steps instead of epochs and "
                 "every_epochs"
             )
-        if self.epochs is None:
-            self._check_steps()
+        self._check_samples()
         return self
 
-    def _check_steps(self) -> None:
-        num_steps, num_samples = self.find_end()
-        if num_steps < 1:
+    def _check_samples(self) -> None:
+        if self.samples and self.samples < self.global_batch:
             raise ValueError(
                 f"samples={self.samples} is less than one step of global_batch={self.global_batch}: "
-                "raise samples or lower global_batch"
-            )
-        warmup, cooldown = self.optim.warmup_steps, self.optim.cooldown_steps
-        most = num_samples // self.global_batch
-        if warmup + cooldown > most:
-            raise ValueError(
-                f"optim.warmup_steps + optim.cooldown_steps ({warmup} + {cooldown}) exceed the run's "
-                f"{most} steps of global_batch={self.global_batch}; set, for instance, "
-                f"optim.warmup_steps={most // 10}"
+                "make the run longer or lower global_batch"
             )
 
     def check_stages(self, samples: int = 0) -> None:
@@ -463,18 +453,13 @@ class Config(Settings):
             num_samples: Number of samples in one epoch.
 
         Raises:
-            ValueError: If the run has less than one step, or fewer steps than warmup and cooldown need.
+            ValueError: If the run has less than one step.
         """
         if self.epochs is None:
             return self
         samples = int(self.epochs * num_samples)
-        if samples < self.global_batch:
-            raise ValueError(
-                f"epochs={self.epochs:g} of {num_samples:,} samples is less than one step of "
-                f"global_batch={self.global_batch}: raise epochs or lower global_batch"
-            )
         config = self.model_copy(update={"samples": samples, "epochs": None})
-        config._check_steps()
+        config._check_samples()
         return config
 
     @property

@@ -50,16 +50,26 @@ def make_schedule(
         warmup_batch: See Schedule; 0 for a new run.
 
     Raises:
-        ValueError: If a stage would end within a step.
+        ValueError: If a stage would end within a step, or the run is shorter than its warmup and cooldown.
     """
     config.check_stages(samples)
     stage = config.at_sample(samples)
+    num_steps, num_samples = config.find_end(step, samples)
+    warmup_batch = warmup_batch or config.global_batch
+    warmup, cooldown = config.optim.warmup_steps, config.optim.cooldown_steps
+    most = num_samples // warmup_batch
+    if warmup + cooldown > most:
+        raise ValueError(
+            f"optim.warmup_steps + optim.cooldown_steps ({warmup} + {cooldown}) exceed the run's "
+            f"{most} steps of {warmup_batch} samples; set, for instance, optim.warmup_steps={most // 10}"
+        )
     return Schedule(
-        stage.global_batch,
-        stage.find_end(step, samples)[0],
-        *config.find_end(step, samples),
-        warmup_batch or config.global_batch,
-        step,
-        samples,
-        previous_batch,
+        global_batch=stage.global_batch,
+        last_step=stage.find_end(step, samples)[0],
+        num_steps=num_steps,
+        num_samples=num_samples,
+        warmup_batch=warmup_batch,
+        first_step=step,
+        first_samples=samples,
+        previous_batch=previous_batch,
     )

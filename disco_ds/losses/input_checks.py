@@ -18,8 +18,12 @@ LARGEST_LOG = math.log(100.0) + 1e-3
 """Logarithm of CLIP's largest logit scale, 100. A logit scale up to this value is probably still a logarithm."""
 
 
-def check_alike(image: Tensor, text: Tensor, group: Any = None, step: int = 0) -> None:
-    """Check that the features' shapes and the step are equal on all ranks. Collective: one small all_reduce.
+def check_alike(
+    image: Tensor, text: Tensor, group: Any = None, step: int = 0, group_id: Tensor | None = None
+) -> None:
+    """Check that all ranks have equal shapes, are at the same step and all or none give group ids.
+
+    Collective: one small all_reduce.
 
     Without this check, unequal ranks would hang in a collective or compute a wrong loss.
 
@@ -28,20 +32,25 @@ def check_alike(image: Tensor, text: Tensor, group: Any = None, step: int = 0) -
         text: Text features.
         group: The process group; None: all ranks.
         step: Number of steps that this rank has taken.
+        group_id: Group ids; only whether they are given is compared.
 
     Raises:
-        ValueError: On every rank, if shapes or steps differ between ranks or a tensor is not [b, D].
+        ValueError: On every rank, if ranks differ or a tensor is not [b, D].
     """
     if comm.size(group) == 1:
         return
     mine = [*image.shape, *text.shape] if image.dim() == text.dim() == 2 else [-1] * 4
-    values = torch.tensor([*mine, step], device=image.device)
+    values = torch.tensor([*mine, step, group_id is not None], device=image.device)
     most, least = comm.all_reduce_max(torch.stack([values, -values]), group).tolist()
     least = [-x for x in least]
     if most[4] != least[4]:
         raise ValueError(
             f"rank {comm.rank(group)} is at step {step}, but the ranks are at steps {least[4]} to "
             f"{most[4]}: a rank has left one out; every rank must take every step"
+        )
+    if most[5] != least[5]:
+        raise ValueError(
+            "some ranks pass group_id to the loss and others do not; pass it on every rank or on none"
         )
     if -1 in mine or most != least:
         raise ValueError(

@@ -27,6 +27,7 @@ from disco_ds.checkpoints.resume import (
     set_newer_aside,
 )
 from disco_ds.checkpoints.saver import Saver
+from disco_ds.checkpoints.upload import Uploads
 from disco_ds.config import Config, Schedule, make_schedule, render_ds_config
 from disco_ds.data import (
     ImageSpec,
@@ -108,6 +109,7 @@ def build(
     stack: ExitStack,
     unattended: bool = False,
     allow_change: Sequence[str] = (),
+    uploads: Uploads | None = None,
 ) -> Run:
     """Build a run from its first step or from a checkpoint on, up to the end of the current stage. Collective.
 
@@ -120,6 +122,7 @@ def build(
         stack: Everything that this function opens is closed when the stack is closed.
         unattended: Whether to use an older checkpoint if the newest is damaged. "auto" always does.
         allow_change: Dotted names of settings that may differ from the settings in the checkpoint.
+        uploads: Uploads that the stage before has left unfinished.
 
     Raises:
         ValueError: On every rank, if there is a mistake in the settings or the data.
@@ -152,8 +155,6 @@ def build(
     if resume:
         folder = open_folder(config, resume, stack)
         saved = choose(folder, resume, config, identify_stage, unattended, allow_change)
-    schedule = make_schedule(config)
-    if saved:
         schedule = make_schedule(
             config,
             saved.step,
@@ -161,6 +162,8 @@ def build(
             saved.meta["identity"]["global_batch"],
             saved.meta["warmup_batch"],
         )
+    else:
+        schedule = make_schedule(config)
     recipe, config = config, config.at_sample(schedule.first_samples)
     identity = identify_stage(config)
     is_same = saved is not None and not find_changes(saved.meta["identity"], identity)
@@ -228,7 +231,9 @@ def build(
         }
         return RunState(meta, loader.state_dict(), loss.state_dict())
 
-    saver = Saver(folder, config.checkpoint, engine, read_state, heartbeat, metrics.add_save)
+    saver = Saver(
+        folder, config.checkpoint, engine, read_state, heartbeat, metrics.add_save, uploads
+    )
     stack.callback(saver.close)
     return Run(
         recipe=recipe,

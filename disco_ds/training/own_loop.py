@@ -107,7 +107,7 @@ def contrastive_step(
     towers = _Towers(forward, backend, micro_batches, scale, device, group, model if due else None)
 
     def check_and_compute_loss(embeddings: Embeddings) -> LossOutput:
-        check_alike(embeddings.image, embeddings.text, group, step)
+        check_alike(embeddings.image, embeddings.text, group, step, embeddings.group_id)
         if num_samples is not None and len(embeddings.image) != num_samples:
             raise ValueError(
                 f"forward returned {len(embeddings.image)} rows for {micro_batches} micro-batches of "

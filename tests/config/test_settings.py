@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from disco_ds.config import BASE_BATCH, PACKAGE, check_config, load_config, render_ds_config
+from disco_ds.config import (
+    BASE_BATCH,
+    PACKAGE,
+    check_config,
+    load_config,
+    make_schedule,
+    render_ds_config,
+)
 from helpers.minimal import settings
 
 RECIPES = sorted(path.stem for path in (PACKAGE / "recipes").glob("*.yaml"))
@@ -54,14 +61,6 @@ def test_unknown_key_names_the_nearest(override: str, words: str, recipe: Path) 
             "optim.cooldown_steps=0",
         ),
         (["optim.cooldown_steps=5"], "optim.schedule=cosine and optim.cooldown_steps=5"),
-        (
-            ["optim.warmup_steps=101"],
-            r"101 \+ 0\) .* 100 steps.* optim.warmup_steps=10",
-        ),
-        (
-            ["optim.schedule=cooldown", "optim.cooldown_steps=91"],
-            r"10 \+ 91\) .* 100 steps",
-        ),
         (["model.patch_dropout=1"], "model.patch_dropout must be less than 1"),
         (["model.lock_image=true", "model.lock_text=true"], "model.lock_image and model.lock_text"),
         (["optim.image.layer_decay=1.1"], "optim.image.layer_decay .*equal to 1, got 1.1"),
@@ -241,10 +240,30 @@ def test_epochs_become_steps_when_the_samples_are_counted() -> None:
     counted = config.with_samples(1000)
     assert (counted.num_steps, counted.samples, counted.epochs) == (39, 2500, None)  # 2500 // 64
     assert check_config(counted.model_dump(mode="json"), "again") == counted
-    with pytest.raises(ValueError, match=r"epochs=2.5 of 25 samples .* global_batch=64"):
+    with pytest.raises(ValueError, match=r"samples=62 .* global_batch=64"):
         config.with_samples(25)
     with pytest.raises(ValueError, match="9 steps"):
-        config.with_samples(250)
+        make_schedule(config.with_samples(250))
+
+
+@pytest.mark.parametrize(
+    ("optim", "words"),
+    [
+        ({"warmup_steps": 101}, r"101 \+ 0\) .* 100 steps.* optim.warmup_steps=10"),
+        (
+            {"warmup_steps": 10, "schedule": "cooldown", "cooldown_steps": 91},
+            r"10 \+ 91\) .* 100 steps",
+        ),
+    ],
+)
+def test_warmup_and_cooldown_that_exceed_the_run_are_refused(
+    optim: dict[str, Any], words: str
+) -> None:
+    config = settings(optim=optim)
+    with pytest.raises(ValueError, match=words):
+        make_schedule(config)
+    # A resumed run with a larger batch still counts warmup in steps of its first batch.
+    make_schedule(config, step=3, samples=192, previous_batch=64, warmup_batch=32)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Optimizers for `optim.factory` that look at what is left of an earlier stage when they are built."""
+"""Optimizers for `optim.factory` with which tests look at, or interrupt, a run at the border of two stages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,28 @@ def make_sgd(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
 
 def make_sgd_after_a_signal(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Send SIGTERM to this process if it is between two stages."""
-    handler = signal.getsignal(signal.SIGTERM)
-    if isinstance(getattr(handler, "__self__", None), Interrupts):
+    if is_between_stages():
         os.kill(os.getpid(), signal.SIGTERM)
     return torch.optim.SGD(groups, lr=0.0, momentum=0.9)
+
+
+def is_between_stages() -> bool:
+    handler = signal.getsignal(signal.SIGTERM)
+    return isinstance(getattr(handler, "__self__", None), Interrupts)
+
+
+KILLED_AT = "KILLED_AT"
+"""Environment variable with the step after whose update an AdamWUntilKilled kills its process, or "border"."""
+
+
+class AdamWUntilKilled(torch.optim.AdamW):
+    def __init__(self, groups: list[dict[str, Any]]):
+        super().__init__(groups, lr=0.0)
+        if os.environ.get(KILLED_AT) == "border" and is_between_stages():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        steps = {int(state.get("step", 0)) for state in self.state.values()}
+        if os.environ.get(KILLED_AT) in map(str, steps):
+            os.kill(os.getpid(), signal.SIGKILL)

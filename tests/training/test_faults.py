@@ -134,7 +134,7 @@ def crash_and_resume(path: Path, folder: Path) -> None:
         assert run.schedule.first_step == 4
         train(run)
         finish(run)
-        run.saver.wait_for_uploads(run.schedule.num_steps)
+        run.saver.end(run.schedule.num_steps)
 
 
 @pytest.mark.slow

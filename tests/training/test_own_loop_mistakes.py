@@ -145,6 +145,10 @@ def mistakes_of_forwards() -> None:
     contrastive_step(
         model, loss, batch, forward, scale=SCALE
     )  # the refusal has left nothing behind
+    ids = torch.zeros(8, dtype=torch.int64) if n else None
+    assert "some ranks pass group_id" in refused(
+        lambda: contrastive_step(model, loss, batch, forward, scale=SCALE, group_id=ids)
+    )
     with pytest.raises(ValueError, match="logit_bias as the fourth value"):
         contrastive_step(model, build_loss("siglip"), batch, forward, scale=SCALE)
     if n == 0:  # the loop of the other rank has caught no such error

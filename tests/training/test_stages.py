@@ -24,7 +24,8 @@ from disco_ds.models.param_groups import parameter_groups
 from disco_ds.run import RefusedError, run_training
 from disco_ds.training.loop import AskedToStopError
 from helpers.dist import run_ranks
-from helpers.launched import SAME, equal_checkpoints, records
+from helpers.launched import SAME, equal_checkpoints, records, same_as_uninterrupted
+from helpers.stage_optimizers import KILLED_AT
 from helpers.tiny_run import recipe
 from helpers.towers import BPE_SIZE, TINY
 
@@ -211,6 +212,34 @@ def test_run_resumed_near_a_border_is_the_uninterrupted_one(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_run_killed_near_a_border_resumes_as_if_uninterrupted(
+    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGKILL ends both ranks after the last step of a stage, between two stages, and after the first step."""
+    path = write(
+        tmp_path / "run",
+        DROPOUT,
+        deepspeed={"base": f"zero{stage}", "torch_autocast": {"enabled": False}},
+        optim=OPTIM | {"factory": "helpers.stage_optimizers:AdamWUntilKilled"},
+        checkpoint={"every_steps": 3, "asynchronous": False, "keep_last": 20},
+    )
+    runs = path.parent / "runs"
+    run_ranks(run_all, 2, [(path, [], None, ())], joined=False)
+    for moment, first_step in (("4", 3), ("border", 4), ("5", 4), ("8", 6), ("9", 8)):
+        run = runs / f"killed {moment}"
+        name = [f"name={run.name}"]
+        monkeypatch.setenv(KILLED_AT, moment)
+        with pytest.raises(pytest.fail.Exception, match="ended without a result"):
+            run_ranks(run_all, 2, [(path, name, None, ())], joined=False)
+        monkeypatch.delenv(KILLED_AT)
+        run_ranks(run_all, 2, [(path, name, "latest", ())], joined=False)
+        assert f"resumes after step {first_step}," in (run / "log.txt").read_text()
+        same_as_uninterrupted(run, runs / "tiny")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("loss", ["disco_fused", "siglip", "fastclip_v3"])
 def test_run_resumed_at_another_number_of_ranks_near_a_border_agrees(
     loss: str, tmp_path: Path
@@ -237,7 +266,8 @@ def test_run_resumed_at_another_number_of_ranks_near_a_border_agrees(
 @pytest.mark.timeout(900)
 def test_batch_changed_on_resume_trains_like_a_stage(tmp_path: Path) -> None:
     stages = [{"until": 64}, {"until": 128, "global_batch": 32, "micro_batch": 8}]
-    path = write(tmp_path / "run", stages)
+    # The warmup has more steps than are left of the larger batch.
+    path = write(tmp_path / "run", stages, optim=OPTIM | {"warmup_steps": 5})
     by_hand = ["stages=[]", "samples=128", "name=by hand"]
     changed = [*by_hand, "global_batch=32", "micro_batch=8"]
     run, other = (path.parent / "runs" / name for name in ("tiny", "by hand"))
@@ -278,18 +308,25 @@ def find_refusals(path: Path) -> list[str]:
 
 def train_over_a_border(folder: Path) -> None:
     stages = [{"until": 32}, {"until": 128, "global_batch": 32}]
+    # The upload of the first stage's checkpoint ends after the second stage.
+    last = folder / "make_sgd" / "runs" / "tiny" / "checkpoints" / "step-00000005"
+    script = f'until [ -e {last} ]; do sleep 0.05; done; echo "$1" >> {folder}/uploaded'
+    checkpoint = {"every_steps": 0, "copy_command": f"sh -c '{script}' {{path}} {{name}}"}
 
     def train(name: str) -> None:
         optim = {"factory": f"helpers.stage_optimizers:{name}", "lr": 1e-3, "warmup_steps": 0}
-        run_training(load_config(write(folder / name, stages, optim=optim)))
+        path = write(folder / name, stages, optim=optim, checkpoint=checkpoint)
+        run_training(load_config(path))
 
     train("make_sgd")
     with pytest.raises(AskedToStopError, match="after step 3;"):
         train("make_sgd_after_a_signal")
 
 
-def test_border_frees_the_engine_and_keeps_a_request_to_stop(tmp_path: Path) -> None:
+def test_border_frees_the_engine_and_keeps_uploads_and_a_request_to_stop(tmp_path: Path) -> None:
     run_ranks(train_over_a_border, 1, tmp_path, joined=False)
+    uploaded = (tmp_path / "uploaded").read_text().split()
+    assert uploaded == [f"step-{step:08d}" for step in (2, 5, 2, 3)]
 
 
 def test_stages_that_cannot_work_are_refused_before_the_start(tmp_path: Path) -> None:
