@@ -277,7 +277,7 @@ def test_warmup_and_cooldown_that_exceed_the_run_are_refused(
         ("optim.wd=0.1", r"unknown key optim.wd; here it is optim.weight_decay"),
         ("lr=1e-3", r"unknown key lr; here it is optim.lr$"),
         ("precision=amp", r"unknown key precision; here it is deepspeed; bf16 autocast"),
-        ("ema=0.999", r"unknown key ema; no moving average"),
+        ("ema=0.999", r"unknown key ema; here it is optim.ema"),
         ("local-loss=true", r"unknown key local-loss; not needed: only loss"),
     ],
 )
