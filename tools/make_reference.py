@@ -201,6 +201,16 @@ def loss_options() -> dict[str, str]:
     return {options: ", ".join(names) for options, names in found.items()}
 
 
+def shorten_flags(names: list[str]) -> list[str]:
+    """Replace four or more flags with the same first word, such as `--audio-ext`, by one pattern, `--audio-*`."""
+    first_words = [name.split("-")[2].strip("`") for name in names]
+    shown = [
+        f"`--{word}-*`" if first_words.count(word) >= 4 else name
+        for word, name in zip(first_words, names, strict=True)
+    ]
+    return list(dict.fromkeys(shown))
+
+
 def open_clip_page() -> str:
     """Return docs/from_open_clip.md with an updated table of flags; the rest of the page is written by hand."""
     begin, end = (
@@ -221,7 +231,7 @@ def open_clip_page() -> str:
     lines += ["", "Flags without a setting here:", ""]
     for (ours, note), names in groups.items():
         if not ours:
-            lines += [f"- {', '.join(names)}: {text(note)}"]
+            lines += [f"- {', '.join(shorten_flags(names))}: {text(note)}"]
     return before + "\n".join([*lines, "", end]) + rest.partition(end)[2]
 
 
