@@ -1,9 +1,9 @@
 """Checks to run before training starts: `disco-ds doctor` prints the findings and the remedies.
 
 versions.py       installed packages
-recipe_checks.py  settings, packages, loss, model and data, on this host
-hosts.py          each host: ssh, software, shared folder, GPUs and disk space
-ranks.py          settings, one training step and the bandwidth, on all ranks
+recipe_checks.py  settings, loss, model, kernels and data, on this host
+hosts.py          runs folder, GPUs, and that all hosts have the same software
+ranks.py          settings and one training step, on all ranks
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks on all ranks: equal settings, the gradient of a step, and the bandwidth between the ranks.
+"""Checks on all ranks: equal settings, and the gradient of a step.
 
 The step uses the run's loss, ZeRO stage, precision and communication with a small model without
 dropout. The optimizer is SGD, so the change of the weights reveals the gradient. The check compares
@@ -8,17 +8,16 @@ this gradient with one that a single process computes in float64.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
-from disco_ds.checks import Line, Status, examine
+from disco_ds.checks import Line, examine
+from disco_ds.checks.hosts import check_all_hosts
 from disco_ds.config import Config, OptimSettings, render_ds_config
 from disco_ds.config.ds_config import precision, stage
 from disco_ds.distributed import comm
@@ -39,10 +38,6 @@ _MIN_TOLERANCE = 1e-5
 has in the run's precision."""
 _MAX_TOLERANCE = {"fp32": 1e-3, "tf32": 5e-3, "fp16": 2e-2, "bf16": 1e-1, "autocast": 1e-1}
 """Upper bound of the tolerance for each precision, in case the single process computes incorrectly, too."""
-_MIB = 16
-"""Size in MiB of the tensor that is summed over ranks."""
-_SLOW_GBPS = 0.1
-"""Warn below this bandwidth in GB/s. Gigabit Ethernet is slightly faster."""
 Result = tuple[Tensor, float]
 """The gradient of all trained parameters (flattened, float64, on the CPU) and the loss."""
 
@@ -70,10 +65,10 @@ def check_ranks(config: Config, ranks: int, first: bool, gradients: bool) -> Ite
         yield from settings
         if any(line.status == "fail" for line in settings):
             return
+        if ranks > 1:
+            yield from examine("hosts", lambda: check_all_hosts(config.runs), common)
         if gradients:
             yield from examine("gradients", lambda: check_gradients(small, alone), common)
-        if ranks > 1:
-            yield from check_bandwidth()
 
 
 def check_settings(config: Config) -> Iterator[Line]:
@@ -157,10 +152,6 @@ def check_gradients(small: Config, alone: tuple[Result, float] | None) -> Iterat
     )
     fine = error <= tolerance and loss_error <= tolerance
     yield Line("ok" if fine else "fail", "gradients", found, remedy)
-    if ":" in small.loss.name and comm.size() == 1:
-        found = "one rank cannot show whether the loss gathers the features of the other ranks"
-        remedy = "run `torchrun --nproc_per_node 2 -m disco_ds.doctor` with the same arguments"
-        yield Line("warn", "gather", found, remedy)
 
 
 def _max_tolerance(small: Config) -> float:
@@ -251,27 +242,3 @@ def _flatten(tensors: list[Tensor]) -> Tensor:
 
 def _relative_error(got: Tensor, true: Tensor) -> float:
     return ((got - true).norm() / true.norm()).item()
-
-
-def check_bandwidth() -> Iterator[Line]:
-    """Measure the bandwidth of an all_reduce on the slowest rank. Collective."""
-    N = comm.size()
-    x = torch.ones(_MIB * 2**18, device=comm.local_device())
-    comm.all_reduce_sum(x)  # the first call opens connections
-    comm.barrier()
-    start = time.perf_counter()
-    for _ in range(3):
-        comm.all_reduce_sum(x)
-    get_accelerator().synchronize()
-    seconds = torch.tensor((time.perf_counter() - start) / 3, device=x.device)
-    # In a ring algorithm, each rank receives this many bytes.
-    num_bytes = 2 * (N - 1) / N * x.nbytes
-    rate = num_bytes / comm.all_reduce_max(seconds).item() / 1e9
-    remedy = (
-        "this is slower than gigabit Ethernet: does NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME "
-        "name the wrong interface?"
-    )
-    status: Status = "ok" if rate >= _SLOW_GBPS else "warn"
-    yield Line(
-        status, "bandwidth", f"{rate:.2f} GB/s per rank in an all_reduce of {_MIB} MiB", remedy
-    )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 
 import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from disco_ds.checks import Line, Status, examine
+from disco_ds.checks import Line, Status
 from disco_ds.config import Config, DataSettings, make_schedule, render_ds_config
 from disco_ds.data import (
     BrokenSample,
@@ -25,37 +24,26 @@ from disco_ds.data.sources.manifest import find_changed
 from disco_ds.distributed import comm
 from disco_ds.eval import load_sets
 from disco_ds.losses.kernels import find_problem
-from disco_ds.metrics.tracking import check_packages
-from disco_ds.training.build import check_image_sizes, check_model, make_loss
+from disco_ds.training.build import check_image_sizes, check_without_data, make_loss
 
 _SAMPLES = 32
 """Number of samples read from each of three shards: the first, the middle and the last."""
 
 
 def check_start(config: Config, ranks: int) -> Iterator[Line]:
-    """Run the checks that a run makes at its start, before it opens the training data."""
-    batch = (
-        f"global_batch {config.global_batch:,}, micro_batch {config.micro_batch:,}, ranks {ranks}"
-    )
-    checks: dict[str, tuple[str, Callable[[], object]]] = {
-        "ds_config": ("keys and values are valid", lambda: check_ds_config(config)),
-        "batch": (batch, lambda: config.describe(ranks)),
-        "log": ("the packages for logging are installed", lambda: check_packages(config)),
-        "model": (config.model.label, lambda: check_model(config)),
-        "eval": (f"sets: {len(config.eval.sets)}", lambda: load_sets(config.eval, config.data)),
-    }
-    if config.stages:
-        stages = f"{len(config.stages)} with supported image sizes"
-        checks["stages"] = (stages, lambda: check_image_sizes(config, make_loss(config)))
-    for name, (found, check) in checks.items():
-        yield from examine(name, partial(_call, Line("ok", name, found), check))
-    yield from examine("loss", lambda: check_loss(config))
+    """Run the checks that a run makes at its start, before it opens the training data.
 
-
-def _call(line: Line, check: Callable[[], object]) -> Iterator[Line]:
-    """Run the check, and yield the line if no exception is raised."""
-    check()
-    yield line
+    Raises:
+        ValueError: If a run would refuse to start.
+        AssertionError: If DeepSpeed refuses a combination of settings.
+    """
+    found = config.describe(ranks)
+    check_ds_config(config)
+    check_without_data(config)
+    load_sets(config.eval, config.data)
+    check_image_sizes(config, make_loss(config))
+    yield Line("ok", "recipe", found.replace("\n", "; "))
+    yield check_kernels(config)
 
 
 def check_ds_config(config: Config) -> None:
@@ -70,24 +58,16 @@ def check_ds_config(config: Config) -> None:
     DeepSpeedConfig(render_ds_config(alone, 1))
 
 
-def check_loss(config: Config) -> Iterator[Line]:
-    """Check the loss and its options, and that its Triton kernels run on this host's GPU.
-
-    Raises:
-        ValueError: If the loss cannot be built.
-    """
+def check_kernels(config: Config) -> Line:
+    """Check that the loss's Triton kernels run on this host's GPU."""
     tiling = getattr(make_loss(config), "tiling", None)
-    yield Line("ok", "loss", config.loss.name)
     device = comm.local_device()
-    if tiling is None:
-        yield Line("ok", "kernels", f"{config.loss.name} does not use kernels")
-    elif device.type != "cuda" or tiling.impl == "torch":
-        yield Line("ok", "kernels", "torch computes the tiles")
-    elif problem := find_problem(device, tiling.on(device).precision):
+    if tiling is None or device.type != "cuda" or tiling.impl == "torch":
+        return Line("ok", "kernels", "torch computes the loss")
+    if problem := find_problem(device, tiling.on(device).precision):
         remedy = "install a C compiler (gcc or clang); without the kernels, torch is used, which is slower"
-        yield Line("warn", "kernels", f"Triton does not run here: {problem}", remedy)
-    else:
-        yield Line("ok", "kernels", f"Triton runs on {torch.cuda.get_device_name(device)}")
+        return Line("warn", "kernels", f"Triton does not run here: {problem}", remedy)
+    return Line("ok", "kernels", f"Triton runs on {torch.cuda.get_device_name(device)}")
 
 
 def check_data(config: Config, ranks: int, ranks_here: int = 0) -> Iterator[Line]:
@@ -136,19 +116,12 @@ def _read(source: Source, data: DataSettings) -> Line:
     form = SampleForm(ImageSpec((32, 32)), lambda texts: torch.zeros(1, 1), 1, vocab_size=3)
     reader = source.open_samples(data, form, 0, 1)
     last = len(source.sizes) - 1
-    shards = {0, last // 2, last}
-    if source.num_samples:
-        sizes = {shard: source.sizes[shard] for shard in shards}
-    else:  # data.index=none
-        sizes = {shard: reader.count(shard) for shard in shards}
     broken, dropped = [], 0
-    # The samples are spread evenly over each of three shards.
-    chosen = {
-        (shard, i * size // _SAMPLES)
-        for shard, size in sizes.items()
-        if size
-        for i in range(_SAMPLES)
-    }
+    chosen: set[tuple[int, int]] = set()
+    for shard in (0, last // 2, last):
+        size = source.sizes[shard] or reader.count(shard)  # data.index=none does not know the size
+        # The samples are spread evenly over the shard.
+        chosen.update((shard, i * size // _SAMPLES) for i in range(_SAMPLES) if size)
     for shard, entry in sorted(chosen):
         try:
             with breaks_sample(OSError):
@@ -159,9 +132,7 @@ def _read(source: Source, data: DataSettings) -> Line:
         except BrokenSample as error:
             broken.append(name_broken(reader.name, shard, entry, error))
     reader.close()
-    without_caption = sum(": caption " in text for text in broken)
-    images = len(broken) - without_caption
-    found = f"{len(chosen)} read, {images} broken, {without_caption} without caption"
+    found = f"{len(chosen)} read, {len(broken)} broken"
     if dropped:
         found += f", {dropped} dropped by data.filter, data.uids or data.stages"
     status: Status = "ok"

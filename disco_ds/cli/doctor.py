@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from disco_ds.checks import Line, examine
 from disco_ds.checks.versions import check_versions
 from disco_ds.config import load_config
-from disco_ds.launch.hostfile import read_hostfile
 from disco_ds.launch.watchdog import die_with_launcher
 
 
@@ -42,27 +41,21 @@ def check_all(args: argparse.Namespace, first: bool, size: int) -> Iterator[Line
     """
     if first:
         yield from examine("versions", check_versions)
-    # Not imported at the top: if these imports fail, the lines about the packages must still be printed.
-    try:
-        from disco_ds.checks.hosts import check_hosts
-        from disco_ds.checks.ranks import check_ranks
-        from disco_ds.checks.recipe_checks import check_data, check_start
-    except (ImportError, RuntimeError):
-        if not first:
-            raise
-        return  # the installation is broken; a line above explains it
+    # Not imported at the top: if packages do not fit together, these imports fail, after the lines about the versions.
+    from disco_ds.checks.hosts import check_host
+    from disco_ds.checks.ranks import check_ranks
+    from disco_ds.checks.recipe_checks import check_data, check_start
+
     try:
         config = load_config(args.config, args.overrides)
-        slots = read_hostfile(args.hostfile) if args.hostfile else {"this host": 0}
     except ValueError as error:
         yield Line("fail", "recipe", str(error))
         return
-    ranks = size if size > 1 else sum(slots.values()) or args.ranks or config.ranks or 1
+    ranks = size if size > 1 else args.ranks or config.ranks or 1
     if first:
-        yield from check_start(config, ranks)
-        # 0 means that the number is unknown.
-        ranks_here = max(slots.values()) or int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+        yield from examine("recipe", lambda: check_start(config, ranks))
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))  # 0: unknown
         yield from examine("data", lambda: check_data(config, ranks, ranks_here))
-        yield from examine("hosts", lambda: check_hosts(config.runs, slots))
+        yield from examine("runs folder", lambda: check_host(config.runs))
     if size > 1 or args.gradients:
         yield from check_ranks(config, ranks, first, args.gradients)

@@ -9,7 +9,6 @@ import argparse
 import json
 
 from disco_ds.config import Config, load_config, make_schedule, render_ds_config
-from disco_ds.launch.hostfile import count_ranks
 
 
 def run(args: argparse.Namespace) -> int:
@@ -22,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
         ValueError: If a run with these settings would refuse to start.
     """
     config = load_config(args.config, args.overrides)
-    ranks = count_ranks(args.ranks or config.ranks, args.hostfile)
+    ranks = args.ranks or config.ranks or 1
     if config.epochs is None and not args.resume:
         make_schedule(config)
     text = describe_run(config, ranks)

@@ -32,11 +32,17 @@ from pathlib import Path
 from typing import IO, Any
 
 from disco_ds.checkpoints.retention import list_complete
-from disco_ds.cli.launch_hosts import check_min_hosts, narrow, report, signal_ranks, wait_for_hosts
+from disco_ds.cli.launch_hosts import (
+    check_min_hosts,
+    narrow,
+    read_hostfile,
+    report,
+    signal_ranks,
+    wait_for_hosts,
+)
 from disco_ds.cli.messages import fail_rank
 from disco_ds.cli.packing import pack
 from disco_ds.config import Config, load_config
-from disco_ds.launch.hostfile import read_hostfile
 from disco_ds.launch.watchdog import die_with_parent
 from disco_ds.runs.run_folder import FINISHED, LAUNCHED, split_resume
 
@@ -45,8 +51,6 @@ KEEP_ALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3"
 
 They follow the user's options. ssh uses the first value of each option, so the user's values win.
 """
-JOB_HOSTFILE = Path("/job/hostfile")
-"""The hostfile that deepspeed reads by default."""
 NAMING_S = 18.0
 """After a host has failed, the ranks on the other hosts have this many seconds to name the lost rank."""
 CUT_OFF = 255
@@ -307,8 +311,6 @@ def run(args: argparse.Namespace) -> int:
         Exit code 0: finished. 1: failed. 2: invalid settings or data, found before any work. 3:
         stopped by a signal, after saving a checkpoint.
     """
-    if args.hostfile is None and JOB_HOSTFILE.is_file():
-        args.hostfile = JOB_HOSTFILE
     try:
         config = load_config(args.config, args.overrides)
         slots = read_hostfile(args.hostfile) if args.hostfile else {}

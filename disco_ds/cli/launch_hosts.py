@@ -1,4 +1,4 @@
-"""The hosts of a launch: signal their ranks, wait for lost hosts, and with --min-hosts continue without them."""
+"""The hosts of a launch: read the hostfile, signal ranks, wait for lost hosts, and continue without them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ from pathlib import Path
 from disco_ds.cli.messages import show
 from disco_ds.config import Config
 from disco_ds.config.recipe_yaml import split_override
+from disco_ds.config.text_file import read_text
 
+LINE = re.compile(
+    r"([A-Za-z0-9][A-Za-z0-9._-]*(@[A-Za-z0-9][A-Za-z0-9._-]*)?\s+slots=[1-9]\d{0,3}\s*)?(#.*)?",
+    re.ASCII,
+)
+"""A line of a hostfile: empty, a comment, or a host and its number of slots (ranks)."""
 REACH = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=3")
 """Options that make ssh fail quickly if a host cannot be reached, and never ask for a password."""
 REACH_S = 6.0
@@ -42,6 +48,31 @@ print(f"{launch}={found}")
 """
 """Python program to run on a host. It signals the ranks of all attempts of a launch (for SIGKILL, their
 launchers too) and prints LAUNCH=COUNT, where COUNT is the number of processes signaled."""
+
+
+def read_hostfile(path: Path) -> dict[str, int]:
+    """Return the number of slots (ranks) of each host.
+
+    Raises:
+        ValueError: If the hostfile is missing or malformed, or `deepspeed` could not start ranks on
+            several hosts because of the working directory's name.
+    """
+    for number, line in enumerate(read_text(path, "hostfile").splitlines(), 1):
+        if not LINE.fullmatch(line.strip()):
+            # DeepSpeed would silently use the beginning of the line, and would pass the host name to a shell.
+            raise ValueError(
+                f"{path}, line {number}: expected `host slots=GPUs`, got {line[:80]!r}"
+            )
+    from deepspeed.launcher.runner import fetch_hostfile
+
+    slots: dict[str, int] = fetch_hostfile(str(path))
+    folder = str(Path.cwd())
+    if len(slots) > 1 and shlex.quote(folder) != folder:
+        raise ValueError(
+            f"working directory {folder!r}: deepspeed does not quote it in its commands to several "
+            "hosts, so ranks would start elsewhere; use a path without spaces and shell characters"
+        )
+    return slots
 
 
 def signal_ranks(hosts: Sequence[str], launch: str, number: int) -> dict[str, int | None]:
@@ -168,6 +199,11 @@ def check_min_hosts(args: argparse.Namespace, config: Config, slots: Mapping[str
         raise ValueError(
             f"--min-hosts {args.min_hosts} needs a hostfile with at least that many hosts, and at "
             f"least two; got {len(slots)}"
+        )
+    if re.search(r"(^|\s)(-i|-e|--in|--ex|--num)", args.deepspeed):
+        raise ValueError(
+            f"--min-hosts selects the hosts of the hostfile itself; remove {args.deepspeed!r}, and write "
+            "only the hosts and slots to use into the hostfile"
         )
     if args.patience < config.lost_after_s:
         raise ValueError(

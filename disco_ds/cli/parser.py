@@ -34,13 +34,11 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     if not argv or argv[0] not in commands:
         return parser.parse_args(argv)
     command = commands[argv[0]]
-    try:
-        given = unpack(argv[1:])
-    except ValueError as error:
-        command.error(str(error))
     # Overrides may appear between options. argparse supports that only if the command's parser is called
     # directly, not as a subparser.
-    args, unknown = command.parse_known_intermixed_args(given, argparse.Namespace(command=argv[0]))
+    args, unknown = command.parse_known_intermixed_args(
+        unpack(argv[1:]), argparse.Namespace(command=argv[0])
+    )
     if unknown:
         # Not imported at the top, because help texts do not need these libraries.
         from disco_ds.config.open_clip_flags import explain_word
@@ -130,22 +128,11 @@ def _add_resume(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_ranks(parser: argparse.ArgumentParser, prefix: str = "") -> None:
-    group = parser.add_mutually_exclusive_group()
-    group.add_argument(
+    parser.add_argument(
         "--ranks",
         type=_number(int, 1),
         metavar="N",
         help=f"{prefix}number of ranks, one per GPU (default: the recipe's ranks, or 1)",
-    )
-    _add_hostfile(group, prefix)
-
-
-def _add_hostfile(parser: argparse._ActionsContainer, prefix: str = "") -> None:
-    parser.add_argument(
-        "--hostfile",
-        type=Path,
-        metavar="FILE",
-        help=f"{prefix}the hosts of the run, a line `host slots=GPUs` for each",
     )
 
 
@@ -177,7 +164,12 @@ exit code: 0 finished, 1 failed, 2 invalid settings or data, 3 saved and stopped
 """
     _add_recipe(parser)
     _add_resume(parser)
-    _add_hostfile(parser)
+    parser.add_argument(
+        "--hostfile",
+        type=Path,
+        metavar="FILE",
+        help="the hosts of the run, a line `host slots=GPUs` for each",
+    )
     parser.add_argument(
         "--restarts",
         type=_number(int, 0),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from disco_ds.config import load_config
-from disco_ds.launch.hostfile import count_ranks
 from disco_ds.models.gpus import find_gpu
 from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.fit import write_recipe
@@ -23,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
         ValueError: If the recipe cannot be planned.
     """
     config = load_config(args.config, args.overrides)
-    ranks = count_ranks(args.ranks or config.ranks, args.hostfile)
+    ranks = args.ranks or config.ranks or 1
     assumed = Assumptions(
         slack=args.slack,
         context_gib=args.context,

@@ -103,15 +103,13 @@ def prepare_branch(
 
 
 def report(values: NDArray[Any], metrics: list[str], args: argparse.Namespace) -> None:
-    """Write a table and a picture of each batch at its best rate, and print the table.
+    """Write a table of each batch at its best rate, and print it.
 
     Args:
         values: [batches, rates, parents, metrics]; the first metric is the validation loss that is compared.
         metrics: Names of the metrics.
         args: Arguments of the command.
     """
-    from matplotlib.figure import Figure
-
     best = values[..., 0].mean(axis=2).argmin(axis=1)
     chosen = values[numpy.arange(len(best)), best]
     num_parents = len(args.parents)
@@ -139,13 +137,6 @@ def report(values: NDArray[Any], metrics: list[str], args: argparse.Namespace) -
     )
     write_text(args.out / "study.md", text)
     print(text)
-    figure = Figure((4 * len(metrics), 3.5), layout="constrained")
-    panels = figure.subplots(1, len(metrics), squeeze=False)[0]
-    for number, axes in enumerate(panels):
-        axes.errorbar(args.batches, means[:, number], errors[:, number], marker="o", capsize=3)
-        axes.set_xscale("log", base=2)
-        axes.set(xlabel="global batch", title=metrics[number])
-    figure.savefig(args.out / "study.png")
 
 
 def find_errors(values: NDArray[Any]) -> NDArray[Any]:

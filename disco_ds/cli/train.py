@@ -9,7 +9,6 @@ import socket
 from disco_ds.cli.messages import fail_rank, set_up_logging, show
 from disco_ds.config import load_config
 from disco_ds.distributed.comm import RendezvousError
-from disco_ds.launch.hostfile import refuse_missing_hostfile
 from disco_ds.launch.slurm import adopt_slurm
 from disco_ds.launch.watchdog import die_with_launcher
 from disco_ds.run import AGREED_ERRORS, exit_code, train_session
@@ -28,7 +27,6 @@ def run(args: argparse.Namespace) -> int:
     set_up_logging()
     try:
         config = load_config(args.config, args.overrides)
-        refuse_missing_hostfile()
     except ValueError as error:
         # The ranks are not connected yet, so one rank per host prints the error.
         return fail_rank(error, 2, speaks=os.environ.get("LOCAL_RANK", "0") == "0")

@@ -280,12 +280,19 @@ def check_values(ds_config: dict[str, Any]) -> None:
     """
     stage(ds_config)
     for section, model in section_models().items():
+        given = ds_config.get(section, {})
         try:
-            model(**ds_config.get(section, {}))
+            checked = model(**given)
         except ValidationError as error:
             item = error.errors()[0]
             key = ".".join(map(str, (section, *item["loc"])))
             raise ValueError(f"ds_config: {explain_value(key, item)}") from None
+        for name, value in given.items():
+            # DeepSpeed would accept "false", which counts as true where this package reads it.
+            if isinstance(getattr(checked, name, None), bool) and not isinstance(value, bool):
+                raise ValueError(
+                    f"ds_config: {section}.{name} must be true or false, got {value!r}"
+                )
     try:
         json.dumps(ds_config, allow_nan=False)
     except ValueError as error:

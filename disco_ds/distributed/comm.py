@@ -32,23 +32,8 @@ Reduction = Literal["reduce_scatter", "all_reduce"]
 Result = TypeVar("Result")
 
 
-_received = 0.0
 _next_port: int | None = None
 """Port of the next session; None if the next session uses MASTER_PORT as it is."""
-
-
-def received_bytes() -> float:
-    """Return how many bytes this rank has received so far in the tensor collectives of this file.
-
-    The count assumes that every collective uses a ring algorithm.
-    """
-    return _received
-
-
-def _count(x: Tensor, times: float) -> None:
-    """Add `times` x the size of `x` in bytes to the count of received bytes."""
-    global _received
-    _received += times * x.nbytes
 
 
 def init(timeout_s: float) -> None:
@@ -260,7 +245,6 @@ def reduce_scatter_in_place(x: Tensor, group: Group = None) -> Tensor:
     if size(group) == 1:
         return x
     out = x.new_empty(x.shape[0] // size(group), *x.shape[1:])
-    _count(x, 1 - 1 / size(group))
     dist.reduce_scatter_tensor(out, x, group=group)
     return out
 
@@ -291,8 +275,6 @@ def ring_exchange(
     if group is not None:
         following = dist.get_global_rank(group, following)
         previous = dist.get_global_rank(group, previous)
-    for x in incoming:
-        _count(x, 1)
     sends = [dist.P2POp(dist.isend, x, following, group) for x in outgoing]
     receives = [dist.P2POp(dist.irecv, x, previous, group) for x in incoming]
     return dist.batch_isend_irecv(sends + receives)
@@ -305,7 +287,6 @@ class _Gather(torch.autograd.Function):
         if not _joined():
             return x.clone()
         out = x.new_empty(size(group) * x.shape[0], *x.shape[1:])
-        _count(x, size(group) - 1)
         dist.all_gather_into_tensor(out, x.contiguous(), group=group)
         return out
 
@@ -322,7 +303,6 @@ class _Gather(torch.autograd.Function):
 def _all_reduce(x: Tensor, group: Group, op: Any) -> Tensor:
     out = x.detach().clone(memory_format=torch.contiguous_format)
     if _joined():
-        _count(x, 2 - 2 / size(group))
         dist.all_reduce(out, op=op, group=group)
     return out
 

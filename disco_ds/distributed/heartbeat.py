@@ -3,12 +3,15 @@
 A collective that waits for a dead rank times out without saying which rank is missing, so each rank
 runs two background threads:
 
-- The heartbeat thread writes this rank's heartbeat, which includes its progress (progress.py), into
+- The heartbeat thread writes this rank's heartbeat, which includes its place in the training, into
   the store. It also reads the heartbeats of the next WATCHED ranks, and the verdict. The verdict is
   the reason for stopping the run; it is empty until some rank writes one. The heartbeats of all other
   ranks are read only after this rank has made no progress for a long time.
 - The clock thread ends the process if the store has not answered for too long, and reads signals. It
   never uses the store, because a call to TCPStore blocks forever if the host of the store is frozen.
+
+A place is that of the Python process. A GPU that hangs makes all ranks wait in the same place, so
+the error then names no rank, but NCCL's flight records (diagnostics.py) show which one is behind.
 """
 
 from __future__ import annotations
@@ -21,19 +24,16 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 # `wait` uses poll(). select.select() would fail in a process with more than 1,024 open files.
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
-
-from deepspeed.accelerator import get_accelerator
+from typing import NamedTuple
 
 from disco_ds.distributed import comm, diagnostics
-from disco_ds.distributed.progress import Place, Progress
 
 INTERVAL_S = 2.0
 """Maximum time between two heartbeats. If lost_after_s is short, the time is lost_after_s / 10."""
@@ -55,12 +55,25 @@ KEY = "disco_ds/heartbeat"
 VERDICT = f"{KEY}/verdict"
 
 
+class Place(NamedTuple):
+    """A place in the training."""
+
+    number: int
+    """Number of the mark, counted from 1 and the same on all ranks; 0 means before the first mark."""
+    step: int
+    """Number of completed steps."""
+    doing: str
+    """The phase that begins here, such as "forward"."""
+
+    def __str__(self) -> str:
+        return f"step {self.step:,}, {self.doing}"
+
+
 class Beat(NamedTuple):
     """The heartbeat that a rank writes into the store."""
 
     serial: int
-    host: Place
-    device: Place
+    place: Place
     running: bool
     """False only in the last heartbeat of a rank, which it sends when it leaves the run."""
 
@@ -70,29 +83,24 @@ class Heartbeat:
 
     A rank that fails publishes its error before it leaves, so the other ranks stop at once.
 
-    During training, each rank calls `mark` at the start of each phase. A mark counts as passed by the
-    host when the host calls `mark`, and as passed by the device when the device has finished all work
-    that was queued before the call. There are three time limits:
+    During training, each rank calls `mark` at the start of each phase. There are three time limits:
 
     - lost_after_s, which always applies: a rank whose heartbeat has not changed for this long is lost.
-    - 0.9 x timeout_s, which always applies: if neither the host nor the device of this rank has passed
-      a mark for this long, and other ranks have passed fewer marks, the run ends with an error that
-      names those ranks. This rank is probably waiting for them in a collective, which the backend
-      would end after timeout_s without naming any rank.
+    - 0.9 x timeout_s, which always applies: if this rank has passed no mark for this long, and other
+      ranks have passed fewer marks, the run ends with an error that names those ranks. This rank is
+      probably waiting for them in a collective, which the backend would end after timeout_s without
+      naming any rank.
     - timeout_s, which applies after marks with timed=True: if this rank has passed no mark for this
-      long and no rank is behind it, the run ends with an error that reports the place of all ranks.
+      long and no rank is behind it, the run ends with an error that reports its place.
       Building, the first step (which compiles), evaluation and saving are not timed, because they may
       take hours. The backend's timeout still applies to collectives in these phases.
 
     Args:
         lost_after_s: See the time limits above.
         timeout_s: See the time limits above.
-        make_event: Creates a device event, such as torch.cuda.Event. None: the accelerator's event type.
     """
 
-    def __init__(
-        self, lost_after_s: float, timeout_s: float, make_event: Callable[[], Any] | None = None
-    ):
+    def __init__(self, lost_after_s: float, timeout_s: float):
         self.lost_after_s = lost_after_s
         self.timeout_s = timeout_s
         self.folder: Path | None = None
@@ -100,10 +108,9 @@ class Heartbeat:
         self._interval_s = min(INTERVAL_S, lost_after_s / 10)
         # If more time than this passes between two iterations of a thread's loop, the process was frozen.
         self._frozen_s = 3 * self._interval_s
-        if make_event is None and comm.local_device().type != "cpu":
-            make_event = get_accelerator().Event
-        self._make_event = make_event
-        self._progress = Progress()
+        self.place = Place(0, 0, "building")
+        """The place of the last mark that this rank has passed."""
+        self._marked_at = time.monotonic()
         self._timed = False
         self._last_answer = time.monotonic()
         self._serial = 0
@@ -124,7 +131,9 @@ class Heartbeat:
             timed: Whether timeout_s limits the time from this mark to the next one.
         """
         self._timed = False  # set first, because the time is still counted from the previous mark
-        self._progress.mark(step, doing)
+        # The heartbeat thread reads the place before the time, so it never sees a new place with an old time.
+        self._marked_at = time.monotonic()
+        self.place = Place(self.place.number + 1, step, doing)
         self._timed = timed
 
     def stop_agreed(self) -> None:
@@ -135,18 +144,12 @@ class Heartbeat:
         self._stop_agreed = True
         self._hurry = False
 
-    @property
-    def place(self) -> Place:
-        """The place of the last mark that this rank's host has passed."""
-        return self._progress.host
-
     def __enter__(self) -> Heartbeat:
         """Start both threads. Collective."""
         self._active = comm.size() > 1
         if not self._active:
             return self
         self._rank, size = comm.rank(), comm.size()
-        self._progress = Progress(self._make_event)
         self._hosts = comm.gather_objects(socket.gethostname())
         self._store = comm.open_store(self.lost_after_s)
         self._watched = [(self._rank + i) % size for i in range(1, min(WATCHED + 1, size))]
@@ -202,8 +205,7 @@ class Heartbeat:
         self._stop = True
         self._signal_sender.send(b"!")
         clock_thread.join(2 * self._interval_s)
-        if self._make_event:
-            diagnostics.cancel_end()
+        diagnostics.cancel_end()
         if self._handles_signals:
             signal.set_wakeup_fd(self._previous_wakeup)
         self._signals.close()
@@ -225,7 +227,6 @@ class Heartbeat:
             self._wake.wait(self._interval_s)
             # Read first. If it is set here already, the heartbeat sent below is the last one.
             exit_reason = self._exit_reason
-            self._progress.poll_device()
             try:
                 if exit_reason:
                     self._publish(exit_reason)
@@ -256,8 +257,8 @@ class Heartbeat:
         *texts, verdict = self._store.multi_get([*keys, VERDICT])
         now = time.monotonic()
         for rank, text in zip(ranks, texts, strict=True):
-            serial, host, device, running = json.loads(text)
-            beat = Beat(serial, Place(*host), Place(*device), running)
+            serial, place, running = json.loads(text)
+            beat = Beat(serial, Place(*place), running)
             if beat != self._beats.get(rank):
                 self._beats[rank] = beat
                 self._last_heard[rank] = now
@@ -269,8 +270,7 @@ class Heartbeat:
         while not self._stop:
             # This timer restarts in every iteration, so it expires only if a call into the device driver
             # blocks all Python threads.
-            if self._make_event:
-                diagnostics.end_process_after(self.timeout_s)
+            diagnostics.end_process_after(self.timeout_s)
             if wait([self._signals], self._interval_s / 2):
                 received = self._signals.recv(64)
                 self._hurry |= not self._stop_agreed
@@ -299,37 +299,22 @@ class Heartbeat:
             silent_s = now - self._last_heard[rank]
             if self._beats[rank].running and silent_s > self._patience_s:
                 return f"{self._name(rank)} has sent no heartbeat for {silent_s:.0f} s"
-        # The places must be read before the time, see Progress.mark.
-        host, device = self._progress.host, self._progress.device
-        waited_s = now - self._progress.last_change
+        place = self.place  # read before the time, see `mark`
+        waited_s = now - self._marked_at
         if waited_s > 0.9 * self.timeout_s:
             self._read(range(comm.size()))
-            if reason := self._find_behind(host, device, waited_s):
-                return reason
-        if self._timed and now - self._progress.last_change > self.timeout_s:
-            gpus = "" if device == host else f", their GPUs at {device}"
-            return f"no rank has made progress for {waited_s:.0f} s: all are at {host}{gpus}"
-        return None
-
-    def _find_behind(self, host: Place, device: Place, waited_s: float) -> str | None:
-        """Return an error message that names the ranks that have passed fewer marks than this rank, or None.
-
-        If the host processes of some ranks are behind, only these ranks are named. Otherwise, the
-        message names the ranks whose devices are behind.
-        """
-        running = {rank: beat for rank, beat in sorted(self._beats.items()) if beat.running}
-        behind = [
-            self._name(rank) for rank, beat in running.items() if beat.host.number < host.number
-        ]
-        if behind:
-            return f"the others have waited {waited_s:.0f} s for {'; '.join(behind)}"
-        gpus_behind = [
-            f"the GPU of rank {rank} on {self._hosts[rank]} has not passed {beat.device}"
-            for rank, beat in running.items()
-            if beat.device.number < device.number
-        ]
-        if gpus_behind:
-            return f"{'; '.join(gpus_behind)}, for {waited_s:.0f} s"
+            behind = [
+                self._name(rank)
+                for rank, beat in sorted(self._beats.items())
+                if beat.running and beat.place.number < place.number
+            ]
+            if behind:
+                return f"the others have waited {waited_s:.0f} s for {'; '.join(behind)}"
+        if self._timed and now - self._marked_at > self.timeout_s:
+            return (
+                f"no rank has made progress for {waited_s:.0f} s: {self._name(self._rank)} waits, and no "
+                "rank is behind it"
+            )
         return None
 
     def _end(self, reason: str, publish: bool = True) -> None:
@@ -382,16 +367,15 @@ class Heartbeat:
 
     def _send_beat(self) -> None:
         self._serial += 1
-        progress = self._progress
-        beat = Beat(self._serial, progress.host, progress.device, self._exit_reason is None)
+        beat = Beat(self._serial, self.place, self._exit_reason is None)
         self._store.set(f"{KEY}/{self._rank}", json.dumps(beat))
 
     def _name(self, rank: int) -> str:
-        last = f" (last {self._beats[rank].host})" if rank in self._beats else ""
+        last = f" (last {self._beats[rank].place})" if rank in self._beats else ""
         return f"rank {rank} on {self._hosts[rank]}{last}"
 
     def _restart_clocks(self) -> None:
         """Treat all ranks as if their heartbeats had just changed, and this rank as if it had just made progress."""
         now = time.monotonic()
         self._last_heard = dict.fromkeys(range(comm.size()), now)
-        self._progress.last_change = now
+        self._marked_at = now

@@ -1,1 +1,1 @@
-"""Code that runs before torch.distributed starts: hostfiles, srun's variables, and the watchdog of the launcher."""
+"""Code that runs before torch.distributed starts: srun's variables and the watchdog of the launcher."""

@@ -34,7 +34,7 @@ class Phases:
     def __init__(self) -> None:
         self.peak_bytes = 0
         """Highest memory of the accelerator so far; without one, of this process."""
-        self._spans: list[tuple[str, Any, Any, float, int]] = []
+        self._spans: list[tuple[str, Any, Any, int]] = []
 
     def timer(self, sampled: bool) -> Timer:
         """Return a context manager for the phases of the next step; it measures if `sampled`."""
@@ -55,12 +55,10 @@ class Phases:
         self.note_peak()
         if not _on_cpu():
             get_accelerator().reset_peak_memory_stats()
-        received, start = comm.received_bytes(), _now()
+        start = _now()
         with record_function(name):
             yield
-        self._spans.append(
-            (PHASES[name], start, _now(), comm.received_bytes() - received, self.note_peak())
-        )
+        self._spans.append((PHASES[name], start, _now(), self.note_peak()))
 
     def read(self, wait_s: float) -> dict[str, float]:
         """Return the measurements of this step; empty if it was not sampled. Collective.
@@ -71,15 +69,13 @@ class Phases:
         Returns:
             time/...: Seconds, mean over ranks, so that the phases add up to the step.
             memory/...: Bytes, maximum over ranks.
-            comm/received_bytes: Received by the collectives of the loss, without the engine's.
             ranks/slowest: The rank that arrived last at the first collective.
             ranks/slowest_s, ranks/median_s: Seconds until its arrival, and the median of all ranks.
         """
         if not self._spans:
             return {}
-        mine = {"time/data_wait_s": wait_s, "comm/received_bytes": 0.0}
-        for name, start, end, received, peak in self._spans:
-            mine["comm/received_bytes"] += received
+        mine = {"time/data_wait_s": wait_s}
+        for name, start, end, peak in self._spans:
             if _on_cpu():
                 mine[f"time/{name}_s"] = end - start
             else:

@@ -1,9 +1,8 @@
-"""The doctor on several hosts and ranks: the hosts, the step and the bandwidth."""
+"""The doctor on several hosts and ranks: the hosts and the step."""
 
 from __future__ import annotations
 
 import pickle
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,96 +10,53 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch.nn import functional as F
 
 from disco_ds.checks import Line
-from disco_ds.checks.hosts import check_hosts, judge, probe
+from disco_ds.checks.hosts import check_all_hosts, check_host
 from disco_ds.checks.ranks import check_gradients, run_alone, shrink
-from disco_ds.cli.main import main
 from disco_ds.config import Config
 from disco_ds.distributed import comm
 from disco_ds.losses import Embeddings, LossOutput, list_losses
 from disco_ds.losses.base import Loss, register_loss
 from helpers.dist import free_port, run_ranks
 from helpers.doctor import statuses
-from helpers.minimal import MINIMAL, settings
+from helpers.minimal import settings
 from helpers.precisions import MATRIX, ds_config
 
 # Hosts
 
 
-@pytest.fixture
-def own_report(tmp_path: Path) -> dict[str, Any]:
-    token = tmp_path / "token"
-    token.touch()
-    return probe(token)
+def test_disk_and_driver_of_this_host_are_checked(tmp_path: Path) -> None:
+    runs, gpus = check_host(tmp_path / "not" / "yet")
+    assert (runs.check, gpus.check) == ("runs folder", "GPUs")
+    assert runs.found.startswith(f"{tmp_path}, ")
+    if torch.accelerator.device_count() == 0 and not Path("/proc/driver/nvidia").exists():
+        assert gpus.status == "warn"
+    assert not list(tmp_path.iterdir())
 
 
-def test_hosts_without_ssh_fail(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if shutil.which("ssh") is None:
-        pytest.skip("no ssh here")
-    monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", f"-p {free_port()} -o StrictHostKeyChecking=no")
-    monkeypatch.chdir(tmp_path)
-    for variable in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(variable, raising=False)
-    Path("recipe.yaml").write_text(yaml.safe_dump(MINIMAL))
-    Path("hosts").write_text("127.0.0.1 slots=1\nlocalhost slots=1\n")
-    assert main(["doctor", "--config", "recipe.yaml", "--hostfile", "hosts"]) == 1
-    told = capsys.readouterr().out
-    assert "fail  ssh             127.0.0.1: ssh: connect to host 127.0.0.1 port" in told
-    assert "fail  ssh             localhost: ssh: connect to host localhost port" in told
-    assert told.count("Connection refused (exit code 255)") == 2
-    assert not list(tmp_path.glob(".shared-*"))
-    Path("hosts").write_text("127.0.0.1 slot=1\n")
-    assert main(["doctor", "--config", "recipe.yaml", "--hostfile", "hosts"]) == 1
-    assert (
-        "fail  recipe          hosts, line 1: expected `host slots=GPUs`, got '127.0.0.1 slot=1'"
-        in capsys.readouterr().out
-    )
+def compare_hosts(folder: Path) -> list[Line]:
+    equal = list(check_all_hosts(folder / "runs"))
+    if comm.rank() == 1:
+        sys.path.insert(0, str(folder / "other"))
+    with pytest.raises(
+        ValueError, match=r"triton: \S+ on \S+ \(rank 0\); \"2.0.0\" on \S+ \(rank 1\)"
+    ):
+        list(check_all_hosts(folder / "runs"))
+    return equal
 
 
-SSH = """#!/bin/sh
-while [ $# -gt 2 ]; do shift; done
-[ "$1" = lost ] && echo "ssh: no route to $1" >&2 && exit 255
-echo "Welcome to $1"
-cd / && exec sh -c "$2"
-"""
-"""Runs the command on this host, as after a login that prints a line."""
+def test_other_package_on_a_rank_is_named_on_all_ranks(tmp_path: Path) -> None:
+    info = tmp_path / "other" / "triton-2.0.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: triton\nVersion: 2.0.0\n")
+    for lines in run_ranks(compare_hosts, 2, tmp_path):
+        assert statuses(lines) == [("ok", "hosts")]
+    assert [path.name for path in tmp_path.iterdir()] == ["other"], "the token is removed"
 
 
-def test_hosts_report_over_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "ssh").write_text(SSH)
-    (tmp_path / "ssh").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    lines = list(check_hosts(tmp_path / "runs", {"answers": 1, "lost": 1}))
-    failed = [line.found for line in lines if line.check == "ssh" and line.status == "fail"]
-    assert [found for found in failed if "pdsh" not in found] == [
-        "lost: ssh: no route to lost (exit code 255)"
-    ]
-    assert "fail" not in [line.status for line in lines if line.check != "ssh"]
-    assert [path.name for path in tmp_path.iterdir()] == ["ssh"], "the token is removed"
-
-
-def test_report_of_a_host_is_compared_with_this_one(own_report: dict[str, Any]) -> None:
-    """A real report, with the GPUs and the driver of another machine."""
-    own_report["disk"] = 1e12
-
-    def lines(
-        mine: dict[str, Any] | None = None, slots: int = 2, **changes: Any
-    ) -> list[tuple[str, str]]:
-        return statuses(list(judge("host", own_report | changes, own_report | (mine or {}), slots)))
-
-    assert lines() == [("warn", "GPUs")]
-    assert lines(devices=2) == []
-    assert lines(devices=1, mine={"devices": 2}) == [("fail", "GPUs")]
-    assert lines(driver=True) == [("fail", "GPUs")]
-    assert lines(devices=2, disk=1e9) == [("warn", "runs folder")]
-
-
-# The ranks: the step and the bandwidth
+# The step
 
 
 class Local(Loss):
@@ -189,7 +145,7 @@ def test_doctor_under_a_launcher_checks_the_ranks(
     assert done.returncode == 0, done.stdout + done.stderr
     for words in (
         "ok    gradients",
-        "ok    bandwidth",
+        "ok    hosts",
         "ok    samples",
     ):
         assert done.stdout.count(words) == 1

@@ -157,7 +157,7 @@ def test_mistakes_are_reported_once_and_not_restarted(tmp_path: Path) -> None:
     arguments = write_recipe(folder, CASES["zero1-fp32"])
     for given, said in (
         (["lr=1"], "unknown key lr"),
-        (["--hostfile", "missing"], "no hostfile missing"),
+        (["--hostfile", "missing"], "hostfile missing cannot be read"),
         (["data.shards=missing"], "missing"),  # found by the ranks
     ):
         with launched([*arguments, *given], folder, "--restarts", "5") as process:

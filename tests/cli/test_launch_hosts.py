@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from disco_ds.cli.launch import run
-from disco_ds.cli.launch_hosts import narrow, signal_ranks, wait_for_hosts
+from disco_ds.cli.launch_hosts import narrow, read_hostfile, signal_ranks, wait_for_hosts
 from disco_ds.cli.parser import parse_args
 from disco_ds.config import load_config
-from disco_ds.launch.hostfile import read_hostfile
 from helpers.tiny_run import recipe
 
 HOSTS = ("host-a", "user@host-b", "host-c")
@@ -193,6 +192,11 @@ def test_attempt_with_fewer_hosts_has_a_hostfile_with_only_these(
         (1, ["--min-hosts", "1"], "at least two; got 1"),
         (0, ["--min-hosts", "1"], "at least two; got 0"),
         (2, ["--min-hosts", "1", "--patience", "60"], "--patience 60 is below lost_after_s (120)"),
+        (
+            2,
+            ["--min-hosts", "1", "--deepspeed", "--master_port 1 --include host-1"],
+            "remove '--master_port 1 --include host-1'",
+        ),
         (
             3,
             ["--min-hosts", "2"],

@@ -55,7 +55,6 @@ def test_branches_are_trained_and_resumed_at_equal_samples(
                 rate = 1e-3 * (batch / 16) ** 0.5 * float(factor)
                 assert load_config(run / "config.yaml").optim.lr == pytest.approx(rate, rel=1e-3)
                 assert {r["samples"] for r in records(run)} == {*range(48, 113, batch)} - {48}
-    assert (tmp_path / "out" / "study.png").stat().st_size > 1000
 
 
 def test_report_chooses_the_rate_and_pairs_the_parents(

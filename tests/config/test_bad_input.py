@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from disco_ds.cli.dry_run import describe_run
+from disco_ds.cli.launch_hosts import read_hostfile
 from disco_ds.config import PACKAGE, load_config
 from disco_ds.config.ds_config import find_ds_configs
-from disco_ds.launch.hostfile import count_ranks
 from helpers.minimal import MINIMAL
 
 TEXT = yaml.safe_dump(MINIMAL)
@@ -128,6 +128,7 @@ OVERRIDES = [
     ("deepspeed.zero_optimization.reduce_bucket_size=big", "reduce_bucket_size"),
     ("deepspeed.zero_optimization.reduce_bucket_size=.nan", "reduce_bucket_size must be a finite number"),
     ("deepspeed.aio.block_size=.inf", "finite"),
+    ("deepspeed.zero_optimization.overlap_comm='off'", "overlap_comm must be true or false, got 'off'"),
     ("deepspeed.zero_optimization.overlap_comm=maybe", "overlap_comm must be true or false, got 'maybe'"),
     ("deepspeed.zero_optimization.offload_optimizer={device: gpu}", "offload_optimizer.device"),
     ("deepspeed.zero_optimization.offload_optimizer=cpu", "offload_optimizer"),
@@ -198,7 +199,7 @@ def test_malformed_ds_config_is_refused_naming_the_file(
 )
 def test_malformed_hostfile_line_is_refused(line: str, tmp_path: Path) -> None:
     path = write(tmp_path, f"# ours\nfirst slots=2\n{line}\n", "hosts")
-    assert f"{path}, line 3: expected `host slots=GPUs`" in refusal(lambda: count_ranks(None, path))
+    assert f"{path}, line 3: expected `host slots=GPUs`" in refusal(lambda: read_hostfile(path))
 
 
 def test_hostfile_in_every_form_of_deepspeed_is_read(tmp_path: Path) -> None:
@@ -207,7 +208,7 @@ def test_hostfile_in_every_form_of_deepspeed_is_read(tmp_path: Path) -> None:
         "\n# ours\nuser@node-1.example.org\tslots=8\nnode_2   slots=8  # spare\n\n",
         "hosts",
     )
-    assert count_ranks(None, path) == 16
+    assert read_hostfile(path) == {"user@node-1.example.org": 8, "node_2": 8}
 
 
 # Mutations
@@ -276,7 +277,7 @@ def sweep(folder: Path, num_cases: int) -> tuple[int, int]:
             said = dry_run(write(folder, TEXT), "deepspeed=ours.json")
         else:
             path = write(folder, mutate(hostfiles[0], rng), "hosts")
-            said = refusal(lambda path=path: count_ranks(None, path))
+            said = refusal(lambda path=path: read_hostfile(path))
         refused += bool(said)
     return num_cases - refused, refused
 
