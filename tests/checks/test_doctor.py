@@ -186,7 +186,7 @@ def test_shards_that_are_whole_are_fine(tmp_path: Path) -> None:
         ("ok", "length"),
     ]
     line = the(look_at_data(settings(steps=None, epochs=1e-9)), "data")
-    assert (line.status, "global_batch=64" in line.found) == ("fail", True)
+    assert (line.status, "the run's 0 steps of 64 samples" in line.found) == ("fail", True)
 
 
 def test_truncated_shard_is_a_warning_and_fails_its_samples(tmp_path: Path) -> None:
