@@ -4,8 +4,8 @@
 
 It runs on one rank. The state is what a rank saves at ZeRO 1 with AdamW in fp32: master weights and two moments, in
 tensors of 64 MB, on the GPU if there is one. The files go to --folder, with checksums and fsync as in a run. The first
-asynchronous save is listed separately, because it allocates the host memory and, on a GPU, pins it. The other results
-are medians. The plain copy is one copy_ of each tensor into the same memory, right before each save except the first.
+asynchronous save is listed separately, because it allocates the host memory. The other results are medians. The plain
+copy is one copy_ of each tensor into the same memory, right before each save except the first.
 """
 
 from __future__ import annotations
@@ -52,12 +52,8 @@ def measure(gb: float, repeats: int, folder: Path) -> str:
     host = HostCopy()
 
     def bare() -> None:
-        for part, tensor in zip(
-            host._memory.view(torch.float32).split(PIECE // 4), state.values(), strict=True
-        ):
-            part.copy_(tensor, non_blocking=True)
-        if device == "cuda":
-            torch.cuda.synchronize()
+        for copy, tensor in zip(host._tensors.values(), state.values(), strict=True):
+            copy.copy_(tensor)
 
     copies, stalls, written = [], [], []
     for number in range(repeats + 1):
@@ -67,14 +63,13 @@ def measure(gb: float, repeats: int, folder: Path) -> str:
         start = time.perf_counter()
         save = _begin(folder / f"a{number}", host.take(state))
         stalls.append(time.perf_counter() - start)
-        save.finish()
+        _finish(save)
         written.append(time.perf_counter() - start)
         _remove(folder)
-    host.close()
     waits = []
     for number in range(max(repeats // 2, 1)):
         start = time.perf_counter()
-        _begin(folder / f"s{number}", state).finish()
+        _finish(_begin(folder / f"s{number}", state))
         waits.append(time.perf_counter() - start)
         _remove(folder)
     copy, stall = statistics.median(copies), statistics.median(stalls[1:])
@@ -94,6 +89,13 @@ def _begin(final: Path, state: dict[str, Any]) -> Save:
     save = Save(final, partial, {"step": 0}, {partial / "rank_00000.pt": state})
     save.start()
     return save
+
+
+def _finish(save: Save) -> None:
+    complete = False
+    while not complete:
+        save.job.result()
+        complete = save.advance(tidy=lambda: None)
 
 
 def _remove(folder: Path) -> None:

@@ -11,49 +11,38 @@ may become visible to other hosts late.
 Alternatives considered: DeepSpeed's decoupled checkpoint engine sends the live tensors to a child
 process through /dev/shm, and hangs or silently loses saves if that fails. DeepSpeed's fast checkpoint
 engine returns only after it has written. torch's StateDictStager keeps one buffer per live storage, so
-it allocates and pins memory again for every tensor that DeepSpeed re-creates.
-
-All tensors are copied into one block, because torch's pinned allocator would round the size of each
-tensor up to a power of two.
+it allocates memory again for every tensor that DeepSpeed re-creates. Pinned memory would make the copy
+from a GPU faster, but torch rounds each pinned tensor up to a power of two.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from concurrent import futures
 from concurrent.futures import Future
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from disco_ds.checkpoints.retention import ENGINE, META, seal, set_aside
 from disco_ds.config.text_file import write_text
-from disco_ds.data.pipeline.shared_batches import pin, unpin
 from disco_ds.distributed import comm, jobs
-
-ALIGNMENT = 64
-"""In the block of host memory, each tensor starts at a multiple of this many bytes."""
 
 
 class HostCopy:
-    """A block of host memory that holds a copy of a state. It is pinned if the device is a CUDA GPU."""
+    """Host memory that holds a copy of a state. It is reused, because memory is slow when it is first written to."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        self._pinned = False
+        self._tensors: dict[int, Tensor] = {}
 
     def take(self, state: Any) -> Any:
         """Return a copy of a tree of dicts, lists and tuples. The next call overwrites the copied tensors.
@@ -65,38 +54,17 @@ class HostCopy:
         """
         # tree_flatten would otherwise descend into a torch.Size, which would be rebuilt as a plain tuple.
         leaves, structure = tree_flatten(state, is_leaf=lambda node: isinstance(node, torch.Size))
-        sizes = [leaf.nbytes if isinstance(leaf, Tensor) else 0 for leaf in leaves]
-        padded = (math.ceil(size / ALIGNMENT) * ALIGNMENT for size in sizes)
-        *starts, total = accumulate(padded, initial=0)
-        self._reserve(total)
-        # torch.save writes the whole storage of a tensor, even if the tensor is a slice. A tensor made
-        # from a slice of a NumPy array has a storage of only that slice.
-        memory = self._memory.numpy()
         copies = []
-        for leaf, start, size in zip(leaves, starts, sizes, strict=True):
-            if isinstance(leaf, Tensor):
-                place = torch.from_numpy(memory[start : start + size])
-                place = place.view(leaf.dtype).view(leaf.shape)
-                copies.append(place.copy_(leaf.detach(), non_blocking=True))
-            else:
+        for number, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor):
                 copies.append(deepcopy(leaf))
-        get_accelerator().synchronize()
+                continue
+            copy = self._tensors.get(number)
+            if copy is None or copy.shape != leaf.shape or copy.dtype != leaf.dtype:
+                # A new storage: torch.save writes the whole storage of a tensor, even if the tensor is a slice.
+                copy = self._tensors[number] = torch.empty(leaf.shape, dtype=leaf.dtype)
+            copies.append(copy.copy_(leaf.detach()))
         return tree_unflatten(copies, structure)
-
-    def close(self) -> None:
-        """Free the memory."""
-        if self._pinned:
-            unpin(self._memory)
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        self._pinned = False
-
-    def _reserve(self, size: int) -> None:
-        if self._memory.numel() >= size:
-            return
-        self.close()  # before the new memory is allocated, so that the host never holds both blocks
-        self._memory = torch.empty(size, dtype=torch.uint8)
-        if get_accelerator().device_name() == "cuda":
-            self._pinned = pin(self._memory, "a checkpoint's copy")
 
 
 @dataclass
@@ -117,34 +85,15 @@ class Save:
     """Content of each file that this rank writes, keyed by path. It must not change until the files are written."""
     copied: Sequence[Path] = ()
     """Files of this rank that are in the partial folder already."""
-    _job: Future[Any] = field(default_factory=Future)
-    """What this rank's thread is doing."""
+    job: Future[Any] = field(default_factory=Future)
+    """The work of this rank's thread: writing the files, and then on rank 0 completing the checkpoint."""
     _completing: bool = False
     """Whether rank 0's thread is completing the checkpoint. False while the ranks write their files."""
-
-    @property
-    def step(self) -> int:
-        """The training step whose state is saved."""
-        return self.meta["step"]
-
-    @property
-    def working(self) -> bool:
-        """Whether this rank's thread is still working."""
-        return not self._job.done()
 
     def start(self) -> None:
         """Start writing this rank's files, or start again after a failure."""
         self._completing = False
-        self._job = jobs.start(self._write)
-
-    def wait(self, seconds: float) -> None:
-        """Wait for this rank's thread, but at most this many seconds."""
-        futures.wait([self._job], seconds)
-
-    def wait_for_all(self) -> None:
-        """Wait until the threads of all ranks are done. Collective."""
-        what = f"completing {self.final}" if self._completing else f"writing {self.partial}"
-        jobs.wait_for_all(self._job, what)
+        self.job = jobs.start(self._write)
 
     def advance(self, tidy: Callable[[], object]) -> bool:
         """Complete the checkpoint in rank 0's thread, or check that it is complete. Collective.
@@ -164,29 +113,17 @@ class Save:
         """
         if self._completing:
             with comm.all_or_none(f"completing {self.final}"):
-                self._job.result()
+                self.job.result()
             return True
         files: dict[str, Any] = {}
         with comm.all_or_none(f"writing {self.partial}"):
-            files = self._job.result()
+            files = self.job.result()
         for part in comm.gather_objects(files):
             files |= part
         self._completing = True
         if comm.rank() == 0:
-            self._job = jobs.start(partial(self._complete, files, tidy))
+            self.job = jobs.start(partial(self._complete, files, tidy))
         return False
-
-    def finish(self) -> Path:
-        """Wait until the checkpoint is complete and return its folder. Collective.
-
-        Raises:
-            AgreedError: See `advance`.
-        """
-        complete = False
-        while not complete:
-            self.wait_for_all()
-            complete = self.advance(tidy=lambda: None)
-        return self.final
 
     def _write(self) -> dict[str, dict[str, Any]]:
         """Write this rank's files. Return the size and checksum of each file, keyed by name."""

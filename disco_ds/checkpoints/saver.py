@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -74,7 +75,7 @@ class Saver:
     @property
     def is_writing(self) -> bool:
         """Whether this rank's thread is working on a save."""
-        return self.in_flight is not None and self.in_flight.working
+        return self.in_flight is not None and not self.in_flight.job.done()
 
     def save(self, step: int, last: bool) -> None:
         """Start to save a checkpoint in the background. If it is the last one of the run, wait for it. Collective.
@@ -96,7 +97,7 @@ class Saver:
                         "faster disk",
                         step,
                         waited,
-                        before.step,
+                        before.meta["step"],
                     )
             try:
                 self.in_flight = checkpoint.start_save(
@@ -108,7 +109,7 @@ class Saver:
                 self._finish(last)
 
     def poll(self, step: int, all_written: bool) -> None:
-        """Advance the save in progress. Collective.
+        """Advance the uploads and the save in progress. Collective.
 
         Args:
             step: The current step.
@@ -117,6 +118,8 @@ class Saver:
         Raises:
             comm.AgreedError: If too many saves have failed in a row.
         """
+        if self.uploads:
+            self.uploads.advance()
         if self.in_flight and all_written:
             with self._waiting(step):
                 self._advance()
@@ -153,24 +156,17 @@ class Saver:
         except comm.AgreedError as error:
             if comm.rank() == 0:
                 logger.warning("the save in progress failed: %s", error)
-        if not self.settings.copy_command:
-            return
-        self.heartbeat.mark(step, "waiting for uploads")
-        end = time.monotonic() + self.settings.copy_timeout_s
-        is_waiting = True
-        while is_waiting:
-            # Wait in short turns: only rank 0 waits for uploads, and the broadcast would time out on the other ranks.
-            is_pending = self.uploads is not None and self.uploads.wait(jobs.TURN_S)
-            is_waiting = comm.broadcast(is_pending and time.monotonic() < end)
+        if self.settings.copy_command:
+            self.heartbeat.mark(step, "waiting for uploads")
+            wait = self.uploads.wait if self.uploads else lambda seconds: None
+            jobs.run("uploading checkpoints", lambda: wait(self.settings.copy_timeout_s))
 
     def close(self) -> None:
-        """Kill a running upload and free the host memory. Wait up to 10 seconds for a save in progress."""
+        """Kill a running upload. Wait up to 10 seconds for a save in progress."""
         if self.uploads:
             self.uploads.close()
         if self.in_flight is not None:
-            self.in_flight.wait(10.0)
-        if self.host_copy is not None and not self.is_writing:
-            self.host_copy.close()
+            futures.wait([self.in_flight.job], 10.0)
 
     @contextmanager
     def _waiting(self, step: int) -> Iterator[None]:
@@ -183,7 +179,7 @@ class Saver:
     def _finish(self, last: bool = False) -> None:
         """Wait until the save in progress is complete or has failed."""
         while self.in_flight:
-            self.in_flight.wait_for_all()
+            jobs.wait_for_all(self.in_flight.job, f"saving {self.in_flight.final}")
             self._advance(last)
 
     def _advance(self, last: bool = False) -> None:
@@ -197,18 +193,20 @@ class Saver:
         try:
             is_complete = save.advance(tidy=self._removal(self.settings.keep_last))
         except comm.AgreedError as error:
-            if self._make_room():
+            # Remove the oldest checkpoint to make room, unless it is the only one.
+            keep_last = self.settings.keep_last
+            if self._remove_old(keep_last and max(keep_last - 1, 1)):
                 # Although training has continued, host memory still contains the state to save.
                 save.start()
                 return
             self.in_flight = None
-            self._note_failure(save.step, last, error)
+            self._note_failure(save.meta["step"], last, error)
             return
         if not is_complete:
             return
         self.in_flight = None
         self.num_failed = 0
-        self.saved_step = save.step
+        self.saved_step = save.meta["step"]
         if self.uploads:
             self.uploads.add(save.final)
 
@@ -224,11 +222,6 @@ class Saver:
                 step,
                 error,
             )
-
-    def _make_room(self) -> bool:
-        """Remove the oldest checkpoint, unless it is the only one. Return whether a checkpoint was removed."""
-        keep_last = self.settings.keep_last
-        return self._remove_old(None if keep_last is None else max(keep_last - 1, 1)) > 0
 
     def _remove_old(self, keep_last: int | None) -> int:
         """Remove old checkpoints and the files of failed saves. Files that cannot be removed are logged. Collective.

@@ -8,13 +8,11 @@ import os
 import shlex
 import signal
 import subprocess
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from queue import Queue
 
-from disco_ds.checkpoints.retention import list_complete
+from disco_ds.checkpoints.retention import list_complete, warn_once
 
 LOG = "copies.log"
 """File in the run folder that receives the output of the command."""
@@ -43,68 +41,56 @@ class Uploads:
         self.command = shlex.split(command)
         self.log = folder / LOG
         self.pending: list[Path] = []
-        """Checkpoints that must not be removed, because they are being uploaded or are waiting for it."""
-        self._lock = threading.Lock()
-        """Held while `pending` changes."""
-        self._current: Path | None = None
-        """The checkpoint that is being uploaded."""
-        self._queue: Queue[Path | None] = Queue()
+        """Checkpoints that must not be removed: the one that is uploaded first, then one that waits."""
         self._process: subprocess.Popen[bytes] | None = None
+        """The upload of the first pending checkpoint, once it has started."""
         for path in list_complete(folder):
             if not (path / HANDLED).exists():
                 self.add(path)
-        threading.Thread(target=self._work, name="uploads", daemon=True).start()
 
     def add(self, path: Path) -> None:
         """Queue a checkpoint for upload, in place of one that is still waiting."""
-        with self._lock:
-            if len(self.pending) > 1 and self.pending[-1] != self._current:
-                logger.warning(
-                    "%s is not uploaded: the previous upload takes longer than the time between saves",
-                    self.pending[-1],
-                )
-                self._finish(self.pending[-1])
-            self.pending.append(path)
-        self._queue.put(path)
+        self.advance()
+        if len(self.pending) > 1:
+            self._finish(
+                self.pending[1], "the previous upload takes longer than the time between saves"
+            )
+        self.pending.append(path)
+        self.advance()
+
+    def advance(self) -> None:
+        """If an upload has ended, start the next one. Called at every step."""
+        try:
+            if self._process is not None:
+                code = self._process.poll()
+                if code is None:
+                    return
+                self._process = None
+                self._finish(self.pending[0], f"exit code {code}; see {self.log}" if code else "")
+            if self.pending:
+                self._start(self.pending[0])
+        except OSError as error:
+            self._finish(self.pending[0], str(error))
 
     def wait(self, seconds: float) -> bool:
         """Wait at most this long until all uploads have ended. Return whether any are still pending."""
         end = time.monotonic() + seconds
         while self.pending and time.monotonic() < end:
             time.sleep(POLL_S)
+            self.advance()
         return bool(self.pending)
 
     def close(self) -> None:
         """Kill the running upload. Unfinished uploads are repeated when the run is resumed."""
-        with self._lock:
-            for path in self.pending:
-                logger.warning("%s was not uploaded in time", path)
-            self.pending.clear()
-        self._queue.put(None)
-        if process := self._process:
+        for path in self.pending:
+            logger.warning("%s was not uploaded in time", path)
+        self.pending.clear()
+        if self._process is not None:
             with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait(5)
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait(5)
 
-    def _work(self) -> None:
-        for path in iter(self._queue.get, None):
-            with self._lock:
-                if path not in self.pending:  # a newer checkpoint has taken its place
-                    continue
-                self._current = path
-            try:
-                problem = self._upload(path)
-            except OSError as error:
-                problem = str(error)
-            with self._lock:
-                self._current = None
-                if path in self.pending:  # otherwise `close` has killed the upload
-                    if problem:
-                        logger.warning("%s was not uploaded: %s", path, problem)
-                    self._finish(path)
-
-    def _upload(self, path: Path) -> str:
-        """Run the command on a checkpoint. Return why it failed, or an empty string."""
+    def _start(self, path: Path) -> None:
         words = [
             part.replace("{path}", str(path)).replace("{name}", path.name) for part in self.command
         ]
@@ -112,12 +98,10 @@ class Uploads:
             try:
                 fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                logger.warning(
-                    "%s is not uploaded yet: an upload of an earlier run is not finished, see %s",
-                    path,
-                    self.log,
+                warn_once(
+                    f"{path} is not uploaded yet: an upload of an earlier run is not finished, see {self.log}"
                 )
-                fcntl.flock(log, fcntl.LOCK_EX)
+                return
             # Use a new session, because signals that end the run are sent to its whole process group.
             self._process = subprocess.Popen(
                 words,
@@ -126,11 +110,10 @@ class Uploads:
                 stderr=log,
                 start_new_session=True,
             )
-        code = self._process.wait()
-        self._process = None
-        return f"exit code {code} of {shlex.join(words)}; see {self.log}" if code else ""
 
-    def _finish(self, path: Path) -> None:
+    def _finish(self, path: Path, problem: str) -> None:
+        if problem:
+            logger.warning("%s is not uploaded: %s", path, problem)
         with suppress(OSError):
             (path / HANDLED).touch()
         self.pending.remove(path)

@@ -41,7 +41,7 @@ from disco_ds.runs.run_folder import CHECKPOINTS
 from disco_ds.training.build import Run, build
 from disco_ds.training.engine import build_engine
 from disco_ds.training.loop import train
-from helpers.checkpoints import SHAPE, flip, identify, save_now
+from helpers.checkpoints import SHAPE, finish, flip, identify, save_now
 from helpers.dist import run_ranks
 from helpers.faults import At, start
 from helpers.launched import CASES, SAME, equal_checkpoints, records
@@ -245,7 +245,7 @@ def test_all_files_and_folders_are_on_the_disk_before_the_rename(
     (save.partial / ENGINE).mkdir()
     save.states[save.partial / ENGINE / "weights.pt"] = torch.ones(10)
     save.start()
-    save.finish()
+    finish(save)
     (before,) = at_rename
     files = ["rank_00000.pt", "weights.pt", META]
     assert sorted(before) == sorted(
@@ -271,7 +271,7 @@ def test_write_error_that_comes_late_is_a_failed_save(
     with pytest.raises(
         comm.AgreedError, match=r"rank_00000.pt could not be written: .*Input/output error"
     ):
-        save.finish()
+        finish(save)
     assert list_complete(tmp_path) == []
 
 
@@ -289,7 +289,7 @@ def test_file_that_was_changed_on_its_way_to_the_disk_is_damaged(
     monkeypatch.setattr(os, "fsync", lose_a_page)
     save = save_of(tmp_path, 1)
     save.start()
-    saved = read(save.finish())
+    saved = read(finish(save))
     with pytest.raises(DamagedError, match=r"rank_00000.pt is not what was written"):
         saved.verify(saved.meta["files"])
 
@@ -300,7 +300,7 @@ def test_file_that_the_disk_has_cut_is_a_failed_save(tmp_path: Path, missing: in
     whole = save_of(tmp_path, 1)
     whole.states = dict.fromkeys(whole.states, torch.arange(50_000))
     whole.start()
-    size = read(whole.finish()).meta["files"]["rank_00000.pt"]["bytes"]
+    size = read(finish(whole)).meta["files"]["rank_00000.pt"]["bytes"]
     cut = save_of(tmp_path, 2)
     cut.states = dict.fromkeys(cut.states, torch.arange(50_000))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -310,7 +310,7 @@ def test_file_that_the_disk_has_cut_is_a_failed_save(tmp_path: Path, missing: in
         with pytest.raises(
             comm.AgreedError, match=r"rank_00000.pt could not be written: .*File too large"
         ):
-            cut.finish()
+            finish(cut)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert find_latest(tmp_path).name == "step-00000001"
@@ -332,7 +332,7 @@ def write_slowly_on_rank_0(run: Path, timeout_s: float) -> list[str]:
     with comm.session(timeout_s):
         save = save_of(run, 1)
         save.start()
-        save.finish()
+        finish(save)
     return heard.getvalue().splitlines()
 
 
@@ -349,7 +349,7 @@ def test_rank_that_writes_longer_than_a_collective_waits_is_waited_for_and_named
 def write_and_hang(run: Path, reached: Any) -> None:
     first = save_of(run, 1)
     first.start()
-    first.finish()
+    finish(first)
 
     def hang(handle: int) -> None:
         reached.set()
@@ -358,7 +358,7 @@ def write_and_hang(run: Path, reached: Any) -> None:
     os.fsync = hang
     second = save_of(run, 2)
     second.start()
-    second.finish()
+    finish(second)
 
 
 def test_kill_inside_a_write_leaves_only_what_resume_ignores(tmp_path: Path) -> None:
@@ -380,7 +380,7 @@ def test_remove_old_leaves_the_save_in_flight(tmp_path: Path) -> None:
     save = save_of(tmp_path, 1)
     remove_checkpoints(tmp_path, 1, busy=[save.partial])
     save.start()
-    assert save.finish().name == "step-00000001"
+    assert finish(save).name == "step-00000001"
 
 
 def remove_slowly(path: Path) -> None:

@@ -27,7 +27,7 @@ from disco_ds.checkpoints.retention import (
     remove_checkpoints,
 )
 from disco_ds.runs.run_folder import CHECKPOINTS
-from helpers.checkpoints import SHAPE, describe, flip, identify, write_checkpoint
+from helpers.checkpoints import SHAPE, describe, finish, flip, identify, write_checkpoint
 
 
 def names(run: Path) -> list[str]:
@@ -275,7 +275,7 @@ def test_complete_checkpoint_passes_read_meta_and_sets_aside_what_has_its_name(
     meta = {"format": FORMAT, "step": 3, "num_steps": 9, "identity": identify(), "shape": SHAPE}
     save = Save(final, partial, meta, {partial / "engine" / "weights.pt": torch.ones(3)})
     save.start()
-    assert save.finish() == final
+    assert finish(save) == final
     assert not partial.exists()
     (saved,) = (final / "engine").iterdir()
     content = saved.read_bytes()

@@ -47,7 +47,7 @@ def test_copies_run_one_by_one_and_the_newest_waits(
 
 @pytest.mark.parametrize(
     ("command", "said"),
-    [("ls {path}/no", "exit code 2 of ls"), ("no-such-command {path}", "No such")],
+    [("ls {path}/no", "exit code 2; see "), ("no-such-command {path}", "No such")],
 )
 def test_failed_upload_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, command: str, said: str
@@ -56,7 +56,7 @@ def test_failed_upload_is_logged(
     path = make(tmp_path, "step-1")
     copies.add(path)
     assert not copies.wait(10)
-    assert f"{path} was not uploaded: " in caplog.text
+    assert f"{path} is not uploaded: " in caplog.text
     assert said in caplog.text
     assert ("/no" in (tmp_path / LOG).read_text()) == command.startswith("ls")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from disco_ds.checkpoints.background_save import Save
 from disco_ds.checkpoints.checkpoint import (
     RunState,
     _rng_state,
@@ -17,6 +18,7 @@ from disco_ds.checkpoints.checkpoint import (
     start_save,
 )
 from disco_ds.checkpoints.retention import FORMAT, META, seal
+from disco_ds.distributed import jobs
 from disco_ds.runs.run_folder import CHECKPOINTS
 from helpers.towers import TINY, tiny_config
 
@@ -60,7 +62,16 @@ def save_now(
     loss_state: dict[str, Any],
 ) -> Path:
     """Write a complete checkpoint and wait for it. Collective. Returns its folder."""
-    return start_save(folder, engine, RunState(meta, data_state, loss_state)).finish()
+    return finish(start_save(folder, engine, RunState(meta, data_state, loss_state)))
+
+
+def finish(save: Save) -> Path:
+    """Wait until a save is complete and return its folder. Collective."""
+    complete = False
+    while not complete:
+        jobs.wait_for_all(save.job, f"saving {save.final}")
+        complete = save.advance(tidy=lambda: None)
+    return save.final
 
 
 def describe(path: Path, meta: dict[str, Any]) -> None:

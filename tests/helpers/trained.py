@@ -11,6 +11,7 @@ from disco_ds.checkpoints.checkpoint import identity, shape
 from disco_ds.checkpoints.retention import FORMAT
 from disco_ds.models.clip import read_architecture
 from disco_ds.runs.run_folder import CHECKPOINTS
+from helpers.checkpoints import finish
 from helpers.towers import tiny_config
 
 
@@ -35,4 +36,4 @@ def write_run(
     states = {partial / "engine" / "mp_rank_00_model_states.pt": {"module": model.state_dict()}}
     save = Save(final, partial, meta, states)
     save.start()
-    return save.finish()
+    return finish(save)
