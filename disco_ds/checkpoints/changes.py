@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from disco_ds.config import OptimSettings
 from disco_ds.distributed.agreement import flatten
@@ -37,17 +37,21 @@ def refuse_changes(saved: dict[str, Any], now: dict[str, Any], allowed: Sequence
         ValueError: If a setting has changed and is not allowed. The message names each such setting. If all of
             them may be allowed, it also shows the --allow-change option that does so.
     """
-    changed = [
-        change for change in find_changes(saved, now) if not _is_within(change.setting, allowed)
-    ]
+    changes = find_changes(saved, now)
+    changed = [name for name in changes if not _is_within(name, allowed)]
     if not changed:
         return
-    lines = ["the checkpoint was made with other settings:", *map(_describe, changed)]
-    if all(_is_within(change.setting, MAY_BE_ALLOWED) for change in changed):
+    lines = ["the checkpoint was made with other settings:"]
+    for name in changed:
+        old, new = changes[name]
+        lines.append(f"{name}: {old!r} in the checkpoint, {new!r} now")
+    if any(_is_within(name, ["model.preprocess"]) for name in changed):
+        lines.append("model.preprocess comes from the folder of model.pretrained: is it gone?")
+    if all(_is_within(name, MAY_BE_ALLOWED) for name in changed):
         names = [
-            name
-            for name in sorted(MAY_BE_ALLOWED)
-            if any(_is_within(change.setting, [name]) for change in changed)
+            setting
+            for setting in sorted(MAY_BE_ALLOWED)
+            if any(_is_within(name, [setting]) for name in changed)
         ]
         lines.append(f"--allow-change {','.join(names)} resumes with the new values")
     raise ValueError("\n  ".join(lines))
@@ -73,32 +77,16 @@ def refuse_unchangeable(allowed: Sequence[str], resume: str | None) -> None:
             )
 
 
-class Change(NamedTuple):
-    """A setting whose value differs from the value in the checkpoint. `setting` is its dotted name."""
+def find_changes(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the settings that differ between two identities: dotted name -> (old value, new value).
 
-    setting: str
-    old: Any
-    new: Any
-
-
-def find_changes(saved: dict[str, Any], now: dict[str, Any]) -> list[Change]:
-    """Return the settings that differ between two identities. A missing setting counts as null."""
+    A missing setting counts as null.
+    """
     # JSON turns the tuples of `now` into lists, as in the checkpoint.
     old, new = (dict(flatten(json.loads(json.dumps(tree)))) for tree in (saved, now))
-    names = dict.fromkeys([*new, *old])
-    return [
-        Change(name, old.get(name), new.get(name))
-        for name in names
-        if old.get(name) != new.get(name)
-    ]
+    values = {name: (old.get(name), new.get(name)) for name in [*new, *old]}
+    return {name: pair for name, pair in values.items() if pair[0] != pair[1]}
 
 
 def _is_within(name: str, settings: Iterable[str]) -> bool:
     return any(f"{name}.".startswith(f"{setting}.") for setting in settings)
-
-
-def _describe(change: Change) -> str:
-    hint = ""
-    if change.setting.startswith("model.preprocess.") and change.new is None:
-        hint = "; it came with the weights of model.pretrained, whose folder is gone or has changed"
-    return f"{change.setting}: {change.old!r} in the checkpoint, {change.new!r} now{hint}"

@@ -178,8 +178,6 @@ class Saved:
     """The content of checkpoint.json."""
     verified: set[str] = field(default_factory=set)
     """Names of the files that have passed the checksum test."""
-    gathered: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The data state of each rank, and its loss state if empty, keyed by file name. open_verified fills this in."""
 
     @property
     def step(self) -> int:
@@ -251,11 +249,7 @@ class RankStates(Sequence[dict[str, Any]]):
         return len(self.saved.rank_files)
 
     def __getitem__(self, number: Any) -> Any:
-        name = self.saved.rank_files[number]
-        known = self.saved.gathered.get(name, {})
-        if self.kind not in known:
-            known = self.saved.load(name)
-        return known[self.kind]
+        return self.saved.load(self.saved.rank_files[number])[self.kind]
 
 
 def read(path: Path) -> Saved:
@@ -294,20 +288,9 @@ def open_verified(path: Path, check: Callable[[dict[str, Any]], None]) -> Saved:
         check(meta)
     saved = Saved(path, meta)
     names = sorted(meta["files"])
-    # Every rank needs the data states of all ranks. Empty loss states, which are common, are shared too, so
-    # that no rank has to read the other ranks' files for them.
-    mine: dict[str, dict[str, Any]] = {}
     with comm.all_or_none(what, DamagedError):
-        for name in names[comm.rank() :: comm.size()]:
-            saved.verify([name])
-            if RANK_FILE.fullmatch(name):
-                state = saved.load(name)
-                mine[name] = {"data": state["data"]}
-                if state["loss"] == {}:
-                    mine[name]["loss"] = {}
+        saved.verify(names[comm.rank() :: comm.size()])
     saved.verified.update(names)
-    for part in comm.gather_objects(mine):
-        saved.gathered.update(part)
     return saved
 
 

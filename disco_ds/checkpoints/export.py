@@ -1,4 +1,4 @@
-"""Export trained weights for open_clip (as a folder in its Hugging Face layout, a .pt file, or both) or transformers.
+"""Export trained weights for open_clip (as a folder in its Hugging Face layout) or transformers.
 
 timm recognizes an image tower of disco_ds only after the tower's module is imported. The exported
 README.md says so and contains the import line.
@@ -16,15 +16,15 @@ import timm
 import torch
 from open_clip.push_to_hf_hub import save_config_for_hf
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from disco_ds.checkpoints.transformers_export import convert, write_processor
 from disco_ds.checkpoints.weights import MODEL_CONFIG, TENSORS, Weights, build_from, read_weights
 from disco_ds.models.clip import build_tokenizer
 
-Layout = Literal["open_clip", "pt", "both", "transformers"]
+Layout = Literal["open_clip", "transformers"]
+SCALES = {"logit_scale", "logit_bias"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-FILE = "weights.pt"
 
 HEAD = """---
 library_name: open_clip
@@ -46,7 +46,7 @@ The model is built by `{factory}`, which must be importable where it is loaded:
 ```python
 from disco_ds.checkpoints.weights import build_from, read_weights
 
-model = build_from(read_weights("{folder}/weights.pt"))  # model.tokenizer, model.visual.preprocess_cfg
+model = build_from(read_weights("{folder}"))  # model.tokenizer, model.visual.preprocess_cfg
 ```
 """
 """Section of README.md about loading a custom model."""
@@ -61,15 +61,6 @@ tokenizer = open_clip.get_tokenizer("local-dir:{folder}")
 ```sh
 {benchmark} eval --model "local-dir:{folder}" --output RESULT.json \\
     --task zeroshot_classification --dataset wds/NAME --dataset_root SET
-```
-""",
-    "pt": """
-```python
-{first}import open_clip
-
-open_clip.add_model_config("{folder}/{name}.json")
-model, _, preprocess = open_clip.create_model_and_transforms("{name}", pretrained="{folder}/weights.pt")
-tokenizer = open_clip.get_tokenizer("{name}")
 ```
 """,
     "transformers": """
@@ -88,7 +79,7 @@ tokens = texts(["a photo"], padding="max_length", truncation=True, return_tensor
 def export_run(
     run: str | Path,
     to: str | Path,
-    layout: Layout = "both",
+    layout: Layout = "open_clip",
     dtype: str = "fp32",
     ema: bool = False,
 ) -> Path:
@@ -99,9 +90,8 @@ def export_run(
     Args:
         run: The run folder, checkpoint folder or export to read.
         to: The new folder.
-        layout: "open_clip" for a folder that open_clip loads as "local-dir:FOLDER", "pt" for a file
-            that it loads with create_model(name, pretrained=FILE), "both" of these, or "transformers" for a folder
-            that AutoModel.from_pretrained loads as a CLIPModel or SiglipModel.
+        layout: "open_clip" for a folder that open_clip loads as "local-dir:FOLDER", or "transformers" for a folder
+            that AutoModel.from_pretrained loads as a CLIPModel or SiglipModel. Only disco_ds can load a custom model.
         dtype: fp32, bf16 or fp16. logit_scale and logit_bias are always fp32, because 16 bits would
             change them.
         ema: Whether to export the moving average of the weights (optim.ema) instead of the last weights.
@@ -114,7 +104,7 @@ def export_run(
             the dtype, or the layout or dtype is unknown. Nothing is left behind.
         OSError: If the files cannot be written.
 
-    Example: disco_ds.export_run("runs/first", "exports/first", layout="pt")
+    Example: disco_ds.export_run("runs/first", "exports/first")
     """
     to = Path(to)
     if layout not in get_args(Layout):
@@ -124,38 +114,34 @@ def export_run(
     if to.exists():
         raise ValueError(f"{to} exists already; choose a new folder")
     weights = read_weights(run, ema)
-    if "factory" in weights.architecture and layout != "pt":
-        raise ValueError(
-            f"{'transformers' if layout == 'transformers' else 'open_clip'} cannot build "
-            f"{weights.architecture['factory']}: choose layout pt (--format pt)"
-        )
-    model = build_from(weights)
-    if layout != "transformers":
+    model = exported = build_from(weights)
+    tokenizer = build_tokenizer(weights.settings, model)
+    if layout == "transformers":
+        exported = convert(model, weights.name)
+    else:
         _check_image_size(model, weights.architecture)
-    tensors = _convert(model, dtype)
+    _cast(exported, dtype)
     partial = to.with_name(f".{to.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by an export that was killed
     try:
         partial.mkdir(parents=True)
         if layout == "transformers":
-            _write_transformers(partial, weights, model, dtype)
-        if layout in ("open_clip", "both"):
-            _write_folder(partial, weights, model, tensors)
-        if layout in ("pt", "both"):
-            _write_file(partial, weights, model, tensors)
+            _write_transformers(partial, exported, dtype)
+            write_processor(partial, model, tokenizer)
+        else:
+            _write_open_clip(partial, weights, exported, tokenizer)
         facts = {
             "folder": to.name,
             "name": weights.name,
             "origin": weights.origin.name,
-            "count": sum(tensor.numel() for tensor in tensors.values()),
+            "count": sum(tensor.numel() for tensor in exported.state_dict().values()),
             "dtype": dtype,
         }
         readme = _render_readme(layout, weights.architecture, facts)
         (partial / "README.md").write_text(readme, encoding="utf-8")
         partial.rename(to)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # exists only after an error
     return to
 
 
@@ -173,79 +159,54 @@ def _check_image_size(model: Any, architecture: dict[str, Any]) -> None:
             )
 
 
-def _convert(model: nn.Module, dtype: str) -> dict[str, Tensor]:
-    """Return the state dict for open_clip.
-
-    logit_scale and logit_bias are 0-d and keep fp32. Buffers are unchanged. Everything else has the dtype.
-    """
-    tensors = model.state_dict()
+def _cast(model: nn.Module, dtype: str) -> None:
+    """Convert the parameters, except the logit scale and bias, to the dtype in place. Buffers are unchanged."""
     for name, parameter in model.named_parameters():
-        if name in ("logit_scale", "logit_bias"):
-            tensors[name] = parameter.detach().reshape(())
-            continue
-        tensors[name] = parameter.detach().to(DTYPES[dtype])
-        if not tensors[name].isfinite().all():
-            raise ValueError(f"{name} has values that {dtype} cannot represent; export fp32")
-    return tensors
+        if name not in SCALES:
+            parameter.data = parameter.data.to(DTYPES[dtype])
+            if not parameter.isfinite().all():
+                raise ValueError(f"{name} has values that {dtype} cannot represent; export fp32")
 
 
-def _write_folder(
-    folder: Path, weights: Weights, model: nn.Module, tensors: dict[str, Tensor]
-) -> None:
+def _write_open_clip(folder: Path, weights: Weights, model: nn.Module, tokenizer: Any) -> None:
+    # safetensors refuses tensors that share memory.
+    tensors = {name: value.clone() for name, value in model.state_dict().items()}
+    for name in SCALES & tensors.keys():
+        tensors[name] = tensors[name].reshape(())
     save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
     save_config_for_hf(model, folder / MODEL_CONFIG, weights.architecture)
     # safetensors creates a file that only its owner may read, so copy the permissions of the config file.
     (folder / TENSORS).chmod((folder / MODEL_CONFIG).stat().st_mode)
-    tokenizer = build_tokenizer(weights.settings, model)
+    if "factory" in weights.architecture:
+        return
     if hasattr(tokenizer, "save_pretrained"):  # open_clip's built-in tokenizer has no files
         tokenizer.save_pretrained(folder)
     found = type(open_clip.get_tokenizer(f"local-dir:{folder}"))
     if found is not type(tokenizer):
         raise ValueError(
             f"model {weights.name} has a {type(tokenizer).__name__} because of its name, and would have a "
-            f"{found.__name__} when loaded from a folder: export layout pt, or set text_cfg.hf_tokenizer_name"
+            f"{found.__name__} when loaded from a folder: set text_cfg.hf_tokenizer_name"
         )
 
 
-def _write_transformers(folder: Path, weights: Weights, model: nn.Module, dtype: str) -> None:
-    converted = convert(model, weights.name)
-    for name, parameter in converted.named_parameters():
-        if not name.startswith("logit_"):
-            parameter.data = parameter.data.to(DTYPES[dtype])
-    converted.save_pretrained(folder)
+def _write_transformers(folder: Path, model: Any, dtype: str) -> None:
+    model.save_pretrained(folder)
     # transformers wrote the dtype of the first parameter, which is the scale.
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8")) | {"dtype": str(DTYPES[dtype])[6:]}
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    write_processor(folder, model, build_tokenizer(weights.settings, model))
-
-
-def _write_file(
-    folder: Path, weights: Weights, model: nn.Module, tensors: dict[str, Tensor]
-) -> None:
-    content = {
-        "state_dict": tensors,
-        "name": weights.name,
-        "model_cfg": weights.architecture,
-        "preprocess_cfg": open_clip.get_model_preprocess_cfg(model),
-    }
-    torch.save(content, folder / FILE)
-    if "factory" not in weights.architecture:  # open_clip cannot build a custom model
-        text = json.dumps(weights.architecture, indent=2) + "\n"
-        (folder / f"{weights.name}.json").write_text(text, encoding="utf-8")
 
 
 def _render_readme(layout: Layout, architecture: dict[str, Any], facts: dict[str, Any]) -> str:
     """Return the text of README.md. For an image tower of disco_ds, it includes the import that timm needs."""
     if "factory" in architecture:
         return (HEAD + CUSTOM).format(**facts, factory=architecture["factory"])
-    kinds = ("open_clip", "pt") if layout == "both" else (layout,)
-    uses = "".join(USES[kind] for kind in kinds)
+    use = USES[layout]
     name = str(architecture["vision_cfg"].get("timm_model_name", "")).split(".")[0]
     module = timm.model_entrypoint(name).__module__ if timm.is_model(name) else "timm"
     if module.startswith("timm"):
-        return (HEAD + uses).format(**facts, first="", benchmark="clip_benchmark")
+        return (HEAD + use).format(**facts, first="", benchmark="clip_benchmark")
     benchmark = f'python -c "import {module}; from clip_benchmark.cli import main; main()"'
-    return (HEAD + NOTE + uses).format(
+    return (HEAD + NOTE + use).format(
         **facts, module=module, first=f"import {module}\n", benchmark=benchmark
     )

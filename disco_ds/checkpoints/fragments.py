@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -37,12 +38,8 @@ class Fragment:
     numel: int
 
 
-def find_parts(saved: Saved, order: list[str]) -> dict[str, list[Fragment]]:
-    """Return the fragments of each parameter, in rank order.
-
-    Args:
-        saved: The checkpoint.
-        order: Names of the trained parameters in the order in which the optimizer numbers them.
+def find_parts(saved: Saved) -> dict[str, list[Fragment]]:
+    """Return the fragments of each trained parameter, in rank order.
 
     Raises:
         ValueError: If the fragments of this checkpoint cannot be found.
@@ -51,13 +48,15 @@ def find_parts(saved: Saved, order: list[str]) -> dict[str, list[Fragment]]:
     refuse_round_robin(shape["zero_optimization"])
     if shape["stage"] == 0:
         file = saved.load(WHOLE)
-        values, states = file["module"], file["optimizer"]["state"]
-        return {
-            name: [
-                Fragment({"fp32": values[name], **states.get(number, {})}, 0, values[name].numel())
-            ]
-            for number, name in enumerate(order)
-        }
+        optimizer = file["optimizer"]
+        parts = {}
+        # The optimizer numbers the parameters in the order of its groups.
+        names = chain.from_iterable(group["names"] for group in optimizer["param_groups"])
+        for number, name in enumerate(names):
+            value = file["module"][name]
+            states = {"fp32": value, **optimizer["state"].get(number, {})}
+            parts[name] = [Fragment(states, 0, value.numel())]
+        return parts
     find = _find_shards if shape["stage"] == 3 else _find_partitions
     return find(saved, shape["ranks"])
 
@@ -114,15 +113,8 @@ def read_average(saved: Saved) -> dict[str, Tensor]:
         DamagedError: If a file has changed since it was written, or cannot be read.
         ValueError: If the checkpoint has no average.
     """
-    order: list[str] = []
-    if saved.meta["shape"]["stage"] == 0:
-        for group in saved.load(WHOLE)["optimizer"]["param_groups"]:
-            order += group.get("names", [])
-    parts = find_parts(saved, order)
-    if (
-        not all(AVERAGE in part.states for fragments in parts.values() for part in fragments)
-        or not parts
-    ):
+    parts = find_parts(saved)
+    if not all(AVERAGE in part.states for part in chain.from_iterable(parts.values())):
         raise ValueError(
             f"{saved.path} has no average of the weights: it was saved without optim.ema"
         )

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from disco_ds.checkpoints.checkpoint import Saved
 from disco_ds.checkpoints.fragments import (
     AVERAGE,
-    WHOLE,
     Fragment,
     States,
     find_parts,
@@ -32,23 +31,8 @@ from disco_ds.checkpoints.fragments import (
     refuse_round_robin,
 )
 from disco_ds.checkpoints.weights import read_tensors
-from disco_ds.config import OptimSettings
 from disco_ds.distributed import comm
 from disco_ds.distributed.deepspeed_quirks import refresh_weights
-from disco_ds.models.param_groups import parameter_groups
-
-
-def optimizer_order(model: nn.Module, settings: OptimSettings) -> list[str]:
-    """Return the names of the trained parameters in the order in which the optimizer numbers them.
-
-    Call this before an engine partitions the model.
-    """
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    return [
-        names[parameter]
-        for group in parameter_groups(model, settings)
-        for parameter in group["params"]
-    ]
 
 
 def load_untrained(saved: Saved, model: nn.Module, trained: set[str]) -> None:
@@ -67,10 +51,7 @@ def load_untrained(saved: Saved, model: nn.Module, trained: set[str]) -> None:
         return
 
     def read_untrained() -> dict[str, Tensor]:
-        held: Any = read_tensors(saved)
-        if saved.meta["shape"]["stage"] < 3:  # below ZeRO 3, each rank held these in full
-            held = saved.load(WHOLE)["module"].items()
-        found = {name: value.clone() for name, value in held if name in wanted}
+        found = {name: value.clone() for name, value in read_tensors(saved) if name in wanted}
         if missing := sorted(wanted.keys() - found.keys()):
             raise ValueError(f"it has no value for {', '.join(missing[:5])}")
         return found
@@ -88,7 +69,7 @@ def load_trained(saved: Saved, engine: Engine, order: list[str]) -> None:
     Args:
         saved: A verified checkpoint.
         engine: The engine, whose model went through load_untrained.
-        order: Names of the trained parameters; see optimizer_order.
+        order: Names of the trained parameters.
 
     Raises:
         ValueError: On every rank, if the files do not contain this model's parameters.
@@ -104,7 +85,7 @@ def load_trained(saved: Saved, engine: Engine, order: list[str]) -> None:
             )
         refuse_round_robin({"round_robin_gradients": engine.zero_round_robin_gradients()})
         if comm.rank() == 0:
-            parts = find_parts(saved, order)
+            parts = find_parts(saved)
     parameters = dict(engine.module.named_parameters())
     with torch.no_grad():
         # All ranks must loop in the same order, because each parameter is broadcast.

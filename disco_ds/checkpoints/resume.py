@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,13 +13,14 @@ from deepspeed import DeepSpeedEngine as Engine
 from torch import nn
 
 from disco_ds.checkpoints import checkpoint, reshard, retention
-from disco_ds.checkpoints.changes import Change, find_changes, refuse_changes
+from disco_ds.checkpoints.changes import find_changes, refuse_changes
 from disco_ds.checkpoints.checkpoint import Saved
 from disco_ds.checkpoints.retention import DamagedError
 from disco_ds.config import Config
 from disco_ds.distributed import comm
 from disco_ds.models.clip import read_architecture
-from disco_ds.runs.run_folder import CHANGES, find_newest, split_resume
+from disco_ds.models.param_groups import parameter_groups
+from disco_ds.runs.run_folder import find_newest, split_resume
 
 HYPERPARAMETERS = ("betas", "eps", "lr_factor", "momentum", "names", "weight_decay")
 """Keys of optimizer parameter groups that keep this run's values on resume. The learning rate is set at every step."""
@@ -110,35 +110,16 @@ def set_newer_aside(saved: Saved) -> None:
     comm.from_rank_0(f"setting aside checkpoints newer than {saved.path}", rename)
 
 
-def record_changes(
-    folder: Path, saved: Saved | None, num_steps: int, identity: dict[str, Any]
-) -> None:
-    """Add a line to changes.jsonl for every changed setting and for a changed number of steps or ranks. Collective.
-
-    Each change is also logged.
-    """
-    if saved is None:
+def log_changes(saved: Saved, num_steps: int, identity: dict[str, Any]) -> None:
+    """Log, on rank 0, every changed setting and a changed number of steps or ranks."""
+    if comm.rank() != 0:
         return
     changes = find_changes(saved.meta["identity"], identity)
-    for name, old, new in (
-        ("steps", saved.meta["num_steps"], num_steps),
-        ("ranks", saved.meta["shape"]["ranks"], comm.size()),
-    ):
+    changes["steps"] = saved.meta["num_steps"], num_steps
+    changes["ranks"] = saved.meta["shape"]["ranks"], comm.size()
+    for name, (old, new) in changes.items():
         if old != new:
-            changes.append(Change(name, old, new))
-    path = folder / CHANGES
-    with comm.all_or_none(f"writing {path}"):
-        if comm.rank() == 0 and changes:
-            with path.open("a", encoding="utf-8") as file:
-                for change in changes:
-                    file.write(json.dumps({"step": saved.step, **change._asdict()}) + "\n")
-                    logger.warning(
-                        "from step %d on, %s is %r instead of %r",
-                        saved.step,
-                        change.setting,
-                        change.new,
-                        change.old,
-                    )
+            logger.warning("from step %d on, %s is %r instead of %r", saved.step, name, new, old)
 
 
 def restore(
@@ -173,7 +154,7 @@ def restore(
             "%s was written with %s: random draws, such as dropout, will differ", saved.path, before
         )
     # Done before the engine is built: at ZeRO 3, each rank then keeps only a part of each parameter.
-    order = reshard.optimizer_order(model, config.optim)
+    order = [name for group in parameter_groups(model, config.optim) for name in group["names"]]
     reshard.load_untrained(saved, model, set(order))
     engine = build_engine()
     with _settings_kept(engine):

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import open_clip
-import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -24,7 +23,6 @@ from disco_ds.checkpoints.retention import ENGINE, META, DamagedError, find_late
 from disco_ds.config import ModelSettings, load_config
 from disco_ds.models.clip import (
     build_model,
-    read_architecture,
     read_preprocessing,
     register_architecture,
 )
@@ -40,7 +38,7 @@ class Weights:
     """The tensors of a trained model and the information needed to build the model."""
 
     origin: Path
-    """The checkpoint folder, exported folder or file that was read."""
+    """The checkpoint folder or exported folder that was read."""
     name: str
     """The model's name in the run, without its folder and without the suffix .json."""
     settings: ModelSettings
@@ -67,20 +65,17 @@ def read_weights(path: str | Path, ema: bool = False) -> Weights:
         ValueError: If the path is something else, is incomplete or damaged, or has no average although `ema` is set.
     """
     path = Path(path).resolve()
-    is_export = path.is_file() or (path / MODEL_CONFIG).is_file()
-    if is_export and ema:
-        raise ValueError(f"{path} is an export, which has only one set of weights: omit --ema")
-    if is_export:
-        return _read_file(path) if path.is_file() else _read_folder(path)
+    if (path / MODEL_CONFIG).is_file():
+        if ema:
+            raise ValueError(f"{path} is an export, which has only one set of weights: omit --ema")
+        return _read_folder(path)
     if (path / CHECKPOINTS).is_dir():
         return _read_checkpoint(find_latest(path), ema)
     if (path / META).is_file() or path.parent.name == CHECKPOINTS:
         return _read_checkpoint(path, ema)
-    if not path.exists():
-        raise ValueError(f"{path} does not exist")
     raise ValueError(
-        f"{path} contains no weights: expected a run folder (with {CHECKPOINTS}/), a folder in its {CHECKPOINTS}/, an "
-        f"exported folder (with {MODEL_CONFIG}) or an exported .pt"
+        f"{path} contains no weights: expected a run folder (with {CHECKPOINTS}/), a folder in its {CHECKPOINTS}/, or "
+        f"an exported folder (with {MODEL_CONFIG})"
     )
 
 
@@ -173,19 +168,6 @@ def _read_folder(path: Path) -> Weights:
     return _assemble(path, "export", config["model_cfg"], preprocess, tensors)
 
 
-def _read_file(path: Path) -> Weights:
-    try:
-        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        name, architecture = saved["name"], saved["model_cfg"]
-        preprocess, tensors = saved["preprocess_cfg"], saved["state_dict"]
-    except Exception as error:
-        raise ValueError(
-            f"{path} was not written by disco-ds export; use model.pretrained for other weights: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    return _assemble(path, name, architecture, preprocess, tensors)
-
-
 def _assemble(
     origin: Path,
     name: str,
@@ -208,21 +190,9 @@ def _assemble(
         vision = architecture["vision_cfg"]
         # open_clip builds a tower of timm at the tower's default size unless the size is forced.
         size = vision.get("image_size") if "timm_model_name" in vision else None
-        settings = ModelSettings(name=_register(name, architecture), image_size=size)
+        # A folder's name must not choose the tokenizer; see register_config.
+        is_folder = not name.endswith(".json") and name not in open_clip.list_models()
+        registered = register_architecture("folder" if is_folder else name, architecture)
+        settings = ModelSettings(name=registered, image_size=size)
     label = Path(name).name.rpartition(":")[2].removesuffix(".json")
     return Weights(origin, label, settings, architecture, preprocess, tensors)
-
-
-def _register(name: str, architecture: dict[str, Any]) -> str:
-    """Return a name under which open_clip builds this architecture.
-
-    It is `name` if that still stands for this architecture. Otherwise, register the architecture under a new name.
-    """
-    try:
-        if read_architecture(ModelSettings(name=name)) == architecture:
-            return name
-    except ValueError:
-        pass  # a config file with this name was removed or is on another machine
-    # A folder's name must not choose the tokenizer; see register_config.
-    is_folder = not name.endswith(".json") and name not in open_clip.list_models()
-    return register_architecture("folder" if is_folder else name, architecture)

@@ -239,11 +239,10 @@ example:
     )
     parser.add_argument(
         "--format",
-        metavar="open_clip|pt|both|transformers",
-        default="both",
-        help="open_clip: a folder for open_clip's local-dir: and for the Hugging Face Hub; pt: "
-        "one file for open_clip's pretrained=FILE; transformers: a folder for its AutoModel "
-        "(default: %(default)s)",
+        metavar="open_clip|transformers",
+        default="open_clip",
+        help="open_clip: a folder for open_clip's local-dir: and for the Hugging Face Hub; "
+        "transformers: a folder for its AutoModel (default: %(default)s)",
     )
     parser.add_argument(
         "--dtype",

@@ -171,7 +171,7 @@ class Loss(nn.Module):
         Raises:
             ValueError: If the checkpoint has state that this loss does not keep.
         """
-        if any(parts):
+        if parts[0]:
             raise ValueError(f"the checkpoint has state that {type(self).__name__} does not keep")
 
 

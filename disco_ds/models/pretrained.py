@@ -33,7 +33,8 @@ def read_folder(folder: Path) -> dict[str, Any]:
     """
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        text = config["model_cfg"]["text_cfg"]
+        model = config["model_cfg"]
+        text = {} if "factory" in model else model["text_cfg"]
     except Exception as error:
         raise ValueError(
             f"{folder} is not a complete open_clip folder: {type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Find or make the folder of a run, runs/<name>, and lock it so that no other run writes to it.
+"""Find, make and lock the folder of a run, runs/<name>.
 
 Only rank 0 calls these functions; runs/shared_folder.py broadcasts the result.
 """
@@ -23,8 +23,6 @@ CHECKPOINTS = "checkpoints"
 STEP = re.compile(r"step-\d{8,}")
 """Folder name of a complete checkpoint."""
 CONFIG = "config.yaml"
-CHANGES = "changes.jsonl"
-"""Log of settings that were changed when the run was resumed; each line is {"step", "setting", "old", "new"}."""
 FINISHED = "finished.json"
 """Written after the last step of a run. If it exists, the run succeeded, even if the launcher reported an error."""
 LAUNCHED = "launch.json"
@@ -33,19 +31,7 @@ AUTO = "auto"
 """Value of --resume: resume the newest run of this name if it has a complete checkpoint; otherwise start a new run."""
 
 
-class RunFolder:
-    """A run folder with a lock, which is held until `close` is called."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self._lock = _take_lock(path)
-
-    def close(self) -> None:
-        """Release the lock."""
-        self._lock.close()
-
-
-def make_run_folder(runs: Path, name: str) -> RunFolder:
+def make_run_folder(runs: Path, name: str) -> Path:
     """Make a new folder: runs/name or, if that exists, runs/name-2, runs/name-3, ... Existing folders are not touched.
 
     Raises:
@@ -62,11 +48,11 @@ def make_run_folder(runs: Path, name: str) -> RunFolder:
         raise ValueError(
             f"runs: no folder can be made in {runs}: {error.strerror}; set runs=FOLDER"
         ) from None
-    return RunFolder(path)
+    return path
 
 
-def find_run_folder(runs: Path, name: str, resume: str) -> RunFolder:
-    """Find the folder of the run to resume, and lock it.
+def find_run_folder(runs: Path, name: str, resume: str) -> Path:
+    """Find the folder of the run to resume.
 
     Args:
         runs: Folder of all runs.
@@ -75,7 +61,7 @@ def find_run_folder(runs: Path, name: str, resume: str) -> RunFolder:
             folder or of one of its checkpoints.
 
     Raises:
-        ValueError: If the folder or checkpoint does not exist, or another run is using the folder.
+        ValueError: If the folder or checkpoint does not exist.
     """
     if resume == "latest":
         newest = find_newest(runs, name)
@@ -83,7 +69,7 @@ def find_run_folder(runs: Path, name: str, resume: str) -> RunFolder:
             raise ValueError(
                 f"--resume latest: no run called {name} in {runs}; start one without --resume"
             )
-        return RunFolder(newest)
+        return newest
     path, checkpoint = split_resume(resume)
     if not (path / CHECKPOINTS).is_dir():
         raise ValueError(
@@ -91,7 +77,7 @@ def find_run_folder(runs: Path, name: str, resume: str) -> RunFolder:
         )
     if checkpoint and not checkpoint.is_dir():
         raise ValueError(f"--resume {resume}: there is no such checkpoint")
-    return RunFolder(path)
+    return path
 
 
 def find_newest(runs: Path, name: str) -> Path | None:
@@ -153,7 +139,12 @@ def mark_launch(path: Path, launch_id: str | None, code: int | None = None) -> N
             write_text(path / LAUNCHED, json.dumps({"launch": launch_id, "code": code}) + "\n")
 
 
-def _take_lock(path: Path) -> IO[str]:
+def lock_folder(path: Path) -> IO[str]:
+    """Lock a run folder, so that no other run writes to it, until the returned file is closed.
+
+    Raises:
+        ValueError: If another run is using the folder, or the file system has no locks.
+    """
     # Open to append: if another process holds the lock, the message below quotes what it wrote to the file.
     handle = open(path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115  (open as long as the run)
     try:

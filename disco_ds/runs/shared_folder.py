@@ -18,6 +18,7 @@ from disco_ds.runs.run_folder import (
     CONFIG,
     FINISHED,
     find_run_folder,
+    lock_folder,
     make_run_folder,
     make_token,
 )
@@ -48,13 +49,13 @@ def open_folder(config: Config, resume: str | None, stack: ExitStack) -> Path:
         ValueError: On every rank, if the folder cannot be found, made or locked, or a rank cannot write to it.
     """
 
-    def lock() -> tuple[Path, tuple[int, int]]:
+    def find() -> tuple[Path, tuple[int, int]]:
         runs, name = config.runs, config.name
-        opened = find_run_folder(runs, name, resume) if resume else make_run_folder(runs, name)
-        stack.callback(opened.close)
-        return opened.path, read_finished(opened.path)
+        path = find_run_folder(runs, name, resume) if resume else make_run_folder(runs, name)
+        stack.enter_context(lock_folder(path))
+        return path, read_finished(path)
 
-    folder, (steps, samples) = comm.from_rank_0("run folder", lock)
+    folder, (steps, samples) = comm.from_rank_0("run folder", find)
     if config.find_end(steps, samples)[0] <= steps:
         raise FinishedError(folder, steps)
     with removed_if_refused(folder, new=not resume):
@@ -69,13 +70,8 @@ def read_finished(folder: Path) -> tuple[int, int]:
     path = folder / FINISHED
     if not path.exists():
         return 0, 0
-    try:
-        reached = json.loads(path.read_text(encoding="utf-8"))
-        return reached["steps"], reached["samples"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} cannot be read: {error}; remove it if the run is not finished"
-        ) from None
+    reached = json.loads(path.read_text(encoding="utf-8"))
+    return reached["steps"], reached["samples"]
 
 
 @contextmanager

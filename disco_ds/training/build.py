@@ -22,7 +22,7 @@ from disco_ds.checkpoints.checkpoint import RunState, Saved
 from disco_ds.checkpoints.resume import (
     choose,
     find_started,
-    record_changes,
+    log_changes,
     restore,
     set_newer_aside,
 )
@@ -172,6 +172,10 @@ def build(
     model, tokenizer = build_towers(config, loss, restored=saved is not None)
     look = read_preprocessing(model)
     image = ImageSpec(look.size, look.interpolation, look.resize_mode)
+    position = None
+    if saved:
+        states = saved.states("data")
+        position = comm.from_rank_0("data", lambda: merge_states(list(states)))
     with comm.all_or_none("data"):
         loader = Loader(
             config.data,
@@ -179,7 +183,7 @@ def build(
             SampleForm(image, tokenizer, *read_text_size(model)),
             Share(comm.rank(), comm.size(), config.global_batch, config.micro_batch),
             config.seed,
-            merge_states(saved.states("data")) if saved else None,
+            position,
             Staging(
                 config.image_staging,
                 comm.local_device(),
@@ -199,9 +203,10 @@ def build(
         ds_config = write_settings(recipe, config, folder)
         wandb = open_wandb(recipe, folder, stack)
         engine = start_engine(config, model, loss, ds_config, saved)
-        # The settings that a stage changes are in its recipe, so compare with the stage before.
-        before = recipe.at_sample(schedule.first_samples - 1)
-        record_changes(folder, saved, schedule.num_steps, identify_stage(before))
+        if saved:
+            # The settings that a stage changes are in its recipe, so compare with the stage before.
+            before = recipe.at_sample(schedule.first_samples - 1)
+            log_changes(saved, schedule.num_steps, identify_stage(before))
     metrics = MetricsLogger(
         folder,
         find_writers(engine, wandb),

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import disco_ds
-from disco_ds.checkpoints.export import FILE, export_run
+from disco_ds.checkpoints.export import export_run
 from disco_ds.checkpoints.weights import TENSORS, read_weights
 from disco_ds.cli.main import main
 from disco_ds.config import ModelSettings
@@ -77,67 +77,50 @@ def make_run(folder: Path, kind: str, bias: float | None = None) -> tuple[Path, 
     return run, model.eval(), build_tokenizer(ModelSettings(name=name), model)
 
 
-def load(folder: Path, layout: str, name: str) -> tuple[Any, Any, Any]:
+def load(folder: Path) -> tuple[Any, Any, Any]:
     """(model, preprocess, tokenizer), by open_clip alone."""
-    if layout == "pt":
-        open_clip.add_model_config(folder / f"{name}.json")
-        model, _, preprocess = open_clip.create_model_and_transforms(
-            name, pretrained=str(folder / FILE)
-        )
-        return model.eval(), preprocess, open_clip.get_tokenizer(name)
     model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{folder}")
     return model.eval(), preprocess, open_clip.get_tokenizer(f"local-dir:{folder}")
 
 
 @pytest.mark.parametrize(
-    ("kind", "bias", "layout"),
-    [
-        ("own", None, "open_clip"),
-        ("own", -5.0, "pt"),
-        ("timm", -5.0, "open_clip"),
-        ("quickstart", None, "both"),
-    ],
+    ("kind", "bias"), [("own", None), ("own", -5.0), ("timm", -5.0), ("quickstart", None)]
 )
 @torch.no_grad()
 def test_open_clip_loads_equal_features_preprocessing_and_tokens(
-    kind: str, bias: float | None, layout: Any, tmp_path: Path
+    kind: str, bias: float | None, tmp_path: Path
 ) -> None:
     run, model, tokenizer = make_run(tmp_path, kind, bias)
-    folder = export_run(run, tmp_path / "exports" / "one", layout)
-    for way in ("open_clip", "pt") if layout == "both" else (layout,):
-        loaded, preprocess, tokenize = load(
-            folder, way, "quickstart" if kind == "quickstart" else "tiny"
-        )
-        assert loaded.logit_scale.shape == ()
-        assert loaded.logit_scale == model.logit_scale
-        assert (loaded.logit_bias is None) == (bias is None)
-        tokens = tokenizer(TEXTS)
-        assert torch.equal(tokenize(TEXTS), tokens)
-        image = torch.rand(2, 3, *read_preprocessing(model).size)
-        assert torch.equal(loaded.encode_image(image), model.encode_image(image))
-        assert torch.equal(loaded.encode_text(tokens), model.encode_text(tokens))
-        # From the picture and the words on, each with its own preparation and normalization.
-        look = read_preprocessing(model)
-        pixels = resize_for_evaluation(
-            picture(), ImageSpec(look.size, look.interpolation, look.resize_mode)
-        )
-        ours = model(pixels[None], tokens)
-        theirs = (
-            loaded.encode_image(preprocess(picture())[None], normalize=True),
-            loaded.encode_text(tokens, True),
-        )
-        for got, wanted in zip(theirs, ours, strict=False):
-            torch.testing.assert_close(got, wanted, rtol=0, atol=2e-6)
+    loaded, preprocess, tokenize = load(export_run(run, tmp_path / "exports" / "one"))
+    assert loaded.logit_scale.shape == ()
+    assert loaded.logit_scale == model.logit_scale
+    assert (loaded.logit_bias is None) == (bias is None)
+    tokens = tokenizer(TEXTS)
+    assert torch.equal(tokenize(TEXTS), tokens)
+    image = torch.rand(2, 3, *read_preprocessing(model).size)
+    assert torch.equal(loaded.encode_image(image), model.encode_image(image))
+    assert torch.equal(loaded.encode_text(tokens), model.encode_text(tokens))
+    # From the picture and the words on, each with its own preparation and normalization.
+    look = read_preprocessing(model)
+    pixels = resize_for_evaluation(
+        picture(), ImageSpec(look.size, look.interpolation, look.resize_mode)
+    )
+    ours = model(pixels[None], tokens)
+    theirs = (
+        loaded.encode_image(preprocess(picture())[None], normalize=True),
+        loaded.encode_text(tokens, True),
+    )
+    for got, wanted in zip(theirs, ours, strict=False):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=2e-6)
 
 
 def test_export_of_an_export_has_the_same_tensors(tmp_path: Path) -> None:
     run, _, _ = make_run(tmp_path, "own", bias=-5.0)
     wanted = read_weights(run).tensors
     first = export_run(run, tmp_path / "first")
-    for source in (first, first / FILE):
-        again = read_weights(export_run(source, tmp_path / f"again of {source.name}")).tensors
-        assert again.keys() == wanted.keys()
-        assert all(torch.equal(again[key], wanted[key]) for key in wanted)
+    again = read_weights(export_run(first, tmp_path / "again")).tensors
+    assert again.keys() == wanted.keys()
+    assert all(torch.equal(again[key], wanted[key]) for key in wanted)
 
 
 def test_dtype_is_that_of_all_but_the_scale_and_buffers(tmp_path: Path) -> None:
@@ -150,7 +133,7 @@ def test_dtype_is_that_of_all_but_the_scale_and_buffers(tmp_path: Path) -> None:
         assert others == {"logit_scale"} | {
             key for key, _ in model.named_buffers() if key in tensors
         }
-    assert load(tmp_path / "fp16", "open_clip", "tiny")[0].text_projection.dtype == torch.float32
+    assert load(tmp_path / "fp16")[0].text_projection.dtype == torch.float32
 
 
 def test_fp16_that_cannot_hold_the_weights_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
@@ -208,9 +191,12 @@ def test_command_line_writes_or_says_why_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, _, _ = make_run(tmp_path, "own")
-    argv = ["export", str(run), "--to", str(tmp_path / "one"), "--format", "pt", "--dtype", "bf16"]
+    argv = ["export", str(run), "--to", str(tmp_path / "one"), "--dtype", "bf16"]
     assert main(argv) == 0
-    assert f"{tmp_path / 'one'}: README.md, tiny.json, weights.pt" in capsys.readouterr().out
+    assert (
+        f"{tmp_path / 'one'}: README.md, open_clip_config.json, open_clip_model"
+        in capsys.readouterr().out
+    )
     assert main(argv) == 2
     assert "error: " in capsys.readouterr().err
 
@@ -220,20 +206,18 @@ def read_blocks(folder: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
 
 
-def test_readme_loads_the_model_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readme_loads_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, model, _ = make_run(tmp_path, "own")
-    folder = export_run(run, tmp_path / "my export", "both", "bf16")
+    folder = export_run(run, tmp_path / "my export", dtype="bf16")
     monkeypatch.chdir(tmp_path)
-    blocks = read_blocks(folder, "python")
-    assert len(blocks) == 2
-    for code in blocks:
-        assert "disco_ds" not in code
-        found: dict[str, Any] = {}
-        exec(code, found)
-        assert found["model"].text_projection.equal(
-            model.get_parameter("text_projection").bfloat16().float()
-        )
-        assert found["tokenizer"](TEXTS).shape == (len(TEXTS), CONTEXT)
+    (code,) = read_blocks(folder, "python")
+    assert "disco_ds" not in code
+    found: dict[str, Any] = {}
+    exec(code, found)
+    assert found["model"].text_projection.equal(
+        model.get_parameter("text_projection").bfloat16().float()
+    )
+    assert found["tokenizer"](TEXTS).shape == (len(TEXTS), CONTEXT)
     assert read_blocks(folder, "sh")[0].startswith(
         'clip_benchmark eval --model "local-dir:my export" '
     )

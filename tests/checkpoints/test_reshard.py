@@ -14,13 +14,13 @@ import torch
 from disco_ds.checkpoints import checkpoint
 from disco_ds.checkpoints.export import export_run
 from disco_ds.checkpoints.fragments import States, find_parts, join
-from disco_ds.checkpoints.reshard import optimizer_order
 from disco_ds.checkpoints.retention import find_latest
 from disco_ds.checkpoints.weights import read_tensors, read_weights
 from disco_ds.config import ModelSettings, load_config
 from disco_ds.distributed import comm
 from disco_ds.metrics.logger import METRICS_FILE
 from disco_ds.models.clip import build_model
+from disco_ds.models.param_groups import parameter_groups
 from disco_ds.runs.run_folder import CHECKPOINTS
 from disco_ds.training.build import build
 from disco_ds.training.loop import train
@@ -81,9 +81,12 @@ def states(path: Path) -> dict[str, States]:
         folder / "tiny.yaml" for folder in path.parents if (folder / "tiny.yaml").is_file()
     )
     config = load_config(written_by)
-    order = optimizer_order(build_model(config.model), config.optim)
-    found = find_parts(checkpoint.read(path), order)
-    assert found.keys() == set(order)
+    found = find_parts(checkpoint.read(path))
+    assert found.keys() == {
+        name
+        for group in parameter_groups(build_model(config.model), config.optim)
+        for name in group["names"]
+    }
     return {name: join(found, name) for name in found}
 
 

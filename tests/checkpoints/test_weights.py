@@ -254,9 +254,6 @@ def spoil(run: Path, kind: str) -> Path:
         return shutil.copytree(step, run.parent / "copy")
     elif kind == "foreign folder":
         return run.parent
-    elif kind == "foreign pt":
-        torch.save({"state_dict": {}}, run / "other.pt")
-        return run / "other.pt"
     elif kind == "foreign export":
         (run / MODEL_CONFIG).write_text("{}")
         (run / TENSORS).touch()
@@ -283,10 +280,9 @@ def spoil(run: Path, kind: str) -> Path:
         ),
         ("copied away", "copy is not inside a run folder: .*config.yaml is missing"),
         ("foreign folder", "contains no weights: expected a run folder"),
-        ("foreign pt", r"other.pt was not written by disco-ds export.*model.pretrained"),
         ("foreign export", "run is not a complete open_clip folder: KeyError"),
         ("half an export", "run is not a complete open_clip folder: "),
-        ("nothing", "nothing does not exist"),
+        ("nothing", "nothing contains no weights"),
     ],
 )
 def test_read_weights_what_is_not_whole_or_ours_is_refused(

@@ -35,7 +35,7 @@ def test_code_of_the_page_runs_as_it_stands(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert re.search(r"^True \d\.\d GiB, most in \w+$", done.stdout, re.MULTILINE)
     assert re.search(r"^unseen \{'top1': 0\.", done.stdout, re.MULTILINE)
-    assert (tmp_path / "exports" / "first" / "weights.pt").is_file()
+    assert (tmp_path / "exports" / "first" / "open_clip_model.safetensors").is_file()
     assert (tmp_path / "runs" / "mine" / "finished.json").is_file()
     assert "has done all its steps" in done.stdout.splitlines()[-1]
 

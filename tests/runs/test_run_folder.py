@@ -17,8 +17,8 @@ from disco_ds.runs.run_folder import (
     CONFIG,
     FINISHED,
     LAUNCHED,
-    RunFolder,
     find_run_folder,
+    lock_folder,
     make_run_folder,
     mark_finished,
     mark_launch,
@@ -30,18 +30,11 @@ from helpers.small_disk import mount_small_disk
 HOLD = """
 import sys
 from pathlib import Path
-from disco_ds.runs.run_folder import RunFolder
-held = RunFolder(Path(sys.argv[1]))
+from disco_ds.runs.run_folder import lock_folder
+held = lock_folder(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.readline()
 """
-
-
-def make(runs: Path, name: str) -> Path:
-    """A new run folder that nobody holds."""
-    folder = make_run_folder(runs, name)
-    folder.close()
-    return folder.path
 
 
 @pytest.mark.parametrize("runs", ["file", "/proc/nothing"])
@@ -55,9 +48,9 @@ def test_folder_that_cannot_be_made_is_named_with_its_setting(runs: str, tmp_pat
 
 def test_make_run_folder_that_exists_takes_the_next_number(tmp_path: Path) -> None:
     runs = tmp_path / "deep" / "runs"
-    assert [make(runs, "a").name for _ in range(3)] == ["a", "a-2", "a-3"]
+    assert [make_run_folder(runs, "a").name for _ in range(3)] == ["a", "a-2", "a-3"]
     (runs / "b").write_text("a file")
-    assert make(runs, "b").name == "b-2"
+    assert make_run_folder(runs, "b").name == "b-2"
     assert (runs / "b").read_text() == "a file"
 
 
@@ -66,8 +59,7 @@ def test_find_run_folder_latest_is_the_highest_number(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     (tmp_path / "a-99").write_text("a file")
     folder = find_run_folder(tmp_path, "a", "latest")
-    folder.close()
-    assert folder.path == tmp_path / "a-10"
+    assert folder == tmp_path / "a-10"
 
 
 def test_find_run_folder_leaves_runs_of_another_name(tmp_path: Path) -> None:
@@ -75,21 +67,18 @@ def test_find_run_folder_leaves_runs_of_another_name(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir()
         (tmp_path / folder / CONFIG).write_text(f"name: {name}\nsteps: 3\n")
     found = find_run_folder(tmp_path, "a", "latest")
-    found.close()
-    assert found.path.name == "a-2"
+    assert found.name == "a-2"
     for broken in ("", "steps: [", "just text"):
         (tmp_path / "a-4" / CONFIG).write_text(broken)
         found = find_run_folder(tmp_path, "a", "latest")
-        found.close()
-        assert found.path.name == "a-4", "its lock or its checkpoints will tell"
+        assert found.name == "a-4", "its lock or its checkpoints will tell"
 
 
 def test_find_run_folder_name_is_taken_literally(tmp_path: Path) -> None:
     for name in ("a.b", "axb-7"):
         (tmp_path / name).mkdir()
     folder = find_run_folder(tmp_path, "a.b", "latest")
-    folder.close()
-    assert folder.path.name == "a.b"
+    assert folder.name == "a.b"
 
 
 @pytest.mark.parametrize("exists", [True, False])
@@ -109,8 +98,7 @@ def test_find_run_folder_path_must_have_checkpoints(tmp_path: Path) -> None:
             find_run_folder(tmp_path, "a", str(path))
     (tmp_path / "a" / CHECKPOINTS).mkdir()
     folder = find_run_folder(tmp_path / "elsewhere", "other", str(tmp_path / "a"))
-    folder.close()
-    assert folder.path == tmp_path / "a"
+    assert folder == tmp_path / "a"
 
 
 def test_find_run_folder_takes_the_path_of_a_checkpoint(
@@ -124,7 +112,7 @@ def test_find_run_folder_takes_the_path_of_a_checkpoint(
         "step-00000040/",
         "../checkpoints/step-00000040",
     ):
-        find_run_folder(tmp_path, "b", str(resume)).close()
+        find_run_folder(tmp_path, "b", str(resume))
         assert split_resume(str(resume)) == (
             tmp_path / "a",
             tmp_path / "a" / CHECKPOINTS / "step-00000040",
@@ -137,14 +125,9 @@ def test_find_run_folder_takes_the_path_of_a_checkpoint(
 
 
 def test_second_run_in_one_process_is_refused_until_the_first_closes(tmp_path: Path) -> None:
-    first = make_run_folder(tmp_path, "a")
-    with pytest.raises(ValueError, match=r"in use by process \d+ on "):
-        RunFolder(first.path)
-    with pytest.raises(ValueError, match="in use"):
-        find_run_folder(tmp_path, "a", "latest")
-    first.close()
-    first.close()
-    find_run_folder(tmp_path, "a", "latest").close()
+    with lock_folder(tmp_path), pytest.raises(ValueError, match=r"in use by process \d+ on "):
+        lock_folder(tmp_path)
+    lock_folder(tmp_path).close()
 
 
 def test_second_run_in_another_process_is_refused_naming_the_first(tmp_path: Path) -> None:
@@ -156,11 +139,11 @@ def test_second_run_in_another_process_is_refused_naming_the_first(tmp_path: Pat
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
         with pytest.raises(ValueError, match=f"in use by process {process.pid} on ") as caught:
-            RunFolder(tmp_path)
+            lock_folder(tmp_path)
         assert "long ago" not in str(caught.value)
         process.kill()
     # The kernel lets go of a killed process's lock.
-    RunFolder(tmp_path).close()
+    lock_folder(tmp_path).close()
 
 
 def test_mark_finished_is_read_back(tmp_path: Path) -> None:

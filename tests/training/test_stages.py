@@ -22,6 +22,7 @@ from disco_ds.data import ImageSpec, Loader, SampleForm, Share, load_sources, me
 from disco_ds.models.clip import build_model, build_tokenizer, read_text_size
 from disco_ds.models.param_groups import parameter_groups
 from disco_ds.run import RefusedError, run_training
+from disco_ds.runs.run_log import LOG
 from disco_ds.training.loop import AskedToStopError
 from helpers.dist import run_ranks
 from helpers.launched import SAME, equal_checkpoints, records, same_as_uninterrupted
@@ -170,7 +171,7 @@ def test_stages_train_like_one_process_in_plain_torch(
     assert_close(weights(run, 10), true)
     found = records(run)
     assert [r["samples"] for r in found] == [16, 32, 48, 64, 96, 128, 160, 192, 240, 288]
-    assert not (run / "changes.jsonl").exists(), "nobody changed a setting"
+    assert "instead of" not in (run / LOG).read_text(), "nobody changed a setting"
     assert json.loads((run / "finished.json").read_text()) == {"steps": 10, "samples": 288}
 
 
@@ -285,8 +286,7 @@ def test_batch_changed_on_resume_trains_like_a_stage(tmp_path: Path) -> None:
     last = Path("checkpoints", "step-00000006")
     equal_checkpoints(other / last, run / last)
     assert read(other / last).meta["samples"] == 128
-    (line,) = (other / "changes.jsonl").read_text().splitlines()[:1]
-    assert json.loads(line) == {"step": 4, "setting": "global_batch", "old": 16, "new": 32}
+    assert "from step 4 on, global_batch is 32 instead of 16" in (other / LOG).read_text()
 
 
 def refused(path: Path, overrides: list[str], resume: str | None) -> str:
