@@ -21,9 +21,9 @@ from torch import nn
 from disco_ds.checkpoints.transformers_export import convert, write_processor
 from disco_ds.checkpoints.weights import MODEL_CONFIG, TENSORS, Weights, build_from, read_weights
 from disco_ds.models.clip import build_tokenizer
+from disco_ds.models.param_groups import SCALES
 
 Layout = Literal["open_clip", "transformers"]
-SCALES = {"logit_scale", "logit_bias"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 HEAD = """---
@@ -171,7 +171,7 @@ def _cast(model: nn.Module, dtype: str) -> None:
 def _write_open_clip(folder: Path, weights: Weights, model: nn.Module, tokenizer: Any) -> None:
     # safetensors refuses tensors that share memory.
     tensors = {name: value.clone() for name, value in model.state_dict().items()}
-    for name in SCALES & tensors.keys():
+    for name in tensors.keys() & SCALES:
         tensors[name] = tensors[name].reshape(())
     save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
     save_config_for_hf(model, folder / MODEL_CONFIG, weights.architecture)
@@ -202,7 +202,7 @@ def _render_readme(layout: Layout, architecture: dict[str, Any], facts: dict[str
     if "factory" in architecture:
         return (HEAD + CUSTOM).format(**facts, factory=architecture["factory"])
     use = USES[layout]
-    name = str(architecture["vision_cfg"].get("timm_model_name", "")).split(".")[0]
+    name = architecture["vision_cfg"].get("timm_model_name", "")
     module = timm.model_entrypoint(name).__module__ if timm.is_model(name) else "timm"
     if module.startswith("timm"):
         return (HEAD + use).format(**facts, first="", benchmark="clip_benchmark")

@@ -23,9 +23,9 @@ from disco_ds.checkpoints.retention import ENGINE, META, DamagedError, find_late
 from disco_ds.config import ModelSettings, load_config
 from disco_ds.models.clip import (
     build_model,
-    read_preprocessing,
     register_architecture,
 )
+from disco_ds.models.param_groups import SCALES
 from disco_ds.models.pretrained import CONFIG as MODEL_CONFIG
 from disco_ds.models.pretrained import read_folder
 from disco_ds.runs.run_folder import CHECKPOINTS, CONFIG
@@ -99,8 +99,6 @@ def build_from(weights: Weights) -> nn.Module:
     open_clip.set_model_preprocess_cfg(
         model, open_clip.get_model_preprocess_cfg(model) | weights.preprocess
     )
-    preprocessing = read_preprocessing(model)
-    model.image_mean, model.image_std = preprocessing.mean, preprocessing.std
     return model.eval()
 
 
@@ -178,7 +176,7 @@ def _assemble(
     tensors = {
         key: value.float() if value.is_floating_point() else value for key, value in tensors.items()
     }
-    for key in {"logit_scale", "logit_bias"} & tensors.keys():
+    for key in tensors.keys() & SCALES:
         # In open_clip they are 0-d, which DeepSpeed cannot train.
         tensors[key] = tensors[key].reshape(1)
     architecture = {key: value for key, value in architecture.items() if key != "init_logit_bias"}

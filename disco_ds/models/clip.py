@@ -30,6 +30,7 @@ from torch.nn import functional as F
 
 from disco_ds.config import PACKAGE, ModelSettings
 from disco_ds.models import convnet  # noqa: F401  (registers disco_convnet with timm)
+from disco_ds.models.param_groups import SCALES
 from disco_ds.models.pretrained import (
     CONFIG,
     TIMM,
@@ -79,9 +80,7 @@ def build_model(
         nn.init.normal_(_text_tower(model).token_embedding.weight, std=settings.token_embedding_std)
     if settings.activation_checkpointing:
         model.set_grad_checkpointing(True)
-    preprocessing = read_preprocessing(model)
     model.two_views = settings.two_views
-    model.image_mean, model.image_std = preprocessing.mean, preprocessing.std
     # ZeRO 3 gathers the direct parameters of a module around its forward: a wrapper around
     # open_clip's module would find logit_scale, text_projection and positional_embedding empty.
     model.forward = types.MethodType(forward, model)
@@ -235,7 +234,8 @@ def _normalize(model: Any, image: Tensor) -> Tensor:
     """Compute (pixels - mean) / std in one pass, in the precision of the tower's first layer."""
     device = image.device
     largest = 255.0 if image.dtype == torch.uint8 else 1.0
-    factor, offset = pixel_affine(model.image_mean, model.image_std, largest, device)
+    look = read_preprocessing(model)
+    factor, offset = pixel_affine(look.mean, look.std, largest, device)
     dtype = model.logit_scale.dtype
     if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
@@ -268,19 +268,11 @@ def unit_rows(x: Tensor) -> Tensor:
 
 def trained_sides(model: Any) -> dict[str, bool]:
     """Return whether the features of each side, "image" and "text", have a gradient."""
-    towers = _parameters_by_tower(model)
-    image, text = (any(parameter.requires_grad for parameter in tower) for tower in towers)
-    return {"image": image, "text": image if model.two_views else text}
-
-
-def _parameters_by_tower(model: Any) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    image = any(name.startswith("visual.") for name in trained)
     # In open_clip's CLIP, the parameters of the text tower are direct parameters of the model.
-    others = [
-        parameter
-        for name, parameter in model.named_parameters()
-        if not name.startswith("visual.") and name not in ("logit_scale", "logit_bias")
-    ]
-    return list(model.visual.parameters()), others
+    text = any(not name.startswith("visual.") and name not in SCALES for name in trained)
+    return {"image": image, "text": image if model.two_views else text}
 
 
 def read_preprocessing(model: nn.Module) -> PreprocessCfg:
@@ -400,16 +392,6 @@ def _lock(model: Any, settings: ModelSettings, learns_scale: bool) -> None:
         raise ValueError(
             f"model.unlocked_layers={settings.unlocked_layers}: {settings.name}: {error}"
         ) from None
-    image, text = _parameters_by_tower(model)
-    for side, locked, tower in (
-        ("image", settings.lock_image, image),
-        ("text", settings.lock_text, text),
-    ):
-        if settings.unlocked_layers and locked and all(p.requires_grad for p in tower):
-            raise ValueError(
-                f"model.unlocked_layers={settings.unlocked_layers} trains all of the {side} tower; "
-                f"omit model.lock_{side}"
-            )
     model.logit_scale.requires_grad_(learns_scale)
 
 

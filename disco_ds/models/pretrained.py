@@ -122,9 +122,7 @@ def read_overrides(name: str, settings: ModelSettings) -> dict[str, Any]:
     }
     merged = merge_preprocess_dict(merge_preprocess_dict({}, cfg), overrides)
     merged.pop("size", None)
-    return {
-        key: list(value) if isinstance(value, tuple) else value for key, value in merged.items()
-    }
+    return merged
 
 
 def load_image_tower(model: Any, path: Path) -> None:

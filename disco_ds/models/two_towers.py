@@ -96,14 +96,15 @@ class TwoTowers(nn.Module):
         """
         for name, tower in (("image", self.visual), ("text", self.text)):
             # A tower may wrap the library's model, so take the first module inside it that has such a method.
-            modules: list[Any] = list(tower.modules())
-            timms = [m for m in modules if hasattr(m, "set_grad_checkpointing")]
-            transformers = [m for m in modules if hasattr(m, "gradient_checkpointing_enable")]
-            if timms:
-                timms[0].set_grad_checkpointing(enable)
-            elif transformers:
-                # Reentrant checkpointing drops the gradients if the input of a tower does not need a gradient.
-                transformers[0].gradient_checkpointing_enable({"use_reentrant": False})
+            module: Any
+            for module in tower.modules():
+                if hasattr(module, "set_grad_checkpointing"):  # timm or open_clip
+                    module.set_grad_checkpointing(enable)
+                    break
+                if hasattr(module, "gradient_checkpointing_enable"):  # transformers
+                    # Reentrant checkpointing drops the gradients if the input of a tower does not need a gradient.
+                    module.gradient_checkpointing_enable({"use_reentrant": False})
+                    break
             else:
                 raise ValueError(
                     f"model.activation_checkpointing: the {name} tower has no method "

@@ -136,7 +136,9 @@ def test_model_is_what_the_trainer_asks_for(package):
     image = torch.randint(0, 256, (4, 3, 16, 16), dtype=torch.uint8)
     tokens = build_tokenizer(own(), model)(["a", "bc", "def", ""])
     features = model.eval()(image, tokens)
-    expected = model.visual((image / 255 - 0.5) / torch.tensor(model.image_std).view(3, 1, 1))
+    expected = model.visual(
+        (image / 255 - 0.5) / torch.tensor(model.visual.image_std).view(3, 1, 1)
+    )
     torch.testing.assert_close(features[0], nn.functional.normalize(expected, dim=-1))
     torch.testing.assert_close(features[1], nn.functional.normalize(model.text(tokens), dim=-1))
     assert (features[2].item(), features[3].item()) == (pytest.approx(10), -10)

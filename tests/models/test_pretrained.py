@@ -98,9 +98,10 @@ def test_a_folder_gives_weights_and_preprocessing(tiny: str, tmp_path: Path) -> 
     (folder / "open_clip_config.json").write_text(json.dumps(about))
     model = build(tiny, pretrained=folder)
     assert torch.equal(model.visual.proj, source.visual.proj)
-    assert model.image_mean == (0.5, 0.5, 0.5)
-    assert model.image_std == (0.25, 0.25, 0.25)
-    assert read_preprocessing(model).size == (32, 32), "the size is the tower's"
+    look = read_preprocessing(model)
+    assert look.mean == (0.5, 0.5, 0.5)
+    assert look.std == (0.25, 0.25, 0.25)
+    assert look.size == (32, 32), "the size is the tower's"
 
 
 def test_the_name_of_a_folder_does_not_choose_the_tokenizer(tmp_path: Path) -> None:
@@ -232,7 +233,7 @@ def test_unlocked_layers_are_those_of_open_clip(side: str, layers: int, tiny: st
     )
 
 
-def test_unlocked_layers_that_cannot_be_are_refused(tiny: str, tmp_path: Path) -> None:
+def test_unlocked_layers_that_cannot_be_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model.unlocked_layers needs a locked tower"):
         ModelSettings(unlocked_layers=1)
     resnet = {
@@ -248,9 +249,6 @@ def test_unlocked_layers_that_cannot_be_are_refused(tiny: str, tmp_path: Path) -
             ValueError, match=r"model.unlocked_layers=1: .*partial locking not currently supported"
         ):
             build(str(tmp_path / "resnet.json"), lock_image=True, unlocked_layers=1)
-    for side in ("image", "text"):
-        with pytest.raises(ValueError, match=rf"unlocked_layers=9 trains all of the {side} tower"):
-            build(tiny, **{f"lock_{side}": True}, unlocked_layers=9)
 
 
 # Preprocessing and activation
@@ -259,19 +257,12 @@ def test_unlocked_layers_that_cannot_be_are_refused(tiny: str, tmp_path: Path) -
 def test_size_preprocessing_and_activation_are_overridden_as_in_open_clip(tiny: str) -> None:
     look: dict[str, Any] = {"mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6)}
     look |= {"interpolation": "bilinear", "resize_mode": "squash"}
-    listed = {
-        key: list(value) if isinstance(value, tuple) else value for key, value in look.items()
-    }
     own = {"image_mean": look["mean"], "image_std": look["std"], **dict(list(look.items())[2:])}
     model = build(tiny, image_size=48, quick_gelu=True, **own)
     theirs = open_clip.create_model(
         Path(tiny).stem, force_image_size=48, force_quick_gelu=True, force_preprocess_cfg=look
     )
-    assert (
-        open_clip.get_model_preprocess_cfg(model)
-        == open_clip.get_model_preprocess_cfg(theirs) | listed
-    )
-    assert (model.image_mean, model.image_std) == (look["mean"], look["std"])
+    assert open_clip.get_model_preprocess_cfg(model) == open_clip.get_model_preprocess_cfg(theirs)
     assert read_preprocessing(model).size == (48, 48)
     theirs.load_state_dict(model.state_dict() | {"logit_scale": torch.tensor(math.log(1 / 0.07))})
     image = torch.rand(2, 3, 48, 48)
