@@ -20,7 +20,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from copy import deepcopy
@@ -200,10 +199,8 @@ def write_tensors(value: Any, path: Path) -> dict[str, Any]:
             os.fsync(file.fileno())
             size = file.tell()
     except OSError as error:
-        free = shutil.disk_usage(path.parent).free / 2**20
         raise OSError(
-            f"{path.name} could not be written: {error.strerror} in {path.parent} "
-            f"({free:,.0f} MiB free); make room there"
+            f"{path.name} could not be written: {error.strerror} in {path.parent}; make room there"
         ) from error
     return {"bytes": size, "sha256": hashed.digest.hexdigest()}
 

@@ -13,7 +13,6 @@ retention.py manages the folder that contains all checkpoints of a run.
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import shutil
@@ -108,7 +107,7 @@ def shape(config: Config, ranks: int) -> dict[str, Any]:
     They may change when a run is resumed, see reshard.py.
     """
     zero = config.deepspeed.get("zero_optimization", {})
-    found = {
+    return {
         "ranks": ranks,
         "stage": stage(config.deepspeed),
         "precision": precision(config.deepspeed),
@@ -116,7 +115,6 @@ def shape(config: Config, ranks: int) -> dict[str, Any]:
             key: value for key, value in zero.items() if key not in COMMUNICATION_SETTINGS
         },
     }
-    return json.loads(json.dumps(found))
 
 
 class RunState(NamedTuple):

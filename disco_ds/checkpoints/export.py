@@ -6,7 +6,6 @@ README.md says so and contains the import line.
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -34,12 +33,13 @@ tags:
 ---
 # {name}
 
-A CLIP model trained with disco_ds: {count:,} values in {dtype}, from {origin}. In the folder above this one:
+A CLIP model trained with disco_ds, in {dtype}, from {origin}. In the folder above this one:
 """
 """Beginning of README.md. Its YAML header makes the file a Hugging Face model card."""
 NOTE = """
 (timm does not recognize this model's image tower until `{module}` is imported. disco_ds must be
-installed where the model is loaded, and imported first, as shown below.)
+installed where the model is loaded, and imported first, as shown below. For the same reason, run clip_benchmark as
+`python -c "import {module}; from clip_benchmark.cli import main; main()"`.)
 """
 CUSTOM = """
 The model is built by `{factory}`, which must be importable where it is loaded:
@@ -59,7 +59,7 @@ model, _, preprocess = open_clip.create_model_and_transforms("local-dir:{folder}
 tokenizer = open_clip.get_tokenizer("local-dir:{folder}")
 ```
 ```sh
-{benchmark} eval --model "local-dir:{folder}" --output RESULT.json \\
+clip_benchmark eval --model "local-dir:{folder}" --output RESULT.json \\
     --task zeroshot_classification --dataset wds/NAME --dataset_root SET
 ```
 """,
@@ -114,7 +114,8 @@ def export_run(
     if to.exists():
         raise ValueError(f"{to} exists already; choose a new folder")
     weights = read_weights(run, ema)
-    model = exported = build_from(weights)
+    model: Any = build_from(weights)
+    exported = model
     tokenizer = build_tokenizer(weights.settings, model)
     if layout == "transformers":
         exported = convert(model, weights.name)
@@ -126,7 +127,7 @@ def export_run(
     try:
         partial.mkdir(parents=True)
         if layout == "transformers":
-            _write_transformers(partial, exported, dtype)
+            exported.save_pretrained(partial)
             write_processor(partial, model, tokenizer)
         else:
             _write_open_clip(partial, weights, exported, tokenizer)
@@ -134,7 +135,6 @@ def export_run(
             "folder": to.name,
             "name": weights.name,
             "origin": weights.origin.name,
-            "count": sum(tensor.numel() for tensor in exported.state_dict().values()),
             "dtype": dtype,
         }
         readme = _render_readme(layout, weights.architecture, facts)
@@ -189,14 +189,6 @@ def _write_open_clip(folder: Path, weights: Weights, model: nn.Module, tokenizer
         )
 
 
-def _write_transformers(folder: Path, model: Any, dtype: str) -> None:
-    model.save_pretrained(folder)
-    # transformers wrote the dtype of the first parameter, which is the scale.
-    path = folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8")) | {"dtype": str(DTYPES[dtype])[6:]}
-    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
 def _render_readme(layout: Layout, architecture: dict[str, Any], facts: dict[str, Any]) -> str:
     """Return the text of README.md. For an image tower of disco_ds, it includes the import that timm needs."""
     if "factory" in architecture:
@@ -205,8 +197,5 @@ def _render_readme(layout: Layout, architecture: dict[str, Any], facts: dict[str
     name = architecture["vision_cfg"].get("timm_model_name", "")
     module = timm.model_entrypoint(name).__module__ if timm.is_model(name) else "timm"
     if module.startswith("timm"):
-        return (HEAD + use).format(**facts, first="", benchmark="clip_benchmark")
-    benchmark = f'python -c "import {module}; from clip_benchmark.cli import main; main()"'
-    return (HEAD + NOTE + use).format(
-        **facts, module=module, first=f"import {module}\n", benchmark=benchmark
-    )
+        return (HEAD + use).format(**facts, first="")
+    return (HEAD + NOTE + use).format(**facts, module=module, first=f"import {module}\n")

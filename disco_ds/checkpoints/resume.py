@@ -58,7 +58,6 @@ def choose(
         ValueError: On every rank, if other settings have changed or no intact checkpoint may be used. If the
             checkpoint is damaged, the message names the previous one.
     """
-    damaged: list[str] = []
     # Only rank 0 chooses: a new folder on a shared file system may not be visible to all hosts at once.
     path = comm.from_rank_0(
         "run folder", lambda: split_resume(resume)[1] or retention.find_latest(folder)
@@ -78,19 +77,17 @@ def choose(
         try:
             return checkpoint.open_verified(path, check)
         except DamagedError as error:
-            damaged.append(str(error))
+            damage = error
         older = comm.from_rank_0("run folder", partial(retention.find_older, path))
         if older is None:
             raise ValueError(
-                f"{'; '.join(damaged)}; {folder} has no older complete checkpoint: start a new run, without --resume"
+                f"{damage}; {folder} has no older complete checkpoint: start a new run, without --resume"
             )
         # Only an unattended run falls back by itself. A user may prefer to restore the damaged file.
         if not unattended:
-            raise ValueError(
-                f"{damaged[-1]}; --resume {older} resumes from the previous checkpoint"
-            )
+            raise ValueError(f"{damage}; --resume {older} resumes from the previous checkpoint")
         if comm.rank() == 0:
-            logger.warning("%s; trying the previous one, %s", damaged[-1], older.name)
+            logger.warning("%s; trying the previous one, %s", damage, older.name)
         path = older
 
 

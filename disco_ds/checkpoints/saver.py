@@ -25,9 +25,6 @@ from disco_ds.config import CheckpointSettings
 from disco_ds.distributed import comm, jobs
 from disco_ds.distributed.heartbeat import Heartbeat
 
-_LONG_WAIT_S = 0.1
-"""A shorter wait for the save before is not worth a warning."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -87,18 +84,7 @@ class Saver:
             comm.AgreedError: If the last save of the run fails, or too many saves in a row have failed.
         """
         with self._waiting(step):
-            if before := self.in_flight:
-                start = time.monotonic()
-                self._finish()
-                waited = time.monotonic() - start
-                if comm.rank() == 0 and waited >= _LONG_WAIT_S:
-                    logger.warning(
-                        "step %d waited %.1f s for the save of step %d: save less often, or to a "
-                        "faster disk",
-                        step,
-                        waited,
-                        before.meta["step"],
-                    )
+            self._finish()  # the save before
             try:
                 self.in_flight = checkpoint.start_save(
                     self.folder, self.engine, self.read_state(step), self.host_copy

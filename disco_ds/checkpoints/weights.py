@@ -44,8 +44,8 @@ class Weights:
     settings: ModelSettings
     """Settings of the architecture and the tokenizer. Settings that matter only for training have their defaults."""
     architecture: dict[str, Any]
-    """What read_architecture returned when the model was trained. It contains init_logit_bias only if the model has
-    a logit_bias."""
+    """What read_architecture returned when the model was trained. init_logit_bias is null if the model has no
+    logit_bias."""
     preprocess: dict[str, Any]
     """Entries of open_clip's preprocess_cfg. Entries that are missing have open_clip's defaults."""
     tensors: dict[str, Tensor]
@@ -179,9 +179,8 @@ def _assemble(
     for key in tensors.keys() & SCALES:
         # In open_clip they are 0-d, which DeepSpeed cannot train.
         tensors[key] = tensors[key].reshape(1)
-    architecture = {key: value for key, value in architecture.items() if key != "init_logit_bias"}
-    if "logit_bias" in tensors:
-        architecture["init_logit_bias"] = 0.0
+    bias = 0.0 if "logit_bias" in tensors else None
+    architecture = architecture | {"init_logit_bias": bias}
     if "factory" in architecture:
         settings = ModelSettings(factory=architecture["factory"], options=architecture["options"])
     else:

@@ -175,18 +175,14 @@ def check_image_size(settings: ModelSettings, model: Any) -> None:
     size = read_preprocessing(model).size
     model.visual.eval()  # BatchNorm refuses to train on one value per channel
     try:
-        forward_on_meta(model, "image")
-    except Exception:
-        # A tower may need real data, not only shapes.
-        try:
-            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-                model(image=torch.zeros(1, 3, *size))
-        except Exception as error:  # AssertionError of timm, RuntimeError of torch, and others
-            raise ValueError(
-                f"model.image_size: the image tower of {settings.name} does not take images of "
-                f"{size[0]} x {size[1]}; choose another size, or omit the setting to use the size "
-                f"in the model's config. {error}"
-            ) from error
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            model(image=torch.zeros(1, 3, *size))
+    except Exception as error:  # AssertionError of timm, RuntimeError of torch, and others
+        raise ValueError(
+            f"model.image_size: the image tower of {settings.name} does not take images of "
+            f"{size[0]} x {size[1]}; choose another size, or omit the setting to use the size "
+            f"in the model's config. {error}"
+        ) from error
     model.visual.train()
 
 

@@ -17,7 +17,6 @@ from open_clip.transform import merge_preprocess_dict
 
 from disco_ds.config import ModelSettings
 from disco_ds.names import did_you_mean
-from disco_ds.runs.run_folder import CONFIG as RUN_CONFIG
 
 logger = logging.getLogger(__name__)
 CONFIG = "open_clip_config.json"
@@ -71,16 +70,11 @@ def find_weights(name: str, settings: ModelSettings) -> str | None:
         return str(path)
     if path.is_dir() and (found := _find_checkpoint_in_dir(path)):
         return found
-    if path.is_dir() and any((run / RUN_CONFIG).is_file() for run in (path, *path.parents[:2])):
-        raise ValueError(
-            f"model.pretrained: {path} belongs to a run of disco_ds; export its weights first with "
-            f"`disco-ds export {path} --to FOLDER`, and set model.pretrained=FOLDER"
-        )
     tags = open_clip.list_pretrained_tags_by_model(name)
     hint = did_you_mean(str(path), tags)
     raise ValueError(
-        f"model.pretrained: no file {path}, no folder with weights, and no tag of {name}{hint}; "
-        f"its tags: {', '.join(tags) or 'none'}"
+        f"model.pretrained: no file {path}, no folder with weights (disco-ds export writes one from a run), and no "
+        f"tag of {name}{hint}; its tags: {', '.join(tags) or 'none'}"
     )
 
 
@@ -92,20 +86,17 @@ def download_weights(name: str, settings: ModelSettings) -> None:
     Raises:
         ValueError: If the weights cannot be downloaded. The message is a single line.
     """
-    cfg = open_clip.get_pretrained_cfg(name, str(settings.pretrained))
-    what = f"model.pretrained={settings.pretrained}"
-    where = cfg.get("hf_hub") or cfg.get("url")
+    weights, image_weights = settings.pretrained, settings.pretrained_image
     try:
-        open_clip.download_pretrained(cfg)
-        if str(settings.pretrained_image) == TIMM:
-            where = open_clip.get_model_config(name)["vision_cfg"]["timm_model_name"]
-            what = f"model.pretrained_image={TIMM}"
-            timm.create_model(where, pretrained=True)
+        open_clip.download_pretrained(open_clip.get_pretrained_cfg(name, str(weights)))
+        if str(image_weights) == TIMM:
+            tower = open_clip.get_model_config(name)["vision_cfg"]["timm_model_name"]
+            timm.create_model(tower, pretrained=True)
     except Exception as error:  # the hub's client, urllib and timm raise many types
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ValueError(
-            f"{what}: its weights ({where}) are not in the cache and could not be fetched; "
-            f"download them on a machine with access to the hub and give the file. {reason}"
+            f"model.pretrained={weights}, model.pretrained_image={image_weights}: weights are not in the cache and "
+            f"could not be fetched; download them on a machine with access to the hub and give the file. {reason}"
         ) from None
 
 

@@ -122,10 +122,7 @@ def build_two_towers(
         ValueError: If the function does not exist, fails, or does not return a TwoTowers object.
     """
     assert settings.factory is not None
-    try:
-        factory = load_custom(settings.factory, settings.options)
-    except ValueError as error:
-        raise ValueError(f"model.factory: {error}") from None
+    factory = load_custom(settings.factory, settings.options)
     # `disco-ds plan` traces with tensors that have no values, but the user's code may need values.
     with unset_fake_temporarily() as fake:
         try:

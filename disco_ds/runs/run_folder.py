@@ -81,12 +81,16 @@ def find_run_folder(runs: Path, name: str, resume: str) -> Path:
 
 
 def find_newest(runs: Path, name: str) -> Path | None:
-    """Return the folder with the highest number among runs/name, runs/name-2, ...; None if there is none."""
+    """Return the folder with the highest number among runs/name, runs/name-2, ...; None if there is none.
+
+    Folder a-2 is either the second run named a or the first run named a-2; its config.yaml decides.
+    """
     numbered = re.compile(re.escape(name) + r"(?:-(\d+))?")
     found = [
-        (int(match.group(1) or 1), path)
-        for path in (runs.iterdir() if runs.is_dir() else ())
-        if (match := numbered.fullmatch(path.name)) and path.is_dir() and _may_be_called(path, name)
+        (int(match.group(1) or 1), config.parent)
+        for config in runs.glob(f"*/{CONFIG}")
+        if (match := numbered.fullmatch(config.parent.name))
+        and parse(config.read_text(encoding="utf-8"), str(config))["name"] == name
     ]
     return max(found)[1] if found else None
 
@@ -97,17 +101,6 @@ def split_resume(resume: str) -> tuple[Path, Path | None]:
     if path.parent.name == CHECKPOINTS and STEP.fullmatch(path.name):
         return path.parents[1], path
     return Path(resume), None
-
-
-def _may_be_called(path: Path, name: str) -> bool:
-    """Return whether a folder may belong to a run of this name.
-
-    Folder a-2 is either the second run named a or the first run named a-2; its config.yaml decides. If
-    the config cannot be read, the answer is True.
-    """
-    with suppress(OSError, ValueError, AttributeError):
-        return parse((path / CONFIG).read_text(encoding="utf-8"), CONFIG).get("name") == name
-    return True
 
 
 def make_token(path: Path) -> Path:

@@ -320,6 +320,11 @@ def test_clip_benchmark_gives_the_accuracy_of_ours(
     write_run(run, model, kind if kind == "quickstart" else str(tmp_path / "tiny.json"), step=8)
     folder = export_run(run, tmp_path / "emoji", "open_clip")
     (command,) = read_blocks(folder, "sh")
+    if kind == "quickstart":
+        module = "disco_ds.models.convnet"
+        start = f'python -c "import {module}; from clip_benchmark.cli import main; main()" eval'
+        assert start.removesuffix(" eval") in (folder / "README.md").read_text()
+        command = command.replace("clip_benchmark eval", start)
     for name, value in (("RESULT", "theirs"), ("NAME", "set"), ("SET", "set")):
         command = command.replace(name, value)
     env = os.environ | {"PATH": f"{benchmark_python.parent}{os.pathsep}{os.environ['PATH']}"}

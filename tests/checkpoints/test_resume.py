@@ -116,14 +116,9 @@ def fall_back(folder: Path) -> None:
         == 1
     )
     found, warnings = choose_step(folder / "all", unattended=True)
-    expect(
-        str(found),
-        "step-00000001",
-        "step-00000002",
-        "step-00000003",
-        "has no older complete checkpoint",
-    )
+    expect(str(found), "step-00000001", "has no older complete checkpoint")
     assert len(warnings) == 2
+    expect(warnings[0], "step-00000003", "step-00000002")
     found, warnings = choose_step(folder / "settings", unattended=True)
     expect(str(found), "made with other settings", "seed: 5 in the checkpoint, 0 now")
     assert not warnings

@@ -111,14 +111,6 @@ def test_pretrained_missing_file_is_named(tiny: str, tmp_path: Path) -> None:
             build(tiny, pretrained=value)
 
 
-@pytest.mark.parametrize("part", [".", "checkpoints/step-5"])
-def test_pretrained_run_is_to_be_exported_first(part: str, tiny: str, tmp_path: Path) -> None:
-    (tmp_path / part).mkdir(parents=True, exist_ok=True)
-    (tmp_path / "config.yaml").touch()
-    with pytest.raises(ValueError, match=f"disco-ds export {tmp_path / part} --to"):
-        build(tiny, pretrained=tmp_path / part)
-
-
 @pytest.mark.parametrize(
     "kind",
     [

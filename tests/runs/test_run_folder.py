@@ -54,31 +54,29 @@ def test_make_run_folder_that_exists_takes_the_next_number(tmp_path: Path) -> No
     assert (runs / "b").read_text() == "a file"
 
 
+def write_config(folder: Path, name: str) -> None:
+    folder.mkdir()
+    (folder / CONFIG).write_text(f"name: {name}\nsteps: 3\n")
+
+
 def test_find_run_folder_latest_is_the_highest_number(tmp_path: Path) -> None:
-    for name in ("a", "a-2", "a-9", "a-10", "a-b", "b-11", "a.-12"):
-        (tmp_path / name).mkdir()
+    for folder in ("a", "a-2", "a-9", "a-10", "a-b", "b-11", "a.-12"):
+        write_config(tmp_path / folder, "a")
+    (tmp_path / "a-98").mkdir()
     (tmp_path / "a-99").write_text("a file")
-    folder = find_run_folder(tmp_path, "a", "latest")
-    assert folder == tmp_path / "a-10"
+    assert find_run_folder(tmp_path, "a", "latest") == tmp_path / "a-10"
 
 
 def test_find_run_folder_leaves_runs_of_another_name(tmp_path: Path) -> None:
     for folder, name in (("a", "a"), ("a-2", "a"), ("a-3", "a-3"), ("a-4", "a-3")):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / CONFIG).write_text(f"name: {name}\nsteps: 3\n")
-    found = find_run_folder(tmp_path, "a", "latest")
-    assert found.name == "a-2"
-    for broken in ("", "steps: [", "just text"):
-        (tmp_path / "a-4" / CONFIG).write_text(broken)
-        found = find_run_folder(tmp_path, "a", "latest")
-        assert found.name == "a-4", "its lock or its checkpoints will tell"
+        write_config(tmp_path / folder, name)
+    assert find_run_folder(tmp_path, "a", "latest").name == "a-2"
 
 
 def test_find_run_folder_name_is_taken_literally(tmp_path: Path) -> None:
-    for name in ("a.b", "axb-7"):
-        (tmp_path / name).mkdir()
-    folder = find_run_folder(tmp_path, "a.b", "latest")
-    assert folder.name == "a.b"
+    for folder in ("a.b", "axb-7"):
+        write_config(tmp_path / folder, "a.b")
+    assert find_run_folder(tmp_path, "a.b", "latest").name == "a.b"
 
 
 @pytest.mark.parametrize("exists", [True, False])
