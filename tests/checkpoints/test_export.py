@@ -184,7 +184,7 @@ def test_export_that_fails_midway_leaves_nothing(tmp_path: Path) -> None:
     write_run(run, model, str(name), step=8)
     with pytest.raises(Exception, match=r"."):
         export_run(run, tmp_path / "exports" / "one", "open_clip")
-    assert not list((tmp_path / "exports").iterdir())
+    assert not list((tmp_path / "exports").rglob("*"))
 
 
 def test_command_line_writes_or_says_why_not(
