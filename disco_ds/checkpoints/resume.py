@@ -107,16 +107,18 @@ def set_newer_aside(saved: Saved) -> None:
     comm.from_rank_0(f"setting aside checkpoints newer than {saved.path}", rename)
 
 
-def log_changes(saved: Saved, num_steps: int, identity: dict[str, Any]) -> None:
-    """Log, on rank 0, every changed setting and a changed number of steps or ranks."""
+def log_changes(
+    saved: Saved, num_steps: int, identity: dict[str, Any], shape: dict[str, Any]
+) -> None:
+    """Log, on rank 0, what has changed since the checkpoint: settings, number of steps, ranks, ZeRO stage, precision."""
     if comm.rank() != 0:
         return
-    changes = find_changes(saved.meta["identity"], identity)
-    changes["steps"] = saved.meta["num_steps"], num_steps
-    changes["ranks"] = saved.meta["shape"]["ranks"], comm.size()
+    changes = find_changes(
+        {**saved.meta["identity"], **saved.meta["shape"], "steps": saved.meta["num_steps"]},
+        {**identity, **shape, "steps": num_steps},
+    )
     for name, (old, new) in changes.items():
-        if old != new:
-            logger.warning("from step %d on, %s is %r instead of %r", saved.step, name, new, old)
+        logger.warning("from step %d on, %s is %r instead of %r", saved.step, name, new, old)
 
 
 def restore(
@@ -137,19 +139,13 @@ def restore(
     """
     architecture = read_architecture(config.model)
     is_resized = bool(find_changes(saved.meta["identity"]["model.config"], architecture))
-    is_same_shape = saved.meta["shape"] == checkpoint.shape(config, comm.size())
-    if is_same_shape and not is_resized:
+    if saved.meta["shape"] == checkpoint.shape(config, comm.size()) and not is_resized:
         # Each rank loads its own part, including the random generators, so the resumed run is bit-identical
         # to an uninterrupted one.
         engine = build_engine()
         with _settings_kept(engine):
             checkpoint.load_engine(saved, engine)
         return engine
-    if comm.rank() == 0 and not is_same_shape:
-        before = "ranks={ranks}, ZeRO stage {stage}, {precision}".format_map(saved.meta["shape"])
-        logger.warning(
-            "%s was written with %s: random draws, such as dropout, will differ", saved.path, before
-        )
     # Done before the engine is built: at ZeRO 3, each rank then keeps only a part of each parameter.
     order = [name for group in parameter_groups(model, config.optim) for name in group["names"]]
     reshard.load_untrained(saved, model, set(order))

@@ -138,13 +138,7 @@ def _read_checkpoint(path: Path, ema: bool) -> Weights:
         tensors = dict(read_tensors(saved))
         average = read_average(saved) if ema else {}
     except DamagedError as error:
-        older = find_older(path)
-        remedy = (
-            f"the previous checkpoint is {older}"
-            if older
-            else "the run has no older complete checkpoint"
-        )
-        raise ValueError(f"{error}; {remedy}") from None
+        raise ValueError(f"{error}; previous complete checkpoint: {find_older(path)}") from None
     for key, value in average.items():
         tensors[key] = value.view_as(tensors[key])
     identity = saved.meta["identity"]

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 def prepare_branch(
     parent: str, batch: int, factor: float, args: argparse.Namespace
 ) -> tuple[Path, list[str]]:
-    """Copy the parent's checkpoint and settings into the folder of a branch, unless they are there already.
+    """Link the parent's checkpoint and copy its settings into the folder of a branch, unless they are there already.
 
     Returns:
         The folder, and the arguments of disco-ds that train the branch or resume it.
@@ -95,8 +95,10 @@ def prepare_branch(
     allowed = [key for each in overrides if (key := each.partition("=")[0]) in MAY_BE_ALLOWED]
     folder = args.out.resolve() / f"{source.resolve().name}-b{batch}-x{factor:g}"
     if not (folder / CONFIG).exists():
-        copied = folder / CHECKPOINTS / checkpoint.name
-        shutil.copytree(checkpoint, copied, dirs_exist_ok=True)
+        link = folder / CHECKPOINTS / checkpoint.name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(checkpoint.resolve(), target_is_directory=True)
         shutil.copy(source / CONFIG, folder / CONFIG)
     resume = ["--resume", str(folder), "--allow-change", ",".join(allowed)]
     return folder, ["train", "--config", str(folder / CONFIG), *resume, *overrides]

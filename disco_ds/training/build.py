@@ -206,7 +206,8 @@ def build(
         if saved:
             # The settings that a stage changes are in its recipe, so compare with the stage before.
             before = recipe.at_sample(schedule.first_samples - 1)
-            log_changes(saved, schedule.num_steps, identify_stage(before))
+            shape = checkpoint.shape(config, comm.size())
+            log_changes(saved, schedule.num_steps, identify_stage(before), shape)
     metrics = MetricsLogger(
         folder,
         find_writers(engine, wandb),
