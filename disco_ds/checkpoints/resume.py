@@ -110,7 +110,7 @@ def set_newer_aside(saved: Saved) -> None:
 def log_changes(
     saved: Saved, num_steps: int, identity: dict[str, Any], shape: dict[str, Any]
 ) -> None:
-    """Log, on rank 0, what has changed since the checkpoint: settings, number of steps, ranks, ZeRO stage, precision."""
+    """Log, on rank 0, which settings, number of steps, ranks, ZeRO stage and precision have changed."""
     if comm.rank() != 0:
         return
     changes = find_changes(

@@ -140,9 +140,8 @@ def _create(
         )
     except Exception as error:
         # A wrong config or weight file may fail anywhere in torch, timm or pickle.
-        source = f" with the weights {weights}" if weights else ""
         raise ValueError(
-            f"model {settings.name}: open_clip could not build it{source}: "
+            f"model {settings.name}: open_clip could not build it (weights: {weights}): "
             f"{type(error).__name__}: {error}"
         ) from error
     finally:
@@ -314,11 +313,10 @@ def build_tokenizer(settings: ModelSettings, model: nn.Module) -> Any:
         tokenizer = open_clip.get_tokenizer(name)
     except Exception as error:  # from the hub's client, from transformers, or a missing package
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        source = open_clip.get_model_config(name)["text_cfg"].get("hf_tokenizer_name")
         raise ValueError(
-            f"model {settings.name}: its tokenizer ({source or 'chosen by its name'}) could not be "
-            "loaded; to use a local one, set text_cfg.hf_tokenizer_name in a model config (.json) "
-            f"to a folder written by save_pretrained. {reason}"
+            f"model {settings.name}: its tokenizer could not be loaded; to use a local one, set "
+            "text_cfg.hf_tokenizer_name in a model config (.json) to a folder written by save_pretrained. "
+            f"{reason}"
         ) from error
     _, vocab_size = read_text_size(model)
     if getattr(tokenizer, "vocab_size", 0) > vocab_size:
