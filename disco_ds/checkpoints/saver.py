@@ -57,7 +57,7 @@ class Saver:
     in_flight: Save | None = None
     """The save in progress, if any. All ranks have the same save in progress."""
     saved_step: int = 0
-    """Step of the last checkpoint that was completed since this run was started or resumed; 0 if there is none."""
+    """Step of the newest checkpoint: at first, of the one that the run was resumed from; 0 if there is none."""
     num_failed: int = 0
     """Number of saves that have failed in a row."""
 
@@ -110,12 +110,11 @@ class Saver:
             with self._waiting(step):
                 self._advance()
 
-    def save_before_error(self, step: int, first_step: int) -> str:
+    def save_before_error(self, step: int) -> str:
         """After a failed step, save the progress made before it, unless that is already saved. Collective.
 
         Args:
             step: Number of completed steps.
-            first_step: Number of steps that were completed when this run was started or resumed.
 
         Returns:
             A text for the error message, saying whether the progress was saved.
@@ -123,7 +122,7 @@ class Saver:
         try:
             with self._waiting(step):
                 self._finish(last=True)
-            if step > max(self.saved_step, first_step):
+            if step > self.saved_step:
                 self.save(step, last=True)
         except comm.AgreedError as error:
             return f"step {step:,} could not be saved: {error}"

@@ -278,12 +278,12 @@ def _compare(model: Any, text: Any, converted: Any) -> float:
     length = len(text.positional_embedding)
     tokens = torch.randint(1, text.vocab_size - 1, (2, length), generator=generator)
     tokens[:, -1] = text.vocab_size - 1
-    pairs = (
+    worst = 0.0
+    for ours, theirs in (
         (model.encode_image(images), converted.get_image_features(pixel_values=images)),
         (model.encode_text(tokens), converted.get_text_features(input_ids=tokens)),
-    )
-    differences = []
-    for ours, theirs in pairs:
+    ):
         theirs = getattr(theirs, "pooler_output", theirs)
-        differences.append(((ours - theirs).abs().max() / ours.abs().max()).item())
-    return max(differences)
+        difference = (ours - theirs).abs().max() / ours.abs().max()
+        worst = max(worst, difference.item())
+    return worst

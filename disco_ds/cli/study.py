@@ -95,10 +95,9 @@ def prepare_branch(
     allowed = [key for each in overrides if (key := each.partition("=")[0]) in MAY_BE_ALLOWED]
     folder = args.out.resolve() / f"{source.resolve().name}-b{batch}-x{factor:g}"
     if not (folder / CONFIG).exists():
-        link = folder / CHECKPOINTS / checkpoint.name
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.unlink(missing_ok=True)
-        link.symlink_to(checkpoint.resolve(), target_is_directory=True)
+        links = folder / CHECKPOINTS
+        links.mkdir(parents=True)
+        (links / checkpoint.name).symlink_to(checkpoint.resolve())
         shutil.copy(source / CONFIG, folder / CONFIG)
     resume = ["--resume", str(folder), "--allow-change", ",".join(allowed)]
     return folder, ["train", "--config", str(folder / CONFIG), *resume, *overrides]

@@ -197,6 +197,7 @@ def build(
     # This counts the operations of the model, so it must come before ZeRO partitions the parameters.
     peak_pace = peak_samples_per_s(model, config.log.peak_flops)
     folder = folder or open_folder(recipe, None, stack)
+    shape = checkpoint.shape(config, comm.size())
     with removed_if_refused(folder, new=saved is None):
         heartbeat.folder = folder / diagnostics.FOLDER
         diagnostics.dump_records_to(heartbeat.folder)
@@ -206,7 +207,6 @@ def build(
         if saved:
             # The settings that a stage changes are in its recipe, so compare with the stage before.
             before = recipe.at_sample(schedule.first_samples - 1)
-            shape = checkpoint.shape(config, comm.size())
             log_changes(saved, schedule.num_steps, identify_stage(before), shape)
     metrics = MetricsLogger(
         folder,
@@ -232,13 +232,20 @@ def build(
             "num_steps": schedule.num_steps,
             "warmup_batch": schedule.warmup_batch,
             "identity": identity,
-            "shape": checkpoint.shape(config, comm.size()),
+            "shape": shape,
             "anomalies": anomalies.state_dict(),
         }
         return RunState(meta, loader.state_dict(), loss.state_dict())
 
     saver = Saver(
-        folder, config.checkpoint, engine, read_state, heartbeat, metrics.add_save, uploads
+        folder,
+        config.checkpoint,
+        engine,
+        read_state,
+        heartbeat,
+        metrics.add_save,
+        uploads,
+        saved_step=schedule.first_step,
     )
     stack.callback(saver.close)
     return Run(

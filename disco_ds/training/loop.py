@@ -144,7 +144,7 @@ def run_step(run: Run, step: int, data: StepData, is_logged: bool) -> StepOutput
     except DataStopError as error:
         generators.restore()
         run.loader.drop_step()
-        saved = run.saver.save_before_error(step, run.schedule.first_step)
+        saved = run.saver.save_before_error(step)
         raise DataStopError(f"{error}; {saved}") from None
     finally:
         run.metrics.add_wait(data.wait_s)
