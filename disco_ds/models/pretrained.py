@@ -133,15 +133,12 @@ def load_image_tower(model: Any, path: Path) -> None:
         if hasattr(tower, "trunk") and not any(key.startswith("trunk.") for key in whole or state):
             tower = tower.trunk  # a file from timm, without the projection after the trunk
         missing, unexpected = tower.load_state_dict(whole or state, strict=False)
+        if missing:
+            raise KeyError(f"it lacks {len(missing)} tensors of the tower, such as {missing[0]}")
     except Exception as error:  # an unknown file may fail anywhere in torch, pickle or safetensors
         raise ValueError(
             f"model.pretrained_image: {path} does not fit: {type(error).__name__}: {error}"
         ) from error
-    if missing:
-        raise ValueError(
-            f"model.pretrained_image: {path} lacks {len(missing)} tensors of the tower, such as "
-            f"{missing[0]}; give a file of this architecture"
-        )
     if unexpected:
         logger.warning(
             "model.pretrained_image: %d tensors of %s are not used, such as %s",
