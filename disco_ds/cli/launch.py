@@ -110,7 +110,8 @@ def supervise(
         slots,
         launch=launch,
         least=least,
-        patience_s=args.patience,
+        # Until then, ranks of a host that is cut off may still be running there.
+        patience_s=max(args.patience, config.lost_after_s),
         stopped=lambda: signals.count > 0,
     )
     # Without --min-hosts, the first attempt uses all hosts, and deepspeed itself checks that they answer.
@@ -142,9 +143,8 @@ def supervise(
         resume = str(folder) if newest else args.resume
         start = f"{folder}, {newest}" if newest else "the beginning"
         report(f"restart {attempt + 1} of {args.restarts}, from {start}")
-    after = f" after {MAX_STUCK} restarts without progress" if stuck == MAX_STUCK else ""
     hint = f"--resume latest continues from {newest}" if newest else "it has no checkpoint"
-    report(f"not finished{after}; {hint}")
+    report(f"not finished; {hint}")
     return 1
 
 

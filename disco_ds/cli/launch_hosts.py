@@ -205,12 +205,6 @@ def check_min_hosts(args: argparse.Namespace, config: Config, slots: Mapping[str
             f"--min-hosts selects the hosts of the hostfile itself; remove {args.deepspeed!r}, and write "
             "only the hosts and slots to use into the hostfile"
         )
-    if args.patience < config.lost_after_s:
-        raise ValueError(
-            f"--patience {args.patience:g} is below lost_after_s ({config.lost_after_s:g}), so "
-            "ranks of a host that is cut off may still be running; raise --patience or lower "
-            "lost_after_s"
-        )
     from disco_ds.plan.fewer_hosts import check_fewer_hosts
 
     ranks = check_fewer_hosts(config, list(slots.values()), args.min_hosts)

@@ -13,8 +13,6 @@ from typing import Any
 
 from disco_ds.distributed import comm
 
-MAX_SHOWN = 5
-"""A message lists at most this many values of a setting."""
 Report = tuple[str, dict[str, str]]
 """(host, settings) of a rank. The settings map a dotted key to its value as JSON text."""
 REMEDY = (
@@ -53,8 +51,6 @@ def find_differences(reports: list[Report]) -> list[str]:
             hosts.setdefault(host, []).append(rank)
         if len(places) > 1:
             found = [f"{value} on {_join_hosts(hosts)}" for value, hosts in places.items()]
-            if len(found) > MAX_SHOWN:
-                found[MAX_SHOWN:] = [f"and {len(found) - MAX_SHOWN} more values"]
             lines.append(f"{key}: {'; '.join(found)}")
     return lines
 

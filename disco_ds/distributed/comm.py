@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import groupby
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from deepspeed import comm as dist
@@ -28,7 +28,6 @@ from disco_ds.distributed.deepspeed_quirks import disable_custom_ops
 
 Group = Any
 """A process group of deepspeed.comm; None is the whole world."""
-Reduction = Literal["reduce_scatter", "all_reduce"]
 Result = TypeVar("Result")
 
 
@@ -214,22 +213,19 @@ def is_communication_error(error: BaseException) -> bool:
 # Tensors
 
 
-def gather(x: Tensor, reduction: Reduction = "reduce_scatter", group: Group = None) -> Tensor:
+def gather(x: Tensor, group: Group = None) -> Tensor:
     """Gather the rows of every rank, in rank order. The backward sums the gradient of each row over ranks.
 
     Collective, in forward and in backward: every rank must call this.
 
     Args:
         x: [b, ...], the same shape on every rank.
-        reduction: The collective that the backward uses. "all_reduce", as in DisCo-CLIP's
-            Algorithm 1, sums the gradients of all rows and keeps the gradients of this rank's b
-            rows. "reduce_scatter" gives the same result with less communication.
         group: The ranks that take part.
 
     Returns:
         [N b, ...].
     """
-    return _Gather.apply(x, reduction, group)
+    return _Gather.apply(x, group)
 
 
 def reduce_scatter_in_place(x: Tensor, group: Group = None) -> Tensor:
@@ -282,8 +278,8 @@ def ring_exchange(
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, reduction: Reduction, group: Group) -> Tensor:
-        ctx.reduction, ctx.group = reduction, group
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
         if not _joined():
             return x.clone()
         out = x.new_empty(size(group) * x.shape[0], *x.shape[1:])
@@ -291,13 +287,10 @@ class _Gather(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         # `grad` must not be modified, because autograd may pass the same tensor to another node.
-        if ctx.reduction == "reduce_scatter":
-            copy = grad.clone(memory_format=torch.contiguous_format)
-            return reduce_scatter_in_place(copy, ctx.group), None, None
-        total = all_reduce_sum(grad, ctx.group)
-        return total.chunk(size(ctx.group))[rank(ctx.group)], None, None
+        copy = grad.clone(memory_format=torch.contiguous_format)
+        return reduce_scatter_in_place(copy, ctx.group), None
 
 
 def _all_reduce(x: Tensor, group: Group, op: Any) -> Tensor:

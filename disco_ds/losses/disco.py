@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -20,32 +20,21 @@ class DisCoLoss(Loss):
     It takes O(B^2 D / N) work and O(B^2 / N) memory on each rank. Source: DisCo-CLIP equations 3-7 and
     Algorithm 1. The paper averages the gathered gradients over ranks. If the engine averaged them once more, only
     1/N of the gradient would be left, so this loss sums them instead (docs/losses.md section 1).
+    The paper's all_reduce is a reduce_scatter here: a rank receives only the gradients of its own features.
     Collective in forward and backward: every rank must call this.
-
-    Args:
-        reduction: How feature gradients are summed over ranks. With "reduce_scatter", a rank receives only the
-            gradients of its own features. With "all_reduce", which the paper uses, it receives all of them.
-
-    Raises:
-        ValueError: If `reduction` is unknown.
     """
 
-    def __init__(self, reduction: comm.Reduction = "reduce_scatter", group: Any = None):
+    def __init__(self, group: Any = None):
         super().__init__()
-        if reduction not in get_args(comm.Reduction):
-            raise ValueError(
-                f"disco: reduction must be one of {get_args(comm.Reduction)}, got {reduction!r}"
-            )
-        self.reduction: comm.Reduction = reduction
         self.group = group
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
         """Compute the loss from this rank's two blocks. Collective."""
         I_n, T_n, s = embeddings.image, embeddings.text, embeddings.scale
         b, n = len(I_n), comm.rank(self.group)
-        I_A = comm.gather(I_n, self.reduction, self.group)  # [B, D]
-        T_A = comm.gather(T_n, self.reduction, self.group)
-        # As in Algorithm 1, take this rank's rows from the gathered matrix, so that the reduction includes their
+        I_A = comm.gather(I_n, self.group)  # [B, D]
+        T_A = comm.gather(T_n, self.group)
+        # As in Algorithm 1, take this rank's rows from the gathered matrix, so that the sum over ranks includes their
         # gradient.
         own = slice(n * b, (n + 1) * b)
         logits_image = s * (I_A[own] @ T_A.T)  # [b, B]

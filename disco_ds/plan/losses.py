@@ -81,7 +81,7 @@ def _count_work(loss: Loss, N: int) -> tuple[int, int, int] | None:
         case ClipLoss():
             return 3 * N, 2, 0
         case DisCoLoss():
-            return 6, 2, 2 if loss.reduction == "reduce_scatter" else 4
+            return 6, 2, 2
         case DisCoFusedLoss():
             return 3 if loss.store else 4, 1, 1
         case InfCLLoss():

@@ -191,7 +191,6 @@ def test_attempt_with_fewer_hosts_has_a_hostfile_with_only_these(
         (2, ["--min-hosts", "3"], "--min-hosts 3 needs a hostfile"),
         (1, ["--min-hosts", "1"], "at least two; got 1"),
         (0, ["--min-hosts", "1"], "at least two; got 0"),
-        (2, ["--min-hosts", "1", "--patience", "60"], "--patience 60 is below lost_after_s (120)"),
         (
             2,
             ["--min-hosts", "1", "--deepspeed", "--master_port 1 --include host-1"],

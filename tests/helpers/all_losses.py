@@ -17,7 +17,6 @@ TILE = {"tile": (64, 64)}  # edges, and several tiles
 LOSSES: list[tuple[str, dict[str, Any]]] = [
     ("clip", {}),
     ("disco", {}),
-    ("disco", {"reduction": "all_reduce"}),
     ("disco_fused", TILE),
     ("inf_cl", TILE),
 ]

@@ -109,7 +109,6 @@ def check_gradient(x: Tensor, name: str = "") -> None:
 
 
 LOSS_OPTIONS: dict[str, list[dict[str, Any]]] = {
-    "disco": [{"reduction": "all_reduce"}],
     "disco_fused": [
         {"store": True},
         {"impl": "torch"},
