@@ -7,7 +7,7 @@ from importlib import metadata
 
 from packaging.requirements import Requirement
 
-from disco_ds.checks import Line, Status
+from disco_ds.checks import Line
 
 PACKAGES = (
     "disco_ds",
@@ -22,25 +22,18 @@ PACKAGES = (
 
 
 def check_versions() -> Iterator[Line]:
-    """Check that the requirements of the installed PACKAGES are met."""
+    """List the versions of PACKAGES, and check that the requirements of an installed disco_ds are met."""
     here = {name: version for name in PACKAGES if (version := installed(name))}
     yield Line("ok", "versions", ", ".join(f"{name} {version}" for name, version in here.items()))
-    if "disco_ds" not in here:
-        found = "disco_ds is not installed, so its requirements are unknown"
-        yield Line("warn", "versions", found, "pip install -e .")
-    for package in here:
-        for text in metadata.requires(package) or ():
-            required = Requirement(text)
-            if required.marker is not None and not required.marker.evaluate({"extra": ""}):
-                continue
-            version = installed(required.name)
-            if version is None or not required.specifier.contains(version, prereleases=True):
-                wanted = f"{required.name}{required.specifier}"
-                found = f"{package} {here[package]} needs {wanted}, got {version}"
-                # An image may have its own CUDA libraries, or torch built from source.
-                is_cuda = package == "torch" and required.name.startswith(("cuda-", "nvidia-"))
-                status: Status = "warn" if is_cuda else "fail"
-                yield Line(status, "versions", found, f"pip install '{wanted}'")
+    for text in (metadata.requires("disco_ds") or ()) if "disco_ds" in here else ():
+        required = Requirement(text)
+        if required.marker is not None and not required.marker.evaluate({"extra": ""}):
+            continue
+        version = installed(required.name)
+        if version is None or not required.specifier.contains(version, prereleases=True):
+            wanted = f"{required.name}{required.specifier}"
+            found = f"disco_ds needs {wanted}, got {version}"
+            yield Line("fail", "versions", found, f"pip install '{wanted}'")
 
 
 def installed(package: str) -> str | None:

@@ -17,16 +17,14 @@ def adopt_slurm() -> None:
     # SLURM_PROCID alone is not enough: a batch script also has it, but is not a task of a job step.
     if "RANK" in env or "SLURM_STEP_ID" not in env or "SLURM_PROCID" not in env:
         return
-    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or ""
     # Take the first entry of the list. Its brackets may contain commas: node[003-006,010] -> node003.
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
-    lead = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0] if first else "")
-    env.setdefault("MASTER_ADDR", lead or env.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"))
-    job = 100 * int(env.get("SLURM_JOB_ID", "0")) + int(env["SLURM_STEP_ID"])
+    first = re.findall(r"(?:[^,\[]|\[[^\]]*\])+", env["SLURM_STEP_NODELIST"])[0]
+    env.setdefault("MASTER_ADDR", re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first))
+    job = 100 * int(env["SLURM_JOB_ID"]) + int(env["SLURM_STEP_ID"])
     env.setdefault("MASTER_PORT", str(12_000 + job % 20_000))
-    env.setdefault("WORLD_SIZE", env.get("SLURM_STEP_NUM_TASKS") or env["SLURM_NTASKS"])
+    env.setdefault("WORLD_SIZE", env["SLURM_STEP_NUM_TASKS"])
     # With --gpus-per-task, each task sees only its own GPUs, so the local ID may exceed their number.
-    local = int(env.get("SLURM_LOCALID", "0"))
+    local = int(env["SLURM_LOCALID"])
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible:
         local %= visible.count(",") + 1

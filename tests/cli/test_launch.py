@@ -178,7 +178,12 @@ def test_tasks_of_srun_are_the_ranks_of_one_run(tmp_path: Path) -> None:
         *write_recipe(folder, CASES["zero1-fp32"]),
         "steps=2",
     ]
-    step = {"STEP_ID": "0", "JOB_ID": str(free_port()), "NTASKS": "2", "NODELIST": "localhost"}
+    step = {
+        "STEP_ID": "0",
+        "JOB_ID": str(free_port()),
+        "STEP_NUM_TASKS": "2",
+        "STEP_NODELIST": "localhost",
+    }
     tasks = []
     with (folder / "log.txt").open("ab") as log:
         for number in range(2):
