@@ -10,8 +10,8 @@ runs two background threads:
 - The clock thread ends the process if the store has not answered for too long, and reads signals. It
   never uses the store, because a call to TCPStore blocks forever if the host of the store is frozen.
 
-A place is that of the Python process. A GPU that hangs makes all ranks wait in the same place, so
-the error then names no rank, but NCCL's flight records (diagnostics.py) show which one is behind.
+A rank's place is that of its Python process. If a GPU hangs, all processes wait in the same place, so
+the error names no hung rank. NCCL's flight records (diagnostics.py) help to find it.
 """
 
 from __future__ import annotations
