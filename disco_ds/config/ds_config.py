@@ -66,13 +66,6 @@ DEFAULTS: dict[str, Any] = {
 """Values of keys that change results or speed. They are written into the rendered ds_config for
 keys that the file does not set."""
 
-GRADIENT_BUCKET = 50_000_000
-"""Default number of gradient elements that ZeRO 1 to 3 reduce at a time.
-
-DeepSpeed's default is 500 million. Most CLIP models have fewer parameters, so no gradient would be
-reduced before the end of the backward pass.
-"""
-
 OTHER_KEYS = {
     "aio",
     "comet",
@@ -192,39 +185,6 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return tree
 
 
-def complete_ds_config(ds_config: dict[str, Any], owned: dict[str, Any]) -> dict[str, Any]:
-    """Check a ds_config and add the recipe's values and every default that changes results.
-
-    Args:
-        ds_config: The settings from the ds_config file.
-        owned: DeepSpeed key -> value that the recipe sets.
-
-    Raises:
-        ValueError: If a key is unknown or refused, if the recipe controls the key, if a value is
-            invalid, or if DeepSpeed computes a combination of settings incorrectly.
-    """
-    if problems := list(find_problems(ds_config)):
-        raise ValueError("\n  ".join(problems))
-    check_values(ds_config)
-    check_precision(ds_config)
-    rendered = merge(copy.deepcopy(DEFAULTS), copy.deepcopy(ds_config))
-    if precision(rendered) == "autocast":
-        # DeepSpeed may reduce the gradients of these modules in 16 bits. Its default is Linear and
-        # Conv modules; the empty list excludes every module.
-        rendered["torch_autocast"].setdefault("lower_precision_safe_modules", [])
-    zero = rendered["zero_optimization"]
-    level = stage(rendered)
-    if level:
-        zero.setdefault("reduce_bucket_size", GRADIENT_BUCKET)
-        # With overlap_comm, ZeRO 1 and 2 wait for the device after every backward pass. The wait
-        # costs little if a step has only one backward pass, because the optimizer update waits for
-        # the device anyway. On a single rank, overlap_comm gains nothing.
-        one_backward = owned["gradient_accumulation_steps"] == 1
-        alone = owned["train_batch_size"] == owned["train_micro_batch_size_per_gpu"]
-        zero.setdefault("overlap_comm", level == 3 or (one_backward and not alone))
-    return rendered | owned
-
-
 def precision(ds_config: dict[str, Any]) -> str:
     """Return the precision that a ds_config enables: autocast, bf16, fp16 or fp32."""
     enabled = []
@@ -247,9 +207,22 @@ def stage(ds_config: dict[str, Any]) -> int:
     return value
 
 
-def find_problems(ds_config: dict[str, Any]) -> Iterator[str]:
+def check_ds_config(ds_config: dict[str, Any]) -> None:
+    """Check all keys and values of a ds_config.
+
+    Raises:
+        ValueError: If a key is unknown or refused, if the recipe controls the key, if a value is
+            invalid, or if DeepSpeed computes a combination of settings incorrectly.
+    """
+    if problems := list(_find_problems(ds_config)):
+        raise ValueError("\n  ".join(problems))
+    _check_values(ds_config)
+    check_precision(ds_config)
+
+
+def _find_problems(ds_config: dict[str, Any]) -> Iterator[str]:
     """Yield an error message for each key that is unknown, misplaced, refused or set by the recipe."""
-    sections = {"": TOP_LEVEL} | section_keys()
+    sections = {"": TOP_LEVEL} | _section_keys()
     for section, known in sections.items():
         part = ds_config.get(section, {}) if section else ds_config
         if not isinstance(part, dict):
@@ -272,14 +245,14 @@ def find_problems(ds_config: dict[str, Any]) -> Iterator[str]:
                 yield f"ds_config: unknown key {dotted}{hint}"
 
 
-def check_values(ds_config: dict[str, Any]) -> None:
+def _check_values(ds_config: dict[str, Any]) -> None:
     """Refuse values that DeepSpeed would refuse in the middle of the start.
 
     Raises:
         ValueError: If there is such a value. The message names the key.
     """
     stage(ds_config)
-    for section, model in section_models().items():
+    for section, model in _section_models().items():
         given = ds_config.get(section, {})
         try:
             checked = model(**given)
@@ -355,7 +328,7 @@ def check_precision(ds_config: dict[str, Any]) -> None:
         )
 
 
-def section_models() -> dict[str, type[BaseModel]]:
+def _section_models() -> dict[str, type[BaseModel]]:
     """Return section name -> the pydantic model with which DeepSpeed parses that section."""
     from deepspeed.monitor.config import CometConfig, CSVConfig
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
@@ -370,13 +343,13 @@ def section_models() -> dict[str, type[BaseModel]]:
     }
 
 
-def section_keys() -> dict[str, set[str]]:
+def _section_keys() -> dict[str, set[str]]:
     """Return section name -> the keys that DeepSpeed reads in that section."""
     known = {
         "torch_autocast": {"enabled", "dtype", "lower_precision_safe_modules"},
         "timers": {"throughput"},
     }
-    for section, model in section_models().items():
+    for section, model in _section_models().items():
         fields = model.model_fields
         known[section] = fields.keys() | {field.alias for field in fields.values() if field.alias}
     return known

@@ -48,17 +48,15 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     for keys, value in assigned:
         if keys != ["deepspeed"]:
             assign(tree, keys, value)
-    return check_config(tree, str(path), [".".join(keys) for keys, _ in assigned])
+    return check_config(tree, f"{path} and overrides" if overrides else str(path))
 
 
-def check_config(tree: dict[str, Any], origin: str, overridden: Sequence[str] = ()) -> Config:
+def check_config(tree: dict[str, Any], origin: str) -> Config:
     """Build a Config from a plain mapping.
 
     Args:
         tree: The settings as a nested mapping.
-        origin: Name of the file with the settings, for error messages.
-        overridden: Dotted keys whose values come from overrides. Messages about these keys do not
-            name the file.
+        origin: Where the settings come from, for error messages.
 
     Raises:
         ValueError: If a setting is invalid. The message lists the problems, one per line.
@@ -66,15 +64,8 @@ def check_config(tree: dict[str, Any], origin: str, overridden: Sequence[str] = 
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        in_file: list[str] = []
-        by_override: list[str] = []
-        for item in error.errors():
-            key = ".".join(map(str, item["loc"]))
-            mine = any(f"{key}.".startswith(f"{each}.") for each in overridden)
-            (by_override if mine else in_file).append(_explain(key, item))
-        if in_file:
-            in_file[0] = f"{origin}: {in_file[0]}"
-        raise ValueError("\n  ".join(in_file + by_override)) from None
+        problems = [_explain(".".join(map(str, item["loc"])), item) for item in error.errors()]
+        raise ValueError(f"{origin}: " + "\n  ".join(problems)) from None
 
 
 def find_recipe(recipe: str | Path) -> Path:

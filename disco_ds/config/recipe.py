@@ -327,14 +327,12 @@ class Config(Settings):
                 raise ValueError(
                     f"remove image_size and patch_dropout from stages.{number}: model.factory builds the model itself"
                 )
-            if stage.until <= before:
+            length = stage.until - before
+            if length <= 0:
                 raise ValueError(f"{name} must be above the end of the stage before it, {before}")
             batch = stage.global_batch or self.global_batch
-            rest = (stage.until - before) % batch
-            if rest:
-                nearest = stage.until - rest
-                if nearest <= before or rest > batch // 2:
-                    nearest += batch
+            if length % batch:
+                nearest = before + batch * max(round(length / batch), 1)
                 raise ValueError(
                     f"{name} ends within a step of global_batch={batch}; nearest: until={nearest}"
                 )
@@ -350,17 +348,12 @@ class Config(Settings):
         remote = self.data.remote
         if not any(is_remote(part.shards or "") for part in self.data.parts):
             return self
-        if remote.timeout_s >= self.data.worker_timeout_s:
+        if remote.timeout_s >= self.data.worker_timeout_s or remote.longest_s >= self.timeout_s:
             raise ValueError(
-                f"data.remote.timeout_s={remote.timeout_s:g} must be below "
-                f"data.worker_timeout_s={self.data.worker_timeout_s:g}"
-            )
-        if remote.longest_s >= self.timeout_s:
-            raise ValueError(
-                f"data.remote.tries={remote.tries} with data.remote.timeout_s={remote.timeout_s:g} "
-                f"may take {remote.longest_s:g} s per shard, but timeout_s={self.timeout_s:g}: lower "
-                "the former or raise timeout_s; otherwise the other ranks time out before the shard "
-                "is named"
+                f"data.remote.timeout_s={remote.timeout_s:g} must be below data.worker_timeout_s="
+                f"{self.data.worker_timeout_s:g}, and the {remote.longest_s:g} s that data.remote.tries="
+                f"{remote.tries} may take must be below timeout_s={self.timeout_s:g}; otherwise the run "
+                "times out before the shard is named"
             )
         return self
 
@@ -413,12 +406,12 @@ class Config(Settings):
             raise ValueError("epochs can be converted to steps only once the samples are counted")
         if self.steps is not None:
             return self.steps, samples + (self.steps - step) * self.global_batch
-        ends = [(stage.until, stage.global_batch or self.global_batch) for stage in self.stages]
-        ends = [end for end in ends if end[0] > samples] or ends[-1:]
-        for until, batch in ends or [(self.samples or 0, self.global_batch)]:
-            num_steps = (until - samples) // batch
+        configs = self.stage_configs
+        left = [stage for stage in configs if (stage.samples or 0) > samples]
+        for stage in left or configs[-1:]:
+            num_steps = ((stage.samples or 0) - samples) // stage.global_batch
             step += num_steps
-            samples += num_steps * batch
+            samples += num_steps * stage.global_batch
         return step, samples
 
     def at_sample(self, number: int) -> Config:
@@ -429,17 +422,17 @@ class Config(Settings):
         if not self.stages:
             return self
         stage = next((each for each in self.stages if number < each.until), self.stages[-1])
-        model, data = {"image_size", "patch_dropout"}, {"crop_scale"}
-        batch = stage.model_dump(exclude_none=True, exclude=model | data | {"until"})
+
+        def given(*names: str) -> dict[str, Any]:
+            return stage.model_dump(include=set(names), exclude_none=True)
+
         changed = {
             "stages": (),
             "samples": stage.until,
-            "model": self.model.model_copy(
-                update=stage.model_dump(exclude_none=True, include=model)
-            ),
-            "data": self.data.model_copy(update=stage.model_dump(exclude_none=True, include=data)),
+            "model": self.model.model_copy(update=given("image_size", "patch_dropout")),
+            "data": self.data.model_copy(update=given("crop_scale")),
         }
-        return self.model_copy(update=batch | changed)
+        return self.model_copy(update=changed | given("global_batch", "micro_batch"))
 
     @property
     def stage_configs(self) -> list[Config]:
@@ -509,24 +502,21 @@ class Config(Settings):
         length = f"{self.epochs} epochs (the number of steps is known when the samples are counted)"
         if self.epochs is None:
             length = "{:,} steps, {:,} samples".format(*self.find_end())
-        schedule = f"{self.optim.warmup_steps:,} warmup steps, then {self.optim.schedule}"
         configs = self.stage_configs
-        if self.stages:
-            lines = [f"{length} in {len(self.stages)} stages, {schedule}"]
-            for stage, config in zip(self.stages, configs, strict=True):
-                if stage.until <= samples:
-                    continue
+        lines = []
+        for stage, config in zip(self.stages or [None], configs, strict=True):
+            line = config._describe_step(ranks)
+            if stage is None:
+                lines.append(line)
+            elif stage.until > samples:
                 changes = stage.model_dump(
                     exclude_none=True, exclude={"until", "global_batch", "micro_batch"}
                 )
-                words = [config._describe_batch(ranks), config._describe_rate()]
-                words += [f"{name} {value}" for name, value in changes.items()]
+                words = [line, *(f"{name} {value}" for name, value in changes.items())]
                 lines.append(f"until {stage.until:,} samples: {', '.join(words)}")
-        else:
-            lines = [
-                self._describe_batch(ranks),
-                f"{length}, {self._describe_rate()}, {schedule}",
-            ]
+        lines.append(
+            f"{length}, {self.optim.warmup_steps:,} warmup steps, then {self.optim.schedule}"
+        )
         highest = max(config.peak_lr for config in configs)
         if not self.optim.lr and self.optim.name == "adamw" and highest > PUBLISHED_LR:
             lines.append(
@@ -535,16 +525,14 @@ class Config(Settings):
             )
         return "\n".join(lines)
 
-    def _describe_batch(self, ranks: int) -> str:
+    def _describe_step(self, ranks: int) -> str:
         plural = "" if ranks == 1 else "s"
+        rule = "" if self.optim.lr else f" (from optim.base_lr, scaling rule: {self.optim.lr_rule})"
         return (
             f"global batch {self.global_batch:,} = {ranks} rank{plural} x micro-batch "
-            f"{self.micro_batch:,} x {self.num_micro_batches(ranks)} per step"
+            f"{self.micro_batch:,} x {self.num_micro_batches(ranks)} per step, "
+            f"peak learning rate {self.peak_lr:g}{rule}"
         )
-
-    def _describe_rate(self) -> str:
-        rule = "" if self.optim.lr else f" (from optim.base_lr, scaling rule: {self.optim.lr_rule})"
-        return f"peak learning rate {self.peak_lr:g}{rule}"
 
     def to_yaml(self) -> str:
         """Return the settings as the YAML text of a recipe."""

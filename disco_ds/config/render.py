@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
-from disco_ds.config.ds_config import complete_ds_config, stage
+from disco_ds.config.ds_config import DEFAULTS, check_ds_config, merge, precision, stage
 from disco_ds.config.recipe import Config
+
+GRADIENT_BUCKET = 50_000_000
+"""Default number of gradient elements that ZeRO 1 to 3 reduce at a time.
+
+DeepSpeed's default is 500 million. Most CLIP models have fewer parameters, so no gradient would be
+reduced before the end of the backward pass.
+"""
 
 
 def render_ds_config(config: Config, ranks: int, run_folder: Path | None = None) -> dict[str, Any]:
@@ -18,36 +26,23 @@ def render_ds_config(config: Config, ranks: int, run_folder: Path | None = None)
         run_folder: Folder for TensorBoard's files. None: DeepSpeed writes no TensorBoard files.
 
     Raises:
-        ValueError: If some settings do not work together, or if complete_ds_config or
+        ValueError: If some settings do not work together, or if check_ds_config or
             Config.num_micro_batches refuses them.
     """
-    if config.model.compile is True and stage(config.deepspeed) == 3:
+    check_ds_config(config.deepspeed)
+    rendered = merge(copy.deepcopy(DEFAULTS), copy.deepcopy(config.deepspeed))
+    zero = rendered["zero_optimization"]
+    level = stage(rendered)
+    if config.model.compile is True and level == 3:
         raise ValueError(
             "model.compile=true at ZeRO 3 is refused: torch.compile reads parameters of "
             "nn.MultiheadAttention that ZeRO has not gathered; use ZeRO 0 to 2"
         )
-    if config.optim.name == "lamb" and stage(config.deepspeed) > 0:
+    if config.optim.name == "lamb" and level > 0:
         raise ValueError(
-            f"optim.name=lamb at ZeRO {stage(config.deepspeed)} is refused: its trust ratio needs the "
+            f"optim.name=lamb at ZeRO {level} is refused: its trust ratio needs the "
             "norm of each parameter, but ZeRO's optimizer sees flat partitions; use deepspeed=zero0"
         )
-    owned: dict[str, Any] = {
-        "train_batch_size": config.global_batch,
-        "train_micro_batch_size_per_gpu": config.micro_batch,
-        "gradient_accumulation_steps": config.num_micro_batches(ranks),
-        "gradient_clipping": config.optim.clip_norm,
-        # A huge interval turns off DeepSpeed's own progress lines and monitor points, because
-        # metrics/logger.py writes the log.
-        "steps_per_print": 2**31,
-    }
-    if run_folder is not None and config.log.tensorboard:
-        owned["tensorboard"] = {
-            "enabled": True,
-            "output_path": str(run_folder),
-            "job_name": "tensorboard",
-        }
-    rendered = complete_ds_config(config.deepspeed, owned)
-    zero = rendered["zero_optimization"]
     places = [zero.get(key) or {} for key in ("offload_optimizer", "offload_param")]
     needs_memory = config.optim.ema or config.optim.name == "muon"
     if needs_memory and any(place.get("device") == "nvme" for place in places):
@@ -65,4 +60,29 @@ def render_ds_config(config: Config, ranks: int, run_folder: Path | None = None)
             "ds_config: zero_optimization.offload_optimizer.ratio below 1 is refused: DeepSpeed updates "
             "the rest with a separate AdamW and does not save its states"
         )
-    return rendered
+    num_micro_batches = config.num_micro_batches(ranks)
+    if precision(rendered) == "autocast":
+        # DeepSpeed may reduce the gradients of these modules in 16 bits. Its default is Linear and
+        # Conv modules; the empty list excludes every module.
+        rendered["torch_autocast"].setdefault("lower_precision_safe_modules", [])
+    if level:
+        zero.setdefault("reduce_bucket_size", GRADIENT_BUCKET)
+        # With overlap_comm, ZeRO 1 and 2 wait for the device after every backward pass. The wait
+        # costs little if a step has only one backward pass, because the optimizer update waits for
+        # the device anyway. On a single rank, overlap_comm gains nothing.
+        zero.setdefault("overlap_comm", level == 3 or (num_micro_batches == 1 and ranks > 1))
+    if run_folder is not None and config.log.tensorboard:
+        rendered["tensorboard"] = {
+            "enabled": True,
+            "output_path": str(run_folder),
+            "job_name": "tensorboard",
+        }
+    return rendered | {
+        "train_batch_size": config.global_batch,
+        "train_micro_batch_size_per_gpu": config.micro_batch,
+        "gradient_accumulation_steps": num_micro_batches,
+        "gradient_clipping": config.optim.clip_norm,
+        # A huge interval turns off DeepSpeed's progress lines and monitor points, because
+        # metrics/logger.py writes the log.
+        "steps_per_print": 2**31,
+    }

@@ -14,7 +14,6 @@ import yaml
 from disco_ds.config import load_config, render_ds_config
 from disco_ds.config.ds_config import (
     DEFAULTS,
-    GRADIENT_BUCKET,
     OWNED_BY_RECIPE,
     REFUSED_KEYS,
     check_gradient,
@@ -23,6 +22,7 @@ from disco_ds.config.ds_config import (
     read_ds_config,
     stage,
 )
+from disco_ds.config.render import GRADIENT_BUCKET
 from helpers.minimal import MINIMAL, settings
 
 BUNDLED = ("zero0", "zero1", "zero2", "zero3", "zero3_offload")
