@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def take_step(rank: int, ranks: int, name: str, args: argparse.Namespace, folder
         data = run.loader.read_step()
         start = time.perf_counter()
         train_step(
-            run.engine, run.loss, data.micro_batches, prepare(config), 100.0,
+            run.engine, run.loss, data.micro_batches, partial(prepare, config), 100.0,
             refuses_norm=keep, timer=timer,
         )  # fmt: skip
         seconds = time.perf_counter() - start

@@ -41,7 +41,7 @@ def check_start(config: Config, ranks: int) -> Iterator[Line]:
     check_ds_config(config)
     check_without_data(config)
     load_sets(config.eval, config.data)
-    check_image_sizes(config, make_loss(config))
+    check_image_sizes(config)
     yield Line("ok", "recipe", found.replace("\n", "; "))
     yield check_kernels(config)
 
@@ -60,7 +60,7 @@ def check_ds_config(config: Config) -> None:
 
 def check_kernels(config: Config) -> Line:
     """Check that the loss's Triton kernels run on this host's GPU."""
-    tiling = getattr(make_loss(config), "tiling", None)
+    tiling = getattr(make_loss(config.loss, config.optim), "tiling", None)
     device = comm.local_device()
     if tiling is None or device.type != "cuda" or tiling.impl == "torch":
         return Line("ok", "kernels", "torch computes the loss")

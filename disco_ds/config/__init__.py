@@ -5,14 +5,13 @@ Import-light: importing this package imports neither torch nor DeepSpeed.
 
 from disco_ds.config.data import AugmentSettings, DataSettings, RemoteSettings, SourceSettings
 from disco_ds.config.load import check_config, find_recipe, load_config
-from disco_ds.config.optim import EmaSettings, TowerOptimSettings
+from disco_ds.config.optim import EmaSettings
 from disco_ds.config.recipe import (
     BASE_BATCH,
     PACKAGE,
     CheckpointSettings,
     Config,
     EvalSettings,
-    LogSettings,
     LossSettings,
     ModelSettings,
     OptimSettings,
@@ -30,7 +29,6 @@ __all__ = [
     "DataSettings",
     "EmaSettings",
     "EvalSettings",
-    "LogSettings",
     "LossSettings",
     "ModelSettings",
     "OptimSettings",
@@ -38,7 +36,6 @@ __all__ = [
     "Schedule",
     "SourceSettings",
     "StageSettings",
-    "TowerOptimSettings",
     "check_config",
     "find_recipe",
     "load_config",

@@ -96,11 +96,8 @@ def _explain(key: str, item: Any) -> str:
     if kind == "missing":
         return f"{key} is missing: set it"
     if kind == "model_type":
-        fields = _find_fields(item["loc"])
-        value = item["input"]
-        if isinstance(value, str) and "name" in fields:
-            return f"{key} is a group of settings: set {key}.name={value}"
-        return f"{key} is a group of settings, such as {key}.{next(iter(fields))}; got {value!r}"
+        first = next(iter(_find_fields(item["loc"])))
+        return f"{key} is a group of settings, such as {key}.{first}; got {item['input']!r}"
     if kind == "string_pattern_mismatch":
         meaning = " ".join((_find_fields(outer)[name].description or "").split())
         return f"{key} is {shorten(repr(item['input']))}; expected: {meaning}"

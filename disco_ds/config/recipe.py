@@ -482,10 +482,8 @@ class Config(Settings):
                 f"ranks={ranks}."
             )
         samples = ranks * self.micro_batch
-        rest = self.global_batch % samples
-        if rest:
-            below = self.global_batch - rest
-            nearest = below if below and rest <= samples // 2 else below + samples
+        if self.global_batch % samples:
+            nearest = samples * max(round(self.global_batch / samples), 1)
             raise ValueError(
                 f"global_batch {self.global_batch} is not a multiple of ranks x micro_batch "
                 f"({ranks} x {self.micro_batch} = {samples}); nearest: global_batch={nearest}"

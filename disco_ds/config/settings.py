@@ -14,17 +14,6 @@ MAX_SECONDS = 1e7
 """Upper bound of timeouts in seconds: about four months. Longer timeouts overflow the clocks of
 some libraries."""
 
-_TYPES = {
-    "int": "an integer",
-    "float": "a number",
-    "bool": "true or false",
-    "string": "text",
-    "dict": "a mapping",
-    "tuple": "a list",
-    "path": "a path",
-}
-"""Name of a type in pydantic's error codes -> description of the type in error messages."""
-
 
 class Settings(BaseModel):
     """Base class of a group of settings: frozen and typed; unknown keys are refused.
@@ -64,11 +53,9 @@ def explain_value(key: str, item: Any) -> str:
         key: Dotted name of the setting.
         item: One item of the list that errors() of pydantic's ValidationError returns.
     """
-    kind, _, problem = item["type"].partition("_")
     if item["type"] in ("value_error", "assertion_error"):
         text = str(item["ctx"]["error"])  # a text about several settings contains their names
         return text if key.rpartition(".")[2] in text else f"{key}: {text}"
-    expected = re.sub(r"^\w+ should", "must", item["msg"]).replace(" after validation", "")
-    if problem in ("type", "parsing", "from_float") and kind in _TYPES:
-        expected = f"must be {_TYPES[kind]}"
+    expected = re.sub(r", (unable to|got a) .*| after validation", "", item["msg"])
+    expected = re.sub(r"^\w+ should", "must", expected)
     return f"{key} {expected}, got {shorten(repr(item['input']))}"

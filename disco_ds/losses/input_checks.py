@@ -19,44 +19,56 @@ LARGEST_LOG = math.log(100.0) + 1e-3
 
 
 def check_alike(
-    image: Tensor, text: Tensor, group: Any = None, step: int = 0, group_id: Tensor | None = None
+    image: Tensor,
+    text: Tensor,
+    scale: Tensor,
+    group_id: Tensor | None,
+    group: Any = None,
+    step: int = 0,
 ) -> None:
-    """Check that all ranks have equal shapes, are at the same step and all or none give group ids.
-
-    Collective: one small all_reduce.
+    """Check that the ranks are at the same step and pass the same kind of inputs. Collective: one small all_reduce.
 
     Without this check, unequal ranks would hang in a collective or compute a wrong loss.
 
     Args:
         image: Image features.
         text: Text features.
+        scale: 0-d or [1], the logit scale.
+        group_id: Group ids. Only whether they are given is compared.
         group: The process group; None: all ranks.
         step: Number of steps that this rank has taken.
-        group_id: Group ids; only whether they are given is compared.
 
     Raises:
-        ValueError: On every rank, if ranks differ or a tensor is not [b, D].
+        ValueError: On every rank, if ranks differ or features are not [b, D].
     """
     if comm.size(group) == 1:
         return
     mine = [*image.shape, *text.shape] if image.dim() == text.dim() == 2 else [-1] * 4
-    values = torch.tensor([*mine, step, group_id is not None], device=image.device)
+    numbers = torch.tensor([*mine, step, group_id is not None], device=image.device)
+    values = torch.cat([numbers.double(), scale.detach().to(numbers.device).reshape(1)])
     most, least = comm.all_reduce_max(torch.stack([values, -values]), group).tolist()
-    least = [-x for x in least]
+    *most, has_ids, largest = most
+    *least, all_have_ids, smallest = [-x for x in least]
     if most[4] != least[4]:
         raise ValueError(
-            f"rank {comm.rank(group)} is at step {step}, but the ranks are at steps {least[4]} to "
-            f"{most[4]}: a rank has left one out; every rank must take every step"
-        )
-    if most[5] != least[5]:
-        raise ValueError(
-            "some ranks pass group_id to the loss and others do not; pass it on every rank or on none"
+            f"rank {comm.rank(group)} is at step {step}, but the ranks are at steps {least[4]:g} to "
+            f"{most[4]:g}: a rank has left one out; every rank must take every step"
         )
     if -1 in mine or most != least:
+        lower, upper = ([int(x) for x in shapes[:4]] for shapes in (least, most))
         raise ValueError(
             f"features of rank {comm.rank(group)} have the shapes {tuple(image.shape)} and "
-            f"{tuple(text.shape)}, but all ranks need the same [b, D] and have {least[:4]} to "
-            f"{most[:4]}; drop the last uneven batch (drop_last=True)"
+            f"{tuple(text.shape)}, but all ranks need the same [b, D] and have {lower} to "
+            f"{upper}; drop the last uneven batch (drop_last=True)"
+        )
+    if has_ids != all_have_ids:
+        raise ValueError(
+            "some ranks pass group_id and others do not; pass it on every rank or on none"
+        )
+    if largest > 1.001 * smallest:
+        raise ValueError(
+            f"the logit scale differs between ranks, from {smallest:g} to {largest:g}: nothing averages its "
+            "gradient; make it a parameter of the wrapped module, and return it from the module's forward"
         )
 
 

@@ -28,7 +28,16 @@ from disco_ds.checkpoints.resume import (
 )
 from disco_ds.checkpoints.saver import Saver
 from disco_ds.checkpoints.upload import Uploads
-from disco_ds.config import Config, Schedule, make_schedule, render_ds_config
+from disco_ds.config import (
+    Config,
+    LossSettings,
+    ModelSettings,
+    OptimSettings,
+    Schedule,
+    make_schedule,
+    render_ds_config,
+)
+from disco_ds.config.ds_config import stage
 from disco_ds.data import (
     ImageSpec,
     Loader,
@@ -46,7 +55,7 @@ from disco_ds.distributed.agreement import check_agreement
 from disco_ds.distributed.heartbeat import Heartbeat
 from disco_ds.distributed.host_share import share_host
 from disco_ds.distributed.interrupt import Interrupts
-from disco_ds.eval import load_sets
+from disco_ds.eval import ImageSet, load_sets
 from disco_ds.losses import build_loss
 from disco_ds.losses.base import Loss
 from disco_ds.losses.kernels import find_problem as find_kernel_problem
@@ -75,7 +84,6 @@ from disco_ds.runs.shared_folder import open_folder, removed_if_refused, write_s
 from disco_ds.training.custom_optimizer import check_optimizer
 from disco_ds.training.ema import drop_average
 from disco_ds.training.engine import Engine, build_engine
-from disco_ds.training.evaluation import Evaluation
 
 SAME_FILES = "their files differ: every host needs the same shards, manifest, csv and model config"
 
@@ -95,7 +103,11 @@ class Run:
     loader: Loader
     metrics: MetricsLogger
     anomalies: AnomalyDetector
-    evaluation: Evaluation
+    sets: list[ImageSet]
+    """The evaluation sets."""
+    image: ImageSpec
+    tokenizer: Any
+    wandb: WandbRun | None
     saver: Saver
     interrupts: Interrupts
     heartbeat: Heartbeat
@@ -136,14 +148,14 @@ def build(
         unattended = True
     # Called only to find mistakes early. The ds_config contains the path of the run folder, so
     # write_settings creates the real one once that folder exists.
-    for stage in config.stage_configs:
-        render_ds_config(stage, comm.size())
+    for each in config.stage_configs:
+        render_ds_config(each, comm.size())
     comm.from_rank_0("log", partial(check_packages, config))
     with comm.all_or_none("loss"):  # the file of a custom loss may be missing on one host
-        loss = make_loss(config)
+        loss = make_loss(config.loss, config.optim)
     loss = loss.to(comm.local_device())
     with comm.all_or_none("optimizer"):
-        check_optimizer(config)
+        check_optimizer(config.optim, stage(config.deepspeed))
     with comm.all_or_none("data"):
         sources = load_sources(config.data)
         sets = load_sets(config.eval, config.data)
@@ -168,7 +180,7 @@ def build(
     identity = identify_stage(config)
     is_same = saved is not None and not find_changes(saved.meta["identity"], identity)
     with comm.all_or_none("model"):
-        check_image_sizes(recipe, loss)
+        check_image_sizes(recipe)
     model, tokenizer = build_towers(config, loss, restored=saved is not None)
     look = read_preprocessing(model)
     image = ImageSpec(look.size, look.interpolation, look.resize_mode)
@@ -258,18 +270,10 @@ def build(
         loader=loader,
         metrics=metrics,
         anomalies=anomalies,
-        evaluation=Evaluation(
-            sets,
-            engine,
-            image,
-            tokenizer,
-            config.micro_batch,
-            loader.num_samples,
-            folder,
-            metrics,
-            heartbeat,
-            wandb,
-        ),
+        sets=sets,
+        image=image,
+        tokenizer=tokenizer,
+        wandb=wandb,
         saver=saver,
         interrupts=Interrupts(60 * config.checkpoint.every_minutes, lambda: saver.is_writing),
         heartbeat=heartbeat,
@@ -294,62 +298,59 @@ def check_without_data(config: Config) -> None:
         ValueError: If a run with these settings would fail one of these checks.
     """
     check_packages(config)
-    make_loss(config)
-    check_optimizer(config)
-    check_model(config)
+    make_loss(config.loss, config.optim)
+    check_optimizer(config.optim, stage(config.deepspeed))
+    check_model(config.model)
     for text in (*(part.shards for part in config.data.parts), *config.eval.sets):
         if text is not None:
             refuse_remote(text, config.data.remote)
 
 
-def check_model(config: Config) -> None:
+def check_model(settings: ModelSettings) -> None:
     """Check that the model and its pretrained weights exist.
 
     Raises:
         ValueError: If the model or its weights do not exist.
     """
-    read_architecture(config.model)
-    find_weights(register_config(config.model.name), config.model)
-    warn_of_random_tower(config.model)
+    read_architecture(settings)
+    find_weights(register_config(settings.name), settings)
+    warn_of_random_tower(settings)
 
 
-def check_image_sizes(config: Config, loss: Loss) -> None:
+def check_image_sizes(config: Config) -> None:
     """Check that the models of all stages differ at most in the size of the position embedding, which is resized.
 
     Raises:
         ValueError: If a stage sets an image size that the model does not support.
     """
-    stages = {stage.model.image_size: stage for stage in config.stage_configs}
+    models = {stage.model.image_size: stage.model for stage in config.stage_configs}
+    if len(models) == 1:
+        return
     first: dict[str, Any] = {}
-    for size, stage in stages.items() if len(stages) > 1 else ():
-        bias = loss.initial_bias(stage.global_batch)
-        model = build_model(
-            stage.model, loss.initial_scale, bias, loss.learns_scale, pretrained=False
-        )
-        check_image_size(stage.model, model)
-        shapes = {name: value.shape for name, value in model.state_dict().items()}
-        shapes.pop("visual.positional_embedding", None)
-        first = first or shapes
-        for name, shape in shapes.items():
-            if shape != first[name]:
+    for size, settings in models.items():
+        model = build_model(settings, pretrained=False)
+        check_image_size(settings, model)
+        for name, value in model.state_dict().items():
+            before = first.setdefault(name, value.shape)
+            if value.shape != before and name != "visual.positional_embedding":
                 raise ValueError(
-                    f"stages: the image size cannot change to {size}, because {name} of {config.model.label} would "
-                    f"change from {list(first[name])} to {list(shape)}; only the position embedding of an open_clip "
+                    f"stages: the image size cannot change to {size}, because {name} of {settings.label} would "
+                    f"change from {list(before)} to {list(value.shape)}; only the position embedding of an open_clip "
                     "ViT can be resized"
                 )
 
 
-def make_loss(config: Config) -> Loss:
-    """Build the loss on the CPU.
+def make_loss(settings: LossSettings, optim: OptimSettings) -> Loss:
+    """Build the loss on the CPU, and check that it goes with the optimizer's settings.
 
     Raises:
         ValueError: If the loss does not exist, or if optim.tau_lr is set but the loss does not learn
             the logit scale.
     """
-    loss = build_loss(config.loss.name, **config.loss.options)
-    if config.optim.tau_lr is not None and not loss.learns_scale:
+    loss = build_loss(settings.name, **settings.options)
+    if optim.tau_lr is not None and not loss.learns_scale:
         raise ValueError(
-            f"optim.tau_lr is the rate of a learned logit scale, but loss.name={config.loss.name} "
+            f"optim.tau_lr is the rate of a learned logit scale, but loss.name={settings.name} "
             "does not learn one; remove optim.tau_lr"
         )
     return loss
@@ -364,25 +365,27 @@ def build_towers(config: Config, loss: Loss, restored: bool) -> tuple[nn.Module,
         restored: Whether weights will be loaded from a checkpoint later. If so, pretrained weights
             are not needed and not downloaded.
     """
+    settings = config.model
     if not restored:
         with comm.all_or_none("model"):
-            name = register_config(config.model.name)
-            find_weights(name, config.model)
+            name = register_config(settings.name)
+            find_weights(name, settings)
             # One rank per host downloads the files; the other ranks on the host then find them in the cache.
             if os.environ["LOCAL_RANK"] == "0":
-                download_weights(name, config.model)
+                download_weights(name, settings)
         if comm.rank() == 0:
-            warn_of_random_tower(config.model)
+            warn_of_random_tower(settings)
     with comm.all_or_none("model"):
         set_random_seed(config.seed)
         bias = loss.initial_bias(config.global_batch)
-        start = loss.initial_scale, bias, loss.learns_scale
-        model = build_model(config.model, *start, pretrained=not restored)
-        check_image_size(config.model, model)
+        model = build_model(
+            settings, loss.initial_scale, bias, loss.learns_scale, pretrained=not restored
+        )
+        check_image_size(settings, model)
         check_compiled(config, model, comm.size())
-        tokenizer = build_tokenizer(config.model, model)
+        tokenizer = build_tokenizer(settings, model)
     device = comm.local_device()
-    if config.model.compile == "auto" and device.type == "cuda":
+    if settings.compile == "auto" and device.type == "cuda":
         compile_if_exact(config, model, find_kernel_problem(device, "fp16"))
     return model, tokenizer
 

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from disco_ds.config import Config
-from disco_ds.config.ds_config import stage
+from disco_ds.config import OptimSettings
 from disco_ds.distributed import comm
 from disco_ds.names import load_custom
 
@@ -60,13 +59,17 @@ def _train(factory: str, tensors: Tensor) -> Tensor:
     return parameter.detach()
 
 
-def check_optimizer(config: Config) -> None:
+def check_optimizer(settings: OptimSettings, level: int) -> None:
     """Refuse a custom optimizer that ZeRO would turn into another optimizer.
+
+    Args:
+        settings: Settings of the optimizer.
+        level: ZeRO stage, 0 to 3.
 
     Raises:
         ValueError: If it depends on the shapes of the parameters, or cannot be built or make a step.
     """
-    factory, level = config.optim.factory, stage(config.deepspeed)
+    factory = settings.factory
     if factory and not is_elementwise(factory) and level > 0:
         raise ValueError(
             f"optim.factory={factory} at ZeRO {level} is refused: it updates a matrix and the flat halves "

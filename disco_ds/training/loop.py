@@ -10,7 +10,6 @@ import logging
 import math
 import shlex
 import socket
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -32,6 +31,7 @@ from disco_ds.runs.run_log import say
 from disco_ds.training.build import Run
 from disco_ds.training.ema import update_average
 from disco_ds.training.engine import SpikeError, learning_rate, set_rates
+from disco_ds.training.evaluation import evaluate
 from disco_ds.training.grad_accum import Rng
 from disco_ds.training.step import StepOutput, train_step
 
@@ -60,12 +60,12 @@ def train(run: Run) -> None:
         comm.AgreedError: If an evaluation or the last save fails.
     """
     run.engine.train()
-    step, num_steps = run.schedule.first_step, run.schedule.num_steps
-    last_step = run.schedule.last_step
+    step = run.schedule.first_step
+    last_step, num_steps = run.schedule.last_step, run.schedule.num_steps
     # A step is evaluated after its checkpoint is saved. If the run stopped in between, or a stage ended,
     # the evaluation of the step that this run resumes from is missing.
     if 0 < step < num_steps and is_due(run, step, run.config.eval):
-        run.evaluation(step)
+        evaluate(run, step)
     while step < last_step:
         is_logged = (step + 1) % run.config.log.every_steps == 0 or step + 1 == last_step
         data = run.loader.read_step()
@@ -78,14 +78,12 @@ def train(run: Run) -> None:
         run.saver.poll(step, run.interrupts.written)
         if step == last_step or run.interrupts.save or is_due(run, step, run.config.checkpoint):
             save(run, step)
-        if step == num_steps:
-            break  # `finish` evaluates after the last step
-        if run.interrupts.stop:
+        if run.interrupts.stop and step < num_steps:
             raise AskedToStopError(
                 f"asked to stop, saved after step {step:,}; --resume latest resumes from there"
             )
         if step < last_step and is_due(run, step, run.config.eval):
-            run.evaluation(step)
+            evaluate(run, step)  # the next stage, or `finish`, evaluates after the last step
 
 
 def run_step(run: Run, step: int, data: StepData, is_logged: bool) -> StepOutput | None:
@@ -121,7 +119,7 @@ def run_step(run: Run, step: int, data: StepData, is_logged: bool) -> StepOutput
             run.engine,
             run.loss,
             data.micro_batches,
-            prepare(config),
+            partial(prepare, config),
             config.model.max_scale,
             agree_and_set_rates,
             run.anomalies.check_norm,
@@ -160,12 +158,9 @@ def run_step(run: Run, step: int, data: StepData, is_logged: bool) -> StepOutput
 
 def find_rate(run: Run, step: int) -> float:
     """Return the learning rate of a step, counted from 0. It depends on the samples seen so far, not on the steps."""
-    schedule, config = run.schedule, run.config
-    steps, num_steps = (
-        samples / schedule.warmup_batch
-        for samples in (schedule.samples(step), schedule.num_samples)
-    )
-    return learning_rate(steps, num_steps, config.peak_lr, config.optim)
+    batch = run.schedule.warmup_batch
+    steps, num_steps = run.schedule.samples(step) / batch, run.schedule.num_samples / batch
+    return learning_rate(steps, num_steps, run.config.peak_lr, run.config.optim)
 
 
 def save(run: Run, step: int) -> None:
@@ -276,28 +271,22 @@ def log(run: Run, step: int, output: StepOutput, data: StepData) -> None:
     run.anomalies.check_record(run.metrics.log(point))
 
 
-def prepare(config: Config) -> Callable[[MicroBatch], tuple[Tensor, ...]]:
-    """Return the function that turns a micro-batch into (image, text or second view, sample ids[, group ids]).
+def prepare(config: Config, batch: MicroBatch) -> tuple[Tensor, ...]:
+    """Turn a micro-batch into (image, text or second view, sample ids[, group ids]).
 
     The augmentation depends only on (seed, epoch, sample id), so both forwards of a micro-batch get
     equal inputs.
     """
-
-    def augmented(batch: MicroBatch) -> tuple[Tensor, ...]:
-        view = partial(
-            augment, batch.image, batch.epoch, batch.index, config.seed, config.data.augment
-        )
-        text = view(view=1) if config.model.two_views else batch.text
-        inputs = view(), text, batch.index
-        return (*inputs, batch.group_id) if config.data.group_by else inputs
-
-    return augmented
+    view = partial(augment, batch.image, batch.epoch, batch.index, config.seed, config.data.augment)
+    text = view(view=1) if config.model.two_views else batch.text
+    inputs = view(), text, batch.index
+    return (*inputs, batch.group_id) if config.data.group_by else inputs
 
 
 def finish(run: Run) -> None:
     """Evaluate the model, mark the run as finished, draw the report and print where the results are. Collective."""
     num_steps, num_samples = run.schedule.num_steps, run.schedule.num_samples
-    values = run.evaluation(num_steps)
+    values = evaluate(run, num_steps)
     run.heartbeat.mark(num_steps, "ending")
     reached: dict[str, object] = {"steps": num_steps, "samples": num_samples, **values}
     comm.from_rank_0("marking the run as finished", partial(mark_finished, run.folder, reached))
@@ -305,7 +294,7 @@ def finish(run: Run) -> None:
         return
     with log_errors("report.png was not drawn"):
         picture = write_report(run.folder)
-        if run.evaluation.wandb:
-            run.evaluation.wandb.write_report(num_samples, picture)
+        if run.wandb:
+            run.wandb.write_report(num_samples, picture)
     command = shlex.join(["tensorboard", "--logdir", str(run.folder.parent)])
     say(f"run folder: {run.folder}\npictures: {run.folder / REPORT}\ncurves: {command}")

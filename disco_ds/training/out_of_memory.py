@@ -12,7 +12,6 @@ from disco_ds.config import Config
 from disco_ds.config.ds_config import stage
 from disco_ds.distributed import comm
 from disco_ds.distributed.comm import is_out_of_memory
-from disco_ds.losses import build_loss
 
 GIB = 2**30
 STORE_TIMEOUT_S = 10.0
@@ -86,11 +85,11 @@ def _explain(config: Config, phase: str) -> list[str]:
 
 
 def _remedies(config: Config, phase: str) -> Iterator[str]:
-    """Yield changes to the recipe that save memory in this phase and are not made yet, cheapest first."""
+    """Yield changes to the recipe that save memory in this phase, cheapest first."""
     if phase == "building":
         yield "nvidia-smi: does another process use this GPU?"
     if phase == "loss":
-        yield from _remedies_of_loss(config)
+        yield "loss.name=disco_fused with a smaller loss.options.tile, or loss.name=inf_cl"
     elif config.micro_batch > 1:
         yield f"micro_batch={config.micro_batch // 2} (now {config.micro_batch})"
     if config.image_staging == "device":
@@ -102,13 +101,3 @@ def _remedies(config: Config, phase: str) -> Iterator[str]:
         yield f"deepspeed=zero{level + 1} (now ZeRO {level}), or more ranks"
     else:
         yield "deepspeed=zero3_offload, or more ranks"
-
-
-def _remedies_of_loss(config: Config) -> Iterator[str]:
-    name = config.loss.name
-    if name in ("clip", "disco"):
-        yield "loss.name=disco_fused, which does not store the similarity matrix"
-    if hasattr(build_loss(name, **config.loss.options), "tiling"):
-        yield "loss.options.tile=[1024, 1024], or smaller if it is set already"
-    if name in ("clip", "disco", "disco_fused"):
-        yield "loss.name=inf_cl, which does not store the gathered features"

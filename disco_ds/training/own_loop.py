@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
+from torch.nn.modules.batchnorm import _NormBase
 
 from disco_ds.config.ds_config import check_gradient
 from disco_ds.distributed import comm
@@ -78,24 +79,20 @@ def contrastive_step(
 
     Raises:
         ValueError: On every rank, in any of these cases: the features have different shapes on different
-            ranks; b is not a multiple of K; K is not the engine's gradient_accumulation_steps; this
-            call is inside another contrastive_step of the same model; neither `forward` nor `scale`
-            provides a scale; a repeated `forward` returns different features.
+            ranks; b is not a multiple of K; K is not the engine's gradient_accumulation_steps; the scale
+            differs between ranks; neither `forward` nor `scale` provides a scale; a repeated `forward`
+            returns different features.
         FloatingPointError: Only under a DeepSpeed engine, see backward_and_step.
     """
     history = _histories.setdefault(model, _History())
-    if history.running:
-        raise ValueError(
-            "contrastive_step was called inside a contrastive_step of the same model. Call it once "
-            "per step: the loss takes all rows of the batch together."
-        )
     backend: _Engine | _Plain
     if isinstance(model, DeepSpeedEngine):
-        backend = _Engine(model)
+        backend = _Engine(model, micro_batches)
     else:
         has_state = type(loss).commit is not Loss.commit
-        backend = _Plain(model, backward, reports_skips=has_state)
-    backend.check(micro_batches)
+        backend = _Plain(model, micro_batches, backward, reports_skips=has_state)
+    if micro_batches > 1:
+        refuse_batch_statistics(model)
     device = None if micro_batches == 1 else find_device(model)
     parts, num_samples = _split_on_all_ranks(
         {"batch": batch, "index": index, "group_id": group_id}, micro_batches, device
@@ -104,10 +101,17 @@ def contrastive_step(
     mode = (micro_batches, model.training)
     step = history.steps + 1
     due = step - history.checked.get(mode, -RECHECK_STEPS) >= RECHECK_STEPS
-    towers = _Towers(forward, backend, micro_batches, scale, device, group, model if due else None)
+    towers = _Towers(forward, backend, micro_batches, scale, device, is_checked=due)
 
     def check_and_compute_loss(embeddings: Embeddings) -> LossOutput:
-        check_alike(embeddings.image, embeddings.text, group, step, embeddings.group_id)
+        check_alike(
+            embeddings.image,
+            embeddings.text,
+            embeddings.scale,
+            embeddings.group_id,
+            group,
+            step,
+        )
         if num_samples is not None and len(embeddings.image) != num_samples:
             raise ValueError(
                 f"forward returned {len(embeddings.image)} rows for {micro_batches} micro-batches of "
@@ -117,14 +121,11 @@ def contrastive_step(
         out = loss(embeddings)
         if due:
             warn_of_unusual(embeddings.image, embeddings.text, embeddings.scale)
+            backend.warn_of_unaveraged()
         return out
 
-    history.running = True
     history.steps = step
-    try:
-        done = accumulate(towers, check_and_compute_loss, parts, backend.run)
-    finally:
-        history.running = False
+    done = accumulate(towers, check_and_compute_loss, parts, backend.run)
     if due:
         history.checked[mode] = step
     # If a loss scaler skips the update, the state of the loss must not change either.
@@ -138,7 +139,6 @@ class _History:
     """What contrastive_step remembers about a model between steps."""
 
     steps: int = 0
-    running: bool = False
     checked: dict[tuple[int, bool], int] = field(default_factory=dict)
     """Maps (K, model.training) to the last step in which a repeated forward was found to equal the first."""
 
@@ -147,19 +147,24 @@ _histories: WeakKeyDictionary[Any, _History] = WeakKeyDictionary()
 
 
 def find_device(model: torch.nn.Module) -> torch.device:
-    """Return the accelerator that the parameters are on, or this process's device if they are all on the CPU.
+    """Return the accelerator that the parameters are on, or this process's device if they are all on the CPU."""
+    found = (p.device for p in model.parameters() if p.device.type != "cpu")
+    return next(found, comm.local_device())
+
+
+def refuse_batch_statistics(model: torch.nn.Module) -> None:
+    """Refuse layers that update buffers in forward. The repeated forward would update them a second time.
 
     Raises:
-        ValueError: If the parameters are on several accelerators.
+        ValueError: If there is such a layer.
     """
-    found = {p.device for p in model.parameters() if p.device.type != "cpu"}
-    if len(found) > 1:
-        raise ValueError(
-            f"the parameters are on {', '.join(sorted(map(str, found)))}, but several micro-batches "
-            "replay the random numbers of one device only. Put the model on one device, or use one "
-            "micro-batch."
-        )
-    return found.pop() if found else comm.local_device()
+    for name, layer in model.named_modules():
+        if isinstance(layer, _NormBase) and layer.training and layer.track_running_stats:
+            raise ValueError(
+                f"{name} is a {type(layer).__name__}. Several micro-batches would update its statistics twice "
+                "per step, and the gradient would depend on how the batch is split. Call .eval() on that "
+                "layer, or use one micro-batch."
+            )
 
 
 def _split_on_all_ranks(
@@ -195,23 +200,14 @@ class _Towers:
     num_micro_batches: int
     scale: float | None
     device: torch.device | None
-    group: Any
-    checked: Any
-    """The model if this step checks that a repeated forward equals the first one, otherwise None."""
-
-    def __post_init__(self) -> None:
-        self.buffers: dict[str, Tensor] = {}
-        if self.checked is not None and self.num_micro_batches > 1:
-            self.buffers = {name: b.clone() for name, b in self.checked.named_buffers()}
+    is_checked: bool
+    """Whether this step checks that a repeated forward equals the first one."""
 
     def __call__(self, batch: Any, keep_graph: bool) -> MicroFeatures:
         rng = Rng(self.device)
         last = self.num_micro_batches == 1
         with torch.set_grad_enabled(keep_graph), self.backend.synchronized(last):
             features = self._run_forward(batch["batch"])
-        self._refuse_changed_buffers()
-        if keep_graph and self.checked is not None and comm.size(self.group) > 1:
-            self.backend.warn_of_unaveraged(*features[2:])
         if not keep_graph:  # the user's forward may have enabled gradients
             image, text, scale, bias = features
             bias = None if bias is None else bias.detach()
@@ -221,7 +217,7 @@ class _Towers:
     def again(self, batch: Any, first: MicroFeatures) -> MicroFeatures:
         first.rng.restore()
         features = self._run_forward(batch["batch"])
-        if self.checked is not None:
+        if self.is_checked:
             self._refuse_different(features, first.features)
         return MicroFeatures(features, batch["index"], first.rng)
 
@@ -258,18 +254,6 @@ class _Towers:
                 "earlier batches"
             )
 
-    def _refuse_changed_buffers(self) -> None:
-        """Raise ValueError if forward has changed a buffer. The repeated forward would change it a second time."""
-        for name, before in self.buffers.items():
-            now = self.checked.get_buffer(name)
-            same = now.shape == before.shape
-            if not same or not torch.allclose(now, before, rtol=0.0, atol=0.0, equal_nan=True):
-                raise ValueError(
-                    f"{name} changes in forward, as the statistics of a BatchNorm do. Several "
-                    "micro-batches would update it twice per step, and the gradient would depend on "
-                    "how the batch is split. Call .eval() on that layer, or use one micro-batch."
-                )
-
 
 class _Engine:
     """Backend for DeepSpeed, which needs an engine.backward and an engine.step for each micro-batch.
@@ -277,23 +261,21 @@ class _Engine:
     The parameters are updated only in the engine.step of the last micro-batch.
     """
 
-    def __init__(self, engine: DeepSpeedEngine):
+    def __init__(self, engine: DeepSpeedEngine, micro_batches: int):
         self.engine = engine
-
-    def check(self, micro_batches: int) -> None:
-        steps = self.engine.gradient_accumulation_steps()
+        steps = engine.gradient_accumulation_steps()
         if steps != micro_batches:
             raise ValueError(
                 f"micro_batches is {micro_batches}, but the engine's gradient_accumulation_steps is "
                 f"{steps}; they must be equal"
             )
-        if self.engine.micro_steps % steps:
+        if engine.micro_steps % steps:
             raise ValueError(
-                f"the engine is in the middle of a step ({self.engine.micro_steps % steps} of {steps} "
+                f"the engine is in the middle of a step ({engine.micro_steps % steps} of {steps} "
                 "micro-batches), so gradients of earlier micro-batches would be added to this step's"
             )
-        check_gradient(self.engine._config._param_dict)
-        widen_bucket(self.engine)
+        check_gradient(engine._config._param_dict)
+        widen_bucket(engine)
 
     def synchronized(self, last: bool) -> AbstractContextManager[None]:
         return nullcontext()
@@ -302,8 +284,8 @@ class _Engine:
         """Backpropagate the surrogate losses and update the parameters. Return True if the update was applied."""
         return backward_and_step(self.engine, surrogates) is not None
 
-    def warn_of_unaveraged(self, *learned: Tensor | None) -> None:
-        _warn_of_outside(self.engine, *learned)
+    def warn_of_unaveraged(self) -> None:
+        """Do nothing, because DeepSpeed averages the gradients over ranks."""
 
 
 class _Plain:
@@ -312,15 +294,19 @@ class _Plain:
     DDP and FSDP2 average the gradients over ranks in the backward of the last micro-batch.
     """
 
-    def __init__(self, model: Any, backward: Callable[[Tensor], None], reports_skips: bool):
+    def __init__(
+        self,
+        model: Any,
+        micro_batches: int,
+        backward: Callable[[Tensor], None],
+        reports_skips: bool,
+    ):
         self.model = model
+        self.num_micro_batches = micro_batches
         self.backward = backward
         self.reports_skips = reports_skips
         self.is_fsdp = hasattr(model, "set_requires_gradient_sync")
         self.is_ddp = hasattr(model, "no_sync")
-
-    def check(self, micro_batches: int) -> None:
-        self.num_micro_batches = micro_batches
         if micro_batches > 1 and getattr(self.model, "static_graph", False):
             raise ValueError(
                 "DistributedDataParallel(static_graph=True) supports only one micro-batch: leave out "
@@ -357,43 +343,11 @@ class _Plain:
         largest = torch.nn.utils.get_total_norm(parts, norm_type=torch.inf)
         return not comm.all_reduce_max((~torch.isfinite(largest)).float()).item()
 
-    def warn_of_unaveraged(self, *learned: Tensor | None) -> None:
-        """Warn if some gradients will not be averaged over ranks. `learned` contains the scale and the bias."""
-        if self.is_ddp:
-            _warn_of_outside(self.model, *learned)
-        # FSDP2 is not checked, because the graph of its forward does not contain the module's parameters.
-        elif not self.is_fsdp and comm.rank() == 0:
+    def warn_of_unaveraged(self) -> None:
+        """Warn if nothing averages the gradients over ranks."""
+        if not (self.is_ddp or self.is_fsdp or comm.size() == 1) and comm.rank() == 0:
             warn(
                 "the gradients of a plain module are not averaged over ranks: pass the "
                 "DistributedDataParallel module, or FSDP2's root module (fully_shard(model) after "
                 "its parts), unless the loop averages them itself"
             )
-
-
-def _warn_of_outside(model: Any, *learned: Tensor | None) -> None:
-    """Warn if the scale or the bias is learned but does not depend on any parameter of the model."""
-    own = {id(parameter) for parameter in model.parameters()}
-    for name, value in zip(("scale", "bias"), learned, strict=True):
-        leaves = _find_leaves(value)
-        if leaves and not any(id(leaf) in own for leaf in leaves) and comm.rank() == 0:
-            warn(
-                f"the {name} returned by forward is learned, but is not part of the model, so its "
-                "gradient is not averaged over ranks: make it a parameter of the wrapped module, and "
-                "return it from the module's forward"
-            )
-
-
-def _find_leaves(value: Tensor | None) -> list[Tensor]:
-    """Return the leaf tensors that receive a gradient in the backward of `value`."""
-    found = []
-    seen = set()
-    open_nodes = [] if value is None else [value.grad_fn]
-    while open_nodes:
-        node = open_nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.append(node.variable)
-        open_nodes += [following for following, _ in node.next_functions]
-    return found

@@ -63,7 +63,7 @@ TEXTS = {
     "a line that is wrong": (f"{TEXT}\n  a: b: c\n", "line 12: "),
     "a value that is wrong": (
         TEXT.replace("steps: 100", "steps: many"),
-        "steps must be an integer, got 'many'",
+        "steps must be a valid integer, got 'many'",
     ),
     "a key of a list": (f"{TEXT}\n? [a, b]\n: 2", "line 12: found unhashable key"),
     "many unknown keys": ("".join(f"zz{n}: 1\n" for n in range(9)) + TEXT, "unknown key zz8"),
@@ -129,7 +129,7 @@ OVERRIDES = [
     ("deepspeed.zero_optimization.reduce_bucket_size=.nan", "reduce_bucket_size must be a finite number"),
     ("deepspeed.aio.block_size=.inf", "finite"),
     ("deepspeed.zero_optimization.overlap_comm='off'", "overlap_comm must be true or false, got 'off'"),
-    ("deepspeed.zero_optimization.overlap_comm=maybe", "overlap_comm must be true or false, got 'maybe'"),
+    ("deepspeed.zero_optimization.overlap_comm=maybe", "overlap_comm must be a valid boolean, got 'maybe'"),
     ("deepspeed.zero_optimization.offload_optimizer={device: gpu}", "offload_optimizer.device"),
     ("deepspeed.zero_optimization.offload_optimizer=cpu", "offload_optimizer"),
     ("deepspeed.fp16={initial_scale_power: many}", "initial_scale_power"),
@@ -141,7 +141,7 @@ OVERRIDES = [
     ("deepspeed=[]", "must be a bundled name, a path or a mapping"),
     ("optim.lr=[", "syntax error"),
     ("..=3", "not of the form a.b=value"),
-    ("loss=siglip", "set loss.name=siglip"),
+    ("loss=siglip", "such as loss.name"),
     ("optim=3", "optim is a group of settings"),
     ("data.source=odd", "`package.module:Class`"),
 ]  # fmt: skip

@@ -48,11 +48,11 @@ def test_unknown_key_names_the_nearest(override: str, words: str, recipe: Path) 
     [
         (["global_batch=0"], "global_batch must be greater than 0, got 0"),
         (["micro_batch=-1"], "micro_batch must be greater than 0, got -1"),
-        (["global_batch=1.5"], "global_batch must be an integer, got 1.5"),
+        (["global_batch=1.5"], "global_batch must be a valid integer, got 1.5"),
         (["seed=-1"], "seed .*equal to 0, got -1"),
         (["optim.lr=0"], "optim.lr must be greater than 0"),
         (["optim.lr=.nan"], "optim.lr "),
-        (["optim.lr=fast"], "optim.lr must be a number, got 'fast'"),
+        (["optim.lr=fast"], "optim.lr must be a valid number, got 'fast'"),
         (["optim.name=adam"], "optim.name .*'adamw', .* or 'sgd'.*got 'adam'"),
         (["optim.betas=[0.9]"], "optim.betas.1 is missing"),
         (["optim.schedule=linear"], "optim.schedule .*got 'linear'"),

@@ -29,6 +29,7 @@ from disco_ds.metrics.logger import METRICS_FILE
 from disco_ds.models.clip import build_model, read_preprocessing
 from disco_ds.run import evaluation_settings, load_model
 from disco_ds.training.build import build
+from disco_ds.training.evaluation import evaluate
 from disco_ds.training.loop import train
 from helpers.checkpoints import flip
 from helpers.dist import run_ranks
@@ -55,14 +56,10 @@ def accuracies(path: Path, stage: int) -> tuple[Result, tuple[float, float]]:
         config = load_config(path, overrides)
         run = build(config, None, stack)
         train(run)
-        tokenize = run.evaluation.tokenizer
-        (found,) = evaluate_sets(
-            run.engine, run.evaluation.sets, run.evaluation.image, tokenize, config.micro_batch
-        )
+        tokenize = run.tokenizer
+        (found,) = evaluate_sets(run.engine, run.sets, run.image, tokenize, config.micro_batch)
         manifest = load_manifest(resolve_shards("bundled:emoji/unseen"))
-        samples = list(
-            read_all(manifest, config.data, run.evaluation.image, 0, 1, "{json[caption]}")
-        )
+        samples = list(read_all(manifest, config.data, run.image, 0, 1, "{json[caption]}"))
         labels = sorted({label for _, label, _ in samples})
         with torch.no_grad():
             run.engine.eval()
@@ -200,7 +197,7 @@ def with_and_without(path: Path, stage: int, folder: Path) -> dict[str, list[dic
         with ExitStack() as stack:
             run = build(load_config(path, overrides), None, stack)
             train(run)
-            run.evaluation(2)
+            evaluate(run, 2)
             comm.barrier()
             found[str(every)] = [
                 json.loads(line) for line in (run.folder / METRICS_FILE).read_text().splitlines()
@@ -212,7 +209,7 @@ def with_and_without(path: Path, stage: int, folder: Path) -> dict[str, list[dic
                 model, tokenize = load_model(f"{run.folder}{what}")
                 sets = load_sets(config.eval, config.data)
                 mine, other = (
-                    evaluate_sets(m, sets, run.evaluation.image, tokenize, chunk=4)
+                    evaluate_sets(m, sets, run.image, tokenize, chunk=4)
                     for m in (model, run.engine)
                 )
                 assert [result.values for result in mine] == [result.values for result in other]

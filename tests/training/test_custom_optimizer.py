@@ -31,7 +31,7 @@ def test_optimizer_that_needs_whole_matrices_is_refused_at_zero_1(
         )
         for stage in (0, 1)
     ]
-    check_optimizer(configs[0])
+    check_optimizer(configs[0].optim, 0)
     with pytest.raises(ValueError, match=f"{factory} at ZeRO 1 is refused"):
         check_without_data(configs[1])
 

@@ -113,7 +113,7 @@ def mistakes_of_forwards() -> None:
         return lambda: contrastive_step(wrapped, loss, batch, forward, scale=SCALE, **options)
 
     said = refused(step(Counting(norm=True), micro_batches=2))
-    assert "norm.running_mean changes in forward" in said
+    assert "module.norm is a BatchNorm1d" in said
     assert torch.isfinite(step(Counting(norm=True))().loss), "one micro-batch is seen once"
     assert torch.isfinite(step(Counting(norm=True).eval(), micro_batches=2)().loss)
     assert "draws random numbers that are not torch's" in refused(
@@ -135,13 +135,8 @@ def mistakes_of_forwards() -> None:
     model = make("text-text")
     forward = forward_of("text-text", model, torch.float32)
 
-    def nested(part: Batch) -> Any:
-        contrastive_step(model, loss, batch, forward, scale=SCALE)
-        return forward(part)
-
-    assert "inside a contrastive_step" in refused(
-        lambda: contrastive_step(model, loss, batch, nested, scale=SCALE)
-    )
+    said = refused(lambda: contrastive_step(model, loss, batch, forward, scale=SCALE + n))
+    assert f"the logit scale differs between ranks, from {SCALE:g} to {SCALE + 1:g}" in said
     contrastive_step(
         model, loss, batch, forward, scale=SCALE
     )  # the refusal has left nothing behind
@@ -238,25 +233,15 @@ def test_forward_is_checked_in_each_mode_until_a_step_has_succeeded_and_now_and_
         step_alone(model, 8, steps=RECHECK_STEPS)
 
 
-def test_buffer_that_holds_nan_does_not_change() -> None:
-    model = nn.Linear(8, 4)
-    model.register_buffer("largest", torch.tensor([float("nan"), 3.0]))
-    model.register_buffer("flags", torch.tensor([True, False]))
-    step_alone(model, 8)
-
-
-def test_parameters_on_several_devices_are_refused() -> None:
+def test_device_is_the_accelerator_that_the_parameters_are_on() -> None:
     with FakeTensorMode():
         model = nn.Sequential(nn.Linear(2, 2, device="cuda:1"), nn.Linear(2, 2, device="cpu"))
         assert find_device(model) == torch.device("cuda:1")
         assert find_device(nn.Identity()) == torch.device("cpu")
-        model.append(nn.Linear(2, 2, device="cuda:0"))
-        with pytest.raises(ValueError, match="cuda:0, cuda:1"):
-            find_device(model)
 
 
 def unaveraged() -> None:
-    """Each rank would train its own model, or its own scale."""
+    """Each rank would train another model."""
     loss, batch = build_loss("disco"), my_batch()
 
     def warned(model: nn.Module, forward: Callable[[Batch], Any], K: int = 2) -> list[str]:
@@ -268,12 +253,7 @@ def unaveraged() -> None:
         assert all(Path(item.filename) == Path(__file__) for item in caught)
         return [str(item.message) for item in caught]
 
-    def with_scale(model: nn.Module, scale: nn.Parameter) -> Callable[[Batch], Any]:
-        forward = forward_of("text-text", model, torch.float32)
-        return lambda part: (*forward(part), scale.exp())
-
     first = comm.rank() == 0  # the rank that warns
-    outside = nn.Parameter(torch.tensor(3.0))
     plain = make("image-text")
     assert [
         item[:40] for item in warned(plain, forward_of("image-text", plain, torch.float32))
@@ -283,17 +263,10 @@ def unaveraged() -> None:
         fully_shard(part)
     assert len(warned(parts, forward_of("image-text", parts, torch.float32))) == first
     for K in (1, 2):
-        ddp = DistributedDataParallel(make("text-text"))
-        said = warned(ddp, with_scale(ddp, outside), K)
-        assert ["the scale returned by forward" in item for item in said] == [True] * first
         ddp = DistributedDataParallel(make("image-text"))
         assert not warned(ddp, forward_of("image-text", ddp, torch.float32), K)
         sharded = fully_shard(make("image-text"))
         assert not warned(sharded, forward_of("image-text", sharded, torch.float32), K)
-        frozen = DistributedDataParallel(make("text-text"))
-        assert not warned(
-            frozen, with_scale(frozen, nn.Parameter(torch.tensor(3.0), requires_grad=False)), K
-        )
 
 
 def test_what_is_not_averaged_over_ranks_is_warned_of() -> None:

@@ -181,7 +181,7 @@ class Training:
             tiny_config(write_tiny(Path.cwd(), layers=1), ds_config, **size, **given),
             K,
         )
-        self.prepare = prepare(self.config)
+        self.prepare = partial(prepare, self.config)
         self.loader = open_loader(self.config.global_batch, self.config.image_staging)
         self.loss = build_loss(loss, **self.config.loss.options).to("cuda")
         self.loss.set_num_samples(NUM_SAMPLES, 10 * NUM_SAMPLES)
@@ -328,7 +328,7 @@ def stray_case(host: Host, where: str) -> None:
         comm.all_reduce_sum(torch.zeros(3))
         return
     training = Training(1, "autocast", 1)
-    on_device = prepare(training.config)
+    on_device = partial(prepare, training.config)
     training.prepare = lambda batch: (on_device(batch)[0], batch.text.cpu(), on_device(batch)[2])
     training.step()
 
