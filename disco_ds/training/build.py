@@ -31,7 +31,6 @@ from disco_ds.checkpoints.upload import Uploads
 from disco_ds.config import (
     Config,
     LossSettings,
-    ModelSettings,
     OptimSettings,
     Schedule,
     make_schedule,
@@ -300,21 +299,13 @@ def check_without_data(config: Config) -> None:
     check_packages(config)
     make_loss(config.loss, config.optim)
     check_optimizer(config.optim, stage(config.deepspeed))
-    check_model(config.model)
-    for text in (*(part.shards for part in config.data.parts), *config.eval.sets):
-        if text is not None:
-            refuse_remote(text, config.data.remote)
-
-
-def check_model(settings: ModelSettings) -> None:
-    """Check that the model and its pretrained weights exist.
-
-    Raises:
-        ValueError: If the model or its weights do not exist.
-    """
+    settings = config.model
     read_architecture(settings)
     find_weights(register_config(settings.name), settings)
     warn_of_random_tower(settings)
+    for text in (*(part.shards for part in config.data.parts), *config.eval.sets):
+        if text is not None:
+            refuse_remote(text, config.data.remote)
 
 
 def check_image_sizes(config: Config) -> None:
