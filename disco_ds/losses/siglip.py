@@ -141,8 +141,10 @@ class _SigLIP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        # Without these references, autograd takes over the gradients instead of copying them.
+        gradients, ctx.gradients = ctx.gradients, ()
         gradients = [
             None if gradient is None or not needed else gradient.mul_(upstream)
-            for gradient, needed in zip(ctx.gradients, ctx.needs_input_grad, strict=False)
+            for gradient, needed in zip(gradients, ctx.needs_input_grad, strict=False)
         ]
         return *gradients, None, None, None

@@ -15,7 +15,11 @@ from disco_ds.plan.memory import GIB, plan_memory
 from disco_ds.plan.towers import Towers, trace
 
 MICRO_BATCHES = (64, 256, 1024, 4096)
-"""Micro-batch sizes that are tried. Below 64, temporary copies of the weights dominate the peak memory."""
+"""Micro-batch sizes that are tried. Below 64, temporary copies of the weights dominate the peak memory.
+
+Only the first and the last are traced. The towers' memory at the other sizes is interpolated, which is never too
+little: each peak is the maximum over moments that need a constant and an amount per sample.
+"""
 MAX_GLOBAL_BATCH = 2**26
 """Largest global batch that the search considers."""
 ENOUGH = 0.9
@@ -24,7 +28,7 @@ ENOUGH = 0.9
 
 def fit(
     config: Config, ranks: int, gib: float, host_gib: float | None, assumed: Assumptions
-) -> Config:
+) -> tuple[Config, Towers]:
     """Find the recipe with the largest global batch.
 
     The search varies the micro-batch size, activation checkpointing, and where pixels are held.
@@ -36,10 +40,14 @@ def fit(
         host_gib: Memory per host in GiB for holding pixels; None keeps the pixels on the GPU.
         assumed: Assumptions of the plan; see Assumptions.
 
+    Returns:
+        The recipe, and what its towers need.
+
     Raises:
         ValueError: If nothing fits; the message states the least memory that is needed.
     """
     per_host = min(ranks, assumed.per_host)
+    smallest, largest = MICRO_BATCHES[0], MICRO_BATCHES[-1]
 
     def change(K: int, m: int, checkpointing: bool, pixels: str) -> Config:
         """Return the recipe with K micro-batches of m samples per rank."""
@@ -60,9 +68,10 @@ def fit(
 
     places = ["device"] if host_gib is None else ["device", "host", "compressed"]
     found = []
-    for checkpointing, m in product((False, True), MICRO_BATCHES):
-        towers = trace(change(1, m, checkpointing, "device"), m)
-        for pixels in places:
+    for checkpointing in (False, True):
+        few, many = (trace(change(1, m, checkpointing, "device"), m) for m in (smallest, largest))
+        for m, pixels in product(MICRO_BATCHES, places):
+            towers = few.interpolate(many, (m - smallest) / (largest - smallest))
             counts = range(1, MAX_GLOBAL_BATCH // (ranks * m) + 1)
             # counts starts at 1, so the index of the first K that does not fit is the largest K that fits.
             K = bisect_left(
@@ -71,21 +80,20 @@ def fit(
             if K:
                 # All micro-batches except the last run the forward pass twice.
                 flops = K * towers.flops + (K - 1) * towers.replay_flops
-                found.append((flops / (K * m), change(K, m, checkpointing, pixels)))
+                found.append((flops / (K * m), change(K, m, checkpointing, pixels), towers))
     if not found:
-        # Report what the most modest settings would need.
-        m = MICRO_BATCHES[0]
-        least = change(1, m, True, "device")
-        needed = plan_memory(least, ranks, trace(least, m), assumed).total / GIB
+        # Report what the most modest settings, which were traced last, would need.
+        least = change(1, smallest, True, "device")
+        needed = plan_memory(least, ranks, few, assumed).total / GIB
         raise ValueError(
-            f"nothing fits {gib:g} GiB: a single micro-batch of {m}, with activation checkpointing, "
+            f"nothing fits {gib:g} GiB: a single micro-batch of {smallest}, with activation checkpointing, "
             f"needs {needed:.2f}; use a higher ZeRO stage, smaller buckets, or more GPUs"
         )
     # A slightly smaller batch is accepted if it saves much recomputation.
-    enough = ENOUGH * max(config.global_batch for _, config in found)
-    large = [pair for pair in found if pair[1].global_batch >= enough]
-    _, best = min(large, key=lambda pair: (pair[0], -pair[1].micro_batch))
-    return _shorten_warmup(best)
+    enough = ENOUGH * max(config.global_batch for _, config, _ in found)
+    large = [entry for entry in found if entry[1].global_batch >= enough]
+    _, best, towers = min(large, key=lambda entry: (entry[0], -entry[1].micro_batch))
+    return _shorten_warmup(best), towers
 
 
 def _shorten_warmup(config: Config) -> Config:

@@ -14,16 +14,15 @@ import torch
 
 from disco_ds.losses import build_loss
 from disco_ds.losses.base import Loss, LossCost
-from disco_ds.losses.blocks import GatheredBoth, TiledLoss
+from disco_ds.losses.blocks import TiledLoss, chunk_rows
 from disco_ds.losses.clip import ClipLoss
 from disco_ds.losses.disco import DisCoLoss
 from disco_ds.losses.disco_fused import DisCoFusedLoss
 from disco_ds.losses.fastclip import FastCLIPLoss
 from disco_ds.losses.inf_cl import InfCLLoss
+from disco_ds.losses.kernels.torch_tiles import STRIP
 from disco_ds.losses.nt_xent import NTXentLoss
 from disco_ds.losses.siglip import SigLIPLoss
-
-HALF = ("fp16", "bf16")
 
 
 def loss_cost(
@@ -56,15 +55,15 @@ def loss_cost(
         )
     num_products, num_features, num_gradients = work
     device = torch.device("cuda")
-    sent_itemsize, precision = 4, "fp32"
+    sent, precision = 4, "fp32"
     if isinstance(loss, TiledLoss):
         precision = loss.tiling.on(device).precision
-        sent_itemsize = _sent_itemsize(loss, precision)
+        _, sent = _itemsizes(loss, device)
     state, state_on_host = 0, False
     if isinstance(loss, FastCLIPLoss):
         state = (68 if loss.tau_step else 16) * -(-num_samples // N)
         state_on_host = loss.memory == "host"
-    received = N * b * D * (num_features * sent_itemsize + num_gradients * 4)
+    received = N * b * D * (num_features * sent + num_gradients * 4)
     return LossCost(
         peak=loss_peak(loss, b, N, D, device),
         state=state,
@@ -89,7 +88,7 @@ def _count_work(loss: Loss, N: int) -> tuple[int, int, int] | None:
         case SigLIPLoss():
             return 3, 1, 1
         case FastCLIPLoss():
-            return (5, 2, 0) if loss.blocks is GatheredBoth else (4, 1, 1)
+            return 4, 1, 1
         case NTXentLoss():
             return 10, 6 if loss.ring else 2, 1
     return None
@@ -98,7 +97,7 @@ def _count_work(loss: Loss, N: int) -> tuple[int, int, int] | None:
 def loss_peak(loss: Loss, b: int, N: int, D: int, device: torch.device) -> int:
     """Return the peak memory of a loss of this package in bytes, without the features themselves.
 
-    For tiled losses, this is an upper bound that leaves out terms much smaller than the features.
+    For tiled losses, it is exact up to vectors, which have 8 bytes or less for each row and column.
 
     Args:
         loss: The loss.
@@ -115,40 +114,56 @@ def loss_peak(loss: Loss, b: int, N: int, D: int, device: torch.device) -> int:
     if isinstance(loss, DisCoLoss):
         # Forward: two products, logits and softmaxes each, and both gathered sides.
         forward = 6 * b * B + 2 * B * D
-        # Backward: the gradients of both sides.
-        backward = b * B + 4 * B * D + 4 * b * D
+        # Backward: both gathered sides, their gradients, and one more while it is added.
+        backward = b * B + 5 * B * D + b * D
         return 4 * max(forward, backward)
     assert isinstance(loss, TiledLoss)
     tiling = loss.tiling.on(device)
-    itemsize = 2 if tiling.precision in HALF else 4
-    sent_itemsize = _sent_itemsize(loss, tiling.precision)
+    itemsize, sent = _itemsizes(loss, device)
+    views = isinstance(loss, NTXentLoss)
     ring = isinstance(loss, InfCLLoss | SigLIPLoss) or getattr(loss, "ring", False)
+    # Bytes per number of a b x D tensor. The features are fp32, so only rounding copies them.
+    rows = 0 if tiling.precision == "fp32" else itemsize
+    columns = sent if rows or loss.comm_dtype else 0
     if ring:
-        # Blocks in transit and a local copy; fp32 gradients of both sides, and those in transit.
-        num_columns = b
-        columns = min(N, 3) * b * D * sent_itemsize
-        num_row_gradients = 4 if N > 1 else 2
+        # Two blocks that arrive, and the gradients of three blocks: computed, arriving and sent.
+        columns += min(N - 1, 2) * sent
+        num_gradients = 3 if N > 1 else 1
     else:
-        _, num_features, num_gradients = _count_work(loss, N) or (0, 0, 0)
-        # gloo, on a CPU, reduces a copy of the gradients.
-        num_copies = 2 if N > 1 and device.type == "cpu" else 1
-        num_columns = B
-        columns = B * D * (num_features * sent_itemsize + num_gradients * num_copies * 4)
-        num_row_gradients = 2
-    # The rows are rounded to the precision of the tiles.
-    rows = b * D * (4 * num_row_gradients + itemsize)
-    tile = math.prod(tiling.size(b, num_columns, D, device))
-    # Triton writes the weights of a tile once. torch has two fp32 copies, and two more if each row
-    # has its own scale.
-    bytes_per_pair = itemsize
-    if device.type == "cpu" or tiling.impl == "torch":
-        bytes_per_pair = 16 if isinstance(loss, FastCLIPLoss) and loss.tau_step else 8
+        columns = N * sent * (1 + views) if N > 1 else columns
+        num_gradients = N
+    # NT-Xent computes another gradient of the rows after that of the columns.
+    num_gradients = max(1 + num_gradients, 2 + views)
+    # The sum of the gradients over ranks, after the tiles; gloo, on a CPU, sums a copy.
+    num_summed = 0
+    if N > 1 and not ring:
+        num_summed = 1 + N * (device.type == "cpu")
+    num_columns = b if ring else B
+    shape = tiling.size(b, num_columns, D, device)
+    tile = _tile_bytes(loss, math.prod(shape), device)
+    if sent != itemsize:
+        tile += shape[1] * D * itemsize
+    # The products of pairs are computed in chunks, also after the tiles.
+    chunk = 4 * min(b, chunk_rows(D, device)) * D
     stored = 2 * b * B if isinstance(loss, DisCoFusedLoss) and loss.store else 0
-    return columns + rows + tile * bytes_per_pair + stored
+    vectors = 8 * 8 * (b + num_columns)  # about eight, in float64
+    held = b * D * (rows + columns + 4 * num_gradients) + stored + vectors
+    return held + max(tile, chunk, 4 * num_summed * b * D)
 
 
-def _sent_itemsize(loss: TiledLoss, precision: str) -> int:
-    """Return bytes per number of the features that are sent to other ranks."""
-    if loss.comm_dtype:
-        return loss.comm_dtype.itemsize
-    return 2 if precision in HALF else 4
+def _tile_bytes(loss: TiledLoss, size: int, device: torch.device) -> int:
+    """Return the bytes of a tile with this number of elements, and of the largest temporary copies of it."""
+    if device.type != "cpu" and loss.tiling.impl != "torch":
+        # Triton writes the weights of a tile once.
+        return size * _itemsizes(loss, device)[0]
+    # torch works in fp32, on a CPU in strips. A scale per row takes two more copies than one scale.
+    if isinstance(loss, SigLIPLoss):
+        return 8 * size
+    strip = min(size, STRIP) if device.type == "cpu" else size
+    return 4 * size + (12 if isinstance(loss, FastCLIPLoss) and loss.tau_step else 4) * strip
+
+
+def _itemsizes(loss: TiledLoss, device: torch.device) -> tuple[int, int]:
+    """Return the bytes of a number that is multiplied, and of one that is sent to other ranks."""
+    itemsize = 2 if loss.tiling.on(device).precision in ("fp16", "bf16") else 4
+    return itemsize, loss.comm_dtype.itemsize if loss.comm_dtype else itemsize

@@ -75,11 +75,12 @@ def plan_run(
     ranks = ranks or config.ranks or 1
     assumed = assumed or Assumptions()
     if largest:
-        config = fit(config, ranks, chosen.gib, host_gib, assumed)
+        config, towers = fit(config, ranks, chosen.gib, host_gib, assumed)
+    else:
+        config.num_micro_batches(ranks)  # raises before the trace if the batch does not divide
+        towers = trace(config, config.micro_batch)
     if num_samples := known_samples(config, assumed.num_samples):
         config = config.with_samples(num_samples)
-    config.num_micro_batches(ranks)  # raises before the trace if the batch does not divide
-    towers = trace(config, config.micro_batch)
     memory = plan_memory(config, ranks, towers, assumed)
     speed = plan_speed(config, ranks, towers, chosen, assumed)
     return Plan(config, ranks, chosen, assumed, memory, speed)

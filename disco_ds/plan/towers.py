@@ -7,11 +7,12 @@ tools/measure_towers.py runs the same passes on real tensors.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -64,6 +65,11 @@ class Towers:
     """Width of the features."""
     sample: int
     """Bytes per decoded sample: uint8 image, tokens, id and epoch."""
+
+    def interpolate(self, other: Towers, part: float) -> Towers:
+        """Return the towers at a micro-batch between this one (part 0) and another (part 1)."""
+        values = zip(astuple(self), astuple(other), strict=True)
+        return Towers(*(math.ceil(a + part * (b - a)) for a, b in values))
 
 
 class Allocations(TorchDispatchMode):

@@ -73,9 +73,9 @@ def test_trace_agrees_with_a_measured_step(kind: str, saves: bool, tmp_path: Pat
 def test_activations_grow_in_proportion_to_the_micro_batch(saves: bool, tmp_path: Path) -> None:
     config = tiny(tmp_path, model__activation_checkpointing=saves, deepspeed=AUTOCAST)
     first, second, third = (trace(config, m) for m in (256, 512, 1024))
-    for name in ("forward", "held", "backward", "flops"):
-        a, b, c = (getattr(towers, name) for towers in (first, second, third))
-        assert c == pytest.approx(b + 2 * (b - a), rel=0.01), name
+    between = first.interpolate(third, 1 / 3)
+    for name, value in vars(second).items():
+        assert value <= getattr(between, name) <= 1.01 * value, name
 
 
 @pytest.mark.slow

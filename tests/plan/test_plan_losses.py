@@ -14,8 +14,8 @@ from disco_ds.plan.towers import Allocations
 from helpers.dist import run_ranks
 
 TILE = {"tile": (256, 256), "impl": "torch"}
-SHAPES = [(512, 32), (256, 256), (64, 512)]
-"""(b, D): the matrix, both, and the features outweigh the rest."""
+SHAPES = [(512, 32), (256, 256), (64, 512), (1024, 128)]
+"""(b, D): the matrix, both, the features, and a large tile outweigh the rest."""
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("clip", {}),
     ("disco", {}),
@@ -23,7 +23,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("disco_fused", {**TILE, "store": True}),
     ("inf_cl", {**TILE, "comm_dtype": "bf16"}),
     ("nt_xent", {**TILE, "ring": True}),
-    ("fastclip_v1", {**TILE, "gather_both": True}),
+    # Tiles of which torch processes strips:
+    *((name, {}) for name in ("disco_fused", "inf_cl", "siglip", "fastclip_v2", "nt_xent")),
 ]
 
 
@@ -50,23 +51,23 @@ def measure(cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, int, int
     return found
 
 
-def test_planned_memory_of_a_loss_is_at_least_what_it_allocates() -> None:
-    check(measure(CASES[1:3]), 2, at_most=1.75)
+def test_planned_memory_of_a_loss_is_what_it_allocates() -> None:
+    check(measure(CASES[1:3]), 2)
 
 
 @pytest.mark.slow
-def test_planned_memory_of_every_loss_is_at_least_what_it_allocates() -> None:
-    check(measure(CASES), len(CASES), at_most=2.2)
-    check(run_ranks(measure, 2, CASES)[0], len(CASES), at_most=1.45)
-    check(run_ranks(measure, 3, CASES)[0], len(CASES), at_most=1.45)
+def test_planned_memory_of_every_loss_is_what_it_allocates() -> None:
+    check(measure(CASES), len(CASES))
+    for ranks in (2, 3):
+        check(run_ranks(measure, ranks, CASES)[0], len(CASES))
 
 
-def check(found: list[tuple[str, int, int]], num_cases: int, at_most: float) -> None:
-    """Compare planned with allocated bytes. At these small widths, what the plan leaves out is up to 5%."""
+def check(found: list[tuple[str, int, int]], num_cases: int) -> None:
+    """Compare planned with allocated bytes."""
     wrong = [
         f"{case}: planned {a:,}, allocated {b:,} ({a / b - 1:+.1%})"
         for case, a, b in found
-        if not 0.95 < a / b < at_most
+        if not 0.95 < a / b < 1.25
     ]
     assert not wrong, "\n".join(wrong)
     assert len(found) == num_cases * len(SHAPES)
