@@ -125,7 +125,10 @@ def main() -> None:
     )
     parser.add_argument("--batches", nargs="+", type=int, default=(64, 128), help="global batches")
     parser.add_argument(
-        "--optimizers", nargs="+", default=("adamw",), choices=("adamw", "lamb", "lion", "sgd")
+        "--optimizers",
+        nargs="+",
+        default=("muon",),
+        choices=("adamw", "lamb", "lion", "muon", "sgd"),
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2))
     parser.add_argument("--samples", type=int, default=60_000, help="length of every run")
