@@ -2,7 +2,7 @@
 
 Imported by training, plan, checks and cli.
 
-1. **Write.** When a save is due, `saver` copies the state of every rank into pinned host memory
+1. **Write.** When a save is due, `saver` copies the state of every rank into host memory
    (`checkpoint`, `background_save`): the content of DeepSpeed's engine files, the loss's state, the
    position in the data order, and the states of the random generators. Training then continues. On
    each rank, a thread writes the copy into `.step-N.partial` and hashes it. No rank waits

@@ -15,6 +15,7 @@ import numpy
 import pytest
 import yaml
 
+from disco_ds.checks import examine
 from disco_ds.checks.recipe_checks import check_start
 from disco_ds.config import load_config, render_ds_config
 from disco_ds.config.ds_config import read_ds_config
@@ -106,7 +107,7 @@ def test_missing_package_is_refused_by_start_dry_run_and_doctor(
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match=r"log\.wandb needs the package wandb"):
         check_without_data(config)
-    (line,) = (line for line in check_start(config, 1) if line.check == "log")
+    (line,) = examine("recipe", lambda: check_start(config, 1))
     assert line.status == "fail"
     assert "log.wandb needs the package wandb" in line.found
 
