@@ -14,7 +14,7 @@ import torch
 
 from disco_ds.losses import build_loss
 from disco_ds.losses.base import Loss, LossCost
-from disco_ds.losses.blocks import TiledLoss, chunk_rows
+from disco_ds.losses.blocks import GatheredBoth, TiledLoss, chunk_rows
 from disco_ds.losses.clip import ClipLoss
 from disco_ds.losses.disco import DisCoLoss
 from disco_ds.losses.disco_fused import DisCoFusedLoss
@@ -88,7 +88,7 @@ def _count_work(loss: Loss, N: int) -> tuple[int, int, int] | None:
         case SigLIPLoss():
             return 3, 1, 1
         case FastCLIPLoss():
-            return 4, 1, 1
+            return (5, 2, 0) if loss.blocks is GatheredBoth else (4, 1, 1)
         case NTXentLoss():
             return 10, 6 if loss.ring else 2, 1
     return None
