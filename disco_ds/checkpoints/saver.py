@@ -57,7 +57,8 @@ class Saver:
     in_flight: Save | None = None
     """The save in progress, if any. All ranks have the same save in progress."""
     saved_step: int = 0
-    """Step of the newest checkpoint: at first, of the one that the run was resumed from; 0 if there is none."""
+    """Step of the newest complete checkpoint. Before the first save, this is the step that the run was resumed from,
+    or 0 for a new run."""
     num_failed: int = 0
     """Number of saves that have failed in a row."""
 

@@ -44,8 +44,8 @@ class Weights:
     settings: ModelSettings
     """Settings of the architecture and the tokenizer. Settings that matter only for training have their defaults."""
     architecture: dict[str, Any]
-    """What read_architecture returned when the model was trained. init_logit_bias is null if the model has no
-    logit_bias."""
+    """The architecture of the model, as models.clip.read_architecture returned it for the training run. Its entry
+    init_logit_bias is None if the model has no logit_bias."""
     preprocess: dict[str, Any]
     """Entries of open_clip's preprocess_cfg. Entries that are missing have open_clip's defaults."""
     tensors: dict[str, Tensor]
@@ -138,7 +138,8 @@ def _read_checkpoint(path: Path, ema: bool) -> Weights:
         tensors = dict(read_tensors(saved))
         average = read_average(saved) if ema else {}
     except DamagedError as error:
-        raise ValueError(f"{error}; previous complete checkpoint: {find_older(path)}") from None
+        older = find_older(path) or "none"
+        raise ValueError(f"{error}; previous complete checkpoint: {older}") from None
     for key, value in average.items():
         tensors[key] = value.view_as(tensors[key])
     identity = saved.meta["identity"]

@@ -41,11 +41,17 @@ def check_all(args: argparse.Namespace, first: bool, size: int) -> Iterator[Line
     """
     if first:
         yield from examine("versions", check_versions)
-    # Not imported at the top: if packages do not fit together, these imports fail, after the lines about the versions.
-    from disco_ds.checks.hosts import check_host
-    from disco_ds.checks.ranks import check_ranks
-    from disco_ds.checks.recipe_checks import check_data, check_start
-
+    # Not imported at the top, so that a package that cannot be imported is reported like other findings.
+    try:
+        from disco_ds.checks.hosts import check_host
+        from disco_ds.checks.ranks import check_ranks
+        from disco_ds.checks.recipe_checks import check_data, check_start
+    except Exception as error:  # a broken installation may raise anything
+        remedy = (
+            "reinstall the package; torch and torchvision must be of the same build (CPU or CUDA)"
+        )
+        yield Line("fail", "imports", f"{type(error).__name__}: {error}", remedy)
+        return
     try:
         config = load_config(args.config, args.overrides)
     except ValueError as error:

@@ -96,8 +96,10 @@ def prepare_branch(
     folder = args.out.resolve() / f"{source.resolve().name}-b{batch}-x{factor:g}"
     if not (folder / CONFIG).exists():
         links = folder / CHECKPOINTS
-        links.mkdir(parents=True)
-        (links / checkpoint.name).symlink_to(checkpoint.resolve())
+        links.mkdir(parents=True, exist_ok=True)
+        link = links / checkpoint.name
+        if not link.is_symlink():  # otherwise the command was killed before it copied the settings
+            link.symlink_to(checkpoint.resolve())
         shutil.copy(source / CONFIG, folder / CONFIG)
     resume = ["--resume", str(folder), "--allow-change", ",".join(allowed)]
     return folder, ["train", "--config", str(folder / CONFIG), *resume, *overrides]

@@ -256,7 +256,7 @@ class Config(Settings):
     if host memory is short too."""
     timeout_s: float = Field(600.0, gt=0, le=MAX_SECONDS)
     """The run ends with an error if a collective operation or a phase of a step takes longer than
-    this many seconds. The error names the rank or GPU that the other ranks wait for. Raise the
+    this many seconds. If the process of one rank is behind, the error names this rank. Raise the
     timeout if a healthy step, evaluation or start takes longer."""
     lost_after_s: float = Field(120.0, ge=1, le=MAX_SECONDS)
     """The run ends with an error if a rank sends no heartbeat for this many seconds. Such a rank

@@ -73,9 +73,9 @@ class _DropIn(nn.Module):
             self._check_group()
             warn_of_unusual(image_features, text_features, scale, self.group)
             self.is_first = False
-        if self.check:
-            check_alike(image_features, text_features, scale, group_id, self.group)
         bias = torch.zeros_like(scale) if logit_bias is None else logit_bias.reshape(1)
+        if self.check:
+            check_alike(image_features, text_features, scale, bias, group_id, self.group)
         out = self.loss(Embeddings(image_features, text_features, scale, bias, None, group_id))
         # InfoNCE does not depend on the bias, but DistributedDataParallel waits for a gradient of
         # every parameter.

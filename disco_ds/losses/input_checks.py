@@ -22,6 +22,7 @@ def check_alike(
     image: Tensor,
     text: Tensor,
     scale: Tensor,
+    bias: Tensor | None,
     group_id: Tensor | None,
     group: Any = None,
     step: int = 0,
@@ -34,6 +35,7 @@ def check_alike(
         image: Image features.
         text: Text features.
         scale: 0-d or [1], the logit scale.
+        bias: 0-d or [1], the logit bias. None counts as 0.
         group_id: Group ids. Only whether they are given is compared.
         group: The process group; None: all ranks.
         step: Number of steps that this rank has taken.
@@ -45,10 +47,12 @@ def check_alike(
         return
     mine = [*image.shape, *text.shape] if image.dim() == text.dim() == 2 else [-1] * 4
     numbers = torch.tensor([*mine, step, group_id is not None], device=image.device)
-    values = torch.cat([numbers.double(), scale.detach().to(numbers.device).reshape(1)])
+    learned = [scale, torch.zeros(1) if bias is None else bias]
+    learned = [value.detach().to(numbers.device).reshape(1) for value in learned]
+    values = torch.cat([numbers.double(), *learned])
     most, least = comm.all_reduce_max(torch.stack([values, -values]), group).tolist()
-    *most, has_ids, largest = most
-    *least, all_have_ids, smallest = [-x for x in least]
+    *most, has_ids, scale_most, bias_most = most
+    *least, all_have_ids, scale_least, bias_least = [-x for x in least]
     if most[4] != least[4]:
         raise ValueError(
             f"rank {comm.rank(group)} is at step {step}, but the ranks are at steps {least[4]:g} to "
@@ -65,11 +69,16 @@ def check_alike(
         raise ValueError(
             "some ranks pass group_id and others do not; pass it on every rank or on none"
         )
-    if largest > 1.001 * smallest:
-        raise ValueError(
-            f"the logit scale differs between ranks, from {smallest:g} to {largest:g}: nothing averages its "
-            "gradient; make it a parameter of the wrapped module, and return it from the module's forward"
-        )
+    for name, smallest, largest in (
+        ("scale", scale_least, scale_most),
+        ("bias", bias_least, bias_most),
+    ):
+        # Different GPUs may round exp(log_scale) differently.
+        if largest - smallest > 1e-5 * max(abs(smallest), abs(largest)):
+            raise ValueError(
+                f"the logit {name} differs between ranks, from {smallest:.7g} to {largest:.7g}: nothing averages its "
+                "gradient; make it a parameter of the wrapped module, and return it from the module's forward"
+            )
 
 
 def warn_of_unusual(image: Tensor, text: Tensor, scale: Tensor, group: Any = None) -> None:

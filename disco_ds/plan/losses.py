@@ -121,6 +121,7 @@ def loss_peak(loss: Loss, b: int, N: int, D: int, device: torch.device) -> int:
     tiling = loss.tiling.on(device)
     itemsize, sent = _itemsizes(loss, device)
     views = isinstance(loss, NTXentLoss)
+    gathers_both = getattr(loss, "blocks", None) is GatheredBoth
     ring = isinstance(loss, InfCLLoss | SigLIPLoss) or getattr(loss, "ring", False)
     # Bytes per number of a b x D tensor. The features are fp32, so only rounding copies them.
     rows = 0 if tiling.precision == "fp32" else itemsize
@@ -130,13 +131,13 @@ def loss_peak(loss: Loss, b: int, N: int, D: int, device: torch.device) -> int:
         columns += min(N - 1, 2) * sent
         num_gradients = 3 if N > 1 else 1
     else:
-        columns = N * sent * (1 + views) if N > 1 else columns
-        num_gradients = N
+        columns = N * sent * (1 + (views or gathers_both)) if N > 1 else columns
+        num_gradients = 1 if gathers_both else N
     # NT-Xent computes another gradient of the rows after that of the columns.
     num_gradients = max(1 + num_gradients, 2 + views)
     # The sum of the gradients over ranks, after the tiles; gloo, on a CPU, sums a copy.
     num_summed = 0
-    if N > 1 and not ring:
+    if N > 1 and not ring and not gathers_both:
         num_summed = 1 + N * (device.type == "cpu")
     num_columns = b if ring else B
     shape = tiling.size(b, num_columns, D, device)

@@ -89,7 +89,9 @@ def _remedies(config: Config, phase: str) -> Iterator[str]:
     if phase == "building":
         yield "nvidia-smi: does another process use this GPU?"
     if phase == "loss":
-        yield "loss.name=disco_fused with a smaller loss.options.tile, or loss.name=inf_cl"
+        if config.loss.name in ("clip", "disco", "disco_fused"):
+            yield "loss.name=disco_fused or, with the least memory, loss.name=inf_cl: the same loss"
+        yield "a smaller loss.options.tile, if the loss has this option"
     elif config.micro_batch > 1:
         yield f"micro_batch={config.micro_batch // 2} (now {config.micro_batch})"
     if config.image_staging == "device":

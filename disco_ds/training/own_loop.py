@@ -80,7 +80,7 @@ def contrastive_step(
     Raises:
         ValueError: On every rank, in any of these cases: the features have different shapes on different
             ranks; b is not a multiple of K; K is not the engine's gradient_accumulation_steps; the scale
-            differs between ranks; neither `forward` nor `scale` provides a scale; a repeated `forward`
+            or the bias differs between ranks; neither `forward` nor `scale` provides a scale; a repeated `forward`
             returns different features.
         FloatingPointError: Only under a DeepSpeed engine, see backward_and_step.
     """
@@ -108,6 +108,7 @@ def contrastive_step(
             embeddings.image,
             embeddings.text,
             embeddings.scale,
+            embeddings.bias,
             embeddings.group_id,
             group,
             step,
@@ -201,7 +202,7 @@ class _Towers:
     scale: float | None
     device: torch.device | None
     is_checked: bool
-    """Whether this step checks that a repeated forward equals the first one."""
+    """True in a step in which the features of the repeated forward are compared with those of the first."""
 
     def __call__(self, batch: Any, keep_graph: bool) -> MicroFeatures:
         rng = Rng(self.device)

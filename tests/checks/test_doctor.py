@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torchvision
 
 from disco_ds.checks import Line, examine
 from disco_ds.checks.recipe_checks import (
@@ -23,6 +27,7 @@ from disco_ds.config.ds_config import find_ds_configs, read_ds_config
 from disco_ds.distributed import comm
 from helpers.doctor import data_of, statuses, the
 from helpers.minimal import settings
+from helpers.paths import ROOT
 from helpers.shards import make_sample, write_shards
 from helpers.web import serve
 
@@ -46,6 +51,26 @@ def test_package_outside_of_the_bounds_is_named(
     told = "\n".join(map(str, lines))
     assert "needs deepspeed<0.20,>=0.19.8, got 0.18.1" in told
     assert "-> pip install 'deepspeed<0.20,>=0.19.8'" in told
+
+
+def test_torchvision_of_another_build_is_reported_in_a_line(tmp_path: Path) -> None:
+    """Its operators cannot be loaded, as if torchvision were built for CUDA and torch for the CPU."""
+    original = Path(torchvision.__file__).parent
+    shutil.copytree(
+        original, tmp_path / "torchvision", ignore=shutil.ignore_patterns("*.so", "__pycache__")
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, "-m", "disco_ds", "doctor", "--config", "quickstart"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 1
+    assert (
+        "fail  imports         RuntimeError: operator torchvision::nms does not exist"
+        in done.stdout
+    )
+    assert "torch and torchvision must be of the same build" in done.stdout
+    assert "Traceback" not in done.stderr
 
 
 # The ds_config and the batch

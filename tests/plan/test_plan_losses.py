@@ -23,6 +23,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("disco_fused", {**TILE, "store": True}),
     ("inf_cl", {**TILE, "comm_dtype": "bf16"}),
     ("nt_xent", {**TILE, "ring": True}),
+    ("fastclip_v2", {**TILE, "gather_both": True}),
     # Tiles of which torch processes strips:
     *((name, {}) for name in ("disco_fused", "inf_cl", "siglip", "fastclip_v2", "nt_xent")),
 ]

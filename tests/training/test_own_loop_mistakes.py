@@ -137,6 +137,10 @@ def mistakes_of_forwards() -> None:
 
     said = refused(lambda: contrastive_step(model, loss, batch, forward, scale=SCALE + n))
     assert f"the logit scale differs between ranks, from {SCALE:g} to {SCALE + 1:g}" in said
+    # A few steps without averaging make as small a difference.
+    assert "the logit scale differs" in refused(
+        lambda: contrastive_step(model, loss, batch, forward, scale=SCALE * (1 + n / 10_000))
+    )
     contrastive_step(
         model, loss, batch, forward, scale=SCALE
     )  # the refusal has left nothing behind
@@ -144,6 +148,12 @@ def mistakes_of_forwards() -> None:
     assert "some ranks pass group_id" in refused(
         lambda: contrastive_step(model, loss, batch, forward, scale=SCALE, group_id=ids)
     )
+
+    def forward_with_bias(part: Any) -> Any:
+        return *forward(part)[:2], torch.tensor([SCALE]), torch.tensor([-10.0 - n])
+
+    said = refused(lambda: contrastive_step(model, build_loss("siglip"), batch, forward_with_bias))
+    assert "the logit bias differs between ranks, from -11 to -10" in said
     with pytest.raises(ValueError, match="logit_bias as the fourth value"):
         contrastive_step(model, build_loss("siglip"), batch, forward, scale=SCALE)
     if n == 0:  # the loop of the other rank has caught no such error
