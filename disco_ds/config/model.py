@@ -81,9 +81,9 @@ class ModelSettings(Settings):
     """Fraction of image patches that are dropped in training (FLIP). Null: the value in the model
     config."""
     compile: bool | Literal["auto"] = "auto"
-    """Apply torch.compile to both towers. `true` is refused at ZeRO 3, and if a forward pass that draws
-    random numbers has to be repeated (GradAccum, activation checkpointing). `auto`: compile on a GPU
-    unless this would be refused or Triton cannot run; the log says why."""
+    """Apply torch.compile to both towers. `true` is refused at ZeRO 3, and with activation checkpointing of
+    a model that draws random numbers. `auto`: compile on a GPU unless this would be refused or Triton
+    cannot run; the log says why."""
     token_embedding_std: PositiveFloat | None = None
     """Initial standard deviation of the token embedding. Null: open_clip's 0.02."""
     max_scale: float = Field(100.0, gt=0, le=1e6)

@@ -91,9 +91,18 @@ def build_model(
 
 
 def compile_towers(model: Any, settings: ModelSettings) -> None:
-    """Apply torch.compile to both towers in place. The names of parameters do not change."""
-    model.visual.compile()
-    (model.text if settings.factory else _text_tower(model).transformer).compile()
+    """Apply torch.compile to both towers in place. The names of parameters do not change.
+
+    Random numbers come from torch's generators, whose states GradAccum restores, and not from Triton: since torch 2.13,
+    dropout in a compiled kernel may be wrong on CUDA (pytorch issue 198333).
+    """
+    for tower in (model.visual, model.text if settings.factory else _text_tower(model).transformer):
+        tower.compile(options={"fallback_random": True})
+
+
+def is_compiled(model: Any) -> bool:
+    """Return whether a part of the model is compiled."""
+    return any(module._compiled_call_impl is not None for module in model.modules())
 
 
 def _create(

@@ -1,10 +1,8 @@
-"""Decide whether torch.compile may be applied: not if the forward is repeated and draws random numbers.
+"""Decide whether torch.compile may be applied: not with activation checkpointing if the forward draws random numbers.
 
-GradAccum runs the forward of a micro-batch twice, first without gradients and then with gradients, from the same
-generator states. torch.compile builds a separate graph for each run, and the two graphs may draw different numbers:
-the compiler chooses the order of the draws (pytorch issue 192635) and on CUDA also their offsets, which caused wrong
-masks (issue 198333, also with activation checkpointing). A test on a CPU in which the numbers are equal proves nothing
-for a GPU.
+A compiled backward that recomputes activations may draw other numbers than the forward (pytorch issues 192635 and
+198333). A test on a CPU in which they are equal proves nothing for a GPU. GradAccum is exact: both of its forwards run
+the same compiled graph (training/step.py) from the same generator states.
 """
 
 from __future__ import annotations
@@ -24,18 +22,18 @@ from disco_ds.models.clip import compile_towers, forward_on_meta, trained_sides
 logger = logging.getLogger(__name__)
 
 
-def check_compiled(config: Config, model: Any, ranks: int) -> None:
+def check_compiled(config: Config, model: Any) -> None:
     """Refuse model.compile=true where `find_repeated_draws` finds a problem.
 
     Raises:
         ValueError: If the model is refused. The message names the modules and says what to change.
     """
-    if config.model.compile is True and (problem := find_repeated_draws(config, model, ranks)):
+    if config.model.compile is True and (problem := find_repeated_draws(config, model)):
         raise ValueError(
             f"model.compile is refused for model {config.model.label}, which {problem}. A repeated "
             "forward that is compiled may draw other numbers. Set model.compile=auto or false; or "
             "remove the randomness (model.patch_dropout=0, and no dropout or drop path in the "
-            "model's config); or use one micro-batch per rank without model.activation_checkpointing"
+            "model's config); or set model.activation_checkpointing=false"
         )
 
 
@@ -53,7 +51,7 @@ def compile_if_exact(config: Config, model: Any, device_problem: str | None) -> 
     if stage(config.deepspeed) == 3:
         reason: str | None = "at ZeRO 3, torch.compile would read parameters that are not gathered"
     else:
-        reason = device_problem or find_repeated_draws(config, model, comm.size())
+        reason = device_problem or find_repeated_draws(config, model)
     reasons = [x for x in comm.gather_objects(reason) if x]
     if not reasons:
         compile_towers(model, config.model)
@@ -65,16 +63,14 @@ def compile_if_exact(config: Config, model: Any, device_problem: str | None) -> 
     return not reasons
 
 
-def find_repeated_draws(config: Config, model: Any, ranks: int) -> str | None:
-    """Return how the model draws random numbers in a forward that is repeated, or None.
+def find_repeated_draws(config: Config, model: Any) -> str | None:
+    """Return how the model draws random numbers in a forward that activation checkpointing repeats, or None.
 
     Args:
         config: The recipe.
         model: The model, before an engine wraps it.
-        ranks: Number of ranks.
     """
-    count = config.num_micro_batches(ranks)
-    if count == 1 and not config.model.activation_checkpointing:
+    if not config.model.activation_checkpointing:
         return None
     try:
         names = find_draws(model)
@@ -84,8 +80,7 @@ def find_repeated_draws(config: Config, model: Any, ranks: int) -> str | None:
         if not names:
             return None
         problem = f"draws random numbers in {', '.join(names[:3])}"
-    repeated_by = f"{count} micro-batches" if count > 1 else "activation checkpointing"
-    return f"with {repeated_by} {problem}"
+    return f"with activation checkpointing {problem}"
 
 
 def find_draws(model: Any) -> list[str]:

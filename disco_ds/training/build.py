@@ -373,7 +373,7 @@ def build_towers(config: Config, loss: Loss, restored: bool) -> tuple[nn.Module,
             settings, loss.initial_scale, bias, loss.learns_scale, pretrained=not restored
         )
         check_image_size(settings, model)
-        check_compiled(config, model, comm.size())
+        check_compiled(config, model)
         tokenizer = build_tokenizer(settings, model)
     device = comm.local_device()
     if settings.compile == "auto" and device.type == "cuda":

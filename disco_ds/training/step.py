@@ -17,7 +17,7 @@ from torch.profiler import record_function
 from disco_ds.losses import Embeddings, LossOutput
 from disco_ds.metrics.anomalies import SAMPLE
 from disco_ds.metrics.timers import Timer
-from disco_ds.models.clip import trained_sides
+from disco_ds.models.clip import is_compiled, trained_sides
 from disco_ds.training.engine import Engine, backward_and_step, clamp_scale
 from disco_ds.training.grad_accum import MicroFeatures, Rng, accumulate
 
@@ -94,6 +94,7 @@ class Forward:
         self.engine = engine
         self.prepare = prepare
         self.trained = trained_sides(engine.module)
+        self.compiled = is_compiled(engine.module)
 
     def __call__(self, batch: Any, keep_graph: bool) -> MicroFeatures:
         """Compute the features of a micro-batch."""
@@ -101,8 +102,12 @@ class Forward:
         with torch.no_grad():
             locked_image, locked_text, *_ = self._run_towers(image, text, trained=False)
         rng = Rng()  # taken after the locked tower has run, because `again` does not run it
-        with torch.set_grad_enabled(keep_graph):
-            image, text, scale, bias = self._run_towers(image, text, trained=True)
+        # A compiled tower draws the same random numbers again only in the same compiled graph, the one with gradients.
+        with torch.set_grad_enabled(keep_graph or self.compiled):
+            found = self._run_towers(image, text, trained=True)
+        if not keep_graph:
+            found = [x if x is None else x.detach() for x in found]
+        image, text, scale, bias = found
         image = locked_image if image is None else image
         text = locked_text if text is None else text
         return MicroFeatures((image, text, scale, bias), index, rng, *group_id)
