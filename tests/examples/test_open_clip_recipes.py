@@ -149,7 +149,7 @@ def test_doctor_misses_but_the_data_of_a_recipe(
         main(["doctor", "--config", str(path), "--ranks", str(RANKS[path.stem]), *overrides]) == 1
     )
     lines = capsys.readouterr().out.splitlines()
-    assert {line.split()[1] for line in lines if line.startswith("fail")} == {"data", "eval"}
+    assert {line.split()[1] for line in lines if line.startswith("fail")} == {"data", "recipe"}
 
 
 def run_config(path: Path, folder: Path, overrides: list[str]) -> None:

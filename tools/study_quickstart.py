@@ -1,0 +1,121 @@
+"""Ask `disco-ds study` which batch suits the quickstart early, midway and late in training, for InfoNCE and siglip.
+
+Trains the parents, five seeds of each loss at a batch of 128 and a constant learning rate, and studies their
+checkpoints after 4,096, 16,384 and 65,536 samples. Each process has one thread; `--jobs` run at a time. What has
+finished is not repeated. Prints the tables of the studies, and draws them to <out>/study.png.
+
+    python tools/study_quickstart.py [--out DIR] [--jobs N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+
+from grid import train_all
+
+LOSSES = {"infonce": "disco", "siglip": "siglip"}
+POINTS = (4096, 16384, 65536)
+BATCHES = (64, 256, 1024)
+SAMPLES = 4096
+SEEDS = range(5)
+BATCH = 128
+METRICS = ("validation loss", "validation top-1")
+CELL = re.compile(r"([\d.]+) ± ([\d.]+)")
+
+
+def train_parents(out: Path, jobs: int) -> None:
+    settings = {
+        f"{name}-{seed}": [
+            f"loss.name={loss}",
+            f"seed={seed}",
+            f"micro_batch={BATCH}",
+            f"samples={POINTS[-1]}",
+            "optim.schedule=constant",
+            f"checkpoint.every_steps={POINTS[0] // BATCH}",
+            "checkpoint.keep_last=null",
+            "eval.labeled={}",
+            "log.tensorboard=false",
+        ]
+        for seed, (name, loss) in product(SEEDS, LOSSES.items())
+    }
+    train_all(settings, out, jobs, "quickstart")
+
+
+def study(name: str, samples: int, out: Path) -> str:
+    """Study the checkpoints of all seeds after some samples, and return the table.
+
+    Raises:
+        subprocess.CalledProcessError: If a branch fails. <out>/study-<name>-<samples>.log says why.
+    """
+    folder = out / f"study-{name}-{samples}"
+    step = f"step-{samples // BATCH:08}"
+    command = [sys.executable, "-m", "disco_ds", "study"]
+    command += [str(out / f"{name}-{seed}" / "checkpoints" / step) for seed in SEEDS]
+    command += ["--batches", *map(str, BATCHES), "--samples", str(SAMPLES), "--out", str(folder)]
+    command += ["--set", "eval.labeled.validation=bundled:emoji/validation"]
+    command += ["eval.validation.validation=bundled:emoji/validation"]
+    command += ["eval.caption_key='{json[caption]}'", "log.tensorboard=false"]
+    with open(f"{folder}.log", "w", encoding="utf-8") as log:
+        subprocess.run(
+            command,
+            env={"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"} | dict(os.environ),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            check=True,
+        )
+    return (folder / "study.md").read_text(encoding="utf-8")
+
+
+def draw(tables: dict[tuple[str, int], str], path: Path) -> None:
+    """Draw the means and standard errors of both metrics by batch, a line for each point of training."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, len(LOSSES), figsize=(9, 6.5), layout="constrained")
+    for (name, samples), table in tables.items():
+        column = list(LOSSES).index(name)
+        rows = [CELL.findall(line) for line in table.splitlines()]
+        for row, metric in enumerate(METRICS):
+            means, errors = zip(
+                *((float(x), float(e)) for x, e in (cells[row] for cells in rows if cells)),
+                strict=True,
+            )
+            ax = axes[row][column]
+            ax.errorbar(BATCHES, means, errors, marker="o", capsize=3, label=f"{samples:,} samples")
+            ax.set_xscale("log", base=2)
+            ax.set_xticks(BATCHES, map(str, BATCHES))
+            ax.set_ylabel(metric)
+    for ax, name in zip(axes[0], LOSSES, strict=True):
+        ax.set_title(name)
+        ax.legend(title="branched after")
+    for ax in axes[1]:
+        ax.set_xlabel("global batch of the branches")
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs/study-quickstart"))
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time, one core each")
+    args = parser.parse_args()
+    out = args.out.resolve()
+    train_parents(out, args.jobs)
+    cases = [(name, samples) for samples in (4096, 65536, 16384) for name in LOSSES]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        texts = list(pool.map(lambda case: study(*case, out), cases))
+    tables = dict(zip(cases, texts, strict=True))
+    for (name, samples), text in sorted(tables.items()):
+        print(f"## {name} after {samples:,} samples\n\n{text}")
+    draw(tables, out / "study.png")
+
+
+if __name__ == "__main__":
+    main()
