@@ -108,7 +108,7 @@ def main() -> None:
     args = parser.parse_args()
     out = args.out.resolve()
     train_parents(out, args.jobs)
-    cases = [(name, samples) for samples in (4096, 65536, 16384) for name in LOSSES]
+    cases = [(name, samples) for samples in POINTS for name in LOSSES]
     with ThreadPoolExecutor(args.jobs) as pool:
         texts = list(pool.map(lambda case: study(*case, out), cases))
     tables = dict(zip(cases, texts, strict=True))
