@@ -33,21 +33,22 @@ def train(name: str, settings: list[str], out: Path, recipe: str) -> dict[str, f
     finished = out / name / "finished.json"
     if not finished.exists():
         shutil.rmtree(finished.parent, ignore_errors=True)
-        with open(out / f"{name}.log", "w", encoding="utf-8") as log:
-            subprocess.run(
-                [
-                    sys.executable,
-                    "-m",
-                    "disco_ds.train",
-                    "--config",
-                    recipe,
-                    f"name={name}",
-                    f"runs={out}",
-                    *settings,
-                ],
-                env={"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"} | dict(os.environ),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                check=True,
-            )
+        arguments = ["train", "--config", recipe, f"name={name}", f"runs={out}", *settings]
+        call(arguments, out / f"{name}.log")
     return json.loads(finished.read_text(encoding="utf-8"))
+
+
+def call(arguments: list[str], log: Path) -> None:
+    """Call disco-ds in a process with one thread on the CPU, and write its output to a file.
+
+    Raises:
+        subprocess.CalledProcessError: If it fails.
+    """
+    with open(log, "w", encoding="utf-8") as file:
+        subprocess.run(
+            [sys.executable, "-m", "disco_ds", *arguments],
+            env={"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"} | dict(os.environ),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            check=True,
+        )

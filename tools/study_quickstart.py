@@ -10,15 +10,12 @@ finished is not repeated. Prints the tables of the studies, and draws them to <o
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 
-from grid import train_all
+from grid import call, train_all
 
 LOSSES = {"infonce": "disco", "siglip": "siglip"}
 POINTS = (4096, 16384, 65536)
@@ -56,20 +53,13 @@ def study(name: str, samples: int, out: Path) -> str:
     """
     folder = out / f"study-{name}-{samples}"
     step = f"step-{samples // BATCH:08}"
-    command = [sys.executable, "-m", "disco_ds", "study"]
-    command += [str(out / f"{name}-{seed}" / "checkpoints" / step) for seed in SEEDS]
-    command += ["--batches", *map(str, BATCHES), "--samples", str(SAMPLES), "--out", str(folder)]
-    command += ["--set", "eval.labeled.validation=bundled:emoji/validation"]
-    command += ["eval.validation.validation=bundled:emoji/validation"]
-    command += ["eval.caption_key='{json[caption]}'", "log.tensorboard=false"]
-    with open(f"{folder}.log", "w", encoding="utf-8") as log:
-        subprocess.run(
-            command,
-            env={"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"} | dict(os.environ),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            check=True,
-        )
+    arguments = ["study"]
+    arguments += [str(out / f"{name}-{seed}" / "checkpoints" / step) for seed in SEEDS]
+    arguments += ["--batches", *map(str, BATCHES), "--samples", str(SAMPLES), "--out", str(folder)]
+    arguments += ["--set", "eval.labeled.validation=bundled:emoji/validation"]
+    arguments += ["eval.validation.validation=bundled:emoji/validation"]
+    arguments += ["eval.caption_key='{json[caption]}'", "log.tensorboard=false"]
+    call(arguments, Path(f"{folder}.log"))
     return (folder / "study.md").read_text(encoding="utf-8")
 
 

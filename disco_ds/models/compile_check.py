@@ -1,8 +1,8 @@
 """Decide whether torch.compile may be applied: not with activation checkpointing if the forward draws random numbers.
 
 A compiled backward that recomputes activations may draw other numbers than the forward (pytorch issues 192635 and
-198333). A test on a CPU in which they are equal proves nothing for a GPU. GradAccum is exact: both of its forwards run
-the same compiled graph (training/step.py) from the same generator states.
+198333). A test on a CPU in which they are equal proves nothing for a GPU. GradAccum repeats the draws: both of its
+forwards run the same compiled graph (training/step.py) from the same generator states.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ with DeepSpeed for the trainer, and own_loop.py with DeepSpeed, DDP or FSDP2 for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -68,12 +68,17 @@ class MicroFeatures:
     group_id: Tensor | None = None
     """[m] group ids, see Embeddings."""
 
+    def detach(self) -> MicroFeatures:
+        """Return the same features without their autograd graph."""
+        features = tuple(None if x is None else x.detach() for x in self.features)
+        return replace(self, features=features)
+
 
 class Towers(Protocol):
     """Runs both towers on one micro-batch."""
 
     def __call__(self, batch: Any, keep_graph: bool) -> MicroFeatures:
-        """Compute the features of a micro-batch, with an autograd graph only if `keep_graph` is True."""
+        """Compute the features of a micro-batch. An autograd graph is needed only if `keep_graph` is True."""
 
     def again(self, batch: Any, first: MicroFeatures) -> MicroFeatures:
         """Recompute the features of the trained towers, now with a graph. They equal the features in `first`."""
@@ -112,7 +117,9 @@ def accumulate(
     """
     last = len(micro_batches) - 1
     with timer("step/forward"):
-        parts = [towers(batch, keep_graph=k == last) for k, batch in enumerate(micro_batches)]
+        # A forward may have enabled gradients. Detaching its features frees their graph.
+        parts = [towers(micro_batches[k], keep_graph=False).detach() for k in range(last)]
+        parts.append(towers(micro_batches[last], keep_graph=True))
     # The repeated forwards rewind the generators. The next step must continue from the current state.
     after = Rng(parts[-1].rng.device)
     leaves = _join_leaves(parts)

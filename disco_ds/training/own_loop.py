@@ -209,10 +209,6 @@ class _Towers:
         last = self.num_micro_batches == 1
         with torch.set_grad_enabled(keep_graph), self.backend.synchronized(last):
             features = self._run_forward(batch["batch"])
-        if not keep_graph:  # the user's forward may have enabled gradients
-            image, text, scale, bias = features
-            bias = None if bias is None else bias.detach()
-            features = image.detach(), text.detach(), scale.detach(), bias
         return MicroFeatures(features, batch["index"], rng, batch["group_id"])
 
     def again(self, batch: Any, first: MicroFeatures) -> MicroFeatures:

@@ -102,12 +102,10 @@ class Forward:
         with torch.no_grad():
             locked_image, locked_text, *_ = self._run_towers(image, text, trained=False)
         rng = Rng()  # taken after the locked tower has run, because `again` does not run it
-        # A compiled tower draws the same random numbers again only in the same compiled graph, the one with gradients.
+        # torch.compile has separate graphs with and without gradients, which may draw different random numbers. So a
+        # compiled tower runs both forwards with gradients.
         with torch.set_grad_enabled(keep_graph or self.compiled):
-            found = self._run_towers(image, text, trained=True)
-        if not keep_graph:
-            found = [x if x is None else x.detach() for x in found]
-        image, text, scale, bias = found
+            image, text, scale, bias = self._run_towers(image, text, trained=True)
         image = locked_image if image is None else image
         text = locked_text if text is None else text
         return MicroFeatures((image, text, scale, bias), index, rng, *group_id)
