@@ -1,7 +1,7 @@
 """Predict the time of a step from its FLOPs and the bytes it receives, at given rates.
 
 Communication is assumed not to overlap with computation. Waiting for data, stragglers, latencies and
-the optimizer's computation are not counted.
+the optimizer's computation are not counted. What the first step takes in addition is only estimated.
 """
 
 from __future__ import annotations
@@ -10,11 +10,20 @@ from dataclasses import dataclass
 
 from disco_ds.config import Config
 from disco_ds.config.ds_config import precision, stage
+from disco_ds.losses import build_loss
+from disco_ds.losses.blocks import TiledLoss
 from disco_ds.models.gpus import Gpu
 from disco_ds.plan.assumptions import Assumptions
 from disco_ds.plan.losses import loss_cost
 from disco_ds.plan.towers import Towers
 from disco_ds.training.engine import DTYPES
+
+TUNING_S = 45.0
+"""Estimated seconds in which Triton tunes a loss's kernels: about 85 compilations, two at a time."""
+COMPILE_S = 50.0
+"""Seconds that torch.compile takes for a small model (measured on a CPU, see docs/planning.md)."""
+COMPILE_S_PER_OPERATION = 0.005
+"""Further seconds for each operation of the towers' forward and backward."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +35,10 @@ class Speed:
     comm_s: float
     comm_bytes: int
     """Bytes that a rank receives in a step."""
+    tuning_s: float
+    """Seconds that the first step takes to tune the loss's kernels, unless their cache is filled."""
+    compile_s: float
+    """Seconds that the first step takes to compile the towers, unless their cache is filled."""
 
     @property
     def step_s(self) -> float:
@@ -52,11 +65,15 @@ def plan_speed(
     # All micro-batches except the last run an additional forward pass, without a graph.
     tower_flops = (K - 1) * towers.replay_flops + K * towers.flops
     comm_bytes = cost.received_bytes + _count_engine(config, ranks, K, towers)
+    tiled = isinstance(build_loss(config.loss.name, **config.loss.options), TiledLoss)
+    compiled = config.model.compile and stage(config.deepspeed) < 3
     return Speed(
         towers_s=tower_flops / flop_rate(precision(config.deepspeed)),
         loss_s=cost.flops / flop_rate(cost.precision),
         comm_s=comm_bytes / (1e9 * link),
         comm_bytes=comm_bytes,
+        tuning_s=TUNING_S if tiled else 0.0,
+        compile_s=COMPILE_S + COMPILE_S_PER_OPERATION * towers.operations if compiled else 0.0,
     )
 
 

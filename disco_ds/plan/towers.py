@@ -65,6 +65,8 @@ class Towers:
     """Width of the features."""
     sample: int
     """Bytes per decoded sample: uint8 image, tokens, id and epoch."""
+    operations: int
+    """Number of operations of the forward with a graph and the backward."""
 
     def interpolate(self, other: Towers, part: float) -> Towers:
         """Return the towers at a micro-batch between this one (part 0) and another (part 1)."""
@@ -73,7 +75,7 @@ class Towers:
 
 
 class Allocations(TorchDispatchMode):
-    """Counts FLOPs, and the bytes of tensors that were created while it is active and still exist.
+    """Counts operations, FLOPs, and the bytes of tensors that were created while it is active and still exist.
 
     torch's MemTracker refuses a tower that is called twice, and its FlopCounterMode keeps tensors
     alive.
@@ -84,12 +86,13 @@ class Allocations(TorchDispatchMode):
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()
-        self.current = self.peak = self.flops = 0
+        self.current = self.peak = self.flops = self.operations = 0
         self._known = WeakIdKeyDictionary()
         self._known.update({tensor.untyped_storage(): True for tensor in known})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        self.operations += 1
         for tensor in tree_leaves(out):
             if not isinstance(tensor, Tensor) or tensor.is_meta:
                 continue
@@ -226,11 +229,15 @@ def _trace(config: Config, m: int, like_gpu: bool) -> Towers:
         @contextmanager
         def watch(name: str) -> Iterator[None]:
             memory.peak = memory.current  # measure the peak of this pass only
-            before = memory.flops
+            memory.flops = memory.operations = 0
             with memory:
                 yield
             found[name] = memory.peak
-            found["replay_flops" if name == "replay" else "flops"] += memory.flops - before
+            if name == "replay":
+                found["replay_flops"] = memory.flops
+            else:
+                found["flops"] += memory.flops
+                found["operations"] += memory.operations
 
         width = run_passes(model, precision(config.deepspeed), batch, config.data.augment, watch)
     return Towers(
