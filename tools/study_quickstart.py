@@ -83,9 +83,10 @@ def draw(tables: dict[tuple[str, int], str], path: Path) -> None:
             ax.set_ylabel(metric)
     for ax, name in zip(axes[0], LOSSES, strict=True):
         ax.set_title(name)
-        ax.legend(title="branched after")
     for ax in axes[1]:
         ax.set_xlabel("global batch of the branches")
+    lines, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(lines, labels, title="branched after", loc="outside upper center", ncols=3)
     figure.savefig(path, dpi=120)
 
 
