@@ -31,8 +31,8 @@ def load_custom(
         base: The class that the imported class must derive from. None allows any class or function.
 
     Raises:
-        ValueError: If the name cannot be imported, stands for an object of the wrong kind, or does not
-            accept the options.
+        ValueError: If the name cannot be imported, refers to an object of the wrong kind, or if that
+            object does not accept the options.
     """
     if not re.fullmatch(CUSTOM_CODE, name):
         raise ValueError(f"{name!r} is not of the form package.module:name")

@@ -62,7 +62,7 @@ AGREED_ERRORS = (
 
 
 LOOKS = {"image_size", "image_mean", "image_std", "interpolation", "resize_mode", "quick_gelu"}
-"""Settings of a recipe's model that also apply to other weights that are evaluated with this recipe."""
+"""Model settings of a recipe that also apply when the recipe is used to evaluate other weights."""
 
 
 def exit_code(error: Exception | None) -> int:
@@ -116,7 +116,7 @@ def run_training(
         >>> (folder / "finished.json").exists()
         True
     """
-    # Check this first. Otherwise, Python would refuse the signal handlers after the run folder was made.
+    # Check this first. Otherwise, Python would refuse the signal handlers only after the run folder was created.
     if threading.current_thread() is not threading.main_thread():
         raise RefusedError(
             "run_training must be called in the main thread, which alone receives signals"
@@ -162,7 +162,7 @@ def train_session(
         if is_finished:
             return folder
         resume, allow_change = str(folder), ()
-        # The engine contains reference cycles, so only a collection frees its memory.
+        # The engine contains reference cycles, so only the garbage collector frees its memory.
         gc.collect()
         get_accelerator().empty_cache()
 
@@ -177,7 +177,7 @@ def _train_stage(
 ) -> tuple[Path, bool, Uploads | None]:
     """Train to the end of a stage. Collective.
 
-    The arguments are those of train_session, and the uploads that the stage before has left unfinished.
+    The arguments are those of train_session, plus the uploads that the previous stage left unfinished.
 
     Returns:
         The run folder, whether the run is finished, and if not, its uploads.
@@ -233,7 +233,7 @@ def _train_stage(
             raise failure
         if not is_finished:  # the uploads continue in the next stage
             uploads, run.saver.uploads = run.saver.uploads, None
-        # The signal handlers use these interrupts until the next stage has its own, and must not keep the engine alive.
+        # The signal handlers refer to this object until the next stage replaces it, so it must not refer to the engine.
         run.interrupts.is_writing = lambda: False
         release(run.engine)
         return run.folder, is_finished, uploads
@@ -336,7 +336,7 @@ def evaluate_run(
         heartbeat.mark(0, "evaluating")
         kind = precision(config.deepspeed)
         if kind != "fp32" and comm.rank() == 0:
-            say(f"evaluating in {kind}, as the run trains; add deepspeed={{}} for fp32")
+            say(f"evaluating in {kind}, the precision of the settings; add deepspeed={{}} for fp32")
         look = read_preprocessing(module)
         spec = ImageSpec(look.size, look.interpolation, look.resize_mode)
         module = in_precision(module, kind)
@@ -395,7 +395,7 @@ def load_model(
         model: See `evaluate_run`.
         weights: See `evaluate_run`.
         ema: See `evaluate_run`.
-        recipe: Settings whose preprocessing and activation the weights are evaluated with.
+        recipe: Model settings that provide the preprocessing and activation for `weights`.
 
     Returns:
         The model (on this rank's device, in eval mode) and its tokenizer.
@@ -404,7 +404,9 @@ def load_model(
         ValueError: If the model or the weights cannot be loaded.
     """
     if weights and ema:
-        raise ValueError("--ema needs a run or a checkpoint; a file of --weights has no average")
+        raise ValueError(
+            "--ema needs a run or a checkpoint; a file passed as --weights has no average"
+        )
     if weights:
         changes = recipe.model_dump(include=LOOKS) if recipe else {}
         settings = ModelSettings(name=str(model), pretrained=Path(weights), **changes)

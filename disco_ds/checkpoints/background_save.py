@@ -2,11 +2,11 @@
 
 A training step waits only for the copy. The writer is a thread and not a process: it ends with its
 rank, it needs no shared memory, and torch.save and hashlib release Python's global lock for everything
-but the small pickles. The writer never communicates with other ranks. The ranks learn from the flags
-that they exchange at every step (`agree` in training/loop.py) that all writers are done. Then the main
-threads exchange sizes and checksums, and a thread of rank 0 renames the folder and removes old
-checkpoints. Checksums are exchanged by a collective and not through files, because on NFS a new file
-may become visible to other hosts late.
+but the small pickles. The writer never communicates with other ranks. Flags that the ranks exchange at
+every step (`agree` in training/loop.py) show when all writers are done. Then the main threads exchange
+sizes and checksums, and a thread of rank 0 renames the folder and removes old checkpoints.
+Checksums are exchanged by a collective and not through files, because on NFS a new file may become
+visible to other hosts late.
 
 Alternatives considered: DeepSpeed's decoupled checkpoint engine sends the live tensors to a child
 process through /dev/shm, and hangs or silently loses saves if that fails. DeepSpeed's fast checkpoint
@@ -38,7 +38,7 @@ from disco_ds.distributed import comm, jobs
 
 
 class HostCopy:
-    """Host memory that holds a copy of a state. It is reused, because memory is slow when it is first written to."""
+    """Host memory that holds a copy of a state. It is reused, because the first write to new memory is slow."""
 
     def __init__(self) -> None:
         self._tensors: dict[int, Tensor] = {}
@@ -60,7 +60,7 @@ class HostCopy:
                 continue
             copy = self._tensors.get(number)
             if copy is None or copy.shape != leaf.shape or copy.dtype != leaf.dtype:
-                # A new storage: torch.save writes the whole storage of a tensor, even if the tensor is a slice.
+                # The copy needs a separate storage: torch.save writes a tensor's whole storage, even for a slice.
                 copy = self._tensors[number] = torch.empty(leaf.shape, dtype=leaf.dtype)
             copies.append(copy.copy_(leaf.detach()))
         return tree_unflatten(copies, structure)
@@ -181,7 +181,8 @@ def write_tensors(value: Any, path: Path) -> dict[str, Any]:
     """Write a file with torch.save and flush it to the disk.
 
     The checksum is computed from the bytes that were passed to the operating system. The file is
-    flushed through the descriptor that wrote it, because NFS reports a failed write only there.
+    flushed through the descriptor that wrote it, because NFS reports a failed write only to that
+    descriptor.
 
     Returns:
         The file's size (`bytes`) and `sha256`.
@@ -200,7 +201,7 @@ def write_tensors(value: Any, path: Path) -> dict[str, Any]:
             size = file.tell()
     except OSError as error:
         raise OSError(
-            f"{path.name} could not be written: {error.strerror} in {path.parent}; make room there"
+            f"{path.name} could not be written: {error.strerror} in {path.parent}; free up space there"
         ) from error
     return {"bytes": size, "sha256": hashed.digest.hexdigest()}
 

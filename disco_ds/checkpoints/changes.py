@@ -1,4 +1,4 @@
-"""Compare the settings of a resumed run with its checkpoint's. Refuse changes unless --allow-change names them."""
+"""Compare the settings of a resumed run with the checkpoint's. Refuse changes unless --allow-change names them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from disco_ds.distributed.agreement import flatten
 
 MAY_BE_ALLOWED = {
     "global_batch",
-    # It may also change without --allow-change, but often changes together with global_batch.
+    # It may change even without --allow-change. It is listed because users often name it with global_batch.
     "micro_batch",
     *(
         f"optim.{name}"
@@ -46,7 +46,9 @@ def refuse_changes(saved: dict[str, Any], now: dict[str, Any], allowed: Sequence
         old, new = changes[name]
         lines.append(f"{name}: {old!r} in the checkpoint, {new!r} now")
     if any(_is_within(name, ["model.preprocess"]) for name in changed):
-        lines.append("model.preprocess comes from the folder of model.pretrained: is it gone?")
+        lines.append(
+            "model.preprocess comes from the folder of model.pretrained: is that folder missing?"
+        )
     if all(_is_within(name, MAY_BE_ALLOWED) for name in changed):
         names = [
             setting

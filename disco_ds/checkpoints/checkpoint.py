@@ -42,7 +42,7 @@ from disco_ds.distributed.deepspeed_quirks import collect_checkpoint
 from disco_ds.runs.run_folder import CHECKPOINTS
 
 OFFLOADED = "offloaded_tensors"
-"""DeepSpeed's name for the folder with optimizer states that it keeps on NVMe."""
+"""DeepSpeed's name for the folder, inside a checkpoint, with the optimizer states that it offloads to NVMe."""
 RANK_FILE = re.compile(r"rank_\d+\.pt")
 """Names of the rank files. Each contains the state of one rank."""
 
@@ -57,7 +57,10 @@ DATA_MAY_CHANGE = {
     "remote",
     "options",
 }
-"""Data settings that affect neither the samples nor their order. Sources are compared by fingerprint instead."""
+"""Data settings that are not compared when a run is resumed, because they do not affect the samples or their order.
+
+The shards are compared by their fingerprint, not by the settings that locate them.
+"""
 
 SOURCE_MAY_CHANGE = {"shards", "manifest", "source", "options"}
 """Settings of a data.sources entry that are not compared when a run is resumed, as in DATA_MAY_CHANGE."""
@@ -73,11 +76,15 @@ MODEL_MAY_CHANGE = {
 }
 """Model settings that are not compared when a run is resumed.
 
-The architecture is compared instead of name, factory and options. The weights come from the checkpoint.
+The architecture is compared instead of name, factory and options. The settings for initial weights do not
+matter, because a resumed run takes its weights from the checkpoint.
 """
 
 COMMUNICATION_SETTINGS = ("overlap_comm", "reduce_bucket_size")
-"""ZeRO settings for gradient communication. They do not affect which part of the state each rank holds."""
+"""ZeRO settings for gradient communication, which may change without resharding.
+
+They do not affect which part of the state each rank holds.
+"""
 
 
 def identity(config: Config, fingerprint: str, architecture: dict[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ tags:
 ---
 # {name}
 
-A CLIP model trained with disco_ds, in {dtype}, from {origin}. In the folder above this one:
+A CLIP model trained with disco_ds, in {dtype}, from {origin}. Run the code below in the folder that contains this one.
 """
 """Beginning of README.md. Its YAML header makes the file a Hugging Face model card."""
 NOTE = """
@@ -146,7 +146,7 @@ def export_run(
 
 
 def _check_image_size(model: Any, architecture: dict[str, Any]) -> None:
-    """Refuse an image size at which open_clip cannot build the tower: those of timm have a default size."""
+    """Refuse an image size that open_clip cannot restore, because it builds timm towers at their default size."""
     name = architecture.get("vision_cfg", {}).get("timm_model_name")
     if name and hasattr(model.visual.trunk, "set_input_size"):
         known = timm.get_pretrained_cfg(name)  # None for a tower that a user has registered

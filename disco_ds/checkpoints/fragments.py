@@ -1,6 +1,6 @@
 """Find the fp32 value and the optimizer states of each trained parameter in the files of a checkpoint.
 
-At ZeRO 1 to 3, each rank has written fragments of them. The code uses the file keys of DeepSpeed 0.19.
+At ZeRO 1 to 3, each rank has written fragments of these tensors. The code uses the file keys of DeepSpeed 0.19.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ def find_parts(saved: Saved) -> dict[str, list[Fragment]]:
 
 
 def refuse_round_robin(zero: dict[str, Any]) -> None:
-    """Raise ValueError if round_robin_gradients is on: DeepSpeed 0.19 then records wrong places of the parameters."""
+    """Raise ValueError if round_robin_gradients is on: DeepSpeed 0.19 then records wrong parameter positions."""
     if zero.get("round_robin_gradients"):
         raise ValueError(
-            "with round_robin_gradients, a run has no readable average and can only be resumed with the same "
-            "number of ranks, ZeRO stage and precision"
+            "with round_robin_gradients, the average of the weights cannot be read, and a run can only be resumed "
+            "with the same number of ranks, ZeRO stage and precision"
         )
 
 
@@ -128,7 +128,7 @@ def load_optimizer(saved: Saved, rank: int) -> dict[str, Any]:
 
 
 def _load_named(saved: Saved, end: str) -> dict[str, Any]:
-    """Load the file whose name ends with `end`. DeepSpeed begins some names with the precision."""
+    """Load the file whose name ends with `end`. DeepSpeed prefixes some names with the precision."""
     return saved.load(next(name for name in saved.meta["files"] if name.endswith(end)))
 
 

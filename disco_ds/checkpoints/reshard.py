@@ -68,7 +68,7 @@ def load_trained(saved: Saved, engine: Engine, order: list[str]) -> None:
 
     Args:
         saved: A verified checkpoint.
-        engine: The engine, whose model went through load_untrained.
+        engine: The engine. Call load_untrained on its model first.
         order: Names of the trained parameters.
 
     Raises:
@@ -102,10 +102,13 @@ def load_trained(saved: Saved, engine: Engine, order: list[str]) -> None:
 
 
 def _resize(model: Any, name: str, states: States) -> States:
-    """Resize the states of the image tower's position embedding to the model's image size. Return others unchanged.
+    """Resize the states of the image tower's position embedding to the model's image size.
 
-    The values and their average are resized as open_clip does. The optimizer's moments are resized bilinearly: then
-    second moments stay positive, and no first moment becomes larger than the root of its second moment allows.
+    The states of other parameters are returned unchanged.
+
+    The values and their average are resized as open_clip does. The optimizer's moments are resized bilinearly. Unlike
+    bicubic interpolation, this keeps second moments positive and each first moment within the square root of its
+    second moment.
     """
     if name != "visual.positional_embedding":
         return states
@@ -160,7 +163,7 @@ def find_place(engine: Engine, parameter: Any) -> tuple[Tensor, int, int, int]:
     flat = zero.single_partition_of_fp32_groups[groups.index(True)]
     mapping = getattr(parameter, "_hp_mapping", None)
     # A parameter without a mapping is held by other ranks only. Copying 0 elements still makes _set_states
-    # create the states of this rank's flat tensor. DeepSpeed expects them even if that is all padding.
+    # create the states of this rank's flat tensor. DeepSpeed expects them even if that tensor is all padding.
     if mapping is None:
         return flat, 0, 0, 0
     part = mapping.hp_fragment_address

@@ -55,8 +55,8 @@ def choose(
         allow_change: Names of settings that may differ from those in the checkpoint.
 
     Raises:
-        ValueError: On every rank, if other settings have changed or no intact checkpoint may be used. If the
-            checkpoint is damaged, the message names the previous one.
+        ValueError: On every rank, if other settings have changed, or if there is no intact checkpoint that may be
+            used. If the checkpoint is damaged, the message names the previous one.
     """
     # Only rank 0 chooses: a new folder on a shared file system may not be visible to all hosts at once.
     path = comm.from_rank_0(
@@ -64,7 +64,7 @@ def choose(
     )
 
     def check(meta: dict[str, Any]) -> None:
-        # Compare with the settings of the stage that the checkpoint was made in. The next stage may begin after it.
+        # Compare with the stage of the checkpoint's last sample. The sample after it may belong to the next stage.
         stage = config.at_sample(meta["samples"] - 1)
         refuse_changes(meta["identity"], identify(stage), allow_change)
         last_step, _ = config.find_end(meta["step"], meta["samples"])
@@ -110,7 +110,7 @@ def set_newer_aside(saved: Saved) -> None:
 def log_changes(
     saved: Saved, num_steps: int, identity: dict[str, Any], shape: dict[str, Any]
 ) -> None:
-    """Log, on rank 0, which settings, number of steps, ranks, ZeRO stage and precision have changed."""
+    """On rank 0, log changes of the settings, number of steps, number of ranks, ZeRO stage and precision."""
     if comm.rank() != 0:
         return
     changes = find_changes(
@@ -146,7 +146,7 @@ def restore(
         with _settings_kept(engine):
             checkpoint.load_engine(saved, engine)
         return engine
-    # Done before the engine is built: at ZeRO 3, each rank then keeps only a part of each parameter.
+    # Load these before the engine is built: at ZeRO 3, the engine keeps only a part of each parameter per rank.
     order = [name for group in parameter_groups(model, config.optim) for name in group["names"]]
     reshard.load_untrained(saved, model, set(order))
     engine = build_engine()

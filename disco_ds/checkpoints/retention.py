@@ -30,7 +30,7 @@ ENGINE = "engine"
 """Subfolder of a checkpoint with DeepSpeed's files; also the tag that DeepSpeed saves them under."""
 logger = logging.getLogger(__name__)
 warn_once = cache(logger.warning)
-"""Log a warning, unless this function has already logged the same text."""
+"""Log a warning, unless this function has already logged the same message."""
 
 
 class DamagedError(ValueError):
@@ -81,11 +81,12 @@ def check_format(path: Path, meta: dict[str, Any]) -> None:
     """Check that this version of disco_ds can read a checkpoint with this checkpoint.json.
 
     Raises:
-        ValueError: If it cannot. Older checkpoints of the run have the same format.
+        ValueError: If it cannot. This is not a DamagedError, because older checkpoints of the run have the same
+            format, so there is no point in trying them.
     """
     if meta["format"] != FORMAT:
         raise ValueError(
-            f"{path} has format {meta['format']}, this version of disco_ds reads format {FORMAT}"
+            f"{path} has format {meta['format']}, but this version of disco_ds reads format {FORMAT}"
         )
 
 
@@ -163,7 +164,7 @@ def remove_checkpoints(
         if path in busy or milestone:
             continue
         try:
-            # Renamed first, so that a crash cannot leave an incomplete step-N.
+            # Rename first, so that a crash cannot leave an incomplete step-N.
             path.rename(path.with_name(f".{path.name}.partial"))
             removed += 1
         except OSError as error:

@@ -41,13 +41,13 @@ class Saver:
     read_state: Callable[[int], RunState]
     """Called with the current step. Returns the state to save in addition to the engine's."""
     heartbeat: Heartbeat
-    """Is informed when this rank waits for a save, so that the wait does not look like a hang."""
+    """Receives a mark when this rank waits for a save, so that the wait does not look like a hang."""
     add_wait: Callable[[float], None]
     """Called after each wait with the number of seconds that training has waited for a save."""
     uploads: Uploads | None = None
     """Runs the user's upload command on each checkpoint. None on ranks other than 0 or if there is no command.
 
-    It continues those of the stages before.
+    In a run with stages, it also finishes the uploads that the previous stage left unfinished.
     """
     host_copy: HostCopy | None = None
     """Host memory for a copy of the state, so that training can continue while files are written.
@@ -85,7 +85,7 @@ class Saver:
             comm.AgreedError: If the last save of the run fails, or too many saves in a row have failed.
         """
         with self._waiting(step):
-            self._finish()  # the save before
+            self._finish()  # the previous save, if it is still in progress
             try:
                 self.in_flight = checkpoint.start_save(
                     self.folder, self.engine, self.read_state(step), self.host_copy
@@ -100,7 +100,7 @@ class Saver:
 
         Args:
             step: The current step.
-            all_written: Whether the threads of all ranks have ended their work on it. All ranks pass the same value.
+            all_written: True if no rank's thread is still working on the save. All ranks pass the same value.
 
         Raises:
             comm.AgreedError: If too many saves have failed in a row.
@@ -118,7 +118,7 @@ class Saver:
             step: Number of completed steps.
 
         Returns:
-            A text for the error message, saying whether the progress was saved.
+            A sentence for the error message that reports whether the progress was saved.
         """
         try:
             with self._waiting(step):

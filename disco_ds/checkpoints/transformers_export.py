@@ -1,8 +1,8 @@
 """Conversion of open_clip models to the CLIPModel and SiglipModel of transformers.
 
 Two families can be converted: CLIP with open_clip's vision and text transformers, and SigLIP with timm's vision
-transformer. Every conversion is checked: the features of a random batch must be equal, or the model is refused. This
-check also refuses architectures that the code below does not know.
+transformer. Every conversion is checked: if the two models compute different features for a random batch, the model is
+refused. This check also catches architectures that the code below does not handle.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from disco_ds.models.clip import read_preprocessing
 
 _TOLERANCE = 1e-5
 _TEXTS = ["a photo of a cat", "Two_Dogs:  it's (3) o'clock!"]
-"""Texts whose tokens are compared."""
+"""Sample texts. Both tokenizers must split them into the same tokens."""
 _NAMES = (
     (r"^visual\.(trunk\.)?", "vision_model."),
     (r"^(text\.)?(?=transformer|token_emb|positional_emb|ln_final|text_proj)", "text_model."),
@@ -48,20 +48,20 @@ _NAMES = (
     (r"^text_model\.text_projection$", "text_projection.weight"),
     (r"^text_model\.text_projection\.", "text_model.head."),
 )
-"""Patterns in the names of open_clip and timm, and what replaces them in transformers, in this order."""
+"""Pairs of a pattern in open_clip's or timm's tensor names and its replacement for transformers. Applied in order."""
 _FILTERS = {"bilinear": 2, "bicubic": 3}
-"""PIL's numbers of the interpolations."""
+"""PIL's numeric codes for the interpolation methods."""
 
 
 def convert(model: Any, name: str) -> Any:
-    """Return the model of transformers that has equal outputs.
+    """Convert a model to the transformers model that has the same outputs.
 
     Args:
         model: A model that open_clip built, in fp32 on the CPU.
-        name: Its name in messages.
+        name: Name of the model for error messages.
 
     Raises:
-        ValueError: If transformers has no such architecture, or is not installed.
+        ValueError: If transformers has no equivalent architecture, or is not installed.
     """
     transformers = _import_transformers()
     text = getattr(model, "text", model)
@@ -85,7 +85,7 @@ def write_processor(folder: Path, model: Any, tokenizer: Any) -> None:
     """Write the image processor and the tokenizer.
 
     Raises:
-        ValueError: If transformers has no such image processing or tokenizer.
+        ValueError: If transformers has no equivalent image processing or tokenizer.
     """
     transformers = _import_transformers()
     look = read_preprocessing(model)
@@ -115,7 +115,7 @@ def write_processor(folder: Path, model: Any, tokenizer: Any) -> None:
         return_attention_mask=True,
         return_tensors="pt",
     )
-    # CLIP's models ignore the padding, which differs.
+    # Compare only real tokens. The padding differs, but CLIP models ignore it.
     differs = (read["input_ids"] != tokenizer(_TEXTS)) & read["attention_mask"].bool()
     if differs.any():
         raise ValueError(
@@ -143,7 +143,7 @@ def _convert_tokenizer(transformers: Any, tokenizer: Any) -> Any:
 
 def _canonicalize(transformers: Any, tokenizer: Any) -> Any:
     """Return the tokenizer with open_clip's cleaning of texts for SigLIP: lowercase, without punctuation."""
-    tokenizers = importlib.import_module("tokenizers")  # transformers needs it too
+    tokenizers = importlib.import_module("tokenizers")  # transformers requires it
     normalizers = tokenizers.normalizers
     backend = tokenizer.backend_tokenizer
     steps = [
@@ -156,7 +156,7 @@ def _canonicalize(transformers: Any, tokenizer: Any) -> Any:
     if backend.normalizer:
         steps.append(backend.normalizer)
     backend.normalizer = normalizers.Sequence(steps)
-    # Other classes, such as T5Tokenizer, replace the normalizer when they are loaded.
+    # Use the generic class. Others, such as T5Tokenizer, replace the normalizer when they are loaded.
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend,
         padding_side=tokenizer.padding_side,
@@ -216,7 +216,7 @@ def _describe_text(text: Any) -> dict[str, Any]:
 
 
 def _describe(blocks: Any, norm: Any) -> dict[str, Any]:
-    """Return the settings of a transformer of open_clip or timm that its first block shows."""
+    """Derive the settings of an open_clip or timm transformer from its blocks and final norm."""
     mlp = blocks[0].mlp
     first, activation = (mlp.c_fc, mlp.gelu) if hasattr(mlp, "c_fc") else (mlp.fc1, mlp.act)
     return {
@@ -232,18 +232,19 @@ def _describe(blocks: Any, norm: Any) -> dict[str, Any]:
 def _name_activation(activation: nn.Module) -> str:
     if isinstance(activation, GELUTanh) or getattr(activation, "approximate", "") == "tanh":
         return "gelu_pytorch_tanh"
-    # Any other activation changes the features, which are compared.
+    # With any other activation, the features differ, so `convert` refuses the model.
     return "quick_gelu" if isinstance(activation, QuickGELU) else "gelu"
 
 
 def _load(converted: Any, model: Any) -> None:
-    """Copy the tensors.
+    """Copy the tensors of `model` into `converted`.
 
     Raises:
         RuntimeError: If either model has tensors that the other lacks, or shapes differ.
     """
     tensors = _rename(model.state_dict())
-    # The bias does not change the ranking of the scores: CLIPModel has none, and SiglipModel must have one.
+    # CLIPModel has no bias, so drop it. SiglipModel needs one, so use 0 if there is none. Neither changes
+    # the ranking of the scores.
     bias = tensors.pop("logit_bias", torch.zeros(1))
     if hasattr(converted, "logit_bias"):
         tensors["logit_bias"] = bias
@@ -263,7 +264,7 @@ def _rename(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             renamed[name] = tensor.reshape(-1, tensor.shape[-1])
         elif name in ("visual_projection.weight", "text_projection.weight"):
             renamed[name] = tensor.T
-        elif name in renamed:  # the queries of the pooling, followed by its keys and values
+        elif name in renamed:  # the pooling: append its keys and values to its queries
             renamed[name] = torch.cat([renamed[name], tensor])
         else:
             renamed[name] = tensor

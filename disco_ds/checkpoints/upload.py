@@ -17,7 +17,10 @@ from disco_ds.checkpoints.retention import list_complete, warn_once
 LOG = "copies.log"
 """File in the run folder that receives the output of the command."""
 HANDLED = "copied"
-"""Empty file in a checkpoint whose upload has ended. A resumed run uploads checkpoints that lack this file."""
+"""Empty file in a checkpoint whose upload has succeeded, failed or been skipped.
+
+A resumed run uploads checkpoints that lack this file.
+"""
 POLL_S = 0.1
 """Seconds between two checks of whether an upload has ended, while waiting for uploads."""
 logger = logging.getLogger(__name__)
@@ -41,7 +44,7 @@ class Uploads:
         self.command = shlex.split(command)
         self.log = folder / LOG
         self.pending: list[Path] = []
-        """Checkpoints that must not be removed: the one that is uploaded first, then one that waits."""
+        """Checkpoints that must not be removed: the one being uploaded, and then at most one that is waiting."""
         self._process: subprocess.Popen[bytes] | None = None
         """The upload of the first pending checkpoint, once it has started."""
         for path in list_complete(folder):
@@ -49,7 +52,7 @@ class Uploads:
                 self.add(path)
 
     def add(self, path: Path) -> None:
-        """Queue a checkpoint for upload, in place of one that is still waiting."""
+        """Queue a checkpoint for upload. It replaces one that is still waiting."""
         self.advance()
         if len(self.pending) > 1:
             self._finish(
@@ -102,7 +105,7 @@ class Uploads:
                     f"{path} is not uploaded yet: an upload of an earlier run is not finished, see {self.log}"
                 )
                 return
-            # Use a new session, because signals that end the run are sent to its whole process group.
+            # Use a new session, so that signals sent to the run's process group do not end the upload.
             self._process = subprocess.Popen(
                 words,
                 stdin=subprocess.DEVNULL,

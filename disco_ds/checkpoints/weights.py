@@ -49,7 +49,10 @@ class Weights:
     preprocess: dict[str, Any]
     """Entries of open_clip's preprocess_cfg. Entries that are missing have open_clip's defaults."""
     tensors: dict[str, Tensor]
-    """Keyed by open_clip's names; on the CPU; fp32 (integer buffers unchanged). logit_scale and logit_bias: [1]."""
+    """Tensors keyed by open_clip's names, on the CPU, in fp32 (integer buffers are unchanged).
+
+    logit_scale and logit_bias have shape [1].
+    """
 
 
 def read_weights(path: str | Path, ema: bool = False) -> Weights:
@@ -80,7 +83,9 @@ def read_weights(path: str | Path, ema: bool = False) -> Weights:
 
 
 def build_from(weights: Weights) -> nn.Module:
-    """Build the open_clip model with these weights: fp32, on the CPU, in eval mode, with the forward of training.
+    """Build the open_clip model with these weights: fp32, on the CPU, in eval mode.
+
+    Its forward is the one used in training.
 
     Memory: 4 bytes per parameter, in addition to the weights.
 
@@ -172,7 +177,7 @@ def _assemble(
         key: value.float() if value.is_floating_point() else value for key, value in tensors.items()
     }
     for key in tensors.keys() & SCALES:
-        # In open_clip they are 0-d, which DeepSpeed cannot train.
+        # open_clip stores the scale and the bias as 0-d tensors, which DeepSpeed cannot train.
         tensors[key] = tensors[key].reshape(1)
     bias = 0.0 if "logit_bias" in tensors else None
     architecture = architecture | {"init_logit_bias": bias}
@@ -180,9 +185,9 @@ def _assemble(
         settings = ModelSettings(factory=architecture["factory"], options=architecture["options"])
     else:
         vision = architecture["vision_cfg"]
-        # open_clip builds a tower of timm at the tower's default size unless the size is forced.
+        # open_clip builds a timm tower at its default size unless the size is forced.
         size = vision.get("image_size") if "timm_model_name" in vision else None
-        # A folder's name must not choose the tokenizer; see register_config.
+        # The tokenizer must not depend on a folder's name; see models.clip.register_config.
         is_folder = not name.endswith(".json") and name not in open_clip.list_models()
         registered = register_architecture("folder" if is_folder else name, architecture)
         settings = ModelSettings(name=registered, image_size=size)

@@ -34,10 +34,11 @@ _ROWS = 8
 _LR = 1000.0
 """Learning rate, chosen so large that the rounding of the weights is negligible compared with the update."""
 _MIN_TOLERANCE = 1e-5
-"""Lower bound of the tolerance. Above it, the tolerance is twice the relative error that a single process
+"""Lower bound of the tolerance. The tolerance is otherwise twice the relative error that a single process
 has in the run's precision."""
 _MAX_TOLERANCE = {"fp32": 1e-3, "tf32": 5e-3, "fp16": 2e-2, "bf16": 1e-1, "autocast": 1e-1}
-"""Upper bound of the tolerance for each precision, in case the single process computes incorrectly, too."""
+"""Upper bound of the tolerance for each precision. It keeps the tolerance from becoming too loose if the single
+process is itself wrong."""
 Result = tuple[Tensor, float]
 """The gradient of all trained parameters (flattened, float64, on the CPU) and the loss."""
 
@@ -142,7 +143,7 @@ def check_gradients(small: Config, alone: tuple[Result, float] | None) -> Iterat
     error = _relative_error(got, true)
     loss_error = abs(loss / true_loss - 1)
     found = (
-        f"relative error {error:.1e} of the gradient and {loss_error:.1e} of the loss against one "
+        f"relative error {error:.1e} of the gradient and {loss_error:.1e} of the loss compared with one "
         f"process; allowed {tolerance:.1e}; {small.loss.name}, ranks {comm.size()}, micro-batches {count}, "
         f"ZeRO {stage(small.deepspeed)}, {precision(small.deepspeed)}"
     )

@@ -47,7 +47,7 @@ def check_start(config: Config, ranks: int) -> Iterator[Line]:
 
 
 def check_ds_config(config: Config) -> None:
-    """Check the ds_config's keys and values, with DeepSpeed's own checks, too.
+    """Check the ds_config's keys and values, and then run DeepSpeed's own checks on it.
 
     Raises:
         ValueError: If a key or value is invalid.
@@ -138,7 +138,7 @@ def _read(source: Source, data: DataSettings) -> Line:
     status: Status = "ok"
     if broken:
         found += f"; the last: {broken[-1]}"
-        # Few samples are read, so two may be broken by chance. They fail the check only if they are the majority.
+        # So few samples are read that two more than the limit may be broken by chance. A majority always fails.
         many = len(broken) > 2 + data.max_broken * len(chosen) or 2 * len(broken) > len(chosen)
         status = "fail" if many else "warn"
     remedy = (

@@ -48,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
                 listing,
                 args.workers,
                 lambda done: bar.update(done - bar.n),
-                # A check counts local shards by reading them, and remote ones by what is published now.
+                # With --check, local shards are read only if their size has changed, and the counts of
+                # remote shards are those that are published now.
                 () if args.check and is_remote else known.values(),
                 remote,
                 published=is_remote or not args.check,

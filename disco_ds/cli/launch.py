@@ -110,7 +110,7 @@ def supervise(
         slots,
         launch=launch,
         least=least,
-        # Until then, ranks of a host that is cut off may still be running there.
+        # Wait at least lost_after_s: until then, the ranks on a host that was cut off may still be running.
         patience_s=max(args.patience, config.lost_after_s),
         stopped=lambda: signals.count > 0,
     )
@@ -162,7 +162,7 @@ def front_end(args: argparse.Namespace, attempt_id: str, resume: str | None) -> 
     trainer = [f"--config={args.config}"]
     if resume:
         trainer.append(f"--resume={resume}")
-    # Restarts also need --allow-change, because they may resume from a checkpoint before the change.
+    # Restarts also need --allow-change, because their checkpoint may have been saved before the change.
     if args.allow_change:
         trainer.append(f"--allow-change={','.join(args.allow_change)}")
     # The arguments are packed, because pdsh and the login shells of other hosts would expand them.
@@ -184,7 +184,7 @@ def run_once(
         hosts: The hosts, if there are several; empty means this host only.
         launch: Id of the launch.
         signals: The signals that this process has received.
-        patience_s: How long the ranks may take to save and stop.
+        patience_s: Time in seconds that the ranks have to save and stop after a signal.
 
     Returns:
         The exit codes of the launchers that failed on their hosts, or deepspeed's exit code if none failed.
@@ -235,7 +235,7 @@ def run_once(
         if count is None:
             report(
                 f"{host} cannot be reached; its ranks end by themselves lost_after_s seconds after "
-                "they have lost the other ranks"
+                "they lose contact with the other ranks"
             )
     return set(failed.values()) or {process.returncode}
 
@@ -243,7 +243,7 @@ def run_once(
 def follow(lines: IO[str], failed: dict[str, int]) -> None:
     """Forward what deepspeed prints on stderr, and collect the hosts that have failed.
 
-    The failed hosts must be read from stderr, because pdsh keeps running until all hosts have ended.
+    The failed hosts must be read from stderr, because pdsh itself does not exit until all hosts are done.
 
     Args:
         lines: stderr of deepspeed.

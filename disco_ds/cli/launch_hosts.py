@@ -78,8 +78,8 @@ def read_hostfile(path: Path) -> dict[str, int]:
 def signal_ranks(hosts: Sequence[str], launch: str, number: int) -> dict[str, int | None]:
     """Send a signal to the ranks of a launch. SIGKILL is also sent to their launchers.
 
-    Ranks of earlier attempts are included: a host may have been frozen when its ranks were to be
-    killed, and may have recovered since.
+    Ranks of earlier attempts are included, because their host may have been frozen when they should
+    have been killed, and may have recovered since.
 
     Args:
         hosts: The hosts; empty means this host only.
@@ -126,11 +126,11 @@ def wait_for_hosts(
     patience_s: float,
     stopped: Callable[[], bool],
 ) -> list[str] | None:
-    """Wait until all hosts can be reached, and kill the processes that the launch has left there.
+    """Wait until all hosts can be reached, and kill the processes that the launch has left on them.
 
     Args:
         hosts: All hosts.
-        last: Hosts of the previous attempt. Once enough hosts answer, other hosts are not waited for.
+        last: Hosts of the previous attempt. Once enough hosts answer, only these hosts are waited for.
         launch: Id of the launch.
         least: After patience_s, this many hosts are enough.
         patience_s: How long to wait for all hosts of the previous attempt.
@@ -171,7 +171,7 @@ def narrow(
     """Restrict the arguments of a launch to some of its hosts.
 
     Yields:
-        The restricted arguments. A hostfile made for them is removed at the end of the `with` block.
+        The restricted arguments. Their hostfile is temporary and is removed at the end of the `with` block.
     """
     if len(hosts) == len(slots):
         yield args
@@ -193,7 +193,8 @@ def check_min_hosts(args: argparse.Namespace, config: Config, slots: Mapping[str
     """Check that the run can continue on any number of hosts from --min-hosts to all.
 
     Raises:
-        ValueError: If the run cannot do that.
+        ValueError: If the run cannot continue on every such number of hosts, or if the hostfile or the
+            --deepspeed arguments cannot be combined with --min-hosts.
     """
     if not args.min_hosts <= len(slots) > 1:
         raise ValueError(
@@ -202,13 +203,13 @@ def check_min_hosts(args: argparse.Namespace, config: Config, slots: Mapping[str
         )
     if re.search(r"(^|\s)(-i|-e|--in|--ex|--num)", args.deepspeed):
         raise ValueError(
-            f"--min-hosts selects the hosts of the hostfile itself; remove {args.deepspeed!r}, and write "
-            "only the hosts and slots to use into the hostfile"
+            f"--min-hosts selects hosts from the hostfile on its own; remove {args.deepspeed!r}, and list "
+            "only the hosts and slots to use in the hostfile"
         )
     from disco_ds.plan.fewer_hosts import check_fewer_hosts
 
     ranks = check_fewer_hosts(config, list(slots.values()), args.min_hosts)
-    report(f"the batch and the data slots are divisible by {ranks} ranks")
+    report(f"the global batch and the data slots can be divided evenly among {ranks} ranks")
 
 
 def report(text: str) -> None:

@@ -182,7 +182,7 @@ exit code: 0 finished, 1 failed, 2 invalid settings or data, 3 saved and stopped
         type=_number(int, 1),
         metavar="N",
         help="continue without hosts that do not answer, as long as N are left (default: wait for "
-        "all hosts); before the start, the batch and data.slots are checked for this",
+        "all hosts); the launch first checks that the batch and data.slots allow this",
     )
     parser.add_argument(
         "--patience",
@@ -241,8 +241,8 @@ example:
         "--format",
         metavar="open_clip|transformers",
         default="open_clip",
-        help="open_clip: a folder for open_clip's local-dir: and for the Hugging Face Hub; "
-        "transformers: a folder for its AutoModel (default: %(default)s)",
+        help="open_clip: a folder that open_clip loads as local-dir:FOLDER, in the Hugging Face Hub's "
+        "layout; transformers: a folder that AutoModel loads (default: %(default)s)",
     )
     parser.add_argument(
         "--dtype",
@@ -308,7 +308,7 @@ exit code: 0 it fits, 1 it does not fit, 2 invalid settings
         "--host-memory",
         type=_number(float, 0),
         metavar="GIB",
-        help="memory of a host; allows --fit to keep images there",
+        help="memory of a host in GiB; allows --fit to keep images in host memory",
     )
     parser.add_argument(
         "--data-samples",
@@ -336,7 +336,7 @@ exit code: 0 it fits, 1 it does not fit, 2 invalid settings
         ),
         ("--image-kb", rate, Assumptions.image_bytes / 1000, "KB", "size of a compressed image"),
         ("--per-host", _number(int, 1), Assumptions.per_host, "N", "GPUs per host"),
-        ("--flops", rate, None, "TFLOPS", "peak rate of a GPU (default: its data sheet's)"),
+        ("--flops", rate, None, "TFLOPS", "peak rate of a GPU (default: from its data sheet)"),
         (
             "--efficiency",
             fraction,
@@ -349,7 +349,7 @@ exit code: 0 it fits, 1 it does not fit, 2 invalid settings
             rate,
             None,
             "GB/S",
-            "rate at which a GPU receives from its host's GPUs (default: its data sheet's)",
+            "rate at which a GPU receives from the other GPUs of its host (default: from its data sheet)",
         ),
         (
             "--bandwidth",
@@ -387,8 +387,8 @@ exit code: 0 done, 1 a branch failed, 2 invalid settings or data, 3 a branch was
         type=factor,
         default=[0.5, 1.0, 2.0],
         metavar="X",
-        help="learning rates to try at each batch, as multiples of the parent's peak x sqrt(batch / "
-        "the parent's batch) (default: 0.5 1 2)",
+        help="learning rates to try at each batch, as multiples of the parent's peak rate x "
+        "sqrt(batch / the parent's batch) (default: 0.5 1 2)",
     )
     parser.add_argument(
         "--set",
@@ -403,7 +403,7 @@ exit code: 0 done, 1 a branch failed, 2 invalid settings or data, 3 a branch was
         type=Path,
         default=Path("runs/study"),
         metavar="FOLDER",
-        help="default: %(default)s",
+        help="folder for the branches and the results (default: %(default)s)",
     )
     parser.add_argument(
         "--print",
@@ -451,7 +451,7 @@ exit codes: 0 = written, or unchanged (with --check); 1 = changed (with --check)
         "--cache",
         type=Path,
         metavar="FOLDER",
-        help="keep remote shards that had to be fetched here, as data.remote.cache",
+        help="folder in which fetched remote shards are kept, as in data.remote.cache",
     )
     parser.add_argument(
         "--pipe",
@@ -474,7 +474,7 @@ COMMANDS = {
     "report": ("Draw a run's curves and its last evaluation into its report.png.", _add_report),
     "doctor": ("Check packages, settings, data and hosts before you start a run.", _add_doctor),
     "plan": ("Predict memory and step time, and find the largest batch that fits.", _add_plan),
-    "study": ("Compare global batches by short branches of a checkpoint.", _add_study),
+    "study": ("Compare global batches by training short branches of a checkpoint.", _add_study),
     "index": ("Count the samples of tar shards, and write their manifest.", _add_index),
 }
 """Maps each command to its summary and the function that adds its arguments."""

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     )
     gpu = find_gpu(args.gpu_memory, args.flops, args.link)
     if args.fit and config.stages:
-        raise ValueError("--fit finds one batch: replace stages by samples")
+        raise ValueError("--fit finds one batch for the whole run: set samples instead of stages")
     largest, host_gib = bool(args.fit), args.host_memory
     plans = [
         plan_run(stage, ranks, gpu, assumed, largest, host_gib) for stage in config.stage_configs

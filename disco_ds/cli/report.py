@@ -1,4 +1,4 @@
-"""`disco-ds report`: redraw report.png of a run."""
+"""`disco-ds report`: redraw a run's report.png."""
 
 from __future__ import annotations
 

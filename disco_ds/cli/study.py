@@ -1,4 +1,4 @@
-"""`disco-ds study`: branch runs from checkpoints at several global batches, and compare them at equal samples."""
+"""`disco-ds study`: train branches of checkpoints at several global batches, and compare them at equal samples."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def run(args: argparse.Namespace) -> int:
     """Run the command.
 
     Returns:
-        Exit code 0: done. Otherwise that of the branch that failed or was stopped.
+        Exit code 0: done. Otherwise the exit code of the branch that failed or was stopped.
 
     Raises:
-        ValueError: If the samples are not whole steps, or a parent cannot be branched.
+        ValueError: If --samples is not a whole number of steps at every batch, or a parent cannot be branched.
     """
     args.batches.sort()
     unit = math.lcm(*args.batches)
@@ -73,7 +73,7 @@ def prepare_branch(
     checkpoint = checkpoint or find_latest(source)
     config = load_config(source / CONFIG, args.overrides)
     if not config.eval.validation:
-        raise ValueError("study compares validation losses: --set eval.validation.NAME=SHARDS")
+        raise ValueError("study compares validation losses: pass --set eval.validation.NAME=SHARDS")
     samples = read_meta(checkpoint)["samples"]
     stage = config.at_sample(samples - 1)
     rate = stage.peak_lr * math.sqrt(batch / stage.global_batch) * factor
@@ -84,7 +84,7 @@ def prepare_branch(
         f"samples={samples + args.samples}",
         "steps=null",
         "stages=[]",
-        # A branch is too short for a decay, and its warmup is over.
+        # A branch is too short for a learning rate decay, and its parent has completed the warmup.
         "optim.schedule=constant",
         "optim.warmup_steps=0",
         "optim.cooldown_steps=0",
@@ -106,7 +106,7 @@ def prepare_branch(
 
 
 def report(values: NDArray[Any], metrics: list[str], args: argparse.Namespace) -> None:
-    """Write a table of each batch at its best rate, and print it.
+    """Write and print a table of the results of each batch at its best learning rate.
 
     Args:
         values: [batches, rates, parents, metrics]; the first metric is the validation loss that is compared.
@@ -128,7 +128,8 @@ def report(values: NDArray[Any], metrics: list[str], args: argparse.Namespace) -
     largest = max(batch for batch, fits in zip(args.batches, within, strict=True) if fits)
     text = "\n".join(
         [
-            f"{args.samples:,} samples; rates of {args.rates} x sqrt(batch) x the parent's; {num_parents} parents",
+            f"{args.samples:,} samples; learning rates {args.rates} x sqrt(batch ratio) x the parent's; "
+            f"{num_parents} parents",
             "",
             *lines,
             "",
@@ -143,6 +144,6 @@ def report(values: NDArray[Any], metrics: list[str], args: argparse.Namespace) -
 
 
 def find_errors(values: NDArray[Any]) -> NDArray[Any]:
-    """Return the standard errors of the means over axis 1; 0 if it has one value."""
+    """Return the standard errors of the means over axis 1; 0 if this axis has only one value."""
     count = values.shape[1]
     return values.std(axis=1, ddof=min(count - 1, 1)) / math.sqrt(count)

@@ -1,4 +1,4 @@
-"""`disco-ds train`. Every rank of a launch runs this command, too."""
+"""`disco-ds train`: train a recipe. Under a launcher, every rank runs this command."""
 
 from __future__ import annotations
 

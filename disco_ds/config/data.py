@@ -16,8 +16,8 @@ MAX_JITTER = 1.5
 the mean pause."""
 
 LEAST_CACHE_GB = 100.0
-"""Default size limit of the cache for remote shards, in units of 1e9 bytes. The default is higher
-if the slots need more space, and lower if the disk has less free space."""
+"""Size limit of the cache for remote shards if the recipe sets none, in units of 1e9 bytes. It is
+raised if the slots need more space, and lowered if the disk has less free space."""
 
 PIPE = "pipe:"
 """Prefix of a shell command that writes a shard to its standard output."""
@@ -75,11 +75,11 @@ class RemoteSettings(Settings):
     """Size limit of the cache on each host, in units of 1e9 bytes. The cache never uses more than
     90% of the free disk space. Null: enough for all shards that the slots of the host read or
     prefetch at the same time, but at least 100. If the shards that are read at the same time do not
-    fit into the cache, the run is refused at the start."""
+    fit into the cache, the run refuses to start."""
     prefetch_shards: int = Field(1, ge=0, le=1000)
     """Number of shards that each slot fetches before they are needed, as long as the cache has
-    room. Shards that a slot shuffles together are fetched together, even if there are more of them.
-    0: a shard is fetched when its first sample is read."""
+    room. Shards that a slot shuffles together are fetched together, even if there are more of them
+    than this number. 0: a shard is fetched when its first sample is read."""
     tries: int = Field(5, gt=0, le=100)
     """Number of attempts to fetch a shard. The pauses between attempts start at about 1 s and
     double each time, but are never longer than timeout_s. An attempt resumes where the previous one
@@ -134,7 +134,7 @@ def _check_filter(rules: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]
             or not isinstance(rule.get("in", []), list)
         ):
             raise ValueError(
-                f"the rule of {key} must have numbers as `min` or `max`, or a list as `in`, got {rule}"
+                f"the rule for {key} must have numbers as `min` or `max`, or a list as `in`, got {rule}"
             )
     return rules
 
@@ -169,7 +169,7 @@ class SourceSettings(Settings):
     captions: Captions | None = None
     """Caption templates of this source. Null: data.captions."""
     uids: Path | None = None
-    """Samples of this source to use. Null: data.uids."""
+    """File of the uids of the samples to use from this source. Null: data.uids."""
     filter: Filter | None = None
     """Rules for the samples of this source. Null: data.filter."""
     stages: FunctionName | None = None
@@ -195,8 +195,9 @@ class DataSettings(Settings):
     folder of the shards."""
     index: Literal["manifest", "none"] = "manifest"
     """`none`: train on tar shards that have not been counted. Every slot reads whole shards in random
-    order and shuffles each of them, so samples of a shard come close together. The length of the run
-    must be set as `samples` or `steps`, and losses with state for every sample cannot be used."""
+    order and shuffles samples only within a shard, so the samples of a shard are used close together.
+    The length of the run must be set as `samples` or `steps`, and losses that keep state for each
+    sample cannot be used."""
     options: dict[str, Any] = Field({})
     """Keyword arguments for a custom source."""
     remote: RemoteSettings = RemoteSettings()
@@ -212,24 +213,24 @@ class DataSettings(Settings):
     the sample has no recaption. Each time a sample is used, one template is drawn at random
     according to the weights."""
     group_by: GroupBy | None = None
-    """What the samples of a group have in common: `caption`, the caption that is used (one of several if
-    data.captions draws them); `image`, the bytes of the image file; or a template such as
-    "{json[label]}", where a sample without the field counts as broken. loss.options.same_group decides
-    what pairs of a group are to each other. Null: there are no groups."""
+    """What the samples of a group have in common. `caption`: the caption that is used, which may be
+    drawn at random (see data.captions). `image`: the bytes of the image file. A template such as
+    "{json[label]}": the text that it produces; a sample without the field counts as broken.
+    loss.options.same_group decides how pairs of the same group are treated. Null: there are no groups."""
     uids: Path | None = None
-    """File of the uids of the samples to use, as DataComp publishes subsets: .npy with pairs of
-    uint64, or .parquet with a column `uid`. The samples need a field `uid` in their json member.
-    Other samples are dropped."""
+    """File of the uids of the samples to use, in a format in which DataComp publishes subsets: .npy
+    with pairs of uint64, or .parquet with a column `uid`. The samples need a field `uid` in their
+    json member. Other samples are dropped."""
     filter: Filter = Field({})
     """Rules for fields of the json member (or for columns of a csv), such as {similarity: {min:
-    0.3}, LANGUAGE: {in: [en]}}. A sample that breaks a rule, or lacks the field, is dropped: its
-    slot's next sample takes its place, and it counts in `dropped_samples`, not as broken."""
+    0.3}, LANGUAGE: {in: [en]}}. A sample that breaks a rule, or lacks the field, is dropped: the next
+    sample of its slot takes its place, and it counts in `dropped_samples`, not as broken."""
     stages: FunctionName | None = None
     """`package.module:function`, which returns a list of webdataset's per-sample stages, such as
     [wds.select(f), wds.map(g), wds.rename(jpg="image")]. The data workers apply them to one sample
-    at a time, a dictionary of bytes by extension with `__key__`, so the data order does not
-    change. Values may become text, parsed JSON or a PIL image. A sample that a stage drops counts in
-    `dropped_samples`."""
+    at a time, so the data order does not change. A sample is a dictionary with `__key__` and, for
+    each extension, the bytes of that member. A stage may replace bytes with text, parsed JSON or a
+    PIL image. A sample that a stage drops counts in `dropped_samples`."""
     csv_separator: str | None = Field(None, min_length=1, max_length=1)
     """Column separator of a csv. Null: a tab if the first line contains one, otherwise a comma."""
     slots: int | None = Field(None, gt=0, le=2**20)
@@ -247,8 +248,8 @@ class DataSettings(Settings):
     `time/data_wait_s` is a large part of the time of a step."""
     prefetch: int | None = Field(None, gt=0, le=2**24)
     """Number of micro-batches that each rank prepares ahead. Null: the number of micro-batches in
-    one step, or 4 if that is more, but at most as many as fit into an eighth of the rank's share of
-    host memory. Lower the number if the host runs out of memory."""
+    one step, but at least 4, and at most as many as fit into an eighth of the rank's share of host
+    memory. Lower the number if the host runs out of memory."""
     worker_timeout_s: float = Field(300.0, gt=0, le=MAX_SECONDS)
     """The run stops if a data worker makes no progress for this many seconds. It must be below the
     top-level timeout_s."""
@@ -320,7 +321,7 @@ class DataSettings(Settings):
         )
 
     def settings_of(self, part: SourceSettings) -> DataSettings:
-        """Return a copy of these settings with those of one source about its samples."""
+        """Return a copy of these settings with the image_key, captions, uids, filter and stages that a source sets."""
         keys = ("image_key", "captions", "uids", "filter", "stages")
         own = {key: getattr(part, key) for key in keys if getattr(part, key) is not None}
         return self.model_copy(update=own)

@@ -63,8 +63,8 @@ DEFAULTS: dict[str, Any] = {
     "timers": {"throughput": {"enabled": False}},
     "checkpoint": {"tag_validation": "Fail"},
 }
-"""Values of keys that change results or speed. They are written into the rendered ds_config for
-keys that the file does not set."""
+"""Values of keys that change results or speed. They are written into the rendered ds_config unless
+the user's ds_config sets the key."""
 
 OTHER_KEYS = {
     "aio",
@@ -92,8 +92,8 @@ REFUSED_KEYS = {
     "gradient_allreduce_op": "the losses rely on the mean over ranks",
     "data_types": "gradients are accumulated in the precision of the parameters",
     "compile": "use model.compile of the recipe",
-    "prescale_gradients": "DeepSpeed supports it at ZeRO 0 and 1 only, and the mean over ranks is the same",
-    "gradient_predivide_factor": "DeepSpeed supports it at ZeRO 0 to 2 only, and the mean over ranks is the same",
+    "prescale_gradients": "DeepSpeed supports it only at ZeRO 0-1; the mean over ranks is the same without it",
+    "gradient_predivide_factor": "DeepSpeed supports it only at ZeRO 0-2; the mean over ranks is the same without it",
     "zero_optimization.zenflow": "it applies a different gradient",
     "zero_optimization.zero_quantized_gradients": "it rounds gradients to 4 bits",
     "zero_optimization.zero_quantized_weights": "it rounds weights to 8 bits",
@@ -246,10 +246,10 @@ def _find_problems(ds_config: dict[str, Any]) -> Iterator[str]:
 
 
 def _check_values(ds_config: dict[str, Any]) -> None:
-    """Refuse values that DeepSpeed would refuse in the middle of the start.
+    """Refuse invalid values early. DeepSpeed would refuse them only after much of the run has been built.
 
     Raises:
-        ValueError: If there is such a value. The message names the key.
+        ValueError: If a value is invalid. The message names the key.
     """
     stage(ds_config)
     for section, model in _section_models().items():
@@ -261,7 +261,7 @@ def _check_values(ds_config: dict[str, Any]) -> None:
             key = ".".join(map(str, (section, *item["loc"])))
             raise ValueError(f"ds_config: {explain_value(key, item)}") from None
         for name, value in given.items():
-            # DeepSpeed would accept "false", which counts as true where this package reads it.
+            # DeepSpeed would read the string "false" as false, but this package would treat it as true.
             if isinstance(getattr(checked, name, None), bool) and not isinstance(value, bool):
                 raise ValueError(
                     f"ds_config: {section}.{name} must be true or false, got {value!r}"
@@ -324,12 +324,12 @@ def check_precision(ds_config: dict[str, Any]) -> None:
     if kind == "bf16" and not ds_config["bf16"].get("check_grad_overflow", True):
         raise ValueError(
             "ds_config: bf16.check_grad_overflow=false is refused: a NaN on one rank would spread to "
-            "every weight; remove it"
+            "every weight; remove the key"
         )
 
 
 def _section_models() -> dict[str, type[BaseModel]]:
-    """Return section name -> the pydantic model with which DeepSpeed parses that section."""
+    """Map each section to the pydantic model with which DeepSpeed parses it."""
     from deepspeed.monitor.config import CometConfig, CSVConfig
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -344,7 +344,7 @@ def _section_models() -> dict[str, type[BaseModel]]:
 
 
 def _section_keys() -> dict[str, set[str]]:
-    """Return section name -> the keys that DeepSpeed reads in that section."""
+    """Map each section to the keys that DeepSpeed reads in it."""
     known = {
         "torch_autocast": {"enabled", "dtype", "lower_precision_safe_modules"},
         "timers": {"throughput"},

@@ -31,7 +31,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Args:
         recipe: The name of a bundled recipe, or a path.
-        overrides: Texts of the form `a.b=value`, with the value in YAML. Each key may occur once.
+        overrides: Strings of the form `a.b=value`, with the value in YAML. Each key may occur only once.
 
     Raises:
         ValueError: If a key or value is invalid. The message names the file, the key, the value and,
@@ -108,7 +108,7 @@ def _find_fields(path: Sequence[str | int]) -> dict[str, FieldInfo]:
     """Return the fields of the group of settings at this path of keys."""
     model: Any = Config
     for part in path:
-        # data.sources and stages are tuples; the index into a tuple changes nothing.
+        # data.sources and stages are tuples. All items of a tuple have the same fields, so skip the index.
         if not isinstance(part, int):
             model = _ITEMS.get(part) or model.model_fields[part].annotation
     return model.model_fields

@@ -31,9 +31,9 @@ class ModelSettings(Settings):
     """The model: an open_clip model or a custom model."""
 
     name: str = "ViT-B-32"
-    """Name of an open_clip model; path of a model config (.json); a folder as on the hub, with
-    open_clip_config.json and the tokenizer; or `quickstart`, a small model in this package that
-    trains on a CPU."""
+    """Name of an open_clip model; path of a model config (.json); a folder in the layout of the
+    Hugging Face Hub, with open_clip_config.json and the tokenizer; or `quickstart`, a small model in
+    this package that trains on a CPU."""
     factory: str | None = Field(None, pattern=rf"^{CUSTOM_CODE}$")
     """Custom model to use instead of an open_clip model, as `package.module:function`. The function
     returns a disco_ds.TwoTowers; see docs/extending.md."""
@@ -81,14 +81,14 @@ class ModelSettings(Settings):
     """Fraction of image patches that are dropped in training (FLIP). Null: the value in the model
     config."""
     compile: bool | Literal["auto"] = "auto"
-    """Apply torch.compile to both towers. `true` is refused at ZeRO 3, and with activation checkpointing of
-    a model that draws random numbers. `auto`: compile on a GPU unless this would be refused or Triton
-    cannot run; the log says why."""
+    """Apply torch.compile to both towers. `true` is refused at ZeRO 3, and for a model that draws random
+    numbers if activation checkpointing is on. `auto`: compile on a GPU, unless `true` would be refused
+    or Triton cannot run; the log contains the reason."""
     token_embedding_std: PositiveFloat | None = None
     """Initial standard deviation of the token embedding. Null: open_clip's 0.02."""
     max_scale: float = Field(100.0, gt=0, le=1e6)
     """Upper bound of the logit scale (the inverse of the temperature), enforced after every step. A
-    scale that starts above it, as in some pretrained weights, cannot rise but is not pulled down."""
+    scale that starts above it, as in some pretrained weights, is not lowered to it but cannot rise."""
 
     @property
     def label(self) -> str:
@@ -98,7 +98,9 @@ class ModelSettings(Settings):
     @model_validator(mode="after")
     def _check_factory(self) -> ModelSettings:
         if self.options and self.factory is None:
-            raise ValueError("remove model.options: they are for model.factory, which is not set")
+            raise ValueError(
+                "remove model.options: it applies only to model.factory, which is not set"
+            )
         for name in OPEN_CLIP_ONLY if self.factory else ():
             if getattr(self, name) != ModelSettings.model_fields[name].default:
                 raise ValueError(f"remove model.{name}: model.factory builds the model itself")

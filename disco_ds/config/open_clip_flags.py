@@ -18,9 +18,9 @@ def read_words() -> dict[str, dict[str, dict[str, Any]]]:
     """Return the table as {section: {flag: row}}.
 
     The sections are "flags" (open_clip_train's flags) and "other_words" (names from other trainers).
-    A row has `ours`, which is a list of our corresponding settings or command-line options, or
-    `note`, which is a text about the flag, or both keys. `only` is the major release of open_clip
-    that alone has the flag.
+    A row has at least one of these keys: `ours`, a list of our corresponding settings or command-line
+    options, and `note`, an explanation of the flag. If only one major release of open_clip has the
+    flag, `only` names this release.
     """
     text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
     return yaml.safe_load(text)

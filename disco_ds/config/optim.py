@@ -55,9 +55,9 @@ class OptimSettings(Settings):
     32,768: `linear`: base_lr x r (DisCo-CLIP, section 5.1). `sqrt`: base_lr x the square root of r.
     `none`: base_lr."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.98)
-    """Betas of AdamW, LAMB, Lion, and of muon's AdamW."""
+    """Betas of AdamW (also as a part of muon), LAMB and Lion."""
     eps: float = Field(1e-6, gt=0)
-    """Epsilon of AdamW, LAMB, and of muon's AdamW."""
+    """Epsilon of AdamW (also as a part of muon) and LAMB."""
     momentum: float = Field(0.9, ge=0, lt=1)
     """Momentum of SGD and Muon. Muon is usually trained with 0.95."""
     muon_precision: Literal["bf16", "fp16", "fp32"] = "bf16"
@@ -85,8 +85,8 @@ class OptimSettings(Settings):
     """When the temperature is at or below this value, tau_lr is divided by 3 (FastCLIP uses 0.03).
     0: off."""
     ema: EmaSettings | None = None
-    """Also keep a moving average of the weights, and evaluate both. Takes 4 bytes per parameter, which
-    ZeRO 1 to 3 divide among the ranks. Null: off."""
+    """Also keep a moving average of the weights, and evaluate both the weights and the average. The
+    average takes 4 bytes per parameter, which ZeRO 1 to 3 divide among the ranks. Null: off."""
     image: TowerOptimSettings = TowerOptimSettings()
     text: TowerOptimSettings = TowerOptimSettings()
 
@@ -99,7 +99,7 @@ class OptimSettings(Settings):
             )
         if (self.schedule == "cooldown") != (self.cooldown_steps > 0):
             raise ValueError(
-                "optim.schedule=cooldown and optim.cooldown_steps above 0 need each other, got "
+                "optim.schedule=cooldown and optim.cooldown_steps above 0 must be set together, got "
                 f"optim.schedule={self.schedule} and optim.cooldown_steps={self.cooldown_steps}"
             )
         return self

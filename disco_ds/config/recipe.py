@@ -1,4 +1,4 @@
-"""The settings of a run, which a recipe (a YAML file) contains.
+"""The settings of a run, as a recipe (a YAML file) contains them.
 
 Settings are validated when the recipe is loaded and never change afterwards. A recipe controls the
 batch, the loss, the model, the data, the optimizer and the logging. Its `deepspeed` entry names a
@@ -29,7 +29,7 @@ PACKAGE = Path(__file__).parents[1]
 BASE_BATCH = 32_768
 """The global batch size to which `optim.base_lr` refers (DisCo-CLIP, section 5.1)."""
 PUBLISHED_LR = 1e-3
-"""The highest learning rate for which DisCo-CLIP reports accuracies: its rule's at a batch of 65,536."""
+"""The highest learning rate for which DisCo-CLIP reports accuracies: the paper's rule at a batch of 65,536."""
 
 
 class LossSettings(Settings):
@@ -80,9 +80,9 @@ class CheckpointSettings(Settings):
     """Command that copies each checkpoint after it is saved, for example `aws s3 cp --recursive
     {path} s3://bucket/run/{name}`. {path} is replaced by the path of the checkpoint and {name} by
     its name. The command runs in the background and without a shell. Only one copy runs at a time.
-    Of the checkpoints saved meanwhile, only the newest is copied. A failed copy is logged and does
-    not stop the run. An unfinished copy is repeated when the run is resumed, so it must be safe to
-    run the command twice."""
+    If several checkpoints are saved during a copy, only the newest of them is copied next. A failed
+    copy is logged and does not stop the run. An unfinished copy is repeated when the run is
+    resumed, so it must be safe to run the command twice."""
     copy_timeout_s: float = Field(600.0, ge=0, le=MAX_SECONDS)
     """Maximum number of seconds that the run waits at its end for unfinished copies."""
 
@@ -129,7 +129,7 @@ Template = Annotated[str, AfterValidator(check_template)]
 
 
 class ProbeSettings(Settings):
-    """Labeled images for probes of the image tower, in any of the layouts of eval.labeled."""
+    """Labeled images for the probes of the image tower, in any layout that eval.labeled accepts."""
 
     train: str
     """Images that the probes learn from."""
@@ -152,7 +152,8 @@ class EvalSettings(Settings):
     """Template for the label of a sample, for labeled sets in shards."""
     classes: dict[str, Path] = Field({})
     """Name of a labeled set -> file with its class names. A text file has one class name per line,
-    or a label and a class name per line. A JSON file is valid too."""
+    or a label and a class name per line. A JSON file has a list of class names, or a mapping from
+    label to class name."""
     templates: dict[str, str] = Field({})
     """Name of a labeled set -> file of prompt templates, in which {} or {c} stands for the class
     name; or `imagenet` for open_clip's 80 ImageNet templates. Default for a folder in
@@ -168,8 +169,8 @@ class EvalSettings(Settings):
     probes: dict[str, ProbeSettings] = Field({})
     """Name of an evaluation set -> its `train` and `test` images. A k-nearest-neighbors classifier and
     a linear classifier (scikit-learn's, `pip install 'disco_ds[probes]'`) learn from the image features
-    of `train`; their accuracy on `test` is reported. The text tower is not used, so that probes also
-    evaluate a model trained with model.two_views."""
+    of `train`; their accuracy on `test` is reported. The text tower is not used, so probes also work
+    for a model trained with model.two_views."""
     validation_batch: int = Field(1024, gt=1)
     """Batch size of the validation loss. The value of the loss depends on the batch size, so the
     name of the metric contains the batch size."""
@@ -198,7 +199,7 @@ class EvalSettings(Settings):
 
 
 class StageSettings(Settings):
-    """A stage of a run. Settings that it leaves null have the recipe's values."""
+    """A stage of a run. A setting that is null keeps the recipe's value."""
 
     until: PositiveInt
     """Number of samples that the run has seen when the stage ends. The stage must consist of whole
@@ -296,8 +297,8 @@ class Config(Settings):
         by_epoch = self.epochs or self.checkpoint.every_epochs or self.eval.every_epochs
         if by_epoch and self.data.index == "none":
             raise ValueError(
-                "data.index=none does not know how long an epoch is: set samples and every_steps instead of epochs and "
-                "every_epochs"
+                "with data.index=none, the length of an epoch is unknown: set samples and every_steps instead of "
+                "epochs and every_epochs"
             )
         self._check_samples()
         return self
@@ -316,7 +317,7 @@ class Config(Settings):
             samples: Number of samples that the run has seen already. Stages that have ended are not checked.
 
         Raises:
-            ValueError: If a stage does not. The message suggests the nearest end that works.
+            ValueError: If a stage is invalid. If it ends within a step, the message suggests the nearest valid end.
         """
         before = samples
         for number, stage in enumerate(self.stages):
@@ -329,7 +330,7 @@ class Config(Settings):
                 )
             length = stage.until - before
             if length <= 0:
-                raise ValueError(f"{name} must be above the end of the stage before it, {before}")
+                raise ValueError(f"{name} must be above {before}, the end of the previous stage")
             batch = stage.global_batch or self.global_batch
             if length % batch:
                 nearest = before + batch * max(round(length / batch), 1)
@@ -415,9 +416,9 @@ class Config(Settings):
         return step, samples
 
     def at_sample(self, number: int) -> Config:
-        """Return the settings of the stage that contains sample `number`, as if it were a whole run.
+        """Return the settings of the stage that contains sample `number`, as those of a run that ends with the stage.
 
-        Samples are counted from 0. This run ends where the stage ends. Without stages, return these settings.
+        Samples are counted from 0. If the run has no stages, its settings are returned unchanged.
         """
         if not self.stages:
             return self
@@ -436,7 +437,7 @@ class Config(Settings):
 
     @property
     def stage_configs(self) -> list[Config]:
-        """The settings of each stage; these settings if the run has no stages."""
+        """The settings of each stage. If the run has no stages, the list contains only these settings."""
         return [self.at_sample(stage.until - 1) for stage in self.stages] or [self]
 
     def with_samples(self, num_samples: int) -> Config:
@@ -491,13 +492,13 @@ class Config(Settings):
         return self.global_batch // samples
 
     def describe(self, ranks: int, samples: int = 0) -> str:
-        """Return a text about the batch, the length of the run and the learning rate.
+        """Return a description of the batch, the length of the run and the learning rate.
 
         Args:
             ranks: World size.
             samples: Number of samples that the run has seen. Stages that have ended are left out.
         """
-        length = f"{self.epochs} epochs (the number of steps is known when the samples are counted)"
+        length = f"{self.epochs} epochs (the number of steps is known once the samples are counted)"
         if self.epochs is None:
             length = "{:,} steps, {:,} samples".format(*self.find_end())
         configs = self.stage_configs
@@ -518,7 +519,7 @@ class Config(Settings):
         highest = max(config.peak_lr for config in configs)
         if not self.optim.lr and self.optim.name == "adamw" and highest > PUBLISHED_LR:
             lines.append(
-                f"DisCo-CLIP reports no accuracies at rates above {PUBLISHED_LR:g}: consider "
+                f"DisCo-CLIP reports no accuracies for learning rates above {PUBLISHED_LR:g}: consider "
                 "optim.lr_rule=sqrt, or set optim.lr"
             )
         return "\n".join(lines)

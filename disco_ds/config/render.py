@@ -47,18 +47,18 @@ def render_ds_config(config: Config, ranks: int, run_folder: Path | None = None)
     needs_memory = config.optim.ema or config.optim.name == "muon"
     if needs_memory and any(place.get("device") == "nvme" for place in places):
         raise ValueError(
-            "optim.ema and optim.name=muon are refused if optimizer or parameters are offloaded to nvme, "
+            "optim.ema and optim.name=muon are refused if the optimizer or the parameters are offloaded to nvme, "
             "because they need all states in memory; offload to cpu"
         )
     if config.optim.name == "muon" and zero.get("round_robin_gradients"):
         raise ValueError(
             "optim.name=muon is refused with zero_optimization.round_robin_gradients: DeepSpeed then records wrong "
-            "places of the matrices; remove that key"
+            "positions for the matrices; remove that key"
         )
     if any(place.get("ratio", 1) != 1 for place in places):
         raise ValueError(
             "ds_config: zero_optimization.offload_optimizer.ratio below 1 is refused: DeepSpeed updates "
-            "the rest with a separate AdamW and does not save its states"
+            "the part that is not offloaded with a separate AdamW and does not save its states"
         )
     num_micro_batches = config.num_micro_batches(ranks)
     if precision(rendered) == "autocast":

@@ -1,4 +1,4 @@
-"""Steps and samples of a run, in which the global batch may change."""
+"""The length of a run in steps and in samples. The global batch may change within the run."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from disco_ds.config.recipe import Config
 
 @dataclass(frozen=True)
 class Schedule:
-    """Converts steps to samples. No other code does, because the global batch may change within a run.
+    """The length of a run, and the conversion from steps to samples.
 
-    All steps and samples are counted from the start of the run.
+    No other code converts steps to samples, because the global batch may change within a run. All
+    steps and samples are counted from the start of the run.
     """
 
     global_batch: int
@@ -23,13 +24,13 @@ class Schedule:
     num_samples: int
     """Number of samples of the whole run."""
     warmup_batch: int
-    """Global batch at the start of the run. optim.warmup_steps and optim.cooldown_steps count steps of this batch."""
+    """Global batch at the start of the run. optim.warmup_steps and optim.cooldown_steps count steps of this size."""
     first_step: int = 0
     """Number of steps that were completed before this process started; 0 for a new run."""
     first_samples: int = 0
-    """Number of samples that were seen in these steps."""
+    """Number of samples in the first_step completed steps."""
     previous_batch: int = 0
-    """Number of samples in the last of these steps."""
+    """Number of samples in the last step before this process started; 0 for a new run."""
 
     def samples(self, step: int) -> int:
         """Return the number of samples that the run has seen after this step."""
@@ -45,8 +46,8 @@ def make_schedule(
     Args:
         config: Settings of the whole run.
         step: Number of completed steps.
-        samples: Number of samples that were seen in these steps.
-        previous_batch: Number of samples in the last of these steps.
+        samples: Number of samples in the completed steps.
+        previous_batch: Number of samples in the last completed step.
         warmup_batch: See Schedule; 0 for a new run.
 
     Raises:

@@ -54,7 +54,7 @@ def explain_value(key: str, item: Any) -> str:
         item: One item of the list that errors() of pydantic's ValidationError returns.
     """
     if item["type"] in ("value_error", "assertion_error"):
-        text = str(item["ctx"]["error"])  # a text about several settings contains their names
+        text = str(item["ctx"]["error"])  # a message about several settings names them itself
         return text if key.rpartition(".")[2] in text else f"{key}: {text}"
     expected = re.sub(r", (unable to|got a) .*| after validation", "", item["msg"])
     expected = re.sub(r"^\w+ should", "must", expected)

@@ -1,4 +1,4 @@
-"""Check caption and label templates, which are texts with fields such as {txt} or {json[key]}."""
+"""Check caption and label templates, which are strings with fields such as {txt} or {json[key]}."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def disable_custom_ops() -> None:
     """Keep DeepSpeed 0.19 from checking and compiling its custom operations, which this package does not use.
 
     When DeepSpeed loads one custom operation, it checks the build requirements of all of them, which
-    runs nvcc on a GPU machine. Its shared-memory collectives for CPUs are such an operation. They
+    runs nvcc on a GPU machine. Its shared-memory collectives for CPUs are one of these operations. They
     need a compiler, do not free their memory in /dev/shm, and wait without a timeout.
     """
     deepspeed.ops.__compatible_ops__ = {}
@@ -81,7 +81,7 @@ def allow_overflow_at_min_scale(engine: Engine) -> None:
 def widen_bucket(engine: Engine) -> None:
     """Raise reduce_bucket_size to the size of the largest parameter, for ZeRO 2 with overlap_comm.
 
-    DeepSpeed 0.19 reduces a gradient that does not fit into the bucket in place. With overlap_comm, ZeRO 2
+    If a gradient does not fit into the bucket, DeepSpeed 0.19 reduces it in place. With overlap_comm, ZeRO 2
     frees this gradient while the reduction, which runs on another stream, still uses it.
     """
     if engine.zero_optimization_stage() != 2 or not engine.optimizer.overlap_comm:
@@ -102,7 +102,7 @@ def widen_bucket(engine: Engine) -> None:
 
 @torch.no_grad()
 def clear_padding(engine: Engine) -> None:
-    """Set to zero the padding that ZeRO 3 adds so that each parameter divides evenly among the ranks.
+    """Set to zero the padding that ZeRO 3 adds so that each parameter can be divided evenly among the ranks.
 
     DeepSpeed 0.19 leaves the padding uninitialized. It does not affect training, but it is saved in
     checkpoints, so the checkpoints of identical runs would differ.
@@ -186,8 +186,8 @@ def collect_checkpoint(engine: Engine, folder: Path, tag: str) -> dict[Path, Any
     """Return the states that engine.save_checkpoint would write on this rank, keyed by file path. Collective.
 
     This function writes nothing. If a write failed inside engine.save_checkpoint of DeepSpeed 0.19, the
-    other ranks would wait forever in one of its barriers. For the same reason, checkpoints/checkpoint.py copies
-    the optimizer states on NVMe, which DeepSpeed would otherwise copy there.
+    other ranks would wait forever in one of its barriers. For the same reason, optimizer states on NVMe are
+    copied by checkpoints/checkpoint.py and not by engine.save_checkpoint.
     """
     writer = engine.checkpoint_engine
     engine.checkpoint_engine = collector = _Collector()

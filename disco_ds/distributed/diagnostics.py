@@ -38,7 +38,8 @@ def record_collectives() -> None:
 def dump_records_to(folder: Path) -> None:
     """Make torch write NCCL's flight record to this folder after a timeout, unless the user has set a path.
 
-    torch reads the environment variable when it first writes a record, and appends the rank to the path.
+    torch reads the environment variable only when it first writes a record, so it may be set after
+    init_process_group. torch appends the rank to the path.
     """
     if _uses_nccl():
         with suppress(OSError):
@@ -47,7 +48,7 @@ def dump_records_to(folder: Path) -> None:
 
 
 def write_diagnostics(folder: Path | None, rank: int) -> None:
-    """Write this rank's diagnostics. The caller then ends the process; if writing hangs, it ends after LIMIT_S.
+    """Write this rank's diagnostics. The caller then ends the process; if writing hangs, a timer ends it after LIMIT_S.
 
     Args:
         folder: The folder to write into. None writes only stacks, to stderr.
@@ -62,7 +63,7 @@ def write_diagnostics(folder: Path | None, rank: int) -> None:
         with (folder / STACKS.format(rank)).open("w") as file:
             faulthandler.dump_traceback(file=file)
         if _uses_nccl():
-            from torch._C._distributed_c10d import _dump_nccl_trace  # type: ignore[attr-defined]  # in NCCL builds
+            from torch._C._distributed_c10d import _dump_nccl_trace  # type: ignore[attr-defined]  # exists only in NCCL builds
 
             (folder / f"{TRACE}{rank}").write_bytes(_dump_nccl_trace())
 

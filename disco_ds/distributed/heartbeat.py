@@ -56,10 +56,13 @@ VERDICT = f"{KEY}/verdict"
 
 
 class Place(NamedTuple):
-    """A place in the training."""
+    """A place in the training, as recorded by Heartbeat.mark."""
 
     number: int
-    """Number of the mark, counted from 1 and the same on all ranks; 0 means before the first mark."""
+    """Sequence number of the mark (see Heartbeat.mark).
+
+    It starts at 1 and is the same on all ranks; 0 means that no mark has been passed yet.
+    """
     step: int
     """Number of completed steps."""
     doing: str
@@ -130,7 +133,7 @@ class Heartbeat:
             doing: Name of the phase that begins here.
             timed: Whether timeout_s limits the time from this mark to the next one.
         """
-        self._timed = False  # set first, because the time is still counted from the previous mark
+        self._timed = False  # cleared first, because _marked_at still belongs to the previous mark
         # The heartbeat thread reads the place before the time, so it never sees a new place with an old time.
         self._marked_at = time.monotonic()
         self.place = Place(self.place.number + 1, step, doing)

@@ -53,10 +53,10 @@ class Interrupts:
         """Time of the first Ctrl-C."""
         previous = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
         for number in SIGNALS:
-            # A shell starts the background jobs of a script with SIGINT ignored.
+            # A shell starts the background jobs of a script with SIGINT ignored. Keep it ignored.
             if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._handle)
-        # A signal that has come since the last step of the previous stage must not be lost.
+        # A signal that arrived after the last step of the previous stage must not be lost.
         if isinstance(previous, Interrupts):
             self.asked = self.asked or previous.asked
             self._first_interrupt = self._first_interrupt or previous._first_interrupt

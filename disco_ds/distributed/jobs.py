@@ -17,7 +17,7 @@ from typing import TypeVar
 from disco_ds.distributed import comm
 
 TURN_S = 2.0
-"""Maximum time that a rank waits for its own job between two collectives. It is far below their timeout."""
+"""Maximum time that a rank waits for its job before the next collective. It is far below the collectives' timeout."""
 LOG_EVERY_S = 60.0
 Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def wait_for_all(job: Future[Result], what: str) -> None:
         if comm.rank() == 0 and now - logged >= LOG_EVERY_S:
             logged = now
             logger.warning(
-                "%s: waiting for %s since %.0f s", what, comm.join_ranks(running), now - begin
+                "%s: still waiting for %s after %.0f s", what, comm.join_ranks(running), now - begin
             )
 
 

@@ -56,7 +56,7 @@ class Encoder:
             this rank has no images left.
 
         Raises:
-            AgreedError: At the end, on all ranks, if shards or all images cannot be read.
+            AgreedError: At the end, on all ranks, if shards cannot be read or no image can be read.
         """
         rank, size, device = comm.rank(), comm.size(), comm.local_device()
         problem = None
@@ -96,7 +96,7 @@ class Encoder:
     def encode_pairs(self, pairs: ImageSet) -> Pairs:
         """Encode this rank's images and their captions.
 
-        Only the first caption of an image is encoded if the set is for the validation loss.
+        For the validation loss, only the first caption of each image is encoded.
 
         Raises:
             AgreedError: See encode_images.

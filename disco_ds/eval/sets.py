@@ -8,7 +8,7 @@
     clip_benchmark  test/nshards.txt, test/0.tar ...; with labels in .cls, classnames.txt and
                     zeroshot_classification_templates.txt; or with captions in .txt, one per line
 
-All sets are checked when a run starts, so that a mistake is not discovered only after the last step.
+All sets are checked when a run starts, so that a mistake is reported before training and not after it.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def _open(name: str, folder: Path, data: DataSettings, text: str, benchmark_text
 
 
 def _read_texts(images: ImageSet, setting: str) -> list[str]:
-    """Return the sorted labels or captions of the samples in shards, which do not list them.
+    """Return the sorted labels or captions of the samples in shards. They are read from the samples.
 
     Raises:
         ValueError: If no sample has a label or caption.
@@ -198,7 +198,7 @@ def _read_texts(images: ImageSet, setting: str) -> list[str]:
     assert isinstance(images.source, Manifest)
     texts = sorted({text for text in read_labels(images.source, images.text) if text})
     if not texts:
-        raise ValueError(f"no sample has the members of {images.text}; set eval.{setting}")
+        raise ValueError(f"no sample has the members of template {images.text}; set eval.{setting}")
     return texts
 
 
@@ -265,8 +265,8 @@ def read_classes(path: Path, labels: Collection[str]) -> dict[str, str]:
 def _imagenet_classes(name: str, labels: list[str]) -> dict[str, str]:
     """Return open_clip's class names for ImageNet's WordNet ids (wnids) or numbers 0 to 999.
 
-    The labels may be only some of the wnids. Sub-folders with other names count as named after
-    their classes.
+    The labels may be only some of the wnids. If sub-folders have other names, these are
+    the class names.
 
     Raises:
         ValueError: If the labels are neither known wnids nor all the numbers 0 to 999.

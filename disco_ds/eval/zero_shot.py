@@ -27,7 +27,7 @@ def classify(encoder: Encoder, labeled: ImageSet) -> Result:
     names = list(labeled.classes.values())
     class_of = {label: number for number, label in enumerate(labeled.classes)}
     texts = encoder.encode_classes(names, labeled.templates)
-    # (class, whether it is the nearest, whether it is among the five nearest) of each image
+    # For each image: its class, whether that is the nearest class, and whether it is among the five nearest.
     rows = []
     examples = dict[int, Example]()
     every = math.ceil(labeled.source.num_samples / NUM_EXAMPLES)

@@ -25,7 +25,7 @@ def die_with_launcher() -> None:
     The launcher consists of up to two processes: the rank's parent, which the kernel watches, and
     the parent of that, the `deepspeed` command, which a thread of this rank watches.
     """
-    # Without RANK, there is no launcher. The parent may be a shell, which may end while this process runs.
+    # Without RANK, there is no launcher. The parent may be a shell, and this process may outlive it.
     if sys.platform != "linux" or "RANK" not in os.environ:
         return
     parent = os.getppid()

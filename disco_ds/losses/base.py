@@ -6,9 +6,9 @@ that a single process would compute on the full batch. The gradient of the scale
 full-batch gradient. An engine that averages gradients over ranks therefore applies the exact gradient.
 
 A loss class derives from Loss. It
-- has a `forward(embeddings) -> LossOutput` that every rank calls once per step. Its metrics must include `loss`.
-  The forward may communicate: `gather` in distributed/comm.py has the gradient that this contract requires. The
-  constructor must not communicate;
+- has a method `forward(embeddings) -> LossOutput`, which every rank calls once per step. The metrics must include
+  `loss`. The method may communicate: `gather` in distributed/comm.py has the gradient that this contract requires.
+  The constructor must not communicate;
 - takes the recipe's `loss.options` as keyword arguments of its constructor;
 - overrides `load_state_parts` if it has state to restore from checkpoints, and `cost` if `disco-ds plan` should
   know its memory and time.
@@ -66,7 +66,8 @@ class Embeddings:
                 raise ValueError(f"{name} must be [b] = [{len(image)}], got {tuple(ids.shape)}")
         if self.group_id is not None and self.group_id.dtype != torch.int64:
             raise ValueError(
-                f"group_id must be int64, got {self.group_id.dtype}: number or hash the groups"
+                f"group_id must be int64, got {self.group_id.dtype}; give each group an integer, "
+                "for example by numbering the groups or hashing their names"
             )
 
 
@@ -85,7 +86,7 @@ class LossCost:
     """The cost of a loss on one rank in one step, for `disco-ds plan`."""
 
     peak: int
-    """Peak memory in bytes, not counting the features themselves, but counting their gradients."""
+    """Peak memory in bytes, including the gradients of the features but not the features themselves."""
     state: int
     """Bytes that the loss keeps between steps, on the device or the host."""
     state_on_host: bool
@@ -111,7 +112,7 @@ class Loss(nn.Module):
     """Initial value of the logit scale."""
 
     def initial_bias(self, global_batch: int) -> float | None:
-        """Return the initial value of the logit bias; None: the model has no bias."""
+        """Return the initial value of the logit bias, or None if the model needs no bias."""
         return None
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
@@ -128,7 +129,7 @@ class Loss(nn.Module):
             got = ", ".join(type(value).__name__ for value in (embeddings, *others))
             raise TypeError(
                 f"{type(self).__name__} takes one Embeddings(image, text, scale), got {got}; ClipLoss and SigLipLoss "
-                "take the features and the scale separately, as open_clip's do"
+                "take the features and the scale separately, as in open_clip"
             )
         out = super().__call__(embeddings)
         if problem := _find_problem(out, embeddings):
@@ -141,7 +142,7 @@ class Loss(nn.Module):
         """Prepare for data of this size. Called once, before the first forward.
 
         Args:
-            num_samples: Number of samples in the data; all sample ids are below it. 0: they are not counted.
+            num_samples: Number of samples in the data; all sample ids are less than it. 0: they have not been counted.
             run_samples: Number of samples that the whole run trains on.
         """
 
@@ -178,19 +179,19 @@ class Loss(nn.Module):
 def _find_problem(out: Any, embeddings: Embeddings) -> str | None:
     """Return how the output of a loss breaks the contract, or None if the output is valid."""
     if not isinstance(out, LossOutput):
-        return f"must return a LossOutput, and returned a {type(out).__name__}"
+        return f"must return a LossOutput, but returned a {type(out).__name__}"
     named = {"the loss": out.loss}
     named |= {f"the metric {name!r}": value for name, value in out.metrics.items()}
     for name, value in named.items():
         if not isinstance(value, Tensor):
-            return f"must return 0-d tensors, and {name} is a {type(value).__name__}"
+            return f"must return 0-d tensors, but {name} is a {type(value).__name__}"
         if value.dim():
-            return f"must return 0-d tensors, and {name} is {list(value.shape)}"
+            return f"must return 0-d tensors, but {name} is {list(value.shape)}"
     if "loss" not in out.metrics:
-        return f"must return the metric 'loss', the mean over ranks, and returned {sorted(out.metrics)}"
+        return f"must return the metric 'loss', the mean over ranks, but returned {sorted(out.metrics)}"
     trained = embeddings.image.requires_grad or embeddings.text.requires_grad
     if torch.is_grad_enabled() and trained and not out.loss.requires_grad:
-        return "returned a loss without a gradient: it must depend on the features, undetached"
+        return "returned a loss without a gradient: it must depend on the features and must not detach them"
     return None
 
 
@@ -296,11 +297,11 @@ def list_options(cls: type[Loss]) -> tuple[dict[str, inspect.Parameter], bool]:
 
 
 def count_hits(largest: Tensor | None, pairs: Tensor) -> Tensor:
-    """Count the rows in which a positive has the highest similarity. The result is input for global_metrics.
+    """Count the rows in which a positive has the highest similarity. Pass the result to global_metrics.
 
     Args:
-        largest: [1, b], the highest similarity of each row to a column that is not a positive; [2, b]: also the
-            highest to a positive other than its pair. None: accuracies are not computed.
+        largest: [1, b], the highest similarity of each row to a column that is not a positive. If it is [2, b], the
+            second row is the highest similarity to a positive other than the pair. None: accuracies are not computed.
         pairs: [b], the similarity of each row to its positive pair.
 
     Returns:

@@ -5,8 +5,8 @@ and columns. The losses differ in how they use these results. Only the losses an
 this file.
 """
 
-# b local batch, B global = N b, D width, N ranks, n this rank; scales, shifts, moments [2, b]: values of
-# this rank's rows, values of its columns
+# b local batch, B global = N b, D width, N ranks, n this rank; scales, shifts, moments [2, b]: first the values
+# of this rank's rows, then the values of its columns
 
 from __future__ import annotations
 
@@ -77,11 +77,11 @@ class TiledLoss(Loss):
         self.group = group
 
     def find_groups(self, embeddings: Embeddings) -> tuple[Groups | None, dict[str, Tensor]]:
-        """Find the pairs of the global batch that share their group. Collective.
+        """Find the pairs of the global batch that share a group with other pairs. Collective.
 
         Returns:
-            The groups of this rank's rows and of all columns, [B], or None if all other pairs are negatives; and the
-            metric grouped_pairs, the fraction of pairs that share their group.
+            The groups of this rank's rows [b] and of all columns [B], or None if all other pairs are negatives; and the
+            metric grouped_pairs, the fraction of pairs that share a group.
 
         Raises:
             ValueError: If the embeddings have no group_id and same_group needs it.
@@ -94,8 +94,8 @@ class TiledLoss(Loss):
             )
         if ids is None or (negatives and not self.accuracy):
             return None, {}
-        # Number the groups. Pairs that are alone in their group get negative numbers, of which rows and columns have
-        # different ones.
+        # Number the groups. A pair that is alone in its group gets -1 as a row and -2 as a column, so that this row and
+        # this column never count as members of the same group.
         gathered = comm.gather(ids, group=self.group)
         _, numbers, sizes = gathered.unique(return_inverse=True, return_counts=True)
         sizes = sizes[numbers]
@@ -114,8 +114,8 @@ class GroupedLoss(TiledLoss):
     """Base class of tiled losses in which pairs of the same group need not be negatives of each other.
 
     Args:
-        same_group: What the pairs of an anchor's group are in its loss, other than its own pair: "negatives" like all
-            other pairs, "ignored", or "positives" (docs/losses.md section 8). Embeddings.group_id has the groups.
+        same_group: Role of the other pairs of an anchor's group in its loss: "negatives", like the pairs of other
+            groups, "ignored", or "positives" (docs/losses.md section 8). Embeddings.group_id has the groups.
         options: See TiledLoss.
 
     Raises:
@@ -176,7 +176,7 @@ class Gathered:
             rows: [b, D].
             scales: [2, b], scales of the rows and of the columns.
             shift: See kernels.Block.
-            maxima: Find the largest exponents too.
+            maxima: Also find the largest exponents.
 
         Returns:
             Sums, [b] each.
@@ -213,7 +213,7 @@ class Gathered:
         needs_columns: bool,
         moments: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Compute the gradients of this rank's rows and columns, without the part of the positive pairs.
+        """Compute the gradients of this rank's rows and columns, without the contribution of the positive pairs.
 
         softmax_gradient defines both gradients. The gradient of the rows sums over all columns, and the gradient of
         the columns sums over the rows of all ranks.
@@ -272,9 +272,9 @@ class Gathered:
 
 
 class GatheredBoth(Gathered):
-    """Gather the rows too, so that each rank computes the whole gradient of its columns.
+    """Like Gathered, but also gathers the rows, so that each rank computes the whole gradient of its columns.
 
-    This needs no sending of feature gradients, but computes the similarities once more.
+    No gradients of features are sent, but the similarities are computed once more.
     """
 
     def gradient(
@@ -376,7 +376,10 @@ class Ring:
     def _block(
         self, rows: Tensor, columns: Tensor, scales: Tensor, owner: int, shift: Tensor | None
     ) -> Block:
-        """Return the block of this rank's rows and the owner's columns; only its own columns have positive pairs."""
+        """Return the block of this rank's rows and the owner's columns.
+
+        It has positive pairs only if this rank is the owner.
+        """
         first = 0 if owner == comm.rank(self.group) else None
         groups = self.groups.with_owner(owner) if self.groups else None
         return Block(rows, columns, scales[0], scales[0], first, shift, self.tiling, groups)
@@ -422,8 +425,9 @@ def chunk_rows(D: int, device: torch.device) -> int:
 def pair_cosines(rows: Tensor, columns: Tensor, tiling: Tiling) -> Tensor:
     """Compute the cosine of every positive pair, [b] float64.
 
-    Chunks are used because an fp32 copy of all features would be large. The cosines are computed from the same
-    rounded features as in the tiles, so that a duplicate of a sample gets the same similarity as the sample itself.
+    Features are processed in chunks, because an fp32 copy of all of them would be large. The cosines are computed from
+    the same rounded features as in the tiles, so that a duplicate of a sample gets the same similarity as the sample
+    itself.
     """
     full = full_dtype(rows)
     cosines = [
@@ -455,8 +459,8 @@ def overflow_shift(rows: Tensor, columns: Tensor, scale: Tensor, group: Any) -> 
 def shift_fits(shift: Tensor, *sums: Tensor, group: Any) -> bool:
     """Return True if no sum of any rank underflows fp32 with this shift.
 
-    Collective: one all_reduce, for which the host waits. A logarithmic sum may be at most 58 below the shift: the
-    reciprocal of exp(-58), times Tiling.gain, is still within fp32.
+    Collective: one all_reduce, for which the host waits. The logarithm of a sum may be at most 58 below the shift,
+    because the reciprocal of exp(-58), times Tiling.gain, is still within fp32.
     """
     lowest = torch.stack([x.min() for x in sums]).min()
     # With a NaN, the comparison is False on every rank.
@@ -466,7 +470,7 @@ def shift_fits(shift: Tensor, *sums: Tensor, group: Any) -> bool:
 def add_pairs(
     gradient: Tensor | None, others: Tensor, weight: Tensor, factor: Tensor, tiling: Tiling
 ) -> None:
-    """Add the positive pairs' part, in place, to a gradient that was computed in tiles.
+    """Add the contribution of the positive pairs, in place, to a gradient that was computed in tiles.
 
     The result is factor x (gradient / gain + weight_i others_i).
 

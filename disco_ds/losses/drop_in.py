@@ -26,8 +26,8 @@ class _DropIn(nn.Module):
             loss: name of the loss, as for build_loss;
             group: process group of torch.distributed, or of one dimension of a DeviceMesh; None:
                 all ranks;
-            check: before each loss, check that the features have the same shape on all ranks. This costs one
-                small collective, for which the host waits.
+            check: before computing the loss, check that the features have the same shape on all ranks. This
+                costs one small collective, for which the host waits.
     """
 
     global_mean = False
@@ -94,7 +94,7 @@ class _DropIn(nn.Module):
 
 
 class ClipLoss(_DropIn):
-    """open_clip's ClipLoss: InfoNCE over the global batch. For the options see _DropIn.
+    """open_clip's ClipLoss: InfoNCE over the global batch. For the options, see _DropIn.
 
     In open_clip, local_loss, gather_with_grad and cache_labels select how the loss is computed, which also decides
     whether its gradient is exact. Here the gradient is always the exact gradient of the global batch. As in
@@ -126,7 +126,7 @@ class ClipLoss(_DropIn):
 
 
 class SigLipLoss(_DropIn):
-    """open_clip's SigLipLoss: the sigmoid loss over the global batch. For the options see _DropIn.
+    """open_clip's SigLipLoss: the sigmoid loss over the global batch. For the options, see _DropIn.
 
     cache_labels and dist_impl are accepted for compatibility and ignored. Texts are always sent around a ring.
     """

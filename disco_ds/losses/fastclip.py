@@ -40,12 +40,13 @@ GammaSchedule = Literal["constant", "cosine", "fractional"]
 class FastCLIPLoss(TiledLoss):
     """The mean of tau_i (log(eps + u_i) + rho) over all image and text anchors i.
 
-    u is the moving average after its update with this batch. In the gradient, g / (eps + u) with constant u takes
-    the place of log(eps + u). `fastclip_v0` omits the factor tau. rho is 0 except in presets with an option `rho`.
+    u is the moving average after its update with this batch. For the gradient, log(eps + u) is replaced by
+    g / (eps + u), in which u is a constant. `fastclip_v0` omits the factor tau. rho is 0 except in presets with an
+    option `rho`.
 
     Args:
         gamma: Schedule of gamma, the weight of the current batch in u. "constant": 1 in the first epoch, then
-            gamma_min. "cosine": falls from 1 to gamma_min along a cosine within gamma_epochs and changes once per
+            gamma_min. "cosine": falls from 1 to gamma_min along a cosine over gamma_epochs epochs, changing once per
             epoch. "fractional": the same cosine, but gamma changes at every step. None: the preset's schedule.
         gamma_min: Final value of gamma.
         gamma_epochs: Number of epochs until gamma reaches gamma_min. None: half of the run's epochs.
@@ -107,7 +108,7 @@ class FastCLIPLoss(TiledLoss):
         """Create the per-sample state.
 
         Raises:
-            ValueError: If the samples are not counted.
+            ValueError: If the samples have not been counted.
         """
         if not num_samples:
             raise ValueError(

@@ -93,8 +93,8 @@ class _InfoNCE(torch.autograd.Function):
         ctx.save_for_backward(rows, cross.own, scale, x, sums.rows, sums.columns)
         ctx.share = share = None if groups is None else groups.share
         if share is not None and sums.positives is not None:
-            # The target is uniform over the group, so the mean of its logits takes the place of the pair's logit.
-            # Summed over all anchors, it is the same in both directions.
+            # The target is uniform over the group, so the mean of the group's logits replaces the pair's logit. Summed
+            # over all anchors, the difference is the same in both directions.
             per_pair += 2 * (x * (1 - share) - share * sums.positives)
         hits = count_hits(sums.rows_max, x), count_hits(sums.columns_max, x)
         ctx.mark_non_differentiable(*hits)

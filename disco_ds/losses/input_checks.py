@@ -13,7 +13,7 @@ from torch import Tensor
 from disco_ds.distributed import comm
 
 NORM_TOLERANCE = 0.02
-"""Largest deviation of a feature's norm from 1; rounding to bf16 causes 0.004."""
+"""A feature's norm may deviate from 1 by this much without a warning; rounding to bf16 causes up to 0.004."""
 LARGEST_LOG = math.log(100.0) + 1e-3
 """Logarithm of CLIP's largest logit scale, 100. A logit scale up to this value is probably still a logarithm."""
 
@@ -29,7 +29,7 @@ def check_alike(
 ) -> None:
     """Check that the ranks are at the same step and pass the same kind of inputs. Collective: one small all_reduce.
 
-    Without this check, unequal ranks would hang in a collective or compute a wrong loss.
+    Without this check, ranks with different inputs would hang in a collective or compute a wrong loss.
 
     Args:
         image: Image features.
@@ -56,14 +56,14 @@ def check_alike(
     if most[4] != least[4]:
         raise ValueError(
             f"rank {comm.rank(group)} is at step {step}, but the ranks are at steps {least[4]:g} to "
-            f"{most[4]:g}: a rank has left one out; every rank must take every step"
+            f"{most[4]:g}: a rank has skipped a step; every rank must take every step"
         )
     if -1 in mine or most != least:
         lower, upper = ([int(x) for x in shapes[:4]] for shapes in (least, most))
         raise ValueError(
             f"features of rank {comm.rank(group)} have the shapes {tuple(image.shape)} and "
-            f"{tuple(text.shape)}, but all ranks need the same [b, D] and have {lower} to "
-            f"{upper}; drop the last uneven batch (drop_last=True)"
+            f"{tuple(text.shape)}, but all ranks need the same [b, D]; the shapes of the ranks "
+            f"range from {lower} to {upper}; drop the last uneven batch (drop_last=True)"
         )
     if has_ids != all_have_ids:
         raise ValueError(
@@ -76,8 +76,8 @@ def check_alike(
         # Different GPUs may round exp(log_scale) differently.
         if largest - smallest > 1e-5 * max(abs(smallest), abs(largest)):
             raise ValueError(
-                f"the logit {name} differs between ranks, from {smallest:.7g} to {largest:.7g}: nothing averages its "
-                "gradient; make it a parameter of the wrapped module, and return it from the module's forward"
+                f"the logit {name} differs between ranks, from {smallest:.7g} to {largest:.7g}: its gradient is not "
+                "averaged over ranks; make it a parameter of the wrapped module, and return it from its forward"
             )
 
 
@@ -96,13 +96,13 @@ def warn_of_unusual(image: Tensor, text: Tensor, scale: Tensor, group: Any = Non
             )
     if unit and scale.item() <= LARGEST_LOG:
         warn(
-            f"the logit scale is {scale.item():.2f}, which looks like its logarithm; pass "
+            f"the logit scale is {scale.item():.2f}, which looks like a logarithm; pass "
             "logit_scale.exp(), which starts at 14.3 in CLIP and 10 in SigLIP"
         )
 
 
 def warn(text: str) -> None:
-    """Warn at the line of the user's code from which torch or this package was called."""
+    """Issue a warning that points to the line of the user's code that called torch or this package."""
     frame = sys._getframe()
     level = 1
     while frame.f_back and str(frame.f_globals.get("__name__")).startswith(("torch.", "disco_ds.")):

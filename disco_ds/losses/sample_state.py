@@ -63,7 +63,10 @@ class SampleState:
         num_own = len(range(comm.rank(group), num_samples, comm.size(group)))
         never_seen = torch.full((num_own, 2), -math.inf, dtype=torch.float64, device=device)
         self.values = {"log_u": never_seen}
-        """Values by name, [own samples, 2] float64, except `steps` [own samples]. log u is -inf for unseen samples."""
+        """Values by name, [own samples, 2] float64, except `steps`, [own samples] int32.
+
+        log u of a sample that has not been seen is -inf.
+        """
         if step is not None:
             self.values["tau"] = torch.full_like(never_seen, step.start)
             self.values["exp_avg"] = torch.zeros_like(never_seen)
@@ -82,7 +85,7 @@ class SampleState:
             The values by name, [b, 2] float64 each.
 
         Raises:
-            AgreedError: For an id outside of the data.
+            AgreedError: If an id is not in [0, num_samples).
         """
         self._staged = {}
         self._ids = comm.gather(index.detach(), group=self.group)
@@ -188,7 +191,7 @@ class SampleState:
             if part["num_samples"] != self.num_samples:
                 raise ValueError(
                     f"the loss in the checkpoint has the state of {part['num_samples']:,} samples, "
-                    f"the data have {self.num_samples:,} now; resume with the data that the run "
+                    f"but the data now have {self.num_samples:,}; resume with the data that the run "
                     "started with"
                 )
             ids = torch.arange(m, self.num_samples, M)

@@ -43,10 +43,10 @@ class SigLIPLoss(GroupedLoss):
     initial_scale = 10.0
 
     def initial_bias(self, global_batch: int) -> float:
-        """Return -log(B - 1), at which the gradients of all negatives of a sample are as large as that of its positive.
+        """Return -log(B - 1), so that the negatives of a sample together have as large a gradient as its positive.
 
-        SigLIP's own -10 suits its batch of 32k. In a batch of 1M, the negatives would have 45 times the gradient of the
-        positive. Source: open_clip issue 650.
+        The -10 of the SigLIP paper suits its batch of 32k. In a batch of 1M, the negatives would have 45 times the
+        gradient of the positive. Source: open_clip issue 650.
         """
         return -math.log(max(global_batch - 1, 1))
 
@@ -55,7 +55,7 @@ class SigLIPLoss(GroupedLoss):
         if embeddings.bias is None:
             raise ValueError(
                 "siglip needs a bias: pass Embeddings(..., bias=[1]), or return logit_bias as the "
-                "fourth value of the forward of contrastive_step"
+                "fourth value of the forward passed to contrastive_step"
             )
         groups, metrics = self.find_groups(embeddings)
         rows, columns, swap = assign_sides(embeddings)
@@ -100,7 +100,7 @@ class _SigLIP(torch.autograd.Function):
 
         def visit(owner: int, block: list[Tensor], spare: list[Tensor] | None) -> list[Tensor]:
             nonlocal largest
-            # The loss and the gradient and maxima of this rank's rows stay on this rank. The gradient and maxima of
+            # The loss, and the gradient and maxima of this rank's rows, stay on this rank. The gradient and maxima of
             # the columns travel with the columns.
             d_others = None
             if needs_columns:
@@ -141,7 +141,7 @@ class _SigLIP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        # Without these references, autograd takes over the gradients instead of copying them.
+        # Drop the references of ctx to the gradients, so that autograd uses these tensors instead of copying them.
         gradients, ctx.gradients = ctx.gradients, ()
         gradients = [
             None if gradient is None or not needed else gradient.mul_(upstream)

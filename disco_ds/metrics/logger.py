@@ -24,7 +24,7 @@ from disco_ds.runs.run_log import say
 
 METRICS_FILE = "metrics.jsonl"
 BUFFER_BYTES = 2**20
-"""Size of the buffer for records that cannot be written because the disk is full. Later records are lost."""
+"""Size of the buffer for records that cannot be written because the disk is full. Records that do not fit are lost."""
 logger = logging.getLogger(__name__)
 WriteEvents = Callable[[list[tuple[str, float, int]]], None]
 """A DeepSpeed monitor's `write_events`; it takes a list of (name, value, samples)."""
@@ -33,7 +33,7 @@ WriteEvents = Callable[[list[tuple[str, float, int]]], None]
 class MetricsLogger:
     """Measures the time between log points and writes one record at each.
 
-    Collective: every rank must create one. Records after the checkpoint of schedule.first_step are removed.
+    Collective: every rank must create one. Records after the checkpoint at schedule.first_step are removed.
     If the disk is full, TensorBoard loses points, records wait in the file's buffer until there is
     space, and the run continues.
 
@@ -213,7 +213,7 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
 def _drop_after(path: Path, step: int) -> None:
     """Remove unreadable lines and the records that the resumed run will write again.
 
-    The evaluation of `step` comes after its checkpoint, so it is repeated and removed too.
+    The evaluation at `step` runs after the checkpoint, so the resumed run repeats it. Its record is removed too.
     """
     if not path.exists():
         return

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 REPORT = "report.png"
 EXAMPLES = "examples.npz"
 NUM_MEANS = 40
-"""A curve with at least twice as many points also shows this many means."""
+"""Number of means drawn over a long curve, which is one with at least twice as many points."""
 _MAX_LETTERS = 28
-"""Maximum number of letters of a label; longer labels are cut."""
+"""Maximum number of characters of a label; longer labels are cut."""
 STYLE: list[Any] = [
     "default",
     "seaborn-v0_8-whitegrid",
@@ -99,7 +99,7 @@ def write_report(folder: Path) -> Path:
     if examples:
         title += f"; images of {examples['name']} with the nearest labels below"
     with style.context(STYLE), warnings.catch_warnings():
-        # The font may lack the script of a label.
+        # The font may lack characters of a label.
         warnings.filterwarnings("ignore", "Glyph .* missing")
         figure = draw_report(read_curves(records), batches, examples)
         figure.suptitle(title)
@@ -120,7 +120,7 @@ def read_curves(records: Sequence[dict[str, Any]]) -> Curves:
 
 
 def read_batches(records: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
-    """Return, for each logged step, the samples seen so far and the mean global batch since the previous one."""
+    """For each logged step, return the samples seen so far and the mean batch since the previous logged step."""
     batches = []
     step = samples = 0
     for record in records:
@@ -193,7 +193,7 @@ def draw_accuracy(axes: Axes, curves: Curves) -> None:
 
 
 def draw_curve(axes: Axes, curves: Curves, name: str, label: str | None = None) -> None:
-    """Draw a curve; a long curve is a thin line, with a thick line of the means of its parts."""
+    """Draw a curve. A long curve is drawn thin, with a thick line through the means of its parts."""
     points = numpy.array(curves.get(name, []), dtype=numpy.float64).reshape(-1, 2)
     points = points[numpy.isfinite(points).all(axis=-1)]
     if not len(points):

@@ -1,7 +1,7 @@
 """The table of logged metrics: name, source, reduction over ranks, and display.
 
-docs/logging.md shows how to add one. The times, memory and received bytes of a step's phases come
-from timers.py instead.
+docs/logging.md shows how to add one. The times and memory of a step's phases come from timers.py
+instead.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ METRICS = (
 
 
 def compute_metrics(now: LogPoint, since: Interval) -> dict[str, Any]:
-    """Compute the metrics of a log record, keyed by name; the value of an unknown metric is None.
+    """Compute the metrics of a log record, keyed by name. A metric whose value is unknown is None.
 
     `ids` is a digest of the global batch, the same at any number of ranks.
 

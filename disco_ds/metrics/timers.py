@@ -1,8 +1,8 @@
-"""Measure time, memory and received bytes of a step's phases, on logged steps only.
+"""Measure time and memory of a step's phases, on logged steps only.
 
 These are the columns of Table 4 in the DisCo-CLIP paper, plus numbers that reveal a slow rank. On a GPU the
-times come from events, which are read when the step is logged because the host waits for the device
-there anyway. On a CPU they come from the clock.
+times come from events. They are read when the step is logged, because the host waits for the device
+then anyway. On a CPU the times come from the clock.
 """
 
 from __future__ import annotations

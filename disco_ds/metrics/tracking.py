@@ -1,7 +1,7 @@
 """Log a run to Weights & Biases: settings, points, images and its final state.
 
-This module replaces DeepSpeed's W&B monitor, which knows neither the settings nor the id of a run, and whose
-points W&B drops when a resumed run repeats steps. Only rank 0 talks to W&B. An error after the
+This module replaces DeepSpeed's W&B monitor, which knows neither the settings nor the id of a run. W&B also drops
+the monitor's points when a resumed run repeats steps. Only rank 0 talks to W&B. An error after the
 start may lose points but never stops the run. The package wandb is imported only if a run asks for it.
 """
 
@@ -45,7 +45,7 @@ def check_packages(config: Config) -> None:
         ("deepspeed.comet", "comet_ml", config.deepspeed.get("comet", {}).get("enabled", False)),
     ):
         # W&B creates a folder wandb/ in the working directory, which Python finds as a package too.
-        # Such a package has no file.
+        # Such a package has no file, so its origin is None.
         if is_used and not getattr(find_spec(package), "origin", None):
             raise ValueError(
                 f"{setting} needs the package {package}, which is not installed: "
@@ -105,7 +105,7 @@ class WandbRun:
                 "(see docs/logging.md): %s",
                 error,
             )
-            # Otherwise W&B considers the id in use.
+            # Otherwise W&B would consider the id in use.
             wandb.teardown()
             run = wandb.init(**given, mode="offline")
         write_text(id_file, run.id)

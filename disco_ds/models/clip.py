@@ -45,7 +45,7 @@ from disco_ds.names import did_you_mean, load_custom
 logger = logging.getLogger(__name__)
 
 Features = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]
-"""(image [b, D], text [b, D], scale [1], bias [1]): unit rows, in fp32; None if not computed."""
+"""(image [b, D], text [b, D], scale [1], bias [1]) in fp32, None if not computed. Image and text rows have norm 1."""
 
 
 def build_model(
@@ -64,8 +64,9 @@ def build_model(
         settings: The model settings of the recipe.
         initial_scale: exp of the initial logit_scale.
         initial_bias: None for a model without a bias.
-        learns_scale: Train the logit scale.
-        pretrained: Load the weights that the settings name. False: random weights, which the caller replaces.
+        learns_scale: Whether the logit scale is trained.
+        pretrained: Whether to load the weights that the settings name. If False, the weights are random, and the
+            caller must replace them.
 
     Raises:
         ValueError: For an unknown model, weights that are missing or do not fit, or settings that
@@ -131,7 +132,7 @@ def _create(
         # open_clip cannot load weights with a bias into a model without one.
         logit_bias = 0.0
     try:
-        # open_clip warns about random weights, but training starts with them.
+        # open_clip warns if the weights are random, but that is normal for a model that will be trained.
         logging.disable(logging.WARNING)
         model = open_clip.create_model(
             name,
@@ -337,7 +338,7 @@ def build_tokenizer(settings: ModelSettings, model: nn.Module) -> Any:
 
 
 def register_config(name: str) -> str:
-    """Return the model's name in open_clip, after registering the config file or folder that `name` may be.
+    """Return the model's name in open_clip. If `name` is a config file or a folder, register its model first.
 
     Raises:
         ValueError: If the name is not a model of open_clip or disco_ds and not an existing file or folder.
@@ -359,7 +360,7 @@ def register_config(name: str) -> str:
         ours = sorted(item.stem for item in bundled.glob("*.json"))
         hint = did_you_mean(name, [*known, *ours])
         raise ValueError(
-            f"unknown model {name!r}{hint}; expected a model of open_clip or of ours "
+            f"unknown model {name!r}{hint}; expected a model of open_clip or disco_ds "
             f"({', '.join(ours)}), an existing .json file, or a folder with {CONFIG}"
         )
     return name
@@ -385,7 +386,7 @@ def _lock(model: Any, settings: ModelSettings, learns_scale: bool) -> None:
         if settings.lock_image and (settings.factory or settings.unlocked_layers):
             model.lock_image_tower(unlocked_groups=settings.unlocked_layers, freeze_bn_stats=True)
         elif settings.lock_image:
-            # open_clip 4 needs the layers of a tower even to lock all of them, and lets some BatchNorms run.
+            # Even to lock a whole tower, open_clip 4 must know its layers, and it does not freeze every BatchNorm.
             model.visual.requires_grad_(False)
             model.visual = freeze_batch_norm_2d(model.visual)
         if settings.lock_text or settings.two_views:
@@ -404,7 +405,7 @@ def _warn_of_batch_norm(model: nn.Module) -> None:
     if names:
         logger.warning(
             "BatchNorm in %s (%d layers) uses the statistics of a micro-batch, so the gradient "
-            "depends on how the global batch is cut; GroupNorm or LayerNorm do not",
+            "depends on how the global batch is split; with GroupNorm or LayerNorm it does not",
             names[0],
             len(names),
         )

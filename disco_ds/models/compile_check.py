@@ -1,8 +1,8 @@
 """Decide whether torch.compile may be applied: not with activation checkpointing if the forward draws random numbers.
 
-A compiled backward that recomputes activations may draw other numbers than the forward (pytorch issues 192635 and
-198333). A test on a CPU in which they are equal proves nothing for a GPU. GradAccum repeats the draws: both of its
-forwards run the same compiled graph (training/step.py) from the same generator states.
+A compiled backward that recomputes activations may draw other random numbers than the forward (pytorch issues 192635
+and 198333). If the numbers are equal in a test on a CPU, they may still differ on a GPU. GradAccum has no such problem:
+both of its forwards run the same compiled graph (training/step.py) from the same generator states.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ def check_compiled(config: Config, model: Any) -> None:
     """
     if config.model.compile is True and (problem := find_repeated_draws(config, model)):
         raise ValueError(
-            f"model.compile is refused for model {config.model.label}, which {problem}. A repeated "
-            "forward that is compiled may draw other numbers. Set model.compile=auto or false; or "
+            f"model.compile is refused for model {config.model.label}, which {problem}. A compiled "
+            "forward that is repeated may draw other random numbers. Set model.compile=auto or false; or "
             "remove the randomness (model.patch_dropout=0, and no dropout or drop path in the "
             "model's config); or set model.activation_checkpointing=false"
         )
 
 
 def compile_if_exact(config: Config, model: Any, device_problem: str | None) -> bool:
-    """Compile the towers, unless a rank has a reason against it. Collective.
+    """Compile the towers, unless any rank has a reason not to. Collective.
 
     Args:
         config: Settings of the run.
@@ -46,7 +46,7 @@ def compile_if_exact(config: Config, model: Any, device_problem: str | None) -> 
         device_problem: Why this rank's device cannot run compiled kernels; None if it can.
 
     Returns:
-        True if the towers were compiled, on every rank.
+        True if the towers were compiled. The result is the same on every rank.
     """
     if stage(config.deepspeed) == 3:
         reason: str | None = "at ZeRO 3, torch.compile would read parameters that are not gathered"

@@ -14,13 +14,13 @@ from torch import nn
 from disco_ds.config import OptimSettings
 
 SCALES = ("logit_scale", "logit_bias")
-"""Names of the parameters outside of both towers."""
+"""Names of the parameters that belong to neither tower."""
 KINDS = ("muon", "matrices", "vectors", "scale")
 """Kinds of parameters, in the order of their groups."""
 PATH = r"(?!visual\.)(?:\w+\.)*"
 """Regular expression for the name prefix of parameters outside the image tower."""
 HIDDEN = r"(?<!\bproj)\.\d+\..*weight$"
-"""Regular expression for the weights of numbered layers, without those of a projection `proj`."""
+"""Regular expression for the weights of numbered layers, except those of a projection `proj`."""
 LAYERS = {
     "stem": r"(?:text\.)?(?:conv\d|bn\d|ln_pre|class_embedding|cls_emb|positional_embedding"
     r"|token_embedding|transformer\.embeddings)\b",
@@ -63,7 +63,7 @@ def parameter_groups(model: nn.Module, settings: OptimSettings) -> list[dict[str
             side = "image" if _is_visual(name) else "text"
             tower = towers[side]
             lr_factor = tower.lr_factor
-            # The filters of a depthwise convolution, [channels, 1, h, w], are no matrix.
+            # The filters of a depthwise convolution, [channels, 1, h, w], are not treated as a matrix.
             is_matrix = parameter.ndim == 2 or (parameter.ndim == 4 and parameter.shape[1] > 1)
             if settings.name == "muon" and is_matrix and re.search(HIDDEN, name):
                 kind = "muon"
@@ -101,7 +101,7 @@ def _is_visual(name: str) -> bool:
 
 
 def number_layers(model: Any, side: str) -> dict[str, int]:
-    """Return the layer number of each parameter of a tower: 0 for the stem, then the blocks, and last the rest.
+    """Return the layer number of each parameter of a tower: 0 for the stem, then the blocks, then everything else.
 
     Raises:
         ValueError: If no blocks are found.

@@ -28,7 +28,7 @@ def read_folder(folder: Path) -> dict[str, Any]:
     """Return the open_clip_config.json of a folder in the hub's layout. The tokenizer is in the same folder.
 
     Raises:
-        ValueError: If the file cannot be read or lacks the model.
+        ValueError: If the file cannot be read or does not describe a model.
     """
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
@@ -58,7 +58,7 @@ def find_weights(name: str, settings: ModelSettings) -> str | None:
     if str(image) == TIMM:
         if "timm_model_name" not in open_clip.get_model_config(name)["vision_cfg"]:
             raise ValueError(
-                f"model.pretrained_image=timm: the image tower of {name} is not timm's; give a file"
+                f"model.pretrained_image=timm: the image tower of {name} is not from timm; give a file instead"
             )
     elif image is not None and not image.is_file():
         raise ValueError(
@@ -73,7 +73,7 @@ def find_weights(name: str, settings: ModelSettings) -> str | None:
     tags = open_clip.list_pretrained_tags_by_model(name)
     hint = did_you_mean(str(path), tags)
     raise ValueError(
-        f"model.pretrained: no file {path}, no folder with weights (disco-ds export writes one from a run), and no "
+        f"model.pretrained: {path} is not a file, a folder with weights (disco-ds export writes one from a run) or a "
         f"tag of {name}{hint}; its tags: {', '.join(tags) or 'none'}"
     )
 
@@ -95,13 +95,13 @@ def download_weights(name: str, settings: ModelSettings) -> None:
     except Exception as error:  # the hub's client, urllib and timm raise many types
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ValueError(
-            f"model.pretrained={weights}, model.pretrained_image={image_weights}: weights are not in the cache and "
-            f"could not be fetched; download them on a machine with access to the hub and give the file. {reason}"
+            f"model.pretrained={weights}, model.pretrained_image={image_weights}: the weights are not in the cache and "
+            f"could not be fetched; download them on a machine with internet access, and set the file's path. {reason}"
         ) from None
 
 
 def read_overrides(name: str, settings: ModelSettings) -> dict[str, Any]:
-    """Return the preprocess_cfg of the weights, with entries replaced where the settings give a value."""
+    """Return the preprocess_cfg of the weights. Values that the settings give replace its entries."""
     cfg = open_clip.get_pretrained_cfg(name, str(settings.pretrained))
     if settings.pretrained is not None and (path := settings.pretrained / CONFIG).is_file():
         cfg = json.loads(path.read_text(encoding="utf-8")).get("preprocess_cfg", {})
@@ -149,7 +149,10 @@ def load_image_tower(model: Any, path: Path) -> None:
 
 
 def warn_of_random_tower(settings: ModelSettings) -> None:
-    """Warn about a locked tower for which the recipe names no weights. Some towers load weights without that."""
+    """Warn about a locked tower for which the recipe names no weights.
+
+    This is only a warning, because the model config of such a tower may name weights.
+    """
     for side, locked, weights in (
         ("image", settings.lock_image, settings.pretrained or settings.pretrained_image),
         ("text", settings.lock_text, settings.pretrained),

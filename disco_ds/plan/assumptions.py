@@ -1,4 +1,4 @@
-"""Assumptions of a plan: what can be neither traced nor counted.
+"""Assumptions of a plan: values that can be neither traced nor counted.
 
 Import-light: the command line takes its defaults from here.
 """

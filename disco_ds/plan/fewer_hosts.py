@@ -1,4 +1,4 @@
-"""Check a recipe at every number of ranks that `disco-ds launch --min-hosts` may lead to."""
+"""Check a recipe at every number of ranks on which `disco-ds launch --min-hosts` may continue a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def possible_ranks(slots: Sequence[int], at_least: int) -> list[int]:
 
 
 def check_fewer_hosts(config: Config, slots: Sequence[int], at_least: int) -> str:
-    """Check that the batch and the data order can be divided by every possible number of ranks.
+    """Check that the batch and the data order can be divided evenly among every possible number of ranks.
 
     Args:
         config: The recipe.
@@ -34,8 +34,8 @@ def check_fewer_hosts(config: Config, slots: Sequence[int], at_least: int) -> st
         The numbers of ranks that the run may continue on, as text.
 
     Raises:
-        ValueError: If a number of ranks does not divide the batch or the slots of the data order
-            (the message has the required multiples), or if the data cannot be opened.
+        ValueError: If the batch or the slots of the data order cannot be divided evenly among one of
+            these numbers of ranks (the message has the required multiples), or if the data cannot be opened.
     """
     if config.ranks not in (None, sum(slots)):
         config.num_micro_batches(sum(slots))  # raises: the recipe is for another number of ranks

@@ -17,19 +17,19 @@ from disco_ds.plan.towers import Towers, trace
 MICRO_BATCHES = (64, 256, 1024, 4096)
 """Micro-batch sizes that are tried. Below 64, temporary copies of the weights dominate the peak memory.
 
-Only the first and the last are traced. The towers' memory at the other sizes is interpolated, which is never too
-little: each peak is the maximum over moments that need a constant and an amount per sample.
+Only the first and the last are traced. The towers' memory at the other sizes is interpolated. This never gives too
+little, because each peak is the maximum over moments, each of which needs a constant and an amount per sample.
 """
 MAX_GLOBAL_BATCH = 2**26
 """Largest global batch that the search considers."""
 ENOUGH = 0.9
-"""Among settings that reach this fraction of the largest global batch, the fastest one wins."""
+"""Of all settings that reach this fraction of the largest global batch, those with the fewest FLOPs per sample win."""
 
 
 def fit(
     config: Config, ranks: int, gib: float, host_gib: float | None, assumed: Assumptions
 ) -> tuple[Config, Towers]:
-    """Find the recipe with the largest global batch.
+    """Find the recipe with the largest global batch, or a slightly smaller one with less work per sample (see ENOUGH).
 
     The search varies the micro-batch size, activation checkpointing, and where pixels are held.
 
@@ -82,12 +82,12 @@ def fit(
                 flops = K * towers.flops + (K - 1) * towers.replay_flops
                 found.append((flops / (K * m), change(K, m, checkpointing, pixels), towers))
     if not found:
-        # Report what the most modest settings, which were traced last, would need.
+        # Report what the settings with the lowest memory use would need. `few` is their trace, the last one.
         least = change(1, smallest, True, "device")
         needed = plan_memory(least, ranks, few, assumed).total / GIB
         raise ValueError(
-            f"nothing fits {gib:g} GiB: a single micro-batch of {smallest}, with activation checkpointing, "
-            f"needs {needed:.2f}; use a higher ZeRO stage, smaller buckets, or more GPUs"
+            f"nothing fits in {gib:g} GiB: a single micro-batch of {smallest}, with activation checkpointing, "
+            f"needs {needed:.2f} GiB; use a higher ZeRO stage, smaller buckets, or more GPUs"
         )
     # A slightly smaller batch is accepted if it saves much recomputation.
     enough = ENOUGH * max(config.global_batch for _, config, _ in found)
@@ -97,7 +97,7 @@ def fit(
 
 
 def _shorten_warmup(config: Config) -> Config:
-    """Warm up for a tenth of the run if the larger batch leaves fewer steps than the warmup has."""
+    """Shorten the warmup to a tenth of the steps before the cooldown if the run has too few steps for both."""
     optim = config.optim
     if config.epochs is not None or optim.warmup_steps + optim.cooldown_steps <= config.num_steps:
         return config

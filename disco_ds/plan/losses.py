@@ -1,4 +1,4 @@
-"""Cost of each registered loss: memory that it needs, FLOPs, and bytes received.
+"""Cost of each registered loss: memory, FLOPs, and bytes received.
 
 tests/plan/test_plan_losses.py compares the memory with measurements. Every registered loss must be
 listed here; custom losses have a method `cost`.
@@ -45,7 +45,7 @@ def loss_cost(
     cost = loss.cost(b, N, D, num_samples)
     if cost is not None:
         return cost
-    # A custom subclass of a known loss may cost more than its base class.
+    # A custom subclass of a known loss may cost more than its base class, so its cost counts as unknown.
     work = None if ":" in name else _count_work(loss, N)
     if work is None:
         raise ValueError(
@@ -75,7 +75,7 @@ def loss_cost(
 
 
 def _count_work(loss: Loss, N: int) -> tuple[int, int, int] | None:
-    """Count products of b x B x D, and how often B x D features and feature gradients arrive."""
+    """Count matrix products of b x B x D, and how many times B x D features and feature gradients are received."""
     match loss:
         case ClipLoss():
             return 3 * N, 2, 0
@@ -97,7 +97,7 @@ def _count_work(loss: Loss, N: int) -> tuple[int, int, int] | None:
 def loss_peak(loss: Loss, b: int, N: int, D: int, device: torch.device) -> int:
     """Return the peak memory of a loss of this package in bytes, without the features themselves.
 
-    For tiled losses, it is exact up to vectors, which have 8 bytes or less for each row and column.
+    For tiled losses, it is exact except for vectors, each of which takes at most 8 bytes per row and column.
 
     Args:
         loss: The loss.
@@ -112,9 +112,9 @@ def loss_peak(loss: Loss, b: int, N: int, D: int, device: torch.device) -> int:
         # sides, gathered and local.
         return 4 * max(5 * B * B + 2 * B * D, B * B + 4 * B * D)
     if isinstance(loss, DisCoLoss):
-        # Forward: two products, logits and softmaxes each, and both gathered sides.
+        # Forward: a product, logits and a softmax for each direction, and both gathered sides.
         forward = 6 * b * B + 2 * B * D
-        # Backward: both gathered sides, their gradients, and one more while it is added.
+        # Backward: both gathered sides, their gradients, and one more gradient while it is added.
         backward = b * B + 5 * B * D + b * D
         return 4 * max(forward, backward)
     assert isinstance(loss, TiledLoss)
@@ -123,11 +123,12 @@ def loss_peak(loss: Loss, b: int, N: int, D: int, device: torch.device) -> int:
     views = isinstance(loss, NTXentLoss)
     gathers_both = getattr(loss, "blocks", None) is GatheredBoth
     ring = isinstance(loss, InfCLLoss | SigLIPLoss) or getattr(loss, "ring", False)
-    # Bytes per number of a b x D tensor. The features are fp32, so only rounding copies them.
+    # Bytes per element of a b x D tensor. The features are fp32, so they are copied only if they are rounded.
     rows = 0 if tiling.precision == "fp32" else itemsize
     columns = sent if rows or loss.comm_dtype else 0
     if ring:
-        # Two blocks that arrive, and the gradients of three blocks: computed, arriving and sent.
+        # Two blocks that are being received, and three gradients of blocks: one is computed, one
+        # received and one sent.
         columns += min(N - 1, 2) * sent
         num_gradients = 3 if N > 1 else 1
     else:
@@ -135,7 +136,7 @@ def loss_peak(loss: Loss, b: int, N: int, D: int, device: torch.device) -> int:
         num_gradients = 1 if gathers_both else N
     # NT-Xent computes another gradient of the rows after that of the columns.
     num_gradients = max(1 + num_gradients, 2 + views)
-    # The sum of the gradients over ranks, after the tiles; gloo, on a CPU, sums a copy.
+    # The gradients summed over ranks, after the tiles. On a CPU, gloo sums them in a copy.
     num_summed = 0
     if N > 1 and not ring and not gathers_both:
         num_summed = 1 + N * (device.type == "cpu")
@@ -147,7 +148,7 @@ def loss_peak(loss: Loss, b: int, N: int, D: int, device: torch.device) -> int:
     # The products of pairs are computed in chunks, also after the tiles.
     chunk = 4 * min(b, chunk_rows(D, device)) * D
     stored = 2 * b * B if isinstance(loss, DisCoFusedLoss) and loss.store else 0
-    vectors = 8 * 8 * (b + num_columns)  # about eight, in float64
+    vectors = 8 * 8 * (b + num_columns)  # about eight vectors in float64
     held = b * D * (rows + columns + 4 * num_gradients) + stored + vectors
     return held + max(tile, chunk, 4 * num_summed * b * D)
 
@@ -157,7 +158,8 @@ def _tile_bytes(loss: TiledLoss, size: int, device: torch.device) -> int:
     if device.type != "cpu" and loss.tiling.impl != "torch":
         # Triton writes the weights of a tile once.
         return size * _itemsizes(loss, device)[0]
-    # torch works in fp32, on a CPU in strips. A scale per row takes two more copies than one scale.
+    # torch computes in fp32, and in strips on a CPU. With a scale per row, it makes two more copies than with one
+    # scale for all rows.
     if isinstance(loss, SigLIPLoss):
         return 8 * size
     strip = min(size, STRIP) if device.type == "cpu" else size
@@ -165,6 +167,6 @@ def _tile_bytes(loss: TiledLoss, size: int, device: torch.device) -> int:
 
 
 def _itemsizes(loss: TiledLoss, device: torch.device) -> tuple[int, int]:
-    """Return the bytes of a number that is multiplied, and of one that is sent to other ranks."""
+    """Return the bytes per element of features that are multiplied, and of features that are sent to other ranks."""
     itemsize = 2 if loss.tiling.on(device).precision in ("fp16", "bf16") else 4
     return itemsize, loss.comm_dtype.itemsize if loss.comm_dtype else itemsize

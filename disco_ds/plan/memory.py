@@ -1,6 +1,6 @@
 """Predict the peak memory of a GPU and a host, by part and moment of a step.
 
-The memory of DeepSpeed is that of version 0.19.
+The memory of DeepSpeed is predicted for version 0.19.
 """
 
 # b samples of this rank = K micro-batches x m, N ranks, D width; e bytes of a parameter,
@@ -32,7 +32,7 @@ PARTS = (
     "slack",
 )
 ALLREDUCE = 500_000_000
-"""Number of elements that DeepSpeed flattens at a time at ZeRO 0."""
+"""Number of gradient elements that DeepSpeed flattens at a time at ZeRO 0, to reduce them."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def plan_memory(
     Args:
         config: The recipe.
         ranks: Number of GPUs.
-        towers: Traced with the recipe's micro_batch.
+        towers: The result of towers.trace for the recipe's micro_batch.
         assumed: Assumptions of the plan; None: the defaults.
 
     Raises:
@@ -109,10 +109,10 @@ def plan_memory(
 
 
 def known_samples(config: Config, given: int | None) -> int:
-    """Return the number of samples in the data, or 0 if it is unknown and no loss needs it.
+    """Return the number of samples in the data, or 0 if it is unknown and the loss does not need it.
 
     Raises:
-        ValueError: If a loss needs the number and it is not given.
+        ValueError: If the loss needs the number and it is unknown.
     """
     if config.data.source == "synthetic" and given is None:
         return config.data.num_samples
@@ -197,9 +197,10 @@ def _plan_engine(
 
 
 def count_moments(optim: OptimSettings) -> int:
-    """Return how many numbers the optimizer keeps for each trained element, with the average of optim.ema.
+    """Return how many numbers are kept for each trained element: optimizer states, and the average of optim.ema.
 
-    Two are counted for Muon, which keeps one for each element of the hidden matrices, and for custom optimizers.
+    Two states are counted for custom optimizers, and for Muon, although it keeps only one for each element of the
+    hidden matrices.
     """
     moments = {"adamw": 2, "lamb": 2, "lion": 1, "muon": 2, "sgd": int(optim.momentum > 0)}
     return (2 if optim.factory else moments[optim.name]) + (optim.ema is not None)
@@ -224,7 +225,8 @@ def _plan_host(
 ) -> dict[str, int]:
     """Predict the bytes that one rank holds on the host for data and loss."""
     m = config.micro_batch
-    # The number of workers of a run depends on the cores of its host, which are unknown here.
+    # By default, the number of workers depends on the cores of the host, which are unknown here. Any number above 0
+    # needs the same buffers.
     workers = 1 if config.data.workers is None else config.data.workers
     buffers = count_buffers(
         config.data.prefetch, b // m, config.image_staging, workers, most=LEAST_AHEAD

@@ -15,7 +15,7 @@ from disco_ds.plan.towers import trace
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will need, for one step."""
+    """Memory and time that one step of a run will need."""
 
     config: Config
     """The recipe. With `largest`, it has the largest batch that the search found."""
@@ -62,8 +62,8 @@ def plan_run(
         host_gib: Memory of a host in GiB.
 
     Raises:
-        ValueError: If the ranks do not divide the batch, the model cannot be traced, the cost of
-            the loss is unknown, or, with `largest`, nothing fits.
+        ValueError: If the batch cannot be divided evenly among the ranks, the model cannot be traced,
+            the cost of the loss is unknown, or, with `largest`, nothing fits.
 
     Example:
         >>> from disco_ds import load_config, plan_run
@@ -77,7 +77,7 @@ def plan_run(
     if largest:
         config, towers = fit(config, ranks, chosen.gib, host_gib, assumed)
     else:
-        config.num_micro_batches(ranks)  # raises before the trace if the batch does not divide
+        config.num_micro_batches(ranks)  # raises before the trace if the batch is invalid
         towers = trace(config, config.micro_batch)
     if num_samples := known_samples(config, assumed.num_samples):
         config = config.with_samples(num_samples)

@@ -1,7 +1,7 @@
 """Predict the time of a step from its FLOPs and the bytes it receives, at given rates.
 
 Communication is assumed not to overlap with computation. Waiting for data, stragglers, latencies and
-the optimizer's computation are not counted. What the first step takes in addition is only estimated.
+the optimizer's computation are not counted. The additional time of the first step is only a rough estimate.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TUNING_S = 45.0
 COMPILE_S = 50.0
 """Seconds that torch.compile takes for a small model (measured on a CPU, see docs/planning.md)."""
 COMPILE_S_PER_OPERATION = 0.005
-"""Further seconds for each operation of the towers' forward and backward."""
+"""Additional seconds for each operation of the towers' forward and backward."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,6 @@ def _count_engine(config: Config, ranks: int, K: int, towers: Towers) -> int:
         return int(part * parameters * (2 + level))
     if level == 2:  # an all_reduce per micro-batch, and one gather per step
         return int(part * parameters * (2 * K + 1))
-    # ZeRO 3: parameters are gathered for each pass that does not still have them, and gradients
+    # ZeRO 3: parameters are gathered for each of the 3K - 1 passes, and each micro-batch's gradients
     # are sent to the ranks that own them.
     return int(part * parameters * (3 * K - 1 + K))

@@ -75,10 +75,10 @@ class Towers:
 
 
 class Allocations(TorchDispatchMode):
-    """Counts operations, FLOPs, and the bytes of tensors that were created while it is active and still exist.
+    """Counter of operations, FLOPs, and bytes of tensors that were created while it is active and still exist.
 
-    torch's MemTracker refuses a tower that is called twice, and its FlopCounterMode keeps tensors
-    alive.
+    Alternatives considered: torch's MemTracker (it refuses a tower that is called twice) and
+    FlopCounterMode (it keeps tensors alive).
 
     Args:
         known: Existing tensors, which are not counted.
@@ -113,7 +113,7 @@ class Allocations(TorchDispatchMode):
 
 
 class _Engine:
-    """Stands in for DeepSpeed's engine; provides only what step.Forward needs."""
+    """Stand-in for DeepSpeed's engine that provides only what step.Forward needs."""
 
     def __init__(self, model: nn.Module, kind: str):
         self.module = model
@@ -158,7 +158,7 @@ def run_passes(
 
 
 def prepare_model(config: Config) -> nn.Module:
-    """Build the recipe's model in training mode and the run's dtype, with gradients allocated.
+    """Build the recipe's model in training mode and in the run's dtype, with gradients allocated.
 
     The model's weights are random.
     """

@@ -1,4 +1,4 @@
 """The run folder: its files, its log, and how all hosts agree on it.
 
-The package disco_ds.metrics and the packages in higher layers import this package.
+Imported by disco_ds.metrics and by packages in higher layers (see docs/architecture.md).
 """

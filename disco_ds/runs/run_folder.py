@@ -104,7 +104,7 @@ def split_resume(resume: str) -> tuple[Path, Path | None]:
 
 
 def make_token(path: Path) -> Path:
-    """Make an empty file that every rank looks for. Its name is new, so no file system has cached its absence."""
+    """Make an empty file that every rank looks for. Its name is random, so no host has cached its absence."""
     token = path / f".shared-{secrets.token_hex(8)}"
     token.touch()
     return token
@@ -136,10 +136,10 @@ def lock_folder(path: Path) -> IO[str]:
     """Lock a run folder, so that no other run writes to it, until the returned file is closed.
 
     Raises:
-        ValueError: If another run is using the folder, or the file system has no locks.
+        ValueError: If another run is using the folder, or the file system does not support file locking.
     """
-    # Open to append: if another process holds the lock, the message below quotes what it wrote to the file.
-    handle = open(path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115  (open as long as the run)
+    # Open to append, which keeps the content: if another process holds the lock, the message below quotes it.
+    handle = open(path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115  (stays open during the run)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -152,7 +152,7 @@ def lock_folder(path: Path) -> IO[str]:
     except OSError as error:
         handle.close()
         raise ValueError(
-            f"run folder {path} cannot be locked: {error}; use a file system with locks"
+            f"run folder {path} cannot be locked: {error}; use a file system that supports file locking"
         ) from None
     handle.truncate(0)
     handle.write(f"process {os.getpid()} on {socket.gethostname()}")

@@ -18,14 +18,14 @@ _messages.addHandler(logging.NullHandler())  # used until there is a run folder
 
 
 def say(text: str) -> None:
-    """Print and log a text. A full disk or a closed terminal raises no error."""
+    """Print and log a message. A full disk or a closed terminal raises no error."""
     with suppress(OSError):
         print(text, flush=True)
     _messages.info(text)
 
 
 def note(text: str) -> None:
-    """Log a text that has been printed already, such as an error."""
+    """Log a message that has already been printed, such as an error."""
     _messages.error(text)
 
 

@@ -122,7 +122,7 @@ def build(
     allow_change: Sequence[str] = (),
     uploads: Uploads | None = None,
 ) -> Run:
-    """Build a run from its first step or from a checkpoint on, up to the end of the current stage. Collective.
+    """Build a run that starts at its first step or at a checkpoint and ends with the current stage. Collective.
 
     The order is: data, the checkpoint to resume from, model, loader, run folder, engine.
 
@@ -133,7 +133,7 @@ def build(
         stack: Everything that this function opens is closed when the stack is closed.
         unattended: Whether to use an older checkpoint if the newest is damaged. "auto" always does.
         allow_change: Dotted names of settings that may differ from the settings in the checkpoint.
-        uploads: Uploads that the stage before has left unfinished.
+        uploads: Uploads that the previous stage left unfinished.
 
     Raises:
         ValueError: On every rank, if there is a mistake in the settings or the data.
@@ -216,7 +216,8 @@ def build(
         wandb = open_wandb(recipe, folder, stack)
         engine = start_engine(config, model, loss, ds_config, saved)
         if saved:
-            # The settings that a stage changes are in its recipe, so compare with the stage before.
+            # Compare the checkpoint with the recipe's settings for the stage in which it was saved. If that
+            # stage has ended, a comparison with the new stage would log its planned changes as unexpected.
             before = recipe.at_sample(schedule.first_samples - 1)
             log_changes(saved, schedule.num_steps, identify_stage(before), shape)
     metrics = MetricsLogger(
@@ -232,7 +233,7 @@ def build(
         skip=config.on_spike == "skip",
         max_scale=config.model.max_scale if loss.learns_scale else None,
         warmup_steps=config.optim.warmup_steps,
-        # Other settings, such as another batch, may change the loss. Then forget the values so far.
+        # If settings such as the batch have changed, the loss may change too, so forget its earlier values.
         state=saved.meta["anomalies"] if saved and is_same else None,
     )
 
@@ -332,7 +333,7 @@ def check_image_sizes(config: Config) -> None:
 
 
 def make_loss(settings: LossSettings, optim: OptimSettings) -> Loss:
-    """Build the loss on the CPU, and check that it goes with the optimizer's settings.
+    """Build the loss on the CPU, and check that it is compatible with the optimizer's settings.
 
     Raises:
         ValueError: If the loss does not exist, or if optim.tau_lr is set but the loss does not learn
@@ -341,8 +342,8 @@ def make_loss(settings: LossSettings, optim: OptimSettings) -> Loss:
     loss = build_loss(settings.name, **settings.options)
     if optim.tau_lr is not None and not loss.learns_scale:
         raise ValueError(
-            f"optim.tau_lr is the rate of a learned logit scale, but loss.name={settings.name} "
-            "does not learn one; remove optim.tau_lr"
+            f"optim.tau_lr is the learning rate of the logit scale, but loss.name={settings.name} "
+            "does not learn it; remove optim.tau_lr"
         )
     return loss
 
@@ -382,7 +383,7 @@ def build_towers(config: Config, loss: Loss, restored: bool) -> tuple[nn.Module,
 
 
 def identify(config: Config, sources: list[Source]) -> Callable[[Config], dict[str, Any]]:
-    """Return a function that returns the settings of a stage that must not change when it is resumed. Collective.
+    """Return a function that returns those settings of a stage that a resumed run must not change. Collective.
 
     See checkpoint.identity. The function does not communicate.
 
@@ -392,7 +393,7 @@ def identify(config: Config, sources: list[Source]) -> Callable[[Config], dict[s
     # Synthetic data needs no fingerprint: data.num_samples identifies it, and that setting is compared too.
     data = "synthetic" if config.data.source == "synthetic" else fingerprint(config.data, sources)
     with comm.all_or_none("model"):
-        # Export and evaluation need these values, even if the folder of the pretrained weights was deleted.
+        # Saved because export and evaluation need these values even if the pretrained weights are deleted later.
         preprocess = read_overrides(register_config(config.model.name), config.model)
 
         def identify_stage(stage: Config) -> dict[str, Any]:
@@ -400,7 +401,7 @@ def identify(config: Config, sources: list[Source]) -> Callable[[Config], dict[s
             return found | {"model.preprocess": preprocess}
 
         found = identify_stage(config)
-    # All ranks are known to have the same paths, but the files at a path may differ between hosts.
+    # All ranks already agree on the paths, but the files at a path may differ between hosts.
     same = ("data.shards", "model.config", "model.preprocess")
     check_agreement({key: found.get(key) for key in same}, SAME_FILES)
     return identify_stage

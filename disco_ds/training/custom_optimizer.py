@@ -1,4 +1,4 @@
-"""Custom optimizers (optim.factory): build one, and find out on a small matrix what ZeRO could do with it."""
+"""Custom optimizers (optim.factory): build one, and test on a small matrix whether ZeRO may split its parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from disco_ds.distributed import comm
 from disco_ds.names import load_custom
 
 SHAPE = (128, 256)
-"""Shape of the matrix, so large that optimizers do not treat it as an exception."""
+"""Shape of the test matrix. It is so large that optimizers do not treat it as a special case."""
 
 
 def build_custom(factory: str, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -30,14 +30,14 @@ def build_custom(factory: str, groups: list[dict[str, Any]]) -> torch.optim.Opti
 
 
 def is_elementwise(factory: str) -> bool:
-    """Return whether the optimizer updates the flat halves of a matrix, in three steps, as it updates the matrix.
+    """Return whether three steps on the flat halves of a matrix give the same result as three steps on the matrix.
 
     Raises:
         ValueError: If the optimizer cannot be built or cannot make a step.
     """
     generator = torch.Generator().manual_seed(0)
     tensors = torch.randn(4, *SHAPE, generator=generator).to(comm.local_device())
-    # Each half has an optimizer of its own, as under ZeRO each rank does.
+    # Each half has a separate optimizer, as each rank has under ZeRO.
     halves = [_train(factory, half) for half in tensors.view(4, 2, -1).unbind(1)]
     return torch.allclose(_train(factory, tensors).view(2, -1), torch.stack(halves), rtol=1e-4)
 
@@ -67,7 +67,8 @@ def check_optimizer(settings: OptimSettings, level: int) -> None:
         level: ZeRO stage, 0 to 3.
 
     Raises:
-        ValueError: If it depends on the shapes of the parameters, or cannot be built or make a step.
+        ValueError: If the optimizer cannot be built or cannot make a step, or if ZeRO is on and the updates
+            depend on the shapes of the parameters.
     """
     factory = settings.factory
     if factory and not is_elementwise(factory) and level > 0:

@@ -1,7 +1,7 @@
 """The exponential moving average (EMA) of the trained weights.
 
-The average is one more state of the optimizer. Therefore DeepSpeed shards and saves it, and a resumed run with
-another number of ranks or ZeRO stage has it, like every other state. Buffers are not averaged.
+The average is stored as an additional optimizer state. Therefore DeepSpeed shards and saves it, and a run that is
+resumed with another number of ranks or ZeRO stage restores it like every other state. Buffers are not averaged.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def has_average(engine: Engine) -> bool:
 
 
 def drop_average(engine: Engine) -> None:
-    """Remove the average, which a checkpoint may have brought."""
+    """Remove the average, if the loaded checkpoint contained one."""
     for state in engine.basic_optimizer.state.values():
         state.pop(AVERAGE, None)
         state.pop(STEPS, None)
@@ -56,10 +56,10 @@ def drop_average(engine: Engine) -> None:
 
 @contextmanager
 def averaged(engine: Engine) -> Iterator[None]:
-    """In this block, the model has the averaged weights. Collective.
+    """Give the model the averaged weights during the `with` block. Collective.
 
-    An error inside the block ends the run, so the weights are not restored then. Restoring them is a collective
-    operation, which a single failed rank would start alone.
+    After an error inside the block, the weights are not restored. Restoring them is a collective operation, which a
+    single failed rank would start alone, and the error ends the run anyway.
     """
     _exchange(engine)
     yield
@@ -79,7 +79,7 @@ def _exchange(engine: Engine) -> None:
 
 
 def _find_weights(engine: Engine) -> list[Tensor]:
-    """Return the tensors that the optimizer of this rank updates, which are its keys of the states."""
+    """Return the tensors that the optimizer of this rank updates. They are the keys of its states."""
     if engine.zero_optimization_stage() == 3:
         return list(engine.optimizer.fp32_partitioned_groups_flat)
     return [weight for group in engine.basic_optimizer.param_groups for weight in group["params"]]

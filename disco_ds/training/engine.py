@@ -91,8 +91,8 @@ def learning_rate(step: float, num_steps: float, peak: float, settings: OptimSet
     """Return the learning rate of a step: linear warmup to `peak`, then settings.schedule.
 
     Args:
-        step: Number of the step, counted from 0 in steps of Schedule.warmup_batch.
-        num_steps: Length of the run in such steps.
+        step: Number of the step, counted from 0, as if every step had Schedule.warmup_batch samples.
+        num_steps: Length of the run, counted in the same way.
         peak: Learning rate after the warmup.
         settings: Only warmup_steps, schedule, cooldown_steps and lr_min are used.
     """
@@ -207,8 +207,8 @@ def backward_and_step(
 def clamp_scale(engine: Engine, max_scale: float, before: Tensor) -> None:
     """Limit logit_scale to at most ln(max_scale), in the parameter and in the optimizer's fp32 copy.
 
-    A scale that was above the bound before the update, as that of pretrained weights may be, is not pulled down to it,
-    but cannot rise. Each rank clamps the part of logit_scale that it owns, with no communication or device
+    A scale that was already above the bound before the update, as may happen with pretrained weights, is not lowered to
+    it but cannot rise. Each rank clamps the part of logit_scale that it owns, with no communication or device
     synchronization.
 
     Args:

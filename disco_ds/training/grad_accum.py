@@ -103,7 +103,7 @@ def accumulate(
     agree: Callable[[Embeddings, LossOutput], None] = lambda embeddings, out: None,
     timer: Timer = record_function,
 ) -> Accumulated:
-    """Compute the loss of the global batch and backpropagate it through all micro-batches. Collective, as the loss is.
+    """Compute the loss of the global batch and backpropagate it through all micro-batches. Collective if the loss is.
 
     Args:
         towers: Called on each micro-batch; `towers.again` is called on each one except the last.

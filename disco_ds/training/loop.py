@@ -62,8 +62,8 @@ def train(run: Run) -> None:
     run.engine.train()
     step = run.schedule.first_step
     last_step, num_steps = run.schedule.last_step, run.schedule.num_steps
-    # A step is evaluated after its checkpoint is saved. If the run stopped in between, or a stage ended,
-    # the evaluation of the step that this run resumes from is missing.
+    # A step is evaluated after its checkpoint is saved. If the run stopped in between, or a stage ended
+    # there, the step that this run resumes from has not been evaluated yet.
     if 0 < step < num_steps and is_due(run, step, run.config.eval):
         evaluate(run, step)
     while step < last_step:
@@ -175,7 +175,7 @@ def mark_phases(run: Run, step: int, timer: Timer) -> Timer:
     """Wrap the timer of the step's phases so that the heartbeat also publishes each phase as it begins."""
 
     def begin(name: str) -> AbstractContextManager[Any]:
-        # The first step is not timed: it may take very long, because the model is compiled in it.
+        # The first step has no time limit, because compiling the model in this step may take very long.
         run.heartbeat.mark(step, name.removeprefix("step/"), timed=step > run.schedule.first_step)
         return timer(name)
 
@@ -227,7 +227,7 @@ def agree(
         # of other ranks.
         places = comm.gather_objects(f"rank {comm.rank()} on {socket.gethostname()}: step {step}")
         raise StopError(
-            "the ranks are at different steps, so they have not trained one model: "
+            "the ranks are at different steps, so they have not trained the same model: "
             f"{'; '.join(places)}"
         )
     interrupts.agree(bool(save), bool(stop), bool(writing))

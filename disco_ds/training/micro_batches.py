@@ -1,4 +1,4 @@
-"""Split a batch, whatever its structure, into micro-batches. Only own_loop.py imports this file."""
+"""Split a batch of any structure into micro-batches. Only own_loop.py imports this file."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def _cut(value: Any, count: int, path: tuple[str, ...], sizes: dict[str, int]) -
         shape = tuple(value.shape) if isinstance(value, Tensor) else (len(value),)
         size = shape[0] if shape else 0
         if size == 0 or size % count:
-            raise ValueError(f"{name} of shape {shape} does not divide into {count} micro-batches")
+            raise ValueError(
+                f"{name} of shape {shape} cannot be divided evenly into {count} micro-batches"
+            )
         sizes[name] = size
         return [value[first : first + size // count] for first in range(0, size, size // count)]
     if value is None or isinstance(value, str | bytes | int | float):
@@ -88,7 +90,7 @@ def _open(
     shapes = {item.shape if isinstance(item, Tensor) else None for item in value}
     shape = shapes.pop() if len(shapes) == 1 else None
     # If these tensors are samples, splitting them as fields would cut each sample into fragments. With
-    # these sizes, each part would still give the expected number of rows, so nothing else would notice.
+    # these sizes, each part would still give the expected number of rows, so no later check would fail.
     if shape and len(value) > 2 and len(value) * count == shape[0]:
         raise ValueError(
             f"{name} has {len(value)} tensors of shape {tuple(shape)}, which may be samples or "

@@ -6,11 +6,11 @@ orthogonalize the update: the ranks then join the parts that they hold, one matr
 DeepSpeed 0.19 also has a Muon. It orthogonalizes gradients before their norm is computed, so clipping, grad_norm and
 on_spike would have another meaning, and the momentum that it keeps at ZeRO 1 and 2 cannot be resharded.
 
-Sources: Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon); the factor of the learning rate is that of
-Liu et al. 2025 (arXiv 2502.16982), with which AdamW's learning rate and weight decay suit Muon too.
+Sources: Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon). The learning rate is multiplied by the factor
+of Liu et al. 2025 (arXiv 2502.16982), so that values of learning rate and weight decay that suit AdamW also suit Muon.
 """
 
-# W matrix [m, n], U its update, as large as W
+# W: a matrix [m, n]. U: the update of W, with the same shape.
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Muon(torch.optim.AdamW):
     def _update(self, weight: Tensor, gradient: Tensor, lr: float, weight_decay: float) -> None:
         state = self.state[weight]
         if "momentum_buffer" not in state:
-            # torch's AdamW expects a step in every state that it loads.
+            # torch's AdamW expects the entry "step" in every state that it loads.
             state["step"] = torch.zeros(())
             state["momentum_buffer"] = torch.zeros_like(weight)
         state["momentum_buffer"].lerp_(gradient, 1 - self.momentum)
@@ -99,7 +99,7 @@ class Muon(torch.optim.AdamW):
 def orthogonalize(U: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a matrix with the singular vectors of U and singular values between about 0.7 and 1.2.
 
-    Five Newton-Schulz iterations.
+    This runs five Newton-Schulz iterations.
 
     Args:
         U: [m, n].

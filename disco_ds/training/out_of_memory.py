@@ -77,7 +77,7 @@ def _explain(config: Config, phase: str) -> list[str]:
     return [
         f"{allocated:.2f} GiB allocated (peak {peak:.2f}), {reserved:.2f} GiB reserved by torch, "
         f"of {capacity:.2f} GiB on {device.current_device_name()}",
-        f"what helps in {phase}, in this order:",
+        f"to save memory in {phase}, try in this order:",
         *(f"  {change}" for change in _remedies(config, phase)),
         f"disco-ds plan --config NAME --ranks {comm.size()} shows where the memory goes; "
         "--fit FOLDER writes a recipe that fits",
@@ -87,7 +87,7 @@ def _explain(config: Config, phase: str) -> list[str]:
 def _remedies(config: Config, phase: str) -> Iterator[str]:
     """Yield changes to the recipe that save memory in this phase, cheapest first."""
     if phase == "building":
-        yield "nvidia-smi: does another process use this GPU?"
+        yield "check with nvidia-smi whether another process uses this GPU"
     if phase == "loss":
         if config.loss.name in ("clip", "disco", "disco_fused"):
             yield "loss.name=disco_fused or, with the least memory, loss.name=inf_cl: the same loss"

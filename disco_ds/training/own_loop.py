@@ -33,7 +33,7 @@ REPEAT_TOLERANCE = 0.05
 The distance is divided by the norm of the first row. With 16-bit kernels, distances of 0.01 occur.
 """
 RECHECK_STEPS = 200
-"""Once in this many steps, the features of the repeated forward are compared with those of the first one."""
+"""Number of steps between two checks that the repeated forward returns the same features as the first forward."""
 EXPECTED = (
     "expected a tuple: the features of both sides, then the scale and the bias, if there are any"
 )
@@ -61,8 +61,8 @@ def contrastive_step(
         model: A DeepSpeed engine, a DistributedDataParallel module, a module to which FSDP2's
             fully_shard was applied, or a plain module in a run with one process.
         loss: The loss of the global batch.
-        batch: This rank's b samples, in a structure that micro_batches.split can divide. If K is 1, any
-            structure is allowed.
+        batch: This rank's b samples, in a structure that training/micro_batches.py can split. Any structure
+            is allowed if the argument micro_batches is 1.
         forward: Calls `model` on one micro-batch, a part of `batch`. It returns the features of both
             sides, [m, D] each, then the learned scale and bias, if there are any. All random numbers
             that it uses must come from torch's generators.
@@ -181,7 +181,9 @@ def _split_on_all_ranks(
     if count == 1:
         return [batch], None
     done: tuple[list[Any], int] | None = None
-    problem = ValueError(f"the batch of another rank does not divide into {count} micro-batches")
+    problem = ValueError(
+        f"the batch of another rank cannot be divided evenly into {count} micro-batches"
+    )
     try:
         done = split(batch, count)
     except ValueError as error:
@@ -247,8 +249,8 @@ class _Towers:
         if not worst <= REPEAT_TOLERANCE:
             raise ValueError(
                 "forward returned different features for a micro-batch the second time (relative "
-                f"distance {worst:.2f}): it draws random numbers that are not torch's, or depends on "
-                "earlier batches"
+                f"distance {worst:.2f}): it draws random numbers from a generator other than torch's, or depends "
+                "on earlier batches"
             )
 
 
@@ -282,7 +284,7 @@ class _Engine:
         return backward_and_step(self.engine, surrogates) is not None
 
     def warn_of_unaveraged(self) -> None:
-        """Do nothing, because DeepSpeed averages the gradients over ranks."""
+        """Do nothing, because DeepSpeed always averages the gradients over ranks."""
 
 
 class _Plain:

@@ -88,7 +88,7 @@ def train_step(
 
 
 class Forward:
-    """Runs the towers on a micro-batch, and runs the trained towers again to compute their gradient."""
+    """Runs the towers on a micro-batch, and later runs the trained towers again to compute their gradient."""
 
     def __init__(self, engine: Engine, prepare: Prepare):
         self.engine = engine
@@ -101,8 +101,8 @@ class Forward:
         image, text, index, *group_id = self.prepare(batch)
         with torch.no_grad():
             locked_image, locked_text, *_ = self._run_towers(image, text, trained=False)
-        rng = Rng()  # taken after the locked tower has run, because `again` does not run it
-        # torch.compile has separate graphs with and without gradients, which may draw different random numbers. So a
+        rng = Rng()  # taken after the locked tower has run, because `again` does not run that tower
+        # torch.compile builds separate graphs with and without gradients, which may draw different random numbers. So a
         # compiled tower runs both forwards with gradients.
         with torch.set_grad_enabled(keep_graph or self.compiled):
             image, text, scale, bias = self._run_towers(image, text, trained=True)

@@ -72,7 +72,7 @@ def test_read_meta_foreign_description_is_refused(text: str, tmp_path: Path) -> 
 def test_read_other_format_names_both(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, 1)
     describe(path, json.loads((path / META).read_text()) | {"format": FORMAT + 1})
-    words = f"has format {FORMAT + 1}, this version of disco_ds reads format {FORMAT}"
+    words = f"has format {FORMAT + 1}, but this version of disco_ds reads format {FORMAT}"
     with pytest.raises(ValueError, match=words) as caught:
         read(path)
     assert not isinstance(caught.value, DamagedError), "an older checkpoint has it too"

@@ -266,7 +266,7 @@ def test_too_few_slots_fail_and_too_few_samples_are_a_warning(tmp_path: Path) ->
     write_shards(tmp_path, [10] * 4)
     (line,) = [line for line in look_at_data(data_of(tmp_path), ranks=3) if line.status == "fail"]
     assert (
-        "the data order has 4 slots (the default for 4 shards), not a multiple of 3 ranks"
+        "the data order has 4 slots (the default for 4 shards), not a multiple of the number of ranks (3)"
         in line.found
     )
     lines = look_at_data(data_of(tmp_path), ranks=4)

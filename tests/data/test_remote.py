@@ -87,12 +87,12 @@ def test_local_braces_use_their_part_of_the_folders_manifest(
     (whole,) = load_sources(settings(shards.folder / ALL))
     assert whole.fingerprint == shards.fingerprint
     with pytest.raises(
-        ValueError, match=r"data.shards: .*manifest.json does not list 00008.tar, 00009.tar; count"
+        ValueError, match=r"data.shards: .*manifest.json does not list 00008.tar, 00009.tar; index"
     ):
         load_sources(settings(shards.folder / "{00007..00009}.tar"))
     with pytest.raises(
         ValueError,
-        match=r"there is no .*manifest.json; count the shards: disco-ds index 'SHARDS' --to",
+        match=r"manifest.json does not exist; index the shards: disco-ds index 'SHARDS' --to",
     ):
         load_sources(settings(tmp_path / "{a,b}.tar"))
     (shards.folder / "00003.tar").unlink()
@@ -117,12 +117,12 @@ def test_commands_are_off_unless_allowed(tmp_path: Path) -> None:
     parts = [part.model_copy(update={"manifest": manifest}) for part in both.sources or ()]
     with pytest.raises(
         ValueError,
-        match=r"data.sources\[1\]: a pipe: runs its command in a shell.*data.remote.pipe=true",
+        match=r"data.sources\[1\]: a pipe: command runs in a shell.*data.remote.pipe=true",
     ):
         load_sources(both.model_copy(update={"sources": tuple(parts)}))
     with pytest.raises(
         ValueError,
-        match=r"data.shards: remote shards need a manifest; count them: disco-ds index",
+        match=r"data.shards: remote shards need a manifest; index them: disco-ds index",
     ):
         load_sources(settings("http://h/{0..1}.tar"))
     with pytest.raises(ValueError, match=r"ftp:// is not supported: .*s3://.* or a pipe:"):

@@ -150,7 +150,7 @@ def test_selection_that_cannot_work_is_refused_at_the_start(
     "rules", [{"x": {}}, {"x": {"min": "a"}}, {"x": {"in": "en"}}, {"x": {"most": 1}}]
 )
 def test_rules_that_make_no_sense_are_refused(rules: Any) -> None:
-    with pytest.raises(ValueError, match="the rule of x"):
+    with pytest.raises(ValueError, match="the rule for x"):
         settings(filter=rules)
 
 

@@ -191,7 +191,7 @@ def test_manifest_refusals_name_the_remedy(tmp_path: Path) -> None:
     good = path.read_text()
     command = f"disco-ds index {tmp_path}"
     path.unlink()
-    assert f"there is no {path}; count the shards" in refusal(tmp_path)
+    assert f"{path} does not exist; index the shards" in refusal(tmp_path)
     assert command in refusal(tmp_path)
     for text, words in [
         ("{", "is not a manifest"),
@@ -207,7 +207,7 @@ def test_manifest_refusals_name_the_remedy(tmp_path: Path) -> None:
     assert "missing shards: 00001.tar" in refusal(tmp_path)
     assert command in refusal(tmp_path)
     write_tar(tmp_path / "00001.tar", [("a.txt", b"a")])
-    assert "manifest.json does not list x.tar; count" in refusal(tmp_path)
+    assert "manifest.json does not list x.tar; index" in refusal(tmp_path)
 
 
 def test_shard_of_another_size_is_only_a_warning(

@@ -224,7 +224,7 @@ def test_scale_that_is_still_a_logarithm_is_warned_of() -> None:
     model, (image, text) = Towers(False), batch()
     with pytest.warns(
         UserWarning,
-        match=r"the logit scale is 2\.00, which looks like its logarithm; pass .*exp\(\)",
+        match=r"the logit scale is 2\.00, which looks like a logarithm; pass .*exp\(\)",
     ):
         ClipLoss()(**model(image, text) | {"logit_scale": model.logit_scale})
 

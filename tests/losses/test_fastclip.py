@@ -238,7 +238,7 @@ def mistakes() -> None:
     with pytest.raises(ValueError, match="call set_num_samples first"):
         build_loss("fastclip_v2")(Embeddings(image, text, scale, index=torch.arange(len(image))))
     part = make_loss("fastclip_v2", num_samples=NUM_SAMPLES + 1).state_dict()
-    with pytest.raises(ValueError, match="has the state of 71 samples, the data have 70 now"):
+    with pytest.raises(ValueError, match="has the state of 71 samples, but the data now have 70"):
         loss.load_state_parts([part] * N)
     for other in (make_loss("fastclip_v1").state_dict(), {}):
         with pytest.raises(ValueError, match="does not have log_u, tau"):

@@ -106,7 +106,7 @@ def test_scale_and_bias_start_at_the_weights_else_at_the_config_else_at_the_loss
 def test_pretrained_missing_file_is_named(tiny: str, tmp_path: Path) -> None:
     for value in (tmp_path / "missing.pt", tmp_path, Path("laion2b_s34b_b79k")):
         with pytest.raises(
-            ValueError, match=f"model.pretrained: no file {value}, no folder with weights"
+            ValueError, match=f"model.pretrained: {value} is not a file, a folder with weights"
         ):
             build(tiny, pretrained=value)
 

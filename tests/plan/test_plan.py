@@ -362,7 +362,7 @@ def test_each_stage_is_planned(
         (["micro_batch=48"], "not a multiple of ranks x micro_batch"),
         pytest.param(
             ["--gpu-memory", "0.001", "--fit", "x"],
-            "nothing fits 0.001 GiB: a single micro-batch of 64",
+            "nothing fits in 0.001 GiB: a single micro-batch of 64",
             marks=pytest.mark.slow,
         ),
         pytest.param(

@@ -26,7 +26,7 @@ TEXT = (
     "free. If reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 )
 NAMED = f"on {socket.gethostname()}"
-HELPS = "what helps in"
+HELPS = "to save memory in"
 
 
 def enter(
@@ -106,7 +106,7 @@ def test_rank_without_memory_explains_and_the_others_name_it(tmp_path):
     expect(told, "GiB allocated (peak ", "disco-ds plan --config NAME --ranks 2")
     expect(
         told,
-        f"{HELPS} forward, in this order:\n    micro_batch=2 (now 4)\n    image_staging=",
+        f"{HELPS} forward, try in this order:\n    micro_batch=2 (now 4)\n    image_staging=",
         "deepspeed=zero2",
     )
     expect(
@@ -161,7 +161,7 @@ def test_what_helps_first(phase, changes, first):
         raise torch.OutOfMemoryError(TEXT)
     (said,) = reported
     assert said.splitlines()[0] == f"rank 0 is {caught.value}"
-    assert first in said.split(f"{HELPS} {phase}, in this order:\n")[1].splitlines()[0]
+    assert first in said.split(f"{HELPS} {phase}, try in this order:\n")[1].splitlines()[0]
     assert [line.removeprefix("  ") for line in said.splitlines()[1:]] == caught.value.explanation
 
 

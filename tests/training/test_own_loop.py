@@ -287,10 +287,10 @@ class Named(NamedTuple):
 @pytest.mark.parametrize(
     ("batch", "words"),
     [
-        ([torch.ones(4, 2)], r"0 of shape \(4, 2\) does not divide into 3"),
-        ({"q": QUESTIONS}, r"q of shape \(16,\) does not divide into 3"),
-        ({"q": torch.tensor(3.0)}, r"q of shape \(\) does not divide into 3"),
-        ({"q": []}, r"q of shape \(0,\) does not divide into 3"),
+        ([torch.ones(4, 2)], r"0 of shape \(4, 2\) cannot be divided evenly into 3"),
+        ({"q": QUESTIONS}, r"q of shape \(16,\) cannot be divided evenly into 3"),
+        ({"q": torch.tensor(3.0)}, r"q of shape \(\) cannot be divided evenly into 3"),
+        ({"q": []}, r"q of shape \(0,\) cannot be divided evenly into 3"),
         ({"q": "a question", "a": None}, "nothing that can be divided"),
         ({"q": QUESTIONS[:12], "a": torch.ones(9)}, r"different numbers of samples: q 12, a 9"),
         ({"q": np.ones(9)}, "q is a ndarray"),

@@ -116,7 +116,7 @@ def mistakes_of_forwards() -> None:
     assert "module.norm is a BatchNorm1d" in said
     assert torch.isfinite(step(Counting(norm=True))().loss), "one micro-batch is seen once"
     assert torch.isfinite(step(Counting(norm=True).eval(), micro_batches=2)().loss)
-    assert "draws random numbers that are not torch's" in refused(
+    assert "draws random numbers from a generator other than torch's" in refused(
         step(Counting(norm=False), micro_batches=2)
     )
 
@@ -125,7 +125,9 @@ def mistakes_of_forwards() -> None:
     assert "drop the last uneven batch" in refused(step(make("text-text"), uneven))
     said = refused(step(make("text-text"), uneven, micro_batches=2))
     assert (
-        "batch.first of shape (7, " if n else "the batch of another rank does not divide into 2"
+        "batch.first of shape (7, "
+        if n
+        else "the batch of another rank cannot be divided evenly into 2"
     ) in said
     narrow = nn.Sequential(make("text-text"), nn.Linear(D, D - n))
     forward = forward_of("text-text", narrow, torch.float32)
@@ -163,7 +165,7 @@ def mistakes_of_forwards() -> None:
 
         with pytest.raises(OSError, match="cannot be read"):
             contrastive_step(model, loss, batch, breaks, scale=SCALE)
-    assert "a rank has left one out" in refused(
+    assert "a rank has skipped a step" in refused(
         lambda: contrastive_step(model, loss, batch, forward, scale=SCALE)
     )
     assert "forward returned no scale" in refused(
@@ -220,7 +222,9 @@ def step_alone(model: nn.Module, width: int, K: int = 2, steps: int = 1) -> None
 @pytest.mark.parametrize("width", [64, 1024])
 def test_dropout_that_is_not_replayed_is_refused_at_any_width(width: int) -> None:
     torch.manual_seed(0)
-    with pytest.raises(ValueError, match="draws random numbers that are not torch's"):
+    with pytest.raises(
+        ValueError, match="draws random numbers from a generator other than torch's"
+    ):
         step_alone(Residual(width), width)
 
 

@@ -1,8 +1,8 @@
 """Exceptions for data errors, and the context manager that turns any error in a sample's content into BrokenSample.
 
-Broken samples are skipped. Samples that are too large are rejected by their size, before they are read or decoded. How
-much time or memory a sample takes must not decide whether it is skipped, because the data order must be the same on
-every machine.
+Broken samples are skipped. Samples that are too large are rejected by their size, before they are read or decoded.
+Whether a sample is skipped must not depend on how much time or memory it takes, because the data order must be the same
+on every machine.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ _MAX_NAME = 200
 _MAX_PAUSE_S = 8.0
 
 
-class BrokenSample(Exception):  # noqa: N818 - an event that costs one sample, not an error of the run
+class BrokenSample(Exception):  # noqa: N818 - one sample is skipped, the run does not fail
     """A sample cannot be used and is skipped. The message is the reason."""
 
 
 class DroppedSample(BrokenSample):
-    """A sample is intact, but the recipe leaves it out. It does not count as broken."""
+    """A sample is left out, but not because it is damaged. It does not count as broken.
+
+    The recipe excludes the sample, or the shard has fewer samples than its manifest says.
+    """
 
 
 class DataError(Exception):
@@ -52,8 +55,8 @@ def breaks_sample(*others: type[Exception]) -> Iterator[None]:
 
     Args:
         *others: Exception types to let through because the sample's content does not cause them, such as OSError while
-            a shard is being read. BrokenSample, DataError and MemoryError are always let through; MemoryError because
-            it depends on the machine.
+            a shard is being read. BrokenSample, DataError and MemoryError are always let through. MemoryError is let
+            through because it depends on the machine, not on the sample.
     """
     try:
         yield
@@ -88,7 +91,7 @@ def name_broken(
 
 
 def printable(text: str, most: int = _MAX_TEXT) -> str:
-    """Shorten a text to about `most` characters, and escape characters that cannot be printed or encoded in UTF-8."""
+    """Shorten text to about `most` characters, and escape characters that cannot be printed or encoded in UTF-8."""
     short = text if len(text) <= most else f"{text[: most // 2]} ... {text[-(most // 2) :]}"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in short)
 
@@ -108,7 +111,7 @@ def read_patiently(read: Callable[[], T], patience_s: float) -> T:
             if left_s <= 0:
                 raise
             if pause_s == 0.5:
-                logger.warning("%s; retrying for data.retry_s=%g s", error, patience_s)
+                logger.warning("%s; retrying for up to %g s (see data.retry_s)", error, patience_s)
             time.sleep(min(pause_s, left_s))
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 

@@ -1,4 +1,4 @@
-"""Color jitter and conversion to grayscale, with open_clip's options, for a batch on its device.
+"""Color jitter and conversion to grayscale, with open_clip's options, on the device where the batch is.
 
 torchvision draws from the process's global random generator and processes one image at a time. Here each image
 has random numbers keyed by (seed, epoch, sample id). The whole batch is processed at once, without synchronizing with
@@ -65,7 +65,7 @@ def _change(pixels: Tensor, kind: Tensor, factor: Tensor) -> Tensor:
 
 
 def _turn_hue(pixels: Tensor, turns: Tensor) -> Tensor:
-    """Rotate the hue by `turns`, where 1 is a full turn of the color circle, by way of HSV."""
+    """Rotate the hue by `turns`, by way of HSV. One turn is a full rotation of the color circle."""
     red, green, blue = pixels.unbind(1)
     value = pixels.amax(1)
     chroma = value - pixels.amin(1)

@@ -49,7 +49,7 @@ _MAX_ASPECT = 64
 """Maximum ratio of the long side to the short side in evaluation. An image with a larger ratio could become huge when
 its short side is resized to the model's size."""
 _KEYS = re.compile(r"[^\[\]]+")
-"""The parts of a template field: the name of a member, and keys in brackets."""
+"""Matches each part of a template field: the name of the member, and the keys in brackets."""
 _MAX_CAPTION = 2**14
 """Maximum number of bytes of a caption that are passed to the tokenizer."""
 _MAX_WORD = 2**11
@@ -69,7 +69,7 @@ class ImageSpec:
 
 
 def find_image(members: Members, image_key: str) -> Picture:
-    """Return the image of a sample: the first key in data.image_key (such as `jpg;png`) that the sample has.
+    """Return the image of a sample: the member under the first key in data.image_key (such as `jpg;png`) that exists.
 
     Raises:
         BrokenSample: If the sample has none of the keys. The message lists the sample's members.
@@ -103,7 +103,7 @@ def decode_image(data: Picture, max_pixels: int) -> Image.Image:
 
 
 def decode_pixels(data: Picture, max_pixels: int) -> Tensor:
-    """Decode an image to [3, H, W] uint8. JPEGs are decoded by torchvision, which takes little over half of PIL's time.
+    """Decode an image to [3, H, W] uint8. JPEGs are decoded by torchvision, which takes just over half of PIL's time.
 
     Raises:
         BrokenSample: See decode_image.
@@ -128,7 +128,7 @@ def resize_for_evaluation(image: Image.Image, spec: ImageSpec) -> Tensor:
     """
     if max(image.size) > _MAX_ASPECT * min(image.size):
         raise BrokenSample(
-            f"image: {image.width} x {image.height} pixels, longer than {_MAX_ASPECT} times its short side"
+            f"image: {image.width} x {image.height} pixels; one side is over {_MAX_ASPECT} times the other"
         )
     pixels: Tensor = _evaluation_transform(spec)(image)
     return (255 * pixels).round().to(torch.uint8)
@@ -197,7 +197,7 @@ def _crop_box(
         if 0 < w <= width and 0 < h <= height:
             # The last two random numbers place the box. All attempts can share them, because only one attempt succeeds.
             return int(uniform[-1] * (width - w + 1)), int(uniform[-2] * (height - h + 1)), w, h
-    # No box fitted. Take the largest centered box whose aspect ratio is in the range.
+    # No box fit. Take the largest centered box whose aspect ratio is in the range.
     w = min(width, round(height * ratio[1]))
     h = min(height, round(width / ratio[0]))
     return (width - w) // 2, (height - h) // 2, w, h
@@ -238,13 +238,13 @@ def list_fields(template: str) -> set[str]:
 
 
 def fill_template(template: str, members: Members, item: float = 0.0, what: str = "caption") -> str:
-    """Fill a template with the sample's members, and strip white space from both ends.
+    """Fill a template with the sample's members, and strip whitespace from both ends.
 
     Args:
         template: The template, which check_template accepts.
         members: The sample's members.
         item: Random number in [0, 1) that selects the items of lists.
-        what: What the text is, for messages.
+        what: What the filled template is called in messages.
 
     Raises:
         BrokenSample: If a field is missing or cannot be used, or if the result is empty. The message lists the sample's
@@ -268,7 +268,7 @@ def _fill_field(field: str, members: Members, item: float) -> str:
     """Return the text of the first alternative of a field that is neither missing, null nor blank."""
     *others, last = field.split("|")
     for name in others:
-        # Any other problem breaks the sample.
+        # Ignore only missing values. Any other error makes the sample broken.
         with suppress(LookupError):
             text = _look_up(name, members, item)
             if text.strip():
@@ -293,7 +293,7 @@ def _look_up(name: str, members: Members, item: float) -> str:
         if key == "*":
             if not isinstance(value, list):
                 raise ValueError(f"{{{name}}} is not a list")
-            # Of an empty list, the item 0 is missing.
+            # If the list is empty, this raises IndexError, which is a LookupError.
             value = value[int(item * len(value))]
         else:
             value = value[int(key) if isinstance(value, list) else key]
@@ -308,12 +308,12 @@ def _look_up(name: str, members: Members, item: float) -> str:
 
 
 def find_group(group_by: str | None, members: Members, caption: str, image: Picture) -> int:
-    """Hash what data.group_by names to 64 bits, so that samples with equal values share a group.
+    """Hash the value that data.group_by names to 64 bits, so that samples with equal values share a group.
 
     Args:
         group_by: See data.group_by; if it is None, the result is 0.
         members: The sample's members.
-        caption: The caption that is used this time.
+        caption: The caption that was chosen for this epoch.
         image: The encoded image or, from data.stages, the decoded one.
 
     Raises:

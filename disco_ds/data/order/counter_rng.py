@@ -18,7 +18,7 @@ from torch import Tensor
 CROP_COLUMN = 0
 """22 columns for the random crop."""
 CAPTION_COLUMN = 22
-"""Two columns: for the choice of the caption template, and for that of an item of a list of captions."""
+"""Two columns: one to choose the caption template, and one to choose an item from a list of captions."""
 AUGMENT_COLUMN = 32
 """Ten columns per view for rotation, zoom, shift, and the scale and offset of the channels."""
 COLOR_COLUMN = 128
@@ -53,7 +53,7 @@ def keyed_uniform(seed: int, epoch: Tensor, index: Tensor, num: int, first: int 
         first: The first column to return.
 
     Returns:
-        [m, num] fp32 in [0, 1), multiples of 2**-24, equal to the bit on CPU and GPU.
+        [m, num] fp32 in [0, 1), multiples of 2**-24, bitwise equal on CPU and GPU.
 
     Source: Steele, Lea, Flood 2014, splitmix64.
     """

@@ -27,7 +27,7 @@ from disco_ds.data.order.whole_shards import WholeShards
 # Keys that keep different uses of random numbers independent. slots.py uses the keys 1 and 2.
 _SEED, _PHASE = 3, 4
 _ONE = 2**64
-"""Represents 1 in fixed-point numbers."""
+"""The number 1 in the fixed-point format of this file."""
 
 
 Order = DataOrder | WholeShards
@@ -57,13 +57,13 @@ class Mixture:
         self.orders = orders
         self._num_slots = num_slots
         self._seed = seed
-        # The bounds between sources are 64-bit integers, so that which source a sample comes from does not depend on
-        # how a processor rounds.
+        # The bounds between sources are 64-bit integers, so that the choice of a sample's source does not depend on how
+        # a processor rounds.
         total = math.fsum(weights)
         bounds = [int(end / total * _ONE) for end in accumulate(weights)]
         self._bounds = [0, *bounds[:-1], _ONE]
         self._first_shard = [0, *accumulate(map(len, sizes))]
-        # An array, because it is sent to every worker.
+        # An array, because it is sent to every worker and a long list is slow to pickle.
         self._first_id = np.cumsum([0, *(size for part in sizes for size in part)])
 
     def streams(self, slot: int) -> list[int]:
@@ -82,7 +82,7 @@ class Mixture:
         return divmod(stream, self._num_slots)
 
     def upcoming(self, stream: int, epoch: int, offset: int) -> Iterator[tuple[float, int]]:
-        """Yield the shards of the stream's source that the stream reads next, endlessly.
+        """Yield the shards of the stream's source that the stream reads next, forever.
 
         Yields:
             A pair (samples, shard). The stream may need the shard once its slot has read this many more samples.

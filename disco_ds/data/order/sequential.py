@@ -57,7 +57,7 @@ def read_all(
     Raises:
         OSError: If a shard cannot be read. The message names the shard.
     """
-    # A reader is not thread-safe. Decoding takes much longer than reading, so the threads seldom wait.
+    # A reader is not thread-safe. Decoding takes much longer than reading, so the threads seldom wait for the lock.
     lock = threading.Lock()
 
     def load(shard: int, entry: int, index: int) -> tuple[Tensor, str, int] | None:

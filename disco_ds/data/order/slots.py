@@ -6,12 +6,12 @@ nor decodes any data.
 - In each epoch, the shards are randomly permuted. Their entries, concatenated in that order, are a sequence of n
   samples.
 - The sequence is cut into S intervals, one for each of S slots. In an epoch, slot s owns [k n / S, (k + 1) n / S) with
-  k = (s + epoch) % S. Every sample is therefore read once per epoch, the number of shards is arbitrary, and the slots
+  k = (s + epoch) % S. Every sample is therefore read once per epoch, there can be any number of shards, and slots
   differ by at most one sample. Because k rotates with the epoch, no slot gets ahead of the others. Within its interval,
   a slot shuffles one window of consecutive entries at a time.
 - A slot reads its epochs one after another. Its cursor (epoch, offset) determines the next (shard, entry). If a sample
   is broken, the slot's next entry takes its place.
-- Position p of the endless global sequence belongs to slot p % S. A global batch of B samples that follows A samples
+- Position p of the infinite global sequence belongs to slot p % S. A global batch of B samples that follows A samples
   consists of the positions [A, A + B). Of these, rank r of N takes the positions with p % N == r, in ascending order.
   N must divide S, so that every slot belongs to exactly one rank. Every such N produces the same global batches.
 """
@@ -90,7 +90,7 @@ class DataOrder:
         return shard, place - int(ends[at]) + int(self._sizes[shard])
 
     def upcoming(self, slot: int, epoch: int, offset: int) -> Iterator[tuple[int, int]]:
-        """Yield the shards that the slot reads, starting with its current window, endlessly.
+        """Yield the shards that the slot reads, starting with its current window, forever.
 
         Yields:
             A pair (samples, shard). The slot may need the shard once it has read this many more samples.
@@ -135,7 +135,9 @@ class DataOrder:
 
 
 def divide(num_samples: int) -> list[int]:
-    """Divide samples that are not stored in shards into nominal shards, up to the largest default number of slots.
+    """Divide samples that are not stored in shards into nominal shards.
+
+    The number of nominal shards is at most the largest default number of slots.
 
     Returns:
         The number of samples in each nominal shard.

@@ -1,9 +1,9 @@
-"""The order of shards whose samples have not been counted (data.index=none): shard after shard, whole.
+"""The order of samples that have not been counted (data.index=none). Each slot reads one whole shard at a time.
 
-The epochs' permutations of the shards, one after another, are an endless sequence of visits. Slot s of S makes the
-visits s, s + S, s + 2 S, ... In a visit, it reads all samples of the shard in random order. Its cursor is (visit,
-offset). The number of samples in a shard is known once the shard is open, so this order can be followed only by a
-process that reads the shards. Like order/slots.py, it depends on the seed and the shards alone.
+The shards are permuted in each epoch. The permutations, one after another, form an infinite sequence of visits to
+shards. Slot s of S makes the visits s, s + S, s + 2 S, ... In a visit, it reads all samples of the shard in random
+order. Its cursor is (visit, offset). The number of samples in a shard is known only once the shard is open, so only a
+process that reads the shards can follow this order. Like order/slots.py, it depends only on the seed and the shards.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _SHARDS, _SAMPLES = 1, 2
 IDS_PER_SHARD = 2**24
 """Number of sample ids that are reserved for each shard, because its number of samples is unknown."""
 _NOMINAL_SAMPLES = 10_000
-"""Assumed number of samples in a shard. It serves only to rank the next shards of several slots by urgency."""
+"""Assumed number of samples in a shard. It is used only to decide which shard to prefetch first."""
 
 
 class WholeShards:
-    """The order of uncounted shards. It has the interface of slots.DataOrder, with visits as epochs.
+    """The order of uncounted shards. It has the interface of slots.DataOrder, with visits in place of epochs.
 
     Args:
         num_shards: Number of shards, at least one per slot.
@@ -30,7 +30,7 @@ class WholeShards:
     """
 
     count: Callable[[int], int]
-    """Returns the number of samples in a shard, which it opens. The process that reads the shards sets it."""
+    """Function that opens a shard and returns its number of samples. The process that reads the shards sets it."""
 
     def __init__(self, num_shards: int, num_slots: int, seed: int) -> None:
         self._num_shards, self._num_slots, self._seed = num_shards, num_slots, seed

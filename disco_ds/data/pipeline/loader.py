@@ -43,7 +43,7 @@ class _Position:
     steps: int
     """Number of steps that have been read."""
     samples: int
-    """Number of samples of all ranks in these steps. The global batch may have changed."""
+    """Number of samples of all ranks in these steps. The global batch may have changed between steps."""
     broken: int
     """Number of broken samples that were skipped."""
     dropped: int
@@ -74,8 +74,8 @@ class Loader:
         staging: Resources of this rank.
 
     Raises:
-        ValueError: If the number of slots does not suit the number of ranks, or if the data order differs from that of
-            `state`.
+        ValueError: If the number of slots does not suit the data or the number of ranks, if the cache is too small for
+            the remote shards, or if the data order differs from that of `state`.
     """
 
     def __init__(
@@ -357,7 +357,8 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     num_streams = first["slots"] * first["sources"]
     if len(cursor) != num_streams:
         raise ValueError(
-            f"the data states of the ranks contain {len(cursor)} of {num_streams} streams, so ranks are missing"
+            f"the data states contain only {len(cursor)} of {num_streams} streams, so the states of some ranks are "
+            "missing"
         )
     for key in ("broken", "dropped"):
         merged[key] = sum(state[key] for state in states)

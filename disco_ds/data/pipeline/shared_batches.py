@@ -30,7 +30,7 @@ Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 class SharedBatches:
     """A list of buffers that each contain one MicroBatch, initially zero.
 
-    When this object is pickled to a process that is being started, both processes share the same memory.
+    If this object is pickled for a process that is being started, both processes share the same memory.
 
     Args:
         num: Number of buffers.
@@ -60,7 +60,7 @@ class SharedBatches:
 
     def pin(self) -> None:
         """Page-lock the memory, so that copies to the CUDA device can be asynchronous."""
-        self._pinned = pin(self._memory, "the data's buffers")
+        self._pinned = pin(self._memory, "the data buffers")
 
     def close(self) -> None:
         """Unpin the memory and close its file descriptor. The memory is freed with the last tensor that uses it."""

@@ -1,4 +1,4 @@
-"""Where a rank's micro-batches are kept on their way from the workers to the training step, and how many of them."""
+"""Where a rank's micro-batches are kept on their way from the workers to the training step, and how many are kept."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from disco_ds.config.data import Pixels
 
 LEAST_AHEAD = 4
-"""Default number of micro-batches to prefetch if a step has fewer than this."""
+"""Minimum for the default number of micro-batches to prefetch. It applies if a step has fewer micro-batches."""
 
 
 @dataclass(frozen=True)

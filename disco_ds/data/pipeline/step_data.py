@@ -22,7 +22,7 @@ class MicroBatch:
     epoch: Tensor
     """[m] int64, the epoch of each sample."""
     group_id: Tensor
-    """[m] int64, the groups of data.group_by; zeros if it is null."""
+    """[m] int64, the group of each sample; zeros if data.group_by is null."""
 
     def copy_(self, source: MicroBatch) -> None:
         """Copy the tensors of `source`, which has the same shapes, asynchronously if the hardware supports it."""

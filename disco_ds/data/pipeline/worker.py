@@ -73,7 +73,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that a worker needs to produce its share of a rank's samples. It is pickled to the worker.
+    """Everything that a worker needs to produce its share of a rank's samples. It is sent to the worker.
 
     The rank's samples are numbered from the start of training. Sample q of the rank is sample q // len(slots) of the
     slot slots[q % len(slots)].
@@ -91,8 +91,8 @@ class Job:
     first: int
     """Number of the first sample to read, among the rank's samples."""
     decode_twice: bool
-    """Whether to decode all micro-batches of a step but the last one a second time at the end of the step, from the
-    compressed images."""
+    """Whether to decode the compressed images of a step a second time at the end of the step. The last micro-batch is
+    decoded only once."""
     batches: SharedBatches
     """The shared buffers to write into."""
     ahead: FetchAhead
@@ -112,7 +112,7 @@ class _Reader:
         self._job = job
         for order in job.order.orders:
             if isinstance(order, WholeShards):
-                # A function, because FetchAhead copies the order, but must not copy the reader.
+                # A lambda, because FetchAhead deep-copies the order. A bound method would be copied with its object.
                 order.count = lambda shard: job.samples[0].count(shard)
         mine = job.slots[job.worker :: job.num_workers]
         streams = [stream for slot in mine for stream in job.order.streams(slot)]
@@ -128,13 +128,13 @@ class _Reader:
         Args:
             stream: Number of the stream.
             place: Row number of the sample in the micro-batch.
-            part: The samples that are skipped are counted here.
+            part: The report in which skipped samples are counted.
 
         Returns:
             The row and its decoded image.
 
         Raises:
-            DataError: If too many samples are broken, or if all samples that the stream has in two epochs are broken.
+            DataError: If too many samples are broken, or if the stream has no usable sample in two epochs.
             OSError: If a shard cannot be read.
         """
         job = self._job
@@ -173,8 +173,9 @@ class _Reader:
             # are searched, because a stream has different samples in each epoch.
             if skipped >= _SPARE_BROKEN + 2 * order.length(slot, epoch):
                 raise DataError(
-                    f"stream {stream} has no usable sample among {skipped}; data.filter, data.uids and data.stages "
-                    f"dropped {part.dropped} samples; the last broken ones: {'; '.join(self._last) or 'none'}"
+                    f"stream {stream} has no usable sample among the last {skipped}; data.filter, data.uids and "
+                    f"data.stages dropped {part.dropped} samples; the last broken ones: "
+                    f"{'; '.join(self._last) or 'none'}"
                 )
 
     def _count(self, text: str, cause: BaseException | None) -> None:
@@ -193,15 +194,16 @@ class _Reader:
         if self._num_broken > _SPARE_BROKEN + most * self._num_read:
             trace = "".join(["\n", *traceback.format_exception(cause)]) if cause else ""
             raise DataError(
-                f"{self._num_broken} of {self._num_read} samples are broken, more than {_SPARE_BROKEN} plus "
-                f"data.max_broken={most:g} of them; the last ones: {'; '.join(self._last)}. Compare data.image_key "
-                "and data.captions with the members of the samples, repair the shards, or raise data.max_broken"
+                f"{self._num_broken} of {self._num_read} samples are broken, but only {_SPARE_BROKEN} plus the "
+                f"fraction data.max_broken={most:g} of all may be; the last ones: {'; '.join(self._last)}. Compare "
+                "data.image_key and data.captions "
+                "with the members of the samples, repair the shards, or raise data.max_broken"
                 + trace
             )
 
 
 def produce_parts(job: Job, next_buffer: Callable[[], int]) -> Iterator[Part]:
-    """Write one worker's rows of every micro-batch of its rank, step by step, endlessly.
+    """Write one worker's rows of every micro-batch of its rank, step by step, forever.
 
     Args:
         job: Which rows to write, and where to read their samples.

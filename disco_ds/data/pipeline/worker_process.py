@@ -64,7 +64,7 @@ class Worker:
         job: What the process reads and writes.
         timeout_s: The worker is considered hung if it reports neither a result nor progress for this many seconds.
         preload: Module that the fork server imports before it starts workers.
-        sources: The sources of the samples, which name them in messages.
+        sources: The sources. They return the names of samples for messages.
     """
 
     def __init__(self, job: Job, timeout_s: float, preload: str, sources: Sequence[Source]) -> None:
@@ -119,7 +119,7 @@ class Worker:
             self._process.join(1)
             raise DataError(
                 f"{self._name} (pid {self.pid}) died, exit code {self._process.exitcode}{self._where()}; "
-                "killed by signal 9 or 7 usually means that the host ran out of memory"
+                "if it was killed by signal 9 or 7, the host probably ran out of memory"
             ) from None
         if isinstance(answer, str):
             raise DataError(f"{self._name}: {answer}")

@@ -17,11 +17,11 @@ from disco_ds.data.sources.base import Source
 from disco_ds.data.sources.manifest import Manifest
 
 _DEFAULT_BYTES = 128e9
-"""By default, there are so few slots that all of them together read at most this many bytes at a time."""
+"""The default number of slots is so small that all slots together read at most this many bytes at a time."""
 
 
 def fits_default(settings: DataSettings, sources: Sequence[Source], num_slots: int) -> bool:
-    """Return whether this number of slots is a good default for any number of hosts."""
+    """Return whether this number of slots reads little enough to be a good default for any number of hosts."""
     return sum_bytes(settings, sources, num_slots)[0] <= _DEFAULT_BYTES
 
 
@@ -33,9 +33,9 @@ def fit_cache(
     Args:
         settings: Settings of the data.
         sources: Sources of the data.
-        num_slots: Slots of all hosts.
-        ranks: Ranks of all hosts.
-        ranks_here: Ranks of this host.
+        num_slots: Number of slots on all hosts.
+        ranks: Number of ranks on all hosts.
+        ranks_here: Number of ranks on this host.
 
     Returns:
         The sources, with the limit set.
@@ -79,7 +79,7 @@ def sum_bytes(
             whole = sum(shard.bytes for shard in source.shards)
             per_shard = num_slots * whole / len(source.shards)
             num_open = estimate_open_shards(len(source.shards), source.num_samples, settings.window)
-            # The shards of a slot's next window have one in common with those of its current window.
+            # One shard of a slot's next window is also in its current window.
             ahead = max(settings.remote.prefetch_shards, num_open - 1)
             used += min(whole, num_open * per_shard)
             wanted += min(whole, (num_open + ahead) * per_shard)

@@ -1,7 +1,7 @@
 """Downloads of remote shards from URLs (stores.py), or from the output of shell commands (`pipe:COMMAND`).
 
-Alternatives considered: obstore's retries, during which the worker would look hung. webdataset's gopen
-ignores some failed commands and does not look at the HTTP status.
+Alternatives considered: obstore's retries (the worker would appear to hang during them) and webdataset's gopen (it
+ignores some failed commands and does not check the HTTP status).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, suppress
 
-# Uses poll(), because select() does not accept file descriptors above 1,023.
+# This function uses poll(). select() would not accept file descriptors above 1,023.
 from multiprocessing.connection import wait
 from typing import Any, BinaryIO, NoReturn
 
@@ -29,7 +29,7 @@ class _Progress(threading.local):
     """A count of attempts and received blocks. While it grows, the trainer knows that its data worker is alive.
 
     The count is the last integer of `count`, in memory that the worker shares with the trainer. Other threads of the
-    worker have separate counts, so that prefetching does not hide that the reading thread hangs.
+    worker have separate counts, so that the trainer notices a hung reading thread even while other threads prefetch.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class _Download:
         url: Address of the shard, or `pipe:COMMAND`.
         file: Unbuffered file to write to.
         settings: Timeout and size limit.
-        size: Expected size in bytes; None: any up to the limit.
+        size: Expected size in bytes; None allows any size up to the limit.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class _Download:
         self._done = 0
         """Bytes that have arrived."""
         self._version: str | None = None
-        """The strong ETag of the content, by which the next attempt can resume; None if it must start over."""
+        """The strong ETag of the content, which the next attempt needs to resume. None: it must start over."""
 
     def attempt(self) -> None:
         """Fetch the shard, or the rest of it.
@@ -107,8 +107,8 @@ class _Download:
         """Raise the error for content of the wrong size."""
         self._version = None
         if self._size is None:
-            most = f"data.remote.cache_gb, the limit for a shard ({self._limit / 1e9:g} GB)"
-            raise StoreError(f"it has more bytes than {most}", transient=False)
+            most = f"the limit for a shard, data.remote.cache_gb ({self._limit / 1e9:g} GB)"
+            raise StoreError(f"it is larger than {most}", transient=False)
         raise StoreError(
             f"{self._done:,} bytes arrived, but its manifest says {self._size:,}; if the shard was replaced, "
             "index it again"
@@ -125,15 +125,15 @@ def fetch(
         name: Name of the shard in messages.
         file: Unbuffered file to write to.
         settings: Number of attempts, timeout and size limit.
-        size: Expected size in bytes; None: any up to the limit.
+        size: Expected size in bytes; None allows any size up to the limit.
 
     Raises:
-        DataError: If all attempts fail. The message has the URL, without secrets, and the last failure.
+        DataError: If all attempts fail. The message contains the URL, without secrets, and the last failure.
     """
     download = _Download(url, file, settings, size)
     for number in range(settings.tries):
         pause(number, settings)
-        # Processes that wait for this file see from its time that it is being fetched.
+        # The new file time shows processes that wait for this file that it is still being fetched.
         os.utime(file.fileno())
         progress.add()
         try:

@@ -18,17 +18,17 @@ from disco_ds.data.order.mixture import Mixture
 from disco_ds.data.sources.base import Source
 
 _THREADS = 2
-"""While one thread waits for an answer, the other one receives."""
+"""Number of threads per worker. While one waits for an answer, the other one can receive data."""
 _POLL_S = 0.5
 _RETRY_S = 30.0
-"""Pause before a shard that could not be fetched is tried again or, if the cache is full, before any shard is."""
+"""Pause before a shard that could not be fetched is tried again. If the cache is full, no shard is tried earlier."""
 _BUSY_S = 1.0
-"""Pause after any other failure, before the next shard."""
+"""Pause before the next shard after a failure other than a full cache."""
 
 Cursor = dict[int, tuple[int, int]]
-"""The next (epoch, offset) of streams."""
+"""The next (epoch, offset) of each stream, keyed by stream number."""
 Place = tuple[int, int]
-"""A source and one of its shards."""
+"""The numbers of a source and of one of its shards."""
 
 
 class FetchAhead:
@@ -37,7 +37,7 @@ class FetchAhead:
     Args:
         sources: The sources of the order.
         order: The data order.
-        least: Number of shards to prefetch for every stream, in addition to those that it is reading; 0: none.
+        least: Number of shards to prefetch for every stream, in addition to those that it is reading; 0 for none.
     """
 
     def __init__(self, sources: Sequence[Source], order: Mixture, least: int) -> None:
@@ -46,13 +46,13 @@ class FetchAhead:
         self._least = least
         self._cursor: Cursor = {}
         self._not_before: dict[Place, float] = {}
-        """Times before which a shard is skipped; infinity if it was fetched or is being fetched."""
+        """The time before which each shard is skipped; infinity if it was fetched or is being fetched."""
 
     def start(self) -> None:
-        """Start the threads, which end with the process, if a source has anything to prefetch."""
+        """Start the threads if a source has anything to prefetch. They end with the process."""
         if not self._least or not any(source.open_fetcher() for source in self._sources):
             return
-        # The reader needs a separate order, because an order caches its last results without locks.
+        # An order caches its last results without locks, so these threads must not share it with the reader.
         self._order = copy.deepcopy(self._order)
         self._lock = threading.Lock()
         for _ in range(_THREADS):
@@ -63,13 +63,13 @@ class FetchAhead:
         self._cursor = cursor
 
     def find_wanted(self) -> list[Place]:
-        """List the (source, shard) that the streams are reading or need next, the most urgent first."""
+        """List the (source, shard) pairs that the streams are reading or need next, the most urgent first."""
         needed: dict[Place, float] = {}
         for stream, cursor in self._cursor.items():
             source, _ = self._order.split(stream)
             beyond, reached = 0, 0.0
             for away, shard in self._order.upcoming(stream, *cursor):
-                # The shards of a window are needed together.
+                # The shards of a window are needed together, so stop only between windows.
                 if away > reached and beyond >= self._least:
                     break
                 place = source, shard
@@ -103,5 +103,6 @@ class FetchAhead:
                 # Custom sources may raise anything. If the failure persists, the reader reports it.
                 with self._lock:
                     self._not_before[place] = time.monotonic() + _RETRY_S
-                # A full cache has no room for the other shards either; any other failure may be a busy server.
+                # If the cache is full, no other shard fits either, so pause for long. After any other failure, the
+                # server may be busy, so pause only briefly.
                 time.sleep(_RETRY_S if isinstance(error, CacheFullError) else _BUSY_S)

@@ -1,13 +1,13 @@
 """The cache of remote shards on a host's disk.
 
-Samples are read out of order, so a shard is fetched whole into a local folder and completed by a rename. All workers
-and ranks of the host read it there. A process locks the files that it reads (flock); the kernel releases the locks when
-the process ends. Only unlocked files are evicted: first those that have been read, the least recently used one first,
-then prefetched ones. The folder is a sub-folder of data.remote.cache that only this user can write to. Files that the
-cache did not name are left alone.
+Samples are read out of order, so a shard is fetched whole into a local folder. It is renamed when it is complete. All
+workers and ranks of the host read it there. A process locks the files that it reads (flock); the kernel releases the
+locks when the process ends. Only unlocked files are evicted: first those that have been read, starting with the least
+recently used one, then those that were only prefetched. The folder is a sub-folder of data.remote.cache that only this
+user can write to. Files that the cache did not name are left alone.
 
-Alternatives considered: webdataset's cache names files by the last part of their path alone, and evicts files that
-other processes are reading. fsspec's cache has neither a size limit nor locks between processes.
+Alternatives considered: webdataset's cache (it names files by only the last part of their path, and evicts files that
+other processes are reading) and fsspec's cache (it has neither a size limit nor locks between processes).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ DISK_SHARE = 0.9
 """The cache uses at most this fraction of the disk space that is free or already used by the cache."""
 _POLL_S = 0.05
 
-# The mode of a file shows all processes whether the shard was prefetched and not opened yet.
+# The mode of a file shows all processes whether the shard was prefetched but has not been opened yet.
 _PREFETCHED, _OPENED = 0o700, 0o600
 _FORGOTTEN_S = 86400.0
-"""A prefetched shard that was not opened for this long belongs to a run that has ended."""
+"""A prefetched shard that was not opened for this long is assumed to belong to a run that has ended."""
 
 
 class ShardCache:
@@ -47,7 +47,7 @@ class ShardCache:
     Args:
         urls: Addresses of the shards.
         names: Their names in messages.
-        sizes: Their sizes in bytes. An unknown size, 0, is requested when the shard is first needed.
+        sizes: Their sizes in bytes; 0 if unknown. The cache requests an unknown size when it first needs the shard.
         settings: Folder, size limit and number of attempts.
     """
 
@@ -85,7 +85,7 @@ class ShardCache:
                 os.fchmod(file.fileno(), _OPENED)
                 os.utime(file.fileno())
                 return file
-            # It was evicted after it was opened and before it was locked.
+            # The shard was evicted after it was opened and before it was locked. Try again.
             file.close()
 
     def fetch_ahead(self, shard: int) -> None:
@@ -99,7 +99,7 @@ class ShardCache:
         path = self._locate(shard)
         try:
             if stat.S_IMODE(path.stat().st_mode) != _PREFETCHED:
-                # A shard that has been read would otherwise be evicted soon.
+                # Update the file time. Otherwise, a shard that has already been read would be evicted soon.
                 os.utime(path)
         except FileNotFoundError:
             self._fetch(shard, path, ahead=True)
@@ -130,7 +130,7 @@ class ShardCache:
         Args:
             shard: Number of the shard.
             path: Path of the complete file.
-            ahead: Return if another process is fetching the shard, instead of waiting for it.
+            ahead: Prefetch the shard: try once, and return if another process is already fetching it.
         """
         partial = path.with_suffix(".partial")
         # One attempt is enough for prefetching, because the reader tries again.
@@ -147,7 +147,7 @@ class ShardCache:
                     progress.add()
                 time.sleep(_POLL_S)
             if not _is_at(file, partial):
-                # Another process completed it after this one had opened it.
+                # Another process completed the shard after this one opened the .partial file.
                 return
             try:
                 file.truncate(0)
@@ -168,11 +168,11 @@ class ShardCache:
 
         Args:
             file: The file of the shard to fetch.
-            need: Size of that shard.
+            need: Size of that shard in bytes.
             ahead: Do not evict shards that other processes have prefetched.
 
         Returns:
-            False if there will be room once shards that are now being prefetched can be evicted.
+            Whether there is room now. If not, there will be room once shards that are being prefetched can be evicted.
 
         Raises:
             CacheFullError: If there is no room because all other cached shards are being read.
@@ -182,7 +182,7 @@ class ShardCache:
         with _open_or_create(self.folder / ".lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             known = sorted(self._rank())
-            # Shards being fetched count with the full size, which they have reserved.
+            # Shards being fetched count with their full size, because it is already reserved.
             used = sum(size for _, _, size, _ in known)
             coming = 0
             for unread, _, size, path in known:
@@ -200,12 +200,12 @@ class ShardCache:
             if not ahead and used - coming + need <= limit:
                 return False
             raise CacheFullError(
-                f"{self.folder} has no room for a shard of {need:,} bytes, because {used:,} bytes are being read and "
-                f"data.remote.cache_gb is {limit / 1e9:g}; raise it, or set fewer data.slots"
+                f"{self.folder} has no room for a shard of {need:,} bytes, because {used:,} bytes are in use and "
+                f"data.remote.cache_gb is {limit / 1e9:g}; raise it, or lower data.slots"
             )
 
     def _rank(self) -> Iterator[tuple[bool, int, int, Path]]:
-        """List (whether prefetched and unread, eviction order, size, path) of all shards in the cache."""
+        """Yield (whether prefetched and unread, eviction order, size, path) for each shard in the cache."""
         for path, found in _list_shards(self.folder):
             recent = time.time() - found.st_mtime < _FORGOTTEN_S
             unread = stat.S_IMODE(found.st_mode) == _PREFETCHED and recent
@@ -241,7 +241,7 @@ def find_limit(settings: RemoteSettings, wanted_bytes: float = 0) -> int:
 def _list_shards(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
     """List the files that the cache has named."""
     for path in folder.iterdir():
-        # A .partial file may have been renamed meanwhile.
+        # A .partial file may have been renamed in the meantime.
         with suppress(FileNotFoundError):
             if _CACHE_NAME.fullmatch(path.name):
                 yield path, path.lstat()

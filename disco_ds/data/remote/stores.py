@@ -49,7 +49,7 @@ _CAUSES = {
     r"message: \"([\w ]+)\"": "",
     "(invalid peer certificate: [\\w ]+)": "",
 }
-"""Patterns in obstore's error descriptions, and the reason to report; "" reports what the pattern's group matched."""
+"""Patterns in obstore's error descriptions, and the reason to report; "" reports the text that the group matched."""
 
 
 class StoreError(Exception):
@@ -72,7 +72,7 @@ def locate(url: str, timeout_s: float) -> tuple[Any, str]:
 
     Args:
         url: URL of an object. Environment variables in it are expanded.
-        timeout_s: Time limit in seconds for a connection, and for each read.
+        timeout_s: Time limit in seconds for connecting, and for each read.
 
     Raises:
         StoreError: If the URL cannot be used.
@@ -80,7 +80,7 @@ def locate(url: str, timeout_s: float) -> tuple[Any, str]:
     url = expand(url)
     authorization = None
     if found := _HUB.fullmatch(url):
-        # Imported here, because only hf:// needs it and the import takes long.
+        # Imported here, because only hf:// needs it and the import is slow.
         from huggingface_hub import get_token, hf_hub_url
 
         kind, revision = found["kind"], found["revision"]
@@ -107,7 +107,7 @@ def locate(url: str, timeout_s: float) -> tuple[Any, str]:
         pair = base64.b64encode(f"{user}:{password}".encode()).decode()
         authorization = f"Basic {pair}"
     if _PLAIN_PATH.fullmatch(parts.path) and not parts.query:
-        # All shards of a server share its connections.
+        # All shards on the same server share connections.
         store = _open_store(parts.scheme, f"{parts.scheme}://{host}", timeout_s, authorization)
         return store, parts.path[1:]
     # obstore would escape special characters in a path or query, so open a store for the whole URL.
@@ -120,7 +120,7 @@ def _create_store(scheme: str, base: str, timeout_s: float, authorization: str |
     client: dict[str, Any] = {
         "connect_timeout": limit,
         "read_timeout": limit,
-        # A large shard may take arbitrarily long, as long as data arrives.
+        # A large shard may take any amount of time while data keeps arriving.
         "timeout": timedelta(days=7),
         "allow_http": True,
     }
@@ -143,7 +143,8 @@ def read_blocks(
     """Request an object, or the rest of it from byte `start`, if it still has the version `tag`.
 
     Returns:
-        Its version, or None if the store reports none, and the blocks of its content, which raise StoreError too.
+        The object's version (None if it has no strong ETag) and a generator of the blocks of its content, which may
+        raise StoreError.
 
     Raises:
         ChangedError: If the rest of this version cannot be read.
@@ -157,7 +158,7 @@ def read_blocks(
         found = answer.meta["e_tag"]
     if start and (answer.range[0] != start or found != tag):
         raise ChangedError("it has changed since the last attempt")
-    # A weak ETag does not identify every byte (RFC 9110, 13.1.5).
+    # Objects with the same weak ETag may differ in some bytes (RFC 9110, 13.1.5).
     version = None if found and found.startswith("W/") else found
 
     def blocks() -> Generator[Any, None, None]:
@@ -187,7 +188,7 @@ def read_object(url: str, settings: RemoteSettings) -> bytes:
 
 
 def list_objects(url: str, settings: RemoteSettings) -> dict[str, int]:
-    """List the objects of a bucket whose URL starts with `url`, a folder. Sub-folders are included.
+    """List the objects in the folder `url` of a bucket and in its sub-folders.
 
     Returns:
         The sizes in bytes, by URL.
@@ -230,7 +231,8 @@ def _request(url: str, settings: RemoteSettings, call: Callable[[Any, str], T]) 
 def pause(number: int, settings: RemoteSettings) -> None:
     """Pause before attempt `number`, unless it is the first one, which has the number 0."""
     if number:
-        # The pauses are random because many processes fail at once. They must not use the trainer's generator.
+        # Many processes may fail at once. Random pauses keep them from retrying at once. SystemRandom does not change
+        # the state of the trainer's random generator.
         jitter = random.SystemRandom().uniform(2 - MAX_JITTER, MAX_JITTER)
         time.sleep(settings.pause_s(number) * jitter)
 

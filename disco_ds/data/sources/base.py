@@ -45,7 +45,7 @@ Tokenize = Callable[[list[str]], Tensor]
 """Converts n captions into tokens [n, L] int64. It is sent to the data workers, so it must be picklable."""
 
 Decode = Callable[[], Tensor]
-"""Decodes one sample's image to [3, H, W] uint8. The function holds the compressed bytes, so repeated calls agree."""
+"""Decodes one sample's image to [3, H, W] uint8. It holds the compressed bytes, so it can be called again."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Reader(Protocol):
     """Reads the samples of a source as named byte strings, such as {"jpg": ..., "txt": ...}."""
 
     def read(self, shard: int, entry: int) -> dict[str, bytes]:
-        """Return the members of a sample by name. data.image_key and data.captions contain these names.
+        """Return the members of a sample by name. data.image_key and data.captions refer to these names.
 
         Raises:
             BrokenSample: If the sample must be skipped; the message is the reason. Any exception other than OSError
@@ -111,9 +111,9 @@ class Source:
     def open_fetcher(self) -> Callable[[int], None] | None:
         """Return a function that fetches a shard before it is read, or None if shards need no fetching.
 
-        Background threads call this function with a shard number while the Reader is in use. It does nothing if the
-        shard has already been fetched. It may raise any exception. If it does, the Reader later fetches the shard
-        itself or reports the error.
+        Background threads call the returned function with a shard number while the Reader is in use. The function does
+        nothing if the shard has already been fetched. It may raise any exception. If it does, the Reader later fetches
+        the shard itself or reports the error.
         """
         return None
 
@@ -124,7 +124,7 @@ class Source:
     def open_samples(
         self, settings: DataSettings, form: SampleForm, seed: int, num_slots: int
     ) -> Samples:
-        """Return the samples as images and tokens. A source that generates these overrides this method."""
+        """Return the samples as images and tokens. A source that generates images and tokens overrides this method."""
         return Samples(self, settings, form, seed, num_slots)
 
 
@@ -154,7 +154,7 @@ class Samples:
 
         Returns:
             A function that decodes the image, the caption's tokens [L] int64, and the number of the sample's group
-            (data.group_by), within int64.
+            (data.group_by), which fits into int64.
 
         Raises:
             BrokenSample: If the sample cannot be used. The returned function may also raise it.

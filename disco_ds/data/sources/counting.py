@@ -1,4 +1,4 @@
-"""Count the samples of shards for `disco-ds index`: by what the data set publishes, or else from their tar headers.
+"""Count the samples of shards for `disco-ds index`, from published counts if there are any, or else from tar headers.
 
 Nothing is decoded. Counted shards are saved every few seconds, so that a second call continues where the first stopped.
 """
@@ -49,7 +49,7 @@ def index_shards(
         where: The folder or the listing.
         workers: Number of processes that read shards; 0 reads in this process.
         progress: Called with the number of shards done.
-        known: Shards of an earlier manifest. They are not counted again, unless they are local and have another size.
+        known: Shards of an earlier manifest. They are not counted again, unless they are local and changed in size.
         remote: How to fetch remote shards.
         published: Whether counts that the data set publishes are used (published_counts.py).
         skip_missing: List missing shards with 0 samples, so that a run leaves them out.
@@ -59,7 +59,7 @@ def index_shards(
         The manifest, sorted by name.
 
     Raises:
-        ValueError: If there is no shard, or if shards are missing or cannot be read, after all others were counted.
+        ValueError: If there is no shard, or if shards are missing or unreadable. All others are counted first.
         StoreError: If a bucket cannot be listed.
     """
     listing = where if isinstance(where, Listing) else list_folder(where)
@@ -86,7 +86,7 @@ def index_shards(
         if save is not None and shards:
             save(_collect(listing, shards))
     if failed:
-        raise ValueError(f"{_describe_failures(failed)} ({len(shards):,} shards are counted)")
+        raise ValueError(f"{_describe_failures(failed)} ({len(shards):,} shards were counted)")
     return _collect(listing, shards)
 
 
@@ -106,7 +106,7 @@ def _keep_current(listing: Listing, known: Iterable[Shard]) -> dict[str, Shard]:
 def _count_all(
     listing: Listing, names: list[str], workers: int, remote: RemoteSettings, published: bool
 ) -> Iterator[tuple[str, Shard | Exception]]:
-    """Count shards, see index_shards.
+    """Count shards. See index_shards.
 
     Yields:
         The name of each shard, in any order, and the counted shard or, if it cannot be counted, the error.
@@ -175,7 +175,8 @@ def _count(
         task: The shard, and its URL if it is remote.
 
     Returns:
-        The counted shard, or the error if it cannot be read. Also a problem to warn about, such as a truncated tar.
+        The counted shard, or the error if it cannot be read. Also a problem to warn about, such as a truncated tar, or
+        None.
     """
     found, url = task
     try:
@@ -195,7 +196,7 @@ def _count(
 
 
 def _open(folder: Path, found: Found, url: str | None, remote: RemoteSettings) -> Any:
-    """Open a shard for counting; a remote one in the cache if there is room, or else as a temporary file.
+    """Open a shard for counting. A remote shard is fetched into the cache if it fits, or else into a temporary file.
 
     Raises:
         DataError: If a remote shard cannot be fetched.

@@ -126,7 +126,7 @@ class TableReader:
         named = dict(zip(table.columns, values, strict=False))
         if table.image not in named:
             raise BrokenSample(
-                f"the row has no {table.image}: {len(values)} of {len(table.columns)} values"
+                f"the row has no {table.image}: it has {len(values)} of {len(table.columns)} values"
             )
         sample = {column: value.encode() for column, value in named.items()}
         sample[table.image] = read_regular(table.find(named[table.image]))
@@ -142,7 +142,7 @@ class TableReader:
 
 
 def _check_rows(table: Table) -> None:
-    """Raise ValueError if none of several rows can be read, as with a wrong folder or separator."""
+    """Raise ValueError if none of several rows can be read, for example because the folder or separator is wrong."""
     problems = []
     with closing(TableReader(table)) as reader:
         for shard in range(len(table.sizes))[:_NUM_CHECKED]:
@@ -152,8 +152,8 @@ def _check_rows(table: Table) -> None:
             except BrokenSample as error:
                 problems.append(error)
     raise ValueError(
-        f"{table.path}: none of {len(problems)} rows can be read. The first: {problems[0]}. Paths are relative to the "
-        "csv's folder or to the working directory"
+        f"{table.path}: none of {len(problems)} rows can be read. The first error: {problems[0]}. Paths are relative "
+        "to the csv's folder or to the working directory"
     )
 
 
@@ -180,7 +180,7 @@ def _find_rows(file: BinaryIO, separator: str, heading: bytes) -> tuple[np.ndarr
         try:
             row = next(rows, None)
         except csv.Error:
-            # A malformed row costs one sample. An open quote joins it with the lines up to the next quote.
+            # A malformed row costs one sample. An unclosed quote joins it with the lines up to the next quote.
             row = current
             if len(current) > 1:
                 joined.append(f"{rows.line_num - len(current) + 2}-{rows.line_num + 1}")

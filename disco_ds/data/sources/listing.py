@@ -71,27 +71,27 @@ def refuse_remote(text: str, remote: RemoteSettings) -> None:
     if text.startswith(PIPE):
         if not remote.pipe:
             raise ValueError(
-                "a pipe: runs its command in a shell with your rights; if you trust it, set data.remote.pipe=true"
+                "a pipe: command runs in a shell with your permissions; if you trust it, set data.remote.pipe=true"
             )
     elif is_remote(text):
         expand(text)
     elif (match := _URL.match(text)) and match[0] != "file://":
         raise ValueError(
-            f"{match[0]} is not supported: use one of {', '.join(SCHEMES)}, or a pipe: whose command writes the tar"
+            f"{match[0]} is not supported: use one of {', '.join(SCHEMES)}, or a pipe: command that writes the tar"
         )
 
 
 def find_shards(text: str, remote: RemoteSettings, known: Iterable[str] | None = None) -> Listing:
-    """List the shards that a text specifies, either by a folder or by their names.
+    """List the shards that a setting specifies, either by a folder or by their names.
 
     Args:
-        text: data.shards.
-        remote: What the settings allow.
-        known: Names of the shards of a manifest, among which a remote pattern selects; None lists the bucket.
+        text: The setting, such as data.shards.
+        remote: Which remote shards are allowed, and how to list a bucket.
+        known: Names of the shards in a manifest, to which a remote pattern is applied. If None, the bucket is listed.
 
     Raises:
-        ValueError: If there are no shards, if the shards are remote and the settings do not allow this, or if the text
-            names a csv file.
+        ValueError: If there are no shards, if the settings do not allow the remote shards, or if the text names a csv
+            file.
     """
     refuse_remote(text, remote)
     if is_table(text):
@@ -124,7 +124,7 @@ def _read_list(path: Path, remote: RemoteSettings) -> Listing:
         place.startswith(PIPE) for place in places
     ):
         raise ValueError(f"{path} must list either local shards or URLs, one per line")
-    start = os.path.commonprefix(list(map(_strip, places)))  # noqa: RUF071 - cut after a slash next
+    start = os.path.commonprefix(list(map(_strip, places)))  # noqa: RUF071 - cut after a slash below
     # Relative paths are relative to the file, so that it can be moved together with the shards.
     return _make_listing(places, start[: start.rfind("/") + 1], path.parent)
 
@@ -135,7 +135,7 @@ def _strip(place: str) -> str:
 
 
 def _find_name(place: str, start: str) -> str:
-    """Return the name of a shard, which begins after `start`. Nothing that may be secret follows it."""
+    """Return the name of a shard, which begins after `start`. What follows the name may be secret and is removed."""
     rest = place.removeprefix(start)
     if not is_remote(place):
         return rest
@@ -220,12 +220,12 @@ def list_folder(folder: Path) -> Listing:
         raise ValueError(f"there is no folder {folder}")
     names = sorted(name for name in os.listdir(folder) if name.endswith(".tar"))
     if not names:
-        raise ValueError(f"{folder} contains no .tar file, expected a folder of webdataset shards")
+        raise ValueError(f"{folder} contains no .tar file; expected a folder of webdataset shards")
     return Listing(folder, tuple(names), whole=True)
 
 
 def list_shards(text: str) -> Listing:
-    """List the shards that a text specifies with braces, or the single .tar that it names.
+    """List the shards that a setting specifies with braces, or the single .tar that it names.
 
     Raises:
         ValueError: If the braces are unbalanced, or specify a shard twice.
@@ -237,7 +237,7 @@ def list_shards(text: str) -> Listing:
         raise ValueError(
             "a URL or command must contain braces, such as {0000..0099}.tar, or the name of a single .tar file"
         )
-    # In a command, a blank or a quote may precede the name.
+    # In a command, a space or a quote may precede the name.
     marks = "/ '\"" if is_remote(text) else "/"
     if in_query:
         marks += "?&="
@@ -245,12 +245,12 @@ def list_shards(text: str) -> Listing:
     try:
         places = list(braceexpand(text, escape=False))
     except ValueError:
-        raise ValueError(f"the braces of {_find_name(text, start)} do not match") from None
+        raise ValueError(f"the braces in {_find_name(text, start)} do not match") from None
     return _make_listing(places, start)
 
 
 def resolve_shards(text: str) -> Path:
-    """Return the folder that a text names: a path, or `bundled:<set>` for a data set included in the package.
+    """Return the folder that a setting names: a path, or `bundled:<set>` for a data set included in the package.
 
     Raises:
         ValueError: If there is no bundled data set of that name. The message lists the available ones.

@@ -32,7 +32,7 @@ def load_sources(settings: DataSettings) -> list[Source]:
     for number, part in enumerate(settings.parts):
         try:
             found.append(_load(part, settings))
-            # Load the selection only to report its mistakes before anything else is built. The workers load it again.
+            # Load the selection only to report errors in it before anything else is built. The workers load it again.
             Selection.load(settings.settings_of(part))
         except (ValueError, OSError) as error:
             key = "data.shards" if part.source == "shards" else "data.source"
@@ -50,7 +50,7 @@ def _load(part: SourceSettings, settings: DataSettings) -> Source:
         return Table.load(part.shards, settings.settings_of(part))
     known = None
     if "*" in part.shards and is_remote(part.shards) and part.manifest and part.manifest.is_file():
-        # The manifest knows what the bucket contains, so that a start does not list it.
+        # The manifest lists the shards, so the bucket need not be listed when a run starts.
         known = read_manifest(part.manifest)
     listing = find_shards(part.shards, settings.remote, known)
     if settings.index == "none":
@@ -63,7 +63,7 @@ def _construct(name: str, options: dict[str, Any]) -> Source:
     cls = load_custom(name, options, base=Source)
     try:
         source: Source = cls(**options)
-        # Access both attributes here, so that a mistake is reported with the source's name before anything is built.
+        # Access both attributes here, so that an error is reported with the source's name before anything is built.
         if source.num_samples < 1 or not isinstance(source.fingerprint, str):
             raise ValueError("expected at least one sample in `sizes` and a str as `fingerprint`")
     except Exception as error:  # custom code may raise anything
@@ -109,7 +109,7 @@ def count_slots(
     below = slots // ranks * ranks
     nearest = [str(num) for num in (below, below + ranks) if 0 < num <= num_units]
     raise ValueError(
-        f"the data order has {slots} slots ({origin}), not a multiple of {ranks} ranks; "
+        f"the data order has {slots} slots ({origin}), not a multiple of the number of ranks ({ranks}); "
         f"set data.slots={' or data.slots='.join(nearest)}"
     )
 
@@ -131,7 +131,7 @@ def _weigh(settings: DataSettings, sources: Sequence[Source]) -> list[float]:
 
 
 def fingerprint(settings: DataSettings, sources: Sequence[Source]) -> str:
-    """Identify everything that the data order depends on. The fingerprint of a single source is used unchanged."""
+    """Return a digest of the sources and their weights. The fingerprint of a single source is returned unchanged."""
     if len(sources) == 1:
         return sources[0].fingerprint
     weights = _weigh(settings, sources)

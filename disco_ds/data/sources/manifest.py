@@ -1,7 +1,7 @@
 """Tar shards and their manifest: the names and sample counts that `disco-ds index` writes (counting.py).
 
 Sample ids and the data order follow from the manifest, so every rank must find the same shards. With data.index=none,
-there is no manifest, and the order is order/whole_shards.py.
+there is no manifest, and order/whole_shards.py defines the order.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Shard(NamedTuple):
     samples: int
     """0 if the shard was missing, or with data.index=none."""
     bytes: int
-    """Size; 0 if unknown."""
+    """Size in bytes; 0 if unknown."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class Manifest(Source):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of names and sample counts; the folder may move."""
+        """Digest of names and sample counts. It does not include the folder, which may move."""
         text = json.dumps([(shard.name, shard.samples) for shard in self.shards])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def open(self, num_slots: int = 1, window: int = 1) -> TarReader:
-        """Open the shards for reading in one process, see Source.open."""
+        """Open the shards for reading in one process. See Source.open."""
         names = [shard.name for shard in self.shards]
         # An uncounted shard is read whole, so a slot reads one shard at a time.
         num_open, sizes = num_slots, None
@@ -77,7 +77,7 @@ class Manifest(Source):
         return TarReader(cache.folder, names, num_open, cache.open, sizes)
 
     def open_fetcher(self) -> Callable[[int], None] | None:
-        """Return a function that fetches a remote shard into the cache, see Source.open_fetcher."""
+        """Return a function that fetches a remote shard into the cache. See Source.open_fetcher."""
         return self._open_cache().fetch_ahead if self.urls and self.remote.prefetch_shards else None
 
     def _open_cache(self) -> ShardCache:
@@ -118,7 +118,8 @@ def load_manifest(
 ) -> Manifest:
     """Read the manifest of a folder's shards, or the part that a listing names, and compare it with the shards.
 
-    A shard that changed since it was counted is only a warning: a truncated shard costs the samples it lost.
+    A shard that has changed since it was counted causes only a warning. If it was truncated, only the samples that were
+    cut off are lost.
 
     Args:
         where: The folder or the listing.
@@ -126,7 +127,7 @@ def load_manifest(
         remote: How remote shards will be fetched.
 
     Raises:
-        ValueError: If manifest and shards do not match; states the difference and the remedy.
+        ValueError: If manifest and shards do not match. The message states the difference and the remedy.
         OSError: If a listed local shard cannot be found.
     """
     listing = where if isinstance(where, Listing) else list_folder(where)
@@ -135,27 +136,27 @@ def load_manifest(
     if listing.whole:
         command = f"disco-ds index {folder}" + (f" --to {path}" if path else "")
     if path is None and listing.urls:
-        raise ValueError(f"remote shards need a manifest; count them: {command}")
+        raise ValueError(f"remote shards need a manifest; index them: {command}")
     path = path or folder / NAME
     if not path.is_file():
-        raise ValueError(f"there is no {path}; count the shards: {command}")
+        raise ValueError(f"{path} does not exist; index the shards: {command}")
     known = read_manifest(path)
     # A folder must match its manifest exactly; a listing may name a part of it.
     if listing.whole and (gone := known.keys() - names):
         raise ValueError(
-            f"{path} lists missing shards: {some(gone)}; restore them, or count again: {command}"
+            f"{path} lists missing shards: {some(gone)}; restore them, or index the shards again: {command}"
         )
     if uncounted := names - known.keys():
-        raise ValueError(f"{path} does not list {some(uncounted)}; count the shards: {command}")
+        raise ValueError(f"{path} does not list {some(uncounted)}; index the shards: {command}")
     shards = tuple(known[name] for name in listing.names)
     urls = tuple(listing.urls.values())
     manifest = Manifest(folder, shards, urls, remote or RemoteSettings())
     if not manifest.num_samples:
-        raise ValueError(f"the shards of {path} have no complete sample")
+        raise ValueError(f"the shards of {path} contain no complete sample")
     if changed := find_changed(manifest):
         logger.warning(
             "%s: %d of %d shards changed in size since they were counted: %s; disco-ds index --check shows whether the "
-            "counts still hold",
+            "counts are still correct",
             folder,
             len(changed),
             len(names),
@@ -168,7 +169,7 @@ def find_changed(manifest: Manifest) -> list[str]:
     """Return the names of the local shards whose size has changed since they were counted.
 
     Raises:
-        FileNotFoundError: If a shard that was not missing then does not exist.
+        FileNotFoundError: If a shard that existed when it was counted no longer exists.
     """
     if manifest.urls:
         return []
@@ -176,7 +177,7 @@ def find_changed(manifest: Manifest) -> list[str]:
 
 
 def has_changed(folder: Path, shard: Shard) -> bool:
-    """Return whether a local shard's size has changed, see find_changed."""
+    """Return whether a local shard's size has changed. See find_changed."""
     try:
         return os.stat(folder / shard.name).st_size != shard.bytes
     except FileNotFoundError:

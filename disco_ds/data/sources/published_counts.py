@@ -4,7 +4,7 @@
     _info.json          timm and Hugging Face: {"splits": {"train": {"filenames": [...], "shard_lengths": [...]}}}
     00000_stats.json    img2dataset: {"successes": 1000, ...}, one file for each shard
 
-The counts are claims. The reader of a shard warns if the shard has another number of samples (tar.py).
+The counts may be wrong. When tar.py reads a shard, it warns if the number of samples differs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Found(NamedTuple):
     samples: int | None
     """Published number of samples; None if none is published."""
     bytes: int
-    """Size; 0 if it is unknown, as for the output of a command."""
+    """Size in bytes; 0 if it is unknown, as for the output of a command."""
 
 
 def find_counts(
@@ -51,10 +51,10 @@ def find_counts(
     """Find the sizes and the published sample counts of shards.
 
     Args:
-        listing: The listing that has the shards.
+        listing: The listing that contains the shards.
         names: Names of the shards to look for.
-        remote: Attempts and timeout of a request.
-        published: Whether to look for published counts. False: only sizes.
+        remote: Number of attempts and timeout of each request.
+        published: Whether to look for published counts. If False, only sizes are found.
 
     Yields:
         The name of each shard, in any order, and what was found. This is an exception if the size cannot be read:
@@ -96,7 +96,7 @@ def find_counts(
 
 
 def _is_plain(place: str) -> bool:
-    """Return whether files next to a shard can be found. They cannot for a command, or for a signed URL of one file."""
+    """Return whether files next to a shard can be found, which is impossible for a command or a signed URL."""
     return not place.startswith(PIPE) and "?" not in place
 
 

@@ -1,7 +1,8 @@
 """Selection and preparation of samples: data.uids, data.filter and data.stages, applied to one sample at a time.
 
 A sample that they leave out is dropped: its slot's next sample takes its place, and it does not count as broken. Stages
-that join samples, such as webdataset's shuffle and batched, are refused, because they would change the data order.
+that join or reorder samples, such as webdataset's batched and shuffle, are refused, because they would change the data
+order.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ _JOINING = {
 }  # fmt: skip
 """Stages of webdataset that need more than one sample or do not return samples."""
 _SORTED_HERE = 1_000_000
-"""Longer files of uids must already be sorted."""
+"""Files with more uids than this must already be sorted."""
 _PART = 1_000
-"""Length of the parts of a long file that are checked for being sorted."""
+"""Number of uids in each part of a long file in which the sorting is checked."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,10 @@ class Selection:
 
         Args:
             members: The sample's members by extension.
-            name: Returns the sample's name, `shard/key`. It is called only if there are stages.
+            name: Function that returns the sample's name, `shard/key`. It is called only if there are stages.
 
         Returns:
-            The members for the caption and the image.
+            The members that provide the caption and the image.
 
         Raises:
             DroppedSample: If the sample is left out.
@@ -100,7 +101,7 @@ class Selection:
 
 
 def load_stages(function: str) -> tuple[Stage, ...]:
-    """Call the function that data.stages names.
+    """Call the function that data.stages names, and return its stages.
 
     Raises:
         ValueError: If it cannot be imported, does not return a list of stages, or returns a stage that joins samples.
@@ -115,8 +116,8 @@ def load_stages(function: str) -> tuple[Stage, ...]:
         name = getattr(getattr(stage, "f", stage), "__name__", "").lstrip("_")
         if name in _JOINING:
             raise ValueError(
-                f"{function} returns the stage {name}, which joins or splits samples; return only stages for one "
-                "sample, such as wds.select, wds.map, wds.map_dict and wds.rename"
+                f"{function} returns the stage {name}, which does not handle one sample at a time; return only "
+                "per-sample stages, such as wds.select, wds.map, wds.map_dict and wds.rename"
             )
         if not callable(stage):
             raise ValueError(f"{function} must return a list of webdataset stages, got {stage!r}")
@@ -127,10 +128,10 @@ def read_uids(path: Path) -> np.ndarray:
     """Read the uids of a DataComp subset: an .npy file of pairs of uint64, or a .parquet file with a column `uid`.
 
     Returns:
-        Sorted uids, [n] of the type (u8, u8). A large .npy is mapped, not read.
+        Sorted uids, [n] of the type (u8, u8). A large .npy file is memory-mapped.
 
     Raises:
-        ValueError: If the file cannot be read or has another content, or is large and not sorted.
+        ValueError: If the file cannot be read, has another data type, or is large and not sorted.
     """
     try:
         if path.suffix == ".parquet":
@@ -147,7 +148,7 @@ def read_uids(path: Path) -> np.ndarray:
         )
     if len(uids) <= _SORTED_HERE:
         return np.sort(uids)
-    # Every worker maps the file, so it is not read whole; parts of it show whether it is sorted.
+    # Every worker memory-maps the file. Check the sorting in a few parts, so that the file is not read whole.
     starts = np.linspace(0, len(uids) - _PART, 100, dtype=np.int64)
     found = np.concatenate([uids[start : start + _PART] for start in starts])
     if (np.sort(found) != found).any():

@@ -1,6 +1,6 @@
 """Random access to the samples of a tar shard: one scan of the headers, then one read for each member of a sample.
 
-TarReader reads a shard once from start to end before the scan, so that a cold disk sees sequential reads only.
+Before the scan, TarReader reads a shard once from start to end, so that a disk serves only sequential reads.
 
 Members are grouped into samples as in webdataset. Consecutive members with the same key form a sample; the key is the
 path up to the first dot of the file name. A repeated extension begins a new sample. Hidden files are skipped. A
@@ -28,22 +28,23 @@ from disco_ds.data.remote.fetching import progress
 _META = re.compile(r"__[^/]*__($|/)")
 """Members that webdataset skips."""
 _MAX_HEADER = 2**16
-"""Bytes of a header with a long name or pax records. A path in a file system has at most 4096."""
+"""Maximum bytes of a header with a long name or pax records. A path in a file system has at most 4,096 bytes."""
 _MAX_READS = 64
-"""Reads for one member: its header, and those of a long name and of pax records."""
+"""Maximum number of reads for one member: for its header, its long name and its pax records."""
 _FILES_KEPT = 64
-"""Number of local shards that stay open."""
+"""Maximum number of local shards that stay open."""
 _SEARCHED_BYTES = 2**20
-"""Length of the region after the end mark in which data is noticed."""
+"""Number of bytes from the end mark on that are searched for data."""
 _MAX_READ_AHEAD = 2 * 2**30
-"""Larger shards are not read whole before their scan: the page cache might not hold them until they are used."""
+"""Shards with more bytes are not read whole before the scan, because the page cache might not keep them for long."""
 _BLOCK = 2**20
 
 
 class TarIndex:
-    """Offsets of the members of every complete sample of a tar, stored compactly: a worker holds hundreds of indices.
+    """Offsets of the members of every complete sample of a tar.
 
-    A sample is complete if another one or the tar's end mark follows it, so a truncated tar loses its last sample.
+    A sample is complete if another one or the tar's end mark follows it, so a truncated tar loses its last sample. The
+    offsets are stored compactly, because a worker holds hundreds of indices.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -91,7 +92,7 @@ class TarIndex:
             seen.add(extension)
             self._extensions.append(extension)
             self._offsets.append(member.offset_data)
-            # A damaged header may contain any number; _read_member refuses those out of range.
+            # A damaged header may contain any size. _read_member refuses sizes that are out of range.
             self._sizes.append(min(max(member.size, -1), MAX_BYTES + 1))
         if key is not None:
             self._starts.append(len(self._offsets))
@@ -113,15 +114,15 @@ def has_data_after_end(file: BinaryIO, index: TarIndex) -> bool:
 class _Headers:
     """The part of a tar that tarfile may read: headers of limited size and number.
 
-    A damaged header can contain any size. tarfile would allocate it, seek to it, or spend hours on a large pax header,
-    whose text it searches in quadratic time.
+    A damaged header can contain any size. tarfile would allocate that much memory, seek that far, or spend hours on a
+    large pax header, whose text it searches in quadratic time.
     """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._end = os.fstat(file.fileno()).st_size
         self.num_reads = 0
-        """Reads since the last member."""
+        """Number of reads since the last member."""
 
     def read(self, size: int) -> bytes:
         self.num_reads += 1
@@ -139,7 +140,7 @@ class _Headers:
 
 
 def _walk(file: BinaryIO, at: int = 0) -> Iterator[tarfile.TarInfo]:
-    """Yield the regular members from offset `at` on, and leave the file one block behind the start of the end mark.
+    """Yield the regular members from offset `at` on, and leave the file one block past the start of the end mark.
 
     Raises:
         tarfile.ReadError: Where the tar is truncated or damaged.
@@ -150,11 +151,11 @@ def _walk(file: BinaryIO, at: int = 0) -> Iterator[tarfile.TarInfo]:
         with tarfile.open(fileobj=headers, mode="r:", errorlevel=0) as tar:  # type: ignore[call-overload]
             while (member := tar.next()) is not None:
                 headers.num_reads = 0
-                # tarfile would keep all of them.
+                # tarfile would otherwise keep all members in memory.
                 tar.members.clear()
                 if member.isfile():
                     yield member
-                # A damaged header may contain a negative size, with which tarfile would go in circles.
+                # A damaged header may contain a negative size, which would send tarfile into an infinite loop.
                 if tar.offset <= member.offset:
                     raise tarfile.ReadError(
                         f"the member at byte {member.offset} has a size of {member.size} bytes"
@@ -176,7 +177,7 @@ class TarReader:
     Args:
         folder: Folder of the shards.
         names: The shards in the manifest's order.
-        num_indices: Number of shard indices to keep; the least recently used one is dropped.
+        num_indices: Maximum number of shard indices to keep; the least recently used one is dropped.
         fetch: Opens a remote shard by its number; None if the shards are in the folder.
         sizes: Number of samples that each shard should have, if known.
     """
@@ -209,13 +210,13 @@ class TarReader:
             wanted: The extensions to read; None reads all.
 
         Raises:
-            BrokenSample: If the tar ends before the sample, or if a member cannot be read whole.
+            BrokenSample: If the tar ends before the sample, or if a member cannot be read completely.
             OSError: If the shard itself cannot be read; the error names it.
         """
         try:
             index, file = self._index(shard), self._file(shard)
             if entry >= len(index) and index.truncated is None:
-                # _index_shard has warned of this shard. The count was wrong; no sample is damaged.
+                # _index_shard has warned about this shard. The count was wrong, but no sample is damaged.
                 raise DroppedSample(f"the tar has only {len(index)} samples")
             if entry >= len(index):
                 raise BrokenSample(f"the tar has {len(index)} complete samples: {index.truncated}")
@@ -255,7 +256,7 @@ class TarReader:
 
     def _index_shard(self, shard: int) -> TarIndex:
         file = self._file(shard)
-        # Without this, a cold disk would serve one small read per header and one per member.
+        # Fill the page cache. Otherwise, the disk would serve one small read per header and one per member.
         if os.fstat(file.fileno()).st_size <= _MAX_READ_AHEAD:
             while file.read(_BLOCK):
                 progress.add()
@@ -296,7 +297,7 @@ class TarReader:
 
 def _read_member(file: BinaryIO, extension: str, offset: int, size: int) -> bytes:
     if not 0 <= size <= MAX_BYTES:
-        raise BrokenSample(f"its {extension} member has no size in 0 .. {MAX_BYTES:,} bytes")
+        raise BrokenSample(f"the size of its {extension} member is not in 0 .. {MAX_BYTES:,} bytes")
     data = os.pread(file.fileno(), size, offset)
     if len(data) < size:
         raise BrokenSample(f"its {extension} member has {len(data):,} of {size:,} bytes")

@@ -13,7 +13,7 @@ from torch import Tensor
 from disco_ds.losses.kernels.tiles import Precision, Tiling
 
 FENCED = "3.7.1"
-"""The first version of Triton that is used on compute capability 10 and newer, see `lacks_fence`."""
+"""Oldest version of Triton that is used on compute capability 10 and higher, see `lacks_fence`."""
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def _find_problem(device: torch.device, precision: Precision) -> str | None:
         triton_tiles.try_out(device, precision)
         if lacks_fence(torch.cuda.get_device_capability(device), triton.__version__):
             return f"triton {triton.__version__} is too old for this GPU, which needs {FENCED}"
-    # The compiler or the driver may raise anything. Without Triton the losses are slower, not
+    # The compiler or the driver may raise any exception. Without Triton, the losses are slower but not
     # wrong.
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]

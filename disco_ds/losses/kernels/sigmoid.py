@@ -49,7 +49,7 @@ def sigmoid_block(
         bias: [1].
         d_rows: [n, D] fp32, or None if not needed.
         d_columns: [m, D] fp32, or None if not needed.
-        maxima: Find the largest z too.
+        maxima: Also find the largest z.
 
     Source: docs/losses.md section 5 (SigLIP, arXiv 2303.15343).
     """
@@ -74,7 +74,7 @@ def sigmoid_block(
     for some in block.positives():
         z = some.logits.add_(bias)
         some.raise_maxima(largest)
-        z.masked_fill_(~some.found, math.inf)  # whose loss and weight are 0
+        z.masked_fill_(~some.found, math.inf)  # other entries: their loss and weight become 0
         loss += F.softplus(-z, threshold=40).sum(dtype=torch.float64)
         W = -(-z).sigmoid_()
         weight += W.sum(dtype=torch.float64)

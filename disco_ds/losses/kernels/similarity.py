@@ -28,7 +28,7 @@ from disco_ds.losses.kernels.tiles import Tile, Tiling, full_dtype, pairs_offset
 class Groups:
     """The groups to which the rows and columns of a block belong. Entries within a group are not negatives.
 
-    A row or column that is alone in its group has a negative number, which no other has.
+    A row or column that is alone in its group has a negative number. Rows and columns have different ones.
     """
 
     rows: Tensor
@@ -36,8 +36,8 @@ class Groups:
     columns: Tensor
     """[m] int32."""
     share: Tensor | None
-    """[n] float64, 1 / size of the row's group, if all entries within a group are positives. None: those outside the
-    diagonal are ignored."""
+    """[n] float64, 1 / size of the row's group, if all entries within a group are positives. None: entries within a
+    group are ignored, except on the diagonal."""
 
     def with_owner(self, owner: int) -> Groups:
         """Return the groups of the rows and of the part of the columns that belongs to one rank."""
@@ -50,9 +50,9 @@ class Positives:
     """Some rows and columns of a block, and which of their entries are positives outside the block's diagonal."""
 
     i: Tensor
-    """[n] numbers of the rows."""
+    """[n], indices of the rows in the block."""
     j: Tensor
-    """[m] numbers of the columns."""
+    """[m], indices of the columns in the block."""
     r: Tensor
     """[n, D], as returned by Tiling.factor."""
     c: Tensor
@@ -97,11 +97,11 @@ class Block:
     """Row i and column i + first are a positive pair; None for a block without positive pairs."""
     shift: Tensor | None
     """[1] float64, only for blocks whose scales are all equal. It is chosen so that exp(x - shift) and its sums do not
-    overflow fp32, and each element takes one exponential. None: the largest exponent of each row and each column is
-    subtracted, which takes two exponentials for each element."""
+    overflow fp32. Each element then takes only one exponential. None: the largest exponent of each row and each column
+    is subtracted, which takes two exponentials for each element."""
     tiling: Tiling
     groups: Groups | None = None
-    """Groups of more than one pair; None if there are none. All scales must be equal."""
+    """Groups of more than one pair; None if there are none. Blocks with groups need equal scales."""
 
     @property
     def tiles(self) -> ModuleType:
@@ -155,8 +155,8 @@ class Block:
     def positives(self) -> Iterator[Positives]:
         """Yield the positives outside the diagonal, which the block's tiles leave out.
 
-        Only rows and columns that meet their group are multiplied, in most batches few. They are sorted by group, so
-        that large groups meet in few tiles.
+        Only rows and columns whose group occurs on both sides of the block are multiplied. In most batches, these are
+        few. They are sorted by group, so that the positives of a large group are in few tiles.
         """
         groups = self.groups
         if groups is None or groups.share is None:
@@ -180,7 +180,7 @@ class Block:
 
 
 def _find_meeting(numbers: Tensor, others: Tensor) -> Tensor:
-    """Return the places of the group numbers that `others` contains, sorted by group."""
+    """Return the indices of the group numbers that `others` also contains, sorted by group."""
     places = torch.isin(numbers, others).nonzero()[:, 0]
     return places[numbers[places].argsort(stable=True)]
 
@@ -197,8 +197,8 @@ class Sums:
     columns: Tensor
     """[m], logarithm of the sum of exp(y) over each column."""
     rows_max: Tensor | None
-    """[1, n], the largest x of each row outside the positives, or [2, n]: also the largest among positives outside the
-    diagonal. None if maxima were not computed."""
+    """[1, n], the largest x of each row among entries that are not positives. If it is [2, n], the second row is the
+    largest among positives outside the diagonal. None if maxima were not computed."""
     columns_max: Tensor | None
     """[1, m] or [2, m], the same for the y of each column."""
     positives: Tensor | None = None
@@ -218,7 +218,7 @@ def softmax_sums(block: Block, maxima: bool = True, kept: Tensor | None = None) 
 
     Args:
         block: The similarities.
-        maxima: Find the largest exponents too.
+        maxima: Also find the largest exponents.
         kept: [n, m] bf16, receives exp(x - shift) for softmax_gradient. Only for blocks with a shift.
 
     Source: docs/losses.md sections 1 to 3.
@@ -276,8 +276,8 @@ def softmax_gradient(
     """Add gain x W @ columns to d_rows, and gain x W^T @ rows to d_columns.
 
     W_ij = exp(x_ij - row_shift_i) + exp(y_ij - column_shift_j), and 0 on the diagonal and where pairs are ignored. Both
-    terms must be at most 1. At other positives, 2 / size of the group is subtracted. The caller divides the results by
-    the gain, Tiling.gain.
+    terms must be at most 1. At positives outside the diagonal, 2 / size of the group is subtracted. The caller
+    divides the results by the gain, Tiling.gain.
 
     Args:
         block: The similarities.
@@ -309,7 +309,7 @@ def softmax_gradient(
             W = tiles.kept_weights(kept[i, j], a[i], beta[j], tiling, tile.out)
         else:
             W = tiles.exp_weights(tile, row_scale[:1], shift, a[i], beta[j])
-        # Two library matrix multiplications; the weights of only one tile exist at a time.
+        # Two ordinary torch matrix multiplications. The weights of only one tile exist at a time.
         if d_rows is not None:
             tiling.add_product(d_rows[i], W, tile.c)
         if d_columns is not None:

@@ -21,9 +21,9 @@ _FULL = (torch.float32, torch.float64)
 TILE_BYTES = 144 << 20
 """Largest size of a tile that is written to a GPU's memory."""
 PRODUCT_BLOCK = 128 * 256
-"""Size of the block of a gradient that one multiprocessor is assumed to compute in the library's products."""
+"""Assumed number of gradient elements that one multiprocessor computes at a time in torch's matrix products."""
 PLANNED_MULTIPROCESSORS = 132
-"""Number of multiprocessors that is assumed without a GPU: that of an H100."""
+"""Number of multiprocessors assumed on a machine without a GPU: that of an H100."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Tiling:
     def factor(self, held: Tensor) -> Tensor:
         """Convert a tile of rows from `hold` to the dtype in which it is multiplied.
 
-        On a CPU, 16-bit rows become fp32, because 16-bit matrix multiplications would also round their sums there.
+        On a CPU, 16-bit rows become fp32, because 16-bit matrix multiplications on a CPU also round the sums.
         """
         return held.to(self.factor_dtype(held))
 
@@ -182,7 +182,7 @@ class Tile:
     """Offset of the diagonal with the positive pairs, which are left out; None if the tile has no positive pairs."""
     tiling: Tiling
     out: Tensor | None
-    """[n, m] memory for the tile. torch needs full precision, Triton the operand dtype, or None if it only sums."""
+    """[n, m] memory for the tile. torch needs full precision. Triton needs the operand dtype, or None for sums."""
     groups: tuple[Tensor, Tensor] | None = None
     """Group numbers [n] of the rows and [m] of the columns. Entries with equal numbers are left out."""
 
@@ -190,8 +190,9 @@ class Tile:
 def written_shape(n: int, D: int, elements: int, multiprocessors: int) -> tuple[int, int]:
     """Return the rows and columns of a tile of weights with at most this number of elements.
 
-    The tile is then multiplied by rows of width D, once in each direction. If its number of rows (or columns) is a
-    multiple of a wave, all multiprocessors are busy until such a product ends. A block with few rows gets more columns.
+    The tile is then multiplied by rows of width D, once in each direction. A wave is the number of rows that all
+    multiprocessors together compute at a time. If the number of rows (or columns) is a multiple of a wave, none is idle
+    until such a product ends. A block with few rows gets more columns.
 
     Args:
         n: Number of rows of the block.

@@ -39,7 +39,7 @@ def cosines(tile: Tile) -> Tensor:
         x.diagonal(tile.pairs).fill_(-math.inf)
     if tile.groups is not None:
         of_rows, of_columns = tile.groups
-        # Few rows meet a column of their group; only these are touched.
+        # Few rows have a column of the same group in the tile; only these rows are changed.
         rows = torch.isin(of_rows, of_columns).nonzero()[:, 0]
         x[rows] = x[rows].masked_fill_(of_rows[rows, None] == of_columns, -math.inf)
     return x

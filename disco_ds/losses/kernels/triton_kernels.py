@@ -1,10 +1,10 @@
 """The Triton kernels and their block sizes.
 
-For each operation on a tile there is a kernel that multiplies matrices and then applies an epilogue. Kernels for sums
-write nothing as large as the tile. Kernels for weights write a tile of weights once, as an operand of the library's
-matrix multiplications that follow (docs/losses.md section 3). Exponentials are computed as powers of two, for which the
-hardware has an instruction. There are no atomics, so equal block sizes give bitwise equal results. Only triton_tiles.py
-imports this file.
+For each operation on a tile, there is a kernel that multiplies matrices and then applies an epilogue. Kernels for sums
+write nothing as large as the tile. Kernels for weights write each tile of weights once. The tile is then an operand of
+ordinary torch matrix multiplications (docs/losses.md section 3). Exponentials are computed as powers of two, for which
+the hardware has an instruction. There are no atomics, so equal block sizes give bitwise equal results. Only
+triton_tiles.py imports this file.
 """
 
 # n rows, m columns, D width of a tile; a block is the part of a tile that one program computes
@@ -52,7 +52,7 @@ TENSOR_CORES = [
     _config(64, 128, 4, 4),
 ]
 # For GPUs since the H100: each multiprocessor runs one program, which computes one block after another and loads the
-# factors of the next block while it finishes one. triton_tiles.py decides for which tiles this works.
+# factors of the next block while it finishes the current one. triton_tiles.py decides for which tiles this works.
 PERSISTENT = [
     _config(128, 256, 3, 8, PERSISTENT=True),
     _config(128, 128, 4, 8, PERSISTENT=True),
@@ -64,7 +64,7 @@ SMALL = _config(32, 64, 1, 1, 64, 2)
 """A configuration for the interpreter, which computes a whole block even if the tile is smaller."""
 CONFIGS = [*TENSOR_CORES, *PERSISTENT, *PLAIN_CORES, *([SMALL] if INTERPRETED else [])]
 SPILLS = {"SIGMOID": 64 * 32, "TWO_WEIGHTS": 64 * 32}
-"""Largest number of block elements per warp, by flag. Kernels with these flags need more registers per element."""
+"""Maximum number of block elements per warp, by flag. Kernels with these flags need more registers per element."""
 
 _forced: triton.Config | None = None
 
@@ -205,7 +205,8 @@ def _leave_out_groups(x, row_groups, column_groups, rows, columns, n, m):
     """Set the entries between rows and columns of the same group to -inf."""
     of_rows = tl.load(row_groups + rows, mask=rows < n, other=-1)
     of_columns = tl.load(column_groups + columns, mask=columns < m, other=-2)
-    # Few blocks contain such entries. Each group sets one of 64 bits, so blocks whose sides share no bit have none.
+    # Few blocks contain such entries. Each group sets one of 64 bits, so a block whose rows and columns share no bit
+    # contains none.
     one = tl.full((), 1, tl.int64)
     row_bits = tl.reduce(tl.where(of_rows < 0, 0, one << (of_rows & 63)), 0, _either)
     column_bits = tl.reduce(tl.where(of_columns < 0, 0, one << (of_columns & 63)), 0, _either)
@@ -243,8 +244,9 @@ def _cosines(
             a = r.load([i * BLOCK_M, start])
             b = c.load([j * BLOCK_N, start])
             x = tl.dot(a, b.T, x, input_precision=PRECISION)
-        # Triton 3.6 to 3.9 wait for the last product before the first use of x, but only in the branch of
-        # this use, which below is the mask's. This copy, which needs no instruction, is a use in all branches.
+        # Triton 3.6 to 3.9 wait for the last product only in the branch that contains the first use of x,
+        # which would be that of the mask below. This copy is an earlier use, outside of any branch. It needs
+        # no instruction.
         if not INTERPRETED:
             x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.float32, True, 1)
     else:
@@ -375,9 +377,9 @@ def log_sums_kernel(
         tl.program_id(0), r, c, n, m, D, pairs, r_row, r_width, c_row, c_width, row_groups, column_groups,
         PRECISION, BLOCK_M, BLOCK_N, WIDTH_BYTES, GROUP, False,
     )  # fmt: skip
-    # Processing first the rows and then the columns needs fewer registers. From each row or column, its largest logit
-    # in this block is subtracted, and later added back with the same rounding. From an empty row or column, 0 is
-    # subtracted, because -inf - -inf is NaN.
+    # Process the rows before the columns, because both at once need more registers. Subtract from each row or column
+    # its largest logit in this block, and later add it back with the same rounding. From an empty row or column,
+    # subtract 0, because -inf - -inf is NaN.
     of_rows = tl.load(row_scale + rows, mask=rows < n, other=1.0)
     top = tl.max(x, 1)
     if MAXIMA:

@@ -2,13 +2,13 @@
 
 torch_tiles.py implements the same functions in torch, with the same arguments, and documents them.
 
-The block sizes of a kernel are chosen by timing, once per process for each size class of large tiles, so the results of
-two processes may differ by rounding. Under torch.use_deterministic_algorithms, nothing is timed and the block sizes are
-fixed.
+The block sizes of a kernel are chosen by timing, once for each size class of large tiles. Two processes may choose
+different sizes, so their results may differ by rounding. Under torch.use_deterministic_algorithms, nothing is timed and
+the block sizes are fixed.
 
 The kernels are tested under Triton's interpreter against torch_tiles.py and float64
 (tests/losses/kernels/test_tiles.py), and compiled for the A100 and newer GPUs
-(tests/losses/kernels/test_triton_compiled.py). They have never been run on a GPU so far;
+(tests/losses/kernels/test_triton_compiled.py). They have not been run on a GPU yet;
 tools/check_kernels.py does that.
 """
 
@@ -165,7 +165,7 @@ def _launch(
     def programs(sizes: dict[str, Any]) -> tuple[int]:
         count = math.prod(blocks(sizes))
         if sizes.get("PERSISTENT"):
-            # Under the interpreter, a few programs are enough to compute several blocks each.
+            # Under the interpreter, run few programs, so that each of them computes several blocks.
             count = min(count, count_multiprocessors(r.device) if r.is_cuda else 4)
         return (count,)
 
@@ -178,7 +178,7 @@ def _launch(
 
 
 def _can_describe(*tensors: Tensor) -> bool:
-    """Return True if the GPU has tensor descriptors, and they accept the addresses and strides of these tensors."""
+    """Return True if the GPU has tensor descriptors that accept the addresses and strides of these tensors."""
     device = tensors[0].device
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
         return False
@@ -193,7 +193,7 @@ def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
 
 
 def _size_class(n: int, m: int, D: int) -> int:
-    """Return a key that is equal for tiles that share a configuration; 0 is the first one, chosen without timing."""
+    """Return a key that is equal for tiles that share a configuration; 0: use the first one without timing."""
     if n * m < kernels.LARGE or torch.are_deterministic_algorithms_enabled():
         return 0
     return (triton.next_power_of_2(D) << 12) + (n.bit_length() << 6) + m.bit_length()
@@ -204,7 +204,7 @@ def _precision(tiling: Tiling) -> str:
 
 
 def _partial_vectors(tile: Tile) -> tuple[Tensor, Tensor]:
-    """Allocate one number for each row and column block, and one for each column and row block.
+    """Allocate one number for each row in each column block, and one for each column in each row block.
 
     The memory is large enough for the smallest block sizes that may be chosen.
     """
