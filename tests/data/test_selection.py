@@ -132,8 +132,8 @@ def test_stream_whose_samples_are_all_dropped_ends_the_run(folder: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"stages": f"{NAME}:shuffle"}, r"stage shuffle, which joins"),
-        ({"stages": f"{NAME}:batch"}, r"stage batched, which joins"),
+        ({"stages": f"{NAME}:shuffle"}, r"stage shuffle, which does not handle"),
+        ({"stages": f"{NAME}:batch"}, r"stage batched, which does not handle"),
         ({"stages": f"{NAME}:fail"}, r"fail failed: RuntimeError: no file"),
         ({"stages": f"{NAME}:none"}, r"has no none"),
         ({"uids": "/none.npy"}, r"/none.npy cannot be read as uids"),

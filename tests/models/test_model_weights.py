@@ -183,7 +183,8 @@ def test_model_without_batch_norm_is_not_warned_of(
 
 def test_unknown_model_lists_the_nearest_and_ours() -> None:
     with pytest.raises(
-        ValueError, match=r"unknown model 'ViT-B/32'; did you mean ViT-B-32\?; .* ours \(quickstart"
+        ValueError,
+        match=r"unknown model 'ViT-B/32'; did you mean ViT-B-32\?; .* disco_ds \(quickstart",
     ):
         build("ViT-B/32")
 
