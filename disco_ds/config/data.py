@@ -194,10 +194,10 @@ class DataSettings(Settings):
     """Path of the manifest that `disco-ds index` wrote for the shards. Null: manifest.json in the
     folder of the shards."""
     index: Literal["manifest", "none"] = "manifest"
-    """`none`: train on tar shards that have not been counted. Every slot reads whole shards in random
-    order and shuffles samples only within a shard, so the samples of a shard are used close together.
-    The length of the run must be set as `samples` or `steps`, and losses that keep state for each
-    sample cannot be used."""
+    """`manifest`: tar shards must have been counted by `disco-ds index`. `none`: train on tar shards that
+    have not been counted. Every slot reads whole shards in random order and shuffles samples only
+    within a shard, so the samples of a shard are used close together. The length of the run must be
+    set as `samples` or `steps`, and losses that keep state for each sample cannot be used."""
     options: dict[str, Any] = Field({})
     """Keyword arguments for a custom source."""
     remote: RemoteSettings = RemoteSettings()

@@ -65,14 +65,15 @@ def plan_speed(
     # All micro-batches except the last run an additional forward pass, without a graph.
     tower_flops = (K - 1) * towers.replay_flops + K * towers.flops
     comm_bytes = cost.received_bytes + _count_engine(config, ranks, K, towers)
-    tiled = isinstance(build_loss(config.loss.name, **config.loss.options), TiledLoss)
+    loss = build_loss(config.loss.name, **config.loss.options)
+    tuned = isinstance(loss, TiledLoss) and loss.tiling.impl != "torch"
     compiled = config.model.compile and stage(config.deepspeed) < 3
     return Speed(
         towers_s=tower_flops / flop_rate(precision(config.deepspeed)),
         loss_s=cost.flops / flop_rate(cost.precision),
         comm_s=comm_bytes / (1e9 * link),
         comm_bytes=comm_bytes,
-        tuning_s=TUNING_S if tiled else 0.0,
+        tuning_s=TUNING_S if tuned else 0.0,
         compile_s=COMPILE_S + COMPILE_S_PER_OPERATION * towers.operations if compiled else 0.0,
     )
 
