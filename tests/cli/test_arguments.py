@@ -81,7 +81,7 @@ def test_dry_run_finds_mistakes_in_settings_before_it_imports_the_model_librarie
         ("loss={name: fastclip_v1, options: {eps: -1}}", "eps >= 0"),
         ("loss.name=nowhere.losses:Mine", "No module named 'nowhere'"),
         ("model.name=ViT-B-23", "unknown model 'ViT-B-23'; did you mean ViT-B-32?"),
-        ("model.pretrained=none.pt", "model.pretrained: no file none.pt"),
+        ("model.pretrained=none.pt", "model.pretrained: none.pt is not a file"),
         ("data.shards=ftp://example.org/{0..9}.tar", "ftp:// is not supported: use one of http://"),
         ("eval.labeled={far: 'pipe:cat x.tar'}", "set data.remote.pipe=true"),
         ("data.shards=ftp://bucket/{0..9}.tar", "ftp://"),

@@ -61,7 +61,7 @@ def write_timm(folder: Path) -> str:
 def test_a_tag_of_another_model_names_this_models_tags() -> None:
     with pytest.raises(
         ValueError,
-        match=r"no tag of ViT-B-32; did you mean laion2b_s34b_b79k\?.*its tags: openai, ",
+        match=r"tag of ViT-B-32; did you mean laion2b_s34b_b79k\?.*its tags: openai, ",
     ):
         build("ViT-B-32", pretrained=Path("laion2b_s34b_b88k"))
 

@@ -31,7 +31,7 @@ def bad_settings(path: Path, folder: Path) -> None:
     expect(refused(config("loss.options={tilt: 4}")), "no option tilt", "tile")
     expect(refused(config("model.name=ViT-B-33")), "unknown model 'ViT-B-33'", "ViT-B-32")
     expect(refused(config(f"model.name={write_tiny(folder / 'small')}")), "vocab_size 100", "49408")
-    expect(refused(config("model.pretrained=nowhere.pt")), "no file nowhere.pt")
+    expect(refused(config("model.pretrained=nowhere.pt")), "nowhere.pt is not a file")
     expect(
         refused(config("global_batch=20")),
         "not a multiple of ranks x micro_batch (2 x 4 = 8)",
