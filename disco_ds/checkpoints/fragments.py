@@ -106,6 +106,20 @@ def _find_shards(saved: Saved, ranks: int) -> dict[str, list[Fragment]]:
     return parts
 
 
+def read_groups(saved: Saved) -> dict[str, dict[str, Any]]:
+    """Read the optimizer's parameter groups, keyed by name, without the parameters."""
+    stage = saved.meta["shape"]["stage"]
+    if stage == 0:
+        optimizer = saved.load(WHOLE)["optimizer"]
+    else:
+        key = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
+        optimizer = load_optimizer(saved, 0)[key]
+    return {
+        group["name"]: {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer["param_groups"]
+    }
+
+
 def read_average(saved: Saved) -> dict[str, Tensor]:
     """Read the exponential moving average (optim.ema) of each trained parameter, flat, keyed by name.
 
@@ -133,13 +147,25 @@ def _load_named(saved: Saved, end: str) -> dict[str, Any]:
 
 
 def join(parts: dict[str, list[Fragment]], name: str) -> States:
-    """Join a parameter's fragments into flat states. A state that is a single number, such as `step`, is unchanged."""
+    """Join a parameter's fragments into flat states. A state that is a single number, such as `step`, is unchanged.
+
+    Raises:
+        ValueError: If a state is a tensor that does not have one number per element of the parameter.
+    """
     fragments = parts[name]
     joined = dict(fragments[0].states)
     for key, value in joined.items():
         if is_flat(value):
+            flat = [part.states[key].reshape(-1) for part in fragments]
+            if any(
+                len(x) < part.start + part.numel for x, part in zip(flat, fragments, strict=True)
+            ):
+                raise ValueError(
+                    f"the optimizer's state {key} of {name} does not have one number per element, so the run can "
+                    "only be resumed with the same number of ranks, ZeRO stage, precision and image size"
+                )
             pieces = [
-                part.states[key].reshape(-1).narrow(0, part.start, part.numel) for part in fragments
+                x.narrow(0, part.start, part.numel) for x, part in zip(flat, fragments, strict=True)
             ]
             joined[key] = torch.cat(pieces).float()
     return joined

@@ -28,6 +28,7 @@ from disco_ds.checkpoints.fragments import (
     is_flat,
     join,
     load_optimizer,
+    read_groups,
     refuse_round_robin,
 )
 from disco_ds.checkpoints.weights import read_tensors
@@ -93,6 +94,10 @@ def load_trained(saved: Saved, engine: Engine, order: list[str]) -> None:
             states = comm.from_rank_0(what, partial(join, parts, name))
             states = _resize(engine.module, name, states)
             _set_states(engine, parameters[name], states)
+    # Some optimizers, such as LAMB, keep their number of steps in the parameter groups.
+    groups = comm.from_rank_0(what, partial(read_groups, saved))
+    for group in engine.basic_optimizer.param_groups:
+        group.update(groups.get(group["name"], {}))
     if saved.meta["shape"]["precision"] == "fp16" and engine.fp16_enabled():
         engine.optimizer.loss_scaler = comm.from_rank_0(
             what, lambda: load_optimizer(saved, 0)["loss_scaler"]

@@ -38,16 +38,32 @@ def is_elementwise(factory: str) -> bool:
     generator = torch.Generator().manual_seed(0)
     tensors = torch.randn(4, *SHAPE, generator=generator).to(comm.local_device())
     # Each half has a separate optimizer, as each rank has under ZeRO.
-    halves = [_train(factory, half) for half in tensors.view(4, 2, -1).unbind(1)]
-    return torch.allclose(_train(factory, tensors).view(2, -1), torch.stack(halves), rtol=1e-4)
+    halves = [_train(factory, half)[0] for half in tensors.view(4, 2, -1).unbind(1)]
+    return torch.allclose(_train(factory, tensors)[0].view(2, -1), torch.stack(halves), rtol=1e-4)
 
 
-def _train(factory: str, tensors: Tensor) -> Tensor:
-    """Train the first tensor with the others as gradients."""
+def keeps_state_in_groups(factory: str) -> bool:
+    """Return whether a step changes the settings of a parameter group, for example counts steps there.
+
+    Raises:
+        ValueError: If the optimizer cannot be built or cannot make a step.
+    """
+    _, before, after = _train(factory, torch.ones(2, *SHAPE, device=comm.local_device()))
+    return before != after
+
+
+def _train(factory: str, tensors: Tensor) -> tuple[Tensor, str, str]:
+    """Train the first tensor with the others as gradients.
+
+    Returns:
+        The trained tensor, and the settings of its parameter group before and after.
+    """
     parameter = nn.Parameter(tensors[0].clone())
     group = {"name": "matrices", "params": [parameter], "names": ["weight"], "lr_factor": 1.0}
     optimizer = build_custom(factory, [group | {"weight_decay": 0.1, "muon": False}])
-    optimizer.param_groups[0]["lr"] = 0.01
+    settings = optimizer.param_groups[0]
+    settings["lr"] = 0.01
+    before = str({key: value for key, value in settings.items() if key != "params"})
     for gradient in tensors[1:]:
         parameter.grad = gradient.clone()
         try:
@@ -56,7 +72,8 @@ def _train(factory: str, tensors: Tensor) -> Tensor:
             raise ValueError(
                 f"optim.factory={factory}: step() failed: {type(error).__name__}: {error}"
             ) from error
-    return parameter.detach()
+    after = str({key: value for key, value in settings.items() if key != "params"})
+    return parameter.detach(), before, after
 
 
 def check_optimizer(settings: OptimSettings, level: int) -> None:
@@ -67,12 +84,18 @@ def check_optimizer(settings: OptimSettings, level: int) -> None:
         level: ZeRO stage, 0 to 3.
 
     Raises:
-        ValueError: If the optimizer cannot be built or cannot make a step, or if ZeRO is on and the updates
-            depend on the shapes of the parameters.
+        ValueError: If the optimizer cannot be built or cannot make a step; if ZeRO is on and the updates
+            depend on the shapes of the parameters; or at ZeRO 3, if the optimizer keeps state in its groups.
     """
     factory = settings.factory
     if factory and not is_elementwise(factory) and level > 0:
         raise ValueError(
             f"optim.factory={factory} at ZeRO {level} is refused: it updates a matrix and the flat halves "
             "of this matrix differently, but ZeRO's optimizers see flat parts; use deepspeed=zero0"
+        )
+    # DeepSpeed 0.19 calls step() once for each part of the parameters, and every call changes all groups.
+    if factory and level == 3 and keeps_state_in_groups(factory):
+        raise ValueError(
+            f"optim.factory={factory} at ZeRO 3 is refused: it keeps state, such as the number of steps, in its "
+            "parameter groups, which DeepSpeed would change several times per step; use deepspeed=zero2"
         )

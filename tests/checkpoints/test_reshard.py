@@ -61,8 +61,10 @@ def run_on(folder: Path, ranks: int, steps: int, resume: str | None, **changes: 
     run_ranks(go, ranks, write_recipe(folder, steps=steps, **changes), resume)
 
 
-def write_recipe(folder: Path, name: str = "adamw", **changes: Any) -> Path:
-    optim: dict[str, Any] = {"name": name, "muon_precision": "fp32"}
+def write_recipe(
+    folder: Path, name: str = "adamw", factory: str | None = None, **changes: Any
+) -> Path:
+    optim: dict[str, Any] = {"name": name, "factory": factory, "muon_precision": "fp32"}
     optim |= {"lr": 1e-3, "warmup_steps": 0, "schedule": "constant"}
     optim["ema"] = {"decay": 0.9, "every_steps": 3}
     return recipe(folder, optim=optim, checkpoint={"every_steps": 2, "keep_last": 9}, **changes)
@@ -197,6 +199,24 @@ def test_run_resumes_at_other_stages_and_world_sizes(whole: Path, tmp_path: Path
     for ranks, stage, steps in ((1, 0, 4), (4, 3, 6), (2, 2, 8)):
         run_on(tmp_path, ranks, steps, "latest", deepspeed=settings(stage))
     equal_losses(tmp_path, whole, 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("optimizer", "stages"),
+    [({"name": "lamb"}, (0, 0, 0)), ({"factory": "timm.optim:Adan"}, (1, 2, 0))],
+)
+def test_state_in_parameter_groups_continues(
+    optimizer: dict[str, str], stages: tuple[int, ...], tmp_path: Path
+) -> None:
+    whole, other = tmp_path / "whole", tmp_path / "other"
+    for folder in (whole, other):
+        folder.mkdir()
+    run_on(whole, 2, 6, None, deepspeed=settings(stages[0]), **optimizer)
+    begin(whole, other, 2)
+    for ranks, stage, steps in zip((1, 2), stages[1:], (4, 6), strict=True):
+        run_on(other, ranks, steps, "latest", deepspeed=settings(stage), **optimizer)
+    equal_losses(other, whole, 1e-5)
 
 
 @pytest.mark.slow

@@ -7,11 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from disco_ds.config import render_ds_config
+from disco_ds.config import OptimSettings, render_ds_config
 from disco_ds.distributed import comm
 from disco_ds.models.clip import build_model
 from disco_ds.training.build import check_without_data
-from disco_ds.training.custom_optimizer import check_optimizer, is_elementwise
+from disco_ds.training.custom_optimizer import (
+    check_optimizer,
+    is_elementwise,
+    keeps_state_in_groups,
+)
 from disco_ds.training.engine import backward_and_step, build_engine, set_lr
 from helpers.dist import run_ranks
 from helpers.optimizers import nadam
@@ -60,6 +64,14 @@ def test_unusable_factory_is_refused_by_name(factory: str, words: str) -> None:
 )
 def test_trial_finds_whether_an_optimizer_is_elementwise(factory: str, expected: bool) -> None:
     assert is_elementwise(factory) == expected
+
+
+def test_optimizer_with_state_in_its_groups_is_refused_at_zero_3() -> None:
+    assert not keeps_state_in_groups("timm.optim:Adopt")
+    settings = OptimSettings(factory="timm.optim:Adan")
+    check_optimizer(settings, 2)
+    with pytest.raises(ValueError, match=r"timm.optim:Adan at ZeRO 3 is refused"):
+        check_optimizer(settings, 3)
 
 
 def train(model_file: str) -> list[str]:
