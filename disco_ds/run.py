@@ -204,11 +204,9 @@ def _train_stage(
                 return error.folder, True, None
             raise agreed(RefusedError(str(error))) from error
         if first:
-            step = run.schedule.first_step
+            step, samples = run.schedule.first_step, run.schedule.first_samples
             resumed = f"resumes after step {step:,}, " if step else ""
-            say(
-                f"{run.folder}: {resumed}{run.recipe.describe(comm.size(), run.schedule.first_samples)}"
-            )
+            say(f"{run.folder}: {resumed}{run.recipe.describe(comm.size(), step, samples)}")
             mark_launch(run.folder, launch_id)
         is_finished = run.schedule.last_step == run.schedule.num_steps
         failure: Exception | None = None

@@ -38,22 +38,22 @@ def refuse_changes(saved: dict[str, Any], now: dict[str, Any], allowed: Sequence
             them may be allowed, it also shows the --allow-change option that does so.
     """
     changes = find_changes(saved, now)
-    changed = [name for name in changes if not _is_within(name, allowed)]
+    changed = [name for name in changes if not is_within(name, allowed)]
     if not changed:
         return
     lines = ["the checkpoint was made with other settings:"]
     for name in changed:
         old, new = changes[name]
         lines.append(f"{name}: {old!r} in the checkpoint, {new!r} now")
-    if any(_is_within(name, ["model.preprocess"]) for name in changed):
+    if any(is_within(name, ["model.preprocess"]) for name in changed):
         lines.append(
             "model.preprocess comes from the folder of model.pretrained: is that folder missing?"
         )
-    if all(_is_within(name, MAY_BE_ALLOWED) for name in changed):
+    if all(is_within(name, MAY_BE_ALLOWED) for name in changed):
         names = [
             setting
             for setting in sorted(MAY_BE_ALLOWED)
-            if any(_is_within(name, [setting]) for name in changed)
+            if any(is_within(name, [setting]) for name in changed)
         ]
         lines.append(f"--allow-change {','.join(names)} resumes with the new values")
     raise ValueError("\n  ".join(lines))
@@ -72,7 +72,7 @@ def refuse_unchangeable(allowed: Sequence[str], resume: str | None) -> None:
     if allowed and not resume:
         raise ValueError("--allow-change needs --resume: a new run accepts any settings")
     for name in allowed:
-        if not _is_within(name, MAY_BE_ALLOWED):
+        if not is_within(name, MAY_BE_ALLOWED):
             known = ", ".join(sorted(MAY_BE_ALLOWED))
             raise ValueError(
                 f"--allow-change {name}: not a setting that may change within a run; choose from: {known}"
@@ -90,5 +90,6 @@ def find_changes(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[
     return {name: pair for name, pair in values.items() if pair[0] != pair[1]}
 
 
-def _is_within(name: str, settings: Iterable[str]) -> bool:
+def is_within(name: str, settings: Iterable[str]) -> bool:
+    """Return whether a dotted name is one of these settings, or inside one of them."""
     return any(f"{name}.".startswith(f"{setting}.") for setting in settings)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from disco_ds.checkpoints.changes import MAY_BE_ALLOWED
+from disco_ds.checkpoints.changes import MAY_BE_ALLOWED, is_within
 from disco_ds.checkpoints.retention import find_latest, read_meta
 from disco_ds.cli import train
 from disco_ds.cli.parser import parse_args
@@ -30,7 +30,8 @@ def run(args: argparse.Namespace) -> int:
         Exit code 0: done. Otherwise the exit code of the branch that failed or was stopped.
 
     Raises:
-        ValueError: If --samples is not a whole number of steps at every batch, or a parent cannot be branched.
+        ValueError: If --samples is not a whole number of steps at every batch, two parents have the same name, or a
+            parent cannot be branched.
     """
     args.batches.sort()
     unit = math.lcm(*args.batches)
@@ -38,6 +39,12 @@ def run(args: argparse.Namespace) -> int:
         nearest = max(round(args.samples / unit), 1) * unit
         raise ValueError(
             f"--samples {args.samples} is not a whole number of steps at every batch; nearest: {nearest}"
+        )
+    names = [split_resume(parent)[0].resolve().name for parent in args.parents]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise ValueError(
+            f"two parents have a run folder named {repeated[0]}, so they would share the folders of their branches: "
+            "pass one checkpoint of each run, and rename run folders with equal names"
         )
     reached: list[dict[str, float]] = []
     for batch, factor, parent in product(args.batches, args.rates, args.parents):
@@ -67,7 +74,8 @@ def prepare_branch(
         The folder, and the arguments of disco-ds that train the branch or resume it.
 
     Raises:
-        ValueError: If the parent has no complete checkpoint, or there is no validation set.
+        ValueError: If the parent has no complete checkpoint, if there is no validation set, or if the folder has a
+            finished branch with other settings.
     """
     source, checkpoint = split_resume(parent)
     checkpoint = checkpoint or find_latest(source)
@@ -77,7 +85,7 @@ def prepare_branch(
     samples = read_meta(checkpoint)["samples"]
     stage = config.at_sample(samples - 1)
     rate = stage.peak_lr * math.sqrt(batch / stage.global_batch) * factor
-    overrides = [
+    settings = [
         f"global_batch={batch}",
         f"micro_batch={math.gcd(batch // (config.ranks or 1), stage.micro_batch)}",
         f"optim.lr={rate:.4g}",
@@ -90,9 +98,12 @@ def prepare_branch(
         "optim.cooldown_steps=0",
         # The parent's command would upload the branches over the parent's checkpoints.
         "checkpoint.copy_command=null",
-        *args.overrides,
     ]
-    allowed = [key for each in overrides if (key := each.partition("=")[0]) in MAY_BE_ALLOWED]
+    given = {each.partition("=")[0] for each in args.overrides}
+    overrides = [each for each in settings if each.partition("=")[0] not in given]
+    overrides += args.overrides
+    keys = [each.partition("=")[0] for each in overrides]
+    allowed = [key for key in keys if is_within(key, MAY_BE_ALLOWED)]
     folder = args.out.resolve() / f"{source.resolve().name}-b{batch}-x{factor:g}"
     if not (folder / CONFIG).exists():
         links = folder / CHECKPOINTS
@@ -101,8 +112,13 @@ def prepare_branch(
         if not link.is_symlink():  # otherwise the command was killed before it copied the settings
             link.symlink_to(checkpoint.resolve())
         shutil.copy(source / CONFIG, folder / CONFIG)
+    path = folder / CONFIG
+    if (folder / FINISHED).exists() and load_config(path) != load_config(path, overrides):
+        raise ValueError(
+            f"{folder} has a finished branch with another checkpoint or other settings: pass another --out"
+        )
     resume = ["--resume", str(folder), "--allow-change", ",".join(allowed)]
-    return folder, ["train", "--config", str(folder / CONFIG), *resume, *overrides]
+    return folder, ["train", "--config", str(path), *resume, *overrides]
 
 
 def report(values: NDArray[Any], metrics: list[str], args: argparse.Namespace) -> None:

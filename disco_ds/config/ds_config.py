@@ -228,21 +228,29 @@ def _find_problems(ds_config: dict[str, Any]) -> Iterator[str]:
         if not isinstance(part, dict):
             yield f"ds_config: {section} must be a mapping, got {part!r}"
             continue
-        for key in part:
+        for key, value in part.items():
             dotted = f"{section}.{key}" if section else key
             if dotted in OWNED_BY_RECIPE:
                 yield (
                     f"ds_config key {dotted} is set by the recipe's {OWNED_BY_RECIPE[dotted]}; remove "
                     "it from the ds_config"
                 )
-            elif dotted in REFUSED_KEYS:
+            elif dotted in REFUSED_KEYS and not _is_neutral(dotted, value):
                 yield f"ds_config key {dotted} is not supported: {REFUSED_KEYS[dotted]}"
-            elif key not in known:
+            elif key not in known and dotted not in REFUSED_KEYS:
                 homes = [home or "the top level" for home in sections if key in sections[home]]
                 hint = suggest(key, sorted(known))
                 if homes:
                     hint = f"; it belongs in {' or '.join(homes)}"
                 yield f"ds_config: unknown key {dotted}{hint}"
+
+
+def _is_neutral(key: str, value: Any) -> bool:
+    """Return whether a refused key has a value that changes nothing."""
+    if isinstance(value, dict):
+        value = any(value.values())
+    neutral = NEUTRAL.get(key, False)
+    return bool(value.lower() == neutral if isinstance(value, str) else value == neutral)
 
 
 def _check_values(ds_config: dict[str, Any]) -> None:
@@ -286,13 +294,9 @@ def check_gradient(ds_config: dict[str, Any]) -> None:
     for key, reason in REFUSED_KEYS.items():
         section, _, inner = key.rpartition(".")
         value = (ds_config.get(section) or {} if section else ds_config).get(inner)
-        if isinstance(value, dict):
-            value = any(value.values())
-        neutral = NEUTRAL.get(key, False)
-        same = value.lower() == neutral if isinstance(value, str) else value == neutral
         # A custom loop may have an API key in its settings, because nothing copies these settings
         # into a run folder.
-        if value is not None and not same and key != "comet.api_key":
+        if value is not None and not _is_neutral(key, value) and key != "comet.api_key":
             raise ValueError(f"ds_config key {key} is not supported: {reason}")
     check_precision(ds_config)
 

@@ -491,16 +491,17 @@ class Config(Settings):
             )
         return self.global_batch // samples
 
-    def describe(self, ranks: int, samples: int = 0) -> str:
+    def describe(self, ranks: int, step: int = 0, samples: int = 0) -> str:
         """Return a description of the batch, the length of the run and the learning rate.
 
         Args:
             ranks: World size.
+            step: Number of completed steps.
             samples: Number of samples that the run has seen. Stages that have ended are left out.
         """
         length = f"{self.epochs} epochs (the number of steps is known once the samples are counted)"
         if self.epochs is None:
-            length = "{:,} steps, {:,} samples".format(*self.find_end())
+            length = "{:,} steps, {:,} samples".format(*self.find_end(step, samples))
         configs = self.stage_configs
         lines = []
         for stage, config in zip(self.stages or [None], configs, strict=True):

@@ -55,10 +55,10 @@ def render_ds_config(config: Config, ranks: int, run_folder: Path | None = None)
             "optim.name=muon is refused with zero_optimization.round_robin_gradients: DeepSpeed then records wrong "
             "positions for the matrices; remove that key"
         )
-    if any(place.get("ratio", 1) != 1 for place in places):
+    if any(place.get("ratio", 1) != 1 or place.get("super_offload") for place in places):
         raise ValueError(
-            "ds_config: zero_optimization.offload_optimizer.ratio below 1 is refused: DeepSpeed updates "
-            "the part that is not offloaded with a separate AdamW and does not save its states"
+            "ds_config: zero_optimization.offload_optimizer.ratio below 1 and super_offload are refused: DeepSpeed "
+            "updates parameters with a separate AdamW and does not save its states"
         )
     num_micro_batches = config.num_micro_batches(ranks)
     if precision(rendered) == "autocast":

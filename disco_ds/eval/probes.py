@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from disco_ds.distributed import comm
+from disco_ds.distributed import comm, jobs
 from disco_ds.eval.encode import Encoder, gather_rows
 from disco_ds.eval.results import Result
 from disco_ds.eval.sets import ImageSet, import_sklearn
@@ -42,7 +42,10 @@ def probe(encoder: Encoder, images: ImageSet) -> Result:
             for name, probe in (("knn", nearest), ("linear", linear))
         }
 
-    values = comm.from_rank_0(f"probes on {images.name}", score)
+    # A job, because fitting may take longer than the timeout of a collective.
+    what = f"probes on {images.name}"
+    scores = jobs.run(what, lambda: score() if comm.rank() == 0 else {})
+    values = comm.from_rank_0(what, lambda: scores)
     counts = {
         "num_classes": len(set(labels)),
         "num_train": len(labels),

@@ -63,7 +63,7 @@ class MetricsLogger:
         self.broken = folder / f"broken-{comm.rank():05d}.txt"
         with comm.all_or_none(f"opening {self.path}"):
             if comm.rank() == 0:
-                _drop_after(self.path, schedule.first_step)
+                _keep(self.path, lambda record: record["step"] <= schedule.first_step)
                 self.file = self.path.open("ab", buffering=BUFFER_BYTES)
         self.start = self.since = time.monotonic()
         self.last_samples = schedule.first_samples
@@ -124,6 +124,11 @@ class MetricsLogger:
     def note(self, step: int, values: dict[str, float]) -> None:
         """On rank 0, write values that are not part of a step's record, such as the results of an evaluation."""
         if self.file is not None and values:
+            if step == self.schedule.first_step:
+                # A resumed run may repeat the evaluation at its checkpoint, so remove the results of the first time.
+                self.close()
+                _keep(self.path, lambda record: record["step"] < step or not record.keys() & values)
+                self.file = self.path.open("ab", buffering=BUFFER_BYTES)
             self._append({"step": step, "samples": self.schedule.samples(step), **values})
 
     def close(self) -> None:
@@ -210,18 +215,11 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
     return records, num_bad
 
 
-def _drop_after(path: Path, step: int) -> None:
-    """Remove unreadable lines and the records that the resumed run will write again.
-
-    The evaluation at `step` runs after the checkpoint, so the resumed run repeats it. Its record is removed too.
-    """
+def _keep(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
+    """Remove unreadable lines and unwanted records."""
     if not path.exists():
         return
     records, num_bad = read_records(path)
-    kept = []
-    for record in records:
-        is_evaluation = any(name.startswith("eval/") for name in record)
-        if record["step"] < step or (record["step"] == step and not is_evaluation):
-            kept.append(record)
+    kept = [record for record in records if wanted(record)]
     if len(kept) < len(records) + num_bad:
         write_text(path, "".join(json.dumps(record) + "\n" for record in kept))

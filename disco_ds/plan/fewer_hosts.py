@@ -42,12 +42,12 @@ def check_fewer_hosts(config: Config, slots: Sequence[int], at_least: int) -> st
     num_slots = count_slots(config.data, load_sources(config.data), ranks=1)
     ranks = possible_ranks(slots, at_least)
     multiple = math.lcm(*ranks)
-    problems = []
-    if config.global_batch % (multiple * config.micro_batch):
-        problems.append(
-            f"global_batch {config.global_batch} must be a multiple of "
-            f"{multiple * config.micro_batch:,} ({multiple:,} x micro_batch {config.micro_batch})"
-        )
+    problems = [
+        f"global_batch {stage.global_batch} must be a multiple of "
+        f"{multiple * stage.micro_batch:,} ({multiple:,} x micro_batch {stage.micro_batch})"
+        for stage in config.stage_configs
+        if stage.global_batch % (multiple * stage.micro_batch)
+    ]
     if num_slots % multiple:
         problems.append(f"data.slots {num_slots} must be a multiple of {multiple:,}")
     if problems:

@@ -40,6 +40,10 @@ def test_branches_are_trained_and_resumed_at_equal_samples(
     assert main([*words.split(), "64", "--print"]) == 0
     commands = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
     assert len(commands) == 8
+    assert main([*words.split(), "64", "--print", "--set", "optim.schedule=cosine"]) == 0
+    assert capsys.readouterr().out.count("optim.schedule=") == 8
+    assert main(["study", "runs/seed-0", "runs/seed-0", *words.split()[3:], "64"]) == 2
+    assert "folder named seed-0" in capsys.readouterr().err
     # A scheduler trains one branch, and another one is stopped after its first step.
     assert main(commands[0][1:]) == 0
     cut = ["samples=80" if word == "samples=112" else word for word in commands[5][1:]]
@@ -47,6 +51,8 @@ def test_branches_are_trained_and_resumed_at_equal_samples(
     (Path(cut[cut.index("--resume") + 1]) / "finished.json").unlink()
     assert main([*words.split(), "64"]) == 0
     assert "Largest batch within two standard errors" in capsys.readouterr().out
+    assert main([*words.split(), "128"]) == 2
+    assert "another --out" in capsys.readouterr().err
     for batch in (16, 32):
         for seed in range(2):
             for factor in ("0.5", "2"):

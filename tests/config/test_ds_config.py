@@ -166,7 +166,25 @@ def test_refused_key_is_refused_with_its_reason(key: str) -> None:
     with pytest.raises(
         ValueError, match=f"ds_config key {key} is not supported: {REFUSED_KEYS[key]}"
     ):
-        render_ds_config(settings(deepspeed={key: {}}), 1)
+        render_ds_config(settings(deepspeed={key: "on"}), 1)
+
+
+def test_refused_key_with_a_value_that_changes_nothing_is_accepted() -> None:
+    given = {
+        "prescale_gradients": False,
+        "gradient_predivide_factor": 1.0,
+        "zero_optimization": {"stage": 1, "zero_quantized_weights": False},
+        "bfloat16": {"enabled": False},
+    }
+    assert stage(render_ds_config(settings(deepspeed=given), 1)) == 1
+
+
+@pytest.mark.parametrize("changes", [{"ratio": 0.5}, {"super_offload": True}])
+def test_offload_with_a_separate_optimizer_is_refused(changes: dict[str, Any]) -> None:
+    offload = {"device": "cpu", **changes}
+    given = {"zero_optimization": {"stage": 3, "offload_optimizer": offload}}
+    with pytest.raises(ValueError, match="super_offload are refused"):
+        render_ds_config(settings(deepspeed=given), 1)
 
 
 @pytest.mark.parametrize(
@@ -313,7 +331,7 @@ def test_precision_enabled_by_another_word_for_true_is_refused(name: str, value:
 )
 def test_ds_config_key_that_changes_the_gradient_is_refused(key: str) -> None:
     section, _, inner = key.rpartition(".")
-    tree: dict[str, Any] = {section: {inner: True}} if section else {inner: True}
+    tree: dict[str, Any] = {section: {inner: "on"}} if section else {inner: "on"}
     with pytest.raises(ValueError, match=f"ds_config key {re.escape(key)} is not supported"):
         render_ds_config(settings(deepspeed=tree), 1)
 

@@ -72,8 +72,8 @@ def test_default_slots_follow_the_shards(shards: int, slots: int) -> None:
 @pytest.mark.parametrize(
     ("saved", "samples", "requested", "ranks", "words"),
     [
-        (3, 100, None, 2, ["3 slots", "600 shards", "data.slots=2 or data.slots=4"]),
-        (3, 100, None, 8, ["number of ranks (8)", "data.slots=8"]),
+        (3, 100, None, 2, ["3 slots", "ranks (2)", "ranks that divides 3"]),
+        (0, 10**6, None, 7, ["the default for 600 shards", "ranks (7)", " or data.slots="]),
         (512, 10**6, 100, 8, ["100 slots", "set by data.slots", "data.slots=96 or data.slots=104"]),
         (512, 50, 100, 1, ["data.slots is 100", "50 samples", "at most 50"]),
         (2, 3, None, 8, ["8 ranks", "3 samples"]),

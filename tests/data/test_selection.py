@@ -119,14 +119,24 @@ def test_dropped_and_broken_samples_are_counted_apart(tmp_path: Path) -> None:
     loader.close()
 
 
-def test_stream_whose_samples_are_all_dropped_ends_the_run(folder: Path) -> None:
-    data = settings(folder, slots=2, filter={"score": {"min": 50}})
+@pytest.mark.parametrize("index", ["manifest", "none"])
+def test_stream_whose_samples_are_all_dropped_ends_the_run(folder: Path, index: str) -> None:
+    data = settings(folder, slots=2, filter={"score": {"min": 50}}, index=index)
     loader = make_loader(load_sources(data), data)
     error = read_step(loader).error
     loader.close()
     assert error is not None
     assert "no usable sample" in error
     assert "data.filter" in error
+
+
+def test_whole_shards_are_dropped(folder: Path) -> None:
+    # Only the last two of the six shards have such samples.
+    data = settings(folder, slots=2, filter={"score": {"min": 0.93}}, index="none")
+    loader = make_loader(load_sources(data), data)
+    steps = [read_step(loader) for _ in range(20)]
+    loader.close()
+    assert [step.error for step in steps] == [None] * 20
 
 
 @pytest.mark.parametrize(

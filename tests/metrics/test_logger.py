@@ -180,6 +180,21 @@ def test_metrics_of_a_resumed_run_drop_what_will_be_done_again(tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == [METRICS_FILE]
 
 
+def test_evaluation_at_the_checkpoint_is_dropped_only_if_it_is_repeated(tmp_path: Path) -> None:
+    lines = [f'{{"step": 20, "samples": 160, "{name}": 1.0}}\n' for name in ("loss", "eval/x_top1")]
+    write(tmp_path, lines)
+    metrics = MetricsLogger(tmp_path, {}, plain(8, 40, 20))
+    assert len(read(tmp_path)) == 2
+    metrics.note(20, {"eval/x_top1": 0.5})
+    metrics.note(25, {"eval/x_top1": 0.75})
+    metrics.close()
+    assert [(x["step"], x.get("eval/x_top1")) for x in read(tmp_path)] == [
+        (20, None),
+        (20, 0.5),
+        (25, 0.75),
+    ]
+
+
 @pytest.mark.parametrize("cut", ['{"step": 2', '{"step": 20, "loss": 1.0}', "{", '{"step": 3}'])
 def test_metrics_last_line_without_its_end_is_dropped(cut: str, tmp_path: Path) -> None:
     write(tmp_path, ['{"step": 10, "samples": 80}\n', cut])
@@ -217,7 +232,7 @@ def test_points_of_a_resumed_run_replace_those_it_does_again(tmp_path: Path) -> 
     points = EventAccumulator(str(tmp_path / "points")).Reload()
     assert [point.step for point in points.Scalars("train/loss")] == [40, 80, 120, 160]
     assert [point.step for point in points.Scalars("eval/top1")] == [40, 80, 120, 160]
-    assert [record["step"] for record in read(tmp_path)] == [5, 5, 10, 15, 15, 20, 20]
+    assert [record["step"] for record in read(tmp_path)] == [5, 5, 10, 10, 15, 15, 20, 20]
 
 
 def test_records_wait_for_room_on_the_disk(

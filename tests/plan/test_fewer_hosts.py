@@ -51,6 +51,17 @@ SLOTS = "data.slots 4 must be a multiple of"
         ),
         ([1, 1, 1, 1], 2, [], [f"{BATCH} 48 ", "raise --min-hosts"]),
         ([1, 1, 1, 1], 1, ["global_batch=48"], [f"{SLOTS} 12"]),
+        (
+            [1, 1, 1],
+            2,
+            [
+                "global_batch=24",
+                "data.slots=6",
+                "steps=null",
+                "stages=[{until: 240, global_batch: 24}, {until: 400, global_batch: 32}]",
+            ],
+            ["global_batch 32 must be a multiple of 24"],
+        ),
         ([17, 19, 23], 1, [], ["17, 19, 23, 36, 40, 42 or 59 ranks"]),
         ([1, 1], 1, ["ranks=3"], ["the recipe expects 3 ranks, but this run has 2"]),
         ([1, 1], 1, ["data.slots=1048576"], ["every slot needs one"]),

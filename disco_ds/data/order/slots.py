@@ -54,6 +54,9 @@ class DataOrder:
         window: Number of consecutive entries that are shuffled together.
     """
 
+    searched_epochs = 3
+    """A reader gives up after this many epochs without a usable sample. A slot's samples differ in each epoch."""
+
     def __init__(self, sizes: Sequence[int], num_slots: int, seed: int, window: int) -> None:
         self._sizes = np.asarray(sizes, dtype=np.int64)
         self._num_samples = int(self._sizes.sum())

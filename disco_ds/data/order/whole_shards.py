@@ -34,6 +34,8 @@ class WholeShards:
 
     def __init__(self, num_shards: int, num_slots: int, seed: int) -> None:
         self._num_shards, self._num_slots, self._seed = num_shards, num_slots, seed
+        # Many visits, because the samples of a shard are often alike, so that a filter leaves out whole shards.
+        self.searched_epochs = min(2 * num_shards, 1000)
 
     def length(self, slot: int, visit: int) -> int:
         """Return the number of samples in a visit."""

@@ -134,7 +134,8 @@ class _Reader:
             The row and its decoded image.
 
         Raises:
-            DataError: If too many samples are broken, or if the stream has no usable sample in two epochs.
+            DataError: If too many samples are broken, or if the stream has no usable sample in many epochs (see
+                `searched_epochs` of the orders).
             OSError: If a shard cannot be read.
         """
         job = self._job
@@ -143,6 +144,7 @@ class _Reader:
         source, slot = job.order.split(stream)
         order, samples = job.order.orders[source], job.samples[source]
         epoch, offset = self.cursor[stream]
+        begin = epoch
         skipped = 0
         while True:
             settle = partial(order.settle, slot, epoch, offset)
@@ -169,9 +171,8 @@ class _Reader:
                 part.broken.append(name_broken(samples.name, shard, entry, error))
                 self._count(part.broken[-1], error.__cause__)
             skipped += 1
-            # Even with data.max_broken=1, a stream without any readable sample must not be searched forever. Two epochs
-            # are searched, because a stream has different samples in each epoch.
-            if skipped >= _SPARE_BROKEN + 2 * order.length(slot, epoch):
+            # Even with data.max_broken=1, a stream without any readable sample must not be searched forever.
+            if skipped >= _SPARE_BROKEN and epoch - begin > order.searched_epochs:
                 raise DataError(
                     f"stream {stream} has no usable sample among the last {skipped}; data.filter, data.uids and "
                     f"data.stages dropped {part.dropped} samples; the last broken ones: "

@@ -106,6 +106,11 @@ def count_slots(
         return slots
     if ranks > num_units:
         raise ValueError(f"{ranks} ranks cannot share {num_units} {unit}; use fewer ranks")
+    if settings.slots is None and saved:
+        raise ValueError(
+            f"the checkpoint's data order has {saved} slots, not a multiple of the number of ranks ({ranks}), and a "
+            f"resumed run keeps them: use a number of ranks that divides {saved}"
+        )
     below = slots // ranks * ranks
     nearest = [str(num) for num in (below, below + ranks) if 0 < num <= num_units]
     raise ValueError(
