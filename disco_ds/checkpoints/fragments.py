@@ -66,7 +66,7 @@ def refuse_round_robin(zero: dict[str, Any]) -> None:
     if zero.get("round_robin_gradients"):
         raise ValueError(
             "with round_robin_gradients, the average of the weights cannot be read, and a run can only be resumed "
-            "with the same number of ranks, ZeRO stage and precision"
+            "with the same number of ranks, ZeRO stage, precision and image size"
         )
 
 

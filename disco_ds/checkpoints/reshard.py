@@ -82,7 +82,7 @@ def load_trained(saved: Saved, engine: Engine, order: list[str]) -> None:
         if engine.zero_optimization_stage() == 3 and engine.optimizer.swap_optimizer:
             raise ValueError(
                 "with the optimizer on NVMe, a run can only be resumed with the same number of ranks, "
-                "ZeRO stage and precision"
+                "ZeRO stage, precision and image size"
             )
         refuse_round_robin({"round_robin_gradients": engine.zero_round_robin_gradients()})
         if comm.rank() == 0:

@@ -161,6 +161,9 @@ def _create(
             f"model {settings.name} is a {type(model).__name__}, but disco_ds trains two-tower "
             "CLIP models; choose another model.name"
         )
+    if not learns_scale:
+        # The loss sets its constant temperature. The weights may have another scale.
+        nn.init.constant_(model.logit_scale, math.log(initial_scale))
     if initial_bias is None:
         model.logit_bias = None
     elif weights is not None and not model.logit_bias.item():
@@ -273,7 +276,9 @@ def unit_rows(x: Tensor) -> Tensor:
 
 def trained_sides(model: Any) -> dict[str, bool]:
     """Return whether the features of each side, "image" and "text", have a gradient."""
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    # A parameter that both towers share has a name in each of them.
+    parameters = model.named_parameters(remove_duplicate=False)
+    trained = [name for name, parameter in parameters if parameter.requires_grad]
     image = any(name.startswith("visual.") for name in trained)
     # In open_clip's CLIP, the parameters of the text tower are direct parameters of the model.
     text = any(not name.startswith("visual.") and name not in SCALES for name in trained)

@@ -313,11 +313,18 @@ def check_image_sizes(config: Config) -> None:
     """Check that the models of all stages differ at most in the size of the position embedding, which is resized.
 
     Raises:
-        ValueError: If a stage sets an image size that the model does not support.
+        ValueError: If a stage sets an image size that the model or the ds_config does not support.
     """
     models = {stage.model.image_size: stage.model for stage in config.stage_configs}
     if len(models) == 1:
         return
+    zero = config.deepspeed.get("zero_optimization") or {}
+    offload = [zero.get(key) or {} for key in ("offload_optimizer", "offload_param")]
+    if zero.get("round_robin_gradients") or any(x.get("device") == "nvme" for x in offload):
+        raise ValueError(
+            "stages: the image size cannot change with round_robin_gradients or offload to nvme, because "
+            "the optimizer's states must be resized"
+        )
     first: dict[str, Any] = {}
     for size, settings in models.items():
         model = build_model(settings, pretrained=False)

@@ -163,6 +163,7 @@ def backward_and_step(
             scaler has skipped the step and can still lower its scale.
         SpikeError: On every rank, if `refuses` returned True. After either error, the weights, optimizer,
             loss scaler and counters are the same as before the step.
+            At ZeRO 0, an optimizer that counts steps in its parameter groups (LAMB) counts this step.
     """
     before = engine.global_steps, engine.global_samples, engine.skipped_steps
     scaler = getattr(engine.optimizer, "loss_scaler", None)

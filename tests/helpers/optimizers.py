@@ -31,5 +31,34 @@ def lbfgs(groups: list[dict[str, Any]]) -> Optimizer:
     return torch.optim.LBFGS(groups[0]["params"])
 
 
+def merged(groups: list[dict[str, Any]]) -> Optimizer:
+    return torch.optim.SGD([parameter for group in groups for parameter in group["params"]])
+
+
+def failing(groups: list[dict[str, Any]]) -> Optimizer:
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+
+    def fail(*given: Any) -> None:
+        raise RuntimeError("no step")
+
+    optimizer.register_step_pre_hook(fail)
+    return optimizer
+
+
+class Counter(torch.optim.SGD):
+    """Its learning rate depends on the number of calls of step()."""
+
+    calls = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        rates = [group["lr"] for group in self.param_groups]
+        for group in self.param_groups:
+            group["lr"] /= self.calls
+        super().step(closure)
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+
 def nothing(groups: list[dict[str, Any]]) -> None:
     """A factory that forgets to return the optimizer."""

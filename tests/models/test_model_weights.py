@@ -83,6 +83,8 @@ def test_weights_with_and_without_a_bias_fit_every_loss(
         ({}, False, (math.exp(3), None)),
         ({"initial_bias": -10.0, "learns_scale": False}, False, (10.0, -4.0)),
         ({"initial_bias": -10.0}, True, (33.0, -7.0)),
+        # The loss sets a constant scale, whatever the weights have.
+        ({"learns_scale": False}, True, (10.0, None)),
     ],
 )
 def test_scale_and_bias_start_at_the_weights_else_at_the_config_else_at_the_loss(

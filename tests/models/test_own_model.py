@@ -159,6 +159,16 @@ def test_tower_can_be_locked(package, side):
     assert sides == {"image": side != "image", "text": side != "text"}
 
 
+def test_text_tower_whose_parameters_are_all_shared_is_trained(package):
+    import my_towers
+
+    image, text = my_towers.Image(), my_towers.Text()
+    image.embedding = text.embedding
+    model = my_towers.TwoTowers(image, text, my_towers.Tokenizer(), 6, 128, 16)
+    model.two_views = False
+    assert trained_sides(model) == {"image": True, "text": True}
+
+
 def check(done: subprocess.CompletedProcess[str]) -> str:
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

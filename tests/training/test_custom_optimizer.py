@@ -7,15 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from disco_ds.config import OptimSettings, render_ds_config
+from disco_ds.config import render_ds_config
 from disco_ds.distributed import comm
 from disco_ds.models.clip import build_model
 from disco_ds.training.build import check_without_data
-from disco_ds.training.custom_optimizer import (
-    check_optimizer,
-    is_elementwise,
-    keeps_state_in_groups,
-)
+from disco_ds.training.custom_optimizer import check_optimizer, is_exact
 from disco_ds.training.engine import backward_and_step, build_engine, set_lr
 from helpers.dist import run_ranks
 from helpers.optimizers import nadam
@@ -44,34 +40,34 @@ def test_optimizer_that_needs_whole_matrices_is_refused_at_zero_1(
     ("factory", "words"),
     [
         ("helpers.optimizers:nothing", "returned a NoneType, expected a torch.optim.Optimizer"),
-        ("helpers.optimizers:lbfgs", r"step\(\) failed: TypeError"),
+        ("helpers.optimizers:lbfgs", "other parameter groups"),
+        ("helpers.optimizers:merged", "other parameter groups"),
+        ("helpers.optimizers:failing", r"step\(\) failed: RuntimeError: no step"),
         ("helpers.optimizers:nadamm", "did you mean nadam"),
     ],
 )
 def test_unusable_factory_is_refused_by_name(factory: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        is_elementwise(factory)
+        is_exact(factory, 0)
 
 
 @pytest.mark.parametrize(
-    ("factory", "expected"),
+    ("factory", "levels"),
     [
-        ("torch.optim:AdamW", True),
-        ("timm.optim:Lion", True),
-        ("timm.optim:Adopt", True),
-        ("timm.optim:Lamb", False),
+        ("torch.optim:AdamW", [0, 1, 2, 3]),
+        ("timm.optim:Lion", [0, 1, 2, 3]),
+        ("timm.optim:Adopt", [0, 1, 2, 3]),
+        ("timm.optim:Lamb", [0]),
+        # It counts steps in its parameter groups, which ZeRO 3 steps several times.
+        ("timm.optim:Adan", [0, 1, 2]),
+        ("helpers.optimizers:Counter", [0]),
+        ("torch.optim:Adagrad", [0]),
     ],
 )
-def test_trial_finds_whether_an_optimizer_is_elementwise(factory: str, expected: bool) -> None:
-    assert is_elementwise(factory) == expected
-
-
-def test_optimizer_with_state_in_its_groups_is_refused_at_zero_3() -> None:
-    assert not keeps_state_in_groups("timm.optim:Adopt")
-    settings = OptimSettings(factory="timm.optim:Adan")
-    check_optimizer(settings, 2)
-    with pytest.raises(ValueError, match=r"timm.optim:Adan at ZeRO 3 is refused"):
-        check_optimizer(settings, 3)
+def test_trial_finds_the_stages_at_which_an_optimizer_is_itself(
+    factory: str, levels: list[int]
+) -> None:
+    assert [level for level in range(4) if is_exact(factory, level)] == levels
 
 
 def train(model_file: str) -> list[str]:
