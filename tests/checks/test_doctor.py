@@ -93,7 +93,7 @@ def test_every_wrong_key_of_a_public_ds_config_has_a_line() -> None:
         "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
         "steps_per_print": 2000,
         "amp": {"enabled": False, "opt_level": "O2"},
-        "elasticity": {"enabled": False},
+        "elasticity": {"enabled": True},
         "wallclock_breakdown": False,
         "overlap_comm": True,
         "activation_checkpointing": {"partition_activations": True},

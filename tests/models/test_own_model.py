@@ -160,12 +160,8 @@ def test_tower_can_be_locked(package, side):
 
 
 def test_text_tower_whose_parameters_are_all_shared_is_trained(package):
-    import my_towers
-
-    image, text = my_towers.Image(), my_towers.Text()
-    image.embedding = text.embedding
-    model = my_towers.TwoTowers(image, text, my_towers.Tokenizer(), 6, 128, 16)
-    model.two_views = False
+    model = build_model(own())
+    model.visual.shared = model.text
     assert trained_sides(model) == {"image": True, "text": True}
 
 

@@ -58,7 +58,7 @@ def bad_settings(path: Path, folder: Path) -> None:
     expect(
         refused(config("data.slots=null", f"data.shards={folder / 'one'}")),
         "1 slots",
-        "2 ranks",
+        "number of ranks (2)",
         "data.slots=2",
     )
     # Refused by the optimizer, when the folder has been made.
