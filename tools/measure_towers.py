@@ -1,6 +1,7 @@
 """Measure the memory of the towers on this machine's device and compare it with `disco-ds plan`.
 
     python tools/measure_towers.py vit_b_32_32k [micro_batch=16 ...]
+    python tools/measure_towers.py --compile vit_b_32_32k [micro_batch=2 ...]      time torch.compile instead
 
 On a GPU it uses the largest micro-batch that fits, on a CPU that of the recipe.
 """
@@ -8,9 +9,10 @@ On a GPU it uses the largest micro-batch that fits, on a CPU that of the recipe.
 from __future__ import annotations
 
 import sys
+import time
 from bisect import bisect_left
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -19,6 +21,7 @@ from torch.profiler import profile
 from disco_ds.config import Config, load_config
 from disco_ds.config.ds_config import precision
 from disco_ds.distributed import comm
+from disco_ds.models.clip import compile_towers
 from disco_ds.plan.memory import GIB
 from disco_ds.plan.towers import Towers, make_batch, prepare_model, run_passes, trace
 
@@ -98,5 +101,36 @@ def compare(config: Config) -> str:
     return "\n".join(lines)
 
 
+def time_compile(config: Config) -> str:
+    """Time the first compiled step of the towers without torch's caches, next to a second one."""
+    from torch._inductor import config as inductor
+
+    inductor.force_disable_caches = True
+    device = comm.local_device()
+    operations = trace(config, config.micro_batch, device.type != "cpu").operations
+    model = prepare_model(config).to(device)
+    batch = make_batch(model, config.micro_batch, device)
+    compile_towers(model, config.model)
+    seconds = []
+    for _ in range(2):
+        start = time.perf_counter()
+        kind = precision(config.deepspeed)
+        run_passes(model, kind, batch, config.data.augment, lambda name: nullcontext())
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return (
+        f"{config.model.label} on {device}, {operations:,} operations: first {seconds[0]:.1f} s, "
+        f"then {seconds[1]:.1f} s"
+    )
+
+
+def main() -> None:
+    times = sys.argv[1] == "--compile"
+    recipe, *overrides = sys.argv[1 + times :]
+    measure = time_compile if times else compare
+    print(measure(load_config(recipe, overrides)))
+
+
 if __name__ == "__main__":
-    print(compare(load_config(sys.argv[1], sys.argv[2:])))
+    main()

@@ -243,8 +243,8 @@ def _load(converted: Any, model: Any) -> None:
         RuntimeError: If either model has tensors that the other lacks, or shapes differ.
     """
     tensors = _rename(model.state_dict())
-    # CLIPModel has no bias, so drop it. SiglipModel needs one, so use 0 if there is none. Neither changes
-    # the ranking of the scores.
+    # CLIPModel cannot store a bias, so drop it. SiglipModel needs one, so add a bias of 0 to models without one.
+    # The ranking of the scores stays the same.
     bias = tensors.pop("logit_bias", torch.zeros(1))
     if hasattr(converted, "logit_bias"):
         tensors["logit_bias"] = bias

@@ -213,9 +213,9 @@ class DataSettings(Settings):
     the sample has no recaption. Each time a sample is used, one template is drawn at random
     according to the weights."""
     group_by: GroupBy | None = None
-    """What the samples of a group have in common. `caption`: the caption that is used, which may be
-    drawn at random (see data.captions). `image`: the bytes of the image file. A template such as
-    "{json[label]}": the text that it produces; a sample without the field counts as broken.
+    """Samples with equal values of this property form a group. `caption`: the caption that is used,
+    which may be drawn at random (see data.captions). `image`: the bytes of the image file. A template
+    such as "{json[label]}": the text that it produces; a sample without the field counts as broken.
     loss.options.same_group decides how pairs of the same group are treated. Null: there are no groups."""
     uids: Path | None = None
     """File of the uids of the samples to use, in a format in which DataComp publishes subsets: .npy

@@ -136,7 +136,7 @@ METRICS = (
 
 
 def compute_metrics(now: LogPoint, since: Interval) -> dict[str, Any]:
-    """Compute the metrics of a log record, keyed by name. A metric whose value is unknown is None.
+    """Compute the metrics of a log record, keyed by name. Unknown values are None.
 
     `ids` is a digest of the global batch, the same at any number of ranks.
 

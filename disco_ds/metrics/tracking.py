@@ -44,8 +44,8 @@ def check_packages(config: Config) -> None:
         ("log.wandb", "wandb", config.log.wandb.project is not None),
         ("deepspeed.comet", "comet_ml", config.deepspeed.get("comet", {}).get("enabled", False)),
     ):
-        # W&B creates a folder wandb/ in the working directory, which Python finds as a package too.
-        # Such a package has no file, so its origin is None.
+        # W&B creates a folder wandb/ in the working directory. Python finds this folder as a package, too, but
+        # the package has no `origin`, because the folder contains no Python file.
         if is_used and not getattr(find_spec(package), "origin", None):
             raise ValueError(
                 f"{setting} needs the package {package}, which is not installed: "

@@ -23,7 +23,8 @@ little, because each peak is the maximum over moments, each of which needs a con
 MAX_GLOBAL_BATCH = 2**26
 """Largest global batch that the search considers."""
 ENOUGH = 0.9
-"""Of all settings that reach this fraction of the largest global batch, those with the fewest FLOPs per sample win."""
+"""Fraction of the largest global batch. Of all settings that reach it, `fit` takes those with the fewest FLOPs per
+sample."""
 
 
 def fit(

@@ -20,9 +20,9 @@ from disco_ds.training.engine import DTYPES
 
 TUNING_S = 45.0
 """Estimated seconds in which Triton tunes a loss's kernels: about 85 compilations, two at a time."""
-COMPILE_S = 50.0
+COMPILE_S = 35.0
 """Seconds that torch.compile takes for a small model (measured on a CPU, see docs/planning.md)."""
-COMPILE_S_PER_OPERATION = 0.005
+COMPILE_S_PER_OPERATION = 0.004
 """Additional seconds for each operation of the towers' forward and backward."""
 
 

@@ -36,7 +36,7 @@ from disco_ds.config import (
     make_schedule,
     render_ds_config,
 )
-from disco_ds.config.ds_config import stage
+from disco_ds.config.ds_config import offloads, stage
 from disco_ds.data import (
     ImageSpec,
     Loader,
@@ -319,8 +319,8 @@ def check_image_sizes(config: Config) -> None:
     if len(models) == 1:
         return
     zero = config.deepspeed.get("zero_optimization") or {}
-    offload = [zero.get(key) or {} for key in ("offload_optimizer", "offload_param")]
-    if zero.get("round_robin_gradients") or any(x.get("device") == "nvme" for x in offload):
+    on_nvme = any(place.get("device") == "nvme" for place in offloads(config.deepspeed))
+    if zero.get("round_robin_gradients") or on_nvme:
         raise ValueError(
             "stages: the image size cannot change with round_robin_gradients or offload to nvme, because "
             "the optimizer's states must be resized"

@@ -83,7 +83,7 @@ def test_weights_with_and_without_a_bias_fit_every_loss(
         ({}, False, (math.exp(3), None)),
         ({"initial_bias": -10.0, "learns_scale": False}, False, (10.0, -4.0)),
         ({"initial_bias": -10.0}, True, (33.0, -7.0)),
-        # The loss sets a constant scale, whatever the weights have.
+        # A constant scale comes from the loss, even if the weights contain another one.
         ({"learns_scale": False}, True, (10.0, None)),
     ],
 )

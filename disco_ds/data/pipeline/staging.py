@@ -1,4 +1,4 @@
-"""Where a rank's micro-batches are kept on their way from the workers to the training step, and how many are kept."""
+"""Settings for the buffers between a rank's data workers and its training step: how many, and in which memory."""
 
 from __future__ import annotations
 

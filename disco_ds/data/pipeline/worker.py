@@ -91,8 +91,8 @@ class Job:
     first: int
     """Number of the first sample to read, among the rank's samples."""
     decode_twice: bool
-    """Whether to decode the compressed images of a step a second time at the end of the step. The last micro-batch is
-    decoded only once."""
+    """True if the workers decode the images of a step twice: once for each of GradAccum's passes. The last micro-batch
+    of a step is decoded only once."""
     batches: SharedBatches
     """The shared buffers to write into."""
     ahead: FetchAhead

@@ -101,7 +101,8 @@ class Block:
     is subtracted, which takes two exponentials for each element."""
     tiling: Tiling
     groups: Groups | None = None
-    """Groups of more than one pair; None if there are none. Blocks with groups need equal scales."""
+    """The groups that contain several pairs. None if every pair is the only one in its group. A block with groups needs
+    equal scales."""
 
     @property
     def tiles(self) -> ModuleType:
