@@ -31,7 +31,7 @@ def load_custom(
         base: The class that the imported class must derive from. None allows any class or function.
 
     Raises:
-        ValueError: If the name cannot be imported, refers to an object of the wrong kind, or if that
+        ValueError: If the name cannot be imported or refers to an object of the wrong kind, or if the
             object does not accept the options.
     """
     if not re.fullmatch(CUSTOM_CODE, name):
@@ -41,8 +41,8 @@ def load_custom(
         module = importlib.import_module(module_name)
     except Exception as error:  # a user's module may raise anything while it is imported
         raise ValueError(
-            f"{name} cannot be imported: {type(error).__name__}: {error}; install its package, or "
-            "add the package's folder to PYTHONPATH, on every host"
+            f"{name} cannot be imported: {type(error).__name__}: {error}; on every host, install its "
+            "package, or add the folder that contains it to PYTHONPATH"
         ) from error
     found = getattr(module, attribute, None)
     if found is None:
@@ -77,7 +77,10 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Return a hint about an unknown name: the most similar valid name or, if none is similar, a short list of all."""
+    """Return a hint about an unknown name: the most similar valid name or, if none is similar, the list of all.
+
+    If the list would be too long, the hint is "".
+    """
     names = list(known)
     hint = did_you_mean(name, names)
     listed = ", ".join(names)

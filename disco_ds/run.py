@@ -91,7 +91,7 @@ def run_training(
         config: Settings of the run.
         resume: None starts a new run. "latest" or the path of a run folder or checkpoint resumes a run.
             "auto" resumes the latest run if it has a complete checkpoint, and otherwise starts a new
-            run. With "auto", if the latest run is already finished, its folder is returned at once.
+            run. With "auto", if the latest run is already finished, its folder is returned immediately.
         allow_change: Names of settings, such as "optim.lr", that may differ from those in the checkpoint.
 
     Returns:
@@ -119,7 +119,7 @@ def run_training(
     # Check this first. Otherwise, Python would refuse the signal handlers only after the run folder was created.
     if threading.current_thread() is not threading.main_thread():
         raise RefusedError(
-            "run_training must be called in the main thread, which alone receives signals"
+            "run_training must be called in the main thread, because only that thread receives signals"
         )
     with _restored_process():
         try:
@@ -136,7 +136,7 @@ def train_session(
     launch_id: str | None = None,
     report: Callable[[object], object] = lambda error: None,
 ) -> Path:
-    """Build, train and finish a run, each of its stages in a new process group. Collective.
+    """Build, train and finish a run. Each stage of the run gets a new process group. Collective.
 
     Args:
         config: Settings of the run.
@@ -180,7 +180,8 @@ def _train_stage(
     The arguments are those of train_session, plus the uploads that the previous stage left unfinished.
 
     Returns:
-        The run folder, whether the run is finished, and if not, its uploads.
+        The run folder, whether the run is finished and, if it is not, the uploads that the next stage
+        continues.
     """
     with _session(config.timeout_s) as stack:
         first = comm.rank() == 0
@@ -263,8 +264,8 @@ def _session(timeout_s: float) -> Iterator[ExitStack]:
 @contextmanager
 def _restored_process() -> Iterator[None]:
     """After the block, restore what a run changes in its process: signal handlers, environment and sys.excepthook."""
-    # Python lets only the main thread set signal handlers. Evaluation may run in another thread, but sets
-    # no handlers.
+    # Python allows only the main thread to set signal handlers. An evaluation may run in another thread, but
+    # it sets no handlers.
     main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in SIGNALS if main}
     environment, hook = dict(os.environ), sys.excepthook
@@ -288,8 +289,8 @@ def evaluate_run(
 ) -> list[Result]:
     """Evaluate a model on labeled images (zero-shot accuracy), captioned images (retrieval) and held-out pairs (loss).
 
-    The settings decide the precision. Without a recipe and without a run's settings, it is fp32 unless
-    the overrides set it. Under a launcher, every rank must call this function. Each rank evaluates a
+    The settings determine the precision. If there is neither a recipe nor a run, it is fp32 unless the
+    overrides change it. Under a launcher, every rank must call this function. Each rank evaluates a
     part of the images, and all ranks return the same results.
 
     Args:

@@ -1,12 +1,12 @@
-"""Evaluate exports with clip_benchmark on every data set in a folder. Interrupted or extended, call it again.
+"""Evaluate exports with clip_benchmark on every data set in a folder.
 
     pip install clip_benchmark
     python examples/benchmark_exports.py exports/first exports/second --sets /data/sets --to results
 
 Each folder in /data/sets that has clip_benchmark's webdataset layout (test/nshards.txt) is a data set. The result of a
-model on a data set is kept in results/MODEL/SET.json, and is not computed again while that file exists.
-results/results.jsonl has one line for each model, and the table is printed. The models are exports in open_clip's
-format, under different names.
+model on a data set is kept in results/MODEL/SET.json, and is not computed again while that file exists. After an
+interruption, or to add models or data sets, run the script again. It also writes results/results.jsonl, with one line
+for each model, and prints a table. The models are exports in open_clip's format, and their names must differ.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 METRICS = {"zeroshot_classification": "acc1", "zeroshot_retrieval": "image_retrieval_recall@5"}
-"""The metric in the table, by task."""
+"""Task -> the metric that the table shows."""
 
 
 def find_task(folder: Path) -> str:
@@ -30,11 +30,11 @@ def find_task(folder: Path) -> str:
 
 
 def evaluate(model: Path, folder: Path, to: Path, given: argparse.Namespace) -> None:
-    """Evaluate a model on a data set in a new process, unless this has been done."""
+    """Evaluate a model on a data set in a new process, unless the result exists already."""
     if to.is_file():
         return
     to.parent.mkdir(parents=True, exist_ok=True)
-    # Renamed when it is complete, so that an interrupted evaluation is repeated.
+    # The file is renamed when it is complete, so that an interrupted evaluation is repeated.
     partial = to.with_suffix(".partial")
     program = "".join(f"import {name}; " for name in given.imports)
     program += "from clip_benchmark.cli import main; main()"
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def evaluate_all(model: Path, sets: Sequence[Path], given: argparse.Namespace) -> dict[str, float]:
-    """Return the model's value of each data set's metric."""
+    """Return the model's metric on each data set."""
     values = {}
     for folder in sets:
         to = given.to / model.name / f"{folder.name}.json"

@@ -1,9 +1,9 @@
-"""Train a text-text bi-encoder of transformers under ZeRO 3, in micro-batches, with the full-batch gradient.
+"""Train a text-text bi-encoder from transformers under ZeRO 3, in micro-batches, with the full-batch gradient.
 
     deepspeed --num_gpus 2 examples/deepspeed_bi_encoder.py
 
 One BERT embeds both sides. Only LoRA adapters (peft) are trained; with --full, all weights are. The model is built from
-a config, so nothing is downloaded. For fine-tuning, replace it by AutoModel.from_pretrained.
+a config, so nothing is downloaded. For fine-tuning, use AutoModel.from_pretrained instead.
 """
 
 import argparse
@@ -45,7 +45,7 @@ class Encoder(torch.nn.Module):
 def questions_and_answers(
     count: int, generator: torch.Generator
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Generate pairs: an answer has its question's tokens in reverse order, without the last three."""
+    """Generate pairs. An answer has its question's tokens in reverse order, and the last three are masked."""
     tokens = torch.randint(10, VOCABULARY, (count, LENGTH), generator=generator)
     mask = torch.ones_like(tokens)
     cut = (torch.arange(LENGTH) < 9).long().expand(count, LENGTH)
@@ -73,7 +73,7 @@ def main() -> None:
     config = {
         "train_batch_size": given.batch * ranks,
         "train_micro_batch_size_per_gpu": given.batch // given.micro_batches,
-        "gradient_accumulation_steps": given.micro_batches,  # the same as contrastive_step's
+        "gradient_accumulation_steps": given.micro_batches,  # as in contrastive_step below
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": given.stage},
         "bf16": {"enabled": torch.cuda.is_available()},
@@ -99,7 +99,7 @@ def main() -> None:
         )
         values.append(out.metrics["loss"].item())
     if rank == 0:
-        size = f"{ranks} ranks, global batch {given.batch * ranks} in {given.micro_batches} micro-batches a rank"
+        size = f"{ranks} ranks, global batch {given.batch * ranks} in {given.micro_batches} micro-batches per rank"
         print(f"{size}, ZeRO {given.stage}: loss {values[0]:.3f} -> {values[-1]:.3f}")
     torch.distributed.destroy_process_group()
 

@@ -42,13 +42,13 @@ def main() -> None:
     loss = build_loss("disco_fused")
 
     def forward(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        # Unit rows of both sides, and the learned scale.
+        # The features of both sides (unit rows) and the learned scale.
         return model(batch["image"], batch["text"])[:3]
 
     generator = torch.Generator().manual_seed(rank)
     values = []
     for _ in range(given.steps):
-        # Each sample is of one of 64 kinds, which both its image and its text show.
+        # Each sample has one of 64 kinds, which determines both its image and its text.
         kind = torch.randint(0, 64, (given.batch,), generator=generator)
         image = F.interpolate(
             torch.randn(64, 3, 4, 4, generator=torch.Generator().manual_seed(9)), size=32
@@ -60,7 +60,7 @@ def main() -> None:
         optimizer.zero_grad()
         values.append(out.metrics["loss"].item())
     if rank == 0:
-        size = f"{ranks} ranks, global batch {given.batch * ranks} in {given.micro_batches} micro-batches a rank"
+        size = f"{ranks} ranks, global batch {given.batch * ranks} in {given.micro_batches} micro-batches per rank"
         print(f"{size}, FSDP2: loss {values[0]:.3f} -> {values[-1]:.3f}")
     torch.distributed.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""Compute every loss of disco_ds and its gradient on random features, on one rank or several, with equal results.
+"""Compute every loss of disco_ds and its gradient on random features. The losses do not depend on the number of ranks.
 
 python examples/losses_alone.py
 torchrun --nproc_per_node 2 examples/losses_alone.py
@@ -40,11 +40,11 @@ def main() -> None:
         )
         out = loss(embeddings)
         out.loss.backward()
-        # DDP and DeepSpeed average over the ranks, which yields the full-batch gradient.
+        # DDP and DeepSpeed average gradients over the ranks, which yields the full-batch gradient.
         length = embeddings.image.grad.norm() / ranks
         if rank == 0:
             print(
-                f"{name:14} loss {out.metrics['loss']:8.4f}   |gradient at its images| {length:.6f}"
+                f"{name:14} loss {out.metrics['loss']:8.4f}   |gradient at rank 0's images| {length:.6f}"
             )
     if ranks > 1:
         torch.distributed.destroy_process_group()

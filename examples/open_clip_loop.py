@@ -49,7 +49,7 @@ def main() -> float:
 
     torch.manual_seed(0)
     model = open_clip.CLIP(**MODEL, output_dict=True).to(device)
-    # Instead of open_clip.ClipLoss(local_loss=True, ...).
+    # This replaces open_clip.ClipLoss(local_loss=True, ...).
     loss = disco_ds.ClipLoss(rank=rank, world_size=world_size)
 
     tokenizer = open_clip.SimpleTokenizer(context_length=32)

@@ -1,4 +1,4 @@
-"""A model with two custom towers: a vision transformer of timm and a BERT of transformers.
+"""A model with two custom towers: a vision transformer from timm and a BERT from transformers.
 
     PYTHONPATH=examples disco-ds train --config examples/own_model.yaml
 

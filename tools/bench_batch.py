@@ -1,7 +1,8 @@
-"""Take one optimizer step of the quickstart at a large global batch on CPU ranks, and compare its gradients.
+"""Take one optimizer step of the quickstart at a large global batch on CPU ranks, and compare the gradients.
 
-For each loss and number of ranks: the difference of the gradient from that of the first row, |g - g1| / |g1| over all
-parameters, the seconds of the step, and the memory that the loss allocates on rank 0 against `disco-ds plan`'s figure.
+The table has a row for each loss and number of ranks. It shows the difference of the gradient from that of the first
+row, |g - g1| / |g1| over all parameters; the seconds of the step; and the memory that the loss allocates on rank 0,
+next to the memory that `disco-ds plan` predicts.
 
     python tools/bench_batch.py --batch 196608 --ranks 2 8 [--losses disco_fused inf_cl] [--micro-batch 512]
 """
@@ -32,7 +33,7 @@ from disco_ds.training.step import train_step
 
 
 def take_step(rank: int, ranks: int, name: str, args: argparse.Namespace, folder: Path) -> None:
-    """Take the step as one rank. Rank 0 writes the gradient and the figures to FOLDER/NAME-RANKS.pt."""
+    """Take the step as one rank. Rank 0 writes the gradient and the measurements to FOLDER/NAME-RANKS.pt."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(args.port)}
     config = load_config(
@@ -76,7 +77,7 @@ def take_step(rank: int, ranks: int, name: str, args: argparse.Namespace, folder
         width = run.engine.module.text_projection.shape[1]
         b = args.batch // ranks
         planned = loss_peak(run.loss, b, ranks, width, torch.device("cpu"))
-        # The first view of a tensor counts as an allocation, so the features were counted.
+        # Allocations has counted the features too, at their first view, so subtract them.
         peak = memory.peak - 2 * 4 * b * width
     if rank == 0:
         found = {"gradient": gradient, "s": seconds, "planned": planned, "peak": peak}

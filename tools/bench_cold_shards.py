@@ -1,10 +1,11 @@
-"""Compare reading shards that are not in the page cache with webdataset, from a folder and through a FUSE mount.
+"""Compare disco_ds with webdataset at reading shards that are not in the page cache, from a folder or a FUSE mount.
 
     python tools/bench_cold_shards.py            as root, because it drops the page cache of the host
     python tools/bench_cold_shards.py --fuse     mounts a web server with rclone, 20 ms per request; needs fuse3
 
-Both readers run in one process and read the image and the caption of every sample: ours in random order within a
-shard, as a run does, webdataset in the order of the file. The shards have 1,000 samples of random bytes.
+Both readers run in one process and read the image and the caption of every sample. Ours reads a shard's samples in
+random order, as a run does; webdataset reads them in the order of the file. The shards have 1,000 samples of random
+bytes.
 """
 
 from __future__ import annotations

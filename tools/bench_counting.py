@@ -1,4 +1,4 @@
-"""Measure `disco-ds index` on a bucket of many shards whose counts are published, with a delay of every request.
+"""Measure `disco-ds index` on a bucket of many shards whose sample counts are published. Every request is delayed.
 
     python tools/bench_counting.py --shards 100000 --delay-ms 50           img2dataset: one stats file per shard
     python tools/bench_counting.py --shards 100000 --delay-ms 50 --table   DataComp: sizes.json

@@ -8,10 +8,10 @@
                                                               sleeps, and decoding takes 0.8 of the step
 
 Both pipelines read tars of JPEG and text, take a random crop of 0.9 to 1 of the area, resize it (bicubic with
-antialiasing), tokenize, and pass batches of uint8 pixels from one worker process to the trainer. For open_clip this is
-open_clip_train's get_wds_dataset. The webdataset version that it needs is installed in a separate folder, which comes
-before this environment on the path. The runs alternate, each in new processes; the results are medians. One core means
-one second of CPU time of trainer and worker together.
+antialiasing), tokenize, and pass batches of uint8 pixels from one worker process to the trainer. open_clip's pipeline
+is open_clip_train's get_wds_dataset. The webdataset version that it needs is installed in a separate folder, which
+comes before this environment on the path. The runs alternate, each in new processes; the results are medians. Samples
+per second and core are samples divided by the CPU seconds of trainer and worker together.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ WARM_UP = 8
 SCALE = (0.9, 1.0)
 TOKENIZER = "ViT-B-32"
 PANDAS = ("pandas", "python-dateutil", "pytz", "tzdata", "six")
-"""open_clip_train imports this package."""
+"""pandas, which open_clip_train imports, and its dependencies."""
 
 
 def parse_args() -> Namespace:
@@ -116,7 +116,7 @@ def make_jpeg(generator: numpy.random.Generator, size: int) -> bytes:
 
 
 def compare_decoders(size: int) -> None:
-    """Time decoding and resizing a JPEG to nine tenths, in ms, and compare the pixels (0 to 255) with PIL's."""
+    """Time decoding JPEGs of three sizes and resizing them to `size`, in ms, and compare the pixels (0 to 255)."""
     from disco_ds.data.images.decode import (
         NUM_CROP_NUMBERS,
         ImageSpec,
@@ -168,8 +168,11 @@ def open_loader(
 
 
 def show_waits(folder: Path, size: int, load: float) -> None:
-    """For one worker and a device that computes as GradAccum does: what of a step is not computing, and of that the
-    waiting for samples that are not decoded yet. The rest is copies and sleeping for too long."""
+    """Measure which percentage of a step is not spent computing, with one worker and a device that simulates GradAccum.
+
+    `waiting` is the part of it spent waiting for samples that are not decoded yet. The rest is copies, and sleeping for
+    too long.
+    """
     torch.set_num_threads(1)
     print(f"{'pixels':12} {'micro-batches':>13} {'step ms':>8} {'other %':>10} {'waiting %':>13}")
     for pixels, K in itertools.product(get_args(Pixels), (1, 8, 32)):
@@ -177,14 +180,14 @@ def show_waits(folder: Path, size: int, load: float) -> None:
         try:
             compute(loader.read_step(), K, 0.0)  # the worker starts
             start, steps = time.perf_counter(), max(1, 32 // K)
-            for _ in range(steps):  # as fast as it decodes
+            for _ in range(steps):  # the device computes nothing
                 compute(loader.read_step(), K, 0.0)
             decoding = (time.perf_counter() - start) / steps
-            # A forward of every micro-batch, backwards of twice that, and again forwards of all but the last.
+            # K forward passes, K backward passes of twice their time, and K - 1 repeated forward passes.
             forward = decoding / load / (4 * K - 1)
             time.sleep(
                 1.5 * decoding * max(1, LEAST_AHEAD / K)
-            )  # as in a run's slow first step, the worker gets ahead
+            )  # the worker gets ahead, as it does during a run's slow first step
             for _ in range(2):
                 compute(loader.read_step(), K, forward)
             steps, waited, start = max(3, 64 // K), 0.0, time.perf_counter()
@@ -272,7 +275,7 @@ def measure(args: Namespace) -> None:
     wall, cpu = time.perf_counter() - start, cpu_seconds() - cpu
     print(json.dumps({"wall": args.batches * BATCH / wall, "core": args.batches * BATCH / cpu}))
     sys.stdout.flush()
-    os._exit(0)  # open_clip's loader has no end
+    os._exit(0)  # open_clip's loader never ends
 
 
 def cpu_seconds() -> float:

@@ -2,8 +2,9 @@
 
     python tools/bench_ema.py --model ViT-B-32 --stage 1
 
-One process. It prints the milliseconds of an AdamW update (without forward and backward), of an update of the average,
-and of exchanging weights and average, which an evaluation does twice; and the memory of the optimizer's states.
+It runs in one process. It prints the milliseconds of an AdamW update (without forward and backward), of an update of
+the average, and of an exchange of weights and average. An evaluation makes two such exchanges. It also prints the
+memory of AdamW's first moment and of the average.
 """
 
 from __future__ import annotations

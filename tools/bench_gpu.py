@@ -8,11 +8,11 @@ Each loss at each shape is a slice that runs in a separate process (see slices.p
 training. The tables show all slices in the results file. The most important slices run first: our losses, our training
 steps, then other implementations, and finally whatever takes minutes.
 
-The time of a loss is the median of forward and backward by CUDA events, without communication where one GPU stands for
-one rank of several. Memory is the peak in addition to the features and their gradients. The error is the largest row
-error of the feature gradients against float64, divided by the largest true row or by s/B if that is larger. The worst
-of random, typical and aligned pairs is shown. The rate is units x 2 b B D FLOP divided by the time, as a fraction of
-the rate of torch's fp16 product of 8192 x 8192 matrices, which is measured in the same process.
+The time of a loss is the median of forward and backward, measured by CUDA events. If the shape is one rank's share, the
+time does not include communication. Memory is the peak in addition to the features and their gradients. The error is
+the largest row error of the feature gradients against float64, divided by the largest true row or by s/B if that is
+larger. The worst of random, typical and aligned pairs is shown. The rate is units x 2 b B D FLOP divided by the time,
+as a fraction of the rate of torch's fp16 product of 8192 x 8192 matrices, which is measured in the same process.
 """
 
 from __future__ import annotations
@@ -79,17 +79,17 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Entry:
-    """Format a line of the table."""
+    """A loss in the table, and how it is measured."""
 
     build: Callable[[float, int], Method]
-    """From the scale and the global batch."""
+    """Builds the loss from the scale and the global batch."""
     units: int
     true: str
     """Our loss whose float64 result is the reference."""
 
 
 def ours(name: str, units: int = 4, accuracy: bool = False, **options: Any) -> Entry:
-    """Build the methods; with `accuracy` ours compute accuracies, as on logged steps, which published losses do not."""
+    """Return the entry of one of our losses. With `accuracy`, it also computes accuracies; published losses do not."""
 
     def build(_: float, batch: int) -> Method:
         return bench_loss.our_method(name, batch, accuracy, **options)
@@ -140,7 +140,7 @@ def list_slices() -> list[slices.Slice]:
 
 
 def _losses() -> Iterator[tuple[str, str]]:
-    """Return each slice with its shape."""
+    """Yield the name of each loss's slice, and the key of its shape."""
     for key, shape in SHAPES.items():
         yield from ((f"{key}: {label}", key) for label in entries(shape))
 
@@ -182,7 +182,7 @@ def measure(name: str, rehearse: bool, record: slices.Record) -> None:
                 leaf.grad = None
             methods[0](*leaves).sum().backward()
 
-        step()  # compiles and chooses
+        step()  # compiles and autotunes
         for leaf in leaves:
             leaf.grad = None
         with bench_loss.Peak() as peak:
@@ -236,7 +236,7 @@ def problem(outcome: slices.Outcome) -> str:
 
 
 def failed(name: str, outcome: slices.Outcome) -> bool:
-    """Return whether a slice was interrupted or one of ours has no results; other implementations may fail."""
+    """Return whether a slice was interrupted, or is ours and has no results. Other implementations may fail."""
     ours_has_none = _is_ours(name) and not any(train_rates.in_short(x) for x in outcome.records)
     return outcome.end is not None and (outcome.end != "done" or ours_has_none)
 

@@ -4,8 +4,8 @@
     python tools/bench_loss.py --as-rank-of 64 --batch 196608         the work of one rank of 64, without communication
 
 The runs of the losses alternate; times are medians. Memory is the peak in addition to the features and their gradients.
-The error is the largest row error of the feature gradients against float64 (for InfoNCE losses that of `clip`), divided
-by the largest true row, at a smaller batch.
+The error is the largest row error of the feature gradients, divided by the largest true row, at a smaller batch. The
+true gradient is that of the same loss in float64, or that of `clip` for other implementations of InfoNCE.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from disco_ds.losses import Embeddings, build_loss, list_losses
 
 ERROR_BATCH = 1024
 GROUPED = ("ignored", "positives")
-"""Values of same_group that are measured; 1% of the pairs share their group."""
+"""Values of same_group that are measured; 1% of the pairs share a group with another pair."""
 SAME_AS_CLIP = ("disco", "disco_fused", "inf_cl")
 
 
@@ -44,7 +44,10 @@ def parse_args() -> argparse.Namespace:
         "--ranks", type=int, default=1, help="processes, one device each (default: 1)"
     )
     parser.add_argument(
-        "--as-rank-of", type=int, metavar="N", help="the work of one of N ranks, on one device"
+        "--as-rank-of",
+        type=int,
+        metavar="N",
+        help="measure the work of one of N ranks, on one device",
     )
     parser.add_argument("--batch", type=int, default=8192, help="global batch B")
     parser.add_argument("--width", type=int, default=512, help="width D of the features")
@@ -54,7 +57,9 @@ def parse_args() -> argparse.Namespace:
         "--methods", nargs="*", help="names in the table (default: all that run here)"
     )
     parser.add_argument(
-        "--precisions", nargs="*", help="in addition to auto (default: none; on a GPU all)"
+        "--precisions",
+        nargs="*",
+        help="precisions in addition to auto (default: all on a GPU, none on a CPU)",
     )
     parser.add_argument("--out", type=Path, help="write OUT.json and OUT.png")
     return parser.parse_args()
@@ -80,7 +85,7 @@ def our_methods(precisions: list[str], num_samples: int) -> dict[str, Method]:
 
 
 def our_method(name: str, num_samples: int, accuracy: bool = True, **options: Any) -> Method:
-    """Build our losses; `accuracy` is computed as on logged steps."""
+    """Build one of our losses. With `accuracy`, it also computes accuracies, as on logged steps."""
     loss = build_loss(name, **options)
     loss.set_num_samples(num_samples, num_samples)
     loss.accuracy = accuracy
@@ -115,7 +120,7 @@ def pretend(N: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=N)
     comm.init(timeout_s=60)
 
-    # The fake group copies what is gathered, and leaves what is received as it was.
+    # The fake group's collectives copy this rank's blocks, but its receives write nothing, so copy what is sent.
     def stay(operations: list[Any]) -> list[Any]:
         sent, received = (
             [x.tensor for x in operations if x.op is op] for op in (dist.isend, dist.irecv)
@@ -128,7 +133,7 @@ def pretend(N: int) -> None:
 
 
 class Received(TorchDispatchMode):
-    """Counts the bytes that this rank receives if every collective is a ring."""
+    """Counts the bytes that this rank receives if every collective uses a ring algorithm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,8 +198,10 @@ def _resident() -> int:
 
 
 def make_leaves(b: int, D: int, scale: float, seed: int, noise: float = 2.0) -> list[Tensor]:
-    """image, text [b, D] unit rows in fp32, scale and bias [1], all with gradients; noise: what a text has beside its
-    image, relative to it."""
+    """Return image and text [b, D], unit rows, and scale and bias [1]. All are fp32 leaves that require gradients.
+
+    Before it is normalized, a text is its image plus `noise` times another random vector.
+    """
     device = comm.local_device()
     generator = torch.Generator(device).manual_seed(seed)
     image, other = (

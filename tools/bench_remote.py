@@ -1,4 +1,4 @@
-"""Measure how long a run waits for remote shards, with and without prefetching, and what is fetched in vain.
+"""Measure how long a run waits for remote shards, with and without prefetching, and how much it fetches.
 
     python tools/bench_remote.py                      starts a server on loopback with 50 MB/s and a latency of 200 ms
     python tools/bench_remote.py --load 0.6 0.9       fraction of the bandwidth that the run needs
@@ -10,9 +10,9 @@ The generated shards contain small images, each with a member of 100 KB, so that
 not. The device only sleeps. The first steps are not counted, because the workers start and the first shards arrive
 then. The cache is too small for the epoch.
 
---ratio reads shards of 25 samples in windows of 10. They stand for the shards of 10,000 samples and windows of 4,096 of
-two large data sets, with their number of shards, and the slots and cache that the defaults choose for them if the disk
-has enough space.
+--ratio simulates two large data sets with their numbers of shards, and with the slots and the cache size that the
+defaults choose for them if the disk has enough space. Shards of 25 samples, read in windows of 10, stand for shards of
+10,000 samples and windows of 4,096.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ from disco_ds.data.sources.load import count_slots, mix
 SHARDS, SAMPLES, MEMBER = 64, 100, 100_000
 BATCH, SLOTS, WINDOW, WORKERS = 64, 8, 50, 2
 CACHE = 0.4
-"""Size of the cache, of the 0.64e9 bytes of an epoch."""
+"""Size of the cache in GB. An epoch has 0.64 GB."""
 DATA_SETS = (("LAION-400M", 41_455, 9_900, 0.24), ("DataComp-1B", 140_000, 9_100, 0.352))
-"""Name, number of shards, samples and GB per shard."""
+"""Name, number of shards, samples per shard, GB per shard."""
 WARM_UP, STEPS = 20, 100
 SMALL, RATIO_SHARDS = 25, 12
-"""For --ratio: samples per shard, and shards that every slot reads."""
+"""For --ratio: samples per shard, and number of shards that every slot reads."""
 
 
 class Link:
@@ -92,7 +92,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
         super().do_GET()
 
     def copyfile(self, source: Any, outputfile: Any) -> None:
-        with suppress(ConnectionError):  # the loader ends while it fetches ahead
+        with suppress(ConnectionError):  # the loader may close while it is still fetching
             while block := source.read(2**17):
                 self._link.wait(len(block))
                 outputfile.write(block)
@@ -124,7 +124,10 @@ def make_shards(folder: Path) -> None:
 
 
 def measure(url: str, folder: Path, ahead: int, needed: float) -> tuple[float, float]:
-    """Returns: seconds until the first step, and the share of the others that waits; needed: bytes per second."""
+    """Return the seconds until the first step, and the fraction of the later steps spent waiting.
+
+    `needed` is the rate at which the run needs data, in bytes/s.
+    """
     with tempfile.TemporaryDirectory() as cache:
         remote = {"cache": cache, "cache_gb": CACHE, "prefetch_shards": ahead}
         text = f"{url}/{{00000..{SHARDS - 1:05d}}}.tar"
@@ -183,7 +186,7 @@ def name_shards(num_shards: int, samples: int, size: int, url: str) -> Manifest:
 
 
 def measure_ratio(num_shards: int, gb: float, hosts: int) -> str:
-    """Simulate the first host of a data set with one rank per host and the data set's slots."""
+    """Simulate the first of `hosts` hosts, with one rank each, on a data set with its default number of slots."""
     data = DataSettings(shards="unused")
     real = name_shards(num_shards, 10_000, int(gb * 1e9), "")
     slots = count_slots(data, [real], hosts)
@@ -224,7 +227,7 @@ def measure_ratio(num_shards: int, gb: float, hosts: int) -> str:
                 raise RuntimeError(data_of_step.error)
         loader.close()
         server.shutdown()
-    # A shard's samples of every slot are read between two counts; the cache fills in the first quarter.
+    # Between two counts, every slot reads one shard. During the first quarter, which is left out, the cache fills.
     first = RATIO_SHARDS // 4
     ratio = (counts[-1] - counts[first]) / (len(counts) - 1 - first) / (slots // hosts)
     return f"{slots:5} {hosts:5} {used / 1e9:10.0f} {room / 1e9:9.0f} {ratio:8.2f}"
@@ -255,7 +258,7 @@ def count_first(num_shards: int, samples: int, gb: float, batch: int) -> str:
 
 
 def measure_manifest() -> str:
-    """Measure what a data worker receives of DataComp-1B's manifest, and how long it unpacks it."""
+    """Measure the size of DataComp-1B's manifest as sent to a data worker, and the time to unpack it."""
     _, num_shards, samples, gb = DATA_SETS[1]
     names = [f"{i:06d}.tar" for i in range(num_shards)]
     shards = tuple(Shard(name, samples, int(gb * 1e9) + i) for i, name in enumerate(names))

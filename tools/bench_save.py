@@ -5,7 +5,7 @@
 It runs on one rank. The state is what a rank saves at ZeRO 1 with AdamW in fp32: master weights and two moments, in
 tensors of 64 MB, on the GPU if there is one. The files go to --folder, with checksums and fsync as in a run. The first
 asynchronous save is listed separately, because it allocates the host memory. The other results are medians. The plain
-copy is one copy_ of each tensor into the same memory, right before each save except the first.
+copy is one copy_ of each tensor into the host memory that the save uses, right before each save except the first.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def measure(gb: float, repeats: int, folder: Path) -> str:
 
     copies, stalls, written = [], [], []
     for number in range(repeats + 1):
-        # In turn, into the same memory: after a save the kernel is busy with what was written.
+        # Copies and saves take turns, because after a save the kernel is still busy with the written data.
         if number:
             copies.append(_seconds(bare))
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Measure time and memory of the phases of a training step by loss, as in DisCo-CLIP's Tables 1 and 4.
+"""Measure the memory of a training step and the time of its phases for each loss, as in DisCo-CLIP's Tables 1 and 4.
 
     python tools/bench_step.py --ranks 2 --batch 512 --micro-batch 64              two CPU ranks, or two GPUs
     python tools/bench_step.py --ranks 8 --batch 32768 --micro-batch 512 --model ViT-B-32 --deepspeed zero1
@@ -44,7 +44,7 @@ def parse_args() -> argparse.Namespace:
         "--micro-batch",
         type=int,
         default=64,
-        help="micro-batch of the methods with GradAccum; the others use one",
+        help="micro-batch of the methods with GradAccum; the others have one micro-batch",
     )
     parser.add_argument("--model", default="quickstart")
     parser.add_argument(
@@ -108,7 +108,7 @@ def _pair(size: Any) -> tuple[int, int]:
 
 
 def measure(step: Callable[[], Any]) -> dict[str, float]:
-    """Return the ms of a step and its phases, and on a GPU the peak memory minus that at its start, in MiB."""
+    """Return the ms of a step and its phases, and on a GPU the peak memory minus the memory at the start, in MiB."""
     activities = [ProfilerActivity.CPU] + (
         [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     )
@@ -132,7 +132,7 @@ def measure(step: Callable[[], Any]) -> dict[str, float]:
 
 
 def run(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Return the medians of each method, the worst of all ranks. Collective."""
+    """Return the medians of each method, each the maximum over ranks. Collective."""
     whole = args.batch // comm.size()
     steps = {}
     for name in args.losses:
@@ -142,7 +142,7 @@ def run(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     for repeat in range(args.repeats + 1):
         for label, step in steps.items():
             if repeat == 0:
-                step()  # warm: buffers, kernels' choice
+                step()  # warmup: allocates buffers and chooses kernels
             else:
                 rows[label].append(measure(step))
     medians = {

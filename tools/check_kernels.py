@@ -5,14 +5,14 @@
 
 The checks are divided into slices, each of which runs in a separate process (see slices.py):
   default P    tiles and blocks at precision P with the configuration that is used without autotuning
-  losses P     whole losses as a trainer calls them: loss_checks.py
+  losses P     whole losses as a trainer calls them (loss_checks.py)
   float64      this GPU's float64 results, the reference of all other slices, against the CPU's
   far          rows, columns and tiles whose offset in their tensor exceeds 2^31 elements
-  forced P C   tiles with one of the configurations that the autotuner may choose; in 16 bits, the same bits 100 times
-  rates P      registers and speed of the configurations that it does choose, and of torch's matrix products
+  forced P C   tiles with one of the configurations that the autotuner may choose; 16-bit results must repeat exactly
+  rates P      registers and speed of the configurations that the autotuner does choose, and speed of torch's products
 
-An error is the largest difference divided by the largest true value. Triton's may be twice torch's at the same
-precision. The exit code is 1 if a check fails or there is no GPU.
+An error is the largest difference divided by the largest true value. Triton's error may be at most twice torch's
+at the same precision. The exit code is 1 if a check fails or there is no GPU.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ PRECISIONS = ("fp16", "bf16", "tf32", "fp32")
 @dataclass(frozen=True)
 class Sizes:
     square: Tile
-    """Number of weights of a default tile."""
+    """Default tile of functions that write an output as large as the tile."""
     wide: Tile
-    """Size of a default tile without outputs as large as the tile."""
+    """Default tile of functions whose outputs are all smaller than the tile."""
     block: Tile
     """Several default tiles, with an incomplete last one."""
     ragged: Tile
     others: tuple[Tile, ...]
     batch: int
-    """Of whole losses."""
+    """Global batch of whole losses."""
     far: int
     """Number of elements before the checked ones."""
     repeats: int
@@ -115,7 +115,7 @@ def factors(tile: Tile) -> list[Tensor]:
 
 
 def check_far(beyond: int, record: Record) -> None:
-    """Check every way in which an offset can exceed that many elements; 2^31 elements take 9 GB."""
+    """Check every way in which an offset can exceed `beyond` elements. For 2^31 elements, this takes 9 GB."""
     from disco_ds.losses.kernels import triton_tiles as tiles
 
     n, D, tiling = (
@@ -131,7 +131,7 @@ def check_far(beyond: int, record: Record) -> None:
     true = (near.double() @ last.double().T * scale - shift).exp()
 
     def note(name: str, got: Tensor, right: Tensor, like: torch.dtype = torch.float32) -> None:
-        """like: what the result is rounded to."""
+        """Record the error of `got`, next to that of `right` rounded to the dtype `like`."""
         keep(record, "far", Check(name, error(got, right), error(right.to(like), right)))
 
     with slices.case(record, case="far rows and columns"):
@@ -168,7 +168,7 @@ def check_far(beyond: int, record: Record) -> None:
 
 
 def check_default(precision: str, sizes: Sizes, record: Record) -> None:
-    # Then nothing is timed, and memory that torch.empty gives reads as not a number.
+    # In deterministic mode, no configurations are timed, and torch.empty fills its memory with NaN.
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True)
     check_square(precision, sizes, record)
@@ -192,7 +192,7 @@ def check_forced(precision: str, number: int, sizes: Sizes, record: Record) -> N
 
 
 def check_bits(precision: str, sizes: Sizes, record: Record) -> None:
-    """Count the results whose bits differ from the first one's, as a race between copies and products may cause."""
+    """Count results whose bits differ from those of the first. A race between copies and products can cause this."""
     from disco_ds.losses.kernels import triton_tiles as tiles
 
     n, m = sizes.square.n, sizes.square.m
@@ -217,7 +217,7 @@ def check_bits(precision: str, sizes: Sizes, record: Record) -> None:
 
 
 def check_square(precision: str, sizes: Sizes, record: Record) -> None:
-    """Return tiles of the usual sizes and one whose sizes do not divide."""
+    """Check the default tiles, and one whose sizes are not multiples of the block sizes."""
     tiling = Tiling(None, precision, "triton")
     check_tile(sizes.square, tiling, record)
     check_tile(sizes.wide, tiling, record, sums_on_tile)
@@ -231,7 +231,7 @@ def check_tile(tile: Tile, tiling: Tiling, record: Record, on: OnTile | None = N
 
 
 def check_losses(precision: str, sizes: Sizes, record: Record) -> None:
-    import loss_checks  # and DeepSpeed, which no other slice needs
+    import loss_checks  # also imports DeepSpeed, which no other slice needs
 
     loss_checks.check(precision, sizes.batch, sizes.square.D, record)
 
@@ -279,7 +279,7 @@ def main(argv: Sequence[str] = ()) -> int:
         "--jobs",
         type=int,
         default=4,
-        help="slices at a time, except those that measure rates (default: 4)",
+        help="slices at a time; those that measure rates run alone (default: 4)",
     )
     args = slices.parse(parser, argv, FOLDER)
     if not (torch.cuda.is_available() or args.rehearse):

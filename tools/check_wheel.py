@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def build(work: Path) -> Path:
-    """Build the wheel from a copy, because setuptools leaves build/ and egg-info, which a later build reads."""
+    """Build from a copy of the repository, because setuptools leaves files that a later build would read."""
     copy, dist = work / "source", work / "dist"
     dist.mkdir()
     files = subprocess.run(
@@ -84,7 +84,7 @@ def try_out(wheel: Path, env: Path, work: Path) -> None:
         str(wheel),
     ]
     subprocess.run([*command, "--no-index"], check=True)
-    # The wheel's place comes first on the path; of this environment's packages disco_ds alone would be the clone's.
+    # The wheel's site-packages comes first on the path, because this environment's disco_ds is the one of the clone.
     (site,) = (env / "lib").glob("python*/site-packages")
     others = [path for path in sys.path if path.endswith("site-packages")] or [
         sysconfig.get_paths()["purelib"]

@@ -3,19 +3,19 @@
     python -m venv compare_env && compare_env/bin/pip install --editable . transformers sentence-transformers GradCache
     compare_env/bin/python tools/compare_grad_cache.py
 
-It needs a separate environment, because nothing else in this repository uses those packages; all contenders share its
-torch. Every contender computes the same gradient: that of CLIP's loss in both directions over the global batch, with
-one BERT (the shape of BERT-tiny, random weights) for both sides, under DistributedDataParallel on CPU ranks of one
-thread (gloo), with dropout. A step consists of forward passes, loss and backward passes, without an optimizer. Each
-contender has separate processes. They take turns: one step of each, then one of each in the opposite order. Times are
-medians over steps of the slowest rank; "against" is the median over turns of the ratio within a turn. On a busy machine
-CPU seconds are more reliable than seconds.
+It needs a separate environment, because nothing else in this repository uses those packages; all contenders use the
+torch of that environment. Every contender computes the same gradient: that of CLIP's loss in both directions over the
+global batch. One BERT (the shape of BERT-tiny, random weights) encodes both sides, with dropout. It runs under
+DistributedDataParallel on CPU ranks of one thread (gloo). A step consists of forward passes, loss and backward passes,
+without an optimizer. Each contender has separate processes. They take turns: one step of each, then one of each in the
+opposite order. The time of a step is that of the slowest rank. The table shows medians over steps; "against" is the
+median over turns of the ratio within a turn. On a busy machine CPU seconds are more reliable than seconds.
 
-Peak memory is the resident set of one rank during its first step minus that before the step. The error is
-|gradient - true| / |true| over all weights without dropout, at a smaller batch (--error-batch). The true gradient is
-that of the whole batch in one graph, in one process and float64. `factor` is the multiple of the true gradient that was
-found (1 is right), and `error / factor` is the error that remains after dividing by it. GradCache 0.0.1 on PyPI is
-installed as gradcache, but its modules import each other as grad_cache, so both names are defined here.
+Peak memory is the growth of one rank's resident set during its first step. The error is |gradient - true| / |true| over
+all weights; it is measured without dropout, at a smaller batch (--error-batch). The true gradient is that of the whole
+batch in one graph, in one process and float64. `factor` is the multiple of the true gradient that was found (1 is
+right), and `error / factor` is the error that remains after dividing by it. GradCache 0.0.1 on PyPI is installed as
+gradcache, but its modules import each other as grad_cache, so both names are defined here.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ SCALE = 20.0  # sentence-transformers' default
 VOCABULARY = 30_522
 Side = dict[str, Tensor]
 Step = Callable[[tuple[Side, Side]], object]
-"""Leaves the gradient of this rank's pairs in the parameters."""
+"""Takes this rank's pairs, and leaves the gradient in the parameters."""
 
 
 class Encoder(nn.Module):
-    """An encoder from tokens to unit rows: the mean over the last layer of a BERT."""
+    """A BERT whose output is the normalized mean of the last layer over the tokens."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def take(pairs: tuple[Side, Side], rank: int, ranks: int) -> tuple[Side, Side]:
 
 
 def cached_loss(encoder: nn.Module, micro_batch: int) -> tuple[nn.Module, Step]:
-    """Build its CachedMultipleNegativesRankingLoss in both directions, wrapping the model as its trainer does."""
+    """Build sentence-transformers' CachedMultipleNegativesRankingLoss in both directions, as its trainer uses it."""
     from sentence_transformers import SentenceTransformer, losses, util
 
     class Adapter(nn.Module):
@@ -116,7 +116,7 @@ def cached_loss(encoder: nn.Module, micro_batch: int) -> tuple[nn.Module, Step]:
     loss = losses.CachedMultipleNegativesRankingLoss(
         sentences,
         scale=SCALE,
-        similarity_fct=util.dot_score,  # the rows are unit rows already
+        similarity_fct=util.dot_score,  # the encoder's outputs are unit rows already
         mini_batch_size=micro_batch,
         gather_across_devices=True,
         directions=("query_to_doc", "doc_to_query"),
@@ -127,7 +127,7 @@ def cached_loss(encoder: nn.Module, micro_batch: int) -> tuple[nn.Module, Step]:
 
 
 def grad_cache(encoder: nn.Module, micro_batch: int) -> tuple[nn.Module, Step]:
-    """Build GradCache as in its README for DDP and a tied encoder, with its one-directional loss made symmetric."""
+    """Build GradCache as its README does for DDP and a tied encoder, but with its loss in both directions."""
     if find_spec("grad_cache") is None:
         sys.modules["grad_cache"] = importlib.import_module("gradcache")
     losses = importlib.import_module("grad_cache.loss")
@@ -146,7 +146,11 @@ def grad_cache(encoder: nn.Module, micro_batch: int) -> tuple[nn.Module, Step]:
 
 
 def ours(name: str, part: int = 1) -> Callable[[nn.Module, int], tuple[nn.Module, Step]]:
-    """part: of the micro-batch; with 2, the graph of a micro-batch is over as many texts as the others' is."""
+    """Return a function that builds contrastive_step with one of our losses.
+
+    Our graph of a micro-batch contains both sides; the other contenders' contains one. `part` divides the micro-batch:
+    with 2, our graph contains as many texts as theirs.
+    """
 
     def build(encoder: nn.Module, micro_batch: int) -> tuple[nn.Module, Step]:
         model, loss = DistributedDataParallel(encoder), build_loss(name)
@@ -168,9 +172,9 @@ class Contender:
     build: Callable[[nn.Module, int], tuple[nn.Module, Step]]
     """Builds the wrapped model and its step from the encoder and the micro-batch. Collective."""
     package: str = ""
-    """Its name on PyPI."""
+    """Name on PyPI; empty for ours."""
     modules: tuple[str, ...] = ()
-    """Modules of which any shows that it is installed."""
+    """The package is installed if any of these modules is found."""
 
 
 CONTENDERS = {
@@ -224,7 +228,7 @@ def serve(name: str, rank: int, port: int, args: argparse.Namespace, pipe: Any) 
     """Run one rank of one contender, which answers each command with a result or a traceback."""
     try:
         torch.set_num_threads(1)
-        warnings.simplefilter("ignore")  # theirs, of torch's deprecated functions
+        warnings.simplefilter("ignore")  # the other packages use deprecated functions of torch
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(args.ranks)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         dist.init_process_group("gloo")
@@ -284,9 +288,8 @@ def measure(names: list[str], args: argparse.Namespace) -> dict[str, dict[str, A
     rows: dict[str, dict[str, Any]] = {}
     contenders = [Ranks(name, args) for name in names]
     try:
-        for ranks in (
-            contenders
-        ):  # the first step, whose peak has the parameters' gradients and DDP's buckets in it
+        # This is the first step, so its peak includes the parameters' gradients and DDP's buckets.
+        for ranks in contenders:
             beyond, whole = (max(values) for values in zip(*ranks.call("peak"), strict=True))
             rows[ranks.name] = {"peak": beyond, "resident": whole, "seconds": [], "cpu": []}
         for ranks in contenders:
@@ -368,15 +371,15 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     if absent := missing(args.contenders):
         print(
-            f"not installed here: {', '.join(absent)}. They want an environment of their own; --help begins with the "
-            "commands that make it. --contenders disco_fused runs without them.",
+            f"not installed here: {', '.join(absent)}. Install them in a separate environment; --help begins with "
+            "the commands. --contenders disco_fused runs without them.",
             file=sys.stderr,
         )
         return 1
     os.environ |= {
         "CUDA_VISIBLE_DEVICES": "",
         "DS_ACCELERATOR": "cpu",
-    }  # for the ranks, which find a GPU otherwise
+    }  # without these, the ranks would use a GPU
     for batch in (args.batch, args.error_batch):
         if batch % (unit := args.ranks * args.micro_batch):
             print(

@@ -1,7 +1,7 @@
-"""Train the quickstart with several losses and seeds at equal samples; print means and spreads as Markdown.
+"""Train the quickstart with several losses and seeds on the same number of samples; print means and spreads.
 
-This asks the question of FastCLIP's tables on a small scale: Which loss learns most from small batches? Each run has
-one process and one thread; `--jobs` runs take place at a time, and finished runs are not repeated.
+It asks the same question as FastCLIP's tables, on a small scale: Which loss learns most from small batches? Each run
+has one process and one thread; `--jobs` runs take place at a time, and finished runs are not repeated.
 
     python tools/compare_losses.py [key=value ...] [--losses ...] [--batches ...]
     python tools/compare_losses.py --of fastclip_v3 optim.tau_lr=1e-4          a setting of one loss only
@@ -22,7 +22,7 @@ from disco_ds.losses import list_losses
 
 LOSSES = ("clip", "siglip", "sogclr", "fastclip_v0", "fastclip_v1", "fastclip_v2", "fastclip_v3")
 WARMUP_SAMPLES = 5120
-"""The recipe's 40 steps of 128: the same fraction of every run at any batch size."""
+"""The recipe's warmup, 40 steps of 128 samples. It is the same number of samples at any batch size."""
 SHOWN = {
     "eval/validation_top1": "validation top-1",
     "eval/validation_top5": "top-5",
@@ -131,7 +131,7 @@ def main() -> None:
         choices=("adamw", "lamb", "lion", "muon", "sgd"),
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2))
-    parser.add_argument("--samples", type=int, default=60_000, help="length of every run")
+    parser.add_argument("--samples", type=int, default=60_000, help="training samples of every run")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one core each")
     parser.add_argument("--recipe", default="quickstart")
     parser.add_argument(

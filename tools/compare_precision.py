@@ -1,10 +1,10 @@
-"""Compare the losses at each precision, and open_clip's loss under its amp_bf16, with float64; print a table.
+"""Compare disco_fused at each precision, and open_clip's loss with amp_bf16, to float64; print a table.
 
     python tools/compare_precision.py                                 4,096 pairs of width 512, as in docs/exactness.md
 
-All get the same unit rows in fp32. The error is the largest row error of either side, divided by the largest row of the
-true gradient or by scale / batch if that is larger. On a CPU, factors are rounded as a GPU's tensor cores round them,
-and sums are fp32 on both, so the table is valid for a GPU except for the order of its sums.
+All losses get the same unit rows in fp32. The error is the largest row error of either side, divided by the largest row
+of the true gradient or by scale / batch if that is larger. On a CPU, factors are rounded as a GPU's tensor cores round
+them, and sums are fp32 on both, so the table is valid for a GPU except for the order of its sums.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Gradients = tuple[Tensor, Tensor]
 
 
 def make_pairs(kind: str, B: int, D: int) -> tuple[Tensor, Tensor]:
-    """image, text [B, D], unit rows in fp32."""
+    """Return image and text [B, D], unit rows in fp32."""
     generator = torch.Generator().manual_seed(0)
     image, other = (torch.randn(B, D, generator=generator, dtype=torch.float64) for _ in range(2))
     noise = NOISE[kind]

@@ -3,11 +3,16 @@
     python tools/compile_kernels.py                                          all kernels for all GPUs
     python tools/compile_kernels.py --arch 90 --kernels exp_sums --precisions fp16 --widths 512 768
 
-It needs neither a GPU nor a driver, because Triton includes NVIDIA's assembler. The columns are: registers per thread;
-bytes of spilled registers; shared memory; programs that fit on a multiprocessor; the matrix instruction; the cycles of
-a multiprocessor that the product takes at the full rate of its cores; and the cycles in which its four schedulers issue
-all instructions, including the product's loop, for blocks without pairs and edges. The exit code is 1 if a kernel does
-not compile.
+It needs neither a GPU nor a driver, because Triton includes NVIDIA's assembler. The exit code is 1 if a kernel does not
+compile. The columns are:
+  regs      registers per thread
+  spilled   bytes of spilled registers
+  shared    shared memory
+  fit       number of programs that fit on a multiprocessor
+  matrix    the matrix instruction
+  product   cycles that the product takes at the full rate of a multiprocessor's cores
+  issue     cycles in which a multiprocessor's four schedulers issue all instructions, including the product's loop, for
+            a block without pairs and edges
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """KB of shared memory that one program may take, by architecture: A100, RTX 3090, L40S, H100, B200, RTX 5090."""
 TYPES = {"fp32": "fp32", "tf32": "fp32", "fp16": "fp16", "bf16": "bf16"}
 FLOP_PER_CYCLE = {80: 2048, 86: 1024, 89: 1024, 90: 4096, 100: 8192, 120: 2048}
-"""Of one multiprocessor's tensor cores with 16-bit factors; tf32 has half of it, fp32 what its plain cores do."""
+"""Rate of one multiprocessor's tensor cores with 16-bit factors. tf32 has half of it; fp32 uses the plain cores."""
 VARIANTS: dict[str, tuple[str, dict[str, bool]]] = {
     "exp_sums": ("exp_sums_kernel", {"KEEP": False, "MAXIMA": False}),
     "exp_sums+maxima": ("exp_sums_kernel", {"KEEP": False, "MAXIMA": True}),
@@ -50,7 +55,7 @@ VARIANTS: dict[str, tuple[str, dict[str, bool]]] = {
 """What the losses launch: kernels and their flags."""
 SCALARS = {"n", "m", "pairs", "r_row", "c_row", "tuned", "out_row"}
 UNALIGNED = {"n", "pairs", "tuned"}
-"""Arguments that the launch does not declare divisible by 16."""
+"""Arguments that the launch does not declare as divisible by 16."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class Compiled:
     spilled_bytes: int
     shared_bytes: int
     matrix: str
-    """Names of the matrix instructions; FFMA is used without one."""
+    """Name of the matrix instruction; FFMA if the kernel uses none."""
     product_cycles: float
     issue_cycles: float
     epilogue_cycles: float
@@ -81,9 +86,13 @@ class Compiled:
 def compile_kernel(
     variant: str, precision: str, D: int, config: triton.Config, arch: int, strided: bool = False
 ) -> Compiled:
-    """As triton_tiles launches it for a large tile. Raises: what Triton raises.
+    """Compile a kernel with the arguments with which triton_tiles launches it for a large tile.
 
-    Args: strided: rows at addresses and distances that nothing divides, instead of contiguous ones.
+    Args:
+        strided: Whether the rows are neither contiguous nor aligned.
+
+    Raises:
+        Exception: Any error of Triton.
     """
     name, flags = VARIANTS[variant]
     function = getattr(kernels, name).fn
@@ -96,7 +105,7 @@ def compile_kernel(
     groups = {"row_groups", "column_groups"}
     if not variant.endswith("+groups"):
         constants |= dict.fromkeys(groups)
-    # The other pointers are of fp32 vectors.
+    # All other pointers point to fp32 vectors.
     of_factors, kept = {"r", "c"}, flags.get("KEEP", False)
     signature, attributes = {}, {}
     for position, argument in enumerate(function.arg_names):
@@ -180,10 +189,11 @@ MATRIX = ("HGMMA", "UTCHMMA", "UTCQMMA", "HMMA", "FFMA")
 
 
 def _issued(code: str, passes: int, elements: float, persistent: bool) -> tuple[int, int]:
-    """Instructions of one warp: the product's loop `passes` times and what comes once; what comes once.
+    """Count the instructions that one warp issues: all of them, and those outside the product's loop.
 
-    The loop is the branch backwards around the most matrix instructions. A jump over a selection for at least half of a
-    thread's elements leaves out pairs and edges, which few blocks have: those are not counted.
+    The loop, which runs `passes` times, is the backward branch around the most matrix instructions. Instructions for
+    pairs and edges are not counted, because few blocks have any. A jump skips them; they contain a selection for at
+    least half of a thread's elements.
     """
     listed = [
         (int(at, 16), name, rest) for at, name, rest in INSTRUCTION.findall(code) if name != "NOP"
@@ -210,7 +220,7 @@ def _issued(code: str, passes: int, elements: float, persistent: bool) -> tuple[
     ]  # fmt: skip
     inside = len(between(start, end)) if back else 0
     skipped = len({at for low, high in masks for at, *_ in listed if low <= at <= high})
-    # The loop of a persistent program contains the epilogue and a jump over it, which all but a block's last pass take.
+    # A persistent program's loop contains the epilogue, and a jump over it in all passes of a block except the last.
     epilogue = 0
     for at, to in jumps:
         names = between(at + 1, to - 1)
@@ -240,10 +250,10 @@ def parse_args() -> argparse.Namespace:
         type=int,
         nargs="+",
         metavar="I",
-        help="numbers of configurations (default: all)",
+        help="indices of configurations (default: all)",
     )
     parser.add_argument(
-        "--strided", action="store_true", help="rows that are neither contiguous nor aligned"
+        "--strided", action="store_true", help="use rows that are neither contiguous nor aligned"
     )
     return parser.parse_args()
 
@@ -290,7 +300,7 @@ def show(
     head = f"{arch:<5}{variant:<19}{precision:<6}{D:<6}{block:<17}"
     try:
         x = compile_kernel(variant, precision, D, config, arch, strided)
-    except Exception as error:  # what a user's first step would raise
+    except Exception as error:  # the error that a user's first step would raise
         lines = str(error).strip().splitlines() or [""]
         print(f"{head}{type(error).__name__}: {lines[-1][:150]}", flush=True)
         return False

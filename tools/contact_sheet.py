@@ -1,4 +1,4 @@
-"""Draw a sheet of a data set's images with their captions, which are selected by position only.
+"""Draw a sheet of a data set's images with their captions. The samples are selected by position only.
 
     python tools/contact_sheet.py bundled:emoji/train --out sheet.png
     python tools/contact_sheet.py bundled:emoji/{train,validation,unseen} --group '{json[vendor]}' --out docs/emoji.png
@@ -23,7 +23,7 @@ from disco_ds.config import DataSettings
 from disco_ds.data import ImageSpec, Manifest, load_manifest, read_all, read_labels, resolve_shards
 
 COLUMNS, WIDTH, LINES, LINE = 12, 120, 3, 14
-"""Images in a row; pixels of a cell; lines of a caption, pixels of each."""
+"""Images per row; width of a cell in pixels; maximum lines of a caption; height of a line in pixels."""
 
 
 def parse_args() -> argparse.Namespace:
@@ -34,7 +34,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="the PNG to write")
     parser.add_argument("--count", type=int, default=12, help="images per group (default: 12)")
     parser.add_argument(
-        "--shift", type=int, default=0, help="shift the selected positions (default: 0)"
+        "--shift", type=int, default=0, help="show the K-th sample after each one (default: 0)"
     )
     parser.add_argument(
         "--group", default="all", help="template to group the samples by, e.g. {json[vendor]}"
@@ -52,7 +52,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def choose(manifest: Manifest, args: argparse.Namespace) -> dict[int, str]:
-    """Return the group of each sample to show, by id, and the title of each group."""
+    """Return the samples to show: sample id -> title of the sample's group."""
     groups: dict[str, list[int]] = defaultdict(list)
     for index, group in enumerate(read_labels(manifest, args.group)):
         groups[group or "no group"].append(index)

@@ -1,4 +1,4 @@
-"""Train, evaluate and export the quickstart on all GPUs, or on two CPU ranks without one (`make demo`).
+"""Train, evaluate and export the quickstart on up to 8 GPUs, or on two CPU ranks if there are none (`make demo`).
 
 The output of the run is shown. The output of the launcher and of the libraries goes to runs/demo.log.
 """
@@ -19,7 +19,7 @@ LOG = Path("runs/demo.log")
 NOISE = re.compile(
     r"^(\[\d{4}-\d\d-\d\d |\[rank\d+\]:\[|\[Gloo\]|\[W\d|[\d:]+ \[|Warning: |\s*$)|NCCL INFO|cpu_count"
 )
-"""Lines of DeepSpeed's and torch's loggers."""
+"""Matches lines of DeepSpeed's and torch's loggers, which are not shown."""
 FOLDER = re.compile(r"^(.+): global batch [\d,]+ = ")
 MISSING = "{} is not installed for this Python ({}): run `make demo`, which installs what it needs"
 
@@ -36,7 +36,7 @@ def main() -> int:
     ranks = next(count for count in (8, 4, 2, 1) if count <= gpus) if gpus else 2
     environment = dict(os.environ)
     if not gpus:
-        # One thread per rank: two ranks share the cores, and OpenMP's threads would fight over them.
+        # Divide the cores between the ranks. Otherwise, each rank would start one thread per core.
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 2) // ranks)))
         environment.setdefault("DS_ACCELERATOR", "cpu")
     arguments = trainer_arguments(ranks, sys.argv[1:])
@@ -68,7 +68,7 @@ def trainer_arguments(ranks: int, given: list[str]) -> list[str]:
 def front_end(arguments: list[str], gpus: int, ranks: int) -> list[str]:
     from disco_ds.cli.packing import pack
 
-    # As a module: the path of the script `deepspeed` stands in its first line, where a space would end it.
+    # Not the script `deepspeed`: its first line contains the path of Python, which would end at a space.
     command = [sys.executable, "-m", "deepspeed.launcher.runner"]
     command += [
         "--num_gpus" if gpus else "--num_accelerators",
@@ -82,7 +82,11 @@ def front_end(arguments: list[str], gpus: int, ranks: int) -> list[str]:
 def follow(
     command: list[str], environment: dict[str, str], log: IO[str]
 ) -> tuple[int, Path | None]:
-    """Run a command, show its relevant lines and log all; return its exit code and, once printed, the run folder."""
+    """Run a command, show the relevant lines of its output and log all of them.
+
+    Returns:
+        The exit code, and the run folder, or None if the command has not printed it.
+    """
     folder = None
     with subprocess.Popen(
         command,

@@ -1,4 +1,4 @@
-"""Run one recipe with several combinations of settings, some at a time and each once, for the compare_* tools."""
+"""Run one recipe with several combinations of settings, for compare_losses.py and study_quickstart.py."""
 
 from __future__ import annotations
 
@@ -15,10 +15,19 @@ from pathlib import Path
 def train_all(
     runs: Mapping[str, list[str]], out: Path, jobs: int, recipe: str
 ) -> dict[str, dict[str, float]]:
-    """Run all, `jobs` at a time with one process and thread each; return the content of finished.json by name.
+    """Run all that have not finished yet, `jobs` at a time, each in one process with one thread.
 
-    Args:   runs: name -> settings, key=value; out: folder of the runs; what has finished there is not done again.
-    Raises: subprocess.CalledProcessError for a run that fails; its words are in <out>/<name>.log.
+    Args:
+        runs: Name -> settings (key=value).
+        out: Folder of the runs.
+        jobs: Number of runs at a time.
+        recipe: The recipe.
+
+    Returns:
+        Name -> content of finished.json.
+
+    Raises:
+        subprocess.CalledProcessError: If a run fails. Its output is in <out>/<name>.log.
     """
     out.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(jobs) as pool:

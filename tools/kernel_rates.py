@@ -20,7 +20,7 @@ from disco_ds.losses.kernels import Tiling
 class Call(NamedTuple):
     name: str
     kernel: str | None
-    """Whose configuration and registers are asked for."""
+    """The Triton kernel whose configuration and registers are reported, or None."""
     n: int
     do: Callable[[], object]
 
@@ -28,7 +28,15 @@ class Call(NamedTuple):
 def measure_rates(
     precision: str, n: int, wide: int, widths: tuple[int, ...], record: Record
 ) -> None:
-    """n: of a tile of which the weights are written; wide: of one of which nothing is."""
+    """Measure all calls at all widths.
+
+    Args:
+        precision: Precision of the tiles.
+        n: Size of the tiles whose weights are computed.
+        wide: Size of the tiles whose sums are computed.
+        widths: Values of D.
+        record: Adds a result.
+    """
     matmul = matmul_tflops()
     for D in widths:
         for call in calls(precision, n, wide, D):
@@ -114,7 +122,7 @@ def launched(call: Call) -> dict[str, Any]:
     with mock.patch.object(kernel.fn, "run", noting):
         call.do()
     code, found = compiled[-1], {"config": in_short(kernel.best_config)}
-    if code is None:  # of the interpreter
+    if code is None:  # Triton's interpreter compiles nothing
         return found
     return found | {
         "registers": code.n_regs,
@@ -130,7 +138,7 @@ def in_short(config: Any) -> str:
 
 
 def table(rates: list[tuple[str, dict[str, Any]]]) -> Iterator[str]:
-    """Lines; rates: names of slices, and records of `measure_rates`."""
+    """Yield the lines of a table. `rates` contains names of slices, and records of `measure_rates`."""
     yield (
         f"\n{'':<12}{'':<22}{'n = m':>7}{'D':>6}{'ms':>9}{'TFLOP/s':>9}{'of matmul':>10}  "
         f"{'configuration':<26}{'registers':>9}{'spilled':>8}{'shared KB':>10}"

@@ -7,8 +7,9 @@ Each host is a set of Linux namespaces (network, host name, mounts, processes) w
 sshd. The command runs on the first host. All hosts see the same files, as on a shared file system, except for /run,
 /etc/ssh and /dev/shm, which are separate. /run/cluster/hosts is the hostfile; ssh needs no password. On Ctrl-C
 DeepSpeed's launcher kills processes by name (pkill -f); here it reaches only the processes of these hosts. All hosts
-end with this process, however it ends, and leave nothing behind. This is not part of the package and no way to train,
-because the hosts share the machine's cores. It needs Linux, root, and Debian's pdsh, openssh-server and iproute2.
+end with this process, however it ends, and leave nothing behind. This is not part of the package and not meant for
+training, because the hosts share the machine's cores. It needs Linux, root, and Debian's pdsh, openssh-server and
+iproute2.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ PACKAGES = {
 }
 """Program -> Debian package."""
 
-# The first process of a host: the host ends with it, and it ends when the pipe from its maker closes.
+# The first process of a host. The host ends with this process, which ends when the pipe from its creator closes.
 HOLD = """
 import select, signal, sys
-signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # whoever is left to it is reaped
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reap orphaned processes
 print("up", flush=True)
 select.select([sys.stdin], [], [], float(sys.argv[1]))
 """
-# ~/.ssh is hidden: what it says of other hosts must not change these.
+# ~/.ssh is hidden, because its settings for other hosts must not affect the simulated ones.
 SETUP = """
 set -e
 ip link set lo up
@@ -68,7 +69,7 @@ StrictModes no
 UsePAM no
 MaxStartups 1000
 """
-# Keep-alives: without them ssh, and with it the launch, waits for ever on a host that is cut off.
+# Without keep-alives, ssh would wait forever for a host that is cut off, and so would the launch.
 SSH = """
 IdentityFile /etc/ssh/key
 GlobalKnownHostsFile /etc/ssh/known_hosts
@@ -104,8 +105,11 @@ def describe_missing() -> str | None:
 class LocalCluster:
     """Hosts host-1, host-2, ... for a `with` block, each with `slots` slots in the hostfile.
 
-    Their links end in port-1, port-2, ... of the host called "switch", where one can be cut.
-    Raises: RuntimeError when they cannot be made. Nothing lives longer than timeout_s.
+    The link of host-K ends in port-K of an additional host called "switch", where it can be cut. All hosts end after
+    timeout_s at the latest.
+
+    Raises:
+        RuntimeError: If the hosts cannot be created.
     """
 
     def __init__(self, hosts: int = 2, slots: int = 1, timeout_s: float = 3600.0):
@@ -182,7 +186,7 @@ class LocalCluster:
                 "stdout": subprocess.PIPE,
                 "text": True,
             }
-            # A session of its own: Ctrl-C is for the command.
+            # In a new session, because Ctrl-C is meant for the command only.
             holder = subprocess.Popen(command, env=_env(), start_new_session=True, **pipes)
             self.holders[host] = holder
             assert holder.stdout is not None
@@ -205,7 +209,7 @@ class LocalCluster:
 
     def _connect(self, host: str, port: str) -> None:
         """Connect the host's eth0 to a port of the switch."""
-        # Not self.run: there the process number would not be known.
+        # Not self.run, because the process number is unknown inside the switch's namespaces.
         enter = ["nsenter", "--target", str(self.holders[SWITCH].pid), "--net"]
         peer = ["peer", "name", "eth0", "netns", str(self.holders[host].pid)]
         subprocess.run(
@@ -217,7 +221,7 @@ class LocalCluster:
         """Return the files that are the same on every host: path -> text."""
         public = self.run(["cat", "/etc/ssh/key.pub"])
         names = [f"{address} {host}" for host, address in self.addresses.items()]
-        # What sshd's shells would not know: DeepSpeed hands on only this file, PYTHON* and the like.
+        # Variables that shells of sshd would lack. DeepSpeed passes on only this file, and variables such as PYTHON*.
         known = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
         known |= {
             key: _env()[key] for key in ("DS_ACCELERATOR", "OMP_NUM_THREADS") if key in _env()
@@ -246,7 +250,7 @@ class LocalCluster:
 
 
 def _path() -> str:
-    """Return PATH with this Python's programs first, as in an activated environment, and sbin, which may be missing."""
+    """Return PATH with the folder of this Python first, as in an activated environment, and the sbin folders last."""
     return os.pathsep.join(
         [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"]
     )
@@ -259,7 +263,7 @@ def _env() -> dict[str, str]:
 
 
 def main() -> int:
-    """Return the command's exit code; 2: no cluster is possible here; 124: --timeout has passed; 130: Ctrl-C."""
+    """Run the command and return its exit code, or 2 without a cluster, 124 after --timeout, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         description="Run a command on the first of several hosts made on this machine."
     )
@@ -270,13 +274,13 @@ def main() -> int:
     parser.add_argument(
         "--timeout", type=float, default=3600.0, metavar="S", help="stop everything after S seconds"
     )
-    parser.add_argument("command", nargs="+", help=f"after --; the hostfile is {HOSTFILE}")
+    parser.add_argument("command", nargs="+", help=f"command, after --; the hostfile is {HOSTFILE}")
     args = parser.parse_args()
     if problem := describe_missing():
         print(f"no local cluster: {problem}", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    # The hosts' own limit only matters if this process is stopped.
+    # The hosts have a later limit, which matters only if this process is suspended.
     with LocalCluster(args.hosts, args.slots, args.timeout + 60) as cluster:
         process = cluster.start(args.command)
         try:

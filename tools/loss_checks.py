@@ -1,4 +1,4 @@
-"""Check whole losses on this GPU, called as by a trainer, against float64. A part of check_kernels.py."""
+"""Check whole losses on this GPU, called as a trainer calls them, against float64, for check_kernels.py."""
 
 # B batch, D width, s scale
 
@@ -42,12 +42,12 @@ CASES = (
     ("outlier", 100.0),
 )
 LIMITS = {"fp32": 1e-4, "tf32": 2e-2, "fp16": 2e-2, "bf16": 1e-1}
-"""Maximum error, in case Triton and torch make the same mistake: several times a CPU's rounding error."""
+"""Maximum error, several times a CPU's rounding error. It reveals a mistake that Triton and torch share."""
 SCALARS = ("loss", "d scale", "d bias")
 
 
 def check(precision: str, batch: int, D: int, record: Record) -> None:
-    """Check the errors of every loss in every case, bitwise repeatability, and that shifts are found."""
+    """Check every loss in every case: errors, bitwise repeatability, and whether one shift serves all rows."""
     limit = LIMITS.get(precision, LIMITS["fp16"] if device() == "cuda" else LIMITS["fp32"])
     for kind, s in CASES:
         leaves = make_leaves(kind, s, batch, D)
@@ -75,13 +75,13 @@ def check(precision: str, batch: int, D: int, record: Record) -> None:
                 loose = LIMITS["bf16"] if options.keys() & {"store", "comm_dtype"} else limit
                 for key, value in true.items():
                     found = [distance(key, x[key], value, s / batch) for x in (mine, theirs)]
-                    # Rounding may cancel in a number of torch's by luck.
+                    # By luck, torch's rounding errors may cancel in a single number.
                     found[1] = max(found[1], loose / 200)
                     keep(record, where, Check(key, *found), loose)
 
 
 def check_reference(batch: int, D: int, record: Record) -> None:
-    """Float64 on this device and on the CPU, where tests hold it against formulas."""
+    """Check float64 results on this device against those on the CPU, which tests compare with formulas."""
     for kind, s in CASES:
         leaves = [x.double() for x in make_leaves(kind, s, min(batch, 500), D)]
         for name in dict.fromkeys(name for name, _ in LOSSES.values()):
@@ -100,9 +100,10 @@ def check_reference(batch: int, D: int, record: Record) -> None:
 
 
 def make_leaves(kind: str, s: float, batch: int, D: int) -> list[Tensor]:
-    """image, text [B, D] unit rows, scale, bias [1].
+    """Return image and text [B, D], which are unit rows, and scale and bias [1].
 
-    kind: "outlier": one image is so far from all texts, its own included, that no shift holds its sum and the others'.
+    If `kind` is "outlier", one image is so far from all texts, including its own, that no single shift keeps both its
+    sum and the sums of the other images in range.
     """
     generator = torch.Generator().manual_seed(1)
     image, noise = (torch.randn(batch, D, generator=generator) for _ in "ab")
@@ -118,7 +119,7 @@ def make_leaves(kind: str, s: float, batch: int, D: int) -> list[Tensor]:
 def reference(
     name: str, leaves: list[Tensor], s: float
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The true answer, and the state of the loss that it starts from: that of a step before, if it keeps one."""
+    """Return the true results, and the state that the loss starts from: if it keeps state, that after one step."""
     state: dict[str, Any] = {}
     if name in KEEPS_STATE:
         loss = build(name, s, len(leaves[0]))
@@ -147,7 +148,10 @@ def answer(
     impl: str | None = None,
     **options: Any,
 ) -> dict[str, Tensor]:
-    """Compute the loss and its gradients, and whether a loss that looks for a shift found one. impl None: torch."""
+    """Compute the loss and its gradients, and whether a loss that looks for a shift found one.
+
+    If `impl` is None, the loss chooses the implementation.
+    """
     if impl is not None:
         options["impl"] = impl
     loss = build(name, s, len(leaves[0]), **options)
@@ -161,7 +165,7 @@ def run(loss: Any, values: list[Tensor]) -> dict[str, Tensor]:
     index = torch.arange(len(leaves[0]), device=leaves[0].device)
     out = loss(Embeddings(*leaves, index)).loss
     found = {"loss": out.detach()}
-    # The losses of one scale keep it until backward.
+    # Losses with one scale for all rows keep the shift until backward.
     if hasattr(out.grad_fn, "shift"):
         found["shift"] = torch.tensor(out.grad_fn.shift is not None)
     out.backward()
@@ -176,7 +180,10 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def distance(key: str, got: Tensor, true: Tensor, floor: float) -> float:
-    """Return the largest row error over the largest true row or `floor` (scalars: over it or 1); NaN if any is NaN."""
+    """Return the largest row error divided by the largest true row or, if that is larger, by `floor`.
+
+    For scalars, return the error divided by the true value or, if that is larger, by 1. Return NaN if any value is NaN.
+    """
     difference = got.double() - true
     if key in SCALARS:
         return (difference.abs() / true.abs().clamp(min=1)).max().item()

@@ -35,7 +35,7 @@ NUM_SHARDS = {"train": 24, "validation": 4, "unseen": 4}
 DRAWN_WITH = {"resvg-py": "0.5.0", "pillow": "13.0.0"}
 LABELS = ("emojibase-data", "17.0.0")
 HELD_OUT = "fluent-emoji-flat"
-# vendor -> version of @iconify-json/<vendor>. The order decides which of two identical drawings stays: a training one.
+# vendor -> version of @iconify-json/<vendor>. Of identical drawings, the first one in this order is kept.
 VENDORS = {
     "noto": "1.2.9",
     "noto-v1": "1.2.5",
@@ -47,11 +47,11 @@ VENDORS = {
 
 
 def read_table(text: str) -> dict[str, str]:
-    """A table of `label = icon name` pairs with semicolons between them; the name "-" stands for no icon."""
+    """Parse `label = icon name` pairs with semicolons between them; the name "-" stands for no icon."""
     return dict(pair.strip().split(" = ") for pair in text.split(";"))
 
 
-# What vendors without a code point table call an emoji that CLDR has renamed since, or where a name misleads.
+# Icon names of vendors without a code point table, for emoji that CLDR has renamed since and for misleading labels.
 OLDER_NAMES = read_table("""bullseye = direct-hit; cricket = -; enraged face = pouting-face; robot = robot-face;
     face with crossed-out eyes = dizzy-face; flag: Türkiye = flag-for-turkey; keycap: # = keycap-pound;
     heart exclamation = heavy-heart-exclamation; keycap: * = keycap-asterisk; UP! button = up-text-button;
@@ -60,7 +60,7 @@ OLDER_NAMES = read_table("""bullseye = direct-hit; cricket = -; enraged face = p
     person: blond hair = blond-haired-person; red exclamation mark = exclamation-mark;
     red question mark = question-mark; smiling face with open hands = hugging-face;
     woman and man holding hands = man-and-woman-holding-hands; women holding hands = two-women-holding-hands""")
-# fxemoji's drawing where its Unicode name leads to another one (its "cat" is a cat's face, its "pistol" a gun).
+# Icon names of fxemoji where the Unicode name finds another drawing (its "cat" is a cat's face, its "pistol" a gun).
 FXEMOJI_NAMES = read_table("""cat = catside; cat face = cat; dog = dogside; dog face = dog; dragon = dragonside;
     dragon face = dragonhead; keyboard = wiredkeyboard; kiss = couplekiss; kissing face = kiss;
     laptop = oldpersonalcomputer; leopard = leopardside; mouse = mouseside; mouse face = mouse; pig = pigside;
@@ -117,7 +117,7 @@ def read_package(folder: Path, name: str, version: str) -> dict[str, bytes]:
     path = folder / f"{name.removeprefix('@').replace('/', '-')}-{version}.tgz"
     if not path.exists():
         raise ValueError(
-            f"no {path.name} in {folder}; `npm pack {name}@{version}` makes it, so does no --packages"
+            f"no {path.name} in {folder}; create it with `npm pack {name}@{version}`, or omit --packages"
         )
     pattern = re.compile(r"package/((en/data|meta/[\w-]+|\w+)\.json|LICENSE)")
     with tarfile.open(path) as tar:
@@ -130,7 +130,7 @@ def read_package(folder: Path, name: str, version: str) -> dict[str, bytes]:
     found = json.loads(files["package.json"])
     if (found["name"], found["version"]) != (name, version):
         raise ValueError(
-            f"{path} holds {found['name']} {found['version']}, expected {name} {version}"
+            f"{path} contains {found['name']} {found['version']}, expected {name} {version}"
         )
     return files
 
@@ -193,7 +193,7 @@ def make_svg(icons: dict[str, Any], name: str) -> str | None:
 
 def render(svg: str) -> bytes | None:
     """Render an SVG on white as a PNG [64, 64] with a palette; None if nothing is visible."""
-    from resvg_py import svg_to_bytes  # the rest of this file, and its tests, do without
+    from resvg_py import svg_to_bytes  # not needed by the rest of this file
 
     drawn = svg_to_bytes(svg_string=svg, background="#ffffff", skip_system_fonts=True)
     image = Image.open(io.BytesIO(bytes(drawn))).convert("RGB")
@@ -219,7 +219,7 @@ def draw_vendor(vendor: str, files: dict[str, bytes], labels: dict[str, bytes]) 
         group = names["groups"].get(str(entry.get("group")), "component")
         if (
             group == "component"
-        ):  # skin tones, hair, regional indicator letters: modifiers, no concepts
+        ):  # skin tones, hair, regional indicator letters: modifiers, not concepts
             continue
         icon = find_icon(icons, chars, entry, unicode_names.get(without_selector(code), ""))
         svg = make_svg(icons, icon) if icon else None
@@ -235,7 +235,7 @@ def draw_vendor(vendor: str, files: dict[str, bytes], labels: dict[str, bytes]) 
 
 
 def drop_duplicates(samples: list[Sample]) -> list[Sample]:
-    """Keep the first of identical images with the same label, and no identical images with different labels."""
+    """Of identical images, keep the first if all have the same label, and none otherwise."""
     same: dict[bytes, list[Sample]] = defaultdict(list)
     for sample in samples:
         same[Image.open(io.BytesIO(sample.png)).convert("RGB").tobytes()].append(sample)
@@ -248,7 +248,7 @@ def split(samples: list[Sample]) -> dict[str, list[Sample]]:
     held_out = [
         sample for sample in samples if sample.vendor == HELD_OUT and sample.label in trained
     ]
-    # in the order of groups and then of a hash, every n-th label: spread over the groups by their size
+    # Take every n-th label in the order of groups, so that each group contributes in proportion to its size.
     ordered = sorted(
         held_out, key=lambda s: (s.group, hashlib.sha256(s.label.encode()).hexdigest())
     )
@@ -261,7 +261,7 @@ def split(samples: list[Sample]) -> dict[str, list[Sample]]:
 
 
 def write_shards(samples: list[Sample], folder: Path, num_shards: int) -> None:
-    """Replace the shards in a folder: hash-shuffled, sizes that differ by at most one sample, with manifest.json."""
+    """Replace shards and manifest.json in a folder. Hashes order the samples; shard sizes differ by at most one."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.tar"):
         old.unlink()
@@ -318,7 +318,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--packages", type=Path, help="folder with the packed npm packages (default: npm pack them)"
+        "--packages", type=Path, help="folder with the packed npm packages (default: run npm pack)"
     )
     default = Path(__file__).resolve().parents[1] / "disco_ds" / "assets" / "emoji"
     parser.add_argument(
@@ -326,9 +326,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     if importlib.util.find_spec("resvg_py") is None:
-        parser.error(
-            f"resvg-py draws and is missing; pip install resvg-py=={DRAWN_WITH['resvg-py']}"
-        )
+        parser.error(f"resvg-py is not installed; pip install resvg-py=={DRAWN_WITH['resvg-py']}")
     for name, version in DRAWN_WITH.items():
         if (found := importlib.metadata.version(name)) != version:
             print(

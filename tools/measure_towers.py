@@ -3,7 +3,7 @@
     python tools/measure_towers.py vit_b_32_32k [micro_batch=16 ...]
     python tools/measure_towers.py --compile vit_b_32_32k [micro_batch=2 ...]      time torch.compile instead
 
-On a GPU it uses the largest micro-batch that fits, on a CPU that of the recipe.
+On a GPU it uses the largest micro-batch that fits, on a CPU the recipe's micro-batch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def measure_towers(config: Config, m: int, device: torch.device) -> Towers:
     @contextmanager
     def on_cpu(name: str) -> Iterator[None]:
         nonlocal base
-        # oneDNN's kernels take scratch memory (110 MiB for a 16-bit convolution), which a GPU's do not.
+        # Without oneDNN, whose kernels take scratch memory (110 MiB for a 16-bit convolution). A GPU's kernels do not.
         with torch.backends.mkldnn.flags(enabled=False), profile(profile_memory=True) as profiler:
             yield
         # The profiler records each allocation and release; their running sum is the memory in use.
@@ -102,7 +102,7 @@ def compare(config: Config) -> str:
 
 
 def time_compile(config: Config) -> str:
-    """Time the first compiled step of the towers without torch's caches, next to a second one."""
+    """Time the first two compiled steps of the towers, with torch's compile caches disabled."""
     from torch._inductor import config as inductor
 
     inductor.force_disable_caches = True

@@ -6,15 +6,15 @@
 Nothing here has been measured by this project. The inputs are machine code of the installed Triton
 (compile_kernels.py), traced operations of the towers, and published rates:
 - the rate of large library products: 788 TFLOP/s on an H200 (torch, 8192^3), 662 on an H100;
-- 8.1 TB/s from L2, which the fastest published products draw on an H100;
+- the rate of reads from L2, 8.1 TB/s, which the fastest published products reach on an H100;
 - at 8192 x 8192 x 512 on an H100, blocks of 128 x 256 reach 492 TFLOP/s one-shot, and 540 if the loads of the next
   block overlap the epilogue (Gluon tutorial 07). The model gives 492 and 542 if an epilogue takes 1,500 cycles.
 
-A block takes the longest of its product, its reads from L2 and the issue of its instructions, and then its epilogue, in
-which its tensor cores wait. A one-shot program also waits for its first operands; if two of them share a
-multiprocessor, one works while the other waits. A persistent program loads the first operands of its next block during
-the epilogue. Programs run in waves. `best` issues one instruction per cycle and scheduler in an epilogue, `expected`
-0.6.
+The time of a block is the longest of the times for its product, its reads from L2 and the issue of its instructions,
+plus the time of its epilogue, during which the tensor cores wait. A one-shot program also waits for its first operands;
+if two programs share a multiprocessor, one works while the other waits. A persistent program loads the first operands
+of its next block during the epilogue. Programs run in waves. In an epilogue, a scheduler issues one instruction per
+cycle in the case `best`, and 0.6 in the case `expected`.
 """
 
 # n rows, m columns, D width; cycles are a multiprocessor's, at the clock at which library products run
@@ -42,7 +42,7 @@ ISSUE = {"best": 1.0, "expected": 0.6}
 FILL_CYCLES = 1000
 """Cycles until the first operands of a one-shot program arrive."""
 SMALL_CALLS_S = {"best": 0.15e-3, "expected": 0.4e-3}
-"""Work of a loss that is neither a tile nor a product: vectors, casts, the gradient's final copies."""
+"""Seconds for the rest of a loss, after tiles and products: vectors, casts, the gradient's final copies."""
 LAUNCH_S = 4e-6
 
 
@@ -73,7 +73,7 @@ MODELS = ("ViT-B-32:2048", "ViT-B-16:768", "ViT-L-14:256")
 
 
 def tile_s(card: Card, variant: str, n: int, m: int, D: int, case: str, persistent: bool) -> float:
-    """Return the seconds of a kernel on one tile, with the faster ones of its configurations."""
+    """Return the seconds of a kernel on one tile, with its fastest configuration."""
     return min(
         _timed(card, found, config, n, m, D, case)
         for found, config in _compiled(variant, D)
@@ -149,7 +149,7 @@ VIEWS = {
 
 
 class Roofline(TorchDispatchMode):
-    """Add up the time of each operation: the longer of its FLOPs and of its bytes, and at least a launch."""
+    """Adds up the times of all operations, each the longest of its times for FLOPs, for bytes, and for a launch."""
 
     def __init__(self, card: Card) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ def step(card: Card, name: str, micro_batch: int) -> tuple[float, float, float]:
 
         towers.run_passes(model, "autocast", batch, config.data.augment, watch)
         num_parameters = sum(p.numel() for p in model.parameters())
-    # AdamW touches 28 bytes of a parameter, ZeRO 1's copies about 32; 3 ms are gaps on the host.
+    # AdamW reads and writes 28 bytes per parameter, and ZeRO 1's copies about 32. The host adds gaps of 3 ms.
     roofline.seconds["other"] += 60 * num_parameters / card.memory + 3e-3
     flops = micro_batch * count_flops(build_model(config.model))
     products, other = roofline.seconds["products"], roofline.seconds["other"]

@@ -1,8 +1,8 @@
-"""Train with open_clip's code, open_clip_train's train_one_epoch, on pixels that are already in memory.
+"""Train with open_clip_train's train_one_epoch on pixels that are already in memory.
 
-open_clip's main() does everything else inline, so it is repeated here: the model, AdamW's two parameter groups, the
-schedule, torch.compile of the whole model, TF32 and cuDNN's benchmark mode. open_clip normalizes the pixels before they
-are copied to the device; disco_ds does so on the device.
+open_clip's main() does everything else inline, so this module repeats that code: the model, AdamW's two parameter
+groups, the schedule, torch.compile of the whole model, TF32 and cuDNN's benchmark mode. open_clip normalizes the pixels
+before they are copied to the device; disco_ds does so on the device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Pixels:
 
     num_batches = num_samples = (
         10**9
-    )  # so that no step but the first is logged, which waits for the device
+    )  # so that only the first step is logged, because logging waits for the device
 
     def __init__(self, batch: tuple[torch.Tensor, torch.Tensor], steps: int, warmups: int):
         self.batch, self.steps, self.warmups = batch, steps, warmups

@@ -1,6 +1,6 @@
 """Published losses by other authors, called as their authors do, with one common signature.
 
-Each is built for a constant scale, as memeff requires for its temperature, and casts the fp32 unit rows that it gets.
+Each is built for a constant scale, because memeff needs a constant temperature. It gets fp32 unit rows and casts them.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ Method = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 @dataclass(frozen=True)
 class Peer:
     build: Callable[[float], Method]
-    """Builds it for a scale; raises ImportError if the package is not installed."""
+    """Builds the loss for a scale; raises ImportError if the package is not installed."""
     units: int
     """Number of b x B x D products in forward and backward, on one rank."""
     units_of_share: int | None
-    """The same on one of several ranks; None if it supports only one."""
+    """The same number on one of several ranks; None if the loss supports only one rank."""
 
 
 def open_clip(
     local: bool, autocast: bool = True, compiled: bool = False
 ) -> Callable[[float], Method]:
-    """Build open_clip's loss; with `autocast` it runs as its trainer runs it with --precision amp_bf16."""
+    """Build open_clip's loss; with `autocast` it runs as in open_clip's trainer with --precision amp_bf16."""
 
     def build(_: float) -> Method:
         from open_clip.loss import ClipLoss
@@ -50,7 +50,7 @@ def open_clip(
 
 
 def inf_cl(_: float) -> Method:
-    """Build Inf-CL's ring or, since that needs a process group, its kernel for one GPU."""
+    """Build Inf-CL's ring, or its kernel for one GPU if there is one rank, because the ring needs a process group."""
     from inf_cl import cal_flash_loss, cal_inf_loss
 
     def one_way(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def memeff(dtype: torch.dtype) -> Callable[[float], Method]:
 
         kind = DistributedMemoryEfficientCLIPLoss if comm.size() > 1 else MemoryEfficientCLIPLoss
         loss = kind(temperature=1 / scale, normalized_inputs=True, stable=False)
-        # A rank's part of the global mean; ours is a share whose mean over ranks that is.
+        # memeff returns a rank's part of the global mean. The mean of our losses over ranks is the global mean.
         return lambda image, text, scale, bias: comm.size() * loss(image.to(dtype), text.to(dtype))
 
     return build

@@ -71,7 +71,7 @@ class Results:
         for line in lines:
             try:
                 fields = json.loads(line)
-            except json.JSONDecodeError:  # of a process that was killed as it wrote
+            except json.JSONDecodeError:  # its process was killed while writing it
                 continue
             name = fields.pop("slice")
             if "where" in fields:
@@ -87,7 +87,11 @@ class Results:
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str], folder: str) -> argparse.Namespace:
     """Add the options of all tools that work in slices; `folder` is for the results unless --out is given."""
     parser.add_argument(
-        "--only", nargs="+", default=["*"], metavar="PATTERN", help='slices, such as "losses *"'
+        "--only",
+        nargs="+",
+        default=["*"],
+        metavar="PATTERN",
+        help='run only these slices, such as "losses *"',
     )
     parser.add_argument(
         "--again", action="store_true", help="repeat slices whose results are in the file"
@@ -97,12 +101,12 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str], folder: str) -> 
         type=float,
         default=float("inf"),
         metavar="SECONDS",
-        help="start no slice that would take longer than this in total",
+        help="start no slice that would make the total time longer than this",
     )
     parser.add_argument(
         "--rehearse",
         action="store_true",
-        help="test that every slice runs, with tiny shapes, also on a CPU",
+        help="test that every slice runs, with tiny shapes; works on a CPU too",
     )
     parser.add_argument(
         "--out",
@@ -112,7 +116,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str], folder: str) -> 
     )
     parser.add_argument("--slice", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    # A rehearsal's results are never taken for real ones.
+    # Separate files, so that a rehearsal's results are never taken for real ones.
     args.out = args.out or Path(folder, "rehearsal.jsonl" if args.rehearse else "results.jsonl")
     return args
 
@@ -123,10 +127,16 @@ def run(
     jobs: int,
     show: Callable[[str, Outcome], str],
 ) -> tuple[dict[str, Outcome], int]:
-    """Run the chosen slices by this program itself, called again with --slice NAME; print show(name, outcome) of each.
+    """Run each chosen slice in a new process of this program, with --slice NAME, and print show(name, outcome).
 
-    Args:    jobs: slices that may use the GPU at once, where none of them is alone.
-    Returns: outcomes of all chosen slices that have one, and how many are left for another run.
+    Args:
+        slices: All slices.
+        args: What `parse` returned.
+        jobs: Number of slices that may use the GPU at a time. Slices with `alone` run one at a time.
+        show: Describes the outcome of a slice.
+
+    Returns:
+        The outcomes of all chosen slices that have one, and how many slices are left for another run.
     """
     results, deadline = Results(args.out), time.monotonic() + args.budget
     chosen = [x for x in slices if any(fnmatch.fnmatch(x.name, pattern) for pattern in args.only)]
@@ -160,7 +170,7 @@ def run(
 
 
 class Child:
-    """The process of one slice; before `follow` is called it only imports."""
+    """The process of one slice. Until `follow` is called, it only imports modules."""
 
     def __init__(self, of: Slice, args: argparse.Namespace):
         self.slice, self.log_path = of, args.out.with_suffix(".log")
@@ -196,7 +206,7 @@ class Child:
         return self.process.returncode
 
     def _end(self) -> str:
-        """Return what the process has printed, for the log of all slices."""
+        """Kill the process, add its output to the log of all slices, and return the output."""
         self.process.kill()
         self.process.wait()
         with self.log as log, open(self.log_path, "a", encoding="utf-8") as whole:
@@ -207,7 +217,7 @@ class Child:
 
 
 def run_here(args: argparse.Namespace, do: Callable[[Record], None]) -> int:
-    """Run one slice in this process, do(record), when its turn comes; return the exit code."""
+    """Wait for this slice's turn, call do(record) in this process, and return the exit code."""
     if not sys.stdin.readline():  # the program that started this one is gone
         return 1
     results = Results(args.out)
@@ -226,7 +236,7 @@ def case(record: Record, **fields: Any) -> Iterator[None]:
         record(**fields, problem=in_words(error))
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # raises where the CUDA context is lost, and ends the slice
+            torch.cuda.synchronize()  # if the CUDA context is lost, this raises an error, which ends the slice
 
 
 def in_words(error: BaseException) -> str:

@@ -1,8 +1,8 @@
 """Ask `disco-ds study` which batch suits the quickstart early, midway and late in training, for InfoNCE and siglip.
 
-Trains the parents, five seeds of each loss at a batch of 128 and a constant learning rate, and studies their
-checkpoints after 4,096, 16,384 and 65,536 samples. Each process has one thread; `--jobs` run at a time. What has
-finished is not repeated. Prints the tables of the studies, and draws them to <out>/study.png.
+It trains the parents, which are five runs of each loss with different seeds, a batch of 128 and a constant learning
+rate. Then it studies their checkpoints after 4,096, 16,384 and 65,536 samples. Each process has one thread; `--jobs`
+run at a time. What has finished is not repeated. It prints the tables of the studies, and draws <out>/study.png.
 
     python tools/study_quickstart.py [--out DIR] [--jobs N]
 """
@@ -49,7 +49,7 @@ def study(name: str, samples: int, out: Path) -> str:
     """Study the checkpoints of all seeds after some samples, and return the table.
 
     Raises:
-        subprocess.CalledProcessError: If a branch fails. <out>/study-<name>-<samples>.log says why.
+        subprocess.CalledProcessError: If a branch fails. The reason is in <out>/study-<name>-<samples>.log.
     """
     folder = out / f"study-{name}-{samples}"
     step = f"step-{samples // BATCH:08}"
@@ -64,7 +64,7 @@ def study(name: str, samples: int, out: Path) -> str:
 
 
 def draw(tables: dict[tuple[str, int], str], path: Path) -> None:
-    """Draw the means and standard errors of both metrics by batch, a line for each point of training."""
+    """Draw the means and standard errors of both metrics by batch, with a line for each point of training."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(2, len(LOSSES), figsize=(9, 6.5), layout="constrained")

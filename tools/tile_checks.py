@@ -76,7 +76,7 @@ def lay_out(x: Tensor, strides: tuple[int, ...]) -> Tensor:
 def check_tiles(
     rows: Tensor, columns: Tensor, pairs: int | None, tiling: Tiling, on: OnTile | None = None
 ) -> Iterator[Check]:
-    """Every function of triton_tiles on one tile; rows [n, D] and columns [m, D] fp32, of which the layout is kept."""
+    """Check every function of triton_tiles on a tile. Rows [n, D] and columns [m, D], fp32, keep their layout."""
     from disco_ds.losses.kernels import triton_tiles
 
     on = on or on_tile
@@ -147,7 +147,7 @@ def sums_on_tile(
 
 
 def sparse_groups(n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return group numbers of which about one row in 30 and one column in 20 has one, so that many blocks have none."""
+    """Return group numbers. About one row in 30 and one column in 20 is in a group, so many blocks have no groups."""
     rows, columns = (torch.arange(k, dtype=torch.int32, device=device) for k in (n, m))
     return torch.where(rows % 31 == 2, rows % 7, -1), torch.where(
         columns % 19 == 3, columns % 7, -2
@@ -155,7 +155,7 @@ def sparse_groups(n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor]
 
 
 def many_scales(n: int, m: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return exponents of up to 900, for which no single shift suffices."""
+    """Return scales of up to 900, for which no single shift suffices."""
     return tuple(
         torch.linspace(1, top, k, dtype=dtype, device=device) for top, k in ((900, n), (700, m))
     )
@@ -171,7 +171,7 @@ def poisoned(n: int, m: int, dtype: torch.dtype, device: torch.device) -> Tensor
 def check_blocks(
     rows: Tensor, columns: Tensor, first: int | None, tiling: Tiling
 ) -> Iterator[Check]:
-    """Check the public functions on a block of several tiles; the factors of the reference are rounded equally."""
+    """Check the public functions on a block of several tiles. The reference uses equally rounded factors."""
     exact = [tiling.round(x).double() for x in (rows, columns)]
     true = on_block(*exact, first, replace(tiling, impl="torch"))
     mine, theirs = (
@@ -195,7 +195,7 @@ def on_block(rows: Tensor, columns: Tensor, first: int | None, tiling: Tiling) -
         "block columns": sums.columns.exp(),
         "block maxima": sums.rows_max,
     }
-    # A number in place of the logarithm of nothing, which a row alone with its pair has.
+    # Replace log(0) by a number. It is the log-sum of a row whose only column is its pair.
     shifts = [x.clamp(min=-1.0) for x in (sums.rows, sums.columns)]
     free = replace(block, shift=None)
     without = softmax_sums(free, False)
@@ -234,7 +234,7 @@ def device() -> str:
 
 def keep(record: Record, label: str, check: Check, limit: float = math.inf) -> None:
     """Record a check; `limit` bounds Triton's error independently of torch's."""
-    # The interpreter cuts numbers to bf16, which a GPU and torch round.
+    # The interpreter truncates numbers to bf16; a GPU and torch round them.
     cut = device() == "cpu" and any(word in f"{label} {check.name}" for word in ("kept", "store"))
     passes = check.passes and check.triton <= limit
     record(

@@ -12,7 +12,7 @@ import torch
 
 
 def median_ms(call: Callable[[], object], repeats: int, warmups: int = 3) -> float:
-    """Measure milliseconds by CUDA events, or by the clock on a CPU."""
+    """Return the median milliseconds of a call, by CUDA events or, on a CPU, by the clock."""
     for _ in range(warmups):
         call()
     return statistics.median(
@@ -37,7 +37,7 @@ def _on_cpu(call: Callable[[], object]) -> float:
 
 
 class Clock:
-    """Marks in the device's stream that nothing waits for, or of the clock on a CPU, and the times between them."""
+    """Time marks and the times between them. On a GPU, a mark is an event in the stream, which nothing waits for."""
 
     def __init__(self) -> None:
         self.marks: list[Any] = []
@@ -58,8 +58,10 @@ class Clock:
 
 
 def matmul_tflops() -> float:
-    """Rate of torch's own product of two random fp16 matrices of 8192 x 8192, which others are set against; on a CPU,
-    which has no such rate, of small ones in fp32."""
+    """Return the rate of torch's product of two random 8192 x 8192 fp16 matrices, as a reference for other rates.
+
+    On a CPU, the matrices are small and in fp32.
+    """
     size, dtype, device = (
         (8192, torch.float16, "cuda") if torch.cuda.is_available() else (256, torch.float32, "cpu")
     )

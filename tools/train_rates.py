@@ -49,7 +49,7 @@ from disco_ds.training.step import train_step
 TINY = str(Path(__file__).with_name("tiny_vit.json"))
 """Model of a test run on a CPU."""
 MICRO_BATCHES = {"ViT-B-32": 2048, "ViT-B-16": 768, "ViT-L-14": 256}
-"""Runs that the plan puts at 65 to 72 GiB."""
+"""Model -> micro-batch for which the plan predicts 65 to 72 GiB."""
 MFU_GOALS = {"ViT-B-32": 0.30, "ViT-B-16": 0.45, "ViT-L-14": 0.50}
 ACCUMULATED = ("ViT-B-32", "ViT-L-14")
 FROM_SHARDS = ("ViT-B-32", "ViT-L-14")
@@ -123,8 +123,15 @@ def measure(name: str, rehearse: bool, record: slices.Record) -> None:
 def settings(
     name: str, micro_batch: int, count: int = 1, rehearse: bool = False, **changes: Any
 ) -> Config:
-    """Of a run of one rank on random pixels. Args: name: of the model; changes: what replaces settings that are here,
-    but for those of `model`, which are added to its name."""
+    """Return the config of a run of one rank on random pixels.
+
+    Args:
+        name: Name of the model.
+        micro_batch: The micro-batch.
+        count: Number of micro-batches.
+        rehearse: Whether to use a tiny model and micro-batch.
+        changes: Settings that replace those below. Those of `model` are added to the name instead.
+    """
     m = 8 if rehearse else micro_batch
     tree = {
         "name": "bench",
@@ -146,7 +153,7 @@ def settings(
 
 
 def measure_step(label: str, rehearse: bool) -> dict[str, Any]:
-    """label: "MODEL", "MODEL, compiled", "MODEL, open_clip" or "MODEL, open_clip compiled"."""
+    """Measure a step. `label`: "MODEL", "MODEL, compiled", "MODEL, open_clip" or "MODEL, open_clip compiled"."""
     model, _, how = label.partition(", ")
     compiled = "compiled" in how
     config = settings(model, MICRO_BATCHES[model], rehearse=rehearse, model={"compile": compiled})
@@ -232,7 +239,7 @@ def measure_accumulation(model: str, rehearse: bool) -> dict[str, Any]:
         found[name] = statistics.median(
             time_steps(build_step(config)[0], steps, 1 if rehearse else 3)
         )
-        gc.collect()  # the engine before makes room
+        gc.collect()  # free the memory of the previous engine
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     plain_ms = count * found["plain"]
@@ -253,7 +260,7 @@ class EnoughError(Exception):
 
 
 def run_steps(config: Config, steps: int) -> list[dict[str, Any]]:
-    """Return the records of a run's first logged steps, from the trainer's loop, which ends before it saves."""
+    """Run the trainer's loop for some steps, end it before it saves, and return its log records."""
     done = 0
 
     def count(*_: Any) -> None:
@@ -276,7 +283,7 @@ def workers() -> int:
 
 
 def measure_peak(label: str, rehearse: bool) -> dict[str, Any]:
-    """Return the plan without its allowance for the allocator and CUDA, which torch does not count as allocated."""
+    """Compare the peak memory with the plan. This plan excludes memory that torch does not count as allocated."""
     x = SETTINGS[label]
     config = settings(
         x.model,

@@ -1,4 +1,4 @@
-"""Train, evaluate and export architectures of open_clip, with few layers but otherwise built from their own configs.
+"""Train, evaluate and export architectures of open_clip, with few layers but otherwise the original configs.
 
     python tools/try_architectures.py                            eight architectures, 10 minutes on two CPU cores
     python tools/try_architectures.py ViT-B-32 convnext_base
@@ -67,7 +67,7 @@ def write_tokenizer(folder: Path) -> str:
 
 
 def write_config(name: str, folder: Path) -> Path:
-    """Write the config of an architecture with few layers, as far as the config has their number."""
+    """Write the config of an architecture, with few layers where the config contains their number."""
     config = copy.deepcopy(open_clip.get_model_config(name))
     text, vision = config["text_cfg"], config["vision_cfg"]
     text["layers"] = LAYERS

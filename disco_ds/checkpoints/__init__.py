@@ -1,6 +1,6 @@
 """The life cycle of a checkpoint: write, complete, upload, retain, resume, reshard, export.
 
-Imported by training, plan, checks and cli.
+Imported by training, cli, run.py and the package's __init__.py.
 
 1. **Write.** When a save is due, `saver` copies the state of every rank into host memory
    (`checkpoint`, `background_save`): the content of DeepSpeed's engine files, the loss's state, the
@@ -19,9 +19,9 @@ Imported by training, plan, checks and cli.
    (`changes`), and verifies the checksum of every file before any file is parsed. If a file is
    damaged, an unattended run falls back to the previous checkpoint. Checkpoints newer than the
    chosen one are set aside.
-6. **Reshard.** If the number of ranks, the ZeRO stage or the precision has changed, `reshard` loads
-   the optimizer's state by parameter name, from the `fragments` that the ranks of the old run wrote.
-   Otherwise the resumed run is bit-identical to an uninterrupted one.
+6. **Reshard.** If the number of ranks, the ZeRO stage, the precision or the image size has changed,
+   `reshard` loads the weights and the optimizer's state by parameter name, from the `fragments` that
+   the ranks of the old run wrote. Otherwise the resumed run is bit-identical to an uninterrupted one.
 7. **Export.** `weights` reads only the trained weights, or their average, for evaluation. `export` writes them for
    open_clip and other libraries.
 """

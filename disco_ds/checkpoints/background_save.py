@@ -1,18 +1,18 @@
 """A save in the background: copy the state to host memory, then write, hash and flush it while training continues.
 
-A training step waits only for the copy. The writer is a thread and not a process: it ends with its
-rank, it needs no shared memory, and torch.save and hashlib release Python's global lock for everything
-but the small pickles. The writer never communicates with other ranks. Flags that the ranks exchange at
-every step (`agree` in training/loop.py) show when all writers are done. Then the main threads exchange
-sizes and checksums, and a thread of rank 0 renames the folder and removes old checkpoints.
-Checksums are exchanged by a collective and not through files, because on NFS a new file may become
-visible to other hosts late.
+A training step waits only for the copy. The writer can be a thread rather than a process, because
+torch.save and hashlib release Python's global interpreter lock for everything but the small pickles. A
+thread ends with its rank and needs no shared memory. The writer never communicates with other ranks.
+Flags that the ranks exchange at every step (`agree` in training/loop.py) show when all writers are
+done. Then the main threads exchange sizes and checksums, and a thread of rank 0 renames the folder and
+removes old checkpoints. Checksums are exchanged by a collective and not through files, because on NFS a
+new file may become visible to other hosts late.
 
 Alternatives considered: DeepSpeed's decoupled checkpoint engine sends the live tensors to a child
-process through /dev/shm, and hangs or silently loses saves if that fails. DeepSpeed's fast checkpoint
+process through /dev/shm, and hangs or silently loses saves if this transfer fails. DeepSpeed's fast checkpoint
 engine returns only after it has written. torch's StateDictStager keeps one buffer per live storage, so
 it allocates memory again for every tensor that DeepSpeed re-creates. Pinned memory would make the copy
-from a GPU faster, but torch rounds each pinned tensor up to a power of two.
+from a GPU faster, but torch rounds the size of each pinned tensor up to a power of two.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def write_tensors(value: Any, path: Path) -> dict[str, Any]:
             size = file.tell()
     except OSError as error:
         raise OSError(
-            f"{path.name} could not be written: {error.strerror} in {path.parent}; free up space there"
+            f"{path.name} could not be written: {error.strerror} in {path.parent}; if the disk is full, free up space"
         ) from error
     return {"bytes": size, "sha256": hashed.digest.hexdigest()}
 

@@ -11,7 +11,7 @@ from disco_ds.distributed.agreement import flatten
 
 MAY_BE_ALLOWED = {
     "global_batch",
-    # It may change even without --allow-change. It is listed because users often name it with global_batch.
+    # It may change even without --allow-change. It is listed because users often name it along with global_batch.
     "micro_batch",
     *(
         f"optim.{name}"
@@ -21,8 +21,8 @@ MAY_BE_ALLOWED = {
     *(f"data.{name}" for name in ("augment", "captions", "crop_ratio", "crop_scale")),
     *(f"model.{name}" for name in ("max_scale", "patch_dropout")),
 }
-"""Settings that --allow-change may name. No other setting may change when a run is resumed: the other settings decide
-which samples are read, what the loss's state means, or which parameter group an optimizer state belongs to."""
+"""Settings that --allow-change may name. The other settings in checkpoint.identity must never change on resume: they
+decide which samples are read, what the loss's state means, or which parameter group an optimizer state belongs to."""
 
 
 def refuse_changes(saved: dict[str, Any], now: dict[str, Any], allowed: Sequence[str] = ()) -> None:
@@ -34,8 +34,8 @@ def refuse_changes(saved: dict[str, Any], now: dict[str, Any], allowed: Sequence
         allowed: Dotted names given to --allow-change. Each name also allows all settings nested below it.
 
     Raises:
-        ValueError: If a setting has changed and is not allowed. The message names each such setting. If all of
-            them may be allowed, it also shows the --allow-change option that does so.
+        ValueError: If a setting has changed and is not allowed. The message names each such setting. If
+            --allow-change can allow all of them, the message also shows the option to use.
     """
     changes = find_changes(saved, now)
     changed = [name for name in changes if not is_within(name, allowed)]

@@ -42,7 +42,7 @@ from disco_ds.distributed.deepspeed_quirks import collect_checkpoint
 from disco_ds.runs.run_folder import CHECKPOINTS
 
 OFFLOADED = "offloaded_tensors"
-"""DeepSpeed's name for the folder, inside a checkpoint, with the optimizer states that it offloads to NVMe."""
+"""DeepSpeed's name for the subfolder of a checkpoint that contains the optimizer states offloaded to NVMe."""
 RANK_FILE = re.compile(r"rank_\d+\.pt")
 """Names of the rank files. Each contains the state of one rank."""
 
@@ -109,7 +109,7 @@ def identity(config: Config, fingerprint: str, architecture: dict[str, Any]) -> 
 
 
 def shape(config: Config, ranks: int) -> dict[str, Any]:
-    """Return the settings that decide which part of the state each rank holds, as JSON stores them.
+    """Return, as JSON values, the settings that decide which part of the state each rank holds.
 
     They may change when a run is resumed, see reshard.py.
     """
@@ -128,7 +128,7 @@ class RunState(NamedTuple):
     """This rank's state that a checkpoint contains in addition to DeepSpeed's engine files."""
 
     meta: dict[str, Any]
-    """Content of checkpoint.json: step, samples, num_steps, warmup_batch, identity, shape, anomalies."""
+    """Entries of checkpoint.json: step, samples, num_steps, warmup_batch, identity, shape, anomalies."""
     data: dict[str, Any]
     """State of the data loader."""
     loss: dict[str, Any]
@@ -136,14 +136,14 @@ class RunState(NamedTuple):
 
 
 def start_save(folder: Path, engine: Engine, state: RunState, host: HostCopy | None = None) -> Save:
-    """Start writing a checkpoint. It is complete after Save.finish. Collective.
+    """Start writing a checkpoint. It is complete when Save.advance returns True. Collective.
 
     Args:
         folder: The run folder.
         engine: The engine to save.
         state: The state to save in addition to the engine's.
         host: Host memory that receives a copy of the state, from which the files are written. None
-            means no copy: then the state must not change until Save.finish has returned.
+            means no copy: then the state must not change until the checkpoint is complete.
 
     Raises:
         AgreedError: If any rank could not copy its state.
@@ -166,7 +166,7 @@ def start_save(folder: Path, engine: Engine, state: RunState, host: HostCopy | N
 
 
 def _copy_offloaded(engine: Engine, folder: Path) -> list[Path]:
-    """Copy the files of this rank's optimizer states on NVMe, and return the paths of the copies."""
+    """Copy the files with this rank's optimizer states from NVMe into `folder`. Return the paths of the copies."""
     target = folder / OFFLOADED / f"rank{dp_index_to_str(comm.rank())}"
     swapped = engine.optimizer.optimizer_swapper.swap_folder
     ignore = shutil.ignore_patterns("*gradient*")

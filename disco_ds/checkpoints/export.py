@@ -184,8 +184,8 @@ def _write_open_clip(folder: Path, weights: Weights, model: nn.Module, tokenizer
     found = type(open_clip.get_tokenizer(f"local-dir:{folder}"))
     if found is not type(tokenizer):
         raise ValueError(
-            f"model {weights.name} has a {type(tokenizer).__name__} because of its name, and would have a "
-            f"{found.__name__} when loaded from a folder: set text_cfg.hf_tokenizer_name"
+            f"open_clip chose a {type(tokenizer).__name__} for model {weights.name} by its name, but would choose a "
+            f"{found.__name__} for the exported folder: set text_cfg.hf_tokenizer_name in the model config"
         )
 
 

@@ -17,7 +17,7 @@ from disco_ds.checkpoints.checkpoint import Saved
 from disco_ds.checkpoints.retention import ENGINE
 
 WHOLE = f"{ENGINE}/mp_rank_00_model_states.pt"
-"""File of a checkpoint below ZeRO 3, where every rank held the full model. It contains all parameters and buffers."""
+"""File of a checkpoint from ZeRO 0, 1 or 2, where every rank holds the full model: all its parameters and buffers."""
 
 AVERAGE = "ema"
 """Name of the optimizer state that holds the exponential moving average of the weights."""
@@ -121,7 +121,7 @@ def read_groups(saved: Saved) -> dict[str, dict[str, Any]]:
 
 
 def read_average(saved: Saved) -> dict[str, Tensor]:
-    """Read the exponential moving average (optim.ema) of each trained parameter, flat, keyed by name.
+    """Read the exponential moving average (optim.ema) of each trained parameter, as flat tensors keyed by name.
 
     Raises:
         DamagedError: If a file has changed since it was written, or cannot be read.

@@ -1,10 +1,10 @@
 """Resume from a checkpoint with a different number of ranks, ZeRO stage, precision or image size.
 
-DeepSpeed can load its files only with the number of ranks, ZeRO stage and precision that wrote them
-(together called the shape). This module instead joins the fp32 value and the optimizer states of each
-trained parameter from the fragments that the writing ranks held. Every rank of the new run then copies
-the part that it holds. Rank 0 reads the files, which are memory-mapped, and broadcasts one parameter at
-a time, so each rank needs extra memory for only one parameter.
+DeepSpeed can load its files only in a run with the same number of ranks, ZeRO stage and precision
+(together called the shape) as the run that wrote them. This module instead joins the fragments in the
+files into the whole fp32 value and optimizer states of each trained parameter. Every rank of the new run
+then copies the part that it holds. Rank 0 reads the files, which are memory-mapped, and broadcasts one
+parameter at a time, so each rank needs extra memory for only one parameter.
 
 The code uses the optimizer attributes of DeepSpeed 0.19.
 """
@@ -70,7 +70,7 @@ def load_trained(saved: Saved, engine: Engine, order: list[str]) -> None:
     Args:
         saved: A verified checkpoint.
         engine: The engine. Call load_untrained on its model first.
-        order: Names of the trained parameters.
+        order: Names of the trained parameters, in the same order on every rank.
 
     Raises:
         ValueError: On every rank, if the files do not contain this model's parameters.
@@ -111,9 +111,9 @@ def _resize(model: Any, name: str, states: States) -> States:
 
     The states of other parameters are returned unchanged.
 
-    The values and their average are resized as open_clip does. The optimizer's moments are resized bilinearly. Unlike
-    bicubic interpolation, this keeps second moments positive and each first moment within the square root of its
-    second moment.
+    The values and their average are resized bicubically, as in open_clip. The optimizer's moments are resized
+    bilinearly: unlike the bicubic method, the bilinear one keeps second moments positive and each first moment within
+    the square root of its second moment.
     """
     if name != "visual.positional_embedding":
         return states

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 def find_started(config: Config) -> str | None:
     """Return the folder that `--resume auto` resumes, or None.
 
-    It is the newest run folder of this name, if that folder has a complete checkpoint.
+    It is the newest run folder with the name of this run, if that folder has a complete checkpoint.
     """
     newest = find_newest(config.runs, config.name)
     return str(newest) if newest and retention.list_complete(newest) else None
@@ -55,10 +55,10 @@ def choose(
         allow_change: Names of settings that may differ from those in the checkpoint.
 
     Raises:
-        ValueError: On every rank, if other settings have changed, or if there is no intact checkpoint that may be
-            used. If the checkpoint is damaged, the message names the previous one.
+        ValueError: On every rank, if settings not in `allow_change` have changed, or if there is no intact checkpoint
+            that may be used. If the checkpoint is damaged, the message names the previous one.
     """
-    # Only rank 0 chooses: a new folder on a shared file system may not be visible to all hosts at once.
+    # Only rank 0 chooses: a new folder on a shared file system may become visible to some hosts late.
     path = comm.from_rank_0(
         "run folder", lambda: split_resume(resume)[1] or retention.find_latest(folder)
     )

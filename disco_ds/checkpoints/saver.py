@@ -112,7 +112,7 @@ class Saver:
                 self._advance()
 
     def save_before_error(self, step: int) -> str:
-        """After a failed step, save the progress made before it, unless that is already saved. Collective.
+        """Save the progress made before a failed step, unless it is already saved. Collective.
 
         Args:
             step: Number of completed steps.
@@ -129,7 +129,7 @@ class Saver:
             return f"step {step:,} could not be saved: {error}"
         if step == 0:
             return "no step was completed"
-        return f"saved after step {step:,}; --resume latest resumes from there"
+        return f"a checkpoint was saved after step {step:,}; --resume latest resumes from there"
 
     def end(self, step: int) -> None:
         """Complete the save in progress, then wait for the uploads up to a time limit. Collective.

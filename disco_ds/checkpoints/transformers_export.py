@@ -142,7 +142,7 @@ def _convert_tokenizer(transformers: Any, tokenizer: Any) -> Any:
 
 
 def _canonicalize(transformers: Any, tokenizer: Any) -> Any:
-    """Return the tokenizer with open_clip's cleaning of texts for SigLIP: lowercase, without punctuation."""
+    """Return a tokenizer that also cleans texts as open_clip does for SigLIP: lowercase, without punctuation."""
     tokenizers = importlib.import_module("tokenizers")  # transformers requires it
     normalizers = tokenizers.normalizers
     backend = tokenizer.backend_tokenizer
@@ -264,7 +264,7 @@ def _rename(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             renamed[name] = tensor.reshape(-1, tensor.shape[-1])
         elif name in ("visual_projection.weight", "text_projection.weight"):
             renamed[name] = tensor.T
-        elif name in renamed:  # the pooling: append its keys and values to its queries
+        elif name in renamed:  # attention pooling: append the kv projection to the q projection
             renamed[name] = torch.cat([renamed[name], tensor])
         else:
             renamed[name] = tensor
@@ -273,7 +273,7 @@ def _rename(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _compare(model: Any, text: Any, converted: Any) -> float:
-    """Return the largest difference of the features of random images and texts, relative to the largest feature."""
+    """Return the largest difference between the models' features of random inputs, relative to the largest feature."""
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(2, 3, *read_preprocessing(model).size, generator=generator)
     length = len(text.positional_embedding)

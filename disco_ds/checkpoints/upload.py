@@ -35,8 +35,8 @@ class Uploads:
     then uploads that checkpoint again.
 
     Args:
-        command: The user's command, in which {path} and {name} stand for the checkpoint. It is split into
-            words as in a shell, but runs without a shell.
+        command: The user's command, in which {path} and {name} stand for the path and name of the checkpoint.
+            It is split into words as in a shell, but runs without a shell.
         folder: The run folder.
     """
 
@@ -46,13 +46,13 @@ class Uploads:
         self.pending: list[Path] = []
         """Checkpoints that must not be removed: the one being uploaded, and then at most one that is waiting."""
         self._process: subprocess.Popen[bytes] | None = None
-        """The upload of the first pending checkpoint, once it has started."""
+        """The upload of the first pending checkpoint, or None if it has not started."""
         for path in list_complete(folder):
             if not (path / HANDLED).exists():
                 self.add(path)
 
     def add(self, path: Path) -> None:
-        """Queue a checkpoint for upload. It replaces one that is still waiting."""
+        """Queue a checkpoint for upload. It replaces a checkpoint that is still waiting."""
         self.advance()
         if len(self.pending) > 1:
             self._finish(
@@ -76,7 +76,7 @@ class Uploads:
             self._finish(self.pending[0], str(error))
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most this long until all uploads have ended. Return whether any are still pending."""
+        """Wait until all uploads have ended, but at most this long. Return whether any are still pending."""
         end = time.monotonic() + seconds
         while self.pending and time.monotonic() < end:
             time.sleep(POLL_S)

@@ -2,7 +2,7 @@
 
 versions.py       installed packages
 recipe_checks.py  settings, loss, model, kernels and data, on this host
-hosts.py          runs folder, GPUs, and that all hosts have the same software
+hosts.py          runs folder, GPUs, and whether all hosts have the same software
 ranks.py          settings and one training step, on all ranks
 """
 
@@ -35,7 +35,7 @@ def examine(
     run: Callable[[], Iterable[Line]],
     errors: type[Exception] | tuple[type[Exception], ...] = Exception,
 ) -> list[Line]:
-    """Run a check and collect its lines. If it finds problems, its lines with status ok are dropped.
+    """Run a check and collect its lines. An ok line is dropped if another line of the same name reports a problem.
 
     Args:
         check: Name of the check.

@@ -1,4 +1,4 @@
-"""Check the hosts of a run: runs folder, disk space, GPUs, and that all hosts have the same software and folder."""
+"""Check the hosts of a run: runs folder, disk space, GPUs, and whether all hosts have the same software and folder."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from disco_ds.distributed.agreement import check_agreement
 from disco_ds.runs.shared_folder import check_shared
 
 _DISK_BYTES = 20e9
-"""Warn below this free disk space: four AdamW checkpoints of 400 million parameters, 12 bytes per parameter."""
+"""The check warns if less disk space is free. This is the size of four AdamW checkpoints of 400 million parameters,
+at 12 bytes per parameter."""
 
 
 def check_host(runs: Path) -> Iterator[Line]:
     """Check the runs folder and the GPUs of this host.
 
     Args:
-        runs: The folder for run folders. It may not exist yet.
+        runs: The folder for run folders. It does not have to exist yet.
     """
     folder = _find_existing(runs)
     free = shutil.disk_usage(folder).free
@@ -52,7 +53,7 @@ def check_all_hosts(runs: Path) -> Iterator[Line]:
     """Check that all ranks have the same Python, packages and code, and share the runs folder. Collective.
 
     Args:
-        runs: The folder for run folders. It may not exist yet.
+        runs: The folder for run folders. It does not have to exist yet.
 
     Raises:
         ValueError: On all ranks, if the software differs or a rank does not see the folder.

@@ -1,8 +1,8 @@
 """Checks on all ranks: equal settings, and the gradient of a step.
 
-The step uses the run's loss, ZeRO stage, precision and communication with a small model without
-dropout. The optimizer is SGD, so the change of the weights reveals the gradient. The check compares
-this gradient with one that a single process computes in float64.
+The step trains a small model without dropout, with the loss, ZeRO stage, precision and communication
+of the run. The optimizer is SGD, so the change of the weights reveals the gradient. The check
+compares this gradient with the one that a single process computes in float64.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def check_gradients(small: Config, alone: tuple[Result, float] | None) -> Iterat
 
 
 def _max_tolerance(small: Config) -> float:
-    """Return the upper bound of the tolerance, from the towers' or the loss's precision, whichever is coarser."""
+    """Return the upper bound of the tolerance. The coarser of the towers' and the loss's precision determines it."""
     loss = build_loss(small.loss.name, **small.loss.options)
     tiling = getattr(loss, "tiling", Tiling(precision="fp32")).on(comm.local_device())
     return max(_MAX_TOLERANCE[precision(small.deepspeed)], _MAX_TOLERANCE[tiling.precision])
@@ -213,7 +213,7 @@ def _backward(small: Config, kind: str, device: torch.device) -> Result:
 def _prepare(small: Config, device: torch.device) -> tuple[nn.Module, Loss, list[Tensor]]:
     """Return the model, the loss and the global batch, which are the same on every rank.
 
-    The batch consists of images, texts (or second views), ids, and the ids of groups of two pairs.
+    The batch consists of images, texts (or second views), sample ids, and group ids. Each group contains two samples.
     """
     loss = build_loss(small.loss.name, **small.loss.options)
     loss.set_num_samples(small.global_batch, small.global_batch)

@@ -107,7 +107,7 @@ def _compare(source: Manifest) -> Line:
     changed = find_changed(source)
     if changed:
         found += f"; {len(changed):,} changed since they were indexed, such as {changed[0]}"
-    remedy = "`disco-ds index SHARDS --check` counts them; restore the shards, or index them again"
+    remedy = "`disco-ds index SHARDS --check` lists them; restore the shards, or index them again"
     return Line("warn" if changed else "ok", "manifest", found, remedy)
 
 
@@ -119,7 +119,7 @@ def _read(source: Source, data: DataSettings) -> Line:
     broken, dropped = [], 0
     chosen: set[tuple[int, int]] = set()
     for shard in (0, last // 2, last):
-        size = source.sizes[shard] or reader.count(shard)  # data.index=none does not know the size
+        size = source.sizes[shard] or reader.count(shard)  # the size is 0 if data.index=none
         # The samples are spread evenly over the shard.
         chosen.update((shard, i * size // _SAMPLES) for i in range(_SAMPLES) if size)
     for shard, entry in sorted(chosen):
@@ -138,7 +138,8 @@ def _read(source: Source, data: DataSettings) -> Line:
     status: Status = "ok"
     if broken:
         found += f"; the last: {broken[-1]}"
-        # So few samples are read that two more than the limit may be broken by chance. A majority always fails.
+        # So few samples are read that two more than the limit may be broken by chance. The check always fails if most
+        # samples are broken.
         many = len(broken) > 2 + data.max_broken * len(chosen) or 2 * len(broken) > len(chosen)
         status = "fail" if many else "warn"
     remedy = (

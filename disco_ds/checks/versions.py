@@ -22,7 +22,7 @@ PACKAGES = (
 
 
 def check_versions() -> Iterator[Line]:
-    """List the versions of PACKAGES, and check that the requirements of an installed disco_ds are met."""
+    """List the versions of PACKAGES. If disco_ds is installed, check that its requirements are met."""
     here = {name: version for name in PACKAGES if (version := installed(name))}
     yield Line("ok", "versions", ", ".join(f"{name} {version}" for name, version in here.items()))
     for text in (metadata.requires("disco_ds") or ()) if "disco_ds" in here else ():

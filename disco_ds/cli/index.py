@@ -33,8 +33,8 @@ def run(args: argparse.Namespace) -> int:
         listing.urls or list_folder(listing.folder).names != listing.names
     ):
         raise ValueError(
-            "these are not all shards of the folder: pass --to FILE, and train with "
-            "data.manifest=FILE"
+            "these are not all shards of the folder, so their manifest cannot be the folder's manifest.json: "
+            "pass --to FILE, and train with data.manifest=FILE"
         )
     path = args.to or listing.folder / NAME
     known = {}
@@ -48,8 +48,8 @@ def run(args: argparse.Namespace) -> int:
                 listing,
                 args.workers,
                 lambda done: bar.update(done - bar.n),
-                # With --check, local shards are read only if their size has changed, and the counts of
-                # remote shards are those that are published now.
+                # With --check, local shards are read only if their size has changed. All remote shards are
+                # counted again, from the counts that are published now if there are any.
                 () if args.check and is_remote else known.values(),
                 remote,
                 published=is_remote or not args.check,
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.check:
         print(f"{path}: {count}")
         return 0
-    if not listing.whole:  # ignore the manifest's entries of other shards
+    if not listing.whole:  # ignore the manifest's entries for other shards
         known = {name: known[name] for name in listing.names if name in known}
     changes = compare(known.values(), manifest.shards)
     for change in changes:

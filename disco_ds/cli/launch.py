@@ -68,7 +68,10 @@ ENDED = re.compile(r"pdsh@\S+: (\S+): ssh (?:exited with exit code (\d+)|killed 
 
 
 class Signals:
-    """A counter of signals to this process. One signal asks the ranks to save and stop; two end them at once."""
+    """A counter of signals to this process.
+
+    The first signal asks the ranks to save and stop. A second signal ends them immediately.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -143,7 +146,7 @@ def supervise(
         resume = str(folder) if newest else args.resume
         start = f"{folder}, {newest}" if newest else "the beginning"
         report(f"restart {attempt + 1} of {args.restarts}, from {start}")
-    hint = f"--resume latest continues from {newest}" if newest else "it has no checkpoint"
+    hint = f"--resume latest continues from {newest}" if newest else "the run has no checkpoint"
     report(f"not finished; {hint}")
     return 1
 
@@ -187,7 +190,7 @@ def run_once(
         patience_s: Time in seconds that the ranks have to save and stop after a signal.
 
     Returns:
-        The exit codes of the launchers that failed on their hosts, or deepspeed's exit code if none failed.
+        The exit codes of the launchers that failed on their hosts. If none failed, deepspeed's exit code.
     """
     user_options = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
     # deepspeed runs in a new session, so that it does not get the terminal's signals. It is killed

@@ -126,7 +126,7 @@ def wait_for_hosts(
     patience_s: float,
     stopped: Callable[[], bool],
 ) -> list[str] | None:
-    """Wait until all hosts can be reached, and kill the processes that the launch has left on them.
+    """Wait until all hosts can be reached, and kill the processes of the launch that still run on them.
 
     Args:
         hosts: All hosts.
@@ -137,7 +137,7 @@ def wait_for_hosts(
         stopped: Returns whether to stop waiting.
 
     Returns:
-        The hosts for the next attempt; None if too few answer within half an hour, or if `stopped` returned true.
+        The hosts for the next attempt; None if too few hosts answer within half an hour, or if `stopped` returned true.
     """
     hosts = list(hosts)
     end = time.monotonic() + patience_s
@@ -203,8 +203,8 @@ def check_min_hosts(args: argparse.Namespace, config: Config, slots: Mapping[str
         )
     if re.search(r"(^|\s)(-i|-e|--in|--ex|--num)", args.deepspeed):
         raise ValueError(
-            f"--min-hosts selects hosts from the hostfile on its own; remove {args.deepspeed!r}, and list "
-            "only the hosts and slots to use in the hostfile"
+            "--min-hosts selects the hosts, so --deepspeed must not: remove the options that select hosts or slots "
+            f"from {args.deepspeed!r}, and list in the hostfile only the hosts and slots to use"
         )
     from disco_ds.plan.fewer_hosts import check_fewer_hosts
 

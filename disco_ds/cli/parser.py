@@ -113,8 +113,8 @@ def _add_resume(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume",
         metavar="auto|latest|FOLDER",
-        help="continue a run from a checkpoint. FOLDER: a run folder, or one checkpoint, "
-        "RUN/checkpoints/step-N; latest: the newest run of this name; auto: the same, but start "
+        help="continue a run from a checkpoint. FOLDER: a run folder or one checkpoint "
+        "(RUN/checkpoints/step-N); latest: the newest run of this name; auto: like latest, but start "
         "a new run if there is no checkpoint",
     )
     parser.add_argument(
@@ -168,7 +168,7 @@ exit code: 0 finished, 1 failed, 2 invalid settings or data, 3 saved and stopped
         "--hostfile",
         type=Path,
         metavar="FILE",
-        help="the hosts of the run, a line `host slots=GPUs` for each",
+        help="file with a line `host slots=GPUs` for each host of the run",
     )
     parser.add_argument(
         "--restarts",
@@ -195,7 +195,7 @@ exit code: 0 finished, 1 failed, 2 invalid settings or data, 3 saved and stopped
         "--deepspeed",
         default="",
         metavar="ARGS",
-        help="more arguments for the deepspeed command, such as '--num_gpus 4'",
+        help="additional arguments for the deepspeed command, such as '--num_gpus 4'",
     )
 
 
@@ -379,7 +379,7 @@ exit code: 0 done, 1 a branch failed, 2 invalid settings or data, 3 a branch was
         type=count,
         required=True,
         metavar="N",
-        help="length of each branch, a multiple of every batch",
+        help="number of samples in each branch, a multiple of every batch",
     )
     parser.add_argument(
         "--rates",
@@ -387,7 +387,7 @@ exit code: 0 done, 1 a branch failed, 2 invalid settings or data, 3 a branch was
         type=factor,
         default=[0.5, 1.0, 2.0],
         metavar="X",
-        help="learning rates to try at each batch, as multiples of the parent's peak rate x "
+        help="factors to try at each batch; the learning rate is X x the parent's peak rate x "
         "sqrt(batch / the parent's batch) (default: 0.5 1 2)",
     )
     parser.add_argument(
@@ -408,7 +408,8 @@ exit code: 0 done, 1 a branch failed, 2 invalid settings or data, 3 a branch was
     parser.add_argument(
         "--print",
         action="store_true",
-        help="prepare the branches and print a command for each; run study again when they are done",
+        help="prepare the branches and print a command for each, without training; when the commands are "
+        "done, run study again without --print",
     )
 
 
@@ -444,7 +445,7 @@ exit codes: 0 = written, or unchanged (with --check); 1 = changed (with --check)
         "--missing",
         choices=["fail", "skip"],
         default="fail",
-        help="shards that do not exist: fail after counting all others, or leave them out "
+        help="what to do if shards do not exist: fail after counting all others, or skip them "
         "(default: %(default)s)",
     )
     parser.add_argument(
@@ -466,7 +467,7 @@ COMMANDS = {
         "Train unattended: run deepspeed on one or several hosts, and restart it if it fails.",
         _add_launch,
     ),
-    "eval": ("Measure the zero-shot accuracy and retrieval of a trained model.", _add_eval),
+    "eval": ("Measure a model's zero-shot accuracy, retrieval and validation loss.", _add_eval),
     "export": (
         "Write trained weights to a folder that open_clip or transformers can load.",
         _add_export,

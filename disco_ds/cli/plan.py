@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def table(memory: Memory) -> str:
-    """Format the memory of a GPU as a table: a row per part, a column per moment of a step."""
+    """Format the memory of a GPU as a table with a row for each part and a column for each moment of a step."""
     lines = [f"{'GiB of a GPU':16}" + "".join(f"{name:>10}" for name in memory.moments)]
     rows = [(part, [moment[part] for moment in memory.moments.values()]) for part in PARTS]
     rows.append(("all", [sum(moment.values()) for moment in memory.moments.values()]))
@@ -78,7 +78,7 @@ def describe_host(made: Plan) -> str:
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in made.memory.host.items())
     return (
         f"host: {made.host_bytes / GIB:,.1f} GiB for its ranks ({made.ranks_per_host}), in addition to "
-        f"Python and its libraries; of one rank: {parts}"
+        f"Python and its libraries; each rank needs (in GiB): {parts}"
     )
 
 
@@ -86,7 +86,7 @@ def describe_time(made: Plan) -> str:
     """Describe the time of a step and what it is based on."""
     speed, assumed = made.speed, made.assumed
     if speed is None:
-        return "step time unknown: pass --flops and --link, or the name of a GPU"
+        return "step time unknown: pass --flops and --link, or name the GPU in --gpu-memory"
     text = (
         f"step: {speed.step_s:,.2f} s, {made.config.global_batch / speed.step_s:,.0f} samples/s; "
         f"towers {speed.towers_s:,.2f} s, loss {speed.loss_s:,.2f} s, communication "

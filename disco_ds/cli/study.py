@@ -43,8 +43,8 @@ def run(args: argparse.Namespace) -> int:
     names = [split_resume(parent)[0].resolve().name for parent in args.parents]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise ValueError(
-            f"two parents have a run folder named {repeated[0]}, so they would share the folders of their branches: "
-            "pass one checkpoint of each run, and rename run folders with equal names"
+            f"two parents have a run folder named {repeated[0]}, so their branches would share folders: "
+            "pass only one checkpoint of each run, and rename run folders that have the same name"
         )
     reached: list[dict[str, float]] = []
     for batch, factor, parent in product(args.batches, args.rates, args.parents):
@@ -96,7 +96,7 @@ def prepare_branch(
         "optim.schedule=constant",
         "optim.warmup_steps=0",
         "optim.cooldown_steps=0",
-        # The parent's command would upload the branches over the parent's checkpoints.
+        # The parent's command would overwrite the parent's uploaded checkpoints with those of the branches.
         "checkpoint.copy_command=null",
     ]
     given = {each.partition("=")[0] for each in args.overrides}
@@ -109,7 +109,8 @@ def prepare_branch(
         links = folder / CHECKPOINTS
         links.mkdir(parents=True, exist_ok=True)
         link = links / checkpoint.name
-        if not link.is_symlink():  # otherwise the command was killed before it copied the settings
+        # The link exists already if this command was killed before it copied the settings.
+        if not link.is_symlink():
             link.symlink_to(checkpoint.resolve())
         shutil.copy(source / CONFIG, folder / CONFIG)
     path = folder / CONFIG
@@ -144,12 +145,12 @@ def report(values: NDArray[Any], metrics: list[str], args: argparse.Namespace) -
     largest = max(batch for batch, fits in zip(args.batches, within, strict=True) if fits)
     text = "\n".join(
         [
-            f"{args.samples:,} samples; learning rates {args.rates} x sqrt(batch ratio) x the parent's; "
-            f"{num_parents} parents",
+            f"{args.samples:,} samples; learning rates {args.rates} x sqrt(batch ratio) x the parent's rate; "
+            f"number of parents: {num_parents}",
             "",
             *lines,
             "",
-            f"Largest batch within two standard errors of the smallest: {largest:,}"
+            f"Largest batch within two standard errors of the smallest batch: {largest:,}"
             if num_parents > 1
             else "A single parent has no standard error: add parents with other seeds.",
             "",

@@ -12,8 +12,8 @@ from disco_ds.config.templates import check_template
 from disco_ds.names import CUSTOM_CODE
 
 MAX_JITTER = 1.5
-"""Each pause between attempts to fetch a shard is random: from 2 - MAX_JITTER to MAX_JITTER times
-the mean pause."""
+"""Each pause between attempts to fetch a shard is random: between (2 - MAX_JITTER) times and
+MAX_JITTER times the mean pause."""
 
 LEAST_CACHE_GB = 100.0
 """Size limit of the cache for remote shards if the recipe sets none, in units of 1e9 bytes. It is
@@ -25,7 +25,7 @@ SCHEMES = ("http://", "https://", "s3://", "gs://", "az://", "hf://")
 """Prefixes of the URLs that are downloaded."""
 
 Pixels = Literal["device", "host", "compressed"]
-"""Where the images of a step are stored between the two passes of GradAccum."""
+"""Where the images of a step are stored between GradAccum's two forward passes."""
 
 
 class AugmentSettings(Settings):
@@ -53,8 +53,9 @@ class AugmentSettings(Settings):
     ] = (0.0,) * 4
     """Strengths of the random changes of brightness, contrast, saturation and hue, as in
     torchvision's ColorJitter. The order of the four changes is random for each image. Brightness,
-    contrast and saturation are each multiplied by a uniform factor in [max(0, 1 - strength), 1 +
-    strength]. The hue is rotated by at most the given fraction of the color circle."""
+    contrast and saturation are each multiplied by a random factor, uniform between
+    max(0, 1 - strength) and 1 + strength. The hue is rotated by at most the given fraction of the
+    color circle."""
     color_jitter_prob: float = Field(1.0, ge=0, le=1)
     """Fraction of images to which color_jitter is applied."""
     gray_scale_prob: float = Field(0.0, ge=0, le=1)
@@ -108,7 +109,7 @@ def is_remote(text: str) -> bool:
 def _check_captions(captions: dict[str, float]) -> dict[str, float]:
     weights = captions.values()
     if min(weights, default=-1) < 0 or not 0 < sum(weights) < float("inf"):
-        raise ValueError(f"the weights must be at least 0, with a sum above 0, got {captions}")
+        raise ValueError(f"every weight must be at least 0 and their sum above 0, got {captions}")
     for template in captions:
         check_template(template)
     return captions
@@ -165,11 +166,11 @@ class SourceSettings(Settings):
     by the sum of the weights of all sources. Set a weight for every source or for none. Null: the
     number of samples in the source."""
     image_key: str | None = None
-    """Names of the members that may contain the image in this source. Null: data.image_key."""
+    """Names of the tar members that may contain an image of this source. Null: data.image_key."""
     captions: Captions | None = None
     """Caption templates of this source. Null: data.captions."""
     uids: Path | None = None
-    """File of the uids of the samples to use from this source. Null: data.uids."""
+    """File with the uids of the samples to use from this source. Null: data.uids."""
     filter: Filter | None = None
     """Rules for the samples of this source. Null: data.filter."""
     stages: FunctionName | None = None
@@ -196,35 +197,36 @@ class DataSettings(Settings):
     index: Literal["manifest", "none"] = "manifest"
     """`manifest`: tar shards must have been counted by `disco-ds index`. `none`: train on tar shards that
     have not been counted. Every slot reads whole shards in random order and shuffles samples only
-    within a shard, so the samples of a shard are used close together. The length of the run must be
-    set as `samples` or `steps`, and losses that keep state for each sample cannot be used."""
+    within a shard, so the samples of a shard are used close together. The length of the run cannot be
+    set in epochs, and losses that keep state for each sample cannot be used."""
     options: dict[str, Any] = Field({})
     """Keyword arguments for a custom source."""
     remote: RemoteSettings = RemoteSettings()
     num_samples: int = Field(1_000_000, gt=0, le=10**11)
     """Number of samples of the synthetic source."""
     image_key: str = "jpg;jpeg;png;webp"
-    """Names (extensions) of the members that may contain the image, separated by semicolons and
-    tried in this order. For a csv: the name of the column of image paths."""
+    """Names (extensions) of the tar members that may contain a sample's image, separated by
+    semicolons and tried in this order. For a csv: the name of the column of image paths."""
     captions: Captions = Field({"{txt}": 1.0})
     """Caption templates and their weights, such as {"{txt}": 0.5, "{json[keywords]}": 0.5}. A field
-    in braces names a member, an entry of a JSON member, or a column of a csv. {json[captions][0]} is
-    the first item of a list, {json[captions][*]} a random one, and {json[recaption]|txt} is txt if
-    the sample has no recaption. Each time a sample is used, one template is drawn at random
-    according to the weights."""
+    in braces names a tar member, an entry of a JSON member, or a column of a csv.
+    {json[captions][0]} is the first item of a list, and {json[captions][*]} is a random item.
+    {json[recaption]|txt} falls back to txt if the sample has no recaption. Each time a sample is
+    used, one template is drawn at random according to the weights."""
     group_by: GroupBy | None = None
     """Samples with equal values of this property form a group. `caption`: the caption that is used,
     which may be drawn at random (see data.captions). `image`: the bytes of the image file. A template
     such as "{json[label]}": the text that it produces; a sample without the field counts as broken.
-    loss.options.same_group decides how pairs of the same group are treated. Null: there are no groups."""
+    loss.options.same_group decides how the loss treats samples of the same group. Null: there are no
+    groups."""
     uids: Path | None = None
-    """File of the uids of the samples to use, in a format in which DataComp publishes subsets: .npy
-    with pairs of uint64, or .parquet with a column `uid`. The samples need a field `uid` in their
-    json member. Other samples are dropped."""
+    """File with the uids of the samples to use; samples with other uids are dropped. The file has one
+    of the formats of DataComp's subsets: .npy with pairs of uint64, or .parquet with a column `uid`.
+    A sample without a field `uid` in its json member counts as broken."""
     filter: Filter = Field({})
     """Rules for fields of the json member (or for columns of a csv), such as {similarity: {min:
-    0.3}, LANGUAGE: {in: [en]}}. A sample that breaks a rule, or lacks the field, is dropped: the next
-    sample of its slot takes its place, and it counts in `dropped_samples`, not as broken."""
+    0.3}, LANGUAGE: {in: [en]}}. A sample that breaks a rule, or lacks the field, is dropped, and the
+    next sample of its slot takes its place. Dropped samples count in `dropped_samples`, not as broken."""
     stages: FunctionName | None = None
     """`package.module:function`, which returns a list of webdataset's per-sample stages, such as
     [wds.select(f), wds.map(g), wds.rename(jpg="image")]. The data workers apply them to one sample
@@ -254,9 +256,9 @@ class DataSettings(Settings):
     """The run stops if a data worker makes no progress for this many seconds. It must be below the
     top-level timeout_s."""
     retry_s: float = Field(60.0, ge=0, le=MAX_SECONDS)
-    """Number of seconds for which reading an unreadable shard or csv is retried. Afterwards, all
-    ranks save a checkpoint and stop. The number is limited to half of data.worker_timeout_s. Raise
-    it if the file system has outages. For fetching remote shards, data.remote.tries applies
+    """If a shard or csv cannot be read, the read is retried for this many seconds, but at most for
+    half of data.worker_timeout_s. If it still fails, all ranks save a checkpoint and stop. Raise the
+    number if the file system has outages. For fetching remote shards, data.remote.tries applies
     instead."""
     max_broken: float = Field(0.01, ge=0, le=1)
     """Fraction of samples that may be unreadable. Unreadable samples are skipped. The run stops if
@@ -302,7 +304,10 @@ class DataSettings(Settings):
             return
         shards = self.shards or ""
         if self.source != "shards" or self.sources or self.manifest:
-            raise ValueError("data.index=none works with data.shards only, without data.manifest")
+            raise ValueError(
+                "data.index=none works with data.shards only: remove data.sources and data.manifest, and set "
+                "data.source=shards"
+            )
         if shards.startswith(PIPE) or shards.endswith((".csv", ".tsv")):
             raise ValueError("data.index=none works with tar shards in a folder or at URLs only")
 

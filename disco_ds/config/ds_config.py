@@ -99,10 +99,10 @@ REFUSED_KEYS = {
     "zero_optimization.zero_quantized_weights": "it rounds weights to 8 bits",
     "zero_optimization.zero_quantized_nontrainable_weights": "it rounds weights to 8 bits",
     "zero_optimization.compute_grad_norm": "clipping and the metrics need the norm",
-    "bf16.bf16_master_weights_and_grads": "the master weights and gradients are fp32",
-    "bf16.bf16_optimizer_states": "the optimizer states are fp32",
+    "bf16.bf16_master_weights_and_grads": "the master weights and gradients must be fp32",
+    "bf16.bf16_optimizer_states": "the optimizer states must be fp32",
     "bf16.immediate_grad_update": "it applies gradients before the optimizer step",
-    "fp16.fp16_master_weights_and_grads": "the master weights and gradients are fp32",
+    "fp16.fp16_master_weights_and_grads": "the master weights and gradients must be fp32",
     "comet.api_key": "settings are copied into run folders; set the environment variable COMET_API_KEY instead",
 }
 """Refused key (as section.key if it is inside a section) -> reason. These keys change the gradient,
@@ -114,8 +114,8 @@ NEUTRAL: dict[str, Any] = {
     "gradient_predivide_factor": 1.0,
     "zero_optimization.compute_grad_norm": True,
 }
-"""Values at which some refused keys change nothing. For the other refused keys, that value is
-false."""
+"""Refused key -> the value that changes nothing and is therefore accepted. For refused keys that are
+not listed here, this value is false."""
 
 
 def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -208,7 +208,7 @@ def stage(ds_config: dict[str, Any]) -> int:
 
 
 def offloads(ds_config: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the settings offload_optimizer and offload_param, {} if they are not set."""
+    """Return [offload_optimizer, offload_param]. A setting that is missing is {}."""
     zero = ds_config.get("zero_optimization") or {}
     return [zero.get(key) or {} for key in ("offload_optimizer", "offload_param")]
 
@@ -218,7 +218,7 @@ def check_ds_config(ds_config: dict[str, Any]) -> None:
 
     Raises:
         ValueError: If a key is unknown or refused, if the recipe controls the key, if a value is
-            invalid, or if DeepSpeed computes a combination of settings incorrectly.
+            invalid, or if check_precision refuses a combination of settings.
     """
     if problems := list(_find_problems(ds_config)):
         raise ValueError("\n  ".join(problems))
@@ -308,10 +308,10 @@ def check_gradient(ds_config: dict[str, Any]) -> None:
 
 
 def check_precision(ds_config: dict[str, Any]) -> None:
-    """Refuse combinations of precision and ZeRO stage that DeepSpeed 0.19 computes incorrectly.
+    """Refuse combinations of precision and ZeRO stage with which DeepSpeed 0.19 would train incorrectly.
 
     Raises:
-        ValueError: If the combination is incorrect. The message suggests one that works.
+        ValueError: If the combination is refused. The message suggests one that works.
     """
     kind, level = precision(ds_config), stage(ds_config)
     dtype = str((ds_config.get("torch_autocast") or {}).get("dtype", "bfloat16"))

@@ -20,14 +20,14 @@ from disco_ds.config.text_file import read_text
 from disco_ds.names import did_you_mean, shorten, suggest
 
 _ITEMS = {"sources": SourceSettings, "stages": StageSettings}
-"""Settings of the items of a list, by the name of the list."""
+"""Name of a list in a recipe -> the settings of one item of the list."""
 
 
 def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a recipe, apply `a.b=value` overrides, and check every key and value.
 
-    This function does not check whether the loss, the model and the data exist. The start of a run,
-    `train --dry-run` and `disco-ds doctor` check that.
+    This function does not check whether the loss, the model and the data exist. The start of a run and
+    `disco-ds doctor` check that. `disco-ds train --dry-run` checks the loss and the model.
 
     Args:
         recipe: The name of a bundled recipe, or a path.
@@ -69,7 +69,7 @@ def check_config(tree: dict[str, Any], origin: str) -> Config:
 
 
 def find_recipe(recipe: str | Path) -> Path:
-    """Return the path of a recipe, which is given as a path or as the name of a bundled recipe.
+    """Return the path of a recipe that is given as a path or as the name of a bundled recipe.
 
     Raises:
         ValueError: If `recipe` is not a path and no bundled recipe has this name.

@@ -41,11 +41,11 @@ class ModelSettings(Settings):
     """Keyword arguments for the function model.factory."""
     pretrained: Path | None = None
     """Initial weights of both towers: an open_clip tag such as laion2b_s34b_b79k, whose weights are
-    downloaded; a local file (.pt, .bin, .safetensors); or a folder with such a file, whose
+    downloaded; a local file (.pt, .bin, .safetensors); or a folder with such a file. The folder's
     preprocessing settings are used too. Null: random weights. Ignored when a run is resumed."""
     pretrained_image: Path | None = None
-    """Initial weights of the image tower only: a local file, or `timm` for the pretrained weights
-    of an image tower from timm."""
+    """Initial weights of the image tower only: a local file; or, if the image tower is a timm model,
+    `timm` for timm's pretrained weights."""
     lock_image: bool = False
     """Freeze the image tower (LiT), usually in combination with pretrained weights."""
     lock_text: bool = False
@@ -81,14 +81,15 @@ class ModelSettings(Settings):
     """Fraction of image patches that are dropped in training (FLIP). Null: the value in the model
     config."""
     compile: bool | Literal["auto"] = "auto"
-    """Apply torch.compile to both towers. `true` is refused at ZeRO 3, and for a model that draws random
-    numbers if activation checkpointing is on. `auto`: compile on a GPU, unless `true` would be refused
-    or Triton cannot run; the log contains the reason."""
+    """Apply torch.compile to both towers. `true` is refused at ZeRO 3. It is also refused if activation
+    checkpointing is on and the model draws random numbers, for example for dropout. `auto`: compile on a
+    GPU, unless `true` would be refused or Triton cannot run. The log then contains the reason."""
     token_embedding_std: PositiveFloat | None = None
     """Initial standard deviation of the token embedding. Null: open_clip's 0.02."""
     max_scale: float = Field(100.0, gt=0, le=1e6)
-    """Upper bound of the logit scale (the inverse of the temperature), enforced after every step. A
-    scale that starts above it, as in some pretrained weights, is not lowered to it but cannot rise."""
+    """Upper bound of the logit scale (the inverse of the temperature), enforced after every step. If
+    the scale starts above this bound, as with some pretrained weights, it is not lowered to the bound,
+    but it cannot rise."""
 
     @property
     def label(self) -> str:
@@ -117,7 +118,7 @@ class ModelSettings(Settings):
         if self.lock_image and self.lock_text:
             raise ValueError(
                 "model.lock_image and model.lock_text are both true, so nothing would be trained: "
-                "remove one"
+                "remove one of them"
             )
         if self.unlocked_layers and not locked:
             raise ValueError(

@@ -29,8 +29,8 @@ class EmaSettings(Settings):
     """The exponential moving average (EMA) of the weights."""
 
     decay: float = Field(0.9999, gt=0, lt=1)
-    """Factor by which the old average is multiplied in every step. After n steps it is at most
-    (1 + n) / (10 + n), so that the average soon forgets the first weights."""
+    """Factor by which the old average is multiplied in every step. After n steps, the factor is at
+    most (1 + n) / (10 + n), so that the average soon forgets the first weights."""
     every_steps: int = Field(1, gt=0)
     """Number of steps between two updates of the average. Each update uses decay to the power of this
     number."""
@@ -40,12 +40,13 @@ class OptimSettings(Settings):
     """The optimizer and its learning rate schedule."""
 
     name: Literal["adamw", "lamb", "lion", "muon", "sgd"] = "adamw"
-    """Name of the optimizer. lamb requires ZeRO stage 0. muon uses Muon for the weight matrices and
-    convolution filters of the numbered layers and AdamW for all other parameters."""
+    """Name of the optimizer. lamb requires ZeRO stage 0. muon applies Muon to the weight matrices and
+    convolution filters of layers with a number in their name (such as `resblocks.0`), and AdamW to
+    all other parameters."""
     factory: str | None = Field(None, pattern=CUSTOM_CODE)
-    """A custom optimizer instead of `name`, as `package.module:function`, which must be importable
-    through PYTHONPATH. The function takes parameter groups and returns a torch optimizer. At ZeRO 1 to
-    3, the update of an element must not depend on other elements."""
+    """Custom optimizer to use instead of `name`, as `package.module:function`, which must be importable
+    through PYTHONPATH. The function takes parameter groups and returns a torch optimizer. ZeRO 1 to 3
+    partition the parameters, so there the update of an element must not depend on other elements."""
     lr: float | None = Field(None, gt=0, lt=1e38)
     """Peak learning rate. Null: it follows from base_lr, lr_rule and the global batch."""
     base_lr: float = Field(5e-4, gt=0, lt=1e38)
@@ -55,9 +56,9 @@ class OptimSettings(Settings):
     32,768: `linear`: base_lr x r (DisCo-CLIP, section 5.1). `sqrt`: base_lr x the square root of r.
     `none`: base_lr."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.98)
-    """Betas of AdamW (also as a part of muon), LAMB and Lion."""
+    """Betas of AdamW, LAMB, Lion and the AdamW part of muon."""
     eps: float = Field(1e-6, gt=0)
-    """Epsilon of AdamW (also as a part of muon) and LAMB."""
+    """Epsilon of AdamW, LAMB and the AdamW part of muon."""
     momentum: float = Field(0.9, ge=0, lt=1)
     """Momentum of SGD and Muon. Muon is usually trained with 0.95."""
     muon_precision: Literal["bf16", "fp16", "fp32"] = "bf16"

@@ -29,7 +29,7 @@ PACKAGE = Path(__file__).parents[1]
 BASE_BATCH = 32_768
 """The global batch size to which `optim.base_lr` refers (DisCo-CLIP, section 5.1)."""
 PUBLISHED_LR = 1e-3
-"""The highest learning rate for which DisCo-CLIP reports accuracies: the paper's rule at a batch of 65,536."""
+"""The highest learning rate for which DisCo-CLIP reports accuracies: that of its rule at a batch of 65,536."""
 
 
 class LossSettings(Settings):
@@ -149,7 +149,7 @@ class EvalSettings(Settings):
     labels of that set. The images are shards (as in data.shards), a folder with one sub-folder per
     class (such as ImageNet val), or a folder in clip_benchmark's webdataset layout."""
     label_key: Template = "{json[label]}"
-    """Template for the label of a sample, for labeled sets in shards."""
+    """Template for the label of a sample. It is used for labeled sets in shards."""
     classes: dict[str, Path] = Field({})
     """Name of a labeled set -> file with its class names. A text file has one class name per line,
     or a label and a class name per line. A JSON file has a list of class names, or a mapping from
@@ -168,9 +168,9 @@ class EvalSettings(Settings):
     pairs are shards, a csv, or a folder in clip_benchmark's layout."""
     probes: dict[str, ProbeSettings] = Field({})
     """Name of an evaluation set -> its `train` and `test` images. A k-nearest-neighbors classifier and
-    a linear classifier (scikit-learn's, `pip install 'disco_ds[probes]'`) learn from the image features
-    of `train`; their accuracy on `test` is reported. The text tower is not used, so probes also work
-    for a model trained with model.two_views."""
+    a linear classifier learn from the image features of `train`; their accuracy on `test` is reported.
+    The text tower is not used, so probes also work for a model trained with model.two_views. Probes
+    need scikit-learn (`pip install 'disco_ds[probes]'`)."""
     validation_batch: int = Field(1024, gt=1)
     """Batch size of the validation loss. The value of the loss depends on the batch size, so the
     name of the metric contains the batch size."""
@@ -203,7 +203,7 @@ class StageSettings(Settings):
 
     until: PositiveInt
     """Number of samples that the run has seen when the stage ends. The stage must consist of whole
-    steps. The last stage ends the run."""
+    steps. The run ends with its last stage."""
     global_batch: PositiveInt | None = None
     """Global batch of this stage."""
     micro_batch: PositiveInt | None = None
@@ -221,8 +221,8 @@ class Config(Settings):
     """All settings of a run."""
 
     name: str = Field(pattern=r"^[\w+=@][\w.+=@ -]*$", max_length=100)
-    """Name of the run and of its folder inside `runs`. Allowed are letters, digits, spaces and . +
-    = @ - _."""
+    """Name of the run and of its folder inside `runs`. It may contain letters, digits, spaces and the
+    characters `.+=@-_`, but must not begin with a space, a dot or a hyphen."""
     runs: Path = Path("runs")
     """Folder that contains the run folders. With several hosts it must be on a shared file
     system."""
@@ -248,17 +248,17 @@ class Config(Settings):
     all sources together. The samples are counted when the run starts, and the resulting number of
     `samples` is written into the run's config.yaml."""
     stages: tuple[StageSettings, ...] = ()
-    """Stages of the run with other batches, image sizes, patch dropout or crops. The last stage's
-    `until` is the length of the run."""
+    """Stages of the run, which may differ in batch sizes, image size, patch dropout and crops. The
+    last stage's `until` is the length of the run."""
     image_staging: Pixels = "device"
-    """Where the images of a step are stored between the two passes of GradAccum. `device`: as uint8
-    in device memory. `host`: as uint8 in pinned host memory; choose it if device memory is short.
-    `compressed`: as image files in the data workers, which then decode every image twice; choose it
-    if host memory is short too."""
+    """Where the images of a step are stored between GradAccum's two forward passes over each
+    micro-batch. `device`: as uint8 in device memory. `host`: as uint8 in pinned host memory; choose
+    it if device memory is short. `compressed`: as image files in the data workers, which then decode
+    every image twice; choose it if host memory is short too."""
     timeout_s: float = Field(600.0, gt=0, le=MAX_SECONDS)
     """The run ends with an error if a collective operation or a phase of a step takes longer than
     this many seconds. If the process of one rank is behind, the error names this rank. Raise the
-    timeout if a healthy step, evaluation or start takes longer."""
+    timeout if a healthy step, evaluation or startup takes longer."""
     lost_after_s: float = Field(120.0, ge=1, le=MAX_SECONDS)
     """The run ends with an error if a rank sends no heartbeat for this many seconds. Such a rank
     was killed or suspended, or its host is down."""
@@ -352,9 +352,9 @@ class Config(Settings):
         if remote.timeout_s >= self.data.worker_timeout_s or remote.longest_s >= self.timeout_s:
             raise ValueError(
                 f"data.remote.timeout_s={remote.timeout_s:g} must be below data.worker_timeout_s="
-                f"{self.data.worker_timeout_s:g}, and the {remote.longest_s:g} s that data.remote.tries="
-                f"{remote.tries} may take must be below timeout_s={self.timeout_s:g}; otherwise the run "
-                "times out before the shard is named"
+                f"{self.data.worker_timeout_s:g}, and the longest time of all attempts together ("
+                f"{remote.longest_s:g} s for data.remote.tries={remote.tries}) must be below timeout_s="
+                f"{self.timeout_s:g}; otherwise the run times out before the shard is named"
             )
         return self
 
@@ -397,14 +397,14 @@ class Config(Settings):
 
         Args:
             step: Number of steps that the run has completed.
-            samples: Number of samples that it has seen in these steps. Their batches may have differed from the
-                current ones.
+            samples: Number of samples that it has seen in these steps. Earlier stages may have had another
+                global batch.
 
         Raises:
             ValueError: If the length is given in epochs. `with_samples` converts epochs to samples.
         """
         if self.epochs is not None:
-            raise ValueError("epochs can be converted to steps only once the samples are counted")
+            raise ValueError("epochs can be converted to steps only after the samples are counted")
         if self.steps is not None:
             return self.steps, samples + (self.steps - step) * self.global_batch
         configs = self.stage_configs
@@ -416,9 +416,10 @@ class Config(Settings):
         return step, samples
 
     def at_sample(self, number: int) -> Config:
-        """Return the settings of the stage that contains sample `number`, as those of a run that ends with the stage.
+        """Return the settings of the stage that contains sample `number`, as settings of a run without stages.
 
-        Samples are counted from 0. If the run has no stages, its settings are returned unchanged.
+        That run ends when the stage ends. Samples are counted from 0. If this run has no stages, its settings are
+        returned unchanged.
         """
         if not self.stages:
             return self

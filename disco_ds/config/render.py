@@ -57,13 +57,13 @@ def render_ds_config(config: Config, ranks: int, run_folder: Path | None = None)
         )
     if any(place.get("ratio", 1) != 1 or place.get("super_offload") for place in places):
         raise ValueError(
-            "ds_config: zero_optimization.offload_optimizer.ratio below 1 and super_offload are refused: DeepSpeed "
-            "updates parameters with a separate AdamW and does not save its states"
+            "ds_config: zero_optimization.offload_optimizer must have neither super_offload nor a ratio below 1: "
+            "DeepSpeed would update parameters with a separate AdamW and would not save its states; remove the key"
         )
     num_micro_batches = config.num_micro_batches(ranks)
     if precision(rendered) == "autocast":
-        # DeepSpeed may reduce the gradients of these modules in 16 bits. Its default is Linear and
-        # Conv modules; the empty list excludes every module.
+        # DeepSpeed may reduce the gradients of the modules in this list in 16 bits. By default, these
+        # are Linear and Conv modules. The empty list prevents this for every module.
         rendered["torch_autocast"].setdefault("lower_precision_safe_modules", [])
     if level:
         zero.setdefault("reduce_bucket_size", GRADIENT_BUCKET)

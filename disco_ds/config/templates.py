@@ -7,8 +7,8 @@ import string
 
 _MEMBER = r"[^\s{}\[\]!:|]+(\[[^{}\[\]|]+\])*"
 FIELD = re.compile(rf"{_MEMBER}(\|{_MEMBER})*")
-"""The content of a template field: the extension of a sample member, optionally followed by keys of
-an entry in a JSON member. Several alternatives may be separated by `|`."""
+"""The content of a template field: the extension of a sample's member. For a JSON member, the keys of
+an entry may follow in brackets. Several alternatives may be separated by `|`."""
 
 
 def check_template(template: str) -> str:

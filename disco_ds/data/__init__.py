@@ -1,4 +1,6 @@
-"""Training data: samples in, micro-batches out, in an order that depends only on the seed and the sources.
+"""Training data: samples are read and delivered as micro-batches.
+
+The order of the samples depends only on the seed, the sources and the settings.
 
     order      the order in which samples are read
     sources    where samples come from

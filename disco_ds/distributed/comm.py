@@ -27,7 +27,7 @@ from disco_ds.distributed import diagnostics
 from disco_ds.distributed.deepspeed_quirks import disable_custom_ops
 
 Group = Any
-"""A process group of deepspeed.comm; None is the whole world."""
+"""A process group of deepspeed.comm; None means all ranks."""
 Result = TypeVar("Result")
 
 
@@ -313,7 +313,7 @@ def gather_objects(item: Any) -> list[Any]:
 
 
 def broadcast(item: Any) -> Any:
-    """Return on every rank the picklable object that rank 0 passed. Collective."""
+    """Return the picklable object that rank 0 passed, on every rank. Collective."""
     items = [item]
     if _joined():
         dist.broadcast_object_list(items, src=0)
@@ -321,7 +321,7 @@ def broadcast(item: Any) -> Any:
 
 
 class AgreedError(ValueError):
-    """A failure that all ranks raise together, so that they can shut down in order."""
+    """A failure that all ranks raise together, so that they can shut down cleanly."""
 
 
 @contextmanager
@@ -335,8 +335,8 @@ def all_or_none(what: str, agreed: type[Exception] = AgreedError) -> Iterator[No
         agreed: Type of the error that all ranks raise.
 
     Raises:
-        AgreedError: On every rank, if the block failed on any. The message names the ranks and hosts that
-            failed, and the first error.
+        AgreedError: On every rank, if the block failed on any rank. The message contains the first error, and
+            the ranks and hosts that failed.
     """
     problem: str | None = None
     try:

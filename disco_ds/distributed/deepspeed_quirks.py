@@ -49,7 +49,7 @@ def reset_autocast() -> None:
 
 
 def release(engine: Engine) -> None:
-    """Remove references that keep the memory of an engine that is not used anymore.
+    """Remove references that keep the memory of an unused engine allocated.
 
     At ZeRO 3, DeepSpeed 0.19 keeps the model in a global list, and the partitions in the cache of a method.
     """
@@ -71,8 +71,8 @@ def silence_monitor(engine: Engine) -> None:
 def allow_overflow_at_min_scale(engine: Engine) -> None:
     """Keep the fp16 loss scaler of DeepSpeed 0.19 from raising an error in the middle of engine.step().
 
-    The scaler raises this error when a gradient overflows at the lowest loss scale. backward_and_step
-    raises an error after engine.step() instead, once it has restored the state from before the step.
+    The scaler raises this error when a gradient overflows at the lowest loss scale. Instead, after
+    engine.step(), backward_and_step restores the state from before the step and raises an error.
     """
     if engine.fp16_enabled():
         engine.optimizer.loss_scaler.raise_error_at_min_scale = False

@@ -38,7 +38,7 @@ def record_collectives() -> None:
 def dump_records_to(folder: Path) -> None:
     """Make torch write NCCL's flight record to this folder after a timeout, unless the user has set a path.
 
-    torch reads the environment variable only when it first writes a record, so it may be set after
+    torch reads the environment variable only when it first writes a record, so this works even after
     init_process_group. torch appends the rank to the path.
     """
     if _uses_nccl():

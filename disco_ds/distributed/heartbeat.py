@@ -7,8 +7,8 @@ runs two background threads:
   the store. It also reads the heartbeats of the next WATCHED ranks, and the verdict. The verdict is
   the reason for stopping the run; it is empty until some rank writes one. The heartbeats of all other
   ranks are read only after this rank has made no progress for a long time.
-- The clock thread ends the process if the store has not answered for too long, and reads signals. It
-  never uses the store, because a call to TCPStore blocks forever if the host of the store is frozen.
+- The clock thread ends the process if the store has not answered for too long. It also reads signals.
+  It never uses the store, because a call to TCPStore blocks forever if the store's host is frozen.
 
 A rank's place is that of its Python process. If a GPU hangs, all processes wait in the same place, so
 the error names no hung rank. NCCL's flight records (diagnostics.py) help to find it.
@@ -38,7 +38,7 @@ from disco_ds.distributed import comm, diagnostics
 INTERVAL_S = 2.0
 """Maximum time between two heartbeats. If lost_after_s is short, the time is lost_after_s / 10."""
 HURRY_S = 10.0
-"""A rank without a new heartbeat for this long counts as lost if a collective has failed or a signal arrived.
+"""After a failed collective or a signal, a rank counts as lost if it has sent no new heartbeat for this long.
 
 This is shorter than lost_after_s usually is, because the launcher sends SIGTERM one second after it
 has lost a rank, and SIGKILL half a minute later. The limit returns to lost_after_s once all ranks
@@ -84,7 +84,7 @@ class Beat(NamedTuple):
 class Heartbeat:
     """Context manager that watches the other ranks and ends this process if a rank is lost or hangs.
 
-    A rank that fails publishes its error before it leaves, so the other ranks stop at once.
+    A rank that fails publishes its error before it leaves, so the other ranks stop immediately.
 
     During training, each rank calls `mark` at the start of each phase. There are three time limits:
 
@@ -142,7 +142,7 @@ class Heartbeat:
     def stop_agreed(self) -> None:
         """Return from the short limit HURRY_S to lost_after_s.
 
-        The caller uses this once all ranks have agreed to stop and save, which shows that they are alive.
+        Call this after all ranks have agreed to stop and save, which shows that they are alive.
         """
         self._stop_agreed = True
         self._hurry = False
@@ -218,7 +218,7 @@ class Heartbeat:
     def _patience_s(self) -> float:
         """How long a heartbeat may stay unchanged before its rank counts as lost.
 
-        This is three intervals less than lost_after_s, because a change may be noticed that late.
+        This is three intervals less than lost_after_s, because a change may be noticed up to three intervals late.
         """
         usual = self.lost_after_s - 3 * self._interval_s
         return min(usual, HURRY_S) if self._hurry else usual
@@ -228,7 +228,7 @@ class Heartbeat:
         last = time.monotonic()
         while not self._stop:
             self._wake.wait(self._interval_s)
-            # Read first. If it is set here already, the heartbeat sent below is the last one.
+            # Read before the heartbeat is sent. If it is already set here, that heartbeat is the last one.
             exit_reason = self._exit_reason
             try:
                 if exit_reason:
@@ -343,7 +343,7 @@ class Heartbeat:
         os._exit(1)
 
     def _end_interrupted(self) -> None:
-        """End this process at once after Ctrl-C. Only used while there is nothing to save.
+        """End this process immediately after Ctrl-C. Only used while there is nothing to save.
 
         A KeyboardInterrupt would be raised too late: only after the collective that the main thread
         waits in has returned.

@@ -2,7 +2,7 @@
 
 A request comes from SIGTERM, SIGUSR1 or SIGINT (Ctrl-C) sent to any rank, or from a timer. A signal
 only sets a flag. An all_reduce in every step (`agree` in training/loop.py) shares the flags, so that
-all ranks save or stop after the same step. A second Ctrl-C ends the process at once.
+all ranks save or stop after the same step. A second Ctrl-C ends the process immediately.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def evaluate_sets(
 ) -> list[Result]:
     """Evaluate the model on every set, in eval mode. Collective: every rank must call this.
 
-    The mode of the model is restored, and no random number is drawn. The running statistics of
+    Afterwards, the model's previous mode is restored. No random number is drawn. The running statistics of
     batch normalization differ between ranks; they are overwritten with those of rank 0, which are
     also the ones in a checkpoint.
 

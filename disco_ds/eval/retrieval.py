@@ -57,7 +57,7 @@ def find_ranks(query: Tensor, query_id: Tensor, key: Tensor, key_id: Tensor) -> 
         matches = scores.masked_fill(ids[:, None] != key_id, -torch.inf)
         best, place = matches.max(dim=1, keepdim=True)
         worse = (scores < best) | ((scores == best) & (places >= place))
-        # Counting the complement of `worse` ranks a model with NaN features last.
+        # With NaN features, `worse` is False everywhere, so this puts the match last.
         ranks.append(1 + (~worse).sum(dim=1))
     return torch.cat(ranks)
 

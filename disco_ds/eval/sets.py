@@ -5,8 +5,8 @@
                     unless the settings name others
     image folder    one sub-folder per class: ImageNet val, -Sketch and -R (named by WordNet id),
                     -v2 (named 0 to 999), or named after the classes
-    clip_benchmark  test/nshards.txt, test/0.tar ...; with labels in .cls, classnames.txt and
-                    zeroshot_classification_templates.txt; or with captions in .txt, one per line
+    clip_benchmark  test/nshards.txt, test/0.tar ...; captions in .txt members, one per line, or labels
+                    in .cls members with classnames.txt and zeroshot_classification_templates.txt
 
 All sets are checked when a run starts, so that a mistake is reported before training and not after it.
 """
@@ -190,7 +190,7 @@ def _open(name: str, folder: Path, data: DataSettings, text: str, benchmark_text
 
 
 def _read_texts(images: ImageSet, setting: str) -> list[str]:
-    """Return the sorted labels or captions of the samples in shards. They are read from the samples.
+    """Read the labels or captions of all samples in shards, and return the distinct ones in sorted order.
 
     Raises:
         ValueError: If no sample has a label or caption.
@@ -203,7 +203,7 @@ def _read_texts(images: ImageSet, setting: str) -> list[str]:
 
 
 def read_templates(wanted: str) -> tuple[str, ...]:
-    """Read the prompts in a file, one per line, or open_clip's 80 prompts for `imagenet`.
+    """Read the prompts from a file, one per line. For `imagenet`, return open_clip's 80 prompts.
 
     Raises:
         ValueError: If a prompt has no placeholder for the class, or there are no prompts.
@@ -226,8 +226,8 @@ def read_templates(wanted: str) -> tuple[str, ...]:
 def read_classes(path: Path, labels: Collection[str]) -> dict[str, str]:
     """Read the class name of each label from a file.
 
-    The file is JSON (a list, or a mapping from label to name) or text (one name per line, or label
-    and name per line). Names without labels belong to the labels in sorted order; but if all labels
+    The file is JSON (a list, or a mapping from label to name) or text (in each line a name, or a label
+    and its name). If the file has only names, they belong to the labels in sorted order. But if all labels
     are numbers, the first name belongs to label 0 and so on, even if no sample has that label.
 
     Raises:
@@ -256,7 +256,7 @@ def read_classes(path: Path, labels: Collection[str]) -> dict[str, str]:
     missing = sort_labels(set(labels) - set(names))
     if missing or (isinstance(given, list) and len(names) != len(given)):
         raise ValueError(
-            f"{path} must name each label of the images: class names: {len(given)}, labels: "
+            f"{path} must contain one name for each label; class names: {len(given)}, labels: "
             f"{len(labels)}, labels without a name: {', '.join(missing[:3]) or 'none'}"
         )
     return names
@@ -265,8 +265,8 @@ def read_classes(path: Path, labels: Collection[str]) -> dict[str, str]:
 def _imagenet_classes(name: str, labels: list[str]) -> dict[str, str]:
     """Return open_clip's class names for ImageNet's WordNet ids (wnids) or numbers 0 to 999.
 
-    The labels may be only some of the wnids. If sub-folders have other names, these are
-    the class names.
+    The labels may be only some of the wnids. If the labels are neither wnids nor numbers, they are
+    used as the class names.
 
     Raises:
         ValueError: If the labels are neither known wnids nor all the numbers 0 to 999.

@@ -22,8 +22,9 @@ FRONT_ENDS = {"deepspeed", "deepspeed.launcher.runner"}
 def die_with_launcher() -> None:
     """Make sure that this rank is killed by SIGKILL when its launcher ends.
 
-    The launcher consists of up to two processes: the rank's parent, which the kernel watches, and
-    the parent of that, the `deepspeed` command, which a thread of this rank watches.
+    The launcher consists of up to two processes. The first is the rank's parent, which the kernel
+    watches. The second is the `deepspeed` command that started this parent; a thread of this rank
+    watches it.
     """
     # Without RANK, there is no launcher. The parent may be a shell, and this process may outlive it.
     if sys.platform != "linux" or "RANK" not in os.environ:
@@ -50,7 +51,8 @@ def die_with_parent() -> None:
 
 
 def _end_after(pid: int) -> None:
-    # Not psutil's wait: it never returns for a zombie that is not reaped, as in a container without an init process.
+    # psutil's wait is not used, because it never returns for a zombie that nobody reaps, for example in a container
+    # without an init process.
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:

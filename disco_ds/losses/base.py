@@ -1,14 +1,14 @@
 """The contract that every loss fulfills: inputs, outputs, guarantees, and selection by name in a recipe.
 
-A test checks this guarantee for every registered loss: `out.loss` is this rank's share, and the mean of the
-shares over all N ranks is the global mean loss. After backward, each feature's gradient is N times the gradient
+A test checks the following guarantee for every registered loss. `out.loss` is this rank's share of the loss: the mean
+of the shares over all N ranks is the global mean loss. After backward, each feature's gradient is N times the gradient
 that a single process would compute on the full batch. The gradient of the scale, averaged over ranks, equals the
-full-batch gradient. An engine that averages gradients over ranks therefore applies the exact gradient.
+full-batch gradient. An engine that averages parameter gradients over ranks therefore applies the exact gradient.
 
 A loss class derives from Loss. It
-- has a method `forward(embeddings) -> LossOutput`, which every rank calls once per step. The metrics must include
-  `loss`. The method may communicate: `gather` in distributed/comm.py has the gradient that this contract requires.
-  The constructor must not communicate;
+- has a method `forward(embeddings) -> LossOutput`, which every rank calls once per step. LossOutput.metrics must
+  include `loss`. The method may communicate: the backward of `gather` in distributed/comm.py computes the gradient
+  that this contract requires. The constructor must not communicate;
 - takes the recipe's `loss.options` as keyword arguments of its constructor;
 - overrides `load_state_parts` if it has state to restore from checkpoints, and `cost` if `disco-ds plan` should
   know its memory and time.
@@ -53,7 +53,7 @@ class Embeddings:
         alike = image.shape == text.shape and image.dtype == text.dtype
         if image.dim() != 2 or not alike or not image.is_floating_point():
             raise ValueError(
-                "image and text must be [b, D] of the same shape and floating dtype, got "
+                "image and text must be [b, D] tensors of the same shape and the same floating dtype, got "
                 f"{tuple(image.shape)} {image.dtype} and {tuple(text.shape)} {text.dtype}"
             )
         for name in ("scale", "bias"):
@@ -78,7 +78,8 @@ class LossOutput:
     loss: Tensor
     """0-d: this rank's share; its mean over ranks is the global mean loss."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
-    """0-d tensors, the same on every rank: `loss`, and `i2t_accuracy` and `t2i_accuracy` if Loss.accuracy is True."""
+    """0-d tensors, the same on every rank. `loss` is required. The losses of this package add `i2t_accuracy` and
+    `t2i_accuracy` if Loss.accuracy is True."""
 
 
 @dataclass(frozen=True)
@@ -142,8 +143,9 @@ class Loss(nn.Module):
         """Prepare for data of this size. Called once, before the first forward.
 
         Args:
-            num_samples: Number of samples in the data; all sample ids are less than it. 0: they have not been counted.
-            run_samples: Number of samples that the whole run trains on.
+            num_samples: Number of samples in the data; all sample ids are below it. 0: the samples have not been
+                counted.
+            run_samples: Number of samples that the whole run trains on, counting repetitions.
         """
 
     def commit(self) -> None:
@@ -163,7 +165,9 @@ class Loss(nn.Module):
         return None
 
     def load_state_parts(self, parts: Sequence[dict[str, Any]]) -> None:
-        """Restore the state that any number of ranks saved. A loss that keeps state overrides this.
+        """Restore the state from a checkpoint, which may come from a run on a different number of ranks.
+
+        A loss that keeps state overrides this.
 
         Args:
             parts: One state_dict() for each rank that saved the checkpoint. A part is read from disk when it is
@@ -186,12 +190,12 @@ def _find_problem(out: Any, embeddings: Embeddings) -> str | None:
         if not isinstance(value, Tensor):
             return f"must return 0-d tensors, but {name} is a {type(value).__name__}"
         if value.dim():
-            return f"must return 0-d tensors, but {name} is {list(value.shape)}"
+            return f"must return 0-d tensors, but {name} has shape {list(value.shape)}"
     if "loss" not in out.metrics:
-        return f"must return the metric 'loss', the mean over ranks, but returned {sorted(out.metrics)}"
+        return f"must return the metric 'loss' (the mean over ranks), but the metrics are {sorted(out.metrics)}"
     trained = embeddings.image.requires_grad or embeddings.text.requires_grad
     if torch.is_grad_enabled() and trained and not out.loss.requires_grad:
-        return "returned a loss without a gradient: it must depend on the features and must not detach them"
+        return "returned a loss without a gradient: compute it from the features without detaching them"
     return None
 
 
@@ -302,7 +306,7 @@ def count_hits(largest: Tensor | None, pairs: Tensor) -> Tensor:
     Args:
         largest: [1, b], the highest similarity of each row to a column that is not a positive. If it is [2, b], the
             second row is the highest similarity to a positive other than the pair. None: accuracies are not computed.
-        pairs: [b], the similarity of each row to its positive pair.
+        pairs: [b], the similarity of each row's positive pair.
 
     Returns:
         0-d, or an empty tensor if `largest` is None.
@@ -321,7 +325,7 @@ def global_metrics(
     Args:
         loss: This rank's share, 0-d.
         hits: Results of count_hits, first for image to text, then for text to image.
-        num_rows: Number of rows on this rank, by which the hits are divided.
+        num_rows: Number of rows in which this rank counted hits. The accuracies are hits / num_rows.
         group: The process group; None: all ranks.
     """
     accuracies = [x.float() / num_rows for x in hits if x.numel()]

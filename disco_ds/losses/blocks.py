@@ -1,4 +1,4 @@
-"""Compare a rank's rows with the columns of all ranks, either gathered or sent around a ring.
+"""Compare a rank's rows with the columns of all ranks, which are either gathered or sent around a ring.
 
 Gathered and Ring both compute sums over each of this rank's rows and each of its columns, and the gradients of rows
 and columns. The losses differ in how they use these results. Only the losses and the cost estimates in plan/ import
@@ -80,8 +80,8 @@ class TiledLoss(Loss):
         """Find the pairs of the global batch that share a group with other pairs. Collective.
 
         Returns:
-            The groups of this rank's rows [b] and of all columns [B], or None if all other pairs are negatives; and the
-            metric grouped_pairs, the fraction of pairs that share a group.
+            First, the groups of this rank's rows [b] and of all columns [B]; None if all other pairs are negatives.
+            Second, the metric grouped_pairs, the fraction of pairs that share a group; empty if it is not computed.
 
         Raises:
             ValueError: If the embeddings have no group_id and same_group needs it.
@@ -94,8 +94,8 @@ class TiledLoss(Loss):
             )
         if ids is None or (negatives and not self.accuracy):
             return None, {}
-        # Number the groups. A pair that is alone in its group gets -1 as a row and -2 as a column, so that this row and
-        # this column never count as members of the same group.
+        # Number the groups. A pair that is alone in its group gets -1 as a row and -2 as a column, so that no two of
+        # these pairs seem to be in the same group.
         gathered = comm.gather(ids, group=self.group)
         _, numbers, sizes = gathered.unique(return_inverse=True, return_counts=True)
         sizes = sizes[numbers]
@@ -114,8 +114,8 @@ class GroupedLoss(TiledLoss):
     """Base class of tiled losses in which pairs of the same group need not be negatives of each other.
 
     Args:
-        same_group: Role of the other pairs of an anchor's group in its loss: "negatives", like the pairs of other
-            groups, "ignored", or "positives" (docs/losses.md section 8). Embeddings.group_id has the groups.
+        same_group: What the other pairs of an anchor's group are in the anchor's loss: "negatives" (as the pairs of
+            other groups are), "ignored" or "positives" (docs/losses.md section 8). Embeddings.group_id has the groups.
         options: See TiledLoss.
 
     Raises:
@@ -132,7 +132,7 @@ class GroupedLoss(TiledLoss):
 
 
 class Gathered:
-    """The columns of all ranks, gathered in one B x D tensor: the fastest way if that tensor fits in memory.
+    """The columns of all ranks, gathered in one B x D tensor. This is faster than Ring if the tensor fits in memory.
 
     The gradient of the columns, if needed, takes a second tensor of this size.
 
@@ -164,7 +164,7 @@ class Gathered:
         self.comm_dtype = comm_dtype
         self.keep = keep
         self.columns = self._gather(columns)
-        self.first = comm.rank(group) * len(columns)  # column of this rank's first pair
+        self.first = comm.rank(group) * len(columns)  # index of this rank's first column
         self.mine = slice(self.first, self.first + len(columns))
         self.own = self.columns[self.mine]
         self.kept: Tensor | None = None
@@ -215,8 +215,8 @@ class Gathered:
     ) -> tuple[Tensor | None, Tensor | None]:
         """Compute the gradients of this rank's rows and columns, without the contribution of the positive pairs.
 
-        softmax_gradient defines both gradients. The gradient of the rows sums over all columns, and the gradient of
-        the columns sums over the rows of all ranks.
+        softmax_gradient defines both gradients. The gradient of a row is a sum over all columns, and the gradient of a
+        column is a sum over the rows of all ranks.
 
         Args:
             rows: [b, D].
@@ -249,7 +249,10 @@ class Gathered:
         return comm.gather(sent, group=self.group) if comm.size(self.group) > 1 else sent
 
     def _gather_vector(self, own: Tensor) -> Tensor:
-        """Gather one number for each column of all ranks. If `own` is one expanded number, nothing is sent."""
+        """Gather one number for each column of all ranks.
+
+        If `own` is one number expanded to all columns, every rank has the same number, and nothing is sent.
+        """
         if own.stride(0) == 0:
             return own[:1].expand(len(self.columns))
         return comm.gather(own, group=self.group)
@@ -434,7 +437,7 @@ def pair_cosines(rows: Tensor, columns: Tensor, tiling: Tiling) -> Tensor:
         (tiling.factor(r).to(full) * tiling.factor(c)).sum(1, dtype=torch.float64)
         for r, c in row_chunks(rows, columns)
     ]
-    return torch.cat(cosines) if len(cosines) > 1 else cosines[0]  # saves a kernel launch
+    return torch.cat(cosines) if len(cosines) > 1 else cosines[0]  # cat takes a kernel launch
 
 
 def overflow_shift(rows: Tensor, columns: Tensor, scale: Tensor, group: Any) -> Tensor:
@@ -463,7 +466,7 @@ def shift_fits(shift: Tensor, *sums: Tensor, group: Any) -> bool:
     because the reciprocal of exp(-58), times Tiling.gain, is still within fp32.
     """
     lowest = torch.stack([x.min() for x in sums]).min()
-    # With a NaN, the comparison is False on every rank.
+    # If a sum is NaN, the comparison is False on every rank.
     return bool(-comm.all_reduce_max(-lowest, group) >= shift[0] - 58)
 
 

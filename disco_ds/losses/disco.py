@@ -15,11 +15,12 @@ from disco_ds.losses.base import Embeddings, Loss, LossOutput, global_metrics, r
 
 @register_loss("disco")
 class DisCoLoss(Loss):
-    """InfoNCE over the global batch, equal to `clip`.
+    """InfoNCE over the global batch, with the same value and gradient as the loss `clip`.
 
     It takes O(B^2 D / N) work and O(B^2 / N) memory on each rank. Source: DisCo-CLIP equations 3-7 and
-    Algorithm 1. The paper averages the gathered gradients over ranks. If the engine averaged them once more, only
-    1/N of the gradient would be left, so this loss sums them instead (docs/losses.md section 1).
+    Algorithm 1. The paper averages the gradients of gathered features over ranks. Here the engine averages
+    parameter gradients over ranks, and averaging twice would leave only 1/N of the gradient. So this loss sums the
+    gradients of gathered features instead (docs/losses.md section 1).
     The paper's all_reduce is a reduce_scatter here: a rank receives only the gradients of its own features.
     Collective in forward and backward: every rank must call this.
     """
@@ -34,8 +35,8 @@ class DisCoLoss(Loss):
         b, n = len(I_n), comm.rank(self.group)
         I_A = comm.gather(I_n, self.group)  # [B, D]
         T_A = comm.gather(T_n, self.group)
-        # As in Algorithm 1, take this rank's rows from the gathered matrix, so that the sum over ranks includes their
-        # gradient.
+        # As in Algorithm 1, take this rank's rows from the gathered matrix. The backward of gather sums gradients over
+        # ranks, and this way the sum includes the gradient of these rows.
         own = slice(n * b, (n + 1) * b)
         logits_image = s * (I_A[own] @ T_A.T)  # [b, B]
         logits_text = s * (T_A[own] @ I_A.T)

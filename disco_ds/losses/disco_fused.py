@@ -19,8 +19,8 @@ class DisCoFusedLoss(GroupedLoss):
 
     Texts are gathered once. Each rank computes one block of similarities, its own images against all texts, tile
     by tile. Sums over the block's rows give the image-to-text loss. Sums over its columns, completed by one
-    all_reduce of B numbers, give the text-to-image loss. A reduce_scatter returns the gradients of the texts to
-    their ranks. Memory: two B x D tensors and one tile. Source: docs/losses.md section 1.
+    all_reduce of B numbers, give the text-to-image loss. A reduce_scatter sends the gradient of each text back to the
+    rank that the text came from. Memory: two B x D tensors and one tile. Source: docs/losses.md section 1.
 
     Args:
         store: Keep the exponentials of the block (b x B in bf16) instead of recomputing them in

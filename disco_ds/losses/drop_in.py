@@ -22,12 +22,12 @@ class _DropIn(nn.Module):
     Args:
         rank: The expected rank in the process group. An error is raised if the actual rank differs. None: no check.
         world_size: The expected size of the process group, checked in the same way. None: no check.
-        options: Options of the loss (docs/losses.md), and
+        options: Options of the loss (docs/losses.md), and these:
             loss: name of the loss, as for build_loss;
             group: process group of torch.distributed, or of one dimension of a DeviceMesh; None:
                 all ranks;
-            check: before computing the loss, check that the features have the same shape on all ranks. This
-                costs one small collective, for which the host waits.
+            check: before computing the loss, check that all ranks pass features of the same shape, and the same
+                scale and bias. This costs one small collective, for which the host waits.
     """
 
     global_mean = False
@@ -63,10 +63,11 @@ class _DropIn(nn.Module):
 
         Returns:
             A 0-d loss, or {"contrastive_loss": loss} with output_dict. The mean of the loss over ranks is the
-            global mean loss. Its gradients, averaged over ranks, are the gradients of the global batch.
+            global mean loss. The gradients, averaged over ranks, are those of the global batch.
 
         Raises:
-            ValueError: On every rank, if the features of the ranks do not have the same shape.
+            ValueError: On every rank, if the ranks pass features of different shapes, different scales or biases, or
+                if only some pass group_id. Also, if `rank` or `world_size` is not the actual one.
         """
         scale = torch.as_tensor(logit_scale, device=image_features.device).reshape(1)
         if self.is_first:
@@ -89,7 +90,7 @@ class _DropIn(nn.Module):
         if any(x not in (None, y) for x, y in zip(self.expected, actual, strict=True)):
             raise ValueError(
                 f"{type(self).__name__} was given (rank, world_size) {self.expected}, but the "
-                f"process group has {actual}; initialize torch.distributed first, or omit both"
+                f"process group has {actual}; initialize torch.distributed first, or omit both arguments"
             )
 
 
@@ -98,8 +99,8 @@ class ClipLoss(_DropIn):
 
     In open_clip, local_loss, gather_with_grad and cache_labels select how the loss is computed, which also decides
     whether its gradient is exact. Here the gradient is always the exact gradient of the global batch. As in
-    open_clip, every rank returns the global mean loss, or with local_loss=True the mean over its own pairs. A
-    logit_bias has no effect, since it cancels in both softmaxes.
+    open_clip, every rank returns the global mean loss or, with local_loss=True, the mean over its own pairs. A
+    logit_bias has no effect, because it cancels in both softmaxes.
 
     >>> features = torch.eye(4, 8)
     >>> loss = ClipLoss()(features, features, torch.tensor(5.0), output_dict=True)
@@ -119,7 +120,7 @@ class ClipLoss(_DropIn):
     ):
         if use_horovod:
             raise ValueError(
-                "use_horovod=True: Horovod is not supported; start with torchrun or deepspeed"
+                "use_horovod=True: Horovod is not supported; start the ranks with torchrun or deepspeed"
             )
         super().__init__(rank, world_size, {"loss": "disco_fused"} | options)
         self.global_mean = not local_loss

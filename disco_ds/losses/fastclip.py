@@ -1,8 +1,8 @@
 """FastCLIP and related losses, which keep an estimate of each sample's softmax denominator between batches.
 
 The six losses are presets of one loss and differ in objective and temperature. The tiles are computed as in
-`disco_fused`, but the vectors of sums and weights differ. Source: FastCLIP (arXiv 2407.01445), docs/losses.md
-section 6.
+`disco_fused`, but the loss and its gradient are computed from the row and column sums by other formulas. Source:
+FastCLIP (arXiv 2407.01445), docs/losses.md section 6.
 """
 
 # b local batch, B global = N b, D width, N ranks; h_ij = <I_i, T_j> - <I_i, T_i>; tau = 1 / scale
@@ -134,7 +134,9 @@ class FastCLIPLoss(TiledLoss):
         """Compute the loss and stage the new state of the batch's samples. Collective."""
         state = self._state()
         if embeddings.index is None:
-            raise ValueError(f"{type(self).__name__} needs sample ids: Embeddings(..., index=[b])")
+            raise ValueError(
+                f"{type(self).__name__} needs sample ids: pass Embeddings(..., index=ids)"
+            )
         b = len(embeddings.image)
         if b * comm.size(self.group) < 2:
             raise ValueError(
@@ -172,7 +174,7 @@ class FastCLIPLoss(TiledLoss):
         return self._state().state_dict()
 
     def load_state_parts(self, parts: Sequence[dict[str, Any]]) -> None:
-        """Restore the per-sample state that any number of ranks saved."""
+        """Restore the per-sample state from a checkpoint, which may come from a different number of ranks."""
         self._state().load_parts(parts)
 
     def _state(self) -> SampleState:
@@ -184,7 +186,7 @@ class FastCLIPLoss(TiledLoss):
 
 
 class _FastCLIP(torch.autograd.Function):
-    """The loss as a function of rows, columns and tau: [1] (one temperature) or [2, b] (one per anchor), float64."""
+    """The loss as a function of rows, columns and tau. tau is float64: [1], or [2, b] with a temperature per anchor."""
 
     @staticmethod
     def forward(
@@ -205,8 +207,8 @@ class _FastCLIP(torch.autograd.Function):
         scales = tau.reciprocal().expand(2, b)
         shift = overflow_shift(rows, columns, scales[0, :1], group) if len(tau) == 1 else None
         sums = cross.sums(rows, scales, shift, loss.accuracy)
-        # With a common shift, a row underflows if all its similarities are far below the largest one of the batch.
-        # In that case, subtract a separate maximum in each sum.
+        # With a common shift, the sum of a row underflows if all its similarities are far below the largest similarity
+        # of the batch. In that case, subtract a separate maximum in each sum.
         if shift is not None and not shift_fits(shift, sums.rows, sums.columns, group=group):
             shift = None
             sums = cross.sums(rows, scales, shift, loss.accuracy)
@@ -219,7 +221,7 @@ class _FastCLIP(torch.autograd.Function):
         log_kept = math.log1p(-gamma) if gamma < 1 else -math.inf
         updated = torch.logaddexp(log_u + log_kept, log_g + math.log(gamma))
         log_u = torch.where(log_u == -math.inf, log_g, updated)
-        # log(eps + u), which is a constant in the gradient.
+        # log_sum is log(eps + u). The gradient treats it as a constant.
         log_eps = math.log(loss.eps) if loss.eps else -math.inf
         log_sum = torch.logaddexp(log_u, torch.full_like(log_u, log_eps))
         # The weight of entry (i, j), exp(logit_ij - shift_i), is the contribution of j to gamma g_i / (eps + u_i).

@@ -41,8 +41,8 @@ def infonce(
         make_blocks: Builds the object that compares this rank's rows with the columns of all ranks.
         loss: Provides the tiling, the comm dtype and the process group.
         shared: True for NT-Xent. Image and text are then two views of the same image, and the denominator of a
-            view contains all other views of both kinds. The gradient that backward receives for the loss must be
-            the same on every rank, as it is if the shares are averaged over ranks.
+            view contains all other views, both first and second views. The gradient that backward receives for the
+            loss must be the same on every rank. This is the case if the shares are averaged over ranks.
 
     Source: docs/losses.md sections 1 and 2.
     """
@@ -83,8 +83,7 @@ class _InfoNCE(torch.autograd.Function):
         if not shift_fits(shift, *with_pairs, group=group):
             ctx.shift = None
             sums = _sums(cross, same, rows, columns, scales, None, loss.accuracy)
-        # Compute -log(pair / (pair + others)) as log1p(others / pair), which keeps its precision when the others
-        # are small.
+        # Compute -log(pair / (pair + others)) as log1p(others / pair), which stays precise when `others` is small.
         zero = torch.zeros_like(x)
         per_pair = torch.logaddexp(zero, sums.rows - x) + torch.logaddexp(zero, sums.columns - x)
         ctx.cross = cross
@@ -94,7 +93,7 @@ class _InfoNCE(torch.autograd.Function):
         ctx.share = share = None if groups is None else groups.share
         if share is not None and sums.positives is not None:
             # The target is uniform over the group, so the mean of the group's logits replaces the pair's logit. Summed
-            # over all anchors, the difference is the same in both directions.
+            # over all anchors, this change is the same in both directions, so compute it for the rows and double it.
             per_pair += 2 * (x * (1 - share) - share * sums.positives)
         hits = count_hits(sums.rows_max, x), count_hits(sums.columns_max, x)
         ctx.mark_non_differentiable(*hits)
@@ -108,13 +107,13 @@ class _InfoNCE(torch.autograd.Function):
         lse = torch.logaddexp(others, x)
         scales = scale.double().expand(2, len(x))
         # The gradient of the scale is <rows, gradient of rows> / s, and also <columns, gradient of columns> / s, so
-        # the gradient of one side is enough.
+        # the gradient of one side is enough. With shared denominators, the scale's gradient is the mean of the two.
         shared = bool(ctx.same)
         needed = needs_rows or needs_scale, needs_columns or (needs_scale and shared)
         d_rows, d_columns = ctx.cross.gradient(rows, scales, lse, ctx.shift, *needed)
         if shared:
-            # In a block that compares views with themselves, each view is an anchor and also a negative of other
-            # views. The gradient of the block's rows includes both parts.
+            # In a block that compares rows with rows, or columns with columns, each view is an anchor and also a
+            # negative of other views. The gradient of the block's rows includes both contributions.
             sides = zip(ctx.same, (rows, columns), lse, (d_rows, d_columns), strict=True)
             for block, views, shifts, total in sides:
                 shifts = shifts.expand(2, -1)
@@ -123,7 +122,7 @@ class _InfoNCE(torch.autograd.Function):
         # in its row and in its column.
         pairs = -(others - lse).exp().sum(0)
         if ctx.share is not None:
-            pairs += 2 * (1 - ctx.share)  # in a group, P + Q - 2 / size
+            pairs += 2 * (1 - ctx.share)  # for a pair in a group, the weight is P + Q - 2 / size
         factor = upstream * scale / (2 * len(x))
         add_pairs(d_rows, columns, pairs, factor, ctx.tiling)
         add_pairs(d_columns, rows, pairs, factor, ctx.tiling)

@@ -15,7 +15,7 @@ from disco_ds.distributed import comm
 NORM_TOLERANCE = 0.02
 """A feature's norm may deviate from 1 by this much without a warning; rounding to bf16 causes up to 0.004."""
 LARGEST_LOG = math.log(100.0) + 1e-3
-"""Logarithm of CLIP's largest logit scale, 100. A logit scale up to this value is probably still a logarithm."""
+"""Logarithm of CLIP's largest logit scale, 100. A logit scale up to this value is probably a logarithm by mistake."""
 
 
 def check_alike(
@@ -36,12 +36,12 @@ def check_alike(
         text: Text features.
         scale: 0-d or [1], the logit scale.
         bias: 0-d or [1], the logit bias. None counts as 0.
-        group_id: Group ids. Only whether they are given is compared.
+        group_id: Group ids. Their values are not compared, only whether all ranks or none pass them.
         group: The process group; None: all ranks.
         step: Number of steps that this rank has taken.
 
     Raises:
-        ValueError: On every rank, if ranks differ or features are not [b, D].
+        ValueError: On every rank, if the steps or inputs of the ranks differ, or if features are not [b, D].
     """
     if comm.size(group) == 1:
         return
@@ -55,15 +55,15 @@ def check_alike(
     *least, all_have_ids, scale_least, bias_least = [-x for x in least]
     if most[4] != least[4]:
         raise ValueError(
-            f"rank {comm.rank(group)} is at step {step}, but the ranks are at steps {least[4]:g} to "
+            f"rank {comm.rank(group)} is at step {step}, but the steps of all ranks range from {least[4]:g} to "
             f"{most[4]:g}: a rank has skipped a step; every rank must take every step"
         )
     if -1 in mine or most != least:
         lower, upper = ([int(x) for x in shapes[:4]] for shapes in (least, most))
         raise ValueError(
             f"features of rank {comm.rank(group)} have the shapes {tuple(image.shape)} and "
-            f"{tuple(text.shape)}, but all ranks need the same [b, D]; the shapes of the ranks "
-            f"range from {lower} to {upper}; drop the last uneven batch (drop_last=True)"
+            f"{tuple(text.shape)}, but all ranks need the same [b, D]; the ranks' image and text "
+            f"shapes, joined, range from {lower} to {upper}; drop the last uneven batch (drop_last=True)"
         )
     if has_ids != all_have_ids:
         raise ValueError(
@@ -91,8 +91,8 @@ def warn_of_unusual(image: Tensor, text: Tensor, scale: Tensor, group: Any = Non
         if worst > NORM_TOLERANCE:
             unit = False
             warn(
-                f"{name} features are not normalized: a norm is {worst:.2f} away from 1, and the "
-                "loss depends on it; normalize them with F.normalize(features, dim=-1)"
+                f"{name} features are not normalized, and the loss depends on their norms: the norm of a row is "
+                f"{worst:.2f} away from 1; normalize them with F.normalize(features, dim=-1)"
             )
     if unit and scale.item() <= LARGEST_LOG:
         warn(

@@ -1,4 +1,4 @@
-"""NT-Xent, the self-supervised loss of SimCLR: two views of each image, compared with the views of all others."""
+"""NT-Xent, the self-supervised loss of SimCLR: two views of each image, compared with the views of all other images."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ BETA2 = 0.999
 EPS = 1e-8
 """Adam's epsilon."""
 CLAMP = 5.0
-"""Largest absolute value of a temperature's gradient."""
+"""A temperature's gradient is clamped to at most this absolute value."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class TauStep:
 
 
 class SampleState:
-    """log u for each side of every sample, and if `step` is given, a temperature for each side.
+    """log u for each side of every sample. If `step` is given, also a temperature for each side.
 
     Args:
         num_samples: Number of samples in the data; ids are below this number.
@@ -58,7 +58,7 @@ class SampleState:
         self.step = step
         self.group = group
         self.samples = 0
-        """Samples committed so far."""
+        """Number of samples in all batches committed so far, counting repetitions."""
         device = comm.local_device() if memory == "device" else torch.device("cpu")
         num_own = len(range(comm.rank(group), num_samples, comm.size(group)))
         never_seen = torch.full((num_own, 2), -math.inf, dtype=torch.float64, device=device)
@@ -76,7 +76,7 @@ class SampleState:
         self._staged: dict[str, Tensor] = {}
 
     def fetch(self, index: Tensor) -> dict[str, Tensor]:
-        """Fetch log_u and tau of these samples and discard all staged values. Collective.
+        """Fetch log_u and, if it is stored, tau of these samples. Discard all staged values. Collective.
 
         Args:
             index: [b] int64 ids.
@@ -122,7 +122,7 @@ class SampleState:
         staged = {name: value[mine].to(slots.device) for name, value in self._staged.items()}
         zeros = self.values["log_u"].new_zeros(len(unique), 2)
         log_u = staged["log_u"]
-        # Compute the mean of u from logarithms. Subtract each sample's largest one, so that exp does not overflow.
+        # Compute the mean of u from logarithms. Subtract each sample's largest log u, so that exp does not overflow.
         top = (zeros - math.inf).scatter_reduce_(0, where, log_u, "amax")
         total = zeros.scatter_add(0, where, (log_u - top[inverse]).exp())
         self.values["log_u"][unique] = top + (total / counts).log()
@@ -156,7 +156,7 @@ class SampleState:
         """Find the gathered ids that this rank owns.
 
         Returns:
-            A mask of the gathered ids, [B] bool, and the indices of the owned ones into `values`.
+            A mask of the gathered ids, [B] bool, and the indices of the owned samples in `values`.
         """
         assert self._ids is not None
         N = comm.size(self.group)
@@ -178,15 +178,15 @@ class SampleState:
         """
         N, n, M = comm.size(self.group), comm.rank(self.group), len(parts)
         # When the state was saved, rank m of M owned the ids m, m + M, m + 2M and so on. Now this rank owns the ids
-        # with id % N == n. Rank m had some of these only if m and n are equal modulo the greatest common divisor of
-        # M and N. Parts without any of these ids are not read.
+        # with id % N == n. Rank m owned some of this rank's ids only if m and n are equal modulo the greatest common
+        # divisor of M and N. Parts without any of this rank's ids are not read.
         step = math.gcd(M, N)
         for m in range(n % step, M, step):
             part = parts[m]
             if part.get("values", {}).keys() != self.values.keys():
                 raise ValueError(
-                    f"the loss in the checkpoint does not have {', '.join(self.values)} per sample "
-                    f"in the part of rank {m}; resume with the loss that the run started with"
+                    f"the checkpoint does not have {', '.join(self.values)} as the values of the samples "
+                    f"of rank {m}; resume with the loss that the run started with"
                 )
             if part["num_samples"] != self.num_samples:
                 raise ValueError(

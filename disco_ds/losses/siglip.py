@@ -30,7 +30,7 @@ from disco_ds.losses.kernels import Block, Groups, sigmoid_block
 class SigLIPLoss(GroupedLoss):
     """-1/B sum_ij log sigmoid(y_ij z_ij) over the global batch; scale and bias are learned.
 
-    Texts travel around the ring only once, because each tile gives the loss and the gradient at the same time, so
+    Each tile gives the loss and the gradient at the same time. Texts therefore travel around the ring only once, and
     no similarity is computed twice. Memory: four b x D blocks and one tile. Source: docs/losses.md section 5;
     SigLIP (arXiv 2303.15343).
 
@@ -45,8 +45,8 @@ class SigLIPLoss(GroupedLoss):
     def initial_bias(self, global_batch: int) -> float:
         """Return -log(B - 1), so that the negatives of a sample together have as large a gradient as its positive.
 
-        The -10 of the SigLIP paper suits its batch of 32k. In a batch of 1M, the negatives would have 45 times the
-        gradient of the positive. Source: open_clip issue 650.
+        The SigLIP paper's initial bias of -10 suits its batch size of 32k. With the same bias and a batch of 1M, the
+        negatives would have 45 times the gradient of the positive. Source: open_clip issue 650.
         """
         return -math.log(max(global_batch - 1, 1))
 
@@ -54,8 +54,8 @@ class SigLIPLoss(GroupedLoss):
         """Compute the loss with columns on a ring. Collective."""
         if embeddings.bias is None:
             raise ValueError(
-                "siglip needs a bias: pass Embeddings(..., bias=[1]), or return logit_bias as the "
-                "fourth value of the forward passed to contrastive_step"
+                "siglip needs a bias: pass a tensor of shape [1] as Embeddings(..., bias=...), or return "
+                "logit_bias as the fourth value of the forward passed to contrastive_step"
             )
         groups, metrics = self.find_groups(embeddings)
         rows, columns, swap = assign_sides(embeddings)
@@ -141,7 +141,7 @@ class _SigLIP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        # Drop the references of ctx to the gradients, so that autograd uses these tensors instead of copying them.
+        # Drop ctx's references to the gradients, so that autograd uses these tensors instead of copying them.
         gradients, ctx.gradients = ctx.gradients, ()
         gradients = [
             None if gradient is None or not needed else gradient.mul_(upstream)

@@ -1,19 +1,19 @@
 """Detect loss and gradient-norm spikes, a logit scale at its bound, and feature collapse.
 
-The rules use only numbers that are equal on all ranks, plus a state that checkpoints save.
+The rules use only numbers that are equal on all ranks, and a state that is saved in checkpoints.
 Rationale:
 - Spikes. PaLM (Chowdhery et al. 2022, section 5.1) had about twenty loss spikes in spite of
   gradient clipping. It restarted from a checkpoint about 100 steps before each spike and skipped
-  200 to 500 batches; the same batches caused no spike elsewhere in the run. In CLIP training, loss
-  spikes follow within 8 steps after gradients that AdamW's second moment underestimates (Wortsman
-  et al. 2023, arXiv 2304.13013), so the gradient norm may warn earlier. The rules use median and
-  MAD (median absolute deviation) instead of mean and standard deviation because outliers hardly
-  move them (Leys et al. 2013). Our own choices are the window, the thresholds, and taking the MAD
-  of the changes between steps, so that a steadily falling loss does not count as noise. The
-  bundled quickstart stays below all thresholds.
+  200 to 500 batches; the same batches caused no spike elsewhere in the run. In CLIP training, a
+  loss spike follows up to 8 steps after gradients that are too large for AdamW's estimate of the
+  second moment (Wortsman et al. 2023, arXiv 2304.13013), so the gradient norm may show it earlier.
+  The rules use median and MAD (median absolute deviation) instead of mean and standard deviation
+  because outliers hardly move them (Leys et al. 2013). Our own choices are the window, the
+  thresholds, and taking the MAD of the changes between steps, so that a steadily falling loss does
+  not count as noise. The bundled quickstart stays below all thresholds.
 - Logit scale. CLIP (Radford et al. 2021, section 2.5) limits it to 100 because training was
-  unstable otherwise. At the bound the temperature no longer learns: this is normal late in a run
-  and a warning sign early.
+  unstable otherwise. A scale at its bound cannot grow further: this is normal late in a run and a
+  warning sign early.
 - Collapse. All features point in one direction, or they occupy few dimensions (Jing et al. 2022,
   arXiv 2110.09348). The mean cosine between samples shows the first case. The effective rank shows
   both: it is exp of the entropy of the normalized singular values (Roy and Vetterli 2007), and
@@ -54,27 +54,28 @@ MIN_LOSS_RISE = 0.1
 MIN_NORM_FACTOR = 4.0
 """A gradient-norm spike is at least this multiple of the median."""
 AT_BOUND = 0.98
-"""The scale counts as being at its bound from this fraction of the bound.
+"""The scale counts as being at its bound if it is at least this fraction of the bound.
 
-It is below 1 because bf16 weights round the log of the scale, so that a bound of 100 becomes 98.9.
+The fraction is below 1 because bf16 rounds the log of the scale: a bound of 100 becomes 98.9.
 """
 TINY = 1e-30
 """Replaces a gradient norm of 0, which has no logarithm."""
 COLLAPSED = 0.5
-"""Features have collapsed below this fraction of the run's best spread or effective rank."""
+"""Features count as collapsed if their spread (1 - mean cosine) or effective rank is below this fraction of its best
+value in the run."""
 logger = logging.getLogger(__name__)
 
 
 class AnomalyDetector:
     """Checks the loss and the gradient norm of every step, and the features of every log record.
 
-    The state is equal on all ranks. Only rank 0 writes.
+    The state is equal on all ranks. Only rank 0 logs warnings.
 
     Args:
         note: Writes values of a step; see MetricsLogger.note.
         skip: Whether batches that cause a spike are skipped.
         max_scale: Bound of the logit scale; None if the scale is not learned.
-        warmup_steps: Records up to this step are not checked for collapse.
+        warmup_steps: Records up to this step, or up to step WINDOW if that is later, are not checked for collapse.
         state: State from a checkpoint, or None.
     """
 
@@ -94,7 +95,7 @@ class AnomalyDetector:
         self.recent = {name: deque(values, WINDOW) for name, values in state["recent"].items()}
         self.best: dict[str, float] = dict(state["best"])
         self.known = set(state["known"])
-        """Anomalies that were present at the last check and are not reported again."""
+        """Anomalies that were present at the last check; see _update."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values, which JSON stores exactly."""
@@ -104,12 +105,12 @@ class AnomalyDetector:
     def check_spike(self, name: str, step: int, value: float) -> bool:
         """Check the loss or gradient norm of one batch.
 
-        Spikes enter the window too. A level that fills half of the window is no longer a spike, so
-        a run never skips batches forever.
+        The value of a spike is added to the window too. If values stay high, they stop counting as
+        spikes once they fill half of the window, so a run never skips batches forever.
 
         Args:
             name: "loss" or "grad_norm".
-            step: Number of the step, for the message.
+            step: The step to report.
             value: The new value.
 
         Returns:
@@ -133,8 +134,8 @@ class AnomalyDetector:
 
         Collective if batches that cause a spike are skipped.
         """
-        # Ranks sum the norm in different orders. Near the threshold they must still agree on
-        # whether to skip the batch, so they all check the maximum.
+        # The norm may differ slightly between ranks, which sum it in different orders. All ranks
+        # check the maximum, so that they agree on whether to skip the batch.
         value = (comm.all_reduce_max(norm) if self.skip else norm).item()
         return math.isfinite(value) and self.check_spike("grad_norm", step, value)
 
@@ -188,7 +189,7 @@ def is_spike(value: float, recent: Sequence[float], by_factor: bool) -> bool:
     Args:
         value: The new value.
         recent: The values of consecutive previous steps.
-        by_factor: Compare logarithms, because the noise of a gradient norm is multiplicative.
+        by_factor: Whether to compare logarithms. Use this for gradient norms, whose noise is multiplicative.
     """
     if len(recent) < MIN_HISTORY:
         return False
@@ -207,14 +208,14 @@ def is_spike(value: float, recent: Sequence[float], by_factor: bool) -> bool:
 
 
 def features_spread(image: Tensor, text: Tensor) -> dict[str, Tensor]:
-    """Compute the mean cosine between samples and the effective rank of image and text features.
+    """Compute the mean cosine between samples and the effective rank, for image features and for text features.
 
-    Collective: every rank must call this. All ranks together contribute SAMPLE rows, which are the
-    first rows of the global batch at any number of ranks.
+    Collective: every rank must call this. All ranks together contribute SAMPLE rows. These are the
+    first rows of the global batch, for any number of ranks.
 
     Args:
-        image: Unit rows of this rank, SAMPLE of them or all if there are fewer.
-        text: Unit rows of this rank; the same number of rows as image.
+        image: This rank's first SAMPLE unit rows, or all of them if there are fewer.
+        text: The text features of the same samples, unit rows.
 
     Returns:
         `image_cosine`, `image_rank`, `text_cosine` and `text_rank`, 0-d, the same on every rank.

@@ -1,4 +1,4 @@
-"""Log records of a run: progress lines, metrics.jsonl, and the monitors of DeepSpeed.
+"""Logger of a run. It writes progress lines, metrics.jsonl, and points for DeepSpeed's monitors.
 
 step_metrics.py defines the content of a record. Reductions over ranks are collective; only rank 0
 writes.
@@ -33,13 +33,15 @@ WriteEvents = Callable[[list[tuple[str, float, int]]], None]
 class MetricsLogger:
     """Measures the time between log points and writes one record at each.
 
-    Collective: every rank must create one. Records after the checkpoint at schedule.first_step are removed.
+    Collective: every rank must create one. When a run is resumed, the records after its checkpoint, which is at
+    schedule.first_step, are removed.
     If the disk is full, TensorBoard loses points, records wait in the file's buffer until there is
     space, and the run continues.
 
     Args:
         folder: The run folder.
-        writers: TensorBoard and the other monitors of the ds_config, by name for messages.
+        writers: Functions that write to TensorBoard and the other monitors of the ds_config, keyed by the name
+            that messages use.
         schedule: Converts steps to samples.
         peak_samples_per_s: See Interval.
         num_samples: Samples per epoch; if None, records contain no epoch.
@@ -125,7 +127,7 @@ class MetricsLogger:
         """On rank 0, write values that are not part of a step's record, such as the results of an evaluation."""
         if self.file is not None and values:
             if step == self.schedule.first_step:
-                # A resumed run may repeat the evaluation at its checkpoint, so remove the results of the first time.
+                # A resumed run may repeat the evaluation at its checkpoint, so remove its earlier results.
                 self.close()
                 _keep(self.path, lambda record: record["step"] < step or not record.keys() & values)
                 self.file = self.path.open("ab", buffering=BUFFER_BYTES)

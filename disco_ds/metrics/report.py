@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 REPORT = "report.png"
 EXAMPLES = "examples.npz"
 NUM_MEANS = 40
-"""Number of means drawn over a long curve, which is one with at least twice as many points."""
+"""Number of means drawn over a long curve. A curve is long if it has at least twice this many points."""
 _MAX_LETTERS = 28
 """Maximum number of characters of a label; longer labels are cut."""
 STYLE: list[Any] = [
@@ -40,7 +40,7 @@ STYLE: list[Any] = [
     {"font.size": 9, "text.parse_math": False},  # labels may contain dollar signs
 ]
 Curves = dict[str, list[tuple[float, float]]]
-"""Name -> (samples, value)."""
+"""Name -> points (samples, value)."""
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ def read_curves(records: Sequence[dict[str, Any]]) -> Curves:
 
 
 def read_batches(records: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
-    """For each logged step, return the samples seen so far and the mean batch since the previous logged step."""
+    """For each logged step, return the samples seen so far and the mean batch size since the previous one."""
     batches = []
     step = samples = 0
     for record in records:
@@ -162,19 +162,19 @@ def draw_report(
 
 
 def draw_loss(axes: Axes, curves: Curves, batches: Sequence[tuple[int, int]]) -> None:
-    """Draw the training loss, and the loss of a random guess."""
+    """Draw the training loss, and the softmax loss of a random guess as a dashed line."""
     draw_curve(axes, curves, "loss", "training loss")
     if batches and batches[-1][1] > 1:
         seen, sizes = zip(*batches, strict=True)
         chance = [math.log(max(size, 1)) for size in sizes]
-        label = f"guessing among {sizes[-1]:,} by softmax: {chance[-1]:.2f}"
+        label = f"softmax loss of a random guess among {sizes[-1]:,}: {chance[-1]:.2f}"
         style: dict[str, Any] = {"color": "gray", "linestyle": "--", "drawstyle": "steps-pre"}
         axes.plot((0, *seen), (chance[0], *chance), linewidth=1, label=label, **style)
     finish_axes(axes, "loss")
 
 
 def draw_accuracy(axes: Axes, curves: Curves) -> None:
-    """Draw the accuracy in the batch, and the zero-shot accuracy of every set with chance as a dashed line."""
+    """Draw the in-batch accuracies and each set's zero-shot accuracy. A dashed line marks each set's chance level."""
     from matplotlib.ticker import PercentFormatter
 
     draw_curve(axes, curves, "i2t_accuracy", "in the batch, image to text")

@@ -17,12 +17,12 @@ from disco_ds.distributed import comm
 
 @dataclass(frozen=True)
 class LogPoint:
-    """What this rank knows about a logged step once the step is done."""
+    """What this rank knows about a logged step after the step."""
 
     step: int
     """Number of completed optimizer steps."""
     metrics: Mapping[str, Tensor]
-    """LossOutput.metrics and anomalies.features_spread: each 0-d, the same on every rank."""
+    """The values of LossOutput.metrics and of anomalies.features_spread, each 0-d and the same on every rank."""
     scale: Tensor
     """[1], the scale that the loss was computed with."""
     lr: float
@@ -35,7 +35,7 @@ class LogPoint:
     broken: int = 0
     """Number of broken samples that this rank has skipped so far."""
     dropped: int = 0
-    """Number of samples that the recipe made this rank leave out so far."""
+    """Number of samples that data.filter, data.uids or data.stages have excluded on this rank so far."""
     skipped: int = 0
     """Number of batches that all ranks have skipped so far."""
     model: nn.Module | None = None
@@ -66,9 +66,9 @@ class Metric:
     value: Callable[[LogPoint, Interval], Any] | None = None
     """Computes the metric on this rank; None if the metric is an entry of LogPoint.metrics."""
     over_ranks: Literal["same", "sum", "max"] = "same"
-    """Reduction over ranks: "same" for equal values, "sum" or "max"."""
+    """Reduction over ranks: "sum", "max", or "same" for a value that is equal on all ranks."""
     show: Callable[[Any], str] | None = None
-    """Formats the metric for the progress line, possibly as an empty string; None: not shown."""
+    """Formats the metric for the progress line, possibly as an empty string; None if it is not shown."""
     curve: str = ""
     """Label of the metric's panel in report.png; empty: no panel.
 

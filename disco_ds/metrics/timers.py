@@ -1,8 +1,8 @@
 """Measure time and memory of a step's phases, on logged steps only.
 
-These are the columns of Table 4 in the DisCo-CLIP paper, plus numbers that reveal a slow rank. On a GPU the
-times come from events. They are read when the step is logged, because the host waits for the device
-then anyway. On a CPU the times come from the clock.
+The measurements are the columns of Table 4 in the DisCo-CLIP paper, plus numbers that reveal a slow rank. On a
+GPU the times come from events. They are read when the step is logged, because logging waits for the device
+anyway. On a CPU the times come from the clock.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class Phases:
 
     def __init__(self) -> None:
         self.peak_bytes = 0
-        """Highest memory of the accelerator so far; without one, of this process."""
+        """Highest memory use of the accelerator so far, or of this process if there is no accelerator."""
         self._spans: list[tuple[str, Any, Any, int]] = []
 
     def timer(self, sampled: bool) -> Timer:
-        """Return a context manager for the phases of the next step; it measures if `sampled`."""
+        """Return the timer for the phases of the next step. It measures them only if `sampled`."""
         self._spans.clear()
         return self._measure if sampled else record_function
 
     def note_peak(self) -> int:
-        """Return the highest memory since the last reset, in bytes, and update peak_bytes."""
+        """Return the highest memory use since the last reset, in bytes, and update peak_bytes."""
         if _on_cpu():
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         else:
@@ -70,7 +70,7 @@ class Phases:
             time/...: Seconds, mean over ranks, so that the phases add up to the step.
             memory/...: Bytes, maximum over ranks.
             ranks/slowest: The rank that arrived last at the first collective.
-            ranks/slowest_s, ranks/median_s: Seconds until its arrival, and the median of all ranks.
+            ranks/slowest_s, ranks/median_s: Seconds until that rank arrived, and the median over all ranks.
         """
         if not self._spans:
             return {}

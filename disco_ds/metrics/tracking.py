@@ -1,8 +1,8 @@
 """Log a run to Weights & Biases: settings, points, images and its final state.
 
 This module replaces DeepSpeed's W&B monitor, which knows neither the settings nor the id of a run. W&B also drops
-the monitor's points when a resumed run repeats steps. Only rank 0 talks to W&B. An error after the
-start may lose points but never stops the run. The package wandb is imported only if a run asks for it.
+the monitor's points when a resumed run repeats steps. Only rank 0 talks to W&B. After the start,
+an error may cost points, but it never stops the run. The package wandb is imported only if a run asks for it.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class WandbRun:
         self.run: Any = run
 
     def write_events(self, events: Sequence[tuple[str, float, int]]) -> None:
-        """Log points, each a (name, value, samples), as DeepSpeed's monitors do."""
+        """Log points (name, value, samples). DeepSpeed's monitors have the same method."""
         if events:
             values = {name: value for name, value, _ in events}
             self.run.log({"samples": events[0][2], **values})

@@ -1,1 +1,1 @@
-"""The model that a run trains, the parameter groups of its optimizer, and its cost on a GPU."""
+"""The model that a run trains, the parameter groups of its optimizer, its operation count, and the known GPUs."""

@@ -45,7 +45,10 @@ from disco_ds.names import did_you_mean, load_custom
 logger = logging.getLogger(__name__)
 
 Features = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]
-"""(image [b, D], text [b, D], scale [1], bias [1]) in fp32, None if not computed. Image and text rows have norm 1."""
+"""(image [b, D], text [b, D], scale [1], bias [1]) in fp32; image and text rows have norm 1.
+
+What was not computed is None, and so is the bias of a model without one.
+"""
 
 
 def build_model(
@@ -63,7 +66,7 @@ def build_model(
     Args:
         settings: The model settings of the recipe.
         initial_scale: exp of the initial logit_scale.
-        initial_bias: None for a model without a bias.
+        initial_bias: Initial logit_bias. None: the model has no bias.
         learns_scale: Whether the logit scale is trained.
         pretrained: Whether to load the weights that the settings name. If False, the weights are random, and the
             caller must replace them.
@@ -82,8 +85,8 @@ def build_model(
     if settings.activation_checkpointing:
         model.set_grad_checkpointing(True)
     model.two_views = settings.two_views
-    # ZeRO 3 gathers the direct parameters of a module around its forward: a wrapper around
-    # open_clip's module would find logit_scale, text_projection and positional_embedding empty.
+    # ZeRO 3 gathers a module's direct parameters only while the forward of that module runs. In the forward of a
+    # wrapper, logit_scale, text_projection and positional_embedding of open_clip's module would be empty.
     model.forward = types.MethodType(forward, model)
     if settings.compile is True:
         compile_towers(model, settings)
@@ -94,8 +97,8 @@ def build_model(
 def compile_towers(model: Any, settings: ModelSettings) -> None:
     """Apply torch.compile to both towers in place. The names of parameters do not change.
 
-    Random numbers come from torch's generators, whose states GradAccum restores, and not from Triton: since torch 2.13,
-    dropout in a compiled kernel may be wrong on CUDA (pytorch issue 198333).
+    The compiled code draws random numbers from torch's generators, whose states GradAccum restores. It does not draw
+    them in Triton kernels: since torch 2.13, dropout in a compiled kernel may be wrong on CUDA (pytorch issue 198333).
     """
     for tower in (model.visual, model.text if settings.factory else _text_tower(model).transformer):
         tower.compile(options={"fallback_random": True})
@@ -162,7 +165,7 @@ def _create(
             "CLIP models; choose another model.name"
         )
     if not learns_scale:
-        # The loss sets its constant temperature. The weights may have another scale.
+        # The temperature is a constant of the loss, but the weights may have another scale.
         nn.init.constant_(model.logit_scale, math.log(initial_scale))
     if initial_bias is None:
         model.logit_bias = None
@@ -220,11 +223,12 @@ def forward(model: Any, image: Tensor | None = None, text: Tensor | None = None)
     Args:
         model: A model from build_model.
         image: [b, 3, H, W], uint8, or floating point in [0, 1].
-        text: [b, L] int64 tokens; with two views per image, the second views, with the shape and dtype of `image`.
+        text: [b, L] int64 tokens. For a model with two views per image: the second views, with the shape and dtype of
+            `image`.
 
     Returns:
-        Features. The scale, exp(logit_scale), is always included, so that a loss can keep every parameter in every
-        graph.
+        Features. The scale, exp(logit_scale), is always included, because at ZeRO 3 the graph of every micro-batch must
+        contain every trained parameter (training/grad_accum.py).
     """
     image_features = text_features = bias = None
     if image is not None:
@@ -247,8 +251,8 @@ def _normalize(model: Any, image: Tensor) -> Tensor:
     dtype = model.logit_scale.dtype
     if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
-    # Convolutions on GPUs run faster on channels_last. On a CPU they do not, and oneDNN 3.12 corrupts memory in the
-    # backward of some 1x1 convolutions of such images (oneDNN issue 6035), as in MobileCLIP.
+    # On a GPU, convolutions run faster on channels_last. On a CPU they do not, and oneDNN 3.12 corrupts memory in the
+    # backward of some 1x1 convolutions of such images, for example in MobileCLIP (oneDNN issue 6035).
     is_cpu = device.type == "cpu"
     layout = torch.contiguous_format if is_cpu else torch.channels_last
     out = torch.empty(image.shape, dtype=dtype, device=device, memory_format=layout)
@@ -337,7 +341,7 @@ def build_tokenizer(settings: ModelSettings, model: nn.Module) -> Any:
     if getattr(tokenizer, "vocab_size", 0) > vocab_size:
         raise ValueError(
             f"model {settings.name}: text_cfg.vocab_size {vocab_size} is smaller than the "
-            f"{tokenizer.vocab_size} tokens of its tokenizer; raise it, or choose another tokenizer"
+            f"{tokenizer.vocab_size} tokens of its tokenizer; increase it, or choose another tokenizer"
         )
     return tokenizer
 
@@ -346,7 +350,8 @@ def register_config(name: str) -> str:
     """Return the model's name in open_clip. If `name` is a config file or a folder, register its model first.
 
     Raises:
-        ValueError: If the name is not a model of open_clip or disco_ds and not an existing file or folder.
+        ValueError: If the name is neither a model of open_clip or disco_ds nor an existing file or folder, or if the
+            file is malformed.
     """
     if (Path(name) / CONFIG).is_file():
         # Do not use the folder's name: if a name contains "siglip", open_clip chooses another tokenizer.
@@ -391,7 +396,8 @@ def _lock(model: Any, settings: ModelSettings, learns_scale: bool) -> None:
         if settings.lock_image and (settings.factory or settings.unlocked_layers):
             model.lock_image_tower(unlocked_groups=settings.unlocked_layers, freeze_bn_stats=True)
         elif settings.lock_image:
-            # Even to lock a whole tower, open_clip 4 must know its layers, and it does not freeze every BatchNorm.
+            # open_clip 4 cannot lock a tower whose layers it does not know, even as a whole, and it does not freeze
+            # every BatchNorm.
             model.visual.requires_grad_(False)
             model.visual = freeze_batch_norm_2d(model.visual)
         if settings.lock_text or settings.two_views:
@@ -409,7 +415,7 @@ def _warn_of_batch_norm(model: nn.Module) -> None:
     names = [name for name, module in model.named_modules() if isinstance(module, norm)]
     if names:
         logger.warning(
-            "BatchNorm in %s (%d layers) uses the statistics of a micro-batch, so the gradient "
+            "%s and the other BatchNorm layers (%d in total) use the statistics of a micro-batch, so the gradient "
             "depends on how the global batch is split; with GroupNorm or LayerNorm it does not",
             names[0],
             len(names),

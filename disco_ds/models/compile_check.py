@@ -1,8 +1,9 @@
 """Decide whether torch.compile may be applied: not with activation checkpointing if the forward draws random numbers.
 
-A compiled backward that recomputes activations may draw other random numbers than the forward (pytorch issues 192635
-and 198333). If the numbers are equal in a test on a CPU, they may still differ on a GPU. GradAccum has no such problem:
-both of its forwards run the same compiled graph (training/step.py) from the same generator states.
+A compiled backward that recomputes activations may draw random numbers that differ from those of the forward (pytorch
+issues 192635 and 198333). Even if the numbers are equal in a test on a CPU, they may differ on a GPU. GradAccum also
+runs each forward twice, but has no such problem: both forwards run the same compiled graph (training/step.py) from the
+same generator states.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ logger = logging.getLogger(__name__)
 
 
 def check_compiled(config: Config, model: Any) -> None:
-    """Refuse model.compile=true where `find_repeated_draws` finds a problem.
+    """Refuse model.compile=true if `find_repeated_draws` finds a problem.
 
     Raises:
-        ValueError: If the model is refused. The message names the modules and says what to change.
+        ValueError: If model.compile=true is refused. The message names the modules and says what to change.
     """
     if config.model.compile is True and (problem := find_repeated_draws(config, model)):
         raise ValueError(
-            f"model.compile is refused for model {config.model.label}, which {problem}. A compiled "
-            "forward that is repeated may draw other random numbers. Set model.compile=auto or false; or "
+            f"model.compile is refused for model {config.model.label}, which {problem}. When a compiled "
+            "forward is repeated, it may draw different random numbers. Set model.compile=auto or false; or "
             "remove the randomness (model.patch_dropout=0, and no dropout or drop path in the "
             "model's config); or set model.activation_checkpointing=false"
         )
@@ -64,7 +65,7 @@ def compile_if_exact(config: Config, model: Any, device_problem: str | None) -> 
 
 
 def find_repeated_draws(config: Config, model: Any) -> str | None:
-    """Return how the model draws random numbers in a forward that activation checkpointing repeats, or None.
+    """Return what draws random numbers in a forward that activation checkpointing repeats, or None if nothing does.
 
     Args:
         config: The recipe.
@@ -97,7 +98,7 @@ def find_draws(model: Any) -> list[str]:
 
 
 class Draws(TorchDispatchMode):
-    """Collect the names of the innermost modules that call an operation that draws from a generator."""
+    """A mode that collects the names of the modules that draw random numbers: the innermost ones if nested."""
 
     def __init__(self, tracker: ModuleTracker) -> None:
         super().__init__()

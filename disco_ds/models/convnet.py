@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 class ConvNet(nn.Module):
     """Four convolutions, LayerNorm and a linear layer.
 
-    The first convolution is 5x5 with stride 2, the others are 3x3. The output of each is normalized separately for each
-    image and channel. The result, 4 x 4 x 128, is flattened for the LayerNorm.
+    The first convolution is 5x5 with stride 2; the others are 3x3. The output of each convolution is normalized
+    separately for each image and channel. The last output, 4 x 4 x 128, is flattened for the LayerNorm.
 
     Args:
         num_classes: Width of the output embedding.

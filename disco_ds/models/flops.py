@@ -46,8 +46,8 @@ def peak_samples_per_s(model: Any, peak_flops: float | None) -> float | None:
 def count_flops(model: Any) -> int:
     """Count the floating-point operations of one sample's forward and backward.
 
-    Only matrix multiplications and convolutions are counted, and recomputed operations only once. The model runs on
-    tensors without data and is not changed.
+    Only matrix multiplications and convolutions are counted. Operations that are recomputed in backward count only
+    once. The model runs on tensors without data and is not changed.
     """
     from torch.utils.flop_counter import FlopCounterMode
 

@@ -45,8 +45,8 @@ GPUS = {
         Gpu("RTX-3090", 23.5, "RTX 3090", 71, 35.6, 35.6, 32),
     )
 }
-"""Known GPUs by name. Rates are from data sheets, without sparsity. A link rate of 32 GB/s is PCIe 4, and 64 GB/s is
-PCIe 5. NVLink bridges are not counted, because they connect only a few cards."""
+"""Known GPUs by name. Rates are from data sheets, without sparsity. A link rate of 32 GB/s means PCIe 4, and 64 GB/s
+means PCIe 5. NVLink bridges are not counted, because they connect only a few cards."""
 
 
 def recognize(device: str) -> Gpu | None:

@@ -38,7 +38,7 @@ timm's own models have a method that returns their patterns.
 def parameter_groups(model: nn.Module, settings: OptimSettings) -> list[dict[str, Any]]:
     """Return the trained parameters as optimizer groups.
 
-    There are three kinds of groups: matrices (with weight decay), vectors, and the scale (both without). With
+    There are three kinds of groups: matrices, which get weight decay, and vectors and the scale, which get none. With
     optim.name=muon, the matrices that Muon updates are a fourth kind, and `muon` is True in their groups. If the
     settings of the towers differ, each tower gets separate groups. With `layer_decay`, each layer of a tower (the stem,
     each block, the rest) gets separate groups. Each group has a unique `name`, the `names` of its parameters, a
@@ -121,6 +121,6 @@ def number_layers(model: Any, side: str) -> dict[str, int]:
             f"optim.{side}.layer_decay: the layers of this model's {side} tower are unknown; "
             "omit the setting"
         )
-    # Parameters that follow a trunk are not part of the trunk, so they belong to the last layer.
+    # Parameters after a trunk are not in `found`. They get the number of the last layer.
     own = (name for name, _ in model.named_parameters() if _is_visual(name) == (side == "image"))
     return {name: found.get(name, last) for name in own if name not in SCALES}

@@ -25,7 +25,9 @@ TIMM = "timm"
 
 
 def read_folder(folder: Path) -> dict[str, Any]:
-    """Return the open_clip_config.json of a folder in the hub's layout. The tokenizer is in the same folder.
+    """Return the content of open_clip_config.json in a folder with the layout of the Hugging Face Hub.
+
+    If the config names a tokenizer of the hub, the result names the folder instead, which contains the tokenizer.
 
     Raises:
         ValueError: If the file cannot be read or does not describe a model.
@@ -44,7 +46,7 @@ def read_folder(folder: Path) -> dict[str, Any]:
 
 
 def find_weights(name: str, settings: ModelSettings) -> str | None:
-    """Return the tag or file that open_clip.create_model must load for the setting model.pretrained.
+    """Return the tag or file that open_clip.create_model must load for the setting model.pretrained, or None.
 
     Args:
         name: Name of the model in open_clip.
@@ -73,15 +75,15 @@ def find_weights(name: str, settings: ModelSettings) -> str | None:
     tags = open_clip.list_pretrained_tags_by_model(name)
     hint = did_you_mean(str(path), tags)
     raise ValueError(
-        f"model.pretrained: {path} is not a file, a folder with weights (disco-ds export writes one from a run) or a "
+        f"model.pretrained: {path} is not a file, a folder with weights (as `disco-ds export` writes) or a "
         f"tag of {name}{hint}; its tags: {', '.join(tags) or 'none'}"
     )
 
 
 def download_weights(name: str, settings: ModelSettings) -> None:
-    """Download the weights of an open_clip tag or from timm into the cache, from which all ranks load them.
+    """Download the weights that the settings select, by an open_clip tag or from timm, into the cache.
 
-    Local files are not touched.
+    All ranks then load them from the cache. Weights in local files need no download.
 
     Raises:
         ValueError: If the weights cannot be downloaded. The message is a single line.
@@ -96,12 +98,13 @@ def download_weights(name: str, settings: ModelSettings) -> None:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ValueError(
             f"model.pretrained={weights}, model.pretrained_image={image_weights}: the weights are not in the cache and "
-            f"could not be fetched; download them on a machine with internet access, and set the file's path. {reason}"
+            "could not be fetched; download them on a machine with internet access, and set the path of the file "
+            f"instead. {reason}"
         ) from None
 
 
 def read_overrides(name: str, settings: ModelSettings) -> dict[str, Any]:
-    """Return the preprocess_cfg of the weights. Values that the settings give replace its entries."""
+    """Return the preprocess_cfg of the weights, in which values from the settings replace those of the weights."""
     cfg = open_clip.get_pretrained_cfg(name, str(settings.pretrained))
     if settings.pretrained is not None and (path := settings.pretrained / CONFIG).is_file():
         cfg = json.loads(path.read_text(encoding="utf-8")).get("preprocess_cfg", {})
@@ -151,7 +154,7 @@ def load_image_tower(model: Any, path: Path) -> None:
 def warn_of_random_tower(settings: ModelSettings) -> None:
     """Warn about a locked tower for which the recipe names no weights.
 
-    This is only a warning, because the model config of such a tower may name weights.
+    This is not an error, because the model config may name weights for the tower.
     """
     for side, locked, weights in (
         ("image", settings.lock_image, settings.pretrained or settings.pretrained_image),
@@ -159,7 +162,7 @@ def warn_of_random_tower(settings: ModelSettings) -> None:
     ):
         if locked and not weights:
             logger.warning(
-                "model.lock_%s freezes a tower for which the recipe gives no weights: unless its "
-                "architecture comes with weights, it stays random; set model.pretrained",
+                "model.lock_%s freezes a tower for which the recipe names no weights: unless the model "
+                "config names weights, the tower stays random; set model.pretrained",
                 side,
             )

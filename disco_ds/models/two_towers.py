@@ -24,8 +24,8 @@ from disco_ds.names import load_custom
 class TwoTowers(nn.Module):
     """An image tower and a text tower, with a description of their inputs.
 
-    The trainer normalizes the features to unit rows, and adds logit_scale and, if the loss has one,
-    logit_bias.
+    The trainer normalizes the features to unit rows. It also adds the parameter logit_scale to the model and, if the
+    loss has a bias, logit_bias.
 
     Args:
         visual: Turns normalized images [b, 3, H, W] into features [b, D].

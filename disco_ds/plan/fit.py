@@ -1,4 +1,4 @@
-"""Find the largest global batch that fits, and write the settings that reach it as a recipe."""
+"""Find the largest global batch that fits, and write a recipe that trains with it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ MICRO_BATCHES = (64, 256, 1024, 4096)
 """Micro-batch sizes that are tried. Below 64, temporary copies of the weights dominate the peak memory.
 
 Only the first and the last are traced. The towers' memory at the other sizes is interpolated. This never gives too
-little, because each peak is the maximum over moments, each of which needs a constant and an amount per sample.
+little: at each moment, memory is linear in the size, so the peak, the maximum over moments, is convex.
 """
 MAX_GLOBAL_BATCH = 2**26
 """Largest global batch that the search considers."""
 ENOUGH = 0.9
-"""Fraction of the largest global batch. Of all settings that reach it, `fit` takes those with the fewest FLOPs per
-sample."""
+"""`fit` accepts global batches down to this fraction of the largest one. Of all accepted settings, it takes those with
+the fewest FLOPs per sample."""
 
 
 def fit(
@@ -119,7 +119,7 @@ def write_recipe(config: Config, folder: Path, comment: str) -> Path:
     path = folder / "recipe.yaml"
     if path.exists():
         raise ValueError(f"--fit {folder}: {path} already exists; name another folder")
-    where = f"the recipe of global batch {config.global_batch:,} that fits"
+    where = f"the fitted recipe (global_batch {config.global_batch:,})"
     check_config(config.model_dump(mode="json"), where)
     folder.mkdir(parents=True, exist_ok=True)
     tree = config.model_dump(mode="json", exclude_defaults=True)

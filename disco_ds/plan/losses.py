@@ -75,7 +75,10 @@ def loss_cost(
 
 
 def _count_work(loss: Loss, N: int) -> tuple[int, int, int] | None:
-    """Count matrix products of b x B x D, and how many times B x D features and feature gradients are received."""
+    """Return the number of b x B x D matrix products, and how often a rank receives B x D features and gradients.
+
+    Return None if the loss is unknown.
+    """
     match loss:
         case ClipLoss():
             return 3 * N, 2, 0
@@ -97,7 +100,7 @@ def _count_work(loss: Loss, N: int) -> tuple[int, int, int] | None:
 def loss_peak(loss: Loss, b: int, N: int, D: int, device: torch.device) -> int:
     """Return the peak memory of a loss of this package in bytes, without the features themselves.
 
-    For tiled losses, it is exact except for vectors, each of which takes at most 8 bytes per row and column.
+    For tiled losses, it is exact except for vectors, each of which takes at most 8 bytes per row or column.
 
     Args:
         loss: The loss.
@@ -108,13 +111,13 @@ def loss_peak(loss: Loss, b: int, N: int, D: int, device: torch.device) -> int:
     """
     B = N * b
     if isinstance(loss, ClipLoss):
-        # The product, two softmaxes and two gradients at the same time; later the features of both
-        # sides, gathered and local.
+        # First the product, two softmaxes and two gradients, all B x B. Later one B x B gradient, the
+        # gathered features of both sides, and their gradients.
         return 4 * max(5 * B * B + 2 * B * D, B * B + 4 * B * D)
     if isinstance(loss, DisCoLoss):
-        # Forward: a product, logits and a softmax for each direction, and both gathered sides.
+        # Forward: for each direction a product, logits and a softmax; and the gathered features of both sides.
         forward = 6 * b * B + 2 * B * D
-        # Backward: both gathered sides, their gradients, and one more gradient while it is added.
+        # Backward: the gathered features of both sides, their gradients, and one more gradient that is being added.
         backward = b * B + 5 * B * D + b * D
         return 4 * max(forward, backward)
     assert isinstance(loss, TiledLoss)
@@ -136,7 +139,7 @@ def loss_peak(loss: Loss, b: int, N: int, D: int, device: torch.device) -> int:
         num_gradients = 1 if gathers_both else N
     # NT-Xent computes another gradient of the rows after that of the columns.
     num_gradients = max(1 + num_gradients, 2 + views)
-    # The gradients summed over ranks, after the tiles. On a CPU, gloo sums them in a copy.
+    # Gradients that are summed over ranks after the tiles are freed. On a CPU, gloo sums them in a copy.
     num_summed = 0
     if N > 1 and not ring and not gathers_both:
         num_summed = 1 + N * (device.type == "cpu")
@@ -145,7 +148,7 @@ def loss_peak(loss: Loss, b: int, N: int, D: int, device: torch.device) -> int:
     tile = _tile_bytes(loss, math.prod(shape), device)
     if sent != itemsize:
         tile += shape[1] * D * itemsize
-    # The products of pairs are computed in chunks, also after the tiles.
+    # The products of pairs are computed in chunks, also after the tiles are freed.
     chunk = 4 * min(b, chunk_rows(D, device)) * D
     stored = 2 * b * B if isinstance(loss, DisCoFusedLoss) and loss.store else 0
     vectors = 8 * 8 * (b + num_columns)  # about eight vectors in float64
@@ -154,9 +157,9 @@ def loss_peak(loss: Loss, b: int, N: int, D: int, device: torch.device) -> int:
 
 
 def _tile_bytes(loss: TiledLoss, size: int, device: torch.device) -> int:
-    """Return the bytes of a tile with this number of elements, and of the largest temporary copies of it."""
+    """Return the peak bytes of a tile with `size` elements, including temporary copies of it."""
     if device.type != "cpu" and loss.tiling.impl != "torch":
-        # Triton writes the weights of a tile once.
+        # Triton keeps one copy of a tile's weights and makes no temporary copies.
         return size * _itemsizes(loss, device)[0]
     # torch computes in fp32, and in strips on a CPU. With a scale per row, it makes two more copies than with one
     # scale for all rows.

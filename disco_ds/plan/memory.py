@@ -3,8 +3,8 @@
 The memory of DeepSpeed is predicted for version 0.19.
 """
 
-# b samples of this rank = K micro-batches x m, N ranks, D width; e bytes of a parameter,
-# P trained and F frozen parameters
+# b: samples per rank = K micro-batches x m samples; N: number of ranks; e: bytes per parameter;
+# P: number of trained parameters; F: number of frozen parameters
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PARTS = (
     "slack",
 )
 ALLREDUCE = 500_000_000
-"""Number of gradient elements that DeepSpeed flattens at a time at ZeRO 0, to reduce them."""
+"""At ZeRO 0, DeepSpeed copies up to this many gradient elements at a time into a flat buffer to reduce them."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def _plan_engine(
     elif level < 3:
         extra_gradients = largest  # the one that autograd is computing
         if level == 2 and K > 1:
-            gradients *= 2  # the sum over earlier micro-batches and the new ones
+            gradients *= 2  # the sum over earlier micro-batches and the new gradients
     else:
         # This rank's share, and as many gathered parameters as the ds_config allows at a time.
         parameters = min(P + F, int(zero.max_live_parameters)) * e

@@ -18,7 +18,7 @@ class Plan:
     """Memory and time that one step of a run will need."""
 
     config: Config
-    """The recipe. With `largest`, it has the largest batch that the search found."""
+    """The recipe. With `largest`, it is the recipe that the search chose."""
     ranks: int
     gpu: Gpu
     assumed: Assumptions
@@ -57,8 +57,8 @@ def plan_run(
         ranks: Number of GPUs; by default the recipe's ranks, or 1.
         gpu: A GPU, its name, or its memory in GiB, as for `disco-ds plan --gpu-memory`.
         assumed: Assumptions of the plan; see Assumptions.
-        largest: Whether to search for the largest global batch that fits, over micro-batches,
-            activation checkpointing and, with host_gib, where the step's pixels are held.
+        largest: Whether to search for the largest global batch that fits. The search varies the
+            micro-batch size, activation checkpointing and, with host_gib, where the step's pixels are held.
         host_gib: Memory of a host in GiB.
 
     Raises:

@@ -36,9 +36,9 @@ class Speed:
     comm_bytes: int
     """Bytes that a rank receives in a step."""
     tuning_s: float
-    """Seconds that the first step takes to tune the loss's kernels, unless their cache is filled."""
+    """Seconds that the first step takes to tune the loss's kernels, unless the results are cached."""
     compile_s: float
-    """Seconds that the first step takes to compile the towers, unless their cache is filled."""
+    """Seconds that the first step takes to compile the towers, unless the compiled code is cached."""
 
     @property
     def step_s(self) -> float:

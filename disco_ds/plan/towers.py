@@ -64,12 +64,12 @@ class Towers:
     width: int
     """Width of the features."""
     sample: int
-    """Bytes per decoded sample: uint8 image, tokens, id and epoch."""
+    """Bytes per decoded sample: uint8 image, tokens, id, epoch and group id."""
     operations: int
     """Number of operations of the forward with a graph and the backward."""
 
     def interpolate(self, other: Towers, part: float) -> Towers:
-        """Return the towers at a micro-batch between this one (part 0) and another (part 1)."""
+        """Interpolate between the values at this micro-batch size (part 0) and those at another (part 1)."""
         values = zip(astuple(self), astuple(other), strict=True)
         return Towers(*(math.ceil(a + part * (b - a)) for a, b in values))
 
@@ -176,7 +176,8 @@ def prepare_model(config: Config) -> nn.Module:
     finally:
         torch.set_default_dtype(before)
     model.train()
-    # plan/memory.py counts the gradients, so the backward pass must not count them again.
+    # plan/memory.py already counts the gradients. They are allocated here, before the trace begins, so that the traced
+    # backward does not show them as new memory.
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
@@ -209,7 +210,7 @@ def trace(config: Config, m: int, like_gpu: bool = True) -> Towers:
     except ValueError:
         raise
     except Exception as error:
-        # For example shapes that depend on values, or operators without fake tensor support.
+        # The cause may be a shape that depends on values, or an operator without fake tensor support.
         reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         raise ValueError(f"model {config.model.label} cannot be traced: {reason}") from error
 

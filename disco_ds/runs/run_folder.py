@@ -96,7 +96,10 @@ def find_newest(runs: Path, name: str) -> Path | None:
 
 
 def split_resume(resume: str) -> tuple[Path, Path | None]:
-    """Split RUN or RUN/checkpoints/step-N, a value of --resume, into run folder and checkpoint (None for RUN)."""
+    """Split a value of --resume into the run folder and the checkpoint.
+
+    For the path of a run folder, the checkpoint is None. For RUN/checkpoints/step-N, both are returned.
+    """
     path = Path(os.path.abspath(resume))
     if path.parent.name == CHECKPOINTS and STEP.fullmatch(path.name):
         return path.parents[1], path
@@ -138,7 +141,7 @@ def lock_folder(path: Path) -> IO[str]:
     Raises:
         ValueError: If another run is using the folder, or the file system does not support file locking.
     """
-    # Open to append, which keeps the content: if another process holds the lock, the message below quotes it.
+    # Open in append mode, which keeps the content. If another process holds the lock, the message below quotes it.
     handle = open(path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115  (stays open during the run)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

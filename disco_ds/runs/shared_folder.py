@@ -86,10 +86,11 @@ def removed_if_refused(folder: Path, new: bool) -> Iterator[None]:
 
 
 def check_shared(folder: Path) -> None:
-    """Check that every rank sees the same folder and may write to it. Collective.
+    """Check that every rank sees the same folder and can write to it. Collective.
 
     Raises:
-        ValueError: On every rank, if any rank cannot. The message names those ranks and their hosts.
+        ValueError: On every rank, if any rank does not see the folder or cannot write to it. The message names
+            these ranks and their hosts.
     """
     what = f"run folder {folder}"
     token = comm.from_rank_0(what, partial(make_token, folder))
@@ -107,7 +108,7 @@ def check_shared(folder: Path) -> None:
 
 
 def write_settings(config: Config, stage: Config, folder: Path) -> dict[str, Any]:
-    """Write the settings that this run uses to config.yaml and ds_config.json. Collective.
+    """Write the settings of this run into the run folder, as config.yaml and ds_config.json. Collective.
 
     Args:
         config: Settings of the run.

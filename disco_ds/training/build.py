@@ -84,7 +84,7 @@ from disco_ds.training.custom_optimizer import check_optimizer
 from disco_ds.training.ema import drop_average
 from disco_ds.training.engine import Engine, build_engine
 
-SAME_FILES = "their files differ: every host needs the same shards, manifest, csv and model config"
+SAME_FILES = "the files on the hosts differ: every host needs the same shards, manifest, csv and model config"
 
 
 @dataclass
@@ -111,7 +111,7 @@ class Run:
     interrupts: Interrupts
     heartbeat: Heartbeat
     skipped_in_a_row: int = 0
-    """Number of batches skipped in a row, up to now, because the loss or the gradient was not finite."""
+    """Number of batches skipped in a row until now because the loss or the gradient was not finite."""
 
 
 def build(
@@ -131,7 +131,7 @@ def build(
         resume: "latest", a run folder, or a checkpoint in a run folder; "auto" resumes if there is a
             complete checkpoint and starts a new run otherwise; None starts a new run.
         stack: Everything that this function opens is closed when the stack is closed.
-        unattended: Whether to use an older checkpoint if the newest is damaged. "auto" always does.
+        unattended: Whether to use an older checkpoint if the newest is damaged. resume="auto" always does.
         allow_change: Dotted names of settings that may differ from the settings in the checkpoint.
         uploads: Uploads that the previous stage left unfinished.
 
@@ -145,8 +145,8 @@ def build(
     if resume == AUTO:
         resume = comm.from_rank_0("run folder", partial(find_started, config))
         unattended = True
-    # Called only to find mistakes early. The ds_config contains the path of the run folder, so
-    # write_settings creates the real one once that folder exists.
+    # Render every ds_config only to find mistakes early. The final ds_config contains the path of the run
+    # folder, so write_settings renders it after that folder has been created.
     for each in config.stage_configs:
         render_ds_config(each, comm.size())
     comm.from_rank_0("log", partial(check_packages, config))
@@ -292,7 +292,7 @@ def find_writers(engine: Engine, wandb: WandbRun | None) -> dict[str, WriteEvent
 
 
 def check_without_data(config: Config) -> None:
-    """Check packages, loss, optimizer and model, and that the settings allow remote shards. Reads no data.
+    """Check packages, loss, optimizer and model, and refuse remote shards that the settings do not allow. Read no data.
 
     Raises:
         ValueError: If a run with these settings would fail one of these checks.
@@ -323,7 +323,7 @@ def check_image_sizes(config: Config) -> None:
     if zero.get("round_robin_gradients") or on_nvme:
         raise ValueError(
             "stages: the image size cannot change with round_robin_gradients or offload to nvme, because "
-            "the optimizer's states must be resized"
+            "these settings prevent resizing the optimizer's states"
         )
     first: dict[str, Any] = {}
     for size, settings in models.items():
@@ -390,9 +390,9 @@ def build_towers(config: Config, loss: Loss, restored: bool) -> tuple[nn.Module,
 
 
 def identify(config: Config, sources: list[Source]) -> Callable[[Config], dict[str, Any]]:
-    """Return a function that returns those settings of a stage that a resumed run must not change. Collective.
+    """Return a function that maps a stage's settings to those that a resumed run must not change. Collective.
 
-    See checkpoint.identity. The function does not communicate.
+    See checkpoint.identity. The returned function does not communicate.
 
     Raises:
         ValueError: On every rank, if hosts have different shards or model configs at the same path.
@@ -419,7 +419,7 @@ def start_engine(
 ) -> Engine:
     """Build the engine. Collective.
 
-    On resume, also restore the engine and the loss, and rename checkpoints that are newer than `saved`.
+    On resume, also restore the engine and the loss, and set aside checkpoints that are newer than `saved`.
     """
     # The weights were initialized earlier, with the same seed on all ranks. From now on each rank needs
     # a different seed, because dropout must differ between ranks.

@@ -1,4 +1,4 @@
-"""Custom optimizers (optim.factory): build one, and test on two small matrices whether it is the same under ZeRO."""
+"""Custom optimizers (optim.factory): build one, and test on two small matrices whether ZeRO changes its updates."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from disco_ds.distributed import comm
 from disco_ds.names import load_custom
 
 SHAPE = (128, 256)
-"""Shape of a test matrix. It is so large that optimizers do not treat it as a special case."""
+"""Shape of a test matrix. It is large enough that optimizers do not treat the matrix as a special case."""
 
 
 def build_custom(factory: str, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Build the optimizer.
 
     Raises:
-        ValueError: If the factory cannot be imported, or does not return a torch optimizer of these groups.
+        ValueError: If the factory cannot be imported, or does not return a torch optimizer for these groups.
     """
     optimizer = load_custom(factory)(groups)
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -30,7 +30,7 @@ def build_custom(factory: str, groups: list[dict[str, Any]]) -> torch.optim.Opti
         group["name"] for group in groups
     ]:
         raise ValueError(
-            f"optim.factory={factory} returned an optimizer with other parameter groups: pass it the groups unchanged"
+            f"optim.factory={factory} returned an optimizer with other parameter groups: pass it these groups unchanged"
         )
     return optimizer
 
@@ -39,25 +39,25 @@ def is_exact(factory: str, level: int) -> bool:
     """Return whether three steps under ZeRO give the same result as three steps without it.
 
     Args:
-        factory: Setting of the optimizer.
+        factory: Value of optim.factory.
         level: ZeRO stage, 0 to 3.
 
     Raises:
         ValueError: If the optimizer cannot be built or cannot make a step.
     """
     generator = torch.Generator().manual_seed(0)
-    # The weights and three gradients of two matrices, one in each parameter group.
+    # Two matrices, each in its own parameter group: their weights, and three gradients of each.
     tensors = torch.randn(4, 2, *SHAPE, generator=generator).to(comm.local_device())
     whole = _train(factory, tensors, 0)
     if level == 0:
         return True
-    # Each of two ranks has a flat half of every matrix.
+    # Simulate two ranks, each with a flat half of every matrix.
     halves = [_train(factory, half, level) for half in tensors.view(4, 2, 2, -1).unbind(2)]
     return torch.allclose(whole.view(2, 2, -1), torch.stack(halves, dim=1), rtol=1e-4)
 
 
 def _train(factory: str, tensors: Tensor, level: int) -> Tensor:
-    """Train the first tensors, one in each parameter group, with the others as gradients."""
+    """Train the matrices tensors[0], each in its own parameter group, with the gradients tensors[1:]. Return them."""
     parameters = [nn.Parameter(tensor.clone()) for tensor in tensors[0]]
     options = {"lr": 0.01, "weight_decay": 0.1, "lr_factor": 1.0, "muon": False}
     optimizer = build_custom(
@@ -68,7 +68,7 @@ def _train(factory: str, tensors: Tensor, level: int) -> Tensor:
         ],
     )
     if level and isinstance(optimizer, torch.optim.Adagrad):
-        # DeepSpeed 0.19 builds it again, without the settings of the groups.
+        # DeepSpeed 0.19 rebuilds Adagrad without the settings of the groups.
         optimizer = torch.optim.Adagrad(parameters, **optimizer.defaults)
     for gradients in tensors[1:]:
         for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -83,14 +83,14 @@ def _train(factory: str, tensors: Tensor, level: int) -> Tensor:
 
 
 def _step(optimizer: torch.optim.Optimizer, level: int) -> None:
-    """Make a step as DeepSpeed 0.19 does, which under ZeRO calls step() once for each group."""
+    """Make one update as DeepSpeed 0.19 does: under ZeRO, it calls step() once for each parameter group."""
     if level == 0:
         optimizer.step()
         return
     groups = optimizer.param_groups
     parameters = [group["params"] for group in groups]
     for group, own in zip(groups, parameters, strict=True):
-        # At ZeRO 1 and 2, the optimizer has only this group meanwhile. At ZeRO 3, the other groups are empty.
+        # During step(), the optimizer has only this group at ZeRO 1 and 2. At ZeRO 3, the other groups are empty.
         if level < 3:
             optimizer.param_groups = [group]
         else:
@@ -104,7 +104,7 @@ def _step(optimizer: torch.optim.Optimizer, level: int) -> None:
 
 
 def check_optimizer(settings: OptimSettings, level: int) -> None:
-    """Refuse a custom optimizer that ZeRO would turn into another optimizer.
+    """Refuse a custom optimizer whose updates ZeRO would change.
 
     Args:
         settings: Settings of the optimizer.
@@ -116,6 +116,6 @@ def check_optimizer(settings: OptimSettings, level: int) -> None:
     factory = settings.factory
     if factory and not is_exact(factory, level):
         raise ValueError(
-            f"optim.factory={factory} at ZeRO {level} is refused: ZeRO calls step() for flat parts of one parameter "
-            "group at a time, which would change the updates; use deepspeed=zero0"
+            f"optim.factory={factory} at ZeRO {level} is refused: ZeRO calls step() for one parameter group at "
+            "a time and with flat parts of its parameters, which would change the updates; use deepspeed=zero0"
         )

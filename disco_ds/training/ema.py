@@ -1,7 +1,7 @@
 """The exponential moving average (EMA) of the trained weights.
 
 The average is stored as an additional optimizer state. Therefore DeepSpeed shards and saves it, and a run that is
-resumed with another number of ranks or ZeRO stage restores it like every other state. Buffers are not averaged.
+resumed with a different number of ranks or ZeRO stage restores it like every other state. Buffers are not averaged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from disco_ds.training.engine import Engine
 STEPS = "ema_steps"
 """Name of the optimizer state that counts the updates since the average began."""
 CHUNK = 2**24
-"""Largest number of rows that are copied at a time."""
+"""Largest number of rows, or of elements of a flat tensor, that are copied at a time."""
 
 
 @torch.no_grad()

@@ -1,8 +1,8 @@
 """The DeepSpeed engine of a run: optimizer, learning rate, precision, update, and the clamp of the logit scale.
 
-No other file calls deepspeed.initialize. The optimizers come from torch and timm, so DeepSpeed
-compiles no optimizer code. The learning rate is set before every update, so it depends on the step
-number but not on any stored schedule state. Patches of DeepSpeed are in distributed/deepspeed_quirks.py.
+No other file calls deepspeed.initialize. The built-in optimizers come from torch, timm and muon.py,
+so DeepSpeed compiles no optimizer code. The learning rate is computed and set before every update, so no
+schedule state is stored. Patches of DeepSpeed are in distributed/deepspeed_quirks.py.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-"""Maps the precision that is set in the ds_config to the dtype of the parameters."""
+"""Maps the precision in the ds_config to the dtype of the parameters, and optim.muon_precision to its dtype."""
 
 
 class SpikeError(Exception):
@@ -91,8 +91,8 @@ def learning_rate(step: float, num_steps: float, peak: float, settings: OptimSet
     """Return the learning rate of a step: linear warmup to `peak`, then settings.schedule.
 
     Args:
-        step: Number of the step, counted from 0, as if every step had Schedule.warmup_batch samples.
-        num_steps: Length of the run, counted in the same way.
+        step: Number of samples trained before this step, divided by Schedule.warmup_batch.
+        num_steps: Number of samples in the whole run, divided by Schedule.warmup_batch.
         peak: Learning rate after the warmup.
         settings: Only warmup_steps, schedule, cooldown_steps and lr_min are used.
     """
@@ -163,7 +163,8 @@ def backward_and_step(
             scaler has skipped the step and can still lower its scale.
         SpikeError: On every rank, if `refuses` returned True. After either error, the weights, optimizer,
             loss scaler and counters are the same as before the step.
-            At ZeRO 0, an optimizer that counts steps in its parameter groups (LAMB) counts this step.
+            The exception, at ZeRO 0, is an optimizer with a step count in its parameter groups, such as LAMB: it
+            counts this step.
     """
     before = engine.global_steps, engine.global_samples, engine.skipped_steps
     scaler = getattr(engine.optimizer, "loss_scaler", None)
@@ -208,9 +209,9 @@ def backward_and_step(
 def clamp_scale(engine: Engine, max_scale: float, before: Tensor) -> None:
     """Limit logit_scale to at most ln(max_scale), in the parameter and in the optimizer's fp32 copy.
 
-    A scale that was already above the bound before the update, as may happen with pretrained weights, is not lowered to
-    it but cannot rise. Each rank clamps the part of logit_scale that it owns, with no communication or device
-    synchronization.
+    If the scale was already above the bound before the update, as can happen with pretrained weights, it is not
+    lowered to the bound, but the update cannot raise it. Each rank clamps the part of logit_scale that it owns, without
+    communication or device synchronization.
 
     Args:
         engine: The engine.

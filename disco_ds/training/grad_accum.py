@@ -4,12 +4,13 @@ As in DisCo-CLIP's Algorithm 1, the autograd graph is always cut at the features
 
 1. Run the forward of every micro-batch without a graph.
 2. Compute one loss on all features, and the gradient of the loss with respect to the features.
-3. Run the forward of each micro-batch again with the same random numbers, and backpropagate the rows
-   of that gradient that belong to the micro-batch.
+3. Run the forward of each micro-batch again with the same random numbers, and backpropagate the
+   micro-batch's rows of the gradient.
 
-In step 1, the last micro-batch keeps its graph and needs no second forward, so a batch with only one
-micro-batch needs only one forward. The caller runs the backward of the surrogate losses: step.py
-with DeepSpeed for the trainer, and own_loop.py with DeepSpeed, DDP or FSDP2 for custom training loops.
+The last micro-batch is an exception: it keeps its graph in step 1 and needs no second forward, so a
+batch with only one micro-batch needs only one forward. For step 3, `accumulate` yields one surrogate
+loss per micro-batch, and the caller runs its backward: step.py with DeepSpeed for the trainer, and
+own_loop.py with DeepSpeed, DDP or FSDP2 for custom training loops.
 """
 
 # Symbols in shapes: b = K x m samples on this rank, in K micro-batches of m samples; D is the feature width.
@@ -58,7 +59,7 @@ class Rng:
 
 @dataclass(frozen=True)
 class MicroFeatures:
-    """The features of one micro-batch, and the random state from before their forward."""
+    """The features of one micro-batch, and the random state from before the forward that computed them."""
 
     features: Any
     """A tuple, see Features. In the result of `Towers.again`, the features of a locked tower may be None."""
@@ -117,7 +118,7 @@ def accumulate(
     """
     last = len(micro_batches) - 1
     with timer("step/forward"):
-        # A forward may have enabled gradients. Detaching its features frees their graph.
+        # The towers may build a graph even if keep_graph is False. Detaching the features frees it.
         parts = [towers(micro_batches[k], keep_graph=False).detach() for k in range(last)]
         parts.append(towers(micro_batches[last], keep_graph=True))
     # The repeated forwards rewind the generators. The next step must continue from the current state.
@@ -167,9 +168,9 @@ def _surrogates(
     """Yield a surrogate loss for each micro-batch: the inner product of its features and their gradient.
 
     Its backward adds this micro-batch's contribution to the gradient of every parameter. The terms of
-    scale and bias must count only once per batch, so only the last micro-batch has them with weight 1.
-    The other micro-batches have them with weight 0. They cannot simply be omitted, because ZeRO 3
-    would apply a stale gradient to a parameter that is not in the graph.
+    scale and bias must count only once per batch, so their weight is 1 in the last micro-batch and 0 in
+    the others. The others cannot simply omit these terms, because ZeRO 3 would apply a stale gradient
+    to a parameter that is not in the graph.
     """
     # The last micro-batch comes first, so that its graph is freed before the next graph is built.
     with_graph = parts.pop()

@@ -80,7 +80,7 @@ def train(run: Run) -> None:
             save(run, step)
         if run.interrupts.stop and step < num_steps:
             raise AskedToStopError(
-                f"asked to stop, saved after step {step:,}; --resume latest resumes from there"
+                f"asked to stop: a checkpoint was saved after step {step:,}; --resume latest resumes from there"
             )
         if step < last_step and is_due(run, step, run.config.eval):
             evaluate(run, step)  # the next stage, or `finish`, evaluates after the last step
@@ -157,7 +157,7 @@ def run_step(run: Run, step: int, data: StepData, is_logged: bool) -> StepOutput
 
 
 def find_rate(run: Run, step: int) -> float:
-    """Return the learning rate of a step, counted from 0. It depends on the samples seen so far, not on the steps."""
+    """Return the learning rate of the step with index `step`. It depends on the samples seen, not on the index."""
     batch = run.schedule.warmup_batch
     steps, num_steps = run.schedule.samples(step) / batch, run.schedule.num_samples / batch
     return learning_rate(steps, num_steps, run.config.peak_lr, run.config.optim)
@@ -175,7 +175,7 @@ def mark_phases(run: Run, step: int, timer: Timer) -> Timer:
     """Wrap the timer of the step's phases so that the heartbeat also publishes each phase as it begins."""
 
     def begin(name: str) -> AbstractContextManager[Any]:
-        # The first step has no time limit, because compiling the model in this step may take very long.
+        # The first step has no time limit, because compiling the model may take a very long time.
         run.heartbeat.mark(step, name.removeprefix("step/"), timed=step > run.schedule.first_step)
         return timer(name)
 
@@ -240,7 +240,9 @@ def agree(
     if has_error:
         errors = {rank: error for rank, (error, *_) in enumerate(reports) if error is not None}
         first_error = next(iter(errors.values()))
-        raise DataStopError(f"step {step}: data failed on {comm.join_ranks(errors)}: {first_error}")
+        raise DataStopError(
+            f"step {step}: reading the data failed on {comm.join_ranks(errors)}: {first_error}"
+        )
     # A NaN in the features of one rank makes the loss of every rank NaN, so check the features first.
     sources = [rank for rank, (*_, finite) in enumerate(reports) if not finite]
     what = "features"

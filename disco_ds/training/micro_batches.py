@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 DIVIDES = (
-    "in mappings, dataclasses and tuples each field is divided: tensors [b, ...] along their first "
-    "dimension, lists of b samples by item"
+    "each field of a mapping, dataclass or tuple is divided: a tensor [b, ...] along its first "
+    "dimension, a list of b samples into sublists"
 )
 
 
@@ -38,7 +38,9 @@ def split(batch: Any, count: int) -> tuple[list[Any], int]:
         )
     if len(set(sizes.values())) > 1:
         found = ", ".join(f"{name} {size}" for name, size in sizes.items())
-        raise ValueError(f"the batch has different numbers of samples: {found}; {DIVIDES}")
+        raise ValueError(
+            f"the fields of the batch have different numbers of samples: {found}; {DIVIDES}"
+        )
     return parts, next(iter(sizes.values()))
 
 
@@ -93,8 +95,9 @@ def _open(
     # these sizes, each part would still give the expected number of rows, so no later check would fail.
     if shape and len(value) > 2 and len(value) * count == shape[0]:
         raise ValueError(
-            f"{name} has {len(value)} tensors of shape {tuple(shape)}, which may be samples or "
-            "fields. Stack samples into one tensor; put fields into a dict."
+            f"{name} has {len(value)} tensors of shape {tuple(shape)}, which could be samples or "
+            "fields. If they are samples, stack them into one tensor; if they are fields, put them "
+            "into a dict."
         )
     make = getattr(type(value), "_make", type(value))  # namedtuples have _make
     return dict(enumerate(value)), lambda cut: make(cut.values())

@@ -3,8 +3,9 @@
 The momentum has one number per element, so ZeRO divides it like any other state. Whole matrices are needed only to
 orthogonalize the update: the ranks then join the parts that they hold, one matrix at a time.
 
-DeepSpeed 0.19 also has a Muon. It orthogonalizes gradients before their norm is computed, so clipping, grad_norm and
-on_spike would have another meaning, and the momentum that it keeps at ZeRO 1 and 2 cannot be resharded.
+DeepSpeed 0.19 has a Muon too, but it is not used. It orthogonalizes the gradients before their norm is computed, which
+would change the meaning of clipping, grad_norm and on_spike. The momentum that it keeps at ZeRO 1 and 2 cannot be
+resharded.
 
 Sources: Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon). The learning rate is multiplied by the factor
 of Liu et al. 2025 (arXiv 2502.16982), so that values of learning rate and weight decay that suit AdamW also suit Muon.
@@ -31,7 +32,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 class Muon(torch.optim.AdamW):
-    """AdamW, and Muon for the groups in which `muon` is True. Call `attach` before the first step.
+    """Muon for the groups in which `muon` is True, and AdamW for the other groups. Call `attach` before the first step.
 
     Args:
         groups: Parameter groups.

@@ -60,7 +60,7 @@ def explained(
 
 
 def _is_first_of_host() -> bool:
-    """Return True if no other rank on this host has called this yet. Not collective: other ranks may be fine."""
+    """Return True if no other rank on this host has called this yet. Not collective: other ranks may not fail."""
     if comm.size() == 1:
         return True
     store = comm.open_store(STORE_TIMEOUT_S)
@@ -75,8 +75,8 @@ def _explain(config: Config, phase: str) -> list[str]:
     reserved = device.memory_reserved() / GIB
     capacity = device.total_memory() / GIB
     return [
-        f"{allocated:.2f} GiB allocated (peak {peak:.2f}), {reserved:.2f} GiB reserved by torch, "
-        f"of {capacity:.2f} GiB on {device.current_device_name()}",
+        f"{allocated:.2f} GiB allocated (peak {peak:.2f}) and {reserved:.2f} GiB reserved by torch; "
+        f"total memory: {capacity:.2f} GiB on {device.current_device_name()}",
         f"to save memory in {phase}, try in this order:",
         *(f"  {change}" for change in _remedies(config, phase)),
         f"disco-ds plan --config NAME --ranks {comm.size()} shows where the memory goes; "
@@ -90,7 +90,10 @@ def _remedies(config: Config, phase: str) -> Iterator[str]:
         yield "check with nvidia-smi whether another process uses this GPU"
     if phase == "loss":
         if config.loss.name in ("clip", "disco", "disco_fused"):
-            yield "loss.name=disco_fused or, with the least memory, loss.name=inf_cl: the same loss"
+            yield (
+                "loss.name=disco_fused, or loss.name=inf_cl, which needs the least memory; "
+                "both compute the same loss"
+            )
         yield "a smaller loss.options.tile, if the loss has this option"
     elif config.micro_batch > 1:
         yield f"micro_batch={config.micro_batch // 2} (now {config.micro_batch})"

@@ -30,7 +30,7 @@ Forward = Callable[[Any], tuple[Tensor, ...]]
 REPEAT_TOLERANCE = 0.05
 """Maximum distance between a feature row of the first forward and the same row of the repeated forward.
 
-The distance is divided by the norm of the first row. With 16-bit kernels, distances of 0.01 occur.
+The distance is divided by the norm of the row in the first forward. With 16-bit kernels, distances of 0.01 occur.
 """
 RECHECK_STEPS = 200
 """Number of steps between two checks that the repeated forward returns the same features as the first forward."""
@@ -67,7 +67,7 @@ def contrastive_step(
             sides, [m, D] each, then the learned scale and bias, if there are any. All random numbers
             that it uses must come from torch's generators.
         micro_batches: K, the number of micro-batches; b must be a multiple of K.
-        scale: The factor that multiplies the logits, exp(logit_scale). Required if `forward` does not
+        scale: The factor that multiplies the similarities, exp(logit_scale). Required if `forward` does not
             return a scale, and ignored otherwise.
         index: [b], the sample ids. The FastCLIP losses require them.
         group_id: [b] int64, equal for pairs of the same group. Losses with the option `same_group` use it.
@@ -162,8 +162,8 @@ def refuse_batch_statistics(model: torch.nn.Module) -> None:
     for name, layer in model.named_modules():
         if isinstance(layer, _NormBase) and layer.training and layer.track_running_stats:
             raise ValueError(
-                f"{name} is a {type(layer).__name__}. Several micro-batches would update its statistics twice "
-                "per step, and the gradient would depend on how the batch is split. Call .eval() on that "
+                f"{name} is a {type(layer).__name__}. With several micro-batches, its statistics would be "
+                "updated twice per step, and the gradient would depend on how the batch is split. Call .eval() on that "
                 "layer, or use one micro-batch."
             )
 
@@ -231,8 +231,8 @@ class _Towers:
         if scale is None:
             if self.scale is None:
                 raise ValueError(
-                    "forward returned no scale, and contrastive_step got none: return "
-                    "exp(logit_scale) as the third value, or pass scale=, such as 20.0"
+                    "forward returned no scale, and contrastive_step was called without one: return "
+                    "exp(logit_scale) as the third value, or pass it, for example scale=20.0"
                 )
             scale = torch.tensor([self.scale], device=image.device)
         bias = None if bias is None else bias.reshape(1).float()
@@ -248,9 +248,9 @@ class _Towers:
         worst = comm.all_reduce_max(torch.stack(distances).max()).item()
         if not worst <= REPEAT_TOLERANCE:
             raise ValueError(
-                "forward returned different features for a micro-batch the second time (relative "
-                f"distance {worst:.2f}): it draws random numbers from a generator other than torch's, or depends "
-                "on earlier batches"
+                "forward returned different features for the same micro-batch the second time (relative "
+                f"distance {worst:.2f}): either it draws random numbers from a generator other than torch's, or "
+                "its result depends on earlier batches"
             )
 
 
@@ -271,7 +271,7 @@ class _Engine:
         if engine.micro_steps % steps:
             raise ValueError(
                 f"the engine is in the middle of a step ({engine.micro_steps % steps} of {steps} "
-                "micro-batches), so gradients of earlier micro-batches would be added to this step's"
+                "micro-batches), so gradients of earlier micro-batches would be added to those of this step"
             )
         check_gradient(engine._config._param_dict)
         widen_bucket(engine)
@@ -346,7 +346,7 @@ class _Plain:
         """Warn if nothing averages the gradients over ranks."""
         if not (self.is_ddp or self.is_fsdp or comm.size() == 1) and comm.rank() == 0:
             warn(
-                "the gradients of a plain module are not averaged over ranks: pass the "
-                "DistributedDataParallel module, or FSDP2's root module (fully_shard(model) after "
-                "its parts), unless the loop averages them itself"
+                "the gradients of a plain module are not averaged over ranks. Unless the loop averages them "
+                "itself, pass the DistributedDataParallel module or FSDP2's root module (call fully_shard "
+                "on the model, after its parts)"
             )

@@ -1,6 +1,6 @@
 """One optimizer step of the trainer: GradAccum (grad_accum.py) with a DeepSpeed engine.
 
-A locked tower, which is not trained, runs only once per micro-batch.
+A locked tower is not trained, so it runs only once per micro-batch.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from disco_ds.training.engine import Engine, backward_and_step, clamp_scale
 from disco_ds.training.grad_accum import MicroFeatures, Rng, accumulate
 
 Prepare = Callable[[Any], tuple[Tensor, ...]]
-"""Micro-batch -> (image [m, 3, H, W], text [m, L] or second views, index [m]), on the device.
+"""Maps a micro-batch to (image [m, 3, H, W], text [m, L] or the second view of each image, index [m]), on the device.
 
-Optionally followed by group_id [m]. Repeated calls with the same micro-batch return the same values."""
+The tuple may also end with group_id [m]. Repeated calls with the same micro-batch return the same values."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def train_step(
             or optimizer state changes. It must raise on all ranks or on none. It may set the
             learning rates.
         refuses_norm: Passed to backward_and_step as `refuses`.
-        timer: Called with the name of each phase; returns a context manager that is open during it.
+        timer: Called with the name of each phase; returns a context manager that is open during the phase.
 
     Raises:
         FloatingPointError, SpikeError: See backward_and_step. After these errors, and after any error
@@ -81,7 +81,7 @@ def train_step(
         metrics=done.out.metrics,
         scale=done.embeddings.scale.detach(),
         grad_norm=done.result,
-        # Copies, so that the features of the whole batch are freed before the next step.
+        # Clone the rows, so that the features of the whole batch can be freed before the next step.
         features=tuple(side.detach()[:SAMPLE].clone() for side in sides),
         bias=done.embeddings.bias,
     )

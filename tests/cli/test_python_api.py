@@ -128,7 +128,7 @@ def test_process_can_continue_after_any_end_of_a_run(tmp_path: Path) -> None:
     assert refused.startswith("RefusedError: loss: unknown loss 'disko'; did you mean disco?")
     assert (
         stopped
-        == "AskedToStopError: asked to stop, saved after step 1; --resume latest resumes from there"
+        == "AskedToStopError: asked to stop: a checkpoint was saved after step 1; --resume latest resumes from there"
     )
     assert same == "same 4 True"
     assert explained[0].startswith("OutOfMemory: out of memory in forward: CUDA out of memory.")

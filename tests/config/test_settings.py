@@ -237,7 +237,7 @@ def test_lamb_above_zero_0_is_refused() -> None:
 
 def test_epochs_become_steps_when_the_samples_are_counted() -> None:
     config = settings(steps=None, epochs=2.5)
-    with pytest.raises(ValueError, match="only once the samples are counted"):
+    with pytest.raises(ValueError, match="only after the samples are counted"):
         _ = config.num_steps
     assert "2.5 epochs" in config.describe(1)
     counted = config.with_samples(1000)

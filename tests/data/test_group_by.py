@@ -96,7 +96,7 @@ def test_column_of_a_csv(tmp_path: Path) -> None:
     found = read_groups(load_sources(data), data)
     assert same_groups(found, {i: i % 4 for i in range(48)})
     missing = settings(tmp_path / "pairs.csv", group_by="{author}", **changes)
-    with pytest.raises(ValueError, match=r"data\.group_by name author, title; set them"):
+    with pytest.raises(ValueError, match=r"data\.group_by name author, title;"):
         load_sources(missing)
 
 

@@ -50,7 +50,7 @@ def check_bounds(shards: Manifest, server: Server, tmp_path: Path) -> None:
     files = [held, cache.open(6), cache.open(7)]
     with pytest.raises(
         CacheFullError,
-        match=r"shard of [\d,]+ bytes.* [\d,]+ bytes .* data.remote.cache_gb is ",
+        match=r"shard of [\d,]+ bytes.* [\d,]+ bytes .* GB; .*data.remote.cache_gb",
     ):
         cache.open(1)
     for file in files:

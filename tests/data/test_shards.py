@@ -111,7 +111,7 @@ def test_shard_with_another_count_is_named_and_its_absent_entries_are_no_damage(
     write_shards(tmp_path, [3])
     reader = TarReader(tmp_path, ["00000.tar"], 1, sizes=[4])
     with (
-        pytest.warns(UserWarning, match=r"00000.tar has 3 samples, but its manifest says 4"),
+        pytest.warns(UserWarning, match=r"00000.tar has 3 samples, but the manifest says 4"),
         pytest.raises(DroppedSample, match="3 samples"),
     ):
         reader.read(0, 3)

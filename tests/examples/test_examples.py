@@ -71,7 +71,7 @@ def test_open_clip_loop_learns() -> None:
 def test_bi_encoder_learns(arguments: tuple[str, ...]) -> None:
     said = launch("deepspeed_bi_encoder.py", 2, "--steps", "6", "--batch", "16", *arguments)
     first, last = map(float, re.findall(r"loss ([\d.]+) -> ([\d.]+)", said)[0])
-    assert "global batch 32 in 4 micro-batches a rank" in said
+    assert "global batch 32 in 4 micro-batches per rank" in said
     assert last < first
 
 

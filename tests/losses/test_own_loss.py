@@ -166,7 +166,7 @@ def test_example_keeps_the_contract_on_two_ranks(package):
         (
             "nowhere.at_all:Loss",
             {},
-            r"No module named 'nowhere'; .*PYTHONPATH, on every host",
+            r"No module named 'nowhere'; .*PYTHONPATH",
         ),
         ("our_package.nothing:Loss", {}, r"No module named 'our_package\.nothing'"),
         (
@@ -220,13 +220,10 @@ def test_mistake_is_named(name, options, words, package):
     [
         ("loss", r"must return a LossOutput, but returned a Tensor$"),
         ("(loss, {})", r"must return a LossOutput, but returned a tuple$"),
-        ("Output(loss)", r"must return the metric 'loss', the mean over ranks, but returned \[\]$"),
+        ("Output(loss)", r"must return the metric 'loss' .*, but the metrics are \[\]$"),
         ("Output(loss, {'loss': loss.item()})", r"0-d tensors, but the metric 'loss' is a float$"),
-        ("Output(loss[None], out.metrics)", r"0-d tensors, but the loss is \[1\]$"),
-        (
-            "Output(loss.detach(), out.metrics)",
-            r"a loss without a gradient: it must depend on the features",
-        ),
+        ("Output(loss[None], out.metrics)", r"0-d tensors, but the loss has shape \[1\]$"),
+        ("Output(loss.detach(), out.metrics)", r"a loss without a gradient: .* without detaching"),
     ],
 )
 def test_output_that_breaks_the_contract_is_named(what, words, package):

@@ -172,7 +172,7 @@ def test_batch_norm_model_is_warned_of_naming_layers(
     count = sum(isinstance(m, nn.BatchNorm2d) for m in model.modules())
     assert count > 3
     (record,) = caplog.records
-    assert f"BatchNorm in visual.bn1 ({count} layers)" in record.getMessage()
+    assert f"visual.bn1 and the other BatchNorm layers ({count} in total)" in record.getMessage()
 
 
 def test_model_without_batch_norm_is_not_warned_of(

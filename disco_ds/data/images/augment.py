@@ -33,7 +33,7 @@ def augment(
         index: Sample ids, [m] int64, on the same device as `image`.
         seed: Seed of the run.
         settings: Which augmentations to apply, and how strongly.
-        view: Number of this augmented view of the images. Each view uses different random numbers.
+        view: Index of the view that is augmented. Each view uses different random numbers.
 
     Returns:
         [m, 3, H, W] fp32 in [0, 1], even under autocast. Areas that were outside the original image are white. If the

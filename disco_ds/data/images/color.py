@@ -1,8 +1,8 @@
-"""Color jitter and conversion to grayscale, with open_clip's options, on the device where the batch is.
+"""Color jitter and conversion to grayscale on the device where the batch is. The options are the same as open_clip's.
 
 torchvision draws from the process's global random generator and processes one image at a time. Here each image
-has random numbers keyed by (seed, epoch, sample id). The whole batch is processed at once, without synchronizing with
-the device.
+has random numbers keyed by (seed, epoch, sample id). The whole batch is processed together, and nothing is read
+back to the host.
 """
 
 from __future__ import annotations

@@ -31,9 +31,10 @@ from torchvision.io import ImageReadMode, decode_jpeg
 from disco_ds.data.images.broken import BrokenSample
 
 Members = Mapping[str, Any]
-"""A sample's members by extension: bytes or, from data.stages, text, parsed JSON and PIL images."""
+"""A sample's members by extension. They are bytes, unless data.stages replaced them with text, parsed JSON or PIL
+images."""
 Picture = bytes | Image.Image
-"""An encoded image or, from data.stages, a decoded one."""
+"""An encoded image, or a decoded one if data.stages decoded it."""
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 """Formats that PIL may open. Of the other formats, EPS starts an external program and the rest are rare for photos."""
 _JPEG = b"\xff\xd8"
@@ -241,7 +242,7 @@ def fill_template(template: str, members: Members, item: float = 0.0, what: str 
     """Fill a template with the sample's members, and strip whitespace from both ends.
 
     Args:
-        template: The template, which check_template accepts.
+        template: The template. It must have passed check_template.
         members: The sample's members.
         item: Random number in [0, 1) that selects the items of lists.
         what: What the filled template is called in messages.
@@ -308,13 +309,13 @@ def _look_up(name: str, members: Members, item: float) -> str:
 
 
 def find_group(group_by: str | None, members: Members, caption: str, image: Picture) -> int:
-    """Hash the value that data.group_by names to 64 bits, so that samples with equal values share a group.
+    """Return a 64-bit hash of the value that data.group_by names. Samples with equal values share a group.
 
     Args:
         group_by: See data.group_by; if it is None, the result is 0.
         members: The sample's members.
         caption: The caption that was chosen for this epoch.
-        image: The encoded image or, from data.stages, the decoded one.
+        image: The encoded image, or the decoded one if data.stages decoded it.
 
     Raises:
         BrokenSample: See fill_template.

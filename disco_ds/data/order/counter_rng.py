@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Each sample has a row of random numbers, and each use of random numbers has its own columns of that row. The constants
-# below are the first columns.
+# Each sample has a row of random numbers, and each use of random numbers has its own columns of that row. Each constant
+# below is the first column of one use.
 CROP_COLUMN = 0
 """22 columns for the random crop."""
 CAPTION_COLUMN = 22
@@ -79,7 +79,7 @@ def keyed_int(*keys: int) -> int:
 def keyed_permutation(num: int, *keys: int) -> np.ndarray:
     """Draw a random permutation of 0 .. num - 1, determined by the keys, [num] int64.
 
-    Unlike numpy's permutations, it does not depend on the version of a library.
+    numpy's permutations may differ between versions of numpy; this one is always the same.
     """
     key = torch.tensor([_signed(keyed_int(*keys))])
     return torch.argsort(_absorb(key, torch.arange(num)), stable=True).numpy()

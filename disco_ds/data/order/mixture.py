@@ -1,13 +1,13 @@
 """The data order of several sources: which source each sample comes from, and its position in that source.
 
-Each source is read in the order that it would have as the only source (slots.py). The part of a source that belongs to
-one of the S slots is called a stream. Streams are numbered source * S + slot. Each stream has
-a cursor (epoch, offset). The interval [0, 1) is divided among the sources in proportion to their weights. Sample number
-k of slot s comes from the source whose part of [0, 1) contains the number
+The order of each single source is defined by slots.py, or by whole_shards.py if its samples have not been counted. The
+part of a source that belongs to one of the S slots is called a stream. The number of a stream is source * S + slot.
+Each stream has a cursor (epoch, offset). The interval [0, 1) is divided among the sources in proportion to their
+weights. Sample number k of slot s comes from the source whose part of [0, 1) contains the number
 
     frac(phase(seed, s) + k * golden ratio)
 
-This depends only on the seed and the position. Multiples of the golden ratio are spread more evenly than random
+The choice depends only on the seed, s and k. Multiples of the golden ratio are spread more evenly than random
 numbers, so all slots advance through a source at nearly the same rate.
 """
 
@@ -31,16 +31,16 @@ _ONE = 2**64
 
 
 Order = DataOrder | WholeShards
-"""The order of one source, in each of the slots."""
+"""The order in which each slot reads the samples of one source."""
 
 
 class Mixture:
-    """The combined order of one or more sources, which are numbered.
+    """The combined order of one or more sources. The methods refer to a source by its index in `orders`.
 
     Args:
         orders: The order of each source.
-        sizes: For each source, the number of sample ids of each of its shards. The ids count the samples of all sources
-            in order.
+        sizes: For each source, the number of sample ids that are reserved for each of its shards. The ids of all
+            sources are consecutive.
         weights: Weight of each source. Only the ratios of the weights matter.
         num_slots: Number of slots, S.
         seed: Seed of the mixture.
@@ -71,7 +71,7 @@ class Mixture:
         return [source * self._num_slots + slot for source in range(len(self.orders))]
 
     def stream(self, slot: int, number: int) -> int:
-        """Return the stream that supplies sample `number` of a slot, counted from the start of training."""
+        """Return the stream that supplies the slot's sample with index `number`, counted from the start of training."""
         # These are fixed-point numbers in which 2**64 represents 1, so the remainder is the fractional part.
         point = (keyed_int(self._seed, _PHASE, slot) + number * GOLDEN) % _ONE
         source = bisect_right(self._bounds, point) - 1
@@ -82,10 +82,10 @@ class Mixture:
         return divmod(stream, self._num_slots)
 
     def upcoming(self, stream: int, epoch: int, offset: int) -> Iterator[tuple[float, int]]:
-        """Yield the shards of the stream's source that the stream reads next, forever.
+        """Yield the shards that the stream reads next, forever.
 
         Yields:
-            A pair (samples, shard). The stream may need the shard once its slot has read this many more samples.
+            A pair (samples, shard). After the slot has read `samples` more samples, the stream may need the shard.
         """
         source, slot = self.split(stream)
         share = (self._bounds[source + 1] - self._bounds[source]) / _ONE
@@ -115,8 +115,8 @@ def mix_sources(
         seed: Seed of the order.
         window: Number of consecutive entries that a slot shuffles together.
     """
-    # Each source has a different seed, so that sources of equal size are not shuffled alike. The first source keeps
-    # `seed` itself, so that its order is the same as if it were the only source.
+    # Each source has a different seed, so that sources of equal size are not shuffled identically. The first source
+    # keeps `seed` itself, so that its order is the same as if it were the only source.
     seeds = [seed, *(keyed_int(seed, _SEED, number) for number in range(1, len(sizes)))]
     orders = [
         DataOrder(part, num_slots, source_seed, window)

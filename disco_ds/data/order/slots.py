@@ -3,17 +3,18 @@
 The order does not depend on the numbers of ranks and workers or on the size of micro-batches. This module neither reads
 nor decodes any data.
 
-- In each epoch, the shards are randomly permuted. Their entries, concatenated in that order, are a sequence of n
+- In each epoch, the shards are randomly permuted. Their entries, concatenated in that order, form a sequence of n
   samples.
 - The sequence is cut into S intervals, one for each of S slots. In an epoch, slot s owns [k n / S, (k + 1) n / S) with
-  k = (s + epoch) % S. Every sample is therefore read once per epoch, there can be any number of shards, and slots
-  differ by at most one sample. Because k rotates with the epoch, no slot gets ahead of the others. Within its interval,
-  a slot shuffles one window of consecutive entries at a time.
+  k = (s + epoch) % S. For any number of shards, every sample is therefore read once per epoch, and the lengths of the
+  intervals differ by at most one sample. Because k rotates with the epoch, no slot gets ahead of the others. Within its
+  interval, a slot shuffles one window of consecutive entries at a time.
 - A slot reads its epochs one after another. Its cursor (epoch, offset) determines the next (shard, entry). If a sample
   is broken, the slot's next entry takes its place.
-- Position p of the infinite global sequence belongs to slot p % S. A global batch of B samples that follows A samples
-  consists of the positions [A, A + B). Of these, rank r of N takes the positions with p % N == r, in ascending order.
-  N must divide S, so that every slot belongs to exactly one rank. Every such N produces the same global batches.
+- Position p of the infinite global sequence belongs to slot p % S. After A samples have been read, a global batch of
+  B samples consists of the positions [A, A + B). Of these, rank r of N takes the positions with p % N == r, in
+  ascending order. N must divide S, so that every slot belongs to exactly one rank. Every such N produces the same
+  global batches.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ _EPOCHS_KEPT = 4
 def estimate_open_shards(num_shards: int, num_samples: int, window: int) -> int:
     """Estimate how many shards a slot reads at a time.
 
-    This is as many shards as one window fills, plus one because a window may start in the middle of a shard.
+    This is the window divided by the mean number of samples per shard, rounded up, plus one, because a window may start
+    in the middle of a shard.
     """
     return math.ceil(window * num_shards / num_samples) + 1
 
@@ -55,7 +57,8 @@ class DataOrder:
     """
 
     searched_epochs = 3
-    """A reader gives up after this many epochs without a usable sample. A slot's samples differ in each epoch."""
+    """A reader gives up after this many epochs without a usable sample. A slot reads different samples in every
+    epoch."""
 
     def __init__(self, sizes: Sequence[int], num_slots: int, seed: int, window: int) -> None:
         self._sizes = np.asarray(sizes, dtype=np.int64)
@@ -72,7 +75,10 @@ class DataOrder:
         return stop - start
 
     def settle(self, slot: int, epoch: int, offset: int) -> tuple[int, int]:
-        """Return the cursor of the slot's next sample. At the end of an epoch, it moves to the next non-empty epoch."""
+        """Return the cursor of the slot's next sample.
+
+        At the end of an epoch, this is the start of the next epoch in which the slot has samples.
+        """
         # This is a loop because in a very small data set a slot may have no samples in an epoch.
         while offset >= self.length(slot, epoch):
             epoch, offset = epoch + 1, 0
@@ -96,7 +102,7 @@ class DataOrder:
         """Yield the shards that the slot reads, starting with its current window, forever.
 
         Yields:
-            A pair (samples, shard). The slot may need the shard once it has read this many more samples.
+            A pair (samples, shard). After the slot has read `samples` more samples, it may need the shard.
         """
         reached = offset // self._window * self._window
         before = -offset

@@ -34,7 +34,7 @@ class WholeShards:
 
     def __init__(self, num_shards: int, num_slots: int, seed: int) -> None:
         self._num_shards, self._num_slots, self._seed = num_shards, num_slots, seed
-        # Many visits, because the samples of a shard are often alike, so that a filter leaves out whole shards.
+        # Search many visits, because the samples of a shard are often similar, so a filter may drop many whole shards.
         self.searched_epochs = min(2 * num_shards, 1000)
 
     def length(self, slot: int, visit: int) -> int:
@@ -54,7 +54,10 @@ class WholeShards:
         return shard, int(_permute(self.count(shard), self._seed, _SAMPLES, number)[offset])
 
     def upcoming(self, slot: int, visit: int, offset: int) -> Iterator[tuple[int, int]]:
-        """Yield the shards that the slot reads next, like DataOrder.upcoming, with assumed numbers of samples."""
+        """Yield the shards that the slot reads next, as DataOrder.upcoming does.
+
+        The numbers of samples are estimates, because the sizes of the shards are unknown.
+        """
         away = 0
         while True:
             yield away, self._shard(slot, visit)

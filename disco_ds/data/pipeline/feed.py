@@ -1,4 +1,4 @@
-"""Copying of micro-batches from the workers' buffers on the host to the device, one micro-batch ahead of its use.
+"""Copying of micro-batches from the workers' buffers on the host to the device, each while the previous one is in use.
 
 A buffer on the host goes through this cycle. It is granted to all producers, which means that each producer may fill
 its rows of the buffer. Once all producers have reported, the buffer is received, and copied to the device. The loader
@@ -87,7 +87,8 @@ class Feed:
     def take(self) -> Delivery:
         """Wait for the next micro-batch. Its buffer on the host does not change until the buffer is released.
 
-        Raises any exception that `Producer.receive` raises.
+        Raises:
+            Exception: Any exception that `Producer.receive` raises.
         """
         # An error that occurred in look_ahead is raised here, where the trainer expects it.
         delivery, self._next = self._next or self._receive(), None

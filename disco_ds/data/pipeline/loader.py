@@ -55,8 +55,8 @@ class _Position:
 class Loader:
     """Reads a rank's micro-batches, step by step, in the order that order/slots.py and order/mixture.py define.
 
-    A micro-batch is read when it is first requested. In its second pass, GradAccum requests all micro-batches of the
-    step but the last one again. `staging.pixels` selects where they are kept between the two passes:
+    A micro-batch is read when it is first requested. In its second pass, GradAccum requests the micro-batches of the
+    step again, except the last one. `staging.pixels` selects where they are kept between the two passes:
 
     - "device": The device keeps all micro-batches of the step. A buffer on the host is refilled as soon as it is
       copied.
@@ -100,7 +100,7 @@ class Loader:
             "fingerprint": fingerprint(settings, sources),
             "window": settings.window,
         }
-        """Everything that determines the data order. A state is accepted only if all of these values are the same."""
+        """What determines the data order, apart from the seed. A state is accepted only if it has the same values."""
         if state is not None:
             self._check(state)
         order = mix(settings, sources, num_slots, seed)
@@ -110,7 +110,7 @@ class Loader:
         if state is None:
             self._position = _Position(0, 0, 0, 0, dict.fromkeys(streams, (0, 0)))
         else:
-            # Rank 0 continues from the total counts and the other ranks from 0, so that the sums over ranks are right.
+            # Rank 0 continues from the total counts. The other ranks start at 0, so that the sums over ranks are right.
             broken, dropped = (state["broken"], state["dropped"]) if share.rank == 0 else (0, 0)
             cursor = {stream: tuple(state["cursor"][stream]) for stream in streams}
             self._position = _Position(state["steps"], state["samples"], broken, dropped, cursor)
@@ -187,7 +187,7 @@ class Loader:
         """Return the next step. Its micro-batches are read when they are requested, and are valid until the next call.
 
         Neither this call nor the first request for a micro-batch raises. After an error, the rest of this step and all
-        later steps consist of placeholders. Only decoding a micro-batch a second time may raise DataError.
+        later steps consist of placeholders. Only the second decoding of a micro-batch may raise DataError.
         """
         self._finish_step()
         self._before = self._position
@@ -204,7 +204,10 @@ class Loader:
         return data
 
     def drop_step(self) -> None:
-        """Return to the position before this step, because another rank could not read its part. Read no more data."""
+        """Reset the position to the start of this step, and read no more data.
+
+        Call this if any rank could not read its part of the step.
+        """
         self._error = self._error or "another rank could not read its data"
         self._position = self._before
 
@@ -306,7 +309,9 @@ class Loader:
             DataError: If decoding fails. A placeholder would make the gradients wrong, because the loss of this step
                 was computed from the real samples.
         """
-        assert k == self._num_again, f"micro-batch {k} is requested again before {self._num_again}"
+        assert k == self._num_again, (
+            f"micro-batch {k} is requested again before micro-batch {self._num_again}"
+        )
         try:
             delivery = self._take(data)
         except Exception as error:

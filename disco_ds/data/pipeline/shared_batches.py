@@ -28,7 +28,7 @@ Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 class SharedBatches:
-    """A list of buffers that each contain one MicroBatch, initially zero.
+    """A list of buffers that each contain one MicroBatch. Initially, they are filled with zeros.
 
     If this object is pickled for a process that is being started, both processes share the same memory.
 

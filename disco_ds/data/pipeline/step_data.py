@@ -25,7 +25,7 @@ class MicroBatch:
     """[m] int64, the group of each sample; zeros if data.group_by is null."""
 
     def copy_(self, source: MicroBatch) -> None:
-        """Copy the tensors of `source`, which has the same shapes, asynchronously if the hardware supports it."""
+        """Copy the tensors of `source`, which has the same shapes. If the hardware can, it copies asynchronously."""
         for name, value in vars(self).items():
             value.copy_(getattr(source, name), non_blocking=True)
 
@@ -37,7 +37,7 @@ class MicroBatch:
 class MicroBatches(Sequence[MicroBatch]):
     """The micro-batches of a step. Each is read when it is first requested, and may be requested again later.
 
-    The first requests must be in order.
+    They must be requested in order the first time.
 
     Args:
         num: Number of micro-batches.

@@ -174,8 +174,8 @@ class _Reader:
             # Even with data.max_broken=1, a stream without any readable sample must not be searched forever.
             if skipped >= _SPARE_BROKEN and epoch - begin > order.searched_epochs:
                 raise DataError(
-                    f"stream {stream} has no usable sample among the last {skipped}; data.filter, data.uids and "
-                    f"data.stages dropped {part.dropped} samples; the last broken ones: "
+                    f"stream {stream} has no usable sample among its last {skipped}. While this micro-batch was read, "
+                    f"data.filter, data.uids and data.stages dropped {part.dropped} samples. The last broken samples: "
                     f"{'; '.join(self._last) or 'none'}"
                 )
 
@@ -195,8 +195,8 @@ class _Reader:
         if self._num_broken > _SPARE_BROKEN + most * self._num_read:
             trace = "".join(["\n", *traceback.format_exception(cause)]) if cause else ""
             raise DataError(
-                f"{self._num_broken} of {self._num_read} samples are broken, but only {_SPARE_BROKEN} plus the "
-                f"fraction data.max_broken={most:g} of all may be; the last ones: {'; '.join(self._last)}. Compare "
+                f"{self._num_broken} of {self._num_read} samples are broken; the limit is {_SPARE_BROKEN} plus the "
+                f"fraction data.max_broken={most:g} of all samples. The last ones: {'; '.join(self._last)}. Compare "
                 "data.image_key and data.captions "
                 "with the members of the samples, repair the shards, or raise data.max_broken"
                 + trace

@@ -92,12 +92,12 @@ class Worker:
 
     def grant(self, number: int) -> None:
         """Allow the worker to fill this buffer, after all buffers that were granted earlier."""
-        # If the worker has died, `receive` reports this once it has returned everything that the worker had sent.
+        # If the worker has died, `receive` first returns everything that the worker sent, and then reports the failure.
         with suppress(OSError):
             self._connection.send(number)
 
     def is_ready(self) -> bool:
-        """Return whether `receive` would return at once."""
+        """Return whether `receive` would return without waiting."""
         return self._connection.poll()
 
     def receive(self) -> Part:

@@ -1,6 +1,6 @@
 """Disk space that a host needs for remote shards.
 
-A cache that is smaller than the shards being read would fetch a whole shard for nearly every sample.
+If the cache is smaller than the shards that are being read, a whole shard is fetched for nearly every sample.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from disco_ds.data.sources.base import Source
 from disco_ds.data.sources.manifest import Manifest
 
 _DEFAULT_BYTES = 128e9
-"""The default number of slots is so small that all slots together read at most this many bytes at a time."""
+"""With the default number of slots, the remote shards that all slots read at a time total at most this many bytes."""
 
 
 def fits_default(settings: DataSettings, sources: Sequence[Source], num_slots: int) -> bool:
-    """Return whether this number of slots reads little enough to be a good default for any number of hosts."""
+    """Return whether this many slots read at most _DEFAULT_BYTES of shards at a time, which even one host can cache."""
     return sum_bytes(settings, sources, num_slots)[0] <= _DEFAULT_BYTES
 
 
@@ -51,7 +51,7 @@ def fit_cache(
     if used > limit:
         # Round up, so that the suggested numbers are large enough.
         gb, disk_gb = (math.ceil(need / 1e6) / 1e3 for need in (used, used / DISK_SHARE))
-        remedy = f"set data.remote.cache_gb={gb:g}, with {disk_gb:g} GB free on the disk of data.remote.cache"
+        remedy = f"set data.remote.cache_gb={gb:g} (the disk of data.remote.cache needs {disk_gb:g} GB of free space)"
         slots = (
             int(limit / sum_bytes(settings, sources, 1)[0]) * ranks // ranks_here // ranks * ranks
         )
@@ -68,10 +68,10 @@ def fit_cache(
 def sum_bytes(
     settings: DataSettings, sources: Sequence[Source], num_slots: int
 ) -> tuple[float, float]:
-    """Sum the bytes of the remote shards that this number of slots reads at a time.
+    """Sum the sizes of the remote shards that this many slots read at a time.
 
     Returns:
-        The bytes without and with the prefetched shards.
+        The total in bytes without the prefetched shards, and the total with them.
     """
     used = wanted = 0.0
     for source in sources:

@@ -26,7 +26,7 @@ _BLOCK = 2**20
 
 
 class _Progress(threading.local):
-    """A count of attempts and received blocks. While it grows, the trainer knows that its data worker is alive.
+    """A count that grows with every sign of progress, such as a received block. It shows that a data worker is alive.
 
     The count is the last integer of `count`, in memory that the worker shares with the trainer. Other threads of the
     worker have separate counts, so that the trainer notices a hung reading thread even while other threads prefetch.
@@ -63,7 +63,7 @@ class _Download:
         self._done = 0
         """Bytes that have arrived."""
         self._version: str | None = None
-        """The strong ETag of the content, which the next attempt needs to resume. None: it must start over."""
+        """The content's strong ETag, with which the next attempt can resume. If None, that attempt must start over."""
 
     def attempt(self) -> None:
         """Fetch the shard, or the rest of it.
@@ -99,7 +99,7 @@ class _Download:
         while view:
             written = os.pwrite(self._file.fileno(), view, self._done)
             view, self._done = view[written:], self._done + written
-            # Checked after every write, because content without a stated length could fill the disk.
+            # Check the size after every write, because content without a stated length could fill the disk.
             if self._done > (self._size or self._limit):
                 self._refuse()
 
@@ -110,7 +110,7 @@ class _Download:
             most = f"the limit for a shard, data.remote.cache_gb ({self._limit / 1e9:g} GB)"
             raise StoreError(f"it is larger than {most}", transient=False)
         raise StoreError(
-            f"{self._done:,} bytes arrived, but its manifest says {self._size:,}; if the shard was replaced, "
+            f"{self._done:,} bytes arrived, but the manifest says {self._size:,}; if the shard was replaced, "
             "index it again"
         )
 
@@ -133,7 +133,7 @@ def fetch(
     download = _Download(url, file, settings, size)
     for number in range(settings.tries):
         pause(number, settings)
-        # The new file time shows processes that wait for this file that it is still being fetched.
+        # Other processes may be waiting for this file. The new file time shows them that the download is still running.
         os.utime(file.fileno())
         progress.add()
         try:

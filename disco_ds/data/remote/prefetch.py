@@ -2,7 +2,7 @@
 
 The data order determines what each slot reads next, so nothing is guessed: among all shards that the worker's streams
 will need, the one that is needed first is fetched first. Prefetching is best effort. The order does not depend on it,
-and if it fails, the reader fetches the shard or reports the error.
+and if it fails, the reader fetches the shard itself or reports the error.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _POLL_S = 0.5
 _RETRY_S = 30.0
 """Pause before a shard that could not be fetched is tried again. If the cache is full, no shard is tried earlier."""
 _BUSY_S = 1.0
-"""Pause before the next shard after a failure other than a full cache."""
+"""Pause after a failure other than a full cache, before the next shard is fetched."""
 
 Cursor = dict[int, tuple[int, int]]
 """The next (epoch, offset) of each stream, keyed by stream number."""
 Place = tuple[int, int]
-"""The numbers of a source and of one of its shards."""
+"""A shard, as the number of its source and its number in that source."""
 
 
 class FetchAhead:
@@ -37,7 +37,8 @@ class FetchAhead:
     Args:
         sources: The sources of the order.
         order: The data order.
-        least: Number of shards to prefetch for every stream, in addition to those that it is reading; 0 for none.
+        least: Minimum number of shards to prefetch for every stream, in addition to those that it is reading. If it is
+            0, nothing is prefetched.
     """
 
     def __init__(self, sources: Sequence[Source], order: Mixture, least: int) -> None:
@@ -103,6 +104,6 @@ class FetchAhead:
                 # Custom sources may raise anything. If the failure persists, the reader reports it.
                 with self._lock:
                     self._not_before[place] = time.monotonic() + _RETRY_S
-                # If the cache is full, no other shard fits either, so pause for long. After any other failure, the
-                # server may be busy, so pause only briefly.
+                # If the cache is full, no other shard fits either, so pause for a long time. After any other failure,
+                # the server may be busy, so pause only briefly.
                 time.sleep(_RETRY_S if isinstance(error, CacheFullError) else _BUSY_S)

@@ -119,8 +119,8 @@ class ShardCache:
                 raise DataError(
                     f"the size of shard {self._names[shard]} cannot be read from {describe(url)}: {error}"
                 ) from None
-        # The size is included so that a shard that is replaced and indexed again is not confused with the old one. The
-        # name is a hash because the URL may contain secrets.
+        # The size is part of the key, so that a shard that was replaced and indexed again gets a new file. The name is
+        # a hash because the URL may contain secrets.
         key = hashlib.sha256(f"{self._sizes[shard]} {self._urls[shard]}".encode()).hexdigest()
         return self.folder / f"{key}.shard"
 
@@ -138,7 +138,7 @@ class ShardCache:
         # The process that locks the .partial file fetches the shard. The others wait until the file is renamed or
         # removed.
         with _open_or_create(partial) as file:
-            # Poll, because blocking on the lock could take hours: readers lock the file once it is renamed.
+            # Poll instead of waiting for the lock. After the file is renamed, readers lock it, possibly for hours.
             changed_ns = 0
             while not _try_lock(file):
                 if ahead or not _is_at(file, partial):
@@ -169,16 +169,16 @@ class ShardCache:
         Args:
             file: The file of the shard to fetch.
             need: Size of that shard in bytes.
-            ahead: Do not evict shards that other processes have prefetched.
+            ahead: Do not evict prefetched shards that have not been read.
 
         Returns:
             Whether there is room now. If not, there will be room once shards that are being prefetched can be evicted.
 
         Raises:
-            CacheFullError: If there is no room because all other cached shards are being read.
+            CacheFullError: If there is not enough room, even without the shards that may be evicted.
         """
         limit = self._limit
-        # One process at a time, so that two of them do not count the same free space.
+        # Only one process may do this at a time. Otherwise, two processes could reserve the same free space.
         with _open_or_create(self.folder / ".lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             known = sorted(self._rank())
@@ -188,7 +188,7 @@ class ShardCache:
             for unread, _, size, path in known:
                 if used + need <= limit:
                     break
-                # A .partial file that can be locked was left by a killed process, so nothing protects it.
+                # A .partial file that can be locked was left by a killed process, so it may always be evicted.
                 if not (ahead and unread and path.suffix == ".shard") and _evict(path):
                     used -= size
                 elif unread:
@@ -201,7 +201,7 @@ class ShardCache:
                 return False
             raise CacheFullError(
                 f"{self.folder} has no room for a shard of {need:,} bytes, because {used:,} bytes are in use and "
-                f"data.remote.cache_gb is {limit / 1e9:g}; raise it, or lower data.slots"
+                f"the limit is {limit / 1e9:g} GB; raise data.remote.cache_gb, free disk space, or lower data.slots"
             )
 
     def _rank(self) -> Iterator[tuple[bool, int, int, Path]]:
@@ -209,8 +209,8 @@ class ShardCache:
         for path, found in _list_shards(self.folder):
             recent = time.time() - found.st_mtime < _FORGOTTEN_S
             unread = stat.S_IMODE(found.st_mode) == _PREFETCHED and recent
-            # Of the shards that have been read, the oldest is evicted first; of the others, the newest, which is
-            # needed last.
+            # Of the shards that have been read, the oldest is evicted first. Of the others, the newest is evicted
+            # first, because it is needed last.
             order = -found.st_mtime_ns if unread else found.st_mtime_ns
             yield unread, order, found.st_size, path
 
@@ -258,7 +258,7 @@ def _make_private(folder: Path) -> None:
     is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
     if not is_own or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise DataError(
-            f"{folder} must be a folder, not a link, that only user {os.geteuid()} can write to; remove it, or set "
+            f"{folder} must be a folder (not a link) that only user {os.geteuid()} can write to; remove it, or set "
             "data.remote.cache to another folder on a local disk"
         )
 

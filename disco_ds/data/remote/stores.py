@@ -40,7 +40,7 @@ _HUB = re.compile(
 )
 _STATUS = re.compile(r"status code: (\d+) ?([A-Za-z -]*)")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
-"""The error code of S3, Google and Azure, such as ExpiredToken."""
+"""Matches an error code of S3, Google or Azure, such as ExpiredToken."""
 _CAUSES = {
     "TimedOut|kind: Timeout": "timed out",
     "MissingContentLength": "the server does not state the length of the content",
@@ -49,7 +49,8 @@ _CAUSES = {
     r"message: \"([\w ]+)\"": "",
     "(invalid peer certificate: [\\w ]+)": "",
 }
-"""Patterns in obstore's error descriptions, and the reason to report; "" reports the text that the group matched."""
+"""Maps patterns in obstore's error descriptions to the reason to report. If the reason is "", the text that the
+pattern's group matched is reported."""
 
 
 class StoreError(Exception):
@@ -68,7 +69,7 @@ class ChangedError(StoreError):
 
 
 def locate(url: str, timeout_s: float) -> tuple[Any, str]:
-    """Return the obstore store of a URL and the path in it.
+    """Return the obstore store for a URL, and the path of the object in that store.
 
     Args:
         url: URL of an object. Environment variables in it are expanded.
@@ -103,7 +104,8 @@ def locate(url: str, timeout_s: float) -> tuple[Any, str]:
         user, password = (
             urllib.parse.unquote(part or "") for part in (parts.username, parts.password)
         )
-        # obstore ignores credentials in a URL. It does not send this header to another host after a redirect.
+        # obstore ignores credentials in a URL, so send them in a header. After a redirect, obstore does not send the
+        # header to another host.
         pair = base64.b64encode(f"{user}:{password}".encode()).decode()
         authorization = f"Basic {pair}"
     if _PLAIN_PATH.fullmatch(parts.path) and not parts.query:
@@ -120,7 +122,7 @@ def _create_store(scheme: str, base: str, timeout_s: float, authorization: str |
     client: dict[str, Any] = {
         "connect_timeout": limit,
         "read_timeout": limit,
-        # A large shard may take any amount of time while data keeps arriving.
+        # A large shard may take any amount of time, as long as data keeps arriving.
         "timeout": timedelta(days=7),
         "allow_http": True,
     }
@@ -140,14 +142,14 @@ _open_store = lru_cache(64)(_create_store)
 def read_blocks(
     url: str, timeout_s: float, start: int = 0, tag: str | None = None
 ) -> tuple[str | None, Generator[Any, None, None]]:
-    """Request an object, or the rest of it from byte `start`, if it still has the version `tag`.
+    """Request an object. If `start` is positive, request only the part from that byte on, of the version `tag`.
 
     Returns:
         The object's version (None if it has no strong ETag) and a generator of the blocks of its content, which may
         raise StoreError.
 
     Raises:
-        ChangedError: If the rest of this version cannot be read.
+        ChangedError: If the object no longer has that version, or if the server cannot send only a part of it.
         StoreError: If the request fails.
     """
     # The version in the answer is compared below, because not every server supports If-Match.
@@ -163,7 +165,7 @@ def read_blocks(
 
     def blocks() -> Generator[Any, None, None]:
         with _explain():
-            # min_chunk_size=1 returns each block as it arrives, so that an error does not discard earlier ones.
+            # min_chunk_size=1 returns each block as it arrives, so that an error does not discard earlier blocks.
             yield from answer.stream(min_chunk_size=1)
 
     return version, blocks()
@@ -229,16 +231,19 @@ def _request(url: str, settings: RemoteSettings, call: Callable[[Any, str], T]) 
 
 
 def pause(number: int, settings: RemoteSettings) -> None:
-    """Pause before attempt `number`, unless it is the first one, which has the number 0."""
+    """Pause before attempt `number`. There is no pause before the first attempt, which is number 0."""
     if number:
-        # Many processes may fail at once. Random pauses keep them from retrying at once. SystemRandom does not change
-        # the state of the trainer's random generator.
+        # If many processes fail at the same time, random pauses keep them from retrying at the same time. SystemRandom
+        # does not change the state of the trainer's random generator.
         jitter = random.SystemRandom().uniform(2 - MAX_JITTER, MAX_JITTER)
         time.sleep(settings.pause_s(number) * jitter)
 
 
 def describe(place: str) -> str:
-    """Return a path or URL without user, password and query, for messages. A command may have secrets anywhere."""
+    """Return a path or URL for messages, without user, password and query.
+
+    A `pipe:` command is not shown at all, because any part of it may be secret.
+    """
     if place.startswith(PIPE):
         return "its pipe: command"
     parts = urllib.parse.urlsplit(place)

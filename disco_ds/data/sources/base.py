@@ -1,4 +1,4 @@
-"""The interface of a source of samples, and the decoding of its samples into an image and a caption.
+"""The interface of a source of samples, and the decoding of each sample into an image and a caption.
 
 A source divides its samples into shards. A custom source is a class derived from Source that
 
@@ -66,8 +66,8 @@ class Reader(Protocol):
         """Return the members of a sample by name. data.image_key and data.captions refer to these names.
 
         Raises:
-            BrokenSample: If the sample must be skipped; the message is the reason. Any exception other than OSError
-                also skips the sample.
+            BrokenSample: If the sample must be skipped; the message is the reason. Any other exception also skips the
+                sample, except OSError, MemoryError and DataError.
             OSError: If the shard itself cannot be read.
         """
 
@@ -100,7 +100,7 @@ class Source:
     def open(self, num_slots: int, window: int) -> Reader:
         """Open the source for reading in one process.
 
-        The arguments allow an estimate of how many shards are in use at a time.
+        From the arguments, a source can estimate how many shards are in use at a time.
 
         Args:
             num_slots: Number of slots that the process reads in turn.
@@ -150,16 +150,16 @@ class Samples:
         return Selection.load(self.settings)
 
     def read(self, shard: int, entry: int, epoch: int, index: int) -> tuple[Decode, Tensor, int]:
-        """Read the sample with id `index`. The result depends only on the sample, the epoch and the settings.
+        """Read the sample with id `index`. The result depends only on the sample, the epoch, the settings and the seed.
 
         Returns:
-            A function that decodes the image, the caption's tokens [L] int64, and the number of the sample's group
-            (data.group_by), which fits into int64.
+            Three values: a function that decodes the image; the tokens of the caption, [L] int64; and the number of the
+            sample's group (data.group_by), which fits into int64.
 
         Raises:
             BrokenSample: If the sample cannot be used. The returned function may also raise it.
             OSError: If the shard itself cannot be read.
-            Exception: Any other exception of a custom Reader; it means the same as BrokenSample.
+            Exception: Any other exception of a custom Reader. The caller treats it like BrokenSample.
         """
         members: Members = self._reader.read(shard, entry)
         # The first random numbers of the row determine the crop; the last two select the caption.
@@ -175,7 +175,7 @@ class Samples:
         if text.shape != (1, self.form.context_length):
             raise DataError(
                 f"the tokenizer returned shape {tuple(text.shape)} for one caption, but the model expects "
-                f"{(1, self.form.context_length)}; build both from the same model config"
+                f"{(1, self.form.context_length)}; build the tokenizer and the model from the same config"
             )
         # Keep only the compressed bytes, so that a worker can hold all samples of a step and decode them again.
         return partial(self._decode, data, numbers[:NUM_CROP_NUMBERS]), text[0], group_id

@@ -1,4 +1,4 @@
-"""Count the samples of shards for `disco-ds index`, from published counts if there are any, or else from tar headers.
+"""Sample counting for `disco-ds index`. Published counts are used if there are any; otherwise, tar headers are read.
 
 Nothing is decoded. Counted shards are saved every few seconds, so that a second call continues where the first stopped.
 """
@@ -42,17 +42,18 @@ def index_shards(
 ) -> Manifest:
     """Count the samples of every .tar in a folder, or of the listed shards.
 
-    A truncated shard counts up to its last complete sample. Data after a tar's end mark is not counted. Both are logged
-    as warnings. Remote shards without a published count are fetched, and kept in the cache if it has room.
+    A truncated shard is counted up to its last complete sample. Data after a tar's end mark is not counted. A warning
+    is logged in both cases. Remote shards without a published count are fetched, and kept in the cache if it has room.
 
     Args:
         where: The folder or the listing.
         workers: Number of processes that read shards; 0 reads in this process.
         progress: Called with the number of shards done.
-        known: Shards of an earlier manifest. They are not counted again, unless they are local and changed in size.
+        known: Shards of an earlier manifest. They are not counted again, unless they have 0 samples, or are local and
+            have changed in size.
         remote: How to fetch remote shards.
         published: Whether counts that the data set publishes are used (published_counts.py).
-        skip_missing: List missing shards with 0 samples, so that a run leaves them out.
+        skip_missing: Record that missing shards have 0 samples, so that a run leaves them out.
         save: Called every few seconds, and at the end, with the manifest of the shards counted so far.
 
     Returns:
@@ -187,8 +188,8 @@ def _count(
                 problem = f"is truncated: {index.truncated}"
             elif has_data_after_end(file, index):
                 problem = (
-                    f"has data after its end mark at byte {index.end:,}, which is ignored: a header was lost, or tars "
-                    "were concatenated; write the shard again"
+                    f"has data after its end mark at byte {index.end:,}, because a header was lost or tars were "
+                    "concatenated; the data is ignored, so write the shard again"
                 )
     except (DataError, OSError) as error:
         return error, None

@@ -34,12 +34,12 @@ from disco_ds.data.sources.base import Source
 logger = logging.getLogger(__name__)
 
 _NUM_CHECKED = 16
-"""Number of rows that are read when the file is opened, one from each of the first nominal shards."""
+"""Maximum number of rows that are tried before the file is refused. They are the first rows of nominal shards."""
 
 
 @dataclass(frozen=True, eq=False)
 class Table(Source):
-    """A csv file whose rows have been found."""
+    """A csv file and the byte offsets of its rows."""
 
     path: Path
     separator: str
@@ -47,9 +47,9 @@ class Table(Source):
     image: str
     """The column of image paths."""
     starts: np.ndarray
-    """Byte offsets at which the rows begin and the last one ends, [n + 1] int64."""
+    """Byte offset at which each row begins, and the offset at which the last row ends, [n + 1] int64."""
     fingerprint: str
-    """Digest of the whole file, since its rows are the samples."""
+    """Digest of the whole file, because its rows are the samples."""
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -89,8 +89,8 @@ class Table(Source):
         if image is None or not fields <= set(columns):
             raise ValueError(
                 f"{path} has the columns {', '.join(columns)}, but data.image_key is {settings.image_key} and "
-                f"data.captions and data.group_by name {', '.join(sorted(fields))}; set them, for example "
-                "data.image_key=filepath "
+                f"data.captions and data.group_by name {', '.join(sorted(fields))}; change these settings, for example "
+                "to data.image_key=filepath "
                 "data.captions={'{title}': 1}, or set data.csv_separator=';'"
             )
         if len(starts) < 2:
@@ -101,7 +101,7 @@ class Table(Source):
 
 
 class TableReader:
-    """Samples of a table by (nominal shard, entry)."""
+    """Reads the samples of a table by (nominal shard, entry)."""
 
     def __init__(self, table: Table) -> None:
         self._table = table

@@ -16,7 +16,7 @@ _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
 
 class ImageFolder(Source):
-    """The class sub-folders and their image files, sorted by name (numerically if all names are numbers).
+    """The class sub-folders, sorted by name (numerically if all names are numbers), each with its sorted image files.
 
     A sample's members are `image`, the bytes of the file, and `cls`, the name of its sub-folder. The source is also
     the Reader.
@@ -27,7 +27,7 @@ class ImageFolder(Source):
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).expanduser()
-        # Classes without images count too: they are possible answers in zero-shot classification.
+        # Keep classes without images, because they are possible answers in zero-shot classification.
         self.classes = sort_labels(
             [
                 entry.name

@@ -1,4 +1,4 @@
-"""List the names and locations of the shards that a setting such as data.shards specifies. No shard is opened.
+"""The names and locations of the shards that a setting such as data.shards specifies. No shard is opened.
 
 The setting has one of these forms:
 
@@ -65,8 +65,8 @@ def refuse_remote(text: str, remote: RemoteSettings) -> None:
     """Check that the settings allow the given shards, if these are remote.
 
     Raises:
-        ValueError: If the settings do not allow the shards, or if an environment variable in the URL is not set. The
-            message names the setting or the variable.
+        ValueError: If the settings do not allow the shards, if the URL scheme is not supported, or if an environment
+            variable in the URL is not set. The message names the setting, the scheme or the variable.
     """
     if text.startswith(PIPE):
         if not remote.pipe:
@@ -147,7 +147,7 @@ def _make_listing(places: Collection[str], start: str, base: Path = Path()) -> L
     """Return a listing of shards.
 
     Args:
-        places: Paths, or URLs and commands, which all begin with `start`.
+        places: Local paths, or URLs and commands. All of them begin with `start`.
         start: The part of each place before the name of the shard.
         base: Folder to which local paths are relative.
 
@@ -245,7 +245,7 @@ def list_shards(text: str) -> Listing:
     try:
         places = list(braceexpand(text, escape=False))
     except ValueError:
-        raise ValueError(f"the braces in {_find_name(text, start)} do not match") from None
+        raise ValueError(f"the braces in {_find_name(text, start)} are not balanced") from None
     return _make_listing(places, start)
 
 

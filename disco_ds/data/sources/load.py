@@ -22,7 +22,9 @@ from disco_ds.names import load_custom
 
 
 def load_sources(settings: DataSettings) -> list[Source]:
-    """Load the sources that the settings name, at least one, without reading a sample.
+    """Load the sources that the settings name, and return them. There is at least one.
+
+    No samples are read, except for a few rows of a csv file, as a check.
 
     Raises:
         ValueError: If shards or manifests are missing or do not match, if the settings do not allow remote shards, or
@@ -109,7 +111,7 @@ def count_slots(
     if settings.slots is None and saved:
         raise ValueError(
             f"the checkpoint's data order has {saved} slots, not a multiple of the number of ranks ({ranks}), and a "
-            f"resumed run keeps them: use a number of ranks that divides {saved}"
+            f"resumed run keeps this number: use a number of ranks that divides {saved}"
         )
     below = slots // ranks * ranks
     nearest = [str(num) for num in (below, below + ranks) if 0 < num <= num_units]

@@ -90,7 +90,7 @@ class Manifest(Source):
 
 
 def write_manifest(manifest: Manifest, path: Path | None = None) -> Path:
-    """Write a manifest atomically, by default into its folder, and return its path."""
+    """Write a manifest atomically, by default to manifest.json in its folder, and return the path of the file."""
     path = path or manifest.folder / NAME
     shards = [shard._asdict() for shard in manifest.shards]
     write_text(path, json.dumps({"version": 1, "shards": shards}, indent=1) + "\n")
@@ -98,7 +98,7 @@ def write_manifest(manifest: Manifest, path: Path | None = None) -> Path:
 
 
 def read_manifest(path: Path) -> dict[str, Shard]:
-    """Read the shards of a manifest file, by name.
+    """Read a manifest file, and return its shards by name.
 
     Raises:
         ValueError: If the file is not a manifest.
@@ -116,7 +116,7 @@ def read_manifest(path: Path) -> dict[str, Shard]:
 def load_manifest(
     where: Path | Listing, path: Path | None = None, remote: RemoteSettings | None = None
 ) -> Manifest:
-    """Read the manifest of a folder's shards, or the part that a listing names, and compare it with the shards.
+    """Read a folder's manifest, or the part of a manifest that a listing names, and compare it with the shards.
 
     A shard that has changed since it was counted causes only a warning. If it was truncated, only the samples that were
     cut off are lost.

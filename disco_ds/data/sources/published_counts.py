@@ -57,7 +57,7 @@ def find_counts(
         published: Whether to look for published counts. If False, only sizes are found.
 
     Yields:
-        The name of each shard, in any order, and what was found. This is an exception if the size cannot be read:
+        The name of each shard, in any order, and what was found or, if the size cannot be read, the exception. It is
         FileNotFoundError if the shard does not exist.
 
     Raises:

@@ -24,7 +24,7 @@ from disco_ds.data.images.decode import Members
 from disco_ds.names import load_custom
 
 Stage = Callable[[Iterable[dict[str, Any]]], Iterable[dict[str, Any]]]
-"""A per-sample stage of webdataset: converts an iterable of samples into another."""
+"""A per-sample stage of webdataset: converts an iterable of samples into another iterable."""
 _JOINING = {
     "shuffle", "detshuffle", "rsample", "slice", "associate",
     "batched", "unbatched", "listed", "unlisted", "to_tuple",
@@ -33,7 +33,7 @@ _JOINING = {
 _SORTED_HERE = 1_000_000
 """Files with more uids than this must already be sorted."""
 _PART = 1_000
-"""Number of uids in each part of a long file in which the sorting is checked."""
+"""In a long file, the sorting is checked only in some parts with this many uids each."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def _contains(uids: np.ndarray, text: str) -> bool:
 
 
 def _passes(value: Any, rule: Mapping[str, Any]) -> bool:
-    """Return whether a field passes a rule. A missing field does not."""
+    """Return whether a field passes a rule. A missing field does not pass."""
     if value is None:
         return False
     if isinstance(value, bytes):

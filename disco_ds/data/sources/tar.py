@@ -1,10 +1,11 @@
 """Random access to the samples of a tar shard: one scan of the headers, then one read for each member of a sample.
 
-Before the scan, TarReader reads a shard once from start to end, so that a disk serves only sequential reads.
+Before the scan, TarReader reads a shard once from start to end, which loads it into the page cache. The disk therefore
+serves only sequential reads.
 
 Members are grouped into samples as in webdataset. Consecutive members with the same key form a sample; the key is the
 path up to the first dot of the file name. A repeated extension begins a new sample. Hidden files are skipped. A
-sample's entry is its position in the tar. Tars must be uncompressed. Nothing is decoded here.
+sample's entry is its index among the samples of the tar. Tars must be uncompressed. Nothing is decoded here.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ def has_data_after_end(file: BinaryIO, index: TarIndex) -> bool:
 
 
 class _Headers:
-    """The part of a tar that tarfile may read: headers of limited size and number.
+    """A file object for tarfile that reads only headers, and limits their size and number.
 
     A damaged header can contain any size. tarfile would allocate that much memory, seek that far, or spend hours on a
     large pax header, whose text it searches in quadratic time.
@@ -172,7 +173,7 @@ def _walk(file: BinaryIO, at: int = 0) -> Iterator[tarfile.TarInfo]:
 
 
 class TarReader:
-    """Samples of a folder's shards by (shard, entry). It is not thread-safe.
+    """Reads the samples of a folder's shards by (shard, entry). It is not thread-safe.
 
     Args:
         folder: Folder of the shards.
@@ -216,7 +217,7 @@ class TarReader:
         try:
             index, file = self._index(shard), self._file(shard)
             if entry >= len(index) and index.truncated is None:
-                # _index_shard has warned about this shard. The count was wrong, but no sample is damaged.
+                # _index_shard has warned about this shard. The manifest was wrong, but no sample is damaged.
                 raise DroppedSample(f"the tar has only {len(index)} samples")
             if entry >= len(index):
                 raise BrokenSample(f"the tar has {len(index)} complete samples: {index.truncated}")
@@ -264,7 +265,7 @@ class TarReader:
         expected = self._sizes[shard] if self._sizes is not None else len(index)
         if len(index) != expected and index.truncated is None:
             warnings.warn(
-                f"shard {self._names[shard]} has {len(index):,} samples, but its manifest says {expected:,}; remove "
+                f"shard {self._names[shard]} has {len(index):,} samples, but the manifest says {expected:,}; remove "
                 "the manifest and any wrong sizes.json, _info.json or stats file, and run disco-ds index again",
                 stacklevel=2,
             )

@@ -1,6 +1,6 @@
 """Sums and gradients of similarity matrices that are computed in tiles and never stored as a whole.
 
-The only third-party packages that this folder imports are torch and Triton.
+The only third-party packages that this folder imports are torch, Triton and packaging.
 """
 
 from disco_ds.losses.kernels.availability import find_problem

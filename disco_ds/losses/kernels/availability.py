@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def uses_triton(tiling: Tiling, x: Tensor) -> bool:
-    """Return True if Triton should compute the tiles of rows with the device and dtype of x.
+    """Return True if Triton should compute tiles from rows that have the device and dtype of x.
 
     Raises:
         ValueError: If `impl` is "triton" and Triton cannot run.

@@ -28,19 +28,20 @@ from disco_ds.losses.kernels.tiles import Tile, Tiling, full_dtype, pairs_offset
 class Groups:
     """The groups to which the rows and columns of a block belong. Entries within a group are not negatives.
 
-    A row or column that is alone in its group has a negative number. Rows and columns have different ones.
+    A row or column that is alone in its group has a negative group number. Rows have one such number and columns
+    another, so that they never match.
     """
 
     rows: Tensor
-    """[n] int32."""
+    """[n] int32, the group number of each row."""
     columns: Tensor
-    """[m] int32."""
+    """[m] int32, the group number of each column."""
     share: Tensor | None
     """[n] float64, 1 / size of the row's group, if all entries within a group are positives. None: entries within a
     group are ignored, except on the diagonal."""
 
     def with_owner(self, owner: int) -> Groups:
-        """Return the groups of the rows and of the part of the columns that belongs to one rank."""
+        """Return the groups of the rows, and of only those columns that belong to the rank `owner`."""
         n = len(self.rows)
         return replace(self, columns=self.columns[owner * n : (owner + 1) * n])
 
@@ -54,20 +55,20 @@ class Positives:
     j: Tensor
     """[m], indices of the columns in the block."""
     r: Tensor
-    """[n, D], as returned by Tiling.factor."""
+    """[n, D], the rows, as returned by Tiling.factor."""
     c: Tensor
-    """[m, D], as returned by Tiling.factor."""
+    """[m, D], the columns, as returned by Tiling.factor."""
     logits: Tensor
     """[n, m], x in full precision."""
     found: Tensor
-    """[n, m] bool."""
+    """[n, m] bool, True at positives."""
     share: Tensor
     """[n, 1], 1 / size of the row's group, in full precision."""
 
     def add_gradient(
         self, W: Tensor, tiling: Tiling, d_rows: Tensor | None, d_columns: Tensor | None
     ) -> None:
-        """Add gain x W @ columns to d_rows, and gain x W^T @ rows to d_columns, where W is 0 except at positives."""
+        """Add gain x W @ columns to d_rows, and gain x W^T @ rows to d_columns, with W set to 0 except at positives."""
         W = tiling.round(W.mul_(tiling.gain()).masked_fill_(~self.found, 0))
         for total, at, a, b in ((d_rows, self.i, W, self.c), (d_columns, self.j, W.T, self.r)):
             if total is not None:
@@ -83,7 +84,7 @@ class Positives:
 
 @dataclass(frozen=True)
 class Block:
-    """Rows, columns and the parameters of their similarities. This class does not compute the similarities."""
+    """Rows, columns and the parameters of their similarities. The functions in `tiles` compute the similarities."""
 
     rows: Tensor
     """[n, D], as returned by Tiling.hold."""
@@ -101,8 +102,8 @@ class Block:
     is subtracted, which takes two exponentials for each element."""
     tiling: Tiling
     groups: Groups | None = None
-    """The groups that contain several pairs. None if every pair is the only one in its group. A block with groups needs
-    equal scales."""
+    """The groups of the rows and columns. None if all entries outside the diagonal are negatives, for example because
+    no two pairs share a group. A block with groups needs equal scales."""
 
     @property
     def tiles(self) -> ModuleType:
@@ -181,16 +182,16 @@ class Block:
 
 
 def _find_meeting(numbers: Tensor, others: Tensor) -> Tensor:
-    """Return the indices of the group numbers that `others` also contains, sorted by group."""
+    """Return the indices of those group numbers that also occur in `others`, sorted by group number."""
     places = torch.isin(numbers, others).nonzero()[:, 0]
     return places[numbers[places].argsort(stable=True)]
 
 
 @dataclass
 class Sums:
-    """Logarithmic sums and maxima of a block without its diagonal. float64; -inf for empty rows or columns.
+    """Logarithms of sums, and maxima, over a block without its diagonal; float64, -inf for empty rows or columns.
 
-    If pairs of a group are positives, the sums include them.
+    If the pairs of a group are positives of each other, the sums include these positives.
     """
 
     rows: Tensor
@@ -203,7 +204,7 @@ class Sums:
     columns_max: Tensor | None
     """[1, m] or [2, m], the same for the y of each column."""
     positives: Tensor | None = None
-    """[n], the sum of x over the positives of each row outside the diagonal; None if there are none."""
+    """[n], for each row, the sum of x over positives outside the diagonal. None if only the diagonal is positive."""
 
 
 def raise_maxima(
@@ -276,8 +277,8 @@ def softmax_gradient(
 ) -> None:
     """Add gain x W @ columns to d_rows, and gain x W^T @ rows to d_columns.
 
-    W_ij = exp(x_ij - row_shift_i) + exp(y_ij - column_shift_j), and 0 on the diagonal and where pairs are ignored. Both
-    terms must be at most 1. At positives outside the diagonal, 2 / size of the group is subtracted. The caller
+    W_ij is exp(x_ij - row_shift_i) + exp(y_ij - column_shift_j). On the diagonal and where pairs are ignored, it is 0.
+    Both terms must be at most 1. At positives outside the diagonal, 2 / size of the group is subtracted. The caller
     divides the results by the gain, Tiling.gain.
 
     Args:
@@ -298,7 +299,8 @@ def softmax_gradient(
     scratch = block.scratch(tiles)
     row_scale = block.row_scale.to(dtype)
     column_scale = block.column_scale.to(dtype)
-    # With a shift, exp(x - row_shift) = exp(x - shift) a: one exponential serves both terms of W.
+    # With a shift, the terms of W, times the gain, are exp(x - shift) a and exp(x - shift) beta. One exponential
+    # serves both.
     lifted = [x - math.log(tiling.gain()) for x in (row_shift, column_shift)]
     a, beta = (x.to(dtype) if shift is None else (shift - x).exp_().to(dtype) for x in lifted)
     for i, j in block.cut():

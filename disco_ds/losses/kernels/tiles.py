@@ -31,9 +31,9 @@ class Tiling:
     """How similarities are computed. These settings affect results only through rounding.
 
     Args:
-        tile: Number of rows and columns of a tile. None: 2048 x 2048 on a CPU. On a GPU, a tile that is written to
-            memory takes at most 144 MiB (see `written_shape`). A tile that is not written is 16384 x 16384, enough
-            work to hide kernel launches.
+        tile: Number of rows and columns of a tile. None: 2048 x 2048 on a CPU. On a GPU, None gives tiles of at most
+            144 MiB if they are written to memory (see `written_shape`). Tiles that are not written are 16384 x 16384,
+            which is enough work to hide kernel launches.
         precision: Precision of the operands of every matrix multiplication; results accumulate in fp32. "auto" is
             fp32 on a CPU and fp16 on a GPU: fp16 has as many mantissa bits as tf32, and unit rows are within its
             range. Float64 features are always multiplied in float64.
@@ -61,7 +61,7 @@ class Tiling:
                 )
 
     def on(self, device: torch.device) -> Tiling:
-        """Return this tiling with the precision "auto" replaced by the one for this device."""
+        """Return this tiling, with the precision "auto" replaced by the device's default precision."""
         if self.precision != "auto":
             return self
         return replace(self, precision="fp16" if device.type == "cuda" else "fp32")
@@ -99,12 +99,12 @@ class Tiling:
                 yield slice(i, min(i + rows, n)), slice(j, min(j + columns, m))
 
     def gain(self) -> float:
-        """Return the power of two by which the weights in a gradient are multiplied, so that small weights survive.
+        """Return the power of two by which the weights in a gradient are multiplied, so that none becomes too small.
 
-        The weights are at most 2. Without the gain, small weights would be denormal, and multiplying denormal
-        numbers takes 200 times as long on a CPU (AVX-512, MKL). In fp16, small weights would become zero.
+        The weights are at most 2. Without the gain, small weights would be denormal numbers, whose multiplication
+        takes 200 times as long on a CPU (AVX-512, MKL). In fp16, small weights would become zero.
         """
-        assert self.precision != "auto", "call Tiling.on(device) first, which decides the precision"
+        assert self.precision != "auto", "call Tiling.on(device) first; it decides the precision"
         return 2.0**14 if self.precision == "fp16" else 2.0**40
 
     def hold(self, x: Tensor) -> Tensor:
@@ -116,15 +116,15 @@ class Tiling:
         if x.dtype == torch.float64:
             return x.contiguous()
         if self.precision == "tf32" and x.dtype == torch.float32:
-            # Round to 11 bits (Veltkamp's splitting). Otherwise the tensor cores would truncate the numbers, which
-            # would bias every result.
+            # Round to 11 significant bits (Veltkamp's splitting). Otherwise the tensor cores would truncate the
+            # numbers, which would bias every result.
             split = x * (2**13 + 1)
             return (split - (split - x)).contiguous()
         half = _HALF.get(self.precision)
         return (x if half is None else x.to(half)).contiguous()
 
     def factor(self, held: Tensor) -> Tensor:
-        """Convert a tile of rows from `hold` to the dtype in which it is multiplied.
+        """Convert some of the rows that `hold` returned to the dtype in which they are multiplied.
 
         On a CPU, 16-bit rows become fp32, because 16-bit matrix multiplications on a CPU also round the sums.
         """
@@ -137,18 +137,21 @@ class Tiling:
         return _HALF.get(self.precision, torch.float32) if x.is_cuda else torch.float32
 
     def round(self, x: Tensor) -> Tensor:
-        """Round a tile in full precision, such as a tile of weights, to an operand of a matrix multiplication."""
+        """Round a tile in full precision, such as a tile of weights, for use in a matrix multiplication."""
         return self.factor(self.hold(x))
 
     def product(self, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-        """Compute out = a @ b for operands from `factor`. out is fp32, or float64 for float64 operands."""
+        """Compute out = a @ b for operands that `factor` returned. out is fp32, or float64 for float64 operands."""
         with self._tf32(a):
             if a.dtype in _FULL:
                 return torch.mm(a, b, out=out)
             return torch.mm(a, b, out_dtype=out.dtype, out=out)
 
     def add_product(self, total: Tensor, a: Tensor, b: Tensor) -> None:
-        """Compute total += a @ b for operands from `factor`. total is fp32, or float64 for float64 operands."""
+        """Compute total += a @ b for operands that `factor` returned.
+
+        total is fp32, or float64 for float64 operands.
+        """
         with self._tf32(a):
             if a.dtype in _FULL:
                 total.addmm_(a, b)
@@ -175,29 +178,31 @@ class Tile:
     """One tile of a block, which the functions in torch_tiles.py and triton_tiles.py take as an argument."""
 
     r: Tensor
-    """[n, D], as returned by Tiling.factor."""
+    """[n, D], the rows, as returned by Tiling.factor."""
     c: Tensor
-    """[m, D], as returned by Tiling.factor."""
+    """[m, D], the columns, as returned by Tiling.factor."""
     pairs: int | None
     """Offset of the diagonal with the positive pairs, which are left out; None if the tile has no positive pairs."""
     tiling: Tiling
     out: Tensor | None
-    """[n, m] memory for the tile. torch needs full precision. Triton needs the operand dtype, or None for sums."""
+    """[n, m] memory for the tile. torch needs it in full precision. Triton needs it in the operand dtype for weights,
+    and does not use it for sums; it may then be None."""
     groups: tuple[Tensor, Tensor] | None = None
     """Group numbers [n] of the rows and [m] of the columns. Entries with equal numbers are left out."""
 
 
 def written_shape(n: int, D: int, elements: int, multiprocessors: int) -> tuple[int, int]:
-    """Return the rows and columns of a tile of weights with at most this number of elements.
+    """Return the number of rows and columns of a tile of weights.
 
-    The tile is then multiplied by rows of width D, once in each direction. A wave is the number of rows that all
-    multiprocessors together compute at a time. If the number of rows (or columns) is a multiple of a wave, none is idle
-    until such a product ends. A block with few rows gets more columns.
+    The tile and its transpose are each multiplied by a matrix of width D. A wave is the number of rows of such a
+    product that all multiprocessors together compute at a time. If the number of rows (or columns) of the tile is a
+    multiple of a wave, no multiprocessor is idle before the product ends. If a block has few rows, its tiles have more
+    columns.
 
     Args:
         n: Number of rows of the block.
         D: Width of the rows.
-        elements: Largest number of elements.
+        elements: Largest number of elements of the tile.
         multiprocessors: Number of multiprocessors of the GPU.
     """
     side = math.isqrt(elements)
@@ -220,7 +225,7 @@ def full_dtype(x: Tensor) -> torch.dtype:
 
 
 def pairs_offset(rows: slice, columns: slice, first: int | None) -> int | None:
-    """Return the offset of the tile's diagonal with the block's positive pairs (i, i + first); None if it has none."""
+    """Return the offset of the diagonal with positive pairs (i, i + first) in a tile; None if the tile has none."""
     if first is None:
         return None
     offset = rows.start + first - columns.start

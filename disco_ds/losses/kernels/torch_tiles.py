@@ -89,7 +89,7 @@ def _shift(shift: Tensor, x: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def exp_weights(tile: Tile, scale: Tensor, shift: Tensor, a: Tensor, beta: Tensor) -> Tensor:
-    """Compute exp(x - shift) (a_i + beta_j), rounded to an operand of a matrix multiplication."""
+    """Compute exp(x - shift) (a_i + beta_j), rounded for use in a matrix multiplication."""
     x = cosines(tile)
     subtract = _shift(shift, x)
     for part in strips(x):
@@ -110,7 +110,7 @@ def log_sums(
     """Compute the logarithms of the sums of exp(x) over each row and of exp(y) over each column.
 
     No shift is needed, because the largest exponent of each row and column is subtracted. The return values have the
-    order and shapes of those of exp_sums.
+    same order and shapes as those of exp_sums.
     """
     cosine = cosines(tile)
     n, m = cosine.shape
@@ -139,7 +139,7 @@ def log_weights(
     column_shift: Tensor,
     moments: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Compute exp(x - row_shift_i) + exp(y - column_shift_j), rounded to an operand of a matrix multiplication.
+    """Compute exp(x - row_shift_i) + exp(y - column_shift_j), rounded for use in a matrix multiplication.
 
     x are the cosines times the row scales, y the cosines times the column scales.
 
@@ -171,8 +171,8 @@ def sigmoid_weights(
     """Compute sums and weights of the sigmoid loss, with z = x + bias.
 
     Returns:
-        The sum of softplus(z), the sum of sigmoid(z), the weights (Tiling.gain times sigmoid(z), rounded to an operand
-        of a matrix multiplication), the largest z of each row, and the largest z of each column.
+        The sum of softplus(z), the sum of sigmoid(z), the weights (Tiling.gain times sigmoid(z), rounded for use in a
+        matrix multiplication), the largest z of each row, and the largest z of each column.
     """
     z = cosines(tile).mul_(scale).add_(bias)
     largest = (z.amax(1), z.amax(0)) if maxima else (None, None)

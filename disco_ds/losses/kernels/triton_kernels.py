@@ -1,10 +1,10 @@
 """The Triton kernels and their block sizes.
 
-For each operation on a tile, there is a kernel that multiplies matrices and then applies an epilogue. Kernels for sums
-write nothing as large as the tile. Kernels for weights write each tile of weights once. The tile is then an operand of
-ordinary torch matrix multiplications (docs/losses.md section 3). Exponentials are computed as powers of two, for which
-the hardware has an instruction. There are no atomics, so equal block sizes give bitwise equal results. Only
-triton_tiles.py imports this file.
+There is one kernel for each operation on a tile. All but kept_weights_kernel multiply matrices and then apply an
+epilogue. Kernels for sums write nothing as large as the tile, unless the exponentials are kept. Kernels for weights
+write each tile of weights once. The tile is then an operand of ordinary torch matrix multiplications (docs/losses.md
+section 3). Exponentials are computed as powers of two, for which the hardware has an instruction. There are no atomics,
+so equal block sizes give bitwise equal results. Only triton_tiles.py imports this file.
 """
 
 # n rows, m columns, D width of a tile; a block is the part of a tile that one program computes
@@ -58,7 +58,7 @@ PERSISTENT = [
     _config(128, 128, 4, 8, PERSISTENT=True),
 ]
 # fp32 matrix multiplications without tensor cores hold every operand in registers, which limits the block sizes.
-# Triton before 3.8 multiplies at least 16 numbers of a row at a time.
+# Before Triton 3.8, tl.dot needs at least 16 numbers of each row, which are 64 bytes in fp32.
 PLAIN_CORES = [_config(64, 64, 2, 4, 64), _config(64, 128, 2, 8, 64), _config(128, 128, 2, 8, 64)]
 SMALL = _config(32, 64, 1, 1, 64, 2)
 """A configuration for the interpreter, which computes a whole block even if the tile is smaller."""
@@ -126,8 +126,8 @@ def _tuned(*flags: str) -> Callable[[Any], Any]:
     )
 
 
-# By default, Triton compiles a kernel again for arguments that are multiples of 16. For these arguments that would not
-# make any address computation cheaper.
+# By default, Triton compiles another version of a kernel for integer arguments that are multiples of 16. For the
+# arguments below, such a version would not make any address computation cheaper.
 _jit = triton.jit(do_not_specialize=["n", "pairs", "tuned"])
 
 
@@ -155,7 +155,7 @@ def _factors(
     r, c, n, m, D: tl.constexpr, r_row, c_row,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH_BYTES: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
-    """Return the memory of r and c for `_cosines`."""
+    """Return r and c in the form in which `_cosines` reads them: as descriptors or as pointers (see `_memory`)."""
     BLOCK_D: tl.constexpr = WIDTH_BYTES // (r.dtype.element_ty.primitive_bitwidth // 8)
     r = _memory(r, n, D, r_row, BLOCK_M, BLOCK_D, PERSISTENT)
     c = _memory(c, m, D, c_row, BLOCK_N, BLOCK_D, PERSISTENT)
@@ -227,8 +227,8 @@ def _cosines(
         The inner products [BLOCK_M, BLOCK_N], the indices of the block's rows and columns in the tile,
         and the row index and column index of the block.
     """
-    # Blocks that are computed at the same time should share rows and columns in the L2 cache, so they
-    # are numbered down a column of GROUP blocks first.
+    # Blocks that are computed at the same time should share rows and columns in the L2 cache, so the
+    # numbering goes down GROUP blocks of a column before it moves to the next column.
     num_n = tl.cdiv(m, BLOCK_N)
     top = block // (GROUP * num_n) * GROUP
     height = tl.minimum(tl.cdiv(n, BLOCK_M) - top, GROUP)
@@ -238,15 +238,15 @@ def _cosines(
     columns = j * BLOCK_N + tl.arange(0, BLOCK_N)
     x = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if PERSISTENT:
-        # Beyond the tile's edge and width, a descriptor reads zeros.
+        # Past the last row of the tile, and past column D of a row, a descriptor reads zeros, so no mask is needed.
         BLOCK_D: tl.constexpr = r.block_shape[1]
         for start in range(0, D, BLOCK_D):
             a = r.load([i * BLOCK_M, start])
             b = c.load([j * BLOCK_N, start])
             x = tl.dot(a, b.T, x, input_precision=PRECISION)
-        # Triton 3.6 to 3.9 wait for the last product only in the branch that contains the first use of x,
-        # which would be that of the mask below. This copy is an earlier use, outside of any branch. It needs
-        # no instruction.
+        # Triton 3.6 to 3.9 wait for the last product only in the branch that contains the first use of x. Without
+        # this copy, that would be the branch of the mask below. The copy is an earlier use, outside of any branch,
+        # and compiles to no instruction.
         if not INTERPRETED:
             x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.float32, True, 1)
     else:
@@ -377,9 +377,9 @@ def log_sums_kernel(
         tl.program_id(0), r, c, n, m, D, pairs, r_row, r_width, c_row, c_width, row_groups, column_groups,
         PRECISION, BLOCK_M, BLOCK_N, WIDTH_BYTES, GROUP, False,
     )  # fmt: skip
-    # Process the rows before the columns, because both at once need more registers. Subtract from each row or column
-    # its largest logit in this block, and later add it back with the same rounding. From an empty row or column,
-    # subtract 0, because -inf - -inf is NaN.
+    # Process the rows before the columns, because processing both together needs more registers. The largest logit that
+    # a row or column has in this block is subtracted before exp2, and exactly the same number is added after log2. For
+    # an empty row or column this number is 0, because -inf - -inf is NaN.
     of_rows = tl.load(row_scale + rows, mask=rows < n, other=1.0)
     top = tl.max(x, 1)
     if MAXIMA:
@@ -429,7 +429,7 @@ def _log1p(e):
     """Compute log(1 + e) for e in [0, 1], with a relative error of 3e-7.
 
     The result is e times a polynomial that interpolates log(1 + e) / e at the Chebyshev nodes. Triton has no log1p,
-    log(1 + e) loses the digits of a small e, and a division would take longer than the polynomial.
+    log(1 + e) loses the digits of a small e, and a formula with a division would take longer than the polynomial.
     """
     p = 0.0051261024 * e - 0.029074065
     p = p * e + 0.077516086
@@ -495,7 +495,7 @@ def kept_weights_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Compute out = kept_ij (a_i + beta_j). Memory bandwidth limits the speed, so no block sizes are timed."""
+    """Compute out_ij = kept_ij (a_i + beta_j). Memory bandwidth limits the speed, so no block sizes are timed."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (rows[:, None] < n) & (columns[None, :] < m)

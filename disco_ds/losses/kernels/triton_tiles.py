@@ -144,7 +144,7 @@ def try_out(device: torch.device, precision: Precision) -> None:
 def _launch(
     kernel: Any, tile: Tile, *rest: Any, persistent: bool = False, **options: Any
 ) -> tuple[int, int]:
-    """Compute every block of the tile; `persistent` permits configurations with one program per multiprocessor.
+    """Run a kernel on every block of a tile; `persistent` permits configurations with one program per multiprocessor.
 
     Returns:
         The number of row blocks and the number of column blocks.
@@ -156,7 +156,7 @@ def _launch(
     persistent &= tile.groups is None
     tuned = 2 * _size_class(n, m, D) + persistent
     if persistent:
-        # Tensor descriptors need an allocator, which is set only for the current thread.
+        # Tensor descriptors need an allocator. Triton keeps it per thread, so set it before every launch.
         triton.set_allocator(_allocate)
 
     def blocks(sizes: dict[str, Any]) -> tuple[int, int]:
@@ -193,7 +193,7 @@ def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
 
 
 def _size_class(n: int, m: int, D: int) -> int:
-    """Return a key that is equal for tiles that share a configuration; 0: use the first one without timing."""
+    """Return a key that is equal for tiles that share a configuration; 0 to use the first one without timing."""
     if n * m < kernels.LARGE or torch.are_deterministic_algorithms_enabled():
         return 0
     return (triton.next_power_of_2(D) << 12) + (n.bit_length() << 6) + m.bit_length()
@@ -204,7 +204,7 @@ def _precision(tiling: Tiling) -> str:
 
 
 def _partial_vectors(tile: Tile) -> tuple[Tensor, Tensor]:
-    """Allocate one number for each row in each column block, and one for each column in each row block.
+    """Allocate partial results: for each column block, one number per row, and for each row block, one per column.
 
     The memory is large enough for the smallest block sizes that may be chosen.
     """
