@@ -224,7 +224,7 @@ def _train_stage(
         except AGREED_ERRORS as error:
             failure = agreed(error)
         if is_finished or failure:
-            # Do this even after a failure: earlier checkpoints may not be uploaded yet.
+            # Do this even after a failure: earlier checkpoints may still wait for their upload.
             run.saver.end(run.heartbeat.place.step)
             if first:
                 mark_launch(run.folder, launch_id, exit_code(failure))

@@ -18,7 +18,7 @@ from timing import median_ms
 from disco_ds.config import check_config, render_ds_config
 from disco_ds.distributed import comm
 from disco_ds.models.clip import build_model
-from disco_ds.training.ema import AVERAGE, _exchange, update_average
+from disco_ds.training.ema import AVERAGE, _swap, update_average
 from disco_ds.training.engine import build_engine, set_lr
 
 
@@ -59,7 +59,7 @@ def main() -> None:
         calls = {
             "AdamW update": optimizer.step,
             "update of the average": update,
-            "exchange": functools.partial(_exchange, engine),
+            "exchange": functools.partial(_swap, engine),
         }
         count = sum(weight.numel() for weight in weights)
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"

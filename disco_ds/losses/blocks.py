@@ -114,8 +114,9 @@ class GroupedLoss(TiledLoss):
     """Base class of tiled losses in which pairs of the same group need not be negatives of each other.
 
     Args:
-        same_group: What the other pairs of an anchor's group are in the anchor's loss: "negatives" (as the pairs of
-            other groups are), "ignored" or "positives" (docs/losses.md section 8). Embeddings.group_id has the groups.
+        same_group: How the loss of an anchor treats the other pairs of the anchor's group (docs/losses.md section 8):
+            as "negatives", like the pairs of other groups; as "positives"; or as "ignored". The groups are in
+            Embeddings.group_id.
         options: See TiledLoss.
 
     Raises:

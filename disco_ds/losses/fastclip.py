@@ -7,7 +7,7 @@ FastCLIP (arXiv 2407.01445), docs/losses.md section 6.
 
 # b local batch, B global = N b, D width, N ranks; h_ij = <I_i, T_j> - <I_i, T_i>; tau = 1 / scale
 # g_i = mean of exp(h_ij / tau_i) over the B - 1 samples j other than i; u_i moving average of g_i;
-# [2, b]: values of row anchors, values of column anchors
+# A [2, b] tensor has the values of the row anchors, then those of the column anchors.
 
 from __future__ import annotations
 

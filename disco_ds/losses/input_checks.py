@@ -76,8 +76,9 @@ def check_alike(
         # Different GPUs may round exp(log_scale) differently.
         if largest - smallest > 1e-5 * max(abs(smallest), abs(largest)):
             raise ValueError(
-                f"the logit {name} differs between ranks, from {smallest:.7g} to {largest:.7g}: its gradient is not "
-                "averaged over ranks; make it a parameter of the wrapped module, and return it from its forward"
+                f"the logit {name} differs between ranks, from {smallest:.7g} to {largest:.7g}, because its "
+                f"gradient is not averaged over ranks; make the {name} a parameter of the wrapped module, and return "
+                "it from the module's forward"
             )
 
 

@@ -85,7 +85,7 @@ def find_repeated_draws(config: Config, model: Any) -> str | None:
 
 
 def find_draws(model: Any) -> list[str]:
-    """Return the names of the modules in trained towers that draw random numbers during training.
+    """Return the names of those modules of the trained towers that draw random numbers during training.
 
     The model is left in training mode.
     """

@@ -68,10 +68,10 @@ class Towers:
     operations: int
     """Number of operations of the forward with a graph and the backward."""
 
-    def interpolate(self, other: Towers, part: float) -> Towers:
-        """Interpolate between the values at this micro-batch size (part 0) and those at another (part 1)."""
+    def interpolate(self, other: Towers, fraction: float) -> Towers:
+        """Interpolate linearly between these values (fraction = 0) and those of `other` (fraction = 1). Round up."""
         values = zip(astuple(self), astuple(other), strict=True)
-        return Towers(*(math.ceil(a + part * (b - a)) for a, b in values))
+        return Towers(*(math.ceil(a + fraction * (b - a)) for a, b in values))
 
 
 class Allocations(TorchDispatchMode):

@@ -61,14 +61,14 @@ def averaged(engine: Engine) -> Iterator[None]:
     After an error inside the block, the weights are not restored. Restoring them is a collective operation, which a
     single failed rank would start alone, and the error ends the run anyway.
     """
-    _exchange(engine)
+    _swap(engine)
     yield
-    _exchange(engine)
+    _swap(engine)
 
 
 @torch.no_grad()
-def _exchange(engine: Engine) -> None:
-    """Exchange the weights and their average, in small pieces. Collective."""
+def _swap(engine: Engine) -> None:
+    """Swap the weights with their average in place, in small pieces. Collective."""
     for weight in _find_weights(engine):
         average = engine.basic_optimizer.state[weight][AVERAGE]
         for mine, other in zip(weight.split(CHUNK), average.split(CHUNK), strict=True):

@@ -61,7 +61,7 @@ class Table(Source):
         return TableReader(self)
 
     def find(self, image: str) -> Path:
-        """Return the path of an image, relative to the csv's folder or, if it is not there, the working directory."""
+        """Look for an image in the csv's folder and then in the working directory, and return its path."""
         path = self.path.parent / image
         return path if os.path.lexists(path) or not os.path.lexists(image) else Path(image)
 

@@ -96,7 +96,7 @@ def find_counts(
 
 
 def _is_plain(place: str) -> bool:
-    """Return whether files next to a shard can be found, which is impossible for a command or a signed URL."""
+    """Return whether other files next to a shard can be read, unlike for the output of a command or a signed URL."""
     return not place.startswith(PIPE) and "?" not in place
 
 

@@ -127,8 +127,10 @@ class _Headers:
 
     def read(self, size: int) -> bytes:
         self.num_reads += 1
-        if not 0 <= size <= _MAX_HEADER or self.num_reads > _MAX_READS:
-            raise tarfile.ReadError(f"a header at byte {self.tell()} has {size} bytes")
+        if not 0 <= size <= _MAX_HEADER:
+            raise tarfile.ReadError(f"the header at byte {self.tell()} claims to have {size} bytes")
+        if self.num_reads > _MAX_READS:
+            raise tarfile.ReadError(f"the member at byte {self.tell()} has too many headers")
         return self._file.read(size)
 
     def seek(self, offset: int) -> int:

@@ -28,8 +28,7 @@ from disco_ds.losses.kernels.tiles import Tile, Tiling, full_dtype, pairs_offset
 class Groups:
     """The groups to which the rows and columns of a block belong. Entries within a group are not negatives.
 
-    A row or column that is alone in its group has a negative group number. Rows have one such number and columns
-    another, so that they never match.
+    A pair that is alone in its group has the group number -1 as a row and -2 as a column, so the two never match.
     """
 
     rows: Tensor
@@ -41,7 +40,7 @@ class Groups:
     group are ignored, except on the diagonal."""
 
     def with_owner(self, owner: int) -> Groups:
-        """Return the groups of the rows, and of only those columns that belong to the rank `owner`."""
+        """Return a copy with all rows, but only the columns that belong to the rank `owner`."""
         n = len(self.rows)
         return replace(self, columns=self.columns[owner * n : (owner + 1) * n])
 

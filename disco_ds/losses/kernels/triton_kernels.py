@@ -114,8 +114,8 @@ def _seconds(call: Callable[[], None], quantiles: Sequence[float]) -> list[float
 def _tuned(*flags: str) -> Callable[[Any], Any]:
     """Return a decorator that times a kernel's configurations once per size class, precision and set of flags.
 
-    MAXIMA is not one of the flags, because the first logged step would then time all configurations again. The times
-    are kept in Triton's cache folder for the next run.
+    MAXIMA, which is set only on logged steps, is not one of the flags. If it were, the first logged step would time all
+    configurations again. The times are kept in Triton's cache folder for the next run.
     """
     return triton.autotune(
         CONFIGS,
