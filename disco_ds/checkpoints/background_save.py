@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -82,8 +82,6 @@ class Save:
     """Content of checkpoint.json, without the list of files and the seal."""
     states: dict[Path, Any]
     """Content of each file that this rank writes, keyed by path. It must not change until the files are written."""
-    copied: Sequence[Path] = ()
-    """Files of this rank that are in the partial folder already."""
     job: Future[Any] = field(default_factory=Future)
     """The work of this rank's thread: writing the files, and then on rank 0 completing the checkpoint."""
     _completing: bool = False
@@ -127,14 +125,10 @@ class Save:
     def _write(self) -> dict[str, dict[str, Any]]:
         """Write this rank's files. Return the size and checksum of each file, keyed by name."""
         (self.partial / ENGINE).mkdir(parents=True, exist_ok=True)
-        files = {}
-        for path, state in self.states.items():
-            files[str(path.relative_to(self.partial))] = write_tensors(state, path)
-        for path in self.copied:
-            sync(path)
-            entry = {"bytes": path.stat().st_size, "sha256": checksum(path)}
-            files[str(path.relative_to(self.partial))] = entry
-        return files
+        return {
+            str(path.relative_to(self.partial)): write_tensors(state, path)
+            for path, state in self.states.items()
+        }
 
     def _complete(self, files: dict[str, dict[str, Any]], tidy: Callable[[], object]) -> None:
         """Write checkpoint.json and give the folder its final name."""

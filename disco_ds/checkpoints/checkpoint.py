@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import random
 import re
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,6 @@ import numpy
 import torch
 from deepspeed import DeepSpeedEngine as Engine
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.engine import dp_index_to_str
 
 from disco_ds.checkpoints.background_save import HostCopy, Save, checksum
 from disco_ds.checkpoints.retention import (
@@ -37,12 +35,10 @@ from disco_ds.checkpoints.retention import (
 )
 from disco_ds.config import Config
 from disco_ds.config.ds_config import precision, stage
-from disco_ds.distributed import comm, jobs
+from disco_ds.distributed import comm
 from disco_ds.distributed.deepspeed_quirks import collect_checkpoint
 from disco_ds.runs.run_folder import CHECKPOINTS
 
-OFFLOADED = "offloaded_tensors"
-"""DeepSpeed's name for the subfolder of a checkpoint that contains the optimizer states offloaded to NVMe."""
 RANK_FILE = re.compile(r"rank_\d+\.pt")
 """Names of the rank files. Each contains the state of one rank."""
 
@@ -150,28 +146,15 @@ def start_save(folder: Path, engine: Engine, state: RunState, host: HostCopy | N
     """
     final = folder / CHECKPOINTS / f"step-{state.meta['step']:08d}"
     partial = final.with_name(f".{final.name}.partial")
-    copied: list[Path] = []
-    if engine.zero_nvme_offload_optimizer():
-        folder = partial / ENGINE
-        copied = jobs.run(f"copying to {folder}", lambda: _copy_offloaded(engine, folder))
     files = collect_checkpoint(engine, partial, ENGINE)
     with comm.all_or_none(f"copying the state for {partial}"):
         rank_file = partial / f"rank_{comm.rank():05d}.pt"
         files[rank_file] = {"rng": _rng_state(), "data": state.data, "loss": state.loss}
         if host is not None:
             files = host.take(files)
-    save = Save(final, partial, {"format": FORMAT, **state.meta}, files, copied)
+    save = Save(final, partial, {"format": FORMAT, **state.meta}, files)
     save.start()
     return save
-
-
-def _copy_offloaded(engine: Engine, folder: Path) -> list[Path]:
-    """Copy the files with this rank's optimizer states from NVMe into `folder`. Return the paths of the copies."""
-    target = folder / OFFLOADED / f"rank{dp_index_to_str(comm.rank())}"
-    swapped = engine.optimizer.optimizer_swapper.swap_folder
-    ignore = shutil.ignore_patterns("*gradient*")
-    shutil.copytree(swapped, target, ignore=ignore, dirs_exist_ok=True)
-    return [path for path in target.rglob("*") if path.is_file()]
 
 
 @dataclass(frozen=True)

@@ -78,12 +78,6 @@ def load_trained(saved: Saved, engine: Engine, order: list[str]) -> None:
     what = f"checkpoint {saved.path}"
     parts: dict[str, list[Fragment]] = {}
     with comm.all_or_none(what):
-        # The code below sets optimizer states in memory, but here they are on NVMe.
-        if engine.zero_optimization_stage() == 3 and engine.optimizer.swap_optimizer:
-            raise ValueError(
-                "with the optimizer on NVMe, a run can only be resumed with the same number of ranks, "
-                "ZeRO stage, precision and image size"
-            )
         refuse_round_robin({"round_robin_gradients": engine.zero_round_robin_gradients()})
         if comm.rank() == 0:
             parts = find_parts(saved)

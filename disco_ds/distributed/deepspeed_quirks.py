@@ -186,17 +186,15 @@ def collect_checkpoint(engine: Engine, folder: Path, tag: str) -> dict[Path, Any
     """Return the states that engine.save_checkpoint would write on this rank, keyed by file path. Collective.
 
     This function writes nothing. If a write failed inside engine.save_checkpoint of DeepSpeed 0.19, the
-    other ranks would wait forever in one of its barriers. For the same reason, optimizer states on NVMe are
-    copied by checkpoints/checkpoint.py and not by engine.save_checkpoint.
+    other ranks would wait forever in one of its barriers.
     """
     writer = engine.checkpoint_engine
     engine.checkpoint_engine = collector = _Collector()
     engine._copy_recovery_script = lambda folder: None
-    engine.zero_nvme_offload_optimizer = lambda: False
     try:
         # save_latest=False, because DeepSpeed's file `latest` would name a folder that is not complete yet.
         engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
     finally:
         engine.checkpoint_engine = writer
-        del engine._copy_recovery_script, engine.zero_nvme_offload_optimizer
+        del engine._copy_recovery_script
     return collector.states

@@ -36,7 +36,7 @@ from disco_ds.config import (
     make_schedule,
     render_ds_config,
 )
-from disco_ds.config.ds_config import offloads, stage
+from disco_ds.config.ds_config import stage
 from disco_ds.data import (
     ImageSpec,
     Loader,
@@ -319,11 +319,10 @@ def check_image_sizes(config: Config) -> None:
     if len(models) == 1:
         return
     zero = config.deepspeed.get("zero_optimization") or {}
-    on_nvme = any(place.get("device") == "nvme" for place in offloads(config.deepspeed))
-    if zero.get("round_robin_gradients") or on_nvme:
+    if zero.get("round_robin_gradients"):
         raise ValueError(
-            "stages: the image size cannot change with round_robin_gradients or offload to nvme, because "
-            "these settings prevent resizing the optimizer's states"
+            "stages: the image size cannot change with round_robin_gradients, because this setting prevents resizing "
+            "the optimizer's states"
         )
     first: dict[str, Any] = {}
     for size, settings in models.items():

@@ -16,7 +16,6 @@ import threading
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,19 +33,16 @@ from disco_ds.checkpoints.retention import (
     list_complete,
     remove_checkpoints,
 )
-from disco_ds.config import load_config, render_ds_config
+from disco_ds.config import load_config
 from disco_ds.distributed import comm, jobs
-from disco_ds.models.clip import build_model
 from disco_ds.runs.run_folder import CHECKPOINTS
 from disco_ds.training.build import Run, build
-from disco_ds.training.engine import build_engine
 from disco_ds.training.loop import train
-from helpers.checkpoints import SHAPE, finish, flip, identify, save_now
+from helpers.checkpoints import SHAPE, finish, flip, identify
 from helpers.dist import run_ranks
 from helpers.faults import At, start
 from helpers.launched import CASES, SAME, equal_checkpoints, records
 from helpers.tiny_run import expect, recipe
-from helpers.towers import tiny_config, write_tiny
 
 
 class Holder:
@@ -449,38 +445,6 @@ def copy_without_memory(path: Path) -> None:
 
 def test_copy_without_memory_removes_no_checkpoint(tmp_path: Path) -> None:
     run_ranks(copy_without_memory, 2, recipe(tmp_path))
-
-
-def save_from_nvme(folder: Path, model: str) -> str:
-    """Save while DeepSpeed reports that the optimizer's states are in files of this rank, which rank 1 has lost."""
-    with comm.session(20):
-        config = tiny_config(model, {"zero_optimization": {"stage": 3}}, global_batch=32)
-        engine = build_engine(
-            build_model(config.model), config.optim, render_ds_config(config, comm.size())
-        )
-        swapped = folder / f"swapped-{comm.rank()}"
-        engine.optimizer.swap_optimizer = True
-        engine.optimizer.optimizer_swapper = SimpleNamespace(swap_folder=str(swapped))
-        meta = {"step": 1, "samples": 16, "num_steps": 2, "identity": identify(), "shape": SHAPE}
-        with pytest.raises(comm.AgreedError) as caught:
-            save_now(folder, meta, engine, {}, {})
-        if comm.rank() == 1:
-            swapped.mkdir()
-            (swapped / "moments").write_text("of rank 1")
-            (swapped / "0_gradient_0").touch()
-        saved = read(save_now(folder, meta, engine, {}, {}))
-        saved.verify(saved.meta["files"])
-        copies = {name for name in saved.meta["files"] if "offloaded_tensors" in name}
-        assert copies == {f"{ENGINE}/offloaded_tensors/rank{rank:02d}/moments" for rank in (0, 1)}
-    return str(caught.value)
-
-
-def test_copy_from_nvme_that_fails_on_one_rank_is_a_failed_save_on_all(tmp_path: Path) -> None:
-    (tmp_path / "swapped-0").mkdir()
-    (tmp_path / "swapped-0" / "moments").write_text("of rank 0")
-    said, other = run_ranks(save_from_nvme, 2, tmp_path, write_tiny(tmp_path), joined=False)
-    assert said == other
-    expect(said, "step-00000001", "(rank 1)", "swapped-1")
 
 
 # Kills at random moments

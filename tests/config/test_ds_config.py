@@ -183,7 +183,7 @@ def test_refused_key_with_a_value_that_changes_nothing_is_accepted() -> None:
 def test_offload_with_a_separate_optimizer_is_refused(changes: dict[str, Any]) -> None:
     offload = {"device": "cpu", **changes}
     given = {"zero_optimization": {"stage": 3, "offload_optimizer": offload}}
-    with pytest.raises(ValueError, match="super_offload are refused"):
+    with pytest.raises(ValueError, match="super_offload"):
         render_ds_config(settings(deepspeed=given), 1)
 
 

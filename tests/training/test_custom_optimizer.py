@@ -127,8 +127,8 @@ def test_muon_with_round_robin_gradients_is_refused(tmp_path: Path) -> None:
 def test_offload_that_needs_another_optimizer_is_refused(tmp_path: Path) -> None:
     nvme = {"device": "nvme", "nvme_path": "/tmp"}
     cases = [
-        ({"name": "muon"}, nvme, "optim.name=muon are refused"),
-        ({"name": "adamw"}, {"device": "cpu", "ratio": 0.5}, "offload_optimizer.ratio below 1"),
+        ({"name": "adamw"}, nvme, "offload to nvme is refused"),
+        ({"name": "adamw"}, {"device": "cpu", "ratio": 0.5}, "offload_optimizer .*ratio below 1"),
     ]
     for optim, offload, words in cases:
         zero = {"stage": 3, "offload_optimizer": offload}

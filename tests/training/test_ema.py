@@ -176,12 +176,3 @@ def test_average_may_be_added_and_dropped_on_resume(tmp_path: Path) -> None:
     for step in (4, 8):
         with pytest.raises(ValueError, match=f"step-0000000{step} has no average of the weights"):
             read_weights(run / "checkpoints" / f"step-0000000{step}", ema=True)
-
-
-def test_average_offloaded_to_nvme_is_refused(tmp_path: Path) -> None:
-    nvme = {"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}
-    config = tiny_config(
-        write_tiny(tmp_path), {"zero_optimization": {"stage": 3, **nvme}}, optim__ema={}
-    )
-    with pytest.raises(ValueError, match=r"optim.ema and .* are refused .* offloaded to nvme"):
-        render_ds_config(config, 1)
