@@ -66,8 +66,8 @@ def test_unknown_key_names_the_nearest(override: str, words: str, recipe: Path) 
         (["optim.image.layer_decay=1.1"], "optim.image.layer_decay .*equal to 1, got 1.1"),
         (["model=3"], "model is a group .*got 3"),
         (["data.source=shards"], "data.shards is missing"),
-        (["data.captions={a: -1}"], "data.captions: .*weights"),
-        (["data.captions={a: 0}"], "data.captions: .*weights"),
+        (["data.captions={a: -1}"], "data.captions: .*weight"),
+        (["data.captions={a: 0}"], "data.captions: .*weight"),
         (["data.crop_scale=[0.9, 0.1]"], "data.crop_scale: .*low <= high"),
         (["data.crop_scale=[0.5, 1.1]"], "data.crop_scale.1 .*1.1"),
         (["data.crop_ratio=[2, 1]"], "data.crop_ratio: .*low <= high"),
@@ -274,14 +274,14 @@ def test_warmup_and_cooldown_that_exceed_the_run_are_refused(
     [
         (
             "batch_size=256",
-            r"unknown key batch_size; here it is micro_batch or global_batch; samples per rank",
+            r"unknown key batch_size; here it is micro_batch or global_batch; ",
         ),
         ("accum_freq=2", r"unknown key accum_freq; here it is global_batch"),
         ("optim.wd=0.1", r"unknown key optim.wd; here it is optim.weight_decay"),
         ("lr=1e-3", r"unknown key lr; here it is optim.lr$"),
         ("precision=amp", r"unknown key precision; here it is deepspeed; bf16 autocast"),
         ("ema=0.999", r"unknown key ema; here it is optim.ema"),
-        ("local-loss=true", r"unknown key local-loss; not needed: only loss"),
+        ("local-loss=true", r"unknown key local-loss; not needed: "),
     ],
 )
 def test_word_of_another_trainer_is_explained(override: str, words: str, recipe: Path) -> None:
