@@ -99,6 +99,8 @@ class Forward:
     def __call__(self, batch: Any, keep_graph: bool) -> MicroFeatures:
         """Compute the features of a micro-batch."""
         image, text, index, *group_id = self.prepare(batch)
+        # The loss needs the ids after all micro-batches, but the loader may reuse a micro-batch's buffers earlier.
+        ids = [x.clone() for x in (index, *group_id)]
         with torch.no_grad():
             locked_image, locked_text, *_ = self._run_towers(image, text, trained=False)
         rng = Rng()  # taken after the locked tower has run, because `again` does not run that tower
@@ -108,6 +110,7 @@ class Forward:
             image, text, scale, bias = self._run_towers(image, text, trained=True)
         image = locked_image if image is None else image
         text = locked_text if text is None else text
+        index, *group_id = ids
         return MicroFeatures((image, text, scale, bias), index, rng, *group_id)
 
     def again(self, batch: Any, first: MicroFeatures) -> MicroFeatures:

@@ -6,11 +6,12 @@ import json
 from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from disco_ds.config import check_config, load_config
+from disco_ds.config.data import Pixels
 from disco_ds.data import load_sources
 from disco_ds.training.build import build
 from disco_ds.training.loop import train
@@ -155,3 +156,33 @@ def test_run_with_groups(tmp_path: Path) -> None:
     assert losses["ignored"] < losses["negatives"]
     # If a group shares its text, its positives have equal logits, and a uniform target changes nothing.
     assert losses["positives"] == pytest.approx(losses["negatives"], rel=1e-6)
+
+
+def run_with_each_staging(path: Path) -> None:
+    for staging in get_args(Pixels):
+        with ExitStack() as stack:
+            changes = [f"image_staging={staging}", f"name={staging}"]
+            train(build(load_config(path, changes), None, stack))
+
+
+def test_groups_and_sample_state_do_not_depend_on_image_staging(tmp_path: Path) -> None:
+    """With four micro-batches, the buffers of the first ones are reused before the loss is computed."""
+    write_shards(tmp_path / "data", [16, 16])
+    data = {"shards": str(tmp_path / "data"), "image_key": "png", "workers": 0, "slots": 2}
+    losses = [
+        (
+            {"name": "disco_fused", "options": {"same_group": "ignored"}},
+            {"group_by": "{json[label]}"},
+        ),
+        ({"name": "fastclip_v1", "options": {"gamma_min": 0.5, "gamma_epochs": 1}}, {}),
+    ]
+    for loss, grouped in losses:
+        folder = tmp_path / str(loss["name"])
+        folder.mkdir()
+        path = recipe(folder, steps=6, loss=loss, data=data | grouped, log={"every_steps": 1})
+        run_ranks(run_with_each_staging, 1, path)
+        texts = [folder / "runs" / staging / "metrics.jsonl" for staging in get_args(Pixels)]
+        read = [[json.loads(line) for line in text.read_text().splitlines()] for text in texts]
+        names = ("ids", "loss", "grouped_pairs")
+        first, *others = [[[r.get(name) for name in names] for r in records] for records in read]
+        assert others == [first, first]

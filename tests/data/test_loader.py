@@ -353,3 +353,9 @@ def test_pixels_do_not_depend_on_ranks_but_on_the_epoch(tmp_path: Path) -> None:
     assert len(set(one.values())) > 30
     plain = pixels(1, 0, settings(crop_scale=None))
     assert len(set(plain.values())) == 1
+
+
+def test_more_buffers_than_messages_fit_into_a_connection(manifest: Manifest) -> None:
+    """The trainer grants all buffers at once, while the worker reports on the first ones."""
+    data = settings(workers=1, prefetch=2000)
+    assert read_global(manifest, data, 1, 1)[0] == read_global(manifest, settings(), 1, 1)[0]

@@ -184,7 +184,9 @@ class Loader:
         return self._position.dropped
 
     def read_step(self) -> StepData:
-        """Return the next step. Its micro-batches are read when they are requested, and are valid until the next call.
+        """Return the next step. Its micro-batches are read when they are requested.
+
+        A micro-batch is valid until the next one is requested or, if pixels is "device", until the next call.
 
         Neither this call nor the first request for a micro-batch raises. After an error, the rest of this step and all
         later steps consist of placeholders. Only the second decoding of a micro-batch may raise DataError.

@@ -21,6 +21,7 @@ from dataclasses import replace
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
+from queue import SimpleQueue
 
 import torch
 from torch.multiprocessing import get_context
@@ -181,13 +182,23 @@ def _main(job: Job, connection: Connection) -> None:
     # Ignore PIL's warnings, because they are about flaws in images that PIL can still read.
     warnings.filterwarnings("ignore", module=r"PIL\.")
     progress.count = job.at
+    granted: SimpleQueue[int] = SimpleQueue()
+    # A thread receives the grants. Otherwise, if both processes filled the connection, each would wait for the other.
+    threading.Thread(target=_receive_grants, args=(connection, granted), daemon=True).start()
     # The trainer may close the connection at any time.
-    with suppress(EOFError, ConnectionError):
+    with suppress(ConnectionError):
         try:
-            for part in produce_parts(job, connection.recv):
+            for part in produce_parts(job, granted.get):
                 connection.send(part)
         except Exception as error:
             connection.send(describe_error(error))
+
+
+def _receive_grants(connection: Connection, granted: SimpleQueue[int]) -> None:
+    """Put the number of every granted buffer into a queue, until the trainer closes the connection."""
+    with suppress(EOFError, OSError):
+        while True:
+            granted.put(connection.recv())
 
 
 def _follow_parent() -> None:
