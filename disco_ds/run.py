@@ -224,10 +224,11 @@ def _train_stage(
         except AGREED_ERRORS as error:
             failure = agreed(error)
         if is_finished or failure:
-            # Do this even after a failure: earlier checkpoints may still wait for their upload.
-            run.saver.end(run.heartbeat.place.step)
+            # Write the exit code first, because the wait for uploads may be cut short by a time limit.
             if first:
                 mark_launch(run.folder, launch_id, exit_code(failure))
+            # Do this even after a failure: earlier checkpoints may still wait for their upload.
+            run.saver.end(run.heartbeat.place.step)
         if failure is not None:
             raise failure
         if not is_finished:  # the uploads continue in the next stage

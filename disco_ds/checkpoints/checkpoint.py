@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import random
 import re
+import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +41,8 @@ from disco_ds.distributed import comm
 from disco_ds.distributed.deepspeed_quirks import collect_checkpoint
 from disco_ds.runs.run_folder import CHECKPOINTS
 
+_RETRY_AFTER_S = (1, 5)
+"""Pauses before a file that cannot be read is read again."""
 RANK_FILE = re.compile(r"rank_\d+\.pt")
 """Names of the rank files. Each contains the state of one rank."""
 
@@ -197,7 +201,7 @@ class Saved:
             if name in self.verified:
                 continue
             try:
-                matches = checksum(self.path / name) == self.meta["files"][name]["sha256"]
+                matches = _read_checksum(self.path / name) == self.meta["files"][name]["sha256"]
             except (KeyError, OSError) as error:
                 raise DamagedError(
                     f"{self.path} is damaged: {name} cannot be read: {error}"
@@ -221,6 +225,15 @@ class Saved:
             # Show only the error's type: torch's message recommends weights_only=False, which can run code.
             why = type(error).__name__
             raise DamagedError(f"{self.path / name} cannot be read: {why}") from error
+
+
+def _read_checksum(path: Path) -> str:
+    """Return a file's SHA-256. Repeat failed reads, because the file system may recover."""
+    for pause_s in _RETRY_AFTER_S:
+        with suppress(OSError):
+            return checksum(path)
+        time.sleep(pause_s)
+    return checksum(path)
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,8 @@ CUT_OFF = 255
 """Exit code of ssh for a lost connection."""
 CUT_OFF_S = 2.0
 """Used instead of NAMING_S if ssh lost the connection, because ssh has already waited up to 20 s by then."""
+KILLED_S = 120.0
+"""After SIGKILL, wait at most this many seconds until no rank is left."""
 ASK_EVERY_S = 5.0
 """Seconds between two SIGTERMs to ranks that were asked to stop."""
 ONE_SIGNAL_S = 2.0
@@ -132,7 +134,8 @@ def supervise(
         found, agreed = find_run(places, attempt_id)
         folder = found or folder
         code = judge(found, agreed, codes)
-        if code != 1:
+        # The first attempt has accepted the settings, so a later refusal has another cause, such as a failed read.
+        if code in (0, 3) or (code == 2 and attempt == 0):
             return code
         previous, newest = newest, newest_checkpoint(folder)
         stuck = stuck + 1 if attempt and newest == previous else 0
@@ -144,9 +147,11 @@ def supervise(
         hosts = remaining
         # Do not use "latest", because another run of this name may have started in the meantime.
         resume = str(folder) if newest else args.resume
-        start = f"{folder}, {newest}" if newest else "the beginning"
+        start = "the beginning"
+        if resume:
+            start = f"{folder}, {newest}" if newest else f"--resume {resume}"
         report(f"restart {attempt + 1} of {args.restarts}, from {start}")
-    hint = f"--resume latest continues from {newest}" if newest else "the run has no checkpoint"
+    hint = f"--resume latest continues from {newest}" if newest else "no checkpoint was saved"
     report(f"not finished; {hint}")
     return 1
 
@@ -232,6 +237,10 @@ def run_once(
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         left = signal_ranks(hosts, launch, signal.SIGKILL)
+        # A killed rank keeps the lock of the run folder and its GPU memory until the kernel has freed its memory.
+        end = time.monotonic() + KILLED_S
+        while any(signal_ranks(hosts, launch, 0).values()) and time.monotonic() < end:
+            time.sleep(0.2)
         process.wait()
         reader.join(2)
     for host, count in left.items():

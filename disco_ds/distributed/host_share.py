@@ -6,6 +6,7 @@ import os
 import socket
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -41,10 +42,16 @@ def share_host() -> HostShare:
     ranks = comm.gather_objects((host, cores))
     num_sharing = ranks.count((host, cores))
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(torch.get_num_threads() // num_sharing, 1))
+        torch.set_num_threads(max(_original_threads() // num_sharing, 1))
     num_on_host = [other for other, _ in ranks].count(host)
     num_cores = max(len(cores) // num_sharing, 1)
     return HostShare(num_on_host, num_cores, free_memory_bytes() // num_on_host)
+
+
+@cache
+def _original_threads() -> int:
+    """Return torch's number of threads before the first call of share_host in this process."""
+    return torch.get_num_threads()
 
 
 def free_memory_bytes() -> int:

@@ -35,10 +35,16 @@ def check_fewer_hosts(config: Config, slots: Sequence[int], at_least: int) -> st
 
     Raises:
         ValueError: If the batch or the slots of the data order cannot be divided evenly among one of
-            these numbers of ranks (the message has the required multiples), or if the data cannot be opened.
+            these numbers of ranks (the message has the required multiples), if the ds_config does not allow a
+            change of the number of ranks, or if the data cannot be opened.
     """
     if config.ranks not in (None, sum(slots)):
         config.num_micro_batches(sum(slots))  # raises: the recipe is for another number of ranks
+    if (config.deepspeed.get("zero_optimization") or {}).get("round_robin_gradients"):
+        raise ValueError(
+            "--min-hosts cannot be used with zero_optimization.round_robin_gradients, because such a run can only be "
+            "resumed on the same number of ranks; remove that key"
+        )
     num_slots = count_slots(config.data, load_sources(config.data), ranks=1)
     ranks = possible_ranks(slots, at_least)
     multiple = math.lcm(*ranks)

@@ -71,7 +71,7 @@ def find_run_folder(runs: Path, name: str, resume: str) -> Path:
             )
         return newest
     path, checkpoint = split_resume(resume)
-    if not (path / CHECKPOINTS).is_dir():
+    if not ((path / CHECKPOINTS).is_dir() or (path / FINISHED).is_file()):
         raise ValueError(
             f"--resume {resume}: not a run folder (it has no {CHECKPOINTS}/), nor RUN/{CHECKPOINTS}/step-N"
         )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from disco_ds.checkpoints.fragments import AVERAGE
 from disco_ds.config import EmaSettings
+from disco_ds.distributed import comm
 from disco_ds.distributed.deepspeed_quirks import refresh_weights
 from disco_ds.training.engine import Engine
 
@@ -58,11 +59,15 @@ def drop_average(engine: Engine) -> None:
 def averaged(engine: Engine) -> Iterator[None]:
     """Give the model the averaged weights during the `with` block. Collective.
 
-    After an error inside the block, the weights are not restored. Restoring them is a collective operation, which a
-    single failed rank would start alone, and the error ends the run anyway.
+    After an error on a single rank, the weights are not restored. Restoring them is a collective operation, which that
+    rank would start alone, and the error ends the run anyway.
     """
     _swap(engine)
-    yield
+    try:
+        yield
+    except comm.AgreedError:
+        _swap(engine)
+        raise
     _swap(engine)
 
 

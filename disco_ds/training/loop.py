@@ -83,7 +83,10 @@ def train(run: Run) -> None:
                 f"asked to stop: a checkpoint was saved after step {step:,}; --resume latest resumes from there"
             )
         if step < last_step and is_due(run, step, run.config.eval):
-            evaluate(run, step)  # the next stage, or `finish`, evaluates after the last step
+            try:
+                evaluate(run, step)  # the next stage, or `finish`, evaluates after the last step
+            except comm.AgreedError as error:
+                raise comm.AgreedError(f"{error}; {run.saver.save_before_error(step)}") from None
 
 
 def run_step(run: Run, step: int, data: StepData, is_logged: bool) -> StepOutput | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 from pathlib import Path
@@ -11,6 +12,8 @@ import numpy
 import pytest
 import torch
 
+from disco_ds.checkpoints import checkpoint
+from disco_ds.checkpoints.background_save import checksum
 from disco_ds.checkpoints.changes import refuse_changes
 from disco_ds.checkpoints.checkpoint import (
     _restore_rng,
@@ -133,6 +136,25 @@ def test_a_flipped_bit_is_named_before_anything_is_parsed(tmp_path: Path) -> Non
     with pytest.raises(
         DamagedError, match=r"step-00000001 is damaged: rank_00001.pt is not what was written"
     ):
+        list(read(path).states("data"))
+
+
+def test_file_that_can_be_read_again_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_checkpoint(tmp_path, 1)
+    errors = [OSError(errno.ESTALE, "stale file handle")] * 2
+
+    def read_later(file: Path) -> str:
+        if errors:
+            raise errors.pop()
+        return checksum(file)
+
+    monkeypatch.setattr(checkpoint, "checksum", read_later)
+    monkeypatch.setattr(checkpoint, "_RETRY_AFTER_S", (0, 0))
+    assert len(list(read(path).states("data"))) == 2
+    errors += [OSError(errno.EIO, "input/output error")] * 3
+    with pytest.raises(DamagedError, match=r"rank_00000.pt cannot be read: .*input/output error"):
         list(read(path).states("data"))
 
 

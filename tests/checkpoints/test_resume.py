@@ -258,6 +258,13 @@ def resume_automatically(path: Path) -> None:
     if comm.rank() == 0:
         for checkpoint in (folder / CHECKPOINTS).glob("step-*"):
             (checkpoint / META).unlink(missing_ok=True)
+        mark_finished(folder, {"steps": 6, "samples": 96})
+    comm.barrier()
+    assert "has done all its steps (6)" in refused(load_config(path), resume="auto"), (
+        "a finished run is not repeated, even if its checkpoints have been removed"
+    )
+    if comm.rank() == 0:
+        (folder / FINISHED).unlink()
     comm.barrier()
     assert first_step(path) == ("tiny-3", 0)
 

@@ -8,15 +8,26 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from disco_ds.checkpoints.retention import META
-from disco_ds.cli.launch import Signals, find_run, judge, newest_checkpoint, run_once
+from disco_ds.cli.launch import (
+    Signals,
+    find_run,
+    judge,
+    newest_checkpoint,
+    run_once,
+    supervise,
+)
+from disco_ds.cli.parser import parse_args
+from disco_ds.config import load_config
 from disco_ds.launch.slurm import adopt_slurm
 from disco_ds.runs.run_folder import CHECKPOINTS, FINISHED, LAUNCHED, mark_launch
 from helpers.cluster import words
+from helpers.tiny_run import recipe
 
 RANK = "import time; time.sleep(100)"
 FRONT = """
@@ -208,3 +219,33 @@ def test_launcher_variables_are_derived_from_those_of_srun(
     monkeypatch.delenv("LOCAL_RANK")
     adopt_slurm()
     assert os.environ["LOCAL_RANK"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("codes", "attempts", "code"),
+    [([2], 1, 2), ([1, 2, 0], 3, 0), ([1, 2, 2], 3, 1), ([1, 3], 2, 3)],
+)
+def test_only_the_first_attempt_refuses_the_settings(
+    codes: list[int], attempts: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restart that is refused has met something else, such as a file system that does not answer yet."""
+    done: list[int] = []
+
+    def attempt(*arguments: object) -> set[int]:
+        done.append(codes[len(done)])
+        if done[-1] == 0:
+            folder = tmp_path / "runs" / "tiny"
+            folder.mkdir(parents=True)
+            mark_launch(folder, command_id(arguments), 0)
+            (folder / FINISHED).touch()
+        return {done[-1]}
+
+    def command_id(arguments: tuple[object, ...]) -> str:
+        command = list(arguments[0])  # type: ignore[call-overload]
+        return str(command[command.index("--launch-id") + 1])
+
+    monkeypatch.setattr("disco_ds.cli.launch.run_once", attempt)
+    config = load_config(recipe(tmp_path))
+    args = parse_args(["launch", "--config", str(tmp_path / "tiny.yaml"), "--restarts", "9"])
+    assert supervise(args, config, {}, SimpleNamespace(count=0)) == code
+    assert done == codes[:attempts]

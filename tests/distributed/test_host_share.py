@@ -21,6 +21,7 @@ def threads_of(setting: str | None, bound: bool) -> int:
         os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[comm.rank()]})
     torch.set_num_threads(8)
     share_host()
+    share_host()  # as at the start of a run's second stage
     return torch.get_num_threads()
 
 

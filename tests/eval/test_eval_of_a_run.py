@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from disco_ds.checkpoints.retention import find_latest
 from disco_ds.config import load_config
 from disco_ds.config.ds_config import precision
+from disco_ds.distributed import comm
 from disco_ds.metrics.logger import METRICS_FILE
+from disco_ds.training.build import build
+from disco_ds.training.loop import train
+from helpers.dist import run_ranks
 from helpers.launched import finish
-from helpers.tiny_run import recipe
+from helpers.tiny_run import expect, recipe
 
 SETS = {
     "labeled": {"emoji": "bundled:emoji/unseen"},
@@ -63,3 +69,17 @@ def test_figures_of_a_run_are_those_of_its_checkpoint(
         for kind, value in found.items()
     }
     assert {key: after.get(key) for key in during} == pytest.approx(during, rel=1e-5)
+
+
+def train_until_evaluation(path: Path) -> None:
+    with ExitStack() as stack, pytest.raises(comm.AgreedError) as caught:
+        train(build(load_config(path), None, stack))
+    expect(str(caught.value), "evaluation on spoilt", "saved after step 3")
+
+
+def test_failed_evaluation_loses_no_step(tmp_path: Path) -> None:
+    (tmp_path / "spoilt" / "cat").mkdir(parents=True)
+    (tmp_path / "spoilt" / "cat" / "1.png").write_bytes(b"no image")
+    sets = {"labeled": {"spoilt": str(tmp_path / "spoilt")}, "every_steps": 3}
+    run_ranks(train_until_evaluation, 1, recipe(tmp_path, eval=sets))
+    assert find_latest(tmp_path / "runs" / "tiny").name == "step-00000003"

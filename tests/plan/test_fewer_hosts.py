@@ -86,3 +86,10 @@ def test_settings_that_the_error_names_are_accepted(tmp_path: Path) -> None:
         config = load_config(recipe(tmp_path), overrides)
         ranks = "2 or 3" if hosts[2] == 1 else "2, 3 or 4"
         assert check_fewer_hosts(config, hosts, 2) == ranks
+
+
+def test_settings_that_need_the_same_number_of_ranks_are_refused(tmp_path: Path) -> None:
+    zero = {"stage": 2, "round_robin_gradients": True}
+    config = load_config(recipe(tmp_path, deepspeed={"zero_optimization": zero}))
+    with pytest.raises(ValueError, match=r"--min-hosts .*round_robin_gradients"):
+        check_fewer_hosts(config, [1, 1, 1], 2)
