@@ -27,6 +27,9 @@ from disco_ds.eval.zero_shot import classify
 __all__ = ["ImageSet", "Result", "describe", "evaluate_sets", "load_sets", "record"]
 
 
+# The towers are not compiled for evaluations: their batch sizes vary, and after them, torch.compile would compile the
+# training step for a variable batch size too.
+@torch.compiler.set_stance("force_eager")
 @torch.no_grad()
 def evaluate_sets(
     model: nn.Module,

@@ -135,8 +135,9 @@ class AnomalyDetector:
         Collective if batches that cause a spike are skipped.
         """
         # The norm may differ slightly between ranks, which sum it in different orders. All ranks
-        # check the maximum, so that they agree on whether to skip the batch.
-        value = (comm.all_reduce_max(norm) if self.skip else norm).item()
+        # check the maximum, so that they agree on whether to skip the batch. With offload, DeepSpeed computes the norm
+        # on the CPU, but NCCL takes only tensors on the device.
+        value = (comm.all_reduce_max(norm.to(comm.local_device())) if self.skip else norm).item()
         return math.isfinite(value) and self.check_spike("grad_norm", step, value)
 
     def check_record(self, record: Mapping[str, Any]) -> None:

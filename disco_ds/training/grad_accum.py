@@ -127,6 +127,8 @@ def accumulate(
     with timer("step/loss"):
         out = loss(leaves)
         out.loss.backward()  # stops at the leaf tensors, which then have the gradient of the global batch
+    # The graph contains the features that the loss has gathered. Free them before the backward of the towers.
+    out = replace(out, loss=out.loss.detach())
     # Nothing has been updated yet, so all ranks can still skip the step together.
     agree(leaves, out)
     try:

@@ -7,7 +7,9 @@ back to the host.
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import permutations
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from torch import Tensor
 from disco_ds.config.data import AugmentSettings
 
 BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
-ORDERS = list(permutations(range(4)))
+ORDERS = tuple(permutations(range(4)))
 """All orders in which the four color changes can be applied. Each image draws one of these orders at random."""
 COLUMNS = 7
 """Random numbers per image for colors: whether to jitter, four strengths, the order, whether to convert to gray."""
@@ -36,12 +38,12 @@ def jitter_colors(pixels: Tensor, drawn: Tensor, settings: AugmentSettings) -> T
     columns = drawn[:, :, None, None, None]
     if any(settings.color_jitter):
         applied = columns[:, 0] < settings.color_jitter_prob
-        strength = torch.tensor(settings.color_jitter, device=drawn.device).view(-1, 1, 1, 1)
+        strength = _constant(settings.color_jitter, drawn.device).view(-1, 1, 1, 1)
         # As in torchvision, the factor is never negative, even if the strength is above 1.
         low = (1 - strength).clamp(min=0)
         factors = low + (1 + strength - low) * columns[:, 1:5]
         factors = torch.where(applied[:, None], factors, 1)
-        orders = torch.tensor(ORDERS, device=drawn.device)
+        orders = _constant(ORDERS, drawn.device)
         for kind in orders[(len(ORDERS) * columns[:, 5]).long()].unbind(-1):
             pixels = _change(pixels, kind, factors.gather(1, kind[:, None])[:, 0])
     return torch.where(columns[:, 6] < settings.gray_scale_prob, _gray(pixels), pixels)
@@ -76,9 +78,15 @@ def _turn_hue(pixels: Tensor, turns: Tensor) -> Tensor:
     from_red = (green - blue) / divisor
     hue = torch.where(value == green, from_green, from_blue)
     hue = torch.where(value == red, from_red, hue) + 6 * turns
-    offset = torch.tensor([5.0, 3.0, 1.0], device=pixels.device)[:, None, None]
+    offset = _constant((5.0, 3.0, 1.0), pixels.device)[:, None, None]
     k = (hue[:, None] + offset) % 6
     return value[:, None] - chroma[:, None] * torch.minimum(k, 4 - k).clamp(0, 1)
+
+
+@cache
+def _constant(values: tuple[Any, ...], device: torch.device) -> Tensor:
+    """Return a tensor. It is cached, because the host waits for the device when it copies values to it."""
+    return torch.tensor(values, device=device)
 
 
 def _gray(pixels: Tensor) -> Tensor:

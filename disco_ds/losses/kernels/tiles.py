@@ -206,7 +206,7 @@ def written_shape(n: int, D: int, elements: int, multiprocessors: int) -> tuple[
         multiprocessors: Number of multiprocessors of the GPU.
     """
     side = math.isqrt(elements)
-    wave = min(multiprocessors * PRODUCT_BLOCK // D, side) // 256 * 256
+    wave = max(min(multiprocessors * PRODUCT_BLOCK // D, side) // 256, 1) * 256
     rows = min(n, side // wave * wave)
     return rows, elements // rows // wave * wave
 

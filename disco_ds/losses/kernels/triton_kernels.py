@@ -107,6 +107,8 @@ def _seconds(call: Callable[[], None], quantiles: Sequence[float]) -> list[float
     """Time a configuration; return infinity if it fails with this version of Triton or on this GPU."""
     try:
         return triton.testing.do_bench(call, quantiles=list(quantiles))
+    except torch.OutOfMemoryError:
+        raise  # Triton would store the result of this failed measurement for later runs
     except (triton.TritonError, RuntimeError):  # RuntimeError: from the compiler's passes
         return [float("inf")] * len(quantiles)
 
