@@ -136,6 +136,12 @@ def _read(source: Source, data: DataSettings) -> Line:
     if dropped:
         found += f", {dropped} dropped by data.filter, data.uids or data.stages"
     status: Status = "ok"
+    if not chosen:
+        return Line(
+            "fail", "samples", "the shards contain no complete sample", "are they tar files?"
+        )
+    if dropped == len(chosen):
+        status = "warn"
     if broken:
         found += f"; the last: {broken[-1]}"
         # So few samples are read that two more than the limit may be broken by chance. The check always fails if most

@@ -41,6 +41,11 @@ def run(args: argparse.Namespace) -> int:
     # Without --check, a manifest that cannot be read is replaced.
     with nullcontext() if args.check else suppress(ValueError):
         known = read_manifest(path)
+    # Counts are saved here until all shards are counted, so that a run cannot use a part of them.
+    unfinished = path.with_name(f"{path.name}.partial")
+    if not args.check:
+        with suppress(ValueError):
+            known |= read_manifest(unfinished)
     is_remote = bool(listing.urls)
     with tqdm(unit=" shards", total=len(listing.names)) as bar:
         try:
@@ -54,12 +59,13 @@ def run(args: argparse.Namespace) -> int:
                 remote,
                 published=is_remote or not args.check,
                 skip_missing=args.missing == "skip",
-                save=None if args.check else partial(write_manifest, path=path),
+                save=None if args.check else partial(write_manifest, path=unfinished),
             )
         except StoreError as error:
             raise ValueError(f"the bucket of {args.shards} cannot be listed: {error}") from None
     if not args.check:
         write_manifest(manifest, path)
+        unfinished.unlink(missing_ok=True)
     count = f"{len(manifest.shards):,} shards, {manifest.num_samples:,} samples"
     if not args.check:
         print(f"{path}: {count}")

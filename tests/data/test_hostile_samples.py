@@ -164,7 +164,7 @@ def test_header_of_any_size_ends_the_shard_or_costs_its_sample(
     (tmp_path / "0.tar").write_bytes(GOOD + blocks + END)
     start = time.monotonic()
     assert index_shards(tmp_path).sizes == [counted]
-    with closing(TarReader(tmp_path, ["0.tar"], 1)) as reader:
+    with closing(TarReader(tmp_path, ["0.tar"], 1, sizes=[counted])) as reader:
         assert reader.read(0, 0) == {"png": b"png", "txt": b"a"}
         for entry in range(1, counted):
             if entry in broken:

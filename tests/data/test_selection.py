@@ -17,7 +17,7 @@ from PIL import Image
 from disco_ds.data import load_sources
 from disco_ds.data.images.broken import BrokenSample, DroppedSample
 from disco_ds.data.images.decode import pick_caption
-from disco_ds.data.sources.selection import Selection, _contains, read_uids
+from disco_ds.data.sources.selection import Selection, _contains, _passes, read_uids
 from helpers.shards import CONTEXT, make_loader, read_global, read_step, settings, write_shards
 
 SIZES = [20, 31, 17, 25, 22, 19]
@@ -128,6 +128,21 @@ def test_stream_whose_samples_are_all_dropped_ends_the_run(folder: Path, index: 
     assert error is not None
     assert "no usable sample" in error
     assert "data.filter" in error
+
+
+def test_small_slots_find_rare_samples(folder: Path) -> None:
+    """A slot has one or two samples per epoch, of which many epochs have none that is kept."""
+    data = settings(folder, slots=96, filter={"score": {"min": 1.3}})
+    loader = make_loader(load_sources(data), data, batch=48)
+    steps = [read_step(loader) for _ in range(8)]
+    loader.close()
+    assert [step.error for step in steps] == [None] * 8
+
+
+def test_columns_of_a_csv_are_compared_as_text() -> None:
+    assert _passes(b"3", {"in": [1, 2, 3]})
+    assert not _passes(b"4", {"in": [1, 2, 3]})
+    assert _passes(3, {"in": [1, 2, 3]})
 
 
 def test_whole_shards_are_dropped(folder: Path) -> None:

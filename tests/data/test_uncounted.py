@@ -12,7 +12,7 @@ from disco_ds.config import load_config
 from disco_ds.data import Manifest, load_sources, merge_states
 from disco_ds.losses.fastclip import FastCLIPv1Loss
 from helpers.remote import ALL, remote
-from helpers.shards import make_loader, read_step, settings
+from helpers.shards import make_loader, read_step, settings, write_shards
 from helpers.web import Server
 
 SLOTS = 4
@@ -117,3 +117,22 @@ def test_manifest_of_many_shards_is_small_when_sent_to_a_worker(shards: Manifest
     ):
         remote = Manifest(Path(), shards.shards, urls)
         assert pickle.loads(pickle.dumps(remote)) == remote
+
+
+def test_shards_without_samples_end_the_search(tmp_path: Path) -> None:
+    for number in range(4):
+        (tmp_path / f"{number}.tar").write_bytes(b"<html>404</html>" * 200)
+    data = settings(f"{tmp_path}/{{0..3}}.tar", index="none", slots=2)
+    loader = make_loader(None, data, batch=4)
+    with pytest.warns(UserWarning, match=r"\d.tar is truncated after 0 samples"):
+        error = read_step(loader).error
+    loader.close()
+    assert error is not None
+    assert "no complete sample in 8 shards" in error
+
+
+def test_missing_local_shards_are_refused_at_the_start(tmp_path: Path) -> None:
+    write_shards(tmp_path, [4, 4])
+    data = settings(f"{tmp_path}/{{00000..00003}}.tar", index="none", slots=2)
+    with pytest.raises(ValueError, match=r"missing shards: 00002.tar, 00003.tar"):
+        load_sources(data)

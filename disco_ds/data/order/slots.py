@@ -57,12 +57,13 @@ class DataOrder:
     """
 
     searched_epochs = 3
-    """A reader gives up after this many epochs without a usable sample. A slot reads different samples in every
-    epoch."""
+    """A reader gives up after this many epochs and `searched_samples` samples without a usable sample. A slot reads
+    different samples in every epoch, and in a small data set only a few samples."""
 
     def __init__(self, sizes: Sequence[int], num_slots: int, seed: int, window: int) -> None:
         self._sizes = np.asarray(sizes, dtype=np.int64)
         self._num_samples = int(self._sizes.sum())
+        self.searched_samples = min(10 * self._num_samples, 10_000)
         self._num_slots = num_slots
         self._seed = seed
         self._window = window
@@ -114,7 +115,8 @@ class DataOrder:
                 at = int(np.searchsorted(ends, start + reached, side="right"))
                 while start + reached < stop:
                     window_start = reached // self._window * self._window
-                    yield max(0, before + window_start), int(shards[at])
+                    if self._sizes[shards[at]]:  # a missing shard has no samples
+                        yield max(0, before + window_start), int(shards[at])
                     reached = int(ends[at]) - start
                     at += 1
             reached, before, epoch = 0, before + stop - start, epoch + 1

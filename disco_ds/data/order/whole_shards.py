@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 
+from disco_ds.data.images.broken import DataError
 from disco_ds.data.order.counter_rng import keyed_permutation
 
 _SHARDS, _SAMPLES = 1, 2
@@ -36,15 +37,25 @@ class WholeShards:
         self._num_shards, self._num_slots, self._seed = num_shards, num_slots, seed
         # Search many visits, because the samples of a shard are often similar, so a filter may drop many whole shards.
         self.searched_epochs = min(2 * num_shards, 1000)
+        self.searched_samples = 0
 
     def length(self, slot: int, visit: int) -> int:
         """Return the number of samples in a visit."""
         return self.count(self._shard(slot, visit))
 
     def settle(self, slot: int, visit: int, offset: int) -> tuple[int, int]:
-        """Return the cursor of the slot's next sample, which may be in a later visit."""
+        """Return the cursor of the slot's next sample, which may be in a later visit.
+
+        Raises:
+            DataError: If many shards in a row contain no sample.
+        """
+        last = visit + self.searched_epochs
         while offset >= self.length(slot, visit):
             visit, offset = visit + 1, 0
+            if visit > last:
+                raise DataError(
+                    f"slot {slot} has found no complete sample in {self.searched_epochs} shards: are they tar files?"
+                )
         return visit, offset
 
     def locate(self, slot: int, visit: int, offset: int) -> tuple[int, int]:

@@ -7,6 +7,7 @@ buffers, and together they fill all rows.
 from __future__ import annotations
 
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,6 +36,8 @@ from disco_ds.data.sources.base import Decode, Samples
 _SPARE_BROKEN = 16
 """Number of broken samples that a worker tolerates in addition to the fraction data.max_broken, so that a few broken
 samples at the start cannot stop a run."""
+_MANY_SKIPPED = 10_000
+"""After this many samples in a row without a usable one, a worker logs a warning."""
 _NUM_NAMED = 5
 """Maximum number of broken samples that an error message lists."""
 
@@ -154,6 +157,7 @@ class _Reader:
             offset += 1
             self._num_read += 1
             job.at[:3] = source, shard, entry
+            progress.add()  # shows the trainer that this worker is alive
             try:
                 with breaks_sample(OSError):
                     read = partial(samples.read, shard, entry, epoch, index)
@@ -165,14 +169,19 @@ class _Reader:
             except DroppedSample:
                 part.dropped += 1
                 self._num_read -= 1
-                # Show that this worker is alive, because it may drop samples for a long time.
-                progress.add()
             except BrokenSample as error:
                 part.broken.append(name_broken(samples.name, shard, entry, error))
                 self._count(part.broken[-1], error.__cause__)
             skipped += 1
+            if skipped == _MANY_SKIPPED:
+                warnings.warn(
+                    f"stream {stream} has no usable sample among its last {skipped:,}; check data.filter, data.uids "
+                    "and data.stages",
+                    stacklevel=2,
+                )
             # Even with data.max_broken=1, a stream without any readable sample must not be searched forever.
-            if skipped >= _SPARE_BROKEN and epoch - begin > order.searched_epochs:
+            fewest = max(_SPARE_BROKEN, order.searched_samples)
+            if skipped >= fewest and epoch - begin > order.searched_epochs:
                 raise DataError(
                     f"stream {stream} has no usable sample among its last {skipped}. While this micro-batch was read, "
                     f"data.filter, data.uids and data.stages dropped {part.dropped} samples. The last broken samples: "
@@ -197,9 +206,8 @@ class _Reader:
             raise DataError(
                 f"{self._num_broken} of {self._num_read} samples are broken; the limit is {_SPARE_BROKEN} plus the "
                 f"fraction data.max_broken={most:g} of all samples. The last ones: {'; '.join(self._last)}. Compare "
-                "data.image_key and data.captions "
-                "with the members of the samples, repair the shards, or raise data.max_broken"
-                + trace
+                "data.image_key and data.captions with the members of the samples, repair the shards, or raise "
+                f"data.max_broken{trace}"
             )
 
 
@@ -236,6 +244,7 @@ def produce_parts(job: Job, next_buffer: Callable[[], int]) -> Iterator[Part]:
             batch = job.batches[next_buffer()]
             for row in rows:
                 row.write(batch, row.decode())
+                progress.add()
             yield Part({}, [])
 
 

@@ -15,7 +15,7 @@ from disco_ds.data.remote.cache_size import fits_default
 from disco_ds.data.sources.base import SampleForm, Samples, Source
 from disco_ds.data.sources.csv_source import Table
 from disco_ds.data.sources.listing import find_shards, is_table
-from disco_ds.data.sources.manifest import Manifest, Shard, load_manifest, read_manifest
+from disco_ds.data.sources.manifest import Manifest, Shard, load_manifest, read_manifest, some
 from disco_ds.data.sources.selection import Selection
 from disco_ds.data.sources.synthetic import SyntheticSource
 from disco_ds.names import load_custom
@@ -56,6 +56,16 @@ def _load(part: SourceSettings, settings: DataSettings) -> Source:
         known = read_manifest(part.manifest)
     listing = find_shards(part.shards, settings.remote, known)
     if settings.index == "none":
+        # At the start of a run only local shards can be checked quickly.
+        missing = (
+            []
+            if listing.urls
+            else [name for name in listing.names if not (listing.folder / name).exists()]
+        )
+        if missing:
+            raise ValueError(
+                f"missing shards: {some(missing)}; name the existing ones by a pattern with *, or in a .txt file"
+            )
         shards = tuple(Shard(name, samples=0, bytes=0) for name in listing.names)
         return Manifest(listing.folder, shards, tuple(listing.urls.values()), settings.remote)
     return load_manifest(listing, part.manifest, settings.remote)

@@ -173,9 +173,11 @@ def _passes(value: Any, rule: Mapping[str, Any]) -> bool:
     """Return whether a field passes a rule. A missing field does not pass."""
     if value is None:
         return False
-    if isinstance(value, bytes):
+    allowed = rule.get("in", [value])
+    if isinstance(value, bytes):  # the columns of a csv file are texts
         value = value.decode()
-    if "in" in rule and value not in rule["in"]:
+        allowed = [str(item) for item in rule.get("in", [value])]
+    if value not in allowed:
         return False
     if "min" in rule and not float(value) >= rule["min"]:
         return False

@@ -265,6 +265,11 @@ class TarReader:
                 progress.add()
         index = TarIndex(file)
         expected = self._sizes[shard] if self._sizes is not None else len(index)
+        if self._sizes is None and index.truncated is not None:
+            warnings.warn(
+                f"shard {self._names[shard]} is truncated after {len(index):,} samples: {index.truncated}",
+                stacklevel=2,
+            )
         if len(index) != expected and index.truncated is None:
             warnings.warn(
                 f"shard {self._names[shard]} has {len(index):,} samples, but the manifest says {expected:,}; remove "
