@@ -231,6 +231,8 @@ def _train_stage(
             run.saver.end(run.heartbeat.place.step)
         if failure is not None:
             raise failure
+        if run.wandb:
+            run.wandb.exit_code = 0
         if not is_finished:  # the uploads continue in the next stage
             uploads, run.saver.uploads = run.saver.uploads, None
         # The signal handlers refer to this object until the next stage replaces it, so it must not refer to the engine.

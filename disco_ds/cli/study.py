@@ -99,6 +99,15 @@ def prepare_branch(
         # The parent's command would overwrite the parent's uploaded checkpoints with those of the branches.
         "checkpoint.copy_command=null",
     ]
+    if config.stages:
+        shape = {
+            "model.image_size": stage.model.image_size,
+            "model.patch_dropout": stage.model.patch_dropout,
+            "data.crop_scale": stage.data.crop_scale,
+        }
+        settings += [
+            f"{key}={json.dumps(value)}" for key, value in shape.items() if value is not None
+        ]
     given = {each.partition("=")[0] for each in args.overrides}
     overrides = [each for each in settings if each.partition("=")[0] not in given]
     overrides += args.overrides

@@ -107,8 +107,8 @@ def session(timeout_s: float) -> Iterator[None]:
     """
     if torch.distributed.is_initialized():
         raise ValueError(
-            "this process has joined a process group already, but a run creates one itself. Start the run first, or "
-            "call torch.distributed.destroy_process_group() before it."
+            "this process has joined a process group already, but a run creates one itself: start the run in a script "
+            "that does not call torch.distributed.init_process_group()"
         )
     global _next_port
     if _next_port is not None:

@@ -27,12 +27,18 @@ def retrieve(encoder: Encoder, captioned: ImageSet) -> Result:
         AgreedError: If shards cannot be read, or no image can be read.
     """
     image, image_id, text, text_id = encoder.encode_pairs(captioned)
-    i2t = gather_rows(find_ranks(image, image_id, gather_rows(text), gather_rows(text_id)))
-    t2i = gather_rows(find_ranks(text, text_id, gather_rows(image), gather_rows(image_id)))
+    i2t = gather_rows(find_ranks(image, image_id, *_gather_sorted(text, text_id)))
+    t2i = gather_rows(find_ranks(text, text_id, *_gather_sorted(image, image_id)))
     values = summarize("i2t", i2t) | summarize("t2i", t2i)
     num_broken = captioned.source.num_samples - len(i2t)
     counts = {"num_images": len(i2t), "num_texts": len(t2i), "num_broken": num_broken}
     return Result("retrieval", captioned.name, values, counts)
+
+
+def _gather_sorted(rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Gather rows and their ids from all ranks, sorted by id, so that their order does not depend on the ranks."""
+    ids, order = gather_rows(ids).sort(stable=True)
+    return gather_rows(rows)[order], ids
 
 
 def find_ranks(query: Tensor, query_id: Tensor, key: Tensor, key_id: Tensor) -> Tensor:

@@ -184,6 +184,8 @@ def _open(name: str, folder: Path, data: DataSettings, text: str, benchmark_text
         data = data.model_copy(update={"image_key": "webp;png;jpg;jpeg"})
         return ImageSet(name, manifest, data, benchmark_text)
     if any(folder.glob("*.tar")):
+        # The training data's names may be those of a csv.
+        data = data.model_copy(update={"image_key": f"{data.image_key};jpg;jpeg;png;webp"})
         return ImageSet(name, load_manifest(folder), data, text)
     data = data.model_copy(update={"image_key": "image"})
     return ImageSet(name, ImageFolder(folder), data, "{cls}")

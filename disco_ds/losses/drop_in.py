@@ -42,6 +42,7 @@ class _DropIn(nn.Module):
         self.loss = build_loss(options.pop("loss"), **options)
         self.loss.accuracy = False
 
+    @torch.compiler.disable  # torch 2.14 may compile it into a loss with twice the gradient
     def forward(
         self,
         image_features: Tensor,

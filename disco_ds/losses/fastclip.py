@@ -170,7 +170,16 @@ class FastCLIPLoss(TiledLoss):
         self._state().commit()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the state of the samples that this rank owns."""
+        """Return the state of the samples that this rank owns.
+
+        Raises:
+            ValueError: If another module calls this to build its own state_dict, which could not be loaded.
+        """
+        if args or kwargs:
+            raise ValueError(
+                f"{type(self).__name__} cannot be a part of another module's state_dict, because every rank has the "
+                "state of other samples: save loss.state_dict() of every rank, and load all with load_state_parts"
+            )
         return self._state().state_dict()
 
     def load_state_parts(self, parts: Sequence[dict[str, Any]]) -> None:

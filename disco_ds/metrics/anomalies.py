@@ -222,7 +222,8 @@ def features_spread(image: Tensor, text: Tensor) -> dict[str, Tensor]:
         `image_cosine`, `image_rank`, `text_cosine` and `text_rank`, 0-d, the same on every rank.
     """
     share = max(SAMPLE // comm.size(), 1)
-    sides = comm.gather(torch.stack([image[:share], text[:share]], 1).float()).unbind(1)
+    rows = comm.gather(torch.stack([image[:share], text[:share]], 1).float())
+    sides = rows[:SAMPLE].unbind(1)
     values = {}
     for side, rows in zip(("image", "text"), sides, strict=True):
         n = len(rows)

@@ -19,7 +19,6 @@ from disco_ds.config import Config
 from disco_ds.config.text_file import write_text
 from disco_ds.distributed import comm
 from disco_ds.metrics.report import log_errors
-from disco_ds.runs.run_folder import FINISHED
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -111,7 +110,8 @@ class WandbRun:
         write_text(id_file, run.id)
         run.define_metric("samples")
         run.define_metric("*", step_metric="samples")
-        self.folder = folder
+        self.exit_code = 1
+        """Exit code that W&B shows when this object is closed. The caller sets it to 0 at the end of a stage."""
         self.run: Any = run
 
     def write_events(self, events: Sequence[tuple[str, float, int]]) -> None:
@@ -149,4 +149,4 @@ class WandbRun:
     def close(self) -> None:
         """End the W&B run after all uploads are done or UPLOAD_S have passed."""
         with log_errors("W&B"):
-            self.run.finish(exit_code=0 if (self.folder / FINISHED).exists() else 1)
+            self.run.finish(exit_code=self.exit_code)

@@ -23,7 +23,6 @@ import open_clip
 import torch
 from open_clip.factory import add_model_config
 from open_clip.transform import PreprocessCfg
-from open_clip.utils import freeze_batch_norm_2d
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -39,7 +38,7 @@ from disco_ds.models.pretrained import (
     read_folder,
     read_overrides,
 )
-from disco_ds.models.two_towers import TwoTowers, build_two_towers
+from disco_ds.models.two_towers import TwoTowers, build_two_towers, freeze_statistics
 from disco_ds.names import did_you_mean, load_custom
 
 logger = logging.getLogger(__name__)
@@ -393,13 +392,15 @@ def _text_tower(model: Any) -> Any:
 
 def _lock(model: Any, settings: ModelSettings, learns_scale: bool) -> None:
     try:
-        if settings.lock_image and (settings.factory or settings.unlocked_layers):
+        if settings.lock_image and settings.factory:
             model.lock_image_tower(unlocked_groups=settings.unlocked_layers, freeze_bn_stats=True)
         elif settings.lock_image:
-            # open_clip 4 cannot lock a tower whose layers it does not know, even as a whole, and it does not freeze
-            # every BatchNorm.
-            model.visual.requires_grad_(False)
-            model.visual = freeze_batch_norm_2d(model.visual)
+            # open_clip 4 cannot lock a tower whose layers it does not know, even as a whole.
+            if settings.unlocked_layers:
+                model.lock_image_tower(unlocked_groups=settings.unlocked_layers)
+            else:
+                model.visual.requires_grad_(False)
+            model.visual = freeze_statistics(model.visual)
         if settings.lock_text or settings.two_views:
             model.lock_text_tower(settings.unlocked_layers)
     # These errors are raised if open_clip or timm cannot divide a tower into layers.

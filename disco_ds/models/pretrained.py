@@ -108,6 +108,10 @@ def read_overrides(name: str, settings: ModelSettings) -> dict[str, Any]:
     cfg = open_clip.get_pretrained_cfg(name, str(settings.pretrained))
     if settings.pretrained is not None and (path := settings.pretrained / CONFIG).is_file():
         cfg = json.loads(path.read_text(encoding="utf-8")).get("preprocess_cfg", {})
+    if str(settings.pretrained_image) == TIMM:
+        tower = open_clip.get_model_config(name)["vision_cfg"]["timm_model_name"]
+        if found := timm.get_pretrained_cfg(tower, allow_unregistered=True):
+            cfg = {"mean": found.mean, "std": found.std, "interpolation": found.interpolation}
     overrides = {
         "mean": settings.image_mean,
         "std": settings.image_std,

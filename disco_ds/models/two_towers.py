@@ -13,12 +13,24 @@ from typing import Any, Literal
 
 import open_clip
 import torch
-from open_clip.utils import freeze_batch_norm_2d
+from timm.layers import freeze_batch_norm_2d
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from disco_ds.config import ModelSettings
 from disco_ds.names import load_custom
+
+
+def freeze_statistics(tower: nn.Module) -> nn.Module:
+    """Freeze the statistics of every BatchNorm2d whose weights are frozen. Return the tower.
+
+    timm's function keeps an activation that is a part of the layer; open_clip's function would remove it.
+    """
+    if not any(parameter.requires_grad for parameter in tower.parameters()):
+        return freeze_batch_norm_2d(tower)
+    for name, child in tower.named_children():
+        setattr(tower, name, freeze_statistics(child))
+    return tower
 
 
 class TwoTowers(nn.Module):
@@ -81,8 +93,8 @@ class TwoTowers(nn.Module):
         return self.text(text)
 
     def lock_image_tower(self, **_: Any) -> None:
-        """Freeze the image tower and its batch statistics."""
-        self.visual = freeze_batch_norm_2d(self.visual.requires_grad_(False))
+        """Freeze the image tower and the statistics of its BatchNorm2d layers."""
+        self.visual = freeze_statistics(self.visual.requires_grad_(False))
 
     def lock_text_tower(self, *_: Any) -> None:
         """Freeze the text tower."""

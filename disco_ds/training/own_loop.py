@@ -171,8 +171,9 @@ def refuse_batch_statistics(model: torch.nn.Module) -> None:
 def _split_on_all_ranks(
     batch: Any, count: int, device: torch.device | None
 ) -> tuple[list[Any], int | None]:
-    """Call `split`. If it fails on any rank, raise ValueError on all ranks. Collective if count > 1.
+    """Call `split`. If it fails on any rank, or if the counts differ, raise ValueError on all ranks.
 
+    Collective if count > 1, so a count of 1 on only some ranks is not detected.
     Without this, the ranks on which `split` succeeds would wait for the other ranks in the next collective.
 
     Returns:
@@ -188,7 +189,10 @@ def _split_on_all_ranks(
         done = split(batch, count)
     except ValueError as error:
         problem = error
-    failed = comm.all_reduce_max(torch.tensor([float(done is None)], device=device)).item()
+    mine = torch.tensor([float(done is None), count, -count], device=device)
+    failed, most, fewest = comm.all_reduce_max(mine).tolist()
+    if most != -fewest:
+        raise ValueError(f"micro_batches differs between ranks, from {-fewest:g} to {most:g}")
     if done is None or failed:
         raise problem
     return done
@@ -209,12 +213,15 @@ class _Towers:
     def __call__(self, batch: Any, keep_graph: bool) -> MicroFeatures:
         rng = Rng(self.device)
         last = self.num_micro_batches == 1
+        # Before torch 2.11, a surrounding autocast would reuse weights that it has cast without a graph.
+        torch.clear_autocast_cache()
         with torch.set_grad_enabled(keep_graph), self.backend.synchronized(last):
             features = self._run_forward(batch["batch"])
         return MicroFeatures(features, batch["index"], rng, batch["group_id"])
 
     def again(self, batch: Any, first: MicroFeatures) -> MicroFeatures:
         first.rng.restore()
+        torch.clear_autocast_cache()
         features = self._run_forward(batch["batch"])
         if self.is_checked:
             self._refuse_different(features, first.features)

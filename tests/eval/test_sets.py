@@ -12,6 +12,8 @@ from PIL import Image
 
 from disco_ds.config import DataSettings, EvalSettings
 from disco_ds.data import ImageFolder
+from disco_ds.data.sources.counting import index_shards
+from disco_ds.data.sources.manifest import write_manifest
 from disco_ds.eval import ImageSet, load_sets
 from disco_ds.eval.retrieval import find_ranks
 from disco_ds.eval.sets import PLAIN, read_classes, read_templates
@@ -68,6 +70,14 @@ def test_shards_keep_their_labels_and_may_be_given_words_and_prompts(tmp_path: P
     )
     assert given.classes == {f"label {k}": f"thing {k}" for k in range(3)}
     assert len(given.templates) == 80
+
+
+def test_shards_are_read_in_a_run_on_a_csv(tmp_path: Path) -> None:
+    write_tar(tmp_path / "0.tar", [("0.jpg", b"jpeg"), ("0.txt", b"a cat")])
+    write_manifest(index_shards(tmp_path))
+    data = DataSettings(source="synthetic", image_key="filepath")
+    (found,) = load_sets(EvalSettings(validation={"x": str(tmp_path)}), data)
+    assert found.data.image_key.split(";")[:2] == ["filepath", "jpg"]
 
 
 def test_benchmark_layout_brings_its_classes_templates_and_captions(tmp_path: Path) -> None:

@@ -257,3 +257,14 @@ def test_example_of_the_docstring_holds() -> None:
         ClipLoss, globs={"ClipLoss": ClipLoss, "torch": torch}
     )
     assert doctest.DocTestRunner().run(found) == (0, 3)
+
+
+@pytest.mark.slow
+def test_compiled_loss_has_the_same_gradient() -> None:
+    gradients = []
+    for loss in (ClipLoss(), torch.compile(ClipLoss())):
+        image = F.normalize(torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), dim=1)
+        image.requires_grad_()
+        loss(image, image.detach().flip(0), torch.tensor(10.0)).backward()
+        gradients.append(image.grad)
+    assert torch.allclose(*gradients, rtol=1e-5)  # type: ignore[arg-type]

@@ -25,9 +25,10 @@ from disco_ds.models.clip import (
     build_tokenizer,
     read_architecture,
     read_preprocessing,
+    register_config,
     trained_sides,
 )
-from disco_ds.models.pretrained import download_weights, warn_of_random_tower
+from disco_ds.models.pretrained import download_weights, read_overrides, warn_of_random_tower
 from disco_ds.run import RefusedError, run_training
 from helpers.tiny_run import recipe
 from helpers.towers import BPE_SIZE, TINY
@@ -311,3 +312,22 @@ def test_export_and_evaluation_carry_the_preprocessing(tmp_path: Path) -> None:
     )
     assert read_preprocessing(theirs) == look
     assert "LOCAL_RANK" not in os.environ
+
+
+def test_locked_tower_keeps_the_activations_of_its_norms(tmp_path: Path) -> None:
+    """timm's BatchNormAct2d contains the activation."""
+    vision = {"timm_model_name": "mobilenetv2_050", "timm_pool": "avg", "image_size": 32}
+    path = tmp_path / "mobile.json"
+    path.write_text(json.dumps(TINY | {"vision_cfg": vision}))
+    image = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    locked, plain = (build(str(path), lock_image=lock).eval() for lock in (True, False))
+    assert torch.equal(locked(image=image)[0], plain(image=image)[0])
+    assert torch.equal(locked(image=image)[0], locked.train()(image=image)[0])
+
+
+def test_timms_weights_bring_their_preprocessing(tmp_path: Path) -> None:
+    vision = {"timm_model_name": "vit_tiny_patch16_224", "image_size": 224}
+    path = tmp_path / "vit.json"
+    path.write_text(json.dumps(TINY | {"vision_cfg": vision}))
+    settings = ModelSettings(name=str(path), pretrained_image=Path("timm"))
+    assert read_overrides(register_config(str(path)), settings)["mean"] == (0.5, 0.5, 0.5)

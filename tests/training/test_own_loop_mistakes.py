@@ -129,6 +129,8 @@ def mistakes_of_forwards() -> None:
         if n
         else "the batch of another rank cannot be divided evenly into 2"
     ) in said
+    said = refused(step(make("text-text"), micro_batches=2 + 2 * n))
+    assert said == "micro_batches differs between ranks, from 2 to 4"
     narrow = nn.Sequential(make("text-text"), nn.Linear(D, D - n))
     forward = forward_of("text-text", narrow, torch.float32)
     said = refused(lambda: contrastive_step(narrow, loss, batch, forward, scale=SCALE))
