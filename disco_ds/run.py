@@ -235,7 +235,8 @@ def _train_stage(
             run.wandb.exit_code = 0
         if not is_finished:  # the uploads continue in the next stage
             uploads, run.saver.uploads = run.saver.uploads, None
-        # The signal handlers refer to this object until the next stage replaces it, so it must not refer to the engine.
+        # The signal handlers refer to run.interrupts until the next stage replaces it, so run.interrupts must not refer
+        # to the engine.
         run.interrupts.is_writing = lambda: False
         release(run.engine)
         return run.folder, is_finished, uploads
@@ -406,9 +407,7 @@ def load_model(
         ValueError: If the model or the weights cannot be loaded.
     """
     if weights and ema:
-        raise ValueError(
-            "--ema needs a run or a checkpoint; a file passed as --weights has no average"
-        )
+        raise ValueError("--ema needs a run or a checkpoint: --weights contain no moving average")
     if weights:
         changes = recipe.model_dump(include=LOOKS) if recipe else {}
         settings = ModelSettings(name=str(model), pretrained=Path(weights), **changes)

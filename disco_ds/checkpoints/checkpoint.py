@@ -142,8 +142,8 @@ def start_save(folder: Path, engine: Engine, state: RunState, host: HostCopy | N
         folder: The run folder.
         engine: The engine to save.
         state: The state to save in addition to the engine's.
-        host: Host memory that receives a copy of the state, from which the files are written. None
-            means no copy: then the state must not change until the checkpoint is complete.
+        host: Host memory that receives a copy of the state, from which the files are written. If it is
+            None, the files are written from the state itself, which must not change until this is done.
 
     Raises:
         AgreedError: If any rank could not copy its state.

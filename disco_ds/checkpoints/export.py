@@ -33,7 +33,8 @@ tags:
 ---
 # {name}
 
-A CLIP model trained with disco_ds, in {dtype}, from {origin}. Run the code below in the folder that contains this one.
+A CLIP model trained with disco_ds. Its weights come from {origin} and are stored in {dtype}. Run the code below in the
+folder that contains this one.
 """
 """Beginning of README.md. Its YAML header makes the file a Hugging Face model card."""
 NOTE = """
@@ -42,7 +43,7 @@ installed where the model is loaded, and imported first, as shown below. For the
 `python -c "import {module}; from clip_benchmark.cli import main; main()"`.)
 """
 CUSTOM = """
-The model is built by `{factory}`, which must be importable where it is loaded:
+The model is built by `{factory}`, which must be importable where the model is loaded:
 ```python
 from disco_ds.checkpoints.weights import build_from, read_weights
 

@@ -106,7 +106,7 @@ def _resize(model: Any, name: str, states: States) -> States:
     The states of other parameters are returned unchanged.
 
     The values and their average are resized bicubically, as in open_clip. The optimizer's moments are resized
-    bilinearly: unlike the bicubic method, the bilinear one keeps second moments positive and each first moment within
+    bilinearly. Unlike bicubic resizing, bilinear resizing keeps second moments positive and each first moment within
     the square root of its second moment.
     """
     if name != "visual.positional_embedding":
@@ -154,7 +154,7 @@ def find_place(engine: Engine, parameter: Any) -> tuple[Tensor, int, int, int]:
         return parameter, 0, 0, parameter.numel()
     if stage == 3:
         group, place, share = zero.grad_position[zero.get_param_id(parameter)]
-        # The shares of the last ranks extend beyond the end of the parameter. The rest is padding.
+        # The shares of the last ranks may extend beyond the end of the parameter, as padding.
         start = min(comm.rank() * share, parameter.ds_numel)
         numel = min(share, parameter.ds_numel - start)
         return zero.fp32_partitioned_groups_flat[group], start, place, numel

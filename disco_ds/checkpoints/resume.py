@@ -148,7 +148,8 @@ def restore(
         with _settings_kept(engine):
             checkpoint.load_engine(saved, engine)
         return engine
-    # Load these before the engine is built: at ZeRO 3, the engine keeps only a part of each parameter per rank.
+    # Load frozen parameters and buffers before the engine is built: at ZeRO 3, an engine leaves each rank only a part
+    # of each parameter.
     order = [name for group in parameter_groups(model, config.optim) for name in group["names"]]
     reshard.load_untrained(saved, model, set(order))
     engine = build_engine()

@@ -73,7 +73,9 @@ def read_meta(path: Path) -> dict[str, Any]:
     # DeepSpeed reads every file with a matching name, so it would mistake an added file for a rank's file.
     present = {f"{ENGINE}/{file.name}" for file in (path / ENGINE).glob("*.pt")}
     if added := sorted(present - meta["files"].keys()):
-        raise DamagedError(f"{path} is damaged: {', '.join(added)} was not written with it")
+        raise DamagedError(
+            f"{path} is damaged: it contains {', '.join(added)}, which checkpoint.json does not list"
+        )
     return meta
 
 

@@ -43,7 +43,7 @@ class Saver:
     heartbeat: Heartbeat
     """Receives a mark when this rank waits for a save, so that the wait does not look like a hang."""
     add_wait: Callable[[float], None]
-    """Called after each wait with the number of seconds that training has waited for a save."""
+    """Called after each wait for a save, with the number of seconds that this wait took."""
     uploads: Uploads | None = None
     """Runs the user's upload command on each checkpoint. None on ranks other than 0 or if there is no command.
 

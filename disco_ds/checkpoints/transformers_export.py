@@ -48,7 +48,9 @@ _NAMES = (
     (r"^text_model\.text_projection$", "text_projection.weight"),
     (r"^text_model\.text_projection\.", "text_model.head."),
 )
-"""Pairs of a pattern in open_clip's or timm's tensor names and its replacement for transformers. Applied in order."""
+"""Replacements that turn open_clip's and timm's tensor names into transformers' names: (pattern, replacement).
+
+They are applied in order."""
 _FILTERS = {"bilinear": 2, "bicubic": 3}
 """PIL's numeric codes for the interpolation methods."""
 
@@ -72,7 +74,7 @@ def convert(model: Any, name: str) -> Any:
         _load(converted, model)
         difference = _compare(model.eval(), text, converted.eval())
         if difference > _TOLERANCE:
-            raise RuntimeError(f"its features differ by {difference:.1g}")
+            raise RuntimeError(f"the converted model's features differ by {difference:.1g}")
     except (RuntimeError, AttributeError, IndexError) as error:
         towers = f"{type(trunk or model.visual).__name__} and {type(text).__name__}"
         raise ValueError(
@@ -243,8 +245,8 @@ def _load(converted: Any, model: Any) -> None:
         RuntimeError: If either model has tensors that the other lacks, or shapes differ.
     """
     tensors = _rename(model.state_dict())
-    # CLIPModel cannot store a bias, so drop it. SiglipModel needs one, so add a bias of 0 to models without one.
-    # The ranking of the scores stays the same.
+    # CLIPModel cannot store a bias, so drop it. SiglipModel needs a bias, so use 0 if the model has none.
+    # Neither changes the ranking of the scores.
     bias = tensors.pop("logit_bias", torch.zeros(1))
     if hasattr(converted, "logit_bias"):
         tensors["logit_bias"] = bias

@@ -77,8 +77,8 @@ def read_weights(path: str | Path, ema: bool = False) -> Weights:
     if (path / META).is_file() or path.parent.name == CHECKPOINTS:
         return _read_checkpoint(path, ema)
     raise ValueError(
-        f"{path} contains no weights: expected a run folder (with {CHECKPOINTS}/), a checkpoint in its {CHECKPOINTS}/, "
-        f"or an exported folder (with {MODEL_CONFIG})"
+        f"{path} contains no weights: expected a run folder that contains {CHECKPOINTS}/, a checkpoint inside "
+        f"{CHECKPOINTS}/, or an exported folder that contains {MODEL_CONFIG}"
     )
 
 

@@ -34,8 +34,8 @@ _ROWS = 8
 _LR = 1000.0
 """Learning rate, chosen so large that the rounding of the weights is negligible compared with the update."""
 _MIN_TOLERANCE = 1e-5
-"""Lower bound of the tolerance. The tolerance is otherwise twice the relative error that a single process
-has in the run's precision."""
+"""Lower bound of the tolerance. Above this bound, the tolerance is twice the relative error of a single
+process in the run's precision."""
 _MAX_TOLERANCE = {"fp32": 1e-3, "tf32": 5e-3, "fp16": 2e-2, "bf16": 1e-1, "autocast": 1e-1}
 """Upper bound of the tolerance for each precision. It keeps the tolerance from becoming too loose if the single
 process is itself wrong."""
@@ -156,7 +156,7 @@ def check_gradients(small: Config, alone: tuple[Result, float] | None) -> Iterat
 
 
 def _max_tolerance(small: Config) -> float:
-    """Return the upper bound of the tolerance. The coarser of the towers' and the loss's precision determines it."""
+    """Return the upper bound of the tolerance. Of the towers' precision and the loss's, the coarser determines it."""
     loss = build_loss(small.loss.name, **small.loss.options)
     tiling = getattr(loss, "tiling", Tiling(precision="fp32")).on(comm.local_device())
     return max(_MAX_TOLERANCE[precision(small.deepspeed)], _MAX_TOLERANCE[tiling.precision])

@@ -1,4 +1,4 @@
-"""Checks of a recipe on one host: the checks that a run makes at its start, the loss's kernels and the data."""
+"""Checks on one host: the checks of the recipe that a run makes at its start, the loss's kernels, and the data."""
 
 from __future__ import annotations
 

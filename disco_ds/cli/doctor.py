@@ -48,7 +48,8 @@ def check_all(args: argparse.Namespace, first: bool, size: int) -> Iterator[Line
         from disco_ds.checks.recipe_checks import check_data, check_start
     except Exception as error:  # a broken installation may raise anything
         remedy = (
-            "reinstall the package; torch and torchvision must be of the same build (CPU or CUDA)"
+            "reinstall the package that cannot be imported; torch and torchvision must be of the same build "
+            "(CPU or CUDA)"
         )
         yield Line("fail", "imports", f"{type(error).__name__}: {error}", remedy)
         return

@@ -19,5 +19,5 @@ def run(args: argparse.Namespace) -> int:
     """
     folder = export_run(args.source, args.to, args.format, args.dtype, args.ema)
     files = ", ".join(sorted(path.name for path in folder.iterdir()))
-    print(f"{folder}: {files}; README.md explains how to load it")
+    print(f"{folder}: {files}; README.md explains how to load the weights")
     return 0

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     # Without --check, a manifest that cannot be read is replaced.
     with nullcontext() if args.check else suppress(ValueError):
         known = read_manifest(path)
-    # Counts are saved here until all shards are counted, so that a run cannot use a part of them.
+    # Counts are saved here until all shards are counted, so that a run cannot use an incomplete manifest.
     unfinished = path.with_name(f"{path.name}.partial")
     if not args.check:
         with suppress(ValueError):
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
                 args.workers,
                 lambda done: bar.update(done - bar.n),
                 # With --check, local shards are read only if their size has changed. All remote shards are
-                # counted again, from the counts that are published now if there are any.
+                # counted again; if the data set publishes counts, those are used.
                 () if args.check and is_remote else known.values(),
                 remote,
                 published=is_remote or not args.check,

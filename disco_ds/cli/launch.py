@@ -237,7 +237,7 @@ def run_once(
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         left = signal_ranks(hosts, launch, signal.SIGKILL)
-        # A killed rank keeps the lock of the run folder and its GPU memory until the kernel has freed its memory.
+        # A killed rank holds the lock of the run folder and GPU memory until the kernel has freed its host memory.
         end = time.monotonic() + KILLED_S
         while any(signal_ranks(hosts, launch, 0).values()) and time.monotonic() < end:
             time.sleep(0.2)

@@ -69,8 +69,8 @@ def read_hostfile(path: Path) -> dict[str, int]:
     folder = str(Path.cwd())
     if len(slots) > 1 and shlex.quote(folder) != folder:
         raise ValueError(
-            f"working directory {folder!r}: deepspeed does not quote it in its commands to several "
-            "hosts, so ranks would start elsewhere; use a path without spaces and shell characters"
+            f"deepspeed does not quote the working directory {folder!r} in the commands that it sends to several "
+            "hosts, so ranks would start elsewhere: use a path without spaces and shell characters"
         )
     return slots
 

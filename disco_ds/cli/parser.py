@@ -45,7 +45,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
         flag = unknown[0].partition("=")[0]
         hint = explain_word(flag)
-        note = f"; {flag}: {hint}, as key=value" if hint else ""
+        note = f"; {flag}: {hint} (pass settings as key=value)" if hint else ""
         command.error(f"unrecognized arguments: {' '.join(unknown)}{note}")
     return args
 
@@ -99,7 +99,7 @@ def _add_recipe(parser: argparse.ArgumentParser, required: bool = True) -> None:
         "--config",
         required=required,
         metavar="NAME|FILE",
-        help=f"the recipe: the name of a bundled one, such as quickstart, or a YAML file{default}",
+        help=f"the recipe: the name of a bundled recipe, such as quickstart, or a YAML file{default}",
     )
     parser.add_argument(
         "overrides",
@@ -387,7 +387,7 @@ exit code: 0 done, 1 a branch failed, 2 invalid settings or data, 3 a branch was
         type=factor,
         default=[0.5, 1.0, 2.0],
         metavar="X",
-        help="factors to try at each batch; the learning rate is X x the parent's peak rate x "
+        help="factors to try at each batch; the learning rate is X times the parent's peak rate times "
         "sqrt(batch / the parent's batch) (default: 0.5 1 2)",
     )
     parser.add_argument(
@@ -439,7 +439,7 @@ exit codes: 0 = written, or unchanged (with --check); 1 = changed (with --check)
         type=_number(int, 0, 1024),
         default=4,
         metavar="N",
-        help="processes that read shards; 0: only this one (default: %(default)s)",
+        help="number of processes that read shards; 0: this process reads them (default: %(default)s)",
     )
     parser.add_argument(
         "--missing",

@@ -70,15 +70,15 @@ def verdict(made: Plan) -> str:
     if made.fits:
         return f"fits: {text}"
     worst = max(memory.parts, key=lambda part: memory.parts[part])
-    return f"DOES NOT FIT: {text}; most of it: {worst}, {memory.parts[worst] / GIB:.2f}"
+    return f"DOES NOT FIT: {text}; largest part: {worst}, {memory.parts[worst] / GIB:.2f}"
 
 
 def describe_host(made: Plan) -> str:
     """Describe the memory that a host needs."""
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in made.memory.host.items())
     return (
-        f"host: {made.host_bytes / GIB:,.1f} GiB for its ranks ({made.ranks_per_host}), in addition to "
-        f"Python and its libraries; each rank needs (in GiB): {parts}"
+        f"host: {made.host_bytes / GIB:,.1f} GiB for all ranks of a host ({made.ranks_per_host}), in addition "
+        f"to Python and the libraries; GiB per rank: {parts}"
     )
 
 
@@ -99,7 +99,7 @@ def describe_time(made: Plan) -> str:
     # A step may take longer than planned, so warn if the planned time exceeds half of the timeout.
     if speed.step_s > made.config.timeout_s / 2:
         text += (
-            f"\ntimeout_s is {made.config.timeout_s:g}: a rank whose step takes longer counts as "
-            "hung; raise it"
+            f"\nthe step may exceed timeout_s={made.config.timeout_s:g}, after which a rank counts as "
+            "hung: raise timeout_s"
         )
     return text

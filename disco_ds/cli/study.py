@@ -74,7 +74,7 @@ def prepare_branch(
         The folder, and the arguments of disco-ds that train the branch or resume it.
 
     Raises:
-        ValueError: If the parent has no complete checkpoint, if there is no validation set, or if the folder has a
+        ValueError: If the parent has no complete checkpoint, if there is no validation set, or if the folder contains a
             finished branch with other settings.
     """
     source, checkpoint = split_resume(parent)
@@ -125,7 +125,7 @@ def prepare_branch(
     path = folder / CONFIG
     if (folder / FINISHED).exists() and load_config(path) != load_config(path, overrides):
         raise ValueError(
-            f"{folder} has a finished branch with another checkpoint or other settings: pass another --out"
+            f"{folder} contains a finished branch with another checkpoint or other settings: pass another --out"
         )
     resume = ["--resume", str(folder), "--allow-change", ",".join(allowed)]
     return folder, ["train", "--config", str(path), *resume, *overrides]
@@ -148,7 +148,7 @@ def report(values: NDArray[Any], metrics: list[str], args: argparse.Namespace) -
     for batch, rate, *row in zip(args.batches, rates, means, errors, strict=True):
         cells = [f"{mean:.4f} ± {error:.4f}" for mean, error in zip(*row, strict=True)]
         lines.append(f"| {batch:,} | x{rate:g} | {' | '.join(cells)} |")
-    # Branches of one parent have the same seed, so compare them in pairs.
+    # Branches of one parent have the same seed, so subtract the smallest batch's loss for each parent.
     worse = chosen[..., :1] - chosen[:1, :, :1]
     within = worse.mean(axis=1) <= 2 * find_errors(worse)
     largest = max(batch for batch, fits in zip(args.batches, within, strict=True) if fits)
@@ -159,7 +159,7 @@ def report(values: NDArray[Any], metrics: list[str], args: argparse.Namespace) -
             "",
             *lines,
             "",
-            f"Largest batch within two standard errors of the smallest batch: {largest:,}"
+            f"Largest batch whose loss is at most two standard errors above the smallest batch's: {largest:,}"
             if num_parents > 1
             else "A single parent has no standard error: add parents with other seeds.",
             "",

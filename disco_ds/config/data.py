@@ -12,8 +12,8 @@ from disco_ds.config.templates import check_template
 from disco_ds.names import CUSTOM_CODE
 
 MAX_JITTER = 1.5
-"""Each pause between attempts to fetch a shard is random: between (2 - MAX_JITTER) times and
-MAX_JITTER times the mean pause."""
+"""Each pause between attempts to fetch a shard is the mean pause times a random factor. MAX_JITTER
+is the largest factor, and 2 - MAX_JITTER is the smallest."""
 
 LEAST_CACHE_GB = 100.0
 """Size limit of the cache for remote shards if the recipe sets none, in units of 1e9 bytes. It is
@@ -226,7 +226,7 @@ class DataSettings(Settings):
     filter: Filter = Field({})
     """Rules for fields of the json member (or for columns of a csv), such as {similarity: {min:
     0.3}, LANGUAGE: {in: [en]}}. A sample that breaks a rule, or lacks the field, is dropped, and the
-    next sample of its slot takes its place. Dropped samples count in `dropped_samples`, not as broken."""
+    next sample of the slot takes its place. Dropped samples count in `dropped_samples`, not as broken."""
     stages: FunctionName | None = None
     """`package.module:function`, which returns a list of webdataset's per-sample stages, such as
     [wds.select(f), wds.map(g), wds.rename(jpg="image")]. The data workers apply them to one sample
@@ -292,7 +292,7 @@ class DataSettings(Settings):
                 )
         if self.sources and (self.shards or self.manifest):
             raise ValueError(
-                "data.sources replaces data.shards and data.manifest: set only one of them"
+                "data.sources replaces data.shards and data.manifest: remove data.sources or the other two"
             )
         self._check_index()
         if len({source.weight is None for source in self.sources or ()}) > 1:

@@ -300,7 +300,7 @@ def check_gradient(ds_config: dict[str, Any]) -> None:
     for key, reason in REFUSED_KEYS.items():
         section, _, inner = key.rpartition(".")
         value = (ds_config.get(section) or {} if section else ds_config).get(inner)
-        # A custom loop may have an API key in its settings, because nothing copies these settings
+        # An API key is allowed in the settings of a custom loop, because nothing copies these settings
         # into a run folder.
         if value is not None and not _is_neutral(key, value) and key != "comet.api_key":
             raise ValueError(f"ds_config key {key} is not supported: {reason}")
@@ -311,7 +311,7 @@ def check_precision(ds_config: dict[str, Any]) -> None:
     """Refuse combinations of precision and ZeRO stage with which DeepSpeed 0.19 would train incorrectly.
 
     Raises:
-        ValueError: If the combination is refused. The message suggests one that works.
+        ValueError: If the combination is refused. The message suggests a combination that works.
     """
     kind, level = precision(ds_config), stage(ds_config)
     dtype = str((ds_config.get("torch_autocast") or {}).get("dtype", "bfloat16"))

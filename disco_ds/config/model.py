@@ -83,7 +83,7 @@ class ModelSettings(Settings):
     compile: bool | Literal["auto"] = "auto"
     """Apply torch.compile to both towers. `true` is refused at ZeRO 3. It is also refused if activation
     checkpointing is on and the model draws random numbers, for example for dropout. `auto`: compile on a
-    GPU, unless `true` would be refused or Triton cannot run. The log then contains the reason."""
+    GPU, unless `true` would be refused or Triton cannot run; the log contains the reason in these cases."""
     token_embedding_std: PositiveFloat | None = None
     """Initial standard deviation of the token embedding. Null: open_clip's 0.02."""
     max_scale: float = Field(100.0, gt=0, le=1e6)

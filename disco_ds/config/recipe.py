@@ -29,7 +29,8 @@ PACKAGE = Path(__file__).parents[1]
 BASE_BATCH = 32_768
 """The global batch size to which `optim.base_lr` refers (DisCo-CLIP, section 5.1)."""
 PUBLISHED_LR = 1e-3
-"""The highest learning rate for which DisCo-CLIP reports accuracies: that of its rule at a batch of 65,536."""
+"""The highest learning rate for which DisCo-CLIP reports accuracies. Its scaling rule gives this rate at a batch of
+65,536."""
 
 
 class LossSettings(Settings):
@@ -122,7 +123,7 @@ class LogSettings(Settings):
     peak_flops: PositiveFloat | None = None
     """Peak floating-point operations per second of one device, used to compute MFU (model FLOPs
     utilization). Null: the 16-bit peak of the GPU, if this GPU model is known. For any other
-    device, MFU is logged only if this is set."""
+    device, MFU is logged only if peak_flops is set."""
 
 
 Template = Annotated[str, AfterValidator(check_template)]
@@ -152,8 +153,8 @@ class EvalSettings(Settings):
     """Template for the label of a sample. It is used for labeled sets in shards."""
     classes: dict[str, Path] = Field({})
     """Name of a labeled set -> file with its class names. A text file has one class name per line,
-    or a label and a class name per line. A JSON file has a list of class names, or a mapping from
-    label to class name."""
+    or a label and a class name per line. A JSON file contains a list of class names, or a
+    mapping from label to class name."""
     templates: dict[str, str] = Field({})
     """Name of a labeled set -> file of prompt templates, in which {} or {c} stands for the class
     name; or `imagenet` for open_clip's 80 ImageNet templates. Default for a folder in
@@ -193,7 +194,7 @@ class EvalSettings(Settings):
                 if name not in self.labeled:
                     known = ", ".join(self.labeled) or "no sets"
                     raise ValueError(
-                        f"eval.{key}.{name} has no labeled set of this name; eval.labeled has {known}"
+                        f"eval.{key}.{name}: no labeled set has this name; eval.labeled contains {known}"
                     )
         return self
 
@@ -291,7 +292,7 @@ class Config(Settings):
         if len(given) != 1:
             raise ValueError(
                 "set exactly one of steps, samples, epochs and stages, got "
-                f"{' and '.join(given) or 'none'}; NAME=null removes one"
+                f"{' and '.join(given) or 'none'}; to remove a setting, pass NAME=null or stages=[]"
             )
         self.check_stages()
         by_epoch = self.epochs or self.checkpoint.every_epochs or self.eval.every_epochs
@@ -317,7 +318,8 @@ class Config(Settings):
             samples: Number of samples that the run has seen already. Stages that have ended are not checked.
 
         Raises:
-            ValueError: If a stage is invalid. If it ends within a step, the message suggests the nearest valid end.
+            ValueError: If a stage is invalid. If it ends in the middle of a step, the message suggests the nearest
+                valid end.
         """
         before = samples
         for number, stage in enumerate(self.stages):
@@ -335,7 +337,7 @@ class Config(Settings):
             if length % batch:
                 nearest = before + batch * max(round(length / batch), 1)
                 raise ValueError(
-                    f"{name} ends within a step of global_batch={batch}; nearest: until={nearest}"
+                    f"{name} is in the middle of a step (global_batch={batch}); nearest: until={nearest}"
                 )
             before = stage.until
 
@@ -344,7 +346,7 @@ class Config(Settings):
         if self.data.worker_timeout_s >= self.timeout_s:
             raise ValueError(
                 f"data.worker_timeout_s={self.data.worker_timeout_s:g} must be below timeout_s={self.timeout_s:g}: "
-                "otherwise the other ranks time out before the stuck worker is named"
+                "otherwise the other ranks time out before an error names the stuck worker"
             )
         remote = self.data.remote
         if not any(is_remote(part.shards or "") for part in self.data.parts):
@@ -354,7 +356,7 @@ class Config(Settings):
                 f"data.remote.timeout_s={remote.timeout_s:g} must be below data.worker_timeout_s="
                 f"{self.data.worker_timeout_s:g}, and the longest time of all attempts together ("
                 f"{remote.longest_s:g} s for data.remote.tries={remote.tries}) must be below timeout_s="
-                f"{self.timeout_s:g}; otherwise the run times out before the shard is named"
+                f"{self.timeout_s:g}; otherwise the run times out before an error names the shard"
             )
         return self
 
@@ -397,8 +399,8 @@ class Config(Settings):
 
         Args:
             step: Number of steps that the run has completed.
-            samples: Number of samples that it has seen in these steps. Earlier stages may have had another
-                global batch.
+            samples: Number of samples that the run has seen in these steps. It does not follow from `step`,
+                because earlier stages may have had another global batch.
 
         Raises:
             ValueError: If the length is given in epochs. `with_samples` converts epochs to samples.
@@ -498,7 +500,7 @@ class Config(Settings):
         Args:
             ranks: World size.
             step: Number of completed steps.
-            samples: Number of samples that the run has seen. Stages that have ended are left out.
+            samples: Number of samples that the run has seen. The description omits stages that have ended.
         """
         length = f"{self.epochs} epochs (the number of steps is known once the samples are counted)"
         if self.epochs is None:

@@ -98,8 +98,8 @@ def split_overrides(items: Sequence[str]) -> list[tuple[list[str], Any]]:
     for key in keys:
         if keys.count(key) > 1:
             raise ValueError(
-                f"{'.'.join(key)} is given twice: give it once. A shell turns unquoted {{a..b}} and "
-                "{a,b} into several overrides; put quotes around them."
+                f"{'.'.join(key)} is given twice: give it once. If the value contains {{a..b}} or {{a,b}}, "
+                "quote it, because a shell turns it into several overrides otherwise."
             )
     return sorted(found, key=lambda override: len(override[0]))
 

@@ -51,7 +51,7 @@ def make_schedule(
         warmup_batch: See Schedule; 0 for a new run.
 
     Raises:
-        ValueError: If a stage would end within a step, or the run is shorter than its warmup and cooldown.
+        ValueError: If a stage would end in the middle of a step, or the run is shorter than its warmup and cooldown.
     """
     config.check_stages(samples)
     stage = config.at_sample(samples)

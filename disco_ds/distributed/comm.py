@@ -1,7 +1,7 @@
 """Collectives. No other file uses deepspeed.comm or torch.distributed.
 
 `gather` is differentiable: its backward sums gradients over ranks. If the mean of a loss over the N ranks is
-the global loss, the gradient at the features is N times the true one. The engine then averages
+the global loss, the gradient at the features is N times the true gradient. The engine then averages
 gradients over ranks, which makes the gradient at the parameters exact.
 
 Every function also works on one rank and without a process group.
@@ -67,7 +67,9 @@ def init(timeout_s: float) -> None:
     required = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in required if name not in os.environ]
     if missing:
-        raise ValueError(f"RANK is set but {', '.join(missing)} is not; a launcher sets them all")
+        raise ValueError(
+            f"RANK is set but not {', '.join(missing)}: use a launcher, which sets all of them"
+        )
     if get_accelerator().device_name() != "cpu":
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     diagnostics.record_collectives()
@@ -82,7 +84,7 @@ def init(timeout_s: float) -> None:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise RendezvousError(
             f"rank {os.environ['RANK']} cannot meet the others at {address}: {error}; if another process uses that "
-            "port, choose another one with --master_port"
+            "port, choose another port with --master_port"
         ) from None
 
 

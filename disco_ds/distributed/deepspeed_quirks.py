@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 def disable_custom_ops() -> None:
     """Keep DeepSpeed 0.19 from checking and compiling its custom operations, which this package does not use.
 
-    When DeepSpeed loads one custom operation, it checks the build requirements of all of them, which
-    runs nvcc on a GPU machine. Its shared-memory collectives for CPUs are one of these operations. They
-    need a compiler, do not free their memory in /dev/shm, and wait without a timeout.
+    When DeepSpeed loads one custom operation, it checks the build requirements of all custom operations,
+    which runs nvcc on a GPU machine. One custom operation implements collectives for CPUs in shared memory.
+    It needs a compiler, does not free its memory in /dev/shm, and waits without a timeout.
     """
     deepspeed.ops.__compatible_ops__ = {}
 
@@ -147,7 +147,7 @@ def norm_refused_by(engine: Engine, refuses: Callable[[Tensor], bool]) -> Iterat
 
     Args:
         engine: An engine at ZeRO 1, 2 or 3.
-        refuses: Called with the 0-d norm of the gradient, before clipping and divided by the loss scale.
+        refuses: Called with the norm of the gradient (0-d) before clipping. The loss scale is divided out.
     """
     optimizer = engine.optimizer
     in_groups = engine.zero_optimization_stage() == 3

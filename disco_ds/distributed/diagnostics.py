@@ -72,7 +72,7 @@ def end_process_after(seconds: float) -> None:
     """End this process after this time, with exit code 1 and all stacks on stderr. A new call restarts the timer.
 
     The timer runs in C: torch.cuda.Event.query and the dump of NCCL's flight record hold the GIL,
-    so a call that blocks in the driver stops every Python thread.
+    so if one of these calls blocks in the driver, no Python thread can run.
     """
     faulthandler.dump_traceback_later(seconds, exit=True, file=STDERR)
 

@@ -11,7 +11,7 @@ runs two background threads:
   It never uses the store, because a call to TCPStore blocks forever if the store's host is frozen.
 
 A rank's place is that of its Python process. If a GPU hangs, all processes wait in the same place, so
-the error names no hung rank. NCCL's flight records (diagnostics.py) help to find it.
+the error names no hung rank. NCCL's flight records (diagnostics.py) help to find this rank.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Heartbeat:
       probably waiting for them in a collective, which the backend would end after timeout_s without
       naming any rank.
     - timeout_s, which applies after marks with timed=True: if this rank has passed no mark for this
-      long and no rank is behind it, the run ends with an error that reports its place.
+      long and no rank is behind it, the run ends with an error that reports this rank's place.
       Building, the first step (which compiles), evaluation and saving are not timed, because they may
       take hours. The backend's timeout still applies to collectives in these phases.
 
@@ -140,7 +140,7 @@ class Heartbeat:
         self._timed = timed
 
     def stop_agreed(self) -> None:
-        """Return from the short limit HURRY_S to lost_after_s.
+        """Replace the short limit HURRY_S with lost_after_s again.
 
         Call this after all ranks have agreed to stop and save, which shows that they are alive.
         """
@@ -345,8 +345,8 @@ class Heartbeat:
     def _end_interrupted(self) -> None:
         """End this process immediately after Ctrl-C. Only used while there is nothing to save.
 
-        A KeyboardInterrupt would be raised too late: only after the collective that the main thread
-        waits in has returned.
+        A KeyboardInterrupt would come too late: if the main thread is in a collective, Python raises it only
+        after the collective has returned.
         """
         if self._rank == 0:
             with suppress(OSError):  # the terminal or a `tee` may be closed already

@@ -29,7 +29,7 @@ class Interrupts:
     """The requests that this rank has received, and the requests that all ranks have agreed on.
 
     Args:
-        save_every_s: Request a save when the last one began this long ago, by this rank's clock; 0
+        save_every_s: Request a save this many seconds after the last save began, by this rank's clock; 0
             disables these requests.
         is_writing: Returns whether this rank is still writing a checkpoint in the background.
     """

@@ -22,8 +22,8 @@ def circulate(
     """Send every rank's block around the ring, and sum what the ranks compute for each block.
 
     Each rank calls `visit` on its own block first. Every block has running sums, to which each rank
-    adds its result; the sums travel around the ring one hop behind the block. There is one exchange
-    per hop, which overlaps with `visit`. In addition to its own block, a rank needs memory for two
+    adds its result; the sums travel around the ring one hop behind the block. In each hop, a
+    rank sends and receives while `visit` runs. In addition to its own block, a rank needs memory for two
     blocks and three sets of sums. Collective: every rank must call this.
 
     Args:
@@ -63,7 +63,7 @@ def circulate(
         current = following
     if N == 1 or not sums:
         return sums
-    # The last block that a rank visits belongs to the next rank, so one more exchange brings the sums of
+    # The last block that a rank visits belongs to the next rank, so one more hop brings the sums of
     # every block back to the owner of the block.
     result = _allocate_like(sums, free)
     for request in comm.ring_exchange(sums, result, group):

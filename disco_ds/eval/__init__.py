@@ -27,8 +27,8 @@ from disco_ds.eval.zero_shot import classify
 __all__ = ["ImageSet", "Result", "describe", "evaluate_sets", "load_sets", "record"]
 
 
-# The towers are not compiled for evaluations: their batch sizes vary, and after them, torch.compile would compile the
-# training step for a variable batch size too.
+# The towers are not compiled for evaluations: the batch size varies there, so torch.compile would afterwards compile
+# the training step for a variable batch size too.
 @torch.compiler.set_stance("force_eager")
 @torch.no_grad()
 def evaluate_sets(
@@ -41,8 +41,8 @@ def evaluate_sets(
     """Evaluate the model on every set, in eval mode. Collective: every rank must call this.
 
     Afterwards, the model's previous mode is restored. No random number is drawn. The running statistics of
-    batch normalization differ between ranks; they are overwritten with those of rank 0, which are
-    also the ones in a checkpoint.
+    batch normalization differ between ranks; they are overwritten with those of rank 0, which
+    checkpoints contain too.
 
     Args:
         model: An engine or a module.

@@ -178,13 +178,13 @@ def _open(name: str, folder: Path, data: DataSettings, text: str, benchmark_text
         if num_expected != str(len(manifest.shards)):
             raise ValueError(
                 f"{folder / 'test'} has {len(manifest.shards)} .tar files, but its nshards.txt "
-                f"says {num_expected}; download the missing ones"
+                f"says {num_expected}; download the missing files"
             )
         # clip_benchmark's exports have fixed member names; the training data's names do not apply.
         data = data.model_copy(update={"image_key": "webp;png;jpg;jpeg"})
         return ImageSet(name, manifest, data, benchmark_text)
     if any(folder.glob("*.tar")):
-        # The training data's names may be those of a csv.
+        # Try the usual names too, because data.image_key may name a column of a training csv.
         data = data.model_copy(update={"image_key": f"{data.image_key};jpg;jpeg;png;webp"})
         return ImageSet(name, load_manifest(folder), data, text)
     data = data.model_copy(update={"image_key": "image"})
@@ -192,7 +192,7 @@ def _open(name: str, folder: Path, data: DataSettings, text: str, benchmark_text
 
 
 def _read_texts(images: ImageSet, setting: str) -> list[str]:
-    """Read the labels or captions of all samples in shards, and return the distinct ones in sorted order.
+    """Read the labels or captions of all samples in shards, and return the distinct texts in sorted order.
 
     Raises:
         ValueError: If no sample has a label or caption.

@@ -17,7 +17,7 @@ def validate(encoder: Encoder, pairs: ImageSet) -> Result:
 
     The values are the same for any number of ranks.
 
-    Batches are formed in the order of the samples, and pairs that do not fill a batch are left out.
+    Batches are formed in the order of the samples, and the pairs after the last full batch are left out.
     A set smaller than a batch forms one batch. The values depend on the batch size, so their names
     include it.
 

@@ -11,7 +11,7 @@ def adopt_slurm() -> None:
 
     MASTER_ADDR is the first host of the job step, where rank 0 runs. MASTER_PORT is derived from the
     IDs of the job and the step, so that two jobs on one host use different ports. It is below the
-    range of ephemeral ports.
+    range of ephemeral ports, which the kernel gives to other connections.
     """
     env = os.environ
     # SLURM_PROCID alone is not enough: a batch script also has it, but is not a task of a job step.

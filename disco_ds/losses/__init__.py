@@ -1,6 +1,6 @@
 """The contrastive losses, one per file. They take plain values and do not depend on the settings or the engine.
 
-What a loss class must provide is documented in base.py. Importing a loss's file registers it.
+What a loss class must provide is documented in base.py. Importing a loss's file registers the loss.
 """
 
 from disco_ds.losses import clip, disco, disco_fused, fastclip, inf_cl, nt_xent, siglip  # noqa: F401

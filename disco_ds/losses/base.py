@@ -46,7 +46,8 @@ class Embeddings:
     index: Tensor | None = None
     """[b] int64 sample ids, for losses that keep state per sample."""
     group_id: Tensor | None = None
-    """[b] int64, equal for pairs of the same group, such as pairs with the same caption (docs/losses.md section 8)."""
+    """[b] int64, the group of each image-text pair. For example, pairs with the same caption form a group
+    (docs/losses.md section 8)."""
 
     def __post_init__(self) -> None:
         image, text = self.image, self.text
@@ -304,8 +305,9 @@ def count_hits(largest: Tensor | None, pairs: Tensor) -> Tensor:
     """Count the rows in which a positive has the highest similarity. Pass the result to global_metrics.
 
     Args:
-        largest: [1, b], the highest similarity of each row to a column that is not a positive. If it is [2, b], the
-            second row is the highest similarity to a positive other than the pair. None: accuracies are not computed.
+        largest: [1, b]: for each row, the highest similarity to a column that is not a positive. [2, b]: in addition,
+            largest[1] is the highest similarity to a positive other than the row's own pair. None: accuracies are not
+            computed.
         pairs: [b], the similarity of each row's positive pair.
 
     Returns:

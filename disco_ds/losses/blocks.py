@@ -80,8 +80,9 @@ class TiledLoss(Loss):
         """Find the pairs of the global batch that share a group with other pairs. Collective.
 
         Returns:
-            First, the groups of this rank's rows [b] and of all columns [B]; None if all other pairs are negatives.
-            Second, the metric grouped_pairs, the fraction of pairs that share a group; empty if it is not computed.
+            First, the groups of this rank's rows [b] and of all columns [B]; None if every pair is a negative of every
+            other pair. Second, a dict with the metric grouped_pairs, the fraction of pairs that share a group with
+            another pair; the dict is empty if the metric is not computed.
 
         Raises:
             ValueError: If the embeddings have no group_id and same_group needs it.
@@ -114,9 +115,9 @@ class GroupedLoss(TiledLoss):
     """Base class of tiled losses in which pairs of the same group need not be negatives of each other.
 
     Args:
-        same_group: How the loss of an anchor treats the other pairs of the anchor's group (docs/losses.md section 8):
-            as "negatives", like the pairs of other groups; as "positives"; or as "ignored". The groups are in
-            Embeddings.group_id.
+        same_group: How the loss of an anchor treats the other pairs of the anchor's group. "negatives": like the pairs
+            of other groups. "positives": as further positives of the anchor. "ignored": they are left out. The groups
+            are in Embeddings.group_id. See docs/losses.md section 8.
         options: See TiledLoss.
 
     Raises:
@@ -307,7 +308,7 @@ class GatheredBoth(Gathered):
 
 
 class Ring:
-    """The columns of all ranks, received from one rank at a time, so that no tensor grows with the global batch.
+    """The columns of all ranks, sent around a ring block by block, so that no tensor grows with the global batch.
 
     All scales must be equal. The methods are collective and work like those of Gathered, but compute no moments.
 
@@ -476,10 +477,10 @@ def add_pairs(
 ) -> None:
     """Add the contribution of the positive pairs, in place, to a gradient that was computed in tiles.
 
-    The result is factor x (gradient / gain + weight_i others_i).
+    The result is factor x (gradient / gain + weight_i others_i), where the gain is Tiling.gain.
 
     Args:
-        gradient: [b, D], gain (Tiling.gain) times the gradient without the positive pairs. None: do nothing.
+        gradient: [b, D], the gradient without the positive pairs, multiplied by the gain. None: do nothing.
         others: [b, D], the other half of each positive pair.
         weight: [b], one weight per positive pair.
         factor: 0-d or [1].

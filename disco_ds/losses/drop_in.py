@@ -60,15 +60,15 @@ class _DropIn(nn.Module):
             logit_scale: exp of the learned parameter, 0-d or [1].
             logit_bias: 0-d or [1], None for a bias of zero.
             output_dict: Return a dict, as open_clip does.
-            group_id: [b] int64, equal for pairs of the same group, for the option `same_group`.
+            group_id: [b] int64, the group of each image-text pair, for the option `same_group`.
 
         Returns:
             A 0-d loss, or {"contrastive_loss": loss} with output_dict. The mean of the loss over ranks is the
             global mean loss. The gradients, averaged over ranks, are those of the global batch.
 
         Raises:
-            ValueError: On every rank, if the ranks pass features of different shapes, different scales or biases, or
-                if only some pass group_id. Also, if `rank` or `world_size` is not the actual one.
+            ValueError: On every rank, if the shapes of the features, the scales or the biases differ between ranks, or
+                if only some ranks pass group_id. Also if `rank` or `world_size` differs from the actual value.
         """
         scale = torch.as_tensor(logit_scale, device=image_features.device).reshape(1)
         if self.is_first:

@@ -1,8 +1,8 @@
 """FastCLIP and related losses, which keep an estimate of each sample's softmax denominator between batches.
 
-The six losses are presets of one loss and differ in objective and temperature. The tiles are computed as in
-`disco_fused`, but the loss and its gradient are computed from the row and column sums by other formulas. Source:
-FastCLIP (arXiv 2407.01445), docs/losses.md section 6.
+The six losses are presets of one loss. They differ in objective, temperature and schedule of gamma. The tiles are
+computed as in `disco_fused`, but the loss and its gradient are computed from the row and column sums by other
+formulas. Source: FastCLIP (arXiv 2407.01445), docs/losses.md section 6.
 """
 
 # b local batch, B global = N b, D width, N ranks; h_ij = <I_i, T_j> - <I_i, T_i>; tau = 1 / scale
@@ -40,9 +40,9 @@ GammaSchedule = Literal["constant", "cosine", "fractional"]
 class FastCLIPLoss(TiledLoss):
     """The mean of tau_i (log(eps + u_i) + rho) over all image and text anchors i.
 
-    u is the moving average after its update with this batch. For the gradient, log(eps + u) is replaced by
-    g / (eps + u), in which u is a constant. `fastclip_v0` omits the factor tau. rho is 0 except in presets with an
-    option `rho`.
+    u_i is a moving average of g_i, the softmax denominator of anchor i, and includes this batch. For the gradient,
+    log(eps + u_i) is replaced by g_i / (eps + u_i), in which u_i is a constant. `fastclip_v0` omits the factor tau_i.
+    rho is 0 except in presets with an option `rho`.
 
     Args:
         gamma: Schedule of gamma, the weight of the current batch in u. "constant": 1 in the first epoch, then
@@ -177,8 +177,9 @@ class FastCLIPLoss(TiledLoss):
         """
         if args or kwargs:
             raise ValueError(
-                f"{type(self).__name__} cannot be a part of another module's state_dict, because every rank has the "
-                "state of other samples: save loss.state_dict() of every rank, and load all with load_state_parts"
+                f"{type(self).__name__} cannot be a part of another module's state_dict, because each rank keeps the "
+                "state of different samples; save the loss.state_dict() of every rank, and pass the list of all of "
+                "them to load_state_parts"
             )
         return self._state().state_dict()
 

@@ -41,8 +41,8 @@ def infonce(
         make_blocks: Builds the object that compares this rank's rows with the columns of all ranks.
         loss: Provides the tiling, the comm dtype and the process group.
         shared: True for NT-Xent. Image and text are then two views of the same image, and the denominator of a
-            view contains all other views, both first and second views. The gradient that backward receives for the
-            loss must be the same on every rank. This is the case if the shares are averaged over ranks.
+            view contains all other views, both first and second views. The gradient is then correct only if backward
+            receives the same upstream gradient on every rank, as it does if the loss is averaged over ranks.
 
     Source: docs/losses.md sections 1 and 2.
     """

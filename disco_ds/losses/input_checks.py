@@ -62,8 +62,9 @@ def check_alike(
         lower, upper = ([int(x) for x in shapes[:4]] for shapes in (least, most))
         raise ValueError(
             f"features of rank {comm.rank(group)} have the shapes {tuple(image.shape)} and "
-            f"{tuple(text.shape)}, but all ranks need the same [b, D]; the ranks' image and text "
-            f"shapes, joined, range from {lower} to {upper}; drop the last uneven batch (drop_last=True)"
+            f"{tuple(text.shape)}, but all ranks need the same [b, D]; over all ranks, [image rows, "
+            f"image width, text rows, text width] ranges from {lower} to {upper}; drop the last uneven batch "
+            "(drop_last=True)"
         )
     if has_ids != all_have_ids:
         raise ValueError(

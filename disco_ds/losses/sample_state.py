@@ -44,7 +44,7 @@ class TauStep:
 
 
 class SampleState:
-    """log u for each side of every sample. If `step` is given, also a temperature for each side.
+    """FastCLIP's estimates log u for each side of every sample, and temperatures for each side if `step` is given.
 
     Args:
         num_samples: Number of samples in the data; ids are below this number.
@@ -185,8 +185,8 @@ class SampleState:
             part = parts[m]
             if part.get("values", {}).keys() != self.values.keys():
                 raise ValueError(
-                    f"the checkpoint does not have {', '.join(self.values)} as the values of the samples "
-                    f"of rank {m}; resume with the loss that the run started with"
+                    f"the loss needs {', '.join(self.values)} for every sample, but the checkpoint's state of "
+                    f"rank {m} contains other values; resume with the loss that the run started with"
                 )
             if part["num_samples"] != self.num_samples:
                 raise ValueError(

@@ -54,8 +54,8 @@ class SigLIPLoss(GroupedLoss):
         """Compute the loss with columns on a ring. Collective."""
         if embeddings.bias is None:
             raise ValueError(
-                "siglip needs a bias: pass a tensor of shape [1] as Embeddings(..., bias=...), or return "
-                "logit_bias as the fourth value of the forward passed to contrastive_step"
+                "siglip needs a bias: pass a tensor of shape [1] as Embeddings(..., bias=...); with contrastive_step, "
+                "let the argument `forward` return logit_bias as the fourth value"
             )
         groups, metrics = self.find_groups(embeddings)
         rows, columns, swap = assign_sides(embeddings)

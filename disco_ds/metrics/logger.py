@@ -31,11 +31,10 @@ WriteEvents = Callable[[list[tuple[str, float, int]]], None]
 
 
 class MetricsLogger:
-    """Measures the time between log points and writes one record at each.
+    """Measures the time between log points and writes a record at each log point.
 
-    Collective: every rank must create one. When a run is resumed, the records after its checkpoint, which is at
-    schedule.first_step, are removed.
-    If the disk is full, TensorBoard loses points, records wait in the file's buffer until there is
+    Collective: every rank must create a logger. When a run is resumed at schedule.first_step, the records of later
+    steps are removed. If the disk is full, TensorBoard loses points, records wait in the file's buffer until there is
     space, and the run continues.
 
     Args:
@@ -127,7 +126,7 @@ class MetricsLogger:
         """On rank 0, write values that are not part of a step's record, such as the results of an evaluation."""
         if self.file is not None and values:
             if step == self.schedule.first_step:
-                # A resumed run may repeat the evaluation at its checkpoint, so remove its earlier results.
+                # A resumed run may repeat the evaluation at its checkpoint, so remove the earlier results.
                 self.close()
                 _keep(self.path, lambda record: record["step"] < step or not record.keys() & values)
                 self.file = self.path.open("ab", buffering=BUFFER_BYTES)
@@ -204,7 +203,7 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Read the records of a metrics.jsonl.
 
     Returns:
-        The records, and the number of unreadable lines, such as one that a crash cut off.
+        The records, and the number of unreadable lines, such as a line that a crash cut off.
     """
     records, num_bad = [], 0
     with path.open(encoding="utf-8", errors="replace") as file:

@@ -120,7 +120,7 @@ def read_curves(records: Sequence[dict[str, Any]]) -> Curves:
 
 
 def read_batches(records: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
-    """For each logged step, return the samples seen so far and the mean batch size since the previous one."""
+    """Return, for each logged step, the samples seen so far and the mean batch size since the logged step before it."""
     batches = []
     step = samples = 0
     for record in records:

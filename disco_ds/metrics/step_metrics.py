@@ -1,6 +1,6 @@
 """The table of logged metrics: name, source, reduction over ranks, and display.
 
-docs/logging.md shows how to add one. The times and memory of a step's phases come from timers.py
+docs/logging.md shows how to add a metric. The times and memory of a step's phases come from timers.py
 instead.
 """
 
@@ -39,7 +39,7 @@ class LogPoint:
     skipped: int = 0
     """Number of batches that all ranks have skipped so far."""
     model: nn.Module | None = None
-    """The module inside the engine; at ZeRO 3 its parameters are empty outside of a forward."""
+    """The module inside the engine; at ZeRO 3 its parameters are empty outside of a forward pass."""
 
 
 @dataclass(frozen=True)

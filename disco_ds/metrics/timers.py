@@ -23,7 +23,7 @@ from disco_ds.distributed import comm
 PHASES = {"step/forward": "forward", "step/loss": "loss", "step/backward and update": "update"}
 """Name of a phase in step.py -> name in log records.
 
-`loss` includes its collectives, and `update` includes the repeated forwards.
+`loss` includes its collectives, and `update` includes the repeated forward passes.
 """
 Timer = Callable[[str], AbstractContextManager[Any]]
 

@@ -74,8 +74,8 @@ def open_wandb(config: Config, folder: Path, stack: ExitStack) -> WandbRun | Non
 class WandbRun:
     """A W&B run with the interface of DeepSpeed's monitors.
 
-    Its x-axis is the metric `samples`. W&B's built-in step can only grow, so W&B would drop the
-    points that a resumed run repeats.
+    Its x-axis is the metric `samples`, not W&B's built-in step. The built-in step can only grow, so W&B
+    would drop the points that a resumed run repeats.
     """
 
     def __init__(self, config: Config, folder: Path) -> None:

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 Features = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]
 """(image [b, D], text [b, D], scale [1], bias [1]) in fp32; image and text rows have norm 1.
 
-What was not computed is None, and so is the bias of a model without one.
+The features of a side that was not computed are None. The bias is None if the model has no bias.
 """
 
 
@@ -339,8 +339,9 @@ def build_tokenizer(settings: ModelSettings, model: nn.Module) -> Any:
     _, vocab_size = read_text_size(model)
     if getattr(tokenizer, "vocab_size", 0) > vocab_size:
         raise ValueError(
-            f"model {settings.name}: text_cfg.vocab_size {vocab_size} is smaller than the "
-            f"{tokenizer.vocab_size} tokens of its tokenizer; increase it, or choose another tokenizer"
+            f"model {settings.name}: text_cfg.vocab_size {vocab_size} is smaller than the number of "
+            f"tokens of the tokenizer, {tokenizer.vocab_size}; increase text_cfg.vocab_size, or choose "
+            "another tokenizer"
         )
     return tokenizer
 
@@ -406,7 +407,7 @@ def _lock(model: Any, settings: ModelSettings, learns_scale: bool) -> None:
     # These errors are raised if open_clip or timm cannot divide a tower into layers.
     except (AssertionError, AttributeError, KeyError) as error:
         raise ValueError(
-            f"model.unlocked_layers={settings.unlocked_layers}: {settings.name}: {error}"
+            f"model.unlocked_layers={settings.unlocked_layers}: {settings.name} cannot be locked in this way: {error}"
         ) from None
     model.logit_scale.requires_grad_(learns_scale)
 

@@ -1,4 +1,4 @@
-"""Decide whether torch.compile may be applied: not with activation checkpointing if the forward draws random numbers.
+"""Checks that refuse torch.compile if activation checkpointing repeats a forward that draws random numbers.
 
 A compiled backward that recomputes activations may draw random numbers that differ from those of the forward (pytorch
 issues 192635 and 198333). Even if the numbers are equal in a test on a CPU, they may differ on a GPU. GradAccum also
@@ -31,7 +31,7 @@ def check_compiled(config: Config, model: Any) -> None:
     """
     if config.model.compile is True and (problem := find_repeated_draws(config, model)):
         raise ValueError(
-            f"model.compile is refused for model {config.model.label}, which {problem}. When a compiled "
+            f"model.compile is refused for model {config.model.label}: {problem}. When a compiled "
             "forward is repeated, it may draw different random numbers. Set model.compile=auto or false; or "
             "remove the randomness (model.patch_dropout=0, and no dropout or drop path in the "
             "model's config); or set model.activation_checkpointing=false"
@@ -81,7 +81,7 @@ def find_repeated_draws(config: Config, model: Any) -> str | None:
         if not names:
             return None
         problem = f"draws random numbers in {', '.join(names[:3])}"
-    return f"with activation checkpointing {problem}"
+    return f"activation checkpointing repeats a forward that {problem}"
 
 
 def find_draws(model: Any) -> list[str]:
@@ -98,7 +98,7 @@ def find_draws(model: Any) -> list[str]:
 
 
 class Draws(TorchDispatchMode):
-    """A mode that collects the names of the modules that draw random numbers: the innermost ones if nested."""
+    """A mode that collects the names of the innermost modules that draw random numbers."""
 
     def __init__(self, tracker: ModuleTracker) -> None:
         super().__init__()

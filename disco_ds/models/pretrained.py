@@ -64,7 +64,7 @@ def find_weights(name: str, settings: ModelSettings) -> str | None:
             )
     elif image is not None and not image.is_file():
         raise ValueError(
-            f"model.pretrained_image: no file {image}; expected a file, or timm for timm's weights"
+            f"model.pretrained_image: no file {image}; expected the path of a file, or `timm` to use timm's weights"
         )
     if path is None:
         return None
@@ -75,13 +75,13 @@ def find_weights(name: str, settings: ModelSettings) -> str | None:
     tags = open_clip.list_pretrained_tags_by_model(name)
     hint = did_you_mean(str(path), tags)
     raise ValueError(
-        f"model.pretrained: {path} is not a file, a folder with weights (as `disco-ds export` writes) or a "
+        f"model.pretrained: {path} is not a file, a folder with weights such as `disco-ds export` writes, or a "
         f"tag of {name}{hint}; its tags: {', '.join(tags) or 'none'}"
     )
 
 
 def download_weights(name: str, settings: ModelSettings) -> None:
-    """Download the weights that the settings select, by an open_clip tag or from timm, into the cache.
+    """Download into the cache the weights that the settings select: those of an open_clip tag, and timm's image tower.
 
     All ranks then load them from the cache. Weights in local files need no download.
 
@@ -124,7 +124,7 @@ def read_overrides(name: str, settings: ModelSettings) -> dict[str, Any]:
 
 
 def load_image_tower(model: Any, path: Path) -> None:
-    """Load the image tower from a file that has the weights of the tower, of its timm trunk, or of a CLIP model.
+    """Load the image tower from a file that contains the weights of the tower, of its timm trunk, or of a CLIP model.
 
     Raises:
         ValueError: If the file cannot be read or lacks weights of the tower.

@@ -46,8 +46,8 @@ class TwoTowers(nn.Module):
         context_length: L, the number of tokens per text.
         vocab_size: All tokens are below this number.
         image_size: (H, W), or one number if H = W.
-        mean: Mean of the pixels in [0, 1], per channel.
-        std: Standard deviation of the pixels in [0, 1], per channel.
+        mean: Mean of each color channel, for pixel values from 0 to 1.
+        std: Standard deviation of each color channel, for pixel values from 0 to 1.
         interpolation: How images are resized in evaluation.
         resize_mode: In evaluation, which side of an image is resized to image_size: "shortest", "longest", or both
             ("squash").

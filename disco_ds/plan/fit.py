@@ -17,8 +17,8 @@ from disco_ds.plan.towers import Towers, trace
 MICRO_BATCHES = (64, 256, 1024, 4096)
 """Micro-batch sizes that are tried. Below 64, temporary copies of the weights dominate the peak memory.
 
-Only the first and the last are traced. The towers' memory at the other sizes is interpolated. This never gives too
-little: at each moment, memory is linear in the size, so the peak, the maximum over moments, is convex.
+Only the first and the last are traced. The towers' memory at the other sizes is interpolated. The result is never too
+low: at each moment, memory is linear in the size, so the peak, which is the maximum over moments, is convex.
 """
 MAX_GLOBAL_BATCH = 2**26
 """Largest global batch that the search considers."""
@@ -38,7 +38,8 @@ def fit(
         config: The recipe.
         ranks: Number of GPUs.
         gib: Memory per GPU in GiB.
-        host_gib: Memory per host in GiB for holding pixels; None keeps the pixels on the GPU.
+        host_gib: Memory per host in GiB, for pixels and everything else that the plan places there. If it is None,
+            pixels stay on the GPU, and host memory is not limited.
         assumed: Assumptions of the plan; see Assumptions.
 
     Returns:
@@ -98,7 +99,10 @@ def fit(
 
 
 def _shorten_warmup(config: Config) -> Config:
-    """Shorten the warmup to a tenth of the steps before the cooldown if the run has too few steps for both."""
+    """Shorten the warmup if the run has too few steps for warmup and cooldown.
+
+    The new warmup takes a tenth of the steps before the cooldown.
+    """
     optim = config.optim
     if config.epochs is not None or optim.warmup_steps + optim.cooldown_steps <= config.num_steps:
         return config

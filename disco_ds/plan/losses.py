@@ -39,7 +39,7 @@ def loss_cost(
         num_samples: Number of samples in the data, for losses that keep state per sample.
 
     Raises:
-        ValueError: If the loss is unknown here or does not have one of the options.
+        ValueError: If the cost of the loss is unknown, or the loss does not accept one of the options.
     """
     loss = build_loss(name, **options)
     cost = loss.cost(b, N, D, num_samples)
@@ -137,7 +137,7 @@ def loss_peak(loss: Loss, b: int, N: int, D: int, device: torch.device) -> int:
     else:
         columns = N * sent * (1 + (views or gathers_both)) if N > 1 else columns
         num_gradients = 1 if gathers_both else N
-    # NT-Xent computes another gradient of the rows after that of the columns.
+    # After the gradient of the columns, NT-Xent computes a second gradient of the rows.
     num_gradients = max(1 + num_gradients, 2 + views)
     # Gradients that are summed over ranks after the tiles are freed. On a CPU, gloo sums them in a copy.
     num_summed = 0
@@ -148,7 +148,7 @@ def loss_peak(loss: Loss, b: int, N: int, D: int, device: torch.device) -> int:
     tile = _tile_bytes(loss, math.prod(shape), device)
     if sent != itemsize:
         tile += shape[1] * D * itemsize
-    # The products of pairs are computed in chunks, also after the tiles are freed.
+    # The products of positive pairs are computed in chunks, also after the tiles are freed.
     chunk = 4 * min(b, chunk_rows(D, device)) * D
     stored = 2 * b * B if isinstance(loss, DisCoFusedLoss) and loss.store else 0
     vectors = 8 * 8 * (b + num_columns)  # about eight vectors in float64

@@ -206,7 +206,7 @@ def count_moments(optim: OptimSettings) -> int:
 
 
 def _is_offloaded(settings: Any) -> bool:
-    """Return True if this part is offloaded to the host."""
+    """Return whether these settings, offload_param or offload_optimizer, offload to the host."""
     return getattr(settings, "device", "none") == "cpu"
 
 

@@ -1,4 +1,4 @@
-"""Predict the time of a step from its FLOPs and the bytes it receives, at given rates.
+"""Predict the time of a step from the FLOPs that each rank computes and the bytes that it receives, at given rates.
 
 Communication is assumed not to overlap with computation. Waiting for data, stragglers, latencies and
 the optimizer's computation are not counted. The additional time of the first step is only a rough estimate.

@@ -75,7 +75,7 @@ class Towers:
 
 
 class Allocations(TorchDispatchMode):
-    """Counter of operations, FLOPs, and bytes of tensors that were created while it is active and still exist.
+    """Counter of operations and FLOPs, and of the bytes of tensors that are created while it is active, until freed.
 
     Alternatives considered: torch's MemTracker (it refuses a tower that is called twice) and
     FlopCounterMode (it keeps tensors alive).
@@ -200,7 +200,7 @@ def trace(config: Config, m: int, like_gpu: bool = True) -> Towers:
     Args:
         config: The recipe.
         m: Number of samples.
-        like_gpu: Count the copies that autocast makes on a GPU but not on a CPU.
+        like_gpu: Whether to count the copies that autocast makes on a GPU but not on a CPU.
 
     Raises:
         ValueError: If the model cannot be traced.
@@ -280,7 +280,7 @@ def _replaced(owner: Any, name: str, value: Callable[..., Any]) -> Iterator[None
 
 
 def _in_fp32(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap a norm to run as autocast runs it on a GPU: on an fp32 copy, which the graph holds."""
+    """Wrap a norm function so that it runs as under autocast on a GPU: on an fp32 copy, which the graph holds."""
 
     def wrapped(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return norm(x.float() if torch.is_autocast_enabled("cpu") else x, *args, **kwargs)

@@ -107,7 +107,10 @@ def split_resume(resume: str) -> tuple[Path, Path | None]:
 
 
 def make_token(path: Path) -> Path:
-    """Make an empty file that every rank looks for. Its name is random, so no host has cached its absence."""
+    """Make an empty file that every rank looks for.
+
+    Its name is random, so no host has cached that the file does not exist.
+    """
     token = path / f".shared-{secrets.token_hex(8)}"
     token.touch()
     return token
@@ -150,7 +153,7 @@ def lock_folder(path: Path) -> IO[str]:
         owner = handle.read()
         handle.close()
         raise ValueError(
-            f"run folder {path} is in use by {owner}; wait for it, or choose another name"
+            f"run folder {path} is in use by {owner}; wait until that run ends, or choose another name"
         ) from None
     except OSError as error:
         handle.close()

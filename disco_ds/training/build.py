@@ -233,7 +233,7 @@ def build(
         skip=config.on_spike == "skip",
         max_scale=config.model.max_scale if loss.learns_scale else None,
         warmup_steps=config.optim.warmup_steps,
-        # If settings such as the batch have changed, the loss may change too, so forget its earlier values.
+        # If settings such as global_batch have changed, the loss may change too, so forget its earlier values.
         state=saved.meta["anomalies"] if saved and is_same else None,
     )
 
@@ -389,7 +389,7 @@ def build_towers(config: Config, loss: Loss, restored: bool) -> tuple[nn.Module,
 
 
 def identify(config: Config, sources: list[Source]) -> Callable[[Config], dict[str, Any]]:
-    """Return a function that maps a stage's settings to those that a resumed run must not change. Collective.
+    """Return a function that collects what a resumed run must not change, given a stage's settings. Collective.
 
     See checkpoint.identity. The returned function does not communicate.
 

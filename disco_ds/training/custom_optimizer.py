@@ -30,7 +30,8 @@ def build_custom(factory: str, groups: list[dict[str, Any]]) -> torch.optim.Opti
         group["name"] for group in groups
     ]:
         raise ValueError(
-            f"optim.factory={factory} returned an optimizer with other parameter groups: pass it these groups unchanged"
+            f"optim.factory={factory} returned an optimizer with other parameter groups; the factory must pass its "
+            "argument to the optimizer unchanged"
         )
     return optimizer
 
@@ -46,7 +47,7 @@ def is_exact(factory: str, level: int) -> bool:
         ValueError: If the optimizer cannot be built or cannot make a step.
     """
     generator = torch.Generator().manual_seed(0)
-    # Two matrices, each in its own parameter group: their weights, and three gradients of each.
+    # tensors[0] contains the weights of two matrices, and tensors[1:] three gradients of each matrix.
     tensors = torch.randn(4, 2, *SHAPE, generator=generator).to(comm.local_device())
     whole = _train(factory, tensors, 0)
     if level == 0:
@@ -57,7 +58,10 @@ def is_exact(factory: str, level: int) -> bool:
 
 
 def _train(factory: str, tensors: Tensor, level: int) -> Tensor:
-    """Train the matrices tensors[0], each in its own parameter group, with the gradients tensors[1:]. Return them."""
+    """Train the matrices tensors[0] with the gradients tensors[1:], and return the trained matrices.
+
+    Each matrix is in a parameter group of its own.
+    """
     parameters = [nn.Parameter(tensor.clone()) for tensor in tensors[0]]
     options = {"lr": 0.01, "weight_decay": 0.1, "lr_factor": 1.0, "muon": False}
     optimizer = build_custom(

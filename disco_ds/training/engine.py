@@ -32,7 +32,7 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-"""Maps the precision in the ds_config to the dtype of the parameters, and optim.muon_precision to its dtype."""
+"""Maps the precision in the ds_config to the dtype of the parameters. Also maps optim.muon_precision to a dtype."""
 
 
 class SpikeError(Exception):
@@ -162,9 +162,8 @@ def backward_and_step(
         FloatingPointError: On every rank, if the gradient is not finite. It is not raised if a loss
             scaler has skipped the step and can still lower its scale.
         SpikeError: On every rank, if `refuses` returned True. After either error, the weights, optimizer,
-            loss scaler and counters are the same as before the step.
-            The exception, at ZeRO 0, is an optimizer with a step count in its parameter groups, such as LAMB: it
-            counts this step.
+            loss scaler and counters are the same as before the step. Only the step count that LAMB and
+            some other optimizers keep in their parameter groups may differ: at ZeRO 0, it includes this step.
     """
     before = engine.global_steps, engine.global_samples, engine.skipped_steps
     scaler = getattr(engine.optimizer, "loss_scaler", None)

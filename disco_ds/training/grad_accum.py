@@ -8,9 +8,9 @@ As in DisCo-CLIP's Algorithm 1, the autograd graph is always cut at the features
    micro-batch's rows of the gradient.
 
 The last micro-batch is an exception: it keeps its graph in step 1 and needs no second forward, so a
-batch with only one micro-batch needs only one forward. For step 3, `accumulate` yields one surrogate
-loss per micro-batch, and the caller runs its backward: step.py with DeepSpeed for the trainer, and
-own_loop.py with DeepSpeed, DDP or FSDP2 for custom training loops.
+batch with only one micro-batch needs only one forward. For step 3, `accumulate` passes one surrogate loss
+per micro-batch to its argument `backward`, which the caller provides: step.py for the trainer, with
+DeepSpeed, and own_loop.py for custom training loops, with DeepSpeed, DDP or FSDP2.
 """
 
 # Symbols in shapes: b = K x m samples on this rank, in K micro-batches of m samples; D is the feature width.

@@ -1,7 +1,7 @@
 """The training loop: run steps, log, save and evaluate, and finish the run.
 
-build.py builds the run, and step.py computes one step. run.py calls this file, both for Python
-programs and for the command line.
+build.py builds the run, and step.py computes one step. run.py calls `train` and `finish`, both for
+Python programs and for the command line.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ def _cut(value: Any, count: int, path: tuple[str, ...], sizes: dict[str, int]) -
 def _is_list_of_samples(value: Any) -> bool:
     """Return whether a value is a list or tuple of samples, not of fields.
 
-    torch's default_collate turns strings into a tuple or list of strings (one per sample), and samples
-    that are tuples into a list of tensors (one per field).
+    torch's default_collate turns a batch of strings into a tuple or list with one string per sample, but
+    a batch of tuples into a list with one tensor per field.
     """
     if type(value) is tuple:
         return len(value) > 0 and all(isinstance(item, str) for item in value)

@@ -47,8 +47,9 @@ class Muon(torch.optim.AdamW):
         self.parts: dict[Tensor, list[tuple[torch.Size, int, int, int]]] = defaultdict(list)
         """Maps each tensor that the optimizer updates to the matrices in it, in the same order on every rank.
 
-        Each entry has the shape of the whole matrix; the index, within the matrix, of the first element that this
-        rank holds; the position of that element in the tensor; and the number of elements that this rank holds.
+        Each entry describes one matrix by four values: the shape of the whole matrix; the index, within the matrix, of
+        the first element that this rank holds; the position of that element in the tensor; and the number of elements
+        that this rank holds.
         """
 
     def attach(self, engine: Engine, matrices: list[Any]) -> None:
@@ -86,7 +87,8 @@ class Muon(torch.optim.AdamW):
         for shape, start, place, numel in self.parts[weight]:
             whole = update.new_zeros(shape.numel(), device=comm.local_device())
             whole.narrow(0, start, numel).copy_(update.narrow(0, place, numel))
-            # At ZeRO 1 to 3 the weight is flat, and the other ranks have zeros where this rank has its part.
+            # At ZeRO 1 to 3 the weight is flat. In `whole`, other ranks have zeros where this rank has its part, so
+            # the sum over ranks is the whole update.
             if weight.dim() == 1:
                 whole = comm.all_reduce_sum(whole)
             if numel:

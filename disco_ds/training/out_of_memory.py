@@ -35,12 +35,12 @@ class OutOfMemory(RuntimeError):  # noqa: N818
 def explained(
     config: Config, phase: Callable[[], str], report: Callable[[str], object]
 ) -> Iterator[None]:
-    """Turn an out-of-memory error raised in the `with` block into one that names settings that save memory.
+    """Turn an out-of-memory error raised in the `with` block into OutOfMemory, which names settings that save memory.
 
     Args:
         config: Settings of the run.
         phase: Returns the name of the phase that the run is in, such as "forward".
-        report: Called with the explanation, on each host only by the first rank that runs out of memory.
+        report: Called with the explanation. On each host, only the first rank that runs out of memory calls it.
 
     Raises:
         OutOfMemory: On the ranks that ran out of memory.
@@ -60,7 +60,7 @@ def explained(
 
 
 def _is_first_of_host() -> bool:
-    """Return True if no other rank on this host has called this yet. Not collective: other ranks may not fail."""
+    """Return True if this rank is the first on its host to call this. Not collective: not every rank needs to fail."""
     if comm.size() == 1:
         return True
     store = comm.open_store(STORE_TIMEOUT_S)

@@ -70,7 +70,7 @@ def contrastive_step(
         scale: The factor that multiplies the similarities, exp(logit_scale). Required if `forward` does not
             return a scale, and ignored otherwise.
         index: [b], the sample ids. The FastCLIP losses require them.
-        group_id: [b] int64, equal for pairs of the same group. Losses with the option `same_group` use it.
+        group_id: [b] int64, equal for samples of the same group. Losses with the option `same_group` use it.
         backward: Called on the surrogate loss of each micro-batch, for example
             `lambda x: scaler.scale(x).backward()`. Not used under DeepSpeed.
 
@@ -173,8 +173,8 @@ def _split_on_all_ranks(
 ) -> tuple[list[Any], int | None]:
     """Call `split`. If it fails on any rank, or if the counts differ, raise ValueError on all ranks.
 
-    Collective if count > 1, so a count of 1 on only some ranks is not detected.
-    Without this, the ranks on which `split` succeeds would wait for the other ranks in the next collective.
+    If only some ranks raised, the others would wait for them in the next collective. Collective if
+    count > 1, so a count of 1 on only some ranks is not detected.
 
     Returns:
         The parts, and the number of samples. If count is 1, the batch is not split, and the number is None.
@@ -238,8 +238,9 @@ class _Towers:
         if scale is None:
             if self.scale is None:
                 raise ValueError(
-                    "forward returned no scale, and contrastive_step was called without one: return "
-                    "exp(logit_scale) as the third value, or pass it, for example scale=20.0"
+                    "forward returned no scale, and contrastive_step was called without a scale: return "
+                    "exp(logit_scale) as the third value of forward, or pass a scale to contrastive_step, "
+                    "for example scale=20.0"
                 )
             scale = torch.tensor([self.scale], device=image.device)
         bias = None if bias is None else bias.reshape(1).float()
@@ -355,5 +356,5 @@ class _Plain:
             warn(
                 "the gradients of a plain module are not averaged over ranks. Unless the loop averages them "
                 "itself, pass the DistributedDataParallel module or FSDP2's root module (call fully_shard "
-                "on the model, after its parts)"
+                "on submodules first, then on the whole model)"
             )

@@ -22,9 +22,10 @@ from disco_ds.training.engine import Engine, backward_and_step, clamp_scale
 from disco_ds.training.grad_accum import MicroFeatures, Rng, accumulate
 
 Prepare = Callable[[Any], tuple[Tensor, ...]]
-"""Maps a micro-batch to (image [m, 3, H, W], text [m, L] or the second view of each image, index [m]), on the device.
+"""Maps a micro-batch to tensors on the device: (image [m, 3, H, W], text [m, L], index [m]).
 
-The tuple may also end with group_id [m]. Repeated calls with the same micro-batch return the same values."""
+For a model with two views, the second view of each image takes the place of the text. A fourth tensor, group_id [m],
+is optional. Repeated calls with the same micro-batch return the same values."""
 
 
 @dataclass(frozen=True)

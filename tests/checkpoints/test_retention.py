@@ -100,7 +100,7 @@ def test_read_meta_file_that_deepspeed_would_read_too_is_refused(tmp_path: Path)
     (path / "engine" / "zero_pp_rank_9_mp_rank_00_optim_states.pt").touch()
     with pytest.raises(
         DamagedError,
-        match=r"engine/zero_pp_rank_9_mp_rank_00_optim_states.pt was not written with it",
+        match=r"engine/zero_pp_rank_9_mp_rank_00_optim_states.pt, which checkpoint.json does not list",
     ):
         read_meta(path)
 

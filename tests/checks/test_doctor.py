@@ -198,7 +198,7 @@ def test_truncated_shard_is_a_warning_and_fails_its_samples(tmp_path: Path) -> N
     assert the(lines, "manifest").status == "warn"
     assert "1 changed since they were indexed, such as 00002.tar" in the(lines, "manifest").found
     assert the(lines, "samples").status == "fail"
-    assert "the tar has 3 complete samples: " in the(lines, "samples").found
+    assert "the tar has only 3 complete samples: " in the(lines, "samples").found
 
 
 def test_manifest_that_is_missing_fails(tmp_path: Path) -> None:

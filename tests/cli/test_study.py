@@ -50,7 +50,7 @@ def test_branches_are_trained_and_resumed_at_equal_samples(
     assert main(cut) == 0
     (Path(cut[cut.index("--resume") + 1]) / "finished.json").unlink()
     assert main([*words.split(), "64"]) == 0
-    assert "Largest batch within two standard errors" in capsys.readouterr().out
+    assert "Largest batch whose loss is at most two standard errors" in capsys.readouterr().out
     assert main([*words.split(), "128"]) == 2
     assert "another --out" in capsys.readouterr().err
     for batch in (16, 32):
@@ -84,7 +84,7 @@ def test_report_chooses_the_rate_and_pairs_the_parents(
     error = 1 / 3**0.5
     assert f"| 64 | x2 | 3.0000 ± {error:.4f} | 0.0300 ± {error / 100:.4f} |" in out
     assert "| 256 | x1 | 3.1100 ± " in out
-    assert "two standard errors of the smallest: 128\n" in out
+    assert "two standard errors above the smallest batch's: 128\n" in out
     assert (tmp_path / "study.md").read_text() in out
     args.parents = [1]
     report(values[:, :, :1], ["eval/a_loss_at_64", "eval/a_top1"], args)

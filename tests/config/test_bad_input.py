@@ -114,8 +114,8 @@ OVERRIDES = [
     ('data.captions={"{txt!r:>99999999}": 1}', "expected {member}"),
     ("eval.label_key=plain", "eval.label_key: template 'plain' has no field"),
     ("eval.caption_key=", "eval.caption_key"),
-    ("eval.classes={a: b}", "eval.classes.a has no labeled set"),
-    ("eval.templates={a: b}", "eval.templates.a has no labeled set"),
+    ("eval.classes={a: b}", "eval.classes.a: no labeled set"),
+    ("eval.templates={a: b}", "eval.templates.a: no labeled set"),
     (
         "data={shards: 's3://b/{0..9}.tar', remote: {timeout_s: 400}}",
         "data.remote.timeout_s=400 must be below data.worker_timeout_s=300",

@@ -245,7 +245,7 @@ def test_silent_worker_is_an_error_after_the_timeout(manifest: Manifest) -> None
     loader = make_loader(manifest, settings(workers=1, worker_timeout_s=1.0), tokenize=stall)
     data = read_step(loader)
     assert data.error is not None
-    assert "silent for data.worker_timeout_s=1 s, reading 0000" in data.error
+    assert "silent for data.worker_timeout_s=1 s while reading 0000" in data.error
     assert ".tar, entry " in data.error
     assert data.wait_s >= 1
     start = time.perf_counter()
@@ -258,8 +258,8 @@ def test_worker_that_dies_of_a_sample_names_it(manifest: Manifest) -> None:
     errors = [read_step(loader).error for _ in range(8)]
     loader.close()
     assert errors[-1] is not None
-    assert "died, exit code -9" in errors[-1]
-    assert ", reading 00000.tar, entry 5; if it was killed by" in errors[-1]
+    assert "died with exit code -9" in errors[-1]
+    assert "exit code -9 while reading 00000.tar, entry 5; if" in errors[-1]
 
 
 def test_killed_worker_is_an_error_and_raises_nowhere(manifest: Manifest) -> None:
@@ -274,7 +274,7 @@ def test_killed_worker_is_an_error_and_raises_nowhere(manifest: Manifest) -> Non
     while (data := read_step(loader)).error is None and time.perf_counter() < deadline:
         pass
     assert data.error is not None
-    assert f"data worker 1 of 2 (pid {loader.worker_pids[1]}) died, exit code -9" in data.error
+    assert f"data worker 1 of 2 (pid {loader.worker_pids[1]}) died with exit code -9" in data.error
     check_placeholders(loader, 12)
     loader.close()
     wait_until_gone(loader.worker_pids)

@@ -71,10 +71,10 @@ def test_check_tells_what_has_changed_and_writes_nothing(
     sizes = {i: os.path.getsize(folder / f"0000{i}.tar") for i in (0, 2)}
     assert run(folder, "--check") == 1
     assert capsys.readouterr().out.splitlines() == [
-        f"00000.tar: 4 samples in {sizes[0]:,} bytes, but 3 samples in {before[0]:,} bytes in the manifest",
-        f"00001.tar: missing, but 5 samples in {before[1]:,} bytes in the manifest",
-        f"00002.tar: 2 samples in {sizes[2]:,} bytes, but 2 samples in {before[2]:,} bytes in the manifest",
-        f"x.tar: 5 samples in {before[1]:,} bytes, but missing in the manifest",
+        f"00000.tar: 4 samples ({sizes[0]:,} bytes), but 3 samples ({before[0]:,} bytes) in the manifest",
+        f"00001.tar: missing, but 5 samples ({before[1]:,} bytes) in the manifest",
+        f"00002.tar: 2 samples ({sizes[2]:,} bytes), but 2 samples ({before[2]:,} bytes) in the manifest",
+        f"x.tar: 5 samples ({before[1]:,} bytes), but missing in the manifest",
         f"{folder / NAME} is stale: 3 shards, 11 samples",
     ]
     assert (folder / NAME).read_text() == text
@@ -128,7 +128,7 @@ def test_index_of_a_server_and_a_command(
         server.failures["/00003.tar"] = [403]
         assert run(url, "--to", tmp_path / "part.json", *cache) == 2
         assert (
-            "error: unreadable shards: 1: 00003.tar: shard 00003.tar cannot be fetched from "
+            "error: unreadable shards (1): 00003.tar: shard 00003.tar cannot be fetched from "
             f"{server.url}/00003.tar: HTTP status 403" in (capsys.readouterr().err)
         )
         # The second call counts only what the first could not.
@@ -152,7 +152,7 @@ def test_index_of_a_server_and_a_command(
     [
         ("none", "there is no folder none"),
         ("x.csv", "a csv file needs no manifest"),
-        ("none/{0..2}.tar --to m", "missing shards: 3: 0.tar, 1.tar, 2.tar"),
+        ("none/{0..2}.tar --to m", "missing shards (3): 0.tar, 1.tar, 2.tar"),
     ],
 )
 def test_index_refuses(text: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,7 +71,7 @@ def test_missing_shards_are_left_out_on_request(
     to, cache = tmp_path / "m.json", tmp_path / "cache"
     more = "s3://bucket/part/{00000..00007}.tar"
     assert run(more, "--to", to, "--cache", cache, "--workers", 0) == 2
-    assert "missing shards: 2: 00006.tar, 00007.tar" in capsys.readouterr().err
+    assert "missing shards (2): 00006.tar, 00007.tar" in capsys.readouterr().err
     assert not to.exists(), "a run would use a part of the shards"
     assert len(json.loads((tmp_path / "m.json.partial").read_text())["shards"]) == 6
     before = s3.sent

@@ -218,7 +218,7 @@ def test_large_list_of_uids_must_be_sorted(tmp_path: Path) -> None:
     assert _contains(found, f"{1_000_000:016x}{0:016x}")
     assert not _contains(found, f"{1_000_000:016x}{1:016x}")
     np.save(tmp_path / "reversed.npy", uids[::-1])
-    with pytest.raises(ValueError, match="1,000,001 uids and must be sorted"):
+    with pytest.raises(ValueError, match="must be sorted, because it has 1,000,001 uids"):
         read_uids(tmp_path / "reversed.npy")
 
 

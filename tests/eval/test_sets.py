@@ -165,7 +165,7 @@ def test_folders_that_are_no_set_are_refused(tmp_path: Path) -> None:
     refused(make_folder(tmp_path / "wnids", ["n01440764", "n99999999"]), "neither wnids")
     refused(
         tmp_path / "few",
-        "eval.templates.y has no labeled set of this name; eval.labeled has x",
+        "eval.templates.y: no labeled set has this name; eval.labeled contains x",
         templates={"y": "f"},
     )
     with pytest.raises(ValueError, match=r"no \.tar shards"):

@@ -237,7 +237,7 @@ def mistakes() -> None:
             loss(Embeddings(image, text, scale, index=index))
     with pytest.raises(ValueError, match="call set_num_samples first"):
         build_loss("fastclip_v2")(Embeddings(image, text, scale, index=torch.arange(len(image))))
-    with pytest.raises(ValueError, match=r"save loss\.state_dict\(\) of every rank"):
+    with pytest.raises(ValueError, match=r"save the loss\.state_dict\(\) of every rank"):
         torch.nn.ModuleDict({"loss": loss}).state_dict()
     part = make_loss("fastclip_v2", num_samples=NUM_SAMPLES + 1).state_dict()
     with pytest.raises(ValueError, match="has the state of 71 samples, but the data now have 70"):

@@ -92,7 +92,7 @@ def test_compiled_model_that_draws_is_refused_with_activation_checkpointing(tmp_
     check_compiled(*tower(plain, **draws, micro_batch=4))
     check_compiled(*tower(plain, model__compile=True, **recompute))
     check_compiled(*tower(plain, model__patch_dropout=0.5, **recompute))
-    said = "with activation checkpointing draws .* in visual.patch_dropout.*model.compile=auto or false"
+    said = "activation checkpointing.* draws .* visual.patch_dropout.*model.compile=auto or false"
     with pytest.raises(ValueError, match=said):
         check_compiled(*tower(plain, **draws, **recompute))
 
@@ -170,7 +170,7 @@ def refused(model: str, runs: str) -> str:
 def test_every_rank_refuses_before_there_is_a_run_folder(tmp_path: Path) -> None:
     said = run_ranks(refused, 2, write_tiny(tmp_path, 49_408), str(tmp_path / "runs"))
     assert len(set(said)) == 1
-    assert "with activation checkpointing draws random numbers" in said[0]
+    assert "activation checkpointing repeats a forward that draws random numbers" in said[0]
     assert not (tmp_path / "runs").exists()
 
 

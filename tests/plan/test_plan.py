@@ -339,7 +339,7 @@ def test_plan_says_what_does_not_fit(
     assert run(argv, monkeypatch) == 1
     out = capsys.readouterr().out
     assert "DOES NOT FIT: 2" in out
-    assert "most of it: loss, 20.0" in out
+    assert "largest part: loss, 20.0" in out
 
 
 def test_each_stage_is_planned(

@@ -77,7 +77,7 @@ def data_faults(path: Path, folder: Path) -> None:
                 os.truncate(shard, shard.stat().st_size // 2)
 
     said = failure(config("killed", "data.workers=1"), kill_worker, StopError)
-    expect(said, "data failed on rank 1: ", "data worker 0 of 1", "died, exit code -9")
+    expect(said, "data failed on rank 1: ", "data worker 0 of 1", "died with exit code -9")
     said = failure(config("vanished"), remove, StopError)
     expect(said, "data failed on rank", "No such file", str(folder / "vanished"))
     expect(
@@ -221,7 +221,7 @@ def full_disk(path: Path, disk: Path) -> None:
     clear(run)
     # For too long: all stop, and the checkpoint before is whole.
     said = failure(config("stops", "checkpoint.max_failed_saves=0"), fill, comm.AgreedError)
-    expect(said, "No space left on device", str(disk / "stops" / CHECKPOINTS), "make room")
+    expect(said, "No space left on device", str(disk / "stops" / CHECKPOINTS), "free up space")
     saved_at = checkpoint.read(find_latest(disk / "stops"))
     assert saved_at.step == 1
     assert not list((disk / "stops" / CHECKPOINTS).glob(".*"))

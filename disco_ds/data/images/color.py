@@ -34,7 +34,7 @@ def jitter_colors(pixels: Tensor, drawn: Tensor, settings: AugmentSettings) -> T
     Returns:
         [m, 3, H, W] fp32 in [0, 1].
     """
-    # One random number per image, in a shape that broadcasts over its pixels.
+    # columns[:, k] has the shape [m, 1, 1, 1], which broadcasts over the pixels of each image.
     columns = drawn[:, :, None, None, None]
     if any(settings.color_jitter):
         applied = columns[:, 0] < settings.color_jitter_prob
@@ -85,7 +85,7 @@ def _turn_hue(pixels: Tensor, turns: Tensor) -> Tensor:
 
 @cache
 def _constant(values: tuple[Any, ...], device: torch.device) -> Tensor:
-    """Return a tensor. It is cached, because the host waits for the device when it copies values to it."""
+    """Return the values as a tensor. It is cached, because copying values to the device makes the host wait."""
     return torch.tensor(values, device=device)
 
 

@@ -95,7 +95,9 @@ def decode_image(data: Picture, max_pixels: int) -> Image.Image:
         tile_width, tile_height = (image.tag_v2.get(tag, 1) for tag in _TILE)
         width, height = max(width, tile_width), max(height, tile_height)
     if width * height > max_pixels:
-        raise BrokenSample(f"image: {width} x {height} pixels, data.max_pixels is {max_pixels}")
+        raise BrokenSample(
+            f"an image of {width} x {height} pixels exceeds data.max_pixels={max_pixels}"
+        )
     image.load()
     if image.mode == "P" and "transparency" in image.info:
         # Convert by way of RGBA, because PIL warns if a palette with alpha values is converted directly to RGB.
@@ -129,7 +131,7 @@ def resize_for_evaluation(image: Image.Image, spec: ImageSpec) -> Tensor:
     """
     if max(image.size) > _MAX_ASPECT * min(image.size):
         raise BrokenSample(
-            f"image: {image.width} x {image.height} pixels; one side is over {_MAX_ASPECT} times the other"
+            f"an image of {image.width} x {image.height} pixels: one side is over {_MAX_ASPECT} times the other"
         )
     pixels: Tensor = _evaluation_transform(spec)(image)
     return (255 * pixels).round().to(torch.uint8)
@@ -219,7 +221,7 @@ def pick_caption(
 
     Args:
         weights: The weight of each template, from data.captions.
-        members: The sample's members: bytes by extension.
+        members: The sample's members by extension.
         uniform: Random number in [0, 1) that selects the template.
         item: Random number in [0, 1) that selects the items of lists.
 

@@ -2,8 +2,8 @@
 
 The order of each single source is defined by slots.py, or by whole_shards.py if its samples have not been counted. The
 part of a source that belongs to one of the S slots is called a stream. The number of a stream is source * S + slot.
-Each stream has a cursor (epoch, offset). The interval [0, 1) is divided among the sources in proportion to their
-weights. Sample number k of slot s comes from the source whose part of [0, 1) contains the number
+Each stream has a cursor (epoch, offset). The interval [0, 1) is divided into one section per source, with lengths in
+proportion to the weights. Sample number k of slot s comes from the source whose section contains the number
 
     frac(phase(seed, s) + k * golden ratio)
 
@@ -39,8 +39,8 @@ class Mixture:
 
     Args:
         orders: The order of each source.
-        sizes: For each source, the number of sample ids that are reserved for each of its shards. The ids of all
-            sources are consecutive.
+        sizes: For each source, the number of sample ids that are reserved for each of its shards. The ids of
+            each source follow those of the previous source.
         weights: Weight of each source. Only the ratios of the weights matter.
         num_slots: Number of slots, S.
         seed: Seed of the mixture.
@@ -89,8 +89,8 @@ class Mixture:
         """
         source, slot = self.split(stream)
         share = (self._bounds[source + 1] - self._bounds[source]) / _ONE
-        # Only this share of the slot's samples comes from the source, so the slot reads more samples before the stream
-        # needs a shard.
+        # Only this share of the slot's samples comes from the source. While the stream reads `away` samples, the slot
+        # reads away / share samples.
         for away, shard in self.orders[source].upcoming(slot, epoch, offset):
             yield away / share, shard
 

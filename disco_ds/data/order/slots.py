@@ -57,8 +57,9 @@ class DataOrder:
     """
 
     searched_epochs = 3
-    """A reader gives up after this many epochs and `searched_samples` samples without a usable sample. A slot reads
-    different samples in every epoch, and in a small data set only a few samples."""
+    """A reader gives up when it has searched both this many epochs and `searched_samples` samples without finding a
+    usable sample. Both limits are needed: a slot reads different samples in every epoch, and in a small data set it
+    reads only a few samples per epoch."""
 
     def __init__(self, sizes: Sequence[int], num_slots: int, seed: int, window: int) -> None:
         self._sizes = np.asarray(sizes, dtype=np.int64)
@@ -86,7 +87,7 @@ class DataOrder:
         return epoch, offset
 
     def locate(self, slot: int, epoch: int, offset: int) -> tuple[int, int]:
-        """Return the (shard, entry) of sample number `offset` of a slot in an epoch."""
+        """Return the (shard, entry) of the sample that a slot reads at the cursor (epoch, offset)."""
         start, stop = self._interval(slot, epoch)
         number = offset // self._window
         base = start + number * self._window

@@ -26,7 +26,7 @@ from disco_ds.data.pipeline.worker import Part
 from disco_ds.data.pipeline.worker_process import InProcess, Worker
 
 Producer = Worker | InProcess
-"""Fills some rows of every buffer: a worker process or, without workers, the trainer's own process."""
+"""A worker process or, without workers, the trainer's own process. Each producer fills some rows of every buffer."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Feed:
 
     Args:
         batches: Buffers on the host.
-        producers: The processes that fill the buffers, in the order in which the buffers are granted.
+        producers: The processes that fill the buffers. Each fills them in the order in which they are granted.
         device: Device to which micro-batches are copied.
         on_device: Number of micro-batches that the device holds at a time, including the one being copied.
     """

@@ -43,11 +43,12 @@ class _Position:
     steps: int
     """Number of steps that have been read."""
     samples: int
-    """Number of samples of all ranks in these steps. The global batch may have changed between steps."""
+    """Number of samples that all ranks together have read in these steps. It is not computed from the number of steps,
+    because the global batch may have changed."""
     broken: int
     """Number of broken samples that were skipped."""
     dropped: int
-    """Number of samples that the recipe leaves out."""
+    """Number of samples that were dropped (see DroppedSample)."""
     cursor: dict[int, tuple[int, int]]
     """The next (epoch, offset) of each of the rank's streams, keyed by stream number."""
 
@@ -180,13 +181,14 @@ class Loader:
 
     @property
     def dropped(self) -> int:
-        """Number of samples that the recipe leaves out, counted like `broken`."""
+        """Number of samples that were dropped (see DroppedSample), counted like `broken`."""
         return self._position.dropped
 
     def read_step(self) -> StepData:
         """Return the next step. Its micro-batches are read when they are requested.
 
-        A micro-batch is valid until the next one is requested or, if pixels is "device", until the next call.
+        A micro-batch is valid until the next one is requested or, if pixels is "device", until read_step is called
+        again.
 
         Neither this call nor the first request for a micro-batch raises. After an error, the rest of this step and all
         later steps consist of placeholders. Only the second decoding of a micro-batch may raise DataError.
@@ -330,8 +332,8 @@ class Loader:
             _ = self._current[k]
         for number in self._held:
             self._feed.release(number)
-        # The workers decode all micro-batches but the last one twice. If the trainer skipped its second pass, the
-        # second copies must be read here.
+        # The workers decode every micro-batch except the last one twice. If the trainer skipped its second pass, read
+        # the results of the second decoding here.
         if self._pixels == "compressed":
             try:
                 while self._error is None and self._num_again < self._num_parts - 1:

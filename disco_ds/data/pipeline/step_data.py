@@ -25,7 +25,7 @@ class MicroBatch:
     """[m] int64, the group of each sample; zeros if data.group_by is null."""
 
     def copy_(self, source: MicroBatch) -> None:
-        """Copy the tensors of `source`, which has the same shapes. If the hardware can, it copies asynchronously."""
+        """Copy the tensors of `source`, which has the same shapes. The copies are asynchronous where possible."""
         for name, value in vars(self).items():
             value.copy_(getattr(source, name), non_blocking=True)
 
@@ -83,7 +83,7 @@ class StepData:
     broken: list[str] = field(default_factory=list)
     """`shard/key: reason` of each broken sample that was skipped in this step."""
     dropped: int = 0
-    """Number of samples of this step that the recipe leaves out."""
+    """Number of samples that were dropped in this step (see DroppedSample)."""
     index: list[Tensor] = field(default_factory=list)
     """Sample ids of each micro-batch, [m] int64 on the CPU."""
     cursor: dict[int, tuple[int, int]] = field(default_factory=dict)

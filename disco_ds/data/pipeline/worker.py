@@ -51,7 +51,7 @@ class Part:
     broken: list[str]
     """`shard/key: reason` of each broken sample that was skipped."""
     dropped: int = 0
-    """Number of samples that the recipe leaves out."""
+    """Number of samples that were dropped (see DroppedSample)."""
 
 
 @dataclass(frozen=True)
@@ -175,16 +175,17 @@ class _Reader:
             skipped += 1
             if skipped == _MANY_SKIPPED:
                 warnings.warn(
-                    f"stream {stream} has no usable sample among its last {skipped:,}; check data.filter, data.uids "
-                    "and data.stages",
+                    f"stream {stream} has no usable sample among its last {skipped:,} samples; check data.filter, "
+                    "data.uids and data.stages",
                     stacklevel=2,
                 )
             # Even with data.max_broken=1, a stream without any readable sample must not be searched forever.
             fewest = max(_SPARE_BROKEN, order.searched_samples)
             if skipped >= fewest and epoch - begin > order.searched_epochs:
                 raise DataError(
-                    f"stream {stream} has no usable sample among its last {skipped}. While this micro-batch was read, "
-                    f"data.filter, data.uids and data.stages dropped {part.dropped} samples. The last broken samples: "
+                    f"stream {stream} has no usable sample among its last {skipped} samples. While this micro-batch "
+                    f"was read, {part.dropped} samples were dropped: data.filter, data.uids or data.stages excluded "
+                    "them, or the manifest counts more samples than their shards contain. The last broken samples: "
                     f"{'; '.join(self._last) or 'none'}"
                 )
 
@@ -205,9 +206,9 @@ class _Reader:
             trace = "".join(["\n", *traceback.format_exception(cause)]) if cause else ""
             raise DataError(
                 f"{self._num_broken} of {self._num_read} samples are broken; the limit is {_SPARE_BROKEN} plus the "
-                f"fraction data.max_broken={most:g} of all samples. The last ones: {'; '.join(self._last)}. Compare "
-                "data.image_key and data.captions with the members of the samples, repair the shards, or raise "
-                f"data.max_broken{trace}"
+                f"fraction data.max_broken={most:g} of all samples. The last broken samples: {'; '.join(self._last)}. "
+                "Compare data.image_key and data.captions with the members of the samples, repair the shards, or "
+                f"raise data.max_broken{trace}"
             )
 
 

@@ -119,8 +119,8 @@ class Worker:
         except (EOFError, OSError):
             self._process.join(1)
             raise DataError(
-                f"{self._name} (pid {self.pid}) died, exit code {self._process.exitcode}{self._where()}; "
-                "if it was killed by signal 9 or 7, the host probably ran out of memory"
+                f"{self._name} (pid {self.pid}) died with exit code {self._process.exitcode}{self._where()}; "
+                "if the exit code is -9 or -7, the host probably ran out of memory"
             ) from None
         if isinstance(answer, str):
             raise DataError(f"{self._name}: {answer}")
@@ -131,7 +131,7 @@ class Worker:
         source, shard, entry, _ = self._at
         if source < 0:
             return ""
-        return f", reading {printable(self._sources[source].label(shard, entry))}"
+        return f" while reading {printable(self._sources[source].label(shard, entry))}"
 
 
 def describe_error(error: Exception) -> str:

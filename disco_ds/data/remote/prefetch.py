@@ -21,7 +21,8 @@ _THREADS = 2
 """Number of threads per worker. While one waits for an answer, the other one can receive data."""
 _POLL_S = 0.5
 _RETRY_S = 30.0
-"""Pause before a shard that could not be fetched is tried again. If the cache is full, no shard is tried earlier."""
+"""Pause before a shard that could not be fetched is tried again. If the cache is full, the thread does not try any
+other shard during this pause either."""
 _BUSY_S = 1.0
 """Pause after a failure other than a full cache, before the next shard is fetched."""
 

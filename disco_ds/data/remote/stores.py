@@ -1,7 +1,8 @@
 """Requests to web servers and object stores, through obstore: http(s)://, s3://, gs://, az:// and hf:// URLs.
 
-Credentials come from the environment, never from a recipe: AWS_*, GOOGLE_*, AZURE_* (as obstore reads them), HF_TOKEN
-or the login of huggingface_hub, and $NAME in a URL. Error messages contain no part of a URL that may be secret.
+Credentials come from the environment, never from a recipe. obstore reads AWS_*, GOOGLE_* and AZURE_*. hf:// uses
+HF_TOKEN or the login of huggingface_hub. $NAME in a URL stands for an environment variable. Error messages contain no
+part of a URL that may be secret.
 """
 
 from __future__ import annotations
@@ -142,11 +143,11 @@ _open_store = lru_cache(64)(_create_store)
 def read_blocks(
     url: str, timeout_s: float, start: int = 0, tag: str | None = None
 ) -> tuple[str | None, Generator[Any, None, None]]:
-    """Request an object. If `start` is positive, request only the part from that byte on, of the version `tag`.
+    """Request an object. If `start` is positive, resume a download of the version `tag` from that byte on.
 
     Returns:
-        The object's version (None if it has no strong ETag) and a generator of the blocks of its content, which may
-        raise StoreError.
+        The object's version (None if it has no strong ETag) and a generator of the blocks of its content. The generator
+        may raise StoreError.
 
     Raises:
         ChangedError: If the object no longer has that version, or if the server cannot send only a part of it.

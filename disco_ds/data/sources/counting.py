@@ -138,10 +138,10 @@ def _describe_failures(failed: dict[str, Exception]) -> str:
     problems = []
     if missing:
         problems.append(
-            f"missing shards: {len(missing)}: {some(missing)}; pass --missing skip to leave them out"
+            f"missing shards ({len(missing)}): {some(missing)}; pass --missing skip to leave them out"
         )
     if unreadable:
-        problems.append(f"unreadable shards: {len(unreadable)}: {some(unreadable)}")
+        problems.append(f"unreadable shards ({len(unreadable)}): {some(unreadable)}")
     return "; ".join(problems)
 
 
@@ -155,7 +155,7 @@ def _collect(listing: Listing, shards: dict[str, Shard]) -> Manifest:
 def compare(old: Iterable[Shard], new: Iterable[Shard]) -> list[str]:
     """Describe the differences between two counts, one line for each shard that differs."""
     before, after = (
-        {shard.name: f"{shard.samples:,} samples in {shard.bytes:,} bytes" for shard in shards}
+        {shard.name: f"{shard.samples:,} samples ({shard.bytes:,} bytes)" for shard in shards}
         for shards in (old, new)
     )
     return [
@@ -176,8 +176,8 @@ def _count(
         task: The shard, and its URL if it is remote.
 
     Returns:
-        The counted shard, or the error if it cannot be read. Also a problem to warn about, such as a truncated tar, or
-        None.
+        A pair: the counted shard, or the error if it cannot be read; and a problem to warn about, such as a truncated
+        tar, or None.
     """
     found, url = task
     try:

@@ -180,7 +180,7 @@ def _find_rows(file: BinaryIO, separator: str, heading: bytes) -> tuple[np.ndarr
         try:
             row = next(rows, None)
         except csv.Error:
-            # A malformed row costs one sample. An unclosed quote joins it with the lines up to the next quote.
+            # A malformed row costs one sample. An unclosed quote joins its row with the lines up to the next quote.
             row = current
             if len(current) > 1:
                 joined.append(f"{rows.line_num - len(current) + 2}-{rows.line_num + 1}")

@@ -16,8 +16,9 @@ _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
 
 class ImageFolder(Source):
-    """The class sub-folders, sorted by name (numerically if all names are numbers), each with its sorted image files.
+    """A folder with one sub-folder of images per class.
 
+    The sub-folders are sorted by name, or numerically if all names are numbers. Their image files are sorted by name.
     A sample's members are `image`, the bytes of the file, and `cls`, the name of its sub-folder. The source is also
     the Reader.
 

@@ -64,7 +64,7 @@ def _load(part: SourceSettings, settings: DataSettings) -> Source:
         )
         if missing:
             raise ValueError(
-                f"missing shards: {some(missing)}; name the existing ones by a pattern with *, or in a .txt file"
+                f"missing shards: {some(missing)}; name the existing shards by a pattern with *, or in a .txt file"
             )
         shards = tuple(Shard(name, samples=0, bytes=0) for name in listing.names)
         return Manifest(listing.folder, shards, tuple(listing.urls.values()), settings.remote)
@@ -120,8 +120,8 @@ def count_slots(
         raise ValueError(f"{ranks} ranks cannot share {num_units} {unit}; use fewer ranks")
     if settings.slots is None and saved:
         raise ValueError(
-            f"the checkpoint's data order has {saved} slots, not a multiple of the number of ranks ({ranks}), and a "
-            f"resumed run keeps this number: use a number of ranks that divides {saved}"
+            f"the checkpoint's data order has {saved} slots, not a multiple of the number of ranks ({ranks}). A "
+            f"resumed run keeps the number of slots, so use a number of ranks that divides {saved}"
         )
     below = slots // ranks * ranks
     nearest = [str(num) for num in (below, below + ranks) if 0 < num <= num_units]

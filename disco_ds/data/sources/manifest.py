@@ -116,7 +116,7 @@ def read_manifest(path: Path) -> dict[str, Shard]:
 def load_manifest(
     where: Path | Listing, path: Path | None = None, remote: RemoteSettings | None = None
 ) -> Manifest:
-    """Read a folder's manifest, or the part of a manifest that a listing names, and compare it with the shards.
+    """Read the manifest entries of a folder or of the listed shards, and compare them with the shards.
 
     A shard that has changed since it was counted causes only a warning. If it was truncated, only the samples that were
     cut off are lost.
@@ -141,7 +141,7 @@ def load_manifest(
     if not path.is_file():
         raise ValueError(f"{path} does not exist; index the shards: {command}")
     known = read_manifest(path)
-    # A folder must match its manifest exactly; a listing may name a part of it.
+    # A folder must match its manifest exactly; a listing may name only some of its shards.
     if listing.whole and (gone := known.keys() - names):
         raise ValueError(
             f"{path} lists missing shards: {some(gone)}; restore them, or index the shards again: {command}"

@@ -96,7 +96,10 @@ def find_counts(
 
 
 def _is_plain(place: str) -> bool:
-    """Return whether other files next to a shard can be read, unlike for the output of a command or a signed URL."""
+    """Return whether a shard is a file or a plain URL, so that other files next to it can be read.
+
+    This is impossible for the output of a command and for a signed URL.
+    """
     return not place.startswith(PIPE) and "?" not in place
 
 
@@ -127,7 +130,7 @@ def _measure(place: str, listed: Mapping[str, int], remote: RemoteSettings) -> i
 def _read_table(
     folder: str, listed: Mapping[str, int], remote: RemoteSettings
 ) -> Mapping[str, Any]:
-    """Return the counts by file name that a folder publishes for all its shards."""
+    """Return the sample counts that a folder publishes for all its shards in one file, keyed by shard file name."""
     for name in _TABLES:
         table = _read_json(f"{folder}/{name}", listed, remote)
         splits = table.get("splits")

@@ -1,8 +1,8 @@
 """Selection and preparation of samples: data.uids, data.filter and data.stages, applied to one sample at a time.
 
-A sample that they leave out is dropped: its slot's next sample takes its place, and it does not count as broken. Stages
-that join or reorder samples, such as webdataset's batched and shuffle, are refused, because they would change the data
-order.
+A sample that they leave out is dropped: the slot's next sample takes its place, and the dropped sample does not count
+as broken. Stages that join or reorder samples, such as webdataset's batched and shuffle, are refused, because they
+would change the data order.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def read_uids(path: Path) -> np.ndarray:
     found = np.concatenate([uids[start : start + _PART] for start in starts])
     if (np.sort(found) != found).any():
         raise ValueError(
-            f"{path} has {len(uids):,} uids and must be sorted: np.save(path, np.sort(uids))"
+            f"{path} must be sorted, because it has {len(uids):,} uids; use np.save(path, np.sort(uids))"
         )
     return uids
 

@@ -29,7 +29,8 @@ from disco_ds.data.remote.fetching import progress
 _META = re.compile(r"__[^/]*__($|/)")
 """Members that webdataset skips."""
 _MAX_HEADER = 2**16
-"""Maximum bytes of a header with a long name or pax records. A path in a file system has at most 4,096 bytes."""
+"""Maximum size in bytes of a header with a long name or pax records. Real headers are much smaller, because a path
+has at most 4,096 bytes."""
 _MAX_READS = 64
 """Maximum number of reads for one member: for its header, its long name and its pax records."""
 _FILES_KEPT = 64
@@ -222,7 +223,9 @@ class TarReader:
                 # _index_shard has warned about this shard. The manifest was wrong, but no sample is damaged.
                 raise DroppedSample(f"the tar has only {len(index)} samples")
             if entry >= len(index):
-                raise BrokenSample(f"the tar has {len(index)} complete samples: {index.truncated}")
+                raise BrokenSample(
+                    f"the tar has only {len(index)} complete samples: {index.truncated}"
+                )
             return {
                 extension: _read_member(file, extension, offset, size)
                 for extension, offset, size in index.members(entry)

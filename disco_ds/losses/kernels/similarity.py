@@ -97,8 +97,8 @@ class Block:
     """Row i and column i + first are a positive pair; None for a block without positive pairs."""
     shift: Tensor | None
     """[1] float64, only for blocks whose scales are all equal. It is chosen so that exp(x - shift) and its sums do not
-    overflow fp32. Each element then takes only one exponential. None: the largest exponent of each row and each column
-    is subtracted, which takes two exponentials for each element."""
+    overflow fp32. With a shift, each element takes one exponential. None: the largest exponent of each row and each
+    column is subtracted, which takes two exponentials for each element."""
     tiling: Tiling
     groups: Groups | None = None
     """The groups of the rows and columns. None if all entries outside the diagonal are negatives, for example because
@@ -127,7 +127,7 @@ class Block:
         return full_dtype(self.rows)
 
     def scratch(self, tiles: ModuleType) -> Tensor:
-        """Allocate memory for the largest tile: full precision for torch, the dtype of operands for Triton."""
+        """Allocate memory for the largest tile: in full precision for torch, in the operand dtype for Triton."""
         dtype = self.dtype if tiles is torch_tiles else self.tiling.factor_dtype(self.rows)
         n, D = self.rows.shape
         rows, columns = self.tiling.size(n, len(self.columns), D, self.rows.device)
@@ -198,8 +198,8 @@ class Sums:
     columns: Tensor
     """[m], logarithm of the sum of exp(y) over each column."""
     rows_max: Tensor | None
-    """[1, n], the largest x of each row among entries that are not positives. If it is [2, n], the second row is the
-    largest among positives outside the diagonal. None if maxima were not computed."""
+    """[1, n]: for each row, the largest x among entries that are not positives. [2, n]: in addition, rows_max[1] is the
+    largest x among positives outside the diagonal. None if maxima were not computed."""
     columns_max: Tensor | None
     """[1, m] or [2, m], the same for the y of each column."""
     positives: Tensor | None = None
@@ -276,9 +276,9 @@ def softmax_gradient(
 ) -> None:
     """Add gain x W @ columns to d_rows, and gain x W^T @ rows to d_columns.
 
-    W_ij is exp(x_ij - row_shift_i) + exp(y_ij - column_shift_j). On the diagonal and where pairs are ignored, it is 0.
-    Both terms must be at most 1. At positives outside the diagonal, 2 / size of the group is subtracted. The caller
-    divides the results by the gain, Tiling.gain.
+    W_ij is exp(x_ij - row_shift_i) + exp(y_ij - column_shift_j). Both terms must be at most 1. At positives outside the
+    diagonal, W_ij is this sum minus 2 / size of the group. On the diagonal and at ignored entries, W_ij is 0. The
+    caller divides the results by the gain, Tiling.gain.
 
     Args:
         block: The similarities.

@@ -124,7 +124,7 @@ class Tiling:
         return (x if half is None else x.to(half)).contiguous()
 
     def factor(self, held: Tensor) -> Tensor:
-        """Convert some of the rows that `hold` returned to the dtype in which they are multiplied.
+        """Convert rows, as returned by `hold`, to the dtype in which they are multiplied.
 
         On a CPU, 16-bit rows become fp32, because 16-bit matrix multiplications on a CPU also round the sums.
         """
@@ -137,7 +137,7 @@ class Tiling:
         return _HALF.get(self.precision, torch.float32) if x.is_cuda else torch.float32
 
     def round(self, x: Tensor) -> Tensor:
-        """Round a tile in full precision, such as a tile of weights, for use in a matrix multiplication."""
+        """Round a full-precision tile, for example of weights, for use in a matrix multiplication."""
         return self.factor(self.hold(x))
 
     def product(self, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
@@ -185,8 +185,8 @@ class Tile:
     """Offset of the diagonal with the positive pairs, which are left out; None if the tile has no positive pairs."""
     tiling: Tiling
     out: Tensor | None
-    """[n, m] memory for the tile. torch needs it in full precision. Triton needs it in the operand dtype for weights,
-    and does not use it for sums; it may then be None."""
+    """[n, m] memory for the tile: in full precision for torch, in the operand dtype for weights in Triton. It may be
+    None for sums in Triton, which are computed without writing the tile."""
     groups: tuple[Tensor, Tensor] | None = None
     """Group numbers [n] of the rows and [m] of the columns. Entries with equal numbers are left out."""
 
@@ -225,7 +225,7 @@ def full_dtype(x: Tensor) -> torch.dtype:
 
 
 def pairs_offset(rows: slice, columns: slice, first: int | None) -> int | None:
-    """Return the offset of the diagonal with positive pairs (i, i + first) in a tile; None if the tile has none."""
+    """Return the offset in a tile of the diagonal of positive pairs (i, i + first); None if no pair is in the tile."""
     if first is None:
         return None
     offset = rows.start + first - columns.start

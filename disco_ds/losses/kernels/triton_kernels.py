@@ -145,7 +145,7 @@ def _blocks(n, m, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PERSISTENT: tl.c
 
 @triton.jit
 def _memory(x, n, m, row, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PERSISTENT: tl.constexpr):
-    """Return a tensor descriptor of x [n, m] for a persistent program, and the pointer for others."""
+    """Return a tensor descriptor of x [n, m] for a persistent program, or the pointer x for any other program."""
     if PERSISTENT:
         return tl.make_tensor_descriptor(x, [n, m], [row, 1], [BLOCK_M, BLOCK_N])
     else:

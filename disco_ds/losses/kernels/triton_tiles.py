@@ -193,7 +193,7 @@ def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
 
 
 def _size_class(n: int, m: int, D: int) -> int:
-    """Return a key that is equal for tiles that share a configuration; 0 to use the first one without timing."""
+    """Return a key that is equal for tiles that share a configuration; 0: use the first configuration, untimed."""
     if n * m < kernels.LARGE or torch.are_deterministic_algorithms_enabled():
         return 0
     return (triton.next_power_of_2(D) << 12) + (n.bit_length() << 6) + m.bit_length()
@@ -204,7 +204,7 @@ def _precision(tiling: Tiling) -> str:
 
 
 def _partial_vectors(tile: Tile) -> tuple[Tensor, Tensor]:
-    """Allocate partial results: for each column block, one number per row, and for each row block, one per column.
+    """Allocate partial results: one number per row for each column block, and one number per column for each row block.
 
     The memory is large enough for the smallest block sizes that may be chosen.
     """
