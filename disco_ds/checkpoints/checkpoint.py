@@ -125,14 +125,14 @@ def shape(config: Config, ranks: int) -> dict[str, Any]:
 
 
 class RunState(NamedTuple):
-    """This rank's state that a checkpoint contains in addition to DeepSpeed's engine files."""
+    """The state that a checkpoint contains in addition to DeepSpeed's engine files and the random generators."""
 
     meta: dict[str, Any]
     """Entries of checkpoint.json: step, samples, num_steps, warmup_batch, identity, shape, anomalies."""
     data: dict[str, Any]
-    """State of the data loader."""
+    """State of this rank's data loader."""
     loss: dict[str, Any]
-    """State of the loss."""
+    """This rank's state of the loss."""
 
 
 def start_save(folder: Path, engine: Engine, state: RunState, host: HostCopy | None = None) -> Save:

@@ -50,7 +50,7 @@ def share_host() -> HostShare:
 
 @cache
 def _original_threads() -> int:
-    """Return torch's number of threads before the first call of share_host in this process."""
+    """Return the number of threads that torch used when share_host was first called in this process."""
     return torch.get_num_threads()
 
 

@@ -172,7 +172,9 @@ class Gathered:
         self.kept: Tensor | None = None
 
     def sums(self, rows: Tensor, scales: Tensor, shift: Tensor | None, maxima: bool) -> Sums:
-        """Sum exponentials over each of this rank's rows and columns, without the positive pairs.
+        """Compute the logarithms of the sums of exponentials over each of this rank's rows and columns.
+
+        The sums leave out the diagonal, which contains this rank's own pairs.
 
         Args:
             rows: [b, D].
@@ -181,7 +183,7 @@ class Gathered:
             maxima: Also find the largest exponents.
 
         Returns:
-            Sums, [b] each.
+            See Sums; n = m = b.
         """
         self.kept = None
         if self.keep and shift is not None:
@@ -370,7 +372,8 @@ class Ring:
             d_columns = None
             if needs_columns:
                 d_columns = zero_gradient(columns) if spare is None else spare[0].zero_()
-            # The owner's shifts travel with its columns, because a weight depends on the sum of its whole column.
+            # A weight depends on the sum over its whole column. The shifts of the columns are derived from these sums,
+            # so they travel with the owner's columns.
             current = self._block(rows, columns, scales, owner, shift)
             softmax_gradient(current, shifts[0], column_shifts, d_rows, d_columns)
             return [] if d_columns is None else [d_columns]

@@ -215,9 +215,9 @@ def forward_on_meta(model: Any, side: str) -> None:
 
 
 def forward(model: Any, image: Tensor | None = None, text: Tensor | None = None) -> Features:
-    """Compute the unit features of one or both towers. Every call of the model must use this function.
+    """Compute the unit features of one or both towers. build_model installs this function as the model's `forward`.
 
-    Other ways to call the towers do not work at every ZeRO stage.
+    Always call the model as model(image, text). Calling a tower or encode_image does not work at every ZeRO stage.
 
     Args:
         model: A model from build_model.

@@ -96,7 +96,7 @@ class Allocations(TorchDispatchMode):
         for tensor in tree_leaves(out):
             if not isinstance(tensor, Tensor) or tensor.is_meta:
                 continue
-            # Views share one storage. It is counted once, until the last tensor that uses it is freed.
+            # Views share one storage. Count it once, and subtract it when the last tensor that uses it is freed.
             storage = tensor.untyped_storage()
             if storage not in self._known:
                 self._known[storage] = True

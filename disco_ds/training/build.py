@@ -281,7 +281,7 @@ def build(
 
 
 def find_writers(engine: Engine, wandb: WandbRun | None) -> dict[str, WriteEvents]:
-    """Return the functions that write metrics to trackers, keyed by the tracker's name in messages."""
+    """Return the function that writes metrics to each tracker, keyed by the name that messages use for the tracker."""
     monitors = {
         "TensorBoard": engine.monitor.tb_monitor,
         "W&B": wandb,

@@ -101,10 +101,10 @@ class DataOrder:
         return shard, place - int(ends[at]) + int(self._sizes[shard])
 
     def upcoming(self, slot: int, epoch: int, offset: int) -> Iterator[tuple[int, int]]:
-        """Yield the shards that the slot reads, starting with its current window, forever.
+        """Yield the shards that the slot will read, starting with its current window, forever.
 
         Yields:
-            A pair (samples, shard). After the slot has read `samples` more samples, it may need the shard.
+            A pair (samples, shard). The slot does not need the shard until it has read `samples` more samples.
         """
         reached = offset // self._window * self._window
         before = -offset

@@ -52,7 +52,7 @@ class Selection:
 
     @classmethod
     def load(cls, settings: DataSettings) -> Selection | None:
-        """Load the selection of a source, or return None if its settings select nothing.
+        """Load the selection of a source, or return None if none of data.uids, data.filter and data.stages is set.
 
         Raises:
             ValueError: If a file or function cannot be loaded, or if a stage joins samples. The message names the
@@ -104,7 +104,8 @@ def load_stages(function: str) -> tuple[Stage, ...]:
     """Call the function that data.stages names, and return its stages.
 
     Raises:
-        ValueError: If it cannot be imported, does not return a list of stages, or returns a stage that joins samples.
+        ValueError: If it cannot be imported, fails, does not return a list of stages, or returns a stage that joins
+            samples.
     """
     create = load_custom(function, {})
     try:
@@ -120,7 +121,9 @@ def load_stages(function: str) -> tuple[Stage, ...]:
                 "per-sample stages, such as wds.select, wds.map, wds.map_dict and wds.rename"
             )
         if not callable(stage):
-            raise ValueError(f"{function} must return a list of webdataset stages, got {stage!r}")
+            raise ValueError(
+                f"{function} must return a list of webdataset stages, but one item is {stage!r}"
+            )
     return tuple(stages)
 
 

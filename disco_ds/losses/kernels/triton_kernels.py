@@ -246,9 +246,9 @@ def _cosines(
             a = r.load([i * BLOCK_M, start])
             b = c.load([j * BLOCK_N, start])
             x = tl.dot(a, b.T, x, input_precision=PRECISION)
-        # Triton 3.6 to 3.9 wait for the last product only in the branch that contains the first use of x. Without
-        # this copy, that would be the branch of the mask below. The copy is an earlier use, outside of any branch,
-        # and compiles to no instruction.
+        # Triton 3.6 to 3.9 wait for the last product just before the first use of x. Without this copy, the first use
+        # would be in the branch of the mask below, and blocks that skip this branch would not wait. The copy is a use
+        # outside of any branch, and compiles to no instruction.
         if not INTERPRETED:
             x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.float32, True, 1)
     else:
