@@ -194,7 +194,7 @@ def test_attempt_with_fewer_hosts_has_a_hostfile_with_only_these(
         (
             2,
             ["--min-hosts", "1", "--deepspeed", "--master_port 1 --include host-1"],
-            "remove '--master_port 1 --include host-1'",
+            "'--master_port 1 --include host-1'",
         ),
         (
             3,
