@@ -99,7 +99,7 @@ def test_many_ranks_start_save_go_on_as_fewer_and_name_a_lost_one(tmp_path: Path
     sizes = sized(RANKS)
     report("start, 5 steps", 4, run_ranks(run, 4, path, None, "steps=5", "name=few", *sized(4)))
     report("start, 5 steps", RANKS, run_ranks(run, RANKS, path, None, "steps=5", *sizes))
-    # At the shape that has written it a rank reads its own files, what it verifies for all, and whether the loss of rank 0
+    # At the shape that has written it a rank reads its own files, what it verifies for all, and whether rank 0's loss
     # had state.
     results = run_ranks(run, RANKS, path, "latest", "steps=6", *sizes)
     report("resume, 1 step", RANKS, results)
