@@ -141,7 +141,7 @@ def _read(source: Source, data: DataSettings) -> Line:
             "fail", "samples", "the shards contain no complete sample", "are they tar files?"
         )
     if dropped == len(chosen):
-        status = "warn"
+        return Line("warn", "samples", found, "check data.filter, data.uids and data.stages")
     if broken:
         found += f"; the last: {broken[-1]}"
         # So few samples are read that two more than the limit may be broken by chance. The check always fails if most

@@ -25,7 +25,7 @@ SCHEMES = ("http://", "https://", "s3://", "gs://", "az://", "hf://")
 """Prefixes of the URLs that are downloaded."""
 
 Pixels = Literal["device", "host", "compressed"]
-"""Where the images of a step are stored between GradAccum's two forward passes."""
+"""The values of image_staging: the place that stores the images of a step between GradAccum's two forward passes."""
 
 
 class AugmentSettings(Settings):

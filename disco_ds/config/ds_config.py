@@ -207,12 +207,6 @@ def stage(ds_config: dict[str, Any]) -> int:
     return value
 
 
-def offloads(ds_config: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return [offload_optimizer, offload_param]. A setting that is missing is {}."""
-    zero = ds_config.get("zero_optimization") or {}
-    return [zero.get(key) or {} for key in ("offload_optimizer", "offload_param")]
-
-
 def check_ds_config(ds_config: dict[str, Any]) -> None:
     """Check all keys and values of a ds_config.
 

@@ -252,7 +252,7 @@ class Config(Settings):
     """Stages of the run, which may differ in batch sizes, image size, patch dropout and crops. The
     last stage's `until` is the length of the run."""
     image_staging: Pixels = "device"
-    """Where the images of a step are stored between GradAccum's two forward passes over each
+    """The place that stores the images of a step between GradAccum's two forward passes over each
     micro-batch. `device`: as uint8 in device memory. `host`: as uint8 in pinned host memory; choose
     it if device memory is short. `compressed`: as image files in the data workers, which then decode
     every image twice; choose it if host memory is short too."""

@@ -6,7 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
-from disco_ds.config.ds_config import DEFAULTS, check_ds_config, merge, offloads, precision, stage
+from disco_ds.config.ds_config import DEFAULTS, check_ds_config, merge, precision, stage
 from disco_ds.config.recipe import Config
 
 GRADIENT_BUCKET = 50_000_000
@@ -43,7 +43,7 @@ def render_ds_config(config: Config, ranks: int, run_folder: Path | None = None)
             f"optim.name=lamb at ZeRO {level} is refused: its trust ratio needs the "
             "norm of each parameter, but ZeRO's optimizer sees flat partitions; use deepspeed=zero0"
         )
-    places = offloads(rendered)
+    places = [zero.get(key) or {} for key in ("offload_optimizer", "offload_param")]
     if any(place.get("device") == "nvme" for place in places):
         raise ValueError(
             "ds_config: offload to nvme is refused: DeepSpeed 0.19 restores only a part of the optimizer's states from "

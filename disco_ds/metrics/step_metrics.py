@@ -17,7 +17,7 @@ from disco_ds.distributed import comm
 
 @dataclass(frozen=True)
 class LogPoint:
-    """What this rank knows about a logged step after the step."""
+    """This rank's values after a logged step, from which the log record is computed."""
 
     step: int
     """Number of completed optimizer steps."""

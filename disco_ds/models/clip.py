@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 Features = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]
 """(image [b, D], text [b, D], scale [1], bias [1]) in fp32; image and text rows have norm 1.
 
-The features of a side that was not computed are None. The bias is None if the model has no bias.
+The features of a tower that did not run are None. A model without a bias returns None as the bias.
 """
 
 

@@ -38,8 +38,8 @@ def fit(
         config: The recipe.
         ranks: Number of GPUs.
         gib: Memory per GPU in GiB.
-        host_gib: Memory per host in GiB, for pixels and everything else that the plan places there. If it is None,
-            pixels stay on the GPU, and host memory is not limited.
+        host_gib: Memory of each host in GiB, which limits the images and everything else that the plan places on a
+            host. None: the images stay on the GPU, and host memory is not limited.
         assumed: Assumptions of the plan; see Assumptions.
 
     Returns:

@@ -98,7 +98,7 @@ def find_newest(runs: Path, name: str) -> Path | None:
 def split_resume(resume: str) -> tuple[Path, Path | None]:
     """Split a value of --resume into the run folder and the checkpoint.
 
-    For the path of a run folder, the checkpoint is None. For RUN/checkpoints/step-N, both are returned.
+    The value is RUN/checkpoints/step-N, or the path of a run folder; then the returned checkpoint is None.
     """
     path = Path(os.path.abspath(resume))
     if path.parent.name == CHECKPOINTS and STEP.fullmatch(path.name):

@@ -60,7 +60,7 @@ def is_exact(factory: str, level: int) -> bool:
 def _train(factory: str, tensors: Tensor, level: int) -> Tensor:
     """Train the matrices tensors[0] with the gradients tensors[1:], and return the trained matrices.
 
-    Each matrix is in a parameter group of its own.
+    Each matrix has a separate parameter group.
     """
     parameters = [nn.Parameter(tensor.clone()) for tensor in tensors[0]]
     options = {"lr": 0.01, "weight_decay": 0.1, "lr_factor": 1.0, "muon": False}

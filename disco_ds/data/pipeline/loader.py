@@ -101,7 +101,7 @@ class Loader:
             "fingerprint": fingerprint(settings, sources),
             "window": settings.window,
         }
-        """What determines the data order, apart from the seed. A state is accepted only if it has the same values."""
+        """The values that determine the data order, except the seed. A saved state with other values is refused."""
         if state is not None:
             self._check(state)
         order = mix(settings, sources, num_slots, seed)

@@ -17,7 +17,7 @@ from disco_ds.data.sources.base import Source
 from disco_ds.data.sources.manifest import Manifest
 
 _DEFAULT_BYTES = 128e9
-"""With the default number of slots, the remote shards that all slots read at a time total at most this many bytes."""
+"""The default number of slots is so small that all slots together read at most this many bytes of shards at a time."""
 
 
 def fits_default(settings: DataSettings, sources: Sequence[Source], num_slots: int) -> bool:

@@ -57,11 +57,9 @@ def _load(part: SourceSettings, settings: DataSettings) -> Source:
     listing = find_shards(part.shards, settings.remote, known)
     if settings.index == "none":
         # At the start of a run only local shards can be checked quickly.
-        missing = (
-            []
-            if listing.urls
-            else [name for name in listing.names if not (listing.folder / name).exists()]
-        )
+        missing = [
+            name for name in listing.names if not (listing.urls or (listing.folder / name).exists())
+        ]
         if missing:
             raise ValueError(
                 f"missing shards: {some(missing)}; name the existing shards by a pattern with *, or in a .txt file"

@@ -33,7 +33,7 @@ _JOINING = {
 _SORTED_HERE = 1_000_000
 """Files with more uids than this must already be sorted."""
 _PART = 1_000
-"""In a long file, the sorting is checked only in some parts with this many uids each."""
+"""Number of uids in a part of a long file. Only some parts are checked for sorting."""
 
 
 @dataclass(frozen=True)
@@ -176,11 +176,11 @@ def _passes(value: Any, rule: Mapping[str, Any]) -> bool:
     """Return whether a field passes a rule. A missing field does not pass."""
     if value is None:
         return False
-    allowed = rule.get("in", [value])
+    allowed = rule.get("in")
     if isinstance(value, bytes):  # the columns of a csv file are texts
         value = value.decode()
-        allowed = [str(item) for item in rule.get("in", [value])]
-    if value not in allowed:
+        allowed = allowed and [str(item) for item in allowed]
+    if allowed is not None and value not in allowed:
         return False
     if "min" in rule and not float(value) >= rule["min"]:
         return False
