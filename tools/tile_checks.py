@@ -26,7 +26,8 @@ from disco_ds.losses.kernels import (
 )
 
 SHIFT = 3.0
-TINY = 1e-6
+TINY = 2e-6
+"""Error that is always allowed: the rounding of fp32 sums over up to 1,152 products, in any order."""
 SUMS = "sums of rows", "sums of columns", "maxima of rows", "maxima of columns"
 OnTile = Callable[..., dict[str, Tensor]]
 
@@ -234,13 +235,15 @@ def device() -> str:
 
 def keep(record: Record, label: str, check: Check, limit: float = math.inf) -> None:
     """Record a check; `limit` bounds Triton's error independently of torch's."""
-    # The interpreter truncates numbers to bf16; a GPU and torch round them.
-    cut = device() == "cpu" and any(word in f"{label} {check.name}" for word in ("kept", "store"))
+    # Where Triton and torch round almost equal numbers to bf16, the results may differ by one unit in the last place,
+    # which is at most 2^-8 of the largest. The interpreter does not round but truncates, in several operations.
+    in_bf16 = any(word in f"{label} {check.name}" for word in ("kept", "store"))
+    rounding = 2**-6 if device() == "cpu" else 2**-8
     passes = check.passes and check.triton <= limit
     record(
         case=label,
         what=check.name,
         triton=check.triton,
         torch=check.torch,
-        ok=passes or (cut and check.triton <= 2**-6),
+        ok=passes or (in_bf16 and check.triton <= rounding),
     )

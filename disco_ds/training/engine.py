@@ -50,6 +50,9 @@ def build_engine(model: nn.Module, settings: OptimSettings, ds_config: dict[str,
     """
     deepspeed.utils.logger.setLevel(logging.WARNING)
     deepspeed_quirks.reset_autocast()
+    # All steps have the same shapes, so let cuDNN time its algorithms once. The algorithm that it would choose without
+    # timing takes 18 ms for the gradient of ViT-B/32's patch embedding (H200, micro-batch 2048).
+    torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
     model.to(comm.local_device())
     groups = parameter_groups(model, settings)
     matrices = [matrix for group in groups if group["muon"] for matrix in group["params"]]

@@ -32,8 +32,8 @@ class Tiling:
 
     Args:
         tile: Number of rows and columns of a tile. None: 2048 x 2048 on a CPU. On a GPU, None gives tiles of at most
-            144 MiB if they are written to memory (see `written_shape`). Tiles that are not written are 16384 x 16384,
-            which is enough work to hide kernel launches.
+            144 MiB if they are written to memory (see `written_shape`). Tiles that are not written have 2^28 elements,
+            which is enough work to hide kernel launches, and at most 16384 rows.
         precision: Precision of the operands of every matrix multiplication; results accumulate in fp32. "auto" is
             fp32 on a CPU and fp16 on a GPU: fp16 has as many mantissa bits as tf32, and unit rows are within its
             range. Float64 features are always multiplied in float64.
@@ -83,7 +83,8 @@ class Tiling:
         elif device.type == "cpu":
             rows, columns = 2048, 2048
         elif not written:
-            rows, columns = 16384, 16384
+            rows = min(n, 16384)
+            columns = 2**28 // rows
         else:
             elements = TILE_BYTES // (2 if self.precision in _HALF else 4)
             rows, columns = written_shape(n, D, elements, count_multiprocessors(device))
