@@ -11,7 +11,7 @@ this file.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -464,15 +464,28 @@ def overflow_shift(rows: Tensor, columns: Tensor, scale: Tensor, group: Any) -> 
     return (norm * norm * s + (math.log(len(rows) * comm.size(group)) - 88)).clamp_(min=0)
 
 
-def shift_fits(shift: Tensor, *sums: Tensor, group: Any) -> bool:
-    """Return True if no sum of any rank underflows fp32 with this shift.
+def shift_fits(shift: Tensor, *sums: Tensor, group: Any) -> Callable[[], bool]:
+    """Start to check that no sum of any rank underflows fp32 with this shift. Collective: one all_reduce.
 
-    Collective: one all_reduce, for which the host waits. The logarithm of a sum may be at most 58 below the shift,
-    because the reciprocal of exp(-58), times Tiling.gain, is still within fp32.
+    The logarithm of a sum may be at most 58 below the shift, because the reciprocal of exp(-58), times Tiling.gain, is
+    still within fp32.
+
+    Returns:
+        A function that waits for the answer, but not for work that the device receives in the meantime.
     """
     lowest = torch.stack([x.min() for x in sums]).min()
     # If a sum is NaN, the comparison is False on every rank.
-    return bool(-comm.all_reduce_max(-lowest, group) >= shift[0] - 58)
+    fits = -comm.all_reduce_max(-lowest, group) >= shift[0] - 58
+    if not fits.is_cuda:
+        return lambda: bool(fits)
+    copy = fits.to("cpu", non_blocking=True)
+    copied = torch.cuda.current_stream(fits.device).record_event()
+
+    def answer() -> bool:
+        copied.synchronize()
+        return bool(copy)
+
+    return answer
 
 
 def add_pairs(
@@ -495,6 +508,21 @@ def add_pairs(
     factor = (factor / tiling.gain()).to(gradient.dtype)
     for part, other, w in row_chunks(gradient, others, lifted):
         part.addcmul_(tiling.factor(other).to(part.dtype), w).mul_(factor)
+
+
+def multiply_gradients(ctx: Any, upstream: Tensor) -> list[Tensor | None]:
+    """Multiply the gradients that forward left in ctx.gradients by the upstream gradient, in place.
+
+    Raises:
+        RuntimeError: If this is the second backward of the same loss.
+    """
+    # Drop ctx's references to the gradients, so that autograd uses these tensors instead of copying them.
+    gradients, ctx.gradients = ctx.gradients, None
+    if gradients is None:
+        raise RuntimeError(
+            "this loss allows one backward; for a second one, compute the loss again"
+        )
+    return [None if gradient is None else gradient.mul_(upstream) for gradient in gradients]
 
 
 def inner_product(a: Tensor, b: Tensor) -> Tensor:

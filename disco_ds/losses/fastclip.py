@@ -219,7 +219,7 @@ class _FastCLIP(torch.autograd.Function):
         sums = cross.sums(rows, scales, shift, loss.accuracy)
         # With a common shift, the sum of a row underflows if all its similarities are far below the largest similarity
         # of the batch. In that case, subtract a separate maximum in each sum.
-        if shift is not None and not shift_fits(shift, sums.rows, sums.columns, group=group):
+        if shift is not None and not shift_fits(shift, sums.rows, sums.columns, group=group)():
             shift = None
             sums = cross.sums(rows, scales, shift, loss.accuracy)
         others = torch.stack([sums.rows, sums.columns])

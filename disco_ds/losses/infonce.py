@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from disco_ds.losses.blocks import (
     add_pairs,
     assign_sides,
     inner_product,
+    multiply_gradients,
     overflow_shift,
     pair_cosines,
     shift_fits,
@@ -34,7 +35,7 @@ def infonce(
 ) -> LossOutput:
     """Compute InfoNCE under the contract of base.py, without storing the matrix of similarities.
 
-    Collective in forward and backward.
+    Collective. The gradient is computed in forward if it is needed; backward only multiplies it.
 
     Args:
         embeddings: Features and scale of this rank.
@@ -49,7 +50,14 @@ def infonce(
     groups, metrics = loss.find_groups(embeddings)
     rows, columns, swap = assign_sides(embeddings)
     value, *hits = _InfoNCE.apply(
-        rows, columns, embeddings.scale, make_blocks, loss, groups, shared
+        rows,
+        columns,
+        embeddings.scale,
+        make_blocks,
+        loss,
+        groups,
+        shared,
+        torch.is_grad_enabled(),
     )
     if swap:
         hits.reverse()
@@ -67,6 +75,7 @@ class _InfoNCE(torch.autograd.Function):
         loss: TiledLoss,
         groups: Groups | None,
         shared: bool,
+        trains: bool,
     ) -> tuple[Tensor, ...]:
         group = loss.group
         tiling = loss.tiling.on(rows.device)
@@ -74,23 +83,29 @@ class _InfoNCE(torch.autograd.Function):
         cross = make_blocks(columns, tiling, loss.comm_dtype, group, groups)
         # With shared denominators, rows are also compared with rows, and columns with columns.
         same = (make_blocks(rows, tiling, loss.comm_dtype, group, None), cross) if shared else ()
+        share = None if groups is None else groups.share
         x = scale.double() * pair_cosines(rows, cross.own, tiling)
         scales = scale.detach().double().expand(2, len(rows))
+        needed = [trains and each for each in ctx.needs_input_grad[:3]]
+
+        def find_gradients(sums: Sums, shift: Tensor | None) -> tuple[Tensor | None, ...]:
+            return _gradients(cross, same, rows, scales, scale, x, sums, shift, share, needed)
+
         shift = overflow_shift(rows, columns, scale, group)
-        ctx.shift = shift
         sums = _sums(cross, same, rows, columns, scales, shift, loss.accuracy)
         with_pairs = torch.logaddexp(sums.rows, x), torch.logaddexp(sums.columns, x)
-        if not shift_fits(shift, *with_pairs, group=group):
-            ctx.shift = None
+        fits = shift_fits(shift, *with_pairs, group=group)
+        # Almost every shift fits, so compute the gradients before the host waits for the answer. The device then has
+        # work while the host reads the answer and prepares what follows.
+        gradients = find_gradients(sums, shift)
+        if not fits():
+            del gradients
             sums = _sums(cross, same, rows, columns, scales, None, loss.accuracy)
+            gradients = find_gradients(sums, None)
+        ctx.gradients = gradients
         # Compute -log(pair / (pair + others)) as log1p(others / pair), which stays precise when `others` is small.
         zero = torch.zeros_like(x)
         per_pair = torch.logaddexp(zero, sums.rows - x) + torch.logaddexp(zero, sums.columns - x)
-        ctx.cross = cross
-        ctx.same = same
-        ctx.tiling = tiling
-        ctx.save_for_backward(rows, cross.own, scale, x, sums.rows, sums.columns)
-        ctx.share = share = None if groups is None else groups.share
         if share is not None and sums.positives is not None:
             # The target is uniform over the group, so the mean of the group's logits replaces the pair's logit. Summed
             # over all anchors, this change is the same in both directions, so compute it for the rows and double it.
@@ -101,39 +116,63 @@ class _InfoNCE(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        rows, columns, scale, x, row_others, column_others = ctx.saved_tensors
-        needs_rows, needs_columns, needs_scale, *_ = ctx.needs_input_grad
-        others = torch.stack([row_others, column_others])
-        lse = torch.logaddexp(others, x)
-        scales = scale.double().expand(2, len(x))
-        # The gradient of the scale is <rows, gradient of rows> / s, and also <columns, gradient of columns> / s, so
-        # the gradient of one side is enough. With shared denominators, the scale's gradient is the mean of the two.
-        shared = bool(ctx.same)
-        needed = needs_rows or needs_scale, needs_columns or (needs_scale and shared)
-        d_rows, d_columns = ctx.cross.gradient(rows, scales, lse, ctx.shift, *needed)
+        return *multiply_gradients(ctx, upstream), None, None, None, None, None
+
+
+def _gradients(
+    cross: Blocks,
+    same: tuple[Blocks, ...],
+    rows: Tensor,
+    scales: Tensor,
+    scale: Tensor,
+    x: Tensor,
+    sums: Sums,
+    shift: Tensor | None,
+    share: Tensor | None,
+    needed: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of rows, columns and scale; `needed` says for each whether it is needed."""
+    if not any(needed):
+        return None, None, None
+    needs_rows, needs_columns, needs_scale = needed
+    columns = cross.own
+    others = torch.stack([sums.rows, sums.columns])
+    lse = torch.logaddexp(others, x)
+    # The gradient of the scale is <rows, gradient of rows> / s, and also <columns, gradient of columns> / s, so the
+    # gradient of one side is enough. With shared denominators, the scale's gradient is the mean of the two.
+    shared = bool(same)
+    d_rows: Any
+    d_columns: Any
+    d_rows, d_columns = cross.gradient(
+        rows,
+        scales,
+        lse,
+        shift,
+        needs_rows or needs_scale,
+        needs_columns or (needs_scale and shared),
+    )
+    # In a block that compares rows with rows, or columns with columns, each view is an anchor and also a negative of
+    # other views. The gradient of the block's rows includes both contributions.
+    for block, views, shifts, total in zip(
+        same, (rows, columns), lse, (d_rows, d_columns), strict=False
+    ):
+        total += block.gradient(views, scales, shifts.expand(2, -1), shift, True, False)[0]
+    # The weight of a positive pair is P + Q - 2 = -(1 - P) - (1 - Q): minus the probability of all other entries in
+    # its row and in its column.
+    pairs = -(others - lse).exp().sum(0)
+    if share is not None:
+        pairs += 2 * (1 - share)  # for a pair in a group, the weight is P + Q - 2 / size
+    factor = scale / (2 * len(x))
+    tiling = cross.tiling
+    add_pairs(d_rows, columns, pairs, factor, tiling)
+    add_pairs(d_columns, rows, pairs, factor, tiling)
+    d_scale = None
+    if needs_scale:
+        total = inner_product(rows, d_rows)
         if shared:
-            # In a block that compares rows with rows, or columns with columns, each view is an anchor and also a
-            # negative of other views. The gradient of the block's rows includes both contributions.
-            sides = zip(ctx.same, (rows, columns), lse, (d_rows, d_columns), strict=True)
-            for block, views, shifts, total in sides:
-                shifts = shifts.expand(2, -1)
-                total += block.gradient(views, scales, shifts, ctx.shift, True, False)[0]
-        # The weight of a positive pair is P + Q - 2 = -(1 - P) - (1 - Q): minus the probability of all other entries
-        # in its row and in its column.
-        pairs = -(others - lse).exp().sum(0)
-        if ctx.share is not None:
-            pairs += 2 * (1 - ctx.share)  # for a pair in a group, the weight is P + Q - 2 / size
-        factor = upstream * scale / (2 * len(x))
-        add_pairs(d_rows, columns, pairs, factor, ctx.tiling)
-        add_pairs(d_columns, rows, pairs, factor, ctx.tiling)
-        d_scale = None
-        if needs_scale:
-            total = inner_product(rows, d_rows)
-            if shared:
-                total = (total + inner_product(columns, d_columns)) / 2
-            d_scale = total / scale
-        # Autograd converts gradients to the dtypes of the inputs and ignores gradients that are not needed.
-        return d_rows, d_columns, d_scale, None, None, None, None
+            total = (total + inner_product(columns, d_columns)) / 2
+        d_scale = (total / scale).to(scale.dtype)
+    return d_rows if needs_rows else None, d_columns if needs_columns else None, d_scale
 
 
 def _sums(

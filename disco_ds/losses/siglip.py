@@ -19,11 +19,12 @@ from disco_ds.losses.blocks import (
     add_pairs,
     assign_sides,
     inner_product,
+    multiply_gradients,
     pair_cosines,
     to_comm_dtype,
     zero_gradient,
 )
-from disco_ds.losses.kernels import Block, Groups, sigmoid_block
+from disco_ds.losses.kernels import Block, Groups, full_dtype, sigmoid_block
 
 
 @register_loss("siglip")
@@ -80,12 +81,11 @@ class _SigLIP(torch.autograd.Function):
         groups: Groups | None,
         trains: bool,
     ) -> tuple[Tensor, ...]:
-        dtypes = rows.dtype, columns.dtype
         b = len(rows)
         group = loss.group
         tiling = loss.tiling.on(rows.device)
-        needs_rows, needs_columns, needs_scale, *_ = (
-            trains and needed for needed in ctx.needs_input_grad
+        needs_rows, needs_columns, needs_scale, needs_bias = (
+            trains and needed for needed in ctx.needs_input_grad[:4]
         )
         rows = tiling.hold(rows)
         sent = to_comm_dtype(tiling.hold(columns), loss.comm_dtype)
@@ -127,24 +127,15 @@ class _SigLIP(torch.autograd.Function):
         add_pairs(d_rows, sent, pair_weights, factor, tiling)
         add_pairs(d_columns, rows, pair_weights, factor, tiling)
         d_scale = None if d_rows is None else (inner_product(rows, d_rows) / scale).to(scale.dtype)
-        # The gradients are complete here; backward only multiplies them by the upstream gradient.
-        ctx.gradients = (
-            d_rows.to(dtypes[0]) if d_rows is not None and needs_rows else None,
-            None if d_columns is None else d_columns.to(dtypes[1]),
-            d_scale,
-            (weight / b).to(bias.dtype).view(1),
-        )
+        # The gradients are complete here; backward only multiplies them by the upstream gradient. They stay in fp32,
+        # because in fp16 they could be too small until a loss scale has multiplied them.
+        d_bias = (weight / b).to(bias.dtype).view(1) if needs_bias else None
+        ctx.gradients = d_rows if needs_rows else None, d_columns, d_scale, d_bias
         maxima = largest, home[0] if loss.accuracy else None
         hits = [count_hits(x, z) for x in maxima]
         ctx.mark_non_differentiable(*hits)
-        return (total / b).to(torch.promote_types(dtypes[0], torch.float32)), *hits
+        return (total / b).to(full_dtype(rows)), *hits
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        # Drop ctx's references to the gradients, so that autograd uses these tensors instead of copying them.
-        gradients, ctx.gradients = ctx.gradients, ()
-        gradients = [
-            None if gradient is None or not needed else gradient.mul_(upstream)
-            for gradient, needed in zip(gradients, ctx.needs_input_grad, strict=False)
-        ]
-        return *gradients, None, None, None
+        return *multiply_gradients(ctx, upstream), None, None, None
