@@ -230,7 +230,7 @@ def measure_ratio(num_shards: int, gb: float, hosts: int) -> str:
     # Between two counts, every slot reads one shard. During the first quarter, which is left out, the cache fills.
     first = RATIO_SHARDS // 4
     ratio = (counts[-1] - counts[first]) / (len(counts) - 1 - first) / (slots // hosts)
-    return f"{slots:5} {hosts:5} {used / 1e9:10.0f} {room / 1e9:9.0f} {ratio:8.2f}"
+    return f"{slots:5} {hosts:5} {used / 1e9:10.0f} {room / 1e9:9.0f} {ratio:13.2f}"
 
 
 def make_body() -> bytes:
@@ -298,7 +298,7 @@ def main() -> None:
                 print(f"{name:12} {batch:6} {count_first(num_shards, samples, gb, batch)}")
         return
     if args.ratio:
-        print(f"{'':12} slots hosts in use GB  cache GB fetched per used")
+        print(f"{'':12} slots hosts  in use GB  cache GB  fetched/used")
         for name, num_shards, _, gb in DATA_SETS:
             for hosts in (1, 8):
                 print(f"{name:12} {measure_ratio(num_shards, gb, hosts)}", flush=True)

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import loss_checks
 import slices
 import torch
 from kernel_rates import in_short, measure_rates, table
@@ -231,14 +232,10 @@ def check_tile(tile: Tile, tiling: Tiling, record: Record, on: OnTile | None = N
 
 
 def check_losses(precision: str, sizes: Sizes, record: Record) -> None:
-    import loss_checks  # also imports DeepSpeed, which no other slice needs
-
     loss_checks.check(precision, sizes.batch, sizes.square.D, record)
 
 
 def check_reference(sizes: Sizes, record: Record) -> None:
-    import loss_checks
-
     loss_checks.check_reference(sizes.batch, sizes.square.D, record)
 
 

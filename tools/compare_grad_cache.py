@@ -263,7 +263,7 @@ def gradient_of(encoder: nn.Module) -> Tensor:
 
 
 def true_gradient(args: argparse.Namespace) -> Tensor:
-    """Return the gradient of the whole error batch, in one graph, one process and float64."""
+    """Return the true gradient of --error-batch pairs, computed in one graph, in one process and in float64."""
     encoder = Encoder(args).double().eval()
     first, second = (encoder(**side) for side in make_pairs(args.error_batch, args.length))
     logits, target = SCALE * first @ second.T, torch.arange(args.error_batch)

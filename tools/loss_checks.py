@@ -1,4 +1,4 @@
-"""Check whole losses on this GPU, called as a trainer calls them, against float64, for check_kernels.py."""
+"""Compare whole losses with float64 results, for check_kernels.py. Each loss is called as a trainer calls it."""
 
 # B batch, D width, s scale
 

@@ -214,7 +214,8 @@ def shorten_flags(names: list[str]) -> list[str]:
 def open_clip_page() -> str:
     """Return docs/from_open_clip.md with an updated table of flags; the rest of the page is written by hand."""
     begin, end = (
-        f"<!-- {word} of what tools/make_reference.py makes -->" for word in ("Begin", "End")
+        f"<!-- {word} of the part that tools/make_reference.py writes -->"
+        for word in ("Start", "End")
     )
     page = (DOCS / "from_open_clip.md").read_text(encoding="utf-8")
     before, _, rest = page.partition(begin)

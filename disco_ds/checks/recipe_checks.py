@@ -144,8 +144,8 @@ def _read(source: Source, data: DataSettings) -> Line:
         return Line("warn", "samples", found, "check data.filter, data.uids and data.stages")
     if broken:
         found += f"; the last: {broken[-1]}"
-        # So few samples are read that two more than the limit may be broken by chance. The check always fails if most
-        # samples are broken.
+        # So few samples are read that two broken ones more than data.max_broken allows may be chance. If more than half
+        # are broken, the check always fails.
         many = len(broken) > 2 + data.max_broken * len(chosen) or 2 * len(broken) > len(chosen)
         status = "fail" if many else "warn"
     remedy = (

@@ -148,7 +148,7 @@ def report(values: NDArray[Any], metrics: list[str], args: argparse.Namespace) -
     for batch, rate, *row in zip(args.batches, rates, means, errors, strict=True):
         cells = [f"{mean:.4f} ± {error:.4f}" for mean, error in zip(*row, strict=True)]
         lines.append(f"| {batch:,} | x{rate:g} | {' | '.join(cells)} |")
-    # Branches of one parent have the same seed, so subtract the smallest batch's loss for each parent.
+    # Branches of one parent have the same seed, so compare each with its parent's branch of the smallest batch.
     worse = chosen[..., :1] - chosen[:1, :, :1]
     within = worse.mean(axis=1) <= 2 * find_errors(worse)
     largest = max(batch for batch, fits in zip(args.batches, within, strict=True) if fits)

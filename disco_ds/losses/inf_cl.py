@@ -11,9 +11,9 @@ from disco_ds.losses.infonce import infonce
 class InfCLLoss(GroupedLoss):
     """InfoNCE over the global batch, equal to `clip` and `disco`.
 
-    No tensor of size B x D or larger is allocated. Each rank's block of texts travels around the ring once in
-    forward, and once more in backward together with its gradient. The next block is received while the current
-    one is multiplied. Memory: four b x D blocks and one tile. Options: see GroupedLoss.
+    No tensor of size B x D or larger is allocated. Each rank's block of texts travels around the ring once for the
+    sums, and once more together with its gradient. The next block is received while the current one is multiplied.
+    Memory: four b x D blocks and one tile. Options: see GroupedLoss.
 
     Source: docs/losses.md section 1; Inf-CL (arXiv 2410.17243).
     """

@@ -377,7 +377,7 @@ def register_config(name: str) -> str:
 
 
 def register_architecture(name: str, architecture: dict[str, Any]) -> str:
-    """Register an architecture with open_clip under a new name, which begins with `name` and is returned."""
+    """Register an architecture with open_clip; return its new name, which begins with the file name in `name`."""
     text = json.dumps(architecture)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     with tempfile.TemporaryDirectory() as folder:

@@ -18,8 +18,8 @@ from disco_ds.plan.losses import loss_cost
 from disco_ds.plan.towers import Towers
 from disco_ds.training.engine import DTYPES
 
-TUNING_S = 45.0
-"""Estimated seconds in which Triton tunes a loss's kernels: about 85 compilations, two at a time."""
+TUNING_S = 30.0
+"""Seconds in which Triton tunes a loss's kernels, as measured on an H200 (docs/results.md)."""
 COMPILE_S = 35.0
 """Seconds that torch.compile takes for a small model (measured on a CPU, see docs/planning.md)."""
 COMPILE_S_PER_OPERATION = 0.004

@@ -1,6 +1,6 @@
 """The DeepSpeed engine of a run: optimizer, learning rate, precision, update, and the clamp of the logit scale.
 
-No other file calls deepspeed.initialize. The built-in optimizers come from torch, timm and muon.py,
+No other file of this package calls deepspeed.initialize. The built-in optimizers come from torch, timm and muon.py,
 so DeepSpeed compiles no optimizer code. The learning rate is computed and set before every update, so no
 schedule state is stored. Patches of DeepSpeed are in distributed/deepspeed_quirks.py.
 """

@@ -140,10 +140,10 @@ def accumulate(
 
 
 def _join_leaves(parts: Sequence[MicroFeatures]) -> Embeddings:
-    """Concatenate the features of all micro-batches into leaf tensors, at which the backward of the loss stops.
+    """Concatenate the image features and text features of all micro-batches; the scale and bias are the last ones.
 
-    Only the features of the last micro-batch have a graph. Their requires_grad shows which of the
-    features, scale and bias are trained.
+    All are leaf tensors, at which the backward of the loss stops. Only the last micro-batch has a graph, so a leaf
+    requires a gradient if the tensor of the last micro-batch does.
     """
     images, texts, scales, biases = zip(*(part.features for part in parts), strict=True)
 

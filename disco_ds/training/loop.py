@@ -55,9 +55,9 @@ def train(run: Run) -> None:
 
     Raises:
         StopError: If data cannot be read, or the ranks are at different steps.
-        FloatingPointError: If the loss is not finite.
+        FloatingPointError: If the loss or the gradient is not finite in too many batches in a row.
         AskedToStopError: If a signal requested a stop. A checkpoint has been saved by then.
-        comm.AgreedError: If an evaluation or the last save fails.
+        comm.AgreedError: If an evaluation fails, the last save fails, or too many saves in a row fail.
     """
     run.engine.train()
     step = run.schedule.first_step

@@ -1,4 +1,4 @@
-"""Muon: AdamW with orthogonalized updates for the hidden matrices, at every ZeRO stage.
+"""Muon for the hidden matrices and AdamW for all other parameters, at every ZeRO stage.
 
 The momentum has one number per element, so ZeRO divides it like any other state. Whole matrices are needed only to
 orthogonalize the update: the ranks then join the parts that they hold, one matrix at a time.

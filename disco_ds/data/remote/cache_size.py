@@ -21,7 +21,7 @@ _DEFAULT_BYTES = 128e9
 
 
 def fits_default(settings: DataSettings, sources: Sequence[Source], num_slots: int) -> bool:
-    """Return whether this many slots read at most _DEFAULT_BYTES of shards at a time, which even one host can cache."""
+    """Return whether `num_slots` slots together read at most _DEFAULT_BYTES of remote shards at a time."""
     return sum_bytes(settings, sources, num_slots)[0] <= _DEFAULT_BYTES
 
 
