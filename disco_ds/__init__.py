@@ -45,7 +45,7 @@ OFFERED = {
     "plan_run": "disco_ds.plan.overview",
     "run_training": "disco_ds.run",
 }
-"""The module that defines each name of the API.
+"""Maps each name of the API to the module that it is imported from.
 
 A name must differ from the names of the modules directly in this package: importing such a module would
 replace the name.

@@ -101,12 +101,17 @@ def run_training(
         RefusedError: If there is a mistake in the settings or data. Raised before the first step.
         ValueError: If this process has already joined a process group, or some of the launcher's
             environment variables are missing.
-        StopError: If data cannot be read, or the loss breaks its contract.
-        FloatingPointError: If the loss is not finite.
+        RendezvousError: If the ranks cannot connect to each other.
+        StopError: If data cannot be read, if the ranks are at different steps or, on a single rank, if the
+            loss breaks its contract.
+        LossContractError: With several ranks, only on a rank where the loss breaks its contract. The other
+            ranks are then ended.
+        FloatingPointError: If the loss or the gradient is not finite in more than config.skip_nonfinite
+            batches in a row.
         AskedToStopError: If a signal stopped the run. A checkpoint has been saved.
-        AgreedError: If an evaluation or the last checkpoint failed.
-        OutOfMemory: Only on a rank that runs out of memory. The message lists the memory in use and the
-            settings that save memory.
+        AgreedError: If an evaluation fails, the last save fails, or too many saves in a row fail.
+        OutOfMemory: Only on a rank that runs out of memory. On the first such rank of each host, the message
+            lists the memory in use and the settings that save memory.
 
     Example:
         >>> from disco_ds import load_config, run_training
@@ -143,10 +148,11 @@ def train_session(
         resume: See `run_training`.
         allow_change: See `run_training`.
         launch_id: ID that `disco-ds launch` has given to this attempt; None for any other launcher. If
-            given, it is recorded in the run folder with the exit code, and if a checkpoint is damaged,
-            the run resumes from the previous checkpoint.
+            given, the ID and the exit code are recorded in the run folder, and a run whose newest
+            checkpoint is damaged resumes from an older one.
         report: Called on rank 0 with an error as soon as all ranks have agreed on the error. Also
-            called on a rank that ran out of memory, with the explanation.
+            called with the explanation of an out-of-memory error, on the first rank of each host that
+            has run out of memory.
 
     Returns:
         The run folder.
@@ -312,7 +318,9 @@ def evaluate_run(
 
     Raises:
         RefusedError: If there is a mistake in the settings, data or weights.
-        AgreedError: If images cannot be read.
+        ValueError: See run_training.
+        RendezvousError: See run_training.
+        AgreedError: If an evaluation fails, for example because images cannot be read.
 
     Example:
         >>> from disco_ds import evaluate_run

@@ -77,7 +77,8 @@ def take_step(rank: int, ranks: int, name: str, args: argparse.Namespace, folder
         width = run.engine.module.text_projection.shape[1]
         b = args.batch // ranks
         planned = loss_peak(run.loss, b, ranks, width, torch.device("cpu"))
-        # Allocations has counted the features too, at their first view, so subtract them.
+        # Exclude the fp32 features [b, D] of both sides, as the plan does. Allocations has counted them, because it
+        # counts an existing tensor as new when it first sees a view of it.
         peak = memory.peak - 2 * 4 * b * width
     if rank == 0:
         found = {"gradient": gradient, "s": seconds, "planned": planned, "peak": peak}

@@ -5,7 +5,7 @@
 
 Both readers run in one process and read the image and the caption of every sample. Ours reads a shard's samples in
 random order, as a run does; webdataset reads them in the order of the file. The shards have 1,000 samples of random
-bytes.
+bytes. Without --fuse, a line shows two times: with an empty page cache, and once more with the shards in the cache.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compare the data pipeline with open_clip's on the same shards, in samples per second and core.
+"""Compare the data pipeline with open_clip's on the same shards: samples per second, and samples per CPU second.
 
     python tools/bench_data.py                                generated shards of 224-pixel JPEGs, one worker each
     python tools/bench_data.py --shards DIR --size 224
@@ -10,8 +10,8 @@
 Both pipelines read tars of JPEG and text, take a random crop of 0.9 to 1 of the area, resize it (bicubic with
 antialiasing), tokenize, and pass batches of uint8 pixels from one worker process to the trainer. open_clip's pipeline
 is open_clip_train's get_wds_dataset. The webdataset version that it needs is installed in a separate folder, which
-comes before this environment on the path. The runs alternate, each in new processes; the results are medians. Samples
-per second and core are samples divided by the CPU seconds of trainer and worker together.
+comes before this environment on the path. The runs alternate, each in new processes; the results are medians. CPU
+seconds are those of trainer and worker together.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from disco_ds.data.pipeline.staging import LEAST_AHEAD
 BATCH = 128
 WAITS_BATCH = 32
 WARM_UP = 8
-"""Batches before the measurement starts; by then the worker runs and its shuffle buffer is filled."""
+"""Batches before the measurement starts. By then, the worker is running, and open_clip's shuffle buffer has its initial
+1,000 samples."""
 SCALE = (0.9, 1.0)
 TOKENIZER = "ViT-B-32"
 PANDAS = ("pandas", "python-dateutil", "pytz", "tzdata", "six")
@@ -116,7 +117,7 @@ def make_jpeg(generator: numpy.random.Generator, size: int) -> bytes:
 
 
 def compare_decoders(size: int) -> None:
-    """Time decoding JPEGs of three sizes and resizing them to `size`, in ms, and compare the pixels (0 to 255)."""
+    """Print how many ms PIL and torchvision take to decode and resize a JPEG, and by how much their pixels differ."""
     from disco_ds.data.images.decode import (
         NUM_CROP_NUMBERS,
         ImageSpec,
@@ -168,10 +169,10 @@ def open_loader(
 
 
 def show_waits(folder: Path, size: int, load: float) -> None:
-    """Measure which percentage of a step is not spent computing, with one worker and a device that simulates GradAccum.
+    """Measure the percentage of a GradAccum step in which a simulated device does not compute, with one worker.
 
-    `waiting` is the part of it spent waiting for samples that are not decoded yet. The rest is copies, and sleeping for
-    too long.
+    The column `other` is this percentage. The column `waiting` is its part spent on waiting for samples that are not
+    decoded yet. The rest is copies, and the time by which time.sleep sleeps too long.
     """
     torch.set_num_threads(1)
     print(f"{'pixels':12} {'micro-batches':>13} {'step ms':>8} {'other %':>10} {'waiting %':>13}")

@@ -5,14 +5,14 @@
     python tools/bench_gpu.py --only "step: *"     or some of the slices of train_rates.py: step, GradAccum, peak, data
 
 Each loss at each shape is a slice that runs in a separate process (see slices.py), and so is each measurement of
-training. The tables show all slices in the results file. The most important slices run first: our losses, our training
-steps, then other implementations, and finally whatever takes minutes.
+training. The tables show all selected slices in the results file, also those of earlier calls. The most important
+slices run first: our losses, our training steps, then other implementations, and finally slices that take minutes.
 
-The time of a loss is the median of forward and backward, measured by CUDA events. If the shape is one rank's share, the
-time does not include communication. Memory is the peak in addition to the features and their gradients. The error is
-the largest row error of the feature gradients against float64, divided by the largest true row or by s/B if that is
-larger. The worst of random, typical and aligned pairs is shown. The rate is units x 2 b B D FLOP divided by the time,
-as a fraction of the rate of torch's fp16 product of 8192 x 8192 matrices, which is measured in the same process.
+The time of a loss is the median time of forward and backward, measured by CUDA events. If the shape is one rank's
+share, the time does not include communication. Memory is the peak in addition to the features and their gradients. The
+error is |gradient - true| / max(|true|, s/B), where |.| is the largest norm of a row, and `true` is the gradient of the
+features in float64; the worst of random, typical and aligned pairs is shown. The rate is units x 2 b B D FLOP divided
+by the time. It is compared with the rate of torch's fp16 product of 8192 x 8192 matrices in the same process.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NOISE = (1e6, 2.0, 0.05)
 
 @dataclass(frozen=True)
 class Shape:
-    """A global batch of B pairs; one of `ranks` ranks computes its share of it."""
+    """What is measured: the share that one of `ranks` ranks computes of a global batch."""
 
     title: str
     batch: int
@@ -236,7 +236,7 @@ def problem(outcome: slices.Outcome) -> str:
 
 
 def failed(name: str, outcome: slices.Outcome) -> bool:
-    """Return whether a slice was interrupted, or is ours and has no results. Other implementations may fail."""
+    """Return whether a slice crashed or was stopped, or is ours and has no results. Others may have a `problem`."""
     ours_has_none = _is_ours(name) and not any(train_rates.in_short(x) for x in outcome.records)
     return outcome.end is not None and (outcome.end != "done" or ours_has_none)
 

@@ -4,8 +4,9 @@
     python tools/bench_loss.py --as-rank-of 64 --batch 196608         the work of one rank of 64, without communication
 
 The runs of the losses alternate; times are medians. Memory is the peak in addition to the features and their gradients.
-The error is the largest row error of the feature gradients, divided by the largest true row, at a smaller batch. The
-true gradient is that of the same loss in float64, or that of `clip` for other implementations of InfoNCE.
+The error is |gradient - true| / |true| for the gradient of the features at a smaller batch, where |.| is the largest
+norm of a row. The true gradient is that of the same loss in float64, or that of `clip` for other implementations of
+InfoNCE.
 """
 
 from __future__ import annotations
@@ -120,7 +121,8 @@ def pretend(N: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=N)
     comm.init(timeout_s=60)
 
-    # The fake group's collectives copy this rank's blocks, but its receives write nothing, so copy what is sent.
+    # The collectives of the fake group copy this rank's blocks, but its receives write nothing. This replacement copies
+    # each tensor that is sent into the tensor that is to be received.
     def stay(operations: list[Any]) -> list[Any]:
         sent, received = (
             [x.tensor for x in operations if x.op is op] for op in (dist.isend, dist.irecv)

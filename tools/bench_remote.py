@@ -4,7 +4,8 @@
     python tools/bench_remote.py --load 0.6 0.9       fraction of the bandwidth that the run needs
     python tools/bench_remote.py --ratio              bytes fetched per byte used at the default settings
     python tools/bench_remote.py --first              bytes that a run fetches before its first batch
-    python tools/bench_remote.py --manifest           size and time of sending the largest manifest to a data worker
+    python tools/bench_remote.py --manifest           size of the largest manifest when sent to a data worker, and CPU
+                                                      time to unpack it
 
 The generated shards contain small images, each with a member of 100 KB, so that fetching takes long and decoding does
 not. The device only sleeps. The first steps are not counted, because the workers start and the first shards arrive

@@ -4,8 +4,8 @@
     python tools/bench_step.py --ranks 8 --batch 32768 --micro-batch 512 --model ViT-B-32 --deepspeed zero1
 
 Each method runs whole optimizer steps on random data. The methods alternate; times are medians. The phases are those of
-step.py: the forward passes without graph; the loss with its collectives, forward and backward; and the backward pass of
-the towers (with the forward passes that GradAccum repeats), the gradient reduction and the update.
+step.py: (1) the forward passes of the towers; (2) forward and backward of the loss, with its collectives; (3) the
+backward passes of the towers, the forward passes that GradAccum repeats, the gradient reduction and the update.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def build_step(args: argparse.Namespace, loss_name: str, micro_batch: int) -> Callable[[], Any]:
-    """Build a separate engine and a function that runs one step with it."""
+    """Build a separate engine, and return a function that runs one step with it."""
     precision: dict[str, Any] = {
         "torch_autocast": {"enabled": args.precision == "autocast", "dtype": "bfloat16"}
     }
@@ -132,7 +132,7 @@ def measure(step: Callable[[], Any]) -> dict[str, float]:
 
 
 def run(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Return the medians of each method, each the maximum over ranks. Collective."""
+    """Return the medians of each method: the largest that any rank has measured. Collective."""
     whole = args.batch // comm.size()
     steps = {}
     for name in args.losses:

@@ -12,7 +12,7 @@ The checks are divided into slices, each of which runs in a separate process (se
   rates P      registers and speed of the configurations that the autotuner does choose, and speed of torch's products
 
 An error is the largest difference divided by the largest true value. Triton's error may be at most twice torch's
-at the same precision. The exit code is 1 if a check fails or there is no GPU.
+at the same precision. The exit code is 1 if a check fails, a slice crashes or takes too long, or there is no GPU.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def factors(tile: Tile) -> list[Tensor]:
 
 
 def check_far(beyond: int, record: Record) -> None:
-    """Check every way in which an offset can exceed `beyond` elements. For 2^31 elements, this takes 9 GB."""
+    """Check every way in which an offset can exceed `beyond` elements. For 2^31 elements, this takes 9 GB of memory."""
     from disco_ds.losses.kernels import triton_tiles as tiles
 
     n, D, tiling = (

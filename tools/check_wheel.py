@@ -84,7 +84,8 @@ def try_out(wheel: Path, env: Path, work: Path) -> None:
         str(wheel),
     ]
     subprocess.run([*command, "--no-index"], check=True)
-    # The wheel's site-packages comes first on the path, because this environment's disco_ds is the one of the clone.
+    # others.pth appends this Python's packages to the path. They come after disco_ds of the wheel, because they may
+    # contain disco_ds of the checkout.
     (site,) = (env / "lib").glob("python*/site-packages")
     others = [path for path in sys.path if path.endswith("site-packages")] or [
         sysconfig.get_paths()["purelib"]

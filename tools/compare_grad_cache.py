@@ -8,14 +8,16 @@ torch of that environment. Every contender computes the same gradient: that of C
 global batch. One BERT (the shape of BERT-tiny, random weights) encodes both sides, with dropout. It runs under
 DistributedDataParallel on CPU ranks of one thread (gloo). A step consists of forward passes, loss and backward passes,
 without an optimizer. Each contender has separate processes. They take turns: one step of each, then one of each in the
-opposite order. The time of a step is that of the slowest rank. The table shows medians over steps; "against" is the
-median over turns of the ratio within a turn. On a busy machine CPU seconds are more reliable than seconds.
+opposite order. The time of a step is that of the slowest rank. The table shows medians over steps. In the column
+"against", a time is divided by that of the first contender in the same turn. On a busy machine, CPU seconds are more
+reliable than seconds.
 
-Peak memory is the growth of one rank's resident set during its first step. The error is |gradient - true| / |true| over
-all weights; it is measured without dropout, at a smaller batch (--error-batch). The true gradient is that of the whole
-batch in one graph, in one process and float64. `factor` is the multiple of the true gradient that was found (1 is
-right), and `error / factor` is the error that remains after dividing by it. GradCache 0.0.1 on PyPI is installed as
-gradcache, but its modules import each other as grad_cache, so both names are defined here.
+Peak memory is the growth of a rank's resident set during its first step; the rank with the largest growth counts. The
+error is |gradient - true| / |true| over all weights; it is measured without dropout, at a smaller batch
+(--error-batch). The true gradient is that of the whole batch in one graph, in one process and float64. `factor` is the
+multiple of the true gradient that was found (1 is right), and `error / factor` is the error that remains after the
+gradient is divided by `factor`. GradCache 0.0.1 on PyPI is installed as gradcache, but its modules import each other as
+grad_cache, so both names are defined here.
 """
 
 from __future__ import annotations
@@ -148,8 +150,8 @@ def grad_cache(encoder: nn.Module, micro_batch: int) -> tuple[nn.Module, Step]:
 def ours(name: str, part: int = 1) -> Callable[[nn.Module, int], tuple[nn.Module, Step]]:
     """Return a function that builds contrastive_step with one of our losses.
 
-    Our graph of a micro-batch contains both sides; the other contenders' contains one. `part` divides the micro-batch:
-    with 2, our graph contains as many texts as theirs.
+    The graph of a micro-batch contains both sides here, but only one side in the other packages. `part` divides the
+    micro-batch: with 2, our graph contains as many texts as theirs.
     """
 
     def build(encoder: nn.Module, micro_batch: int) -> tuple[nn.Module, Step]:

@@ -2,9 +2,9 @@
 
     python tools/compare_precision.py                                 4,096 pairs of width 512, as in docs/exactness.md
 
-All losses get the same unit rows in fp32. The error is the largest row error of either side, divided by the largest row
-of the true gradient or by scale / batch if that is larger. On a CPU, factors are rounded as a GPU's tensor cores round
-them, and sums are fp32 on both, so the table is valid for a GPU except for the order of its sums.
+All losses get the same unit rows in fp32. The error is |gradient - true| / max(|true|, scale / batch), where |.| is the
+largest norm of a row; the worse side counts. On a CPU, factors are rounded as a GPU's tensor cores round them, and sums
+are fp32 on both. The table is therefore also valid for a GPU, which only adds in a different order.
 """
 
 from __future__ import annotations

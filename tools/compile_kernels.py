@@ -11,8 +11,8 @@ compile. The columns are:
   fit       number of programs that fit on a multiprocessor
   matrix    the matrix instruction
   product   cycles that the product takes at the full rate of a multiprocessor's cores
-  issue     cycles in which a multiprocessor's four schedulers issue all instructions, including the product's loop, for
-            a block without pairs and edges
+  issue     cycles that a multiprocessor's four schedulers take to issue all instructions of a block, including the
+            product's loop, but not those for pairs and edges
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """KB of shared memory that one program may take, by architecture: A100, RTX 3090, L40S, H100, B200, RTX 5090."""
 TYPES = {"fp32": "fp32", "tf32": "fp32", "fp16": "fp16", "bf16": "bf16"}
 FLOP_PER_CYCLE = {80: 2048, 86: 1024, 89: 1024, 90: 4096, 100: 8192, 120: 2048}
-"""Rate of one multiprocessor's tensor cores with 16-bit factors. tf32 has half of it; fp32 uses the plain cores."""
+"""Rate of one multiprocessor's tensor cores with 16-bit factors. For tf32 it is half; fp32 uses the plain cores."""
 VARIANTS: dict[str, tuple[str, dict[str, bool]]] = {
     "exp_sums": ("exp_sums_kernel", {"KEEP": False, "MAXIMA": False}),
     "exp_sums+maxima": ("exp_sums_kernel", {"KEEP": False, "MAXIMA": True}),
@@ -52,7 +52,7 @@ VARIANTS: dict[str, tuple[str, dict[str, bool]]] = {
     "exp_weights+groups": ("exp_weights_kernel", {}),
     "sigmoid+groups": ("sigmoid_weights_kernel", {"SIGMOID": True, "MAXIMA": False}),
 }
-"""What the losses launch: kernels and their flags."""
+"""The kernels that the losses launch, with their flags."""
 SCALARS = {"n", "m", "pairs", "r_row", "c_row", "tuned", "out_row"}
 UNALIGNED = {"n", "pairs", "tuned"}
 """Arguments that the launch does not declare as divisible by 16."""
@@ -86,7 +86,7 @@ class Compiled:
 def compile_kernel(
     variant: str, precision: str, D: int, config: triton.Config, arch: int, strided: bool = False
 ) -> Compiled:
-    """Compile a kernel with the arguments with which triton_tiles launches it for a large tile.
+    """Compile a kernel for the types, alignment and flags with which triton_tiles launches it for a large tile.
 
     Args:
         strided: Whether the rows are neither contiguous nor aligned.
@@ -105,7 +105,7 @@ def compile_kernel(
     groups = {"row_groups", "column_groups"}
     if not variant.endswith("+groups"):
         constants |= dict.fromkeys(groups)
-    # All other pointers point to fp32 vectors.
+    # Pointers other than those to factors, groups and `out` point to fp32 vectors.
     of_factors, kept = {"r", "c"}, flags.get("KEEP", False)
     signature, attributes = {}, {}
     for position, argument in enumerate(function.arg_names):
@@ -170,7 +170,7 @@ def _by_position(function: Any, constants: dict[str, Any]) -> Iterator[tuple[int
 
 
 def _disassemble(cubin: bytes) -> tuple[dict[str, str], str]:
-    """Return the resources and a description of the machine code."""
+    """Return the resource usage (registers, stack) and the listing of the machine code."""
     tool = str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -191,9 +191,10 @@ MATRIX = ("HGMMA", "UTCHMMA", "UTCQMMA", "HMMA", "FFMA")
 def _issued(code: str, passes: int, elements: float, persistent: bool) -> tuple[int, int]:
     """Count the instructions that one warp issues: all of them, and those outside the product's loop.
 
-    The loop, which runs `passes` times, is the backward branch around the most matrix instructions. Instructions for
-    pairs and edges are not counted, because few blocks have any. A jump skips them; they contain a selection for at
-    least half of a thread's elements.
+    The loop runs `passes` times. It is the code between a backward jump and its target that contains the most matrix
+    instructions. Instructions for pairs and edges are not counted, because few blocks have pairs or edges. They are
+    recognized in this way: a forward jump skips them, and they contain a selection (FSEL) for at least half of a
+    thread's elements.
     """
     listed = [
         (int(at, 16), name, rest) for at, name, rest in INSTRUCTION.findall(code) if name != "NOP"
@@ -210,7 +211,7 @@ def _issued(code: str, passes: int, elements: float, persistent: bool) -> tuple[
         names = between(jump[1], jump[0])
         return sum(name.startswith(MATRIX) for name in names), -len(names)
 
-    # A jump back without matrix instructions returns from code that the compiler has moved to the end.
+    # A backward jump over no matrix instructions returns from code that the compiler has moved to the end.
     back = [jump for jump in jumps if jump[1] < jump[0] and products(jump)[0]]
     end, start = max(back, key=products) if back else (-1, 0)
     masks = [
@@ -220,7 +221,7 @@ def _issued(code: str, passes: int, elements: float, persistent: bool) -> tuple[
     ]  # fmt: skip
     inside = len(between(start, end)) if back else 0
     skipped = len({at for low, high in masks for at, *_ in listed if low <= at <= high})
-    # A persistent program's loop contains the epilogue, and a jump over it in all passes of a block except the last.
+    # A persistent program's loop contains the epilogue. A jump skips it in all passes of a block except the last.
     epilogue = 0
     for at, to in jumps:
         names = between(at + 1, to - 1)

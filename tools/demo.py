@@ -1,6 +1,6 @@
 """Train, evaluate and export the quickstart on up to 8 GPUs, or on two CPU ranks if there are none (`make demo`).
 
-The output of the run is shown. The output of the launcher and of the libraries goes to runs/demo.log.
+All output goes to runs/demo.log. Lines of the launcher and of the libraries are not shown.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def trainer_arguments(ranks: int, given: list[str]) -> list[str]:
 def front_end(arguments: list[str], gpus: int, ranks: int) -> list[str]:
     from disco_ds.cli.packing import pack
 
-    # Not the script `deepspeed`: its first line contains the path of Python, which would end at a space.
+    # Run it as a module: the #! line of the `deepspeed` script fails if the path of Python has a space.
     command = [sys.executable, "-m", "deepspeed.launcher.runner"]
     command += [
         "--num_gpus" if gpus else "--num_accelerators",
@@ -82,7 +82,7 @@ def front_end(arguments: list[str], gpus: int, ranks: int) -> list[str]:
 def follow(
     command: list[str], environment: dict[str, str], log: IO[str]
 ) -> tuple[int, Path | None]:
-    """Run a command, show the relevant lines of its output and log all of them.
+    """Run a command, log all of its output, and show the lines that NOISE does not match.
 
     Returns:
         The exit code, and the run folder, or None if the command has not printed it.

@@ -5,11 +5,11 @@
 
 Each host is a set of Linux namespaces (network, host name, mounts, processes) with an address on a common switch and an
 sshd. The command runs on the first host. All hosts see the same files, as on a shared file system, except for /run,
-/etc/ssh and /dev/shm, which are separate. /run/cluster/hosts is the hostfile; ssh needs no password. On Ctrl-C
-DeepSpeed's launcher kills processes by name (pkill -f); here it reaches only the processes of these hosts. All hosts
-end with this process, however it ends, and leave nothing behind. This is not part of the package and not meant for
-training, because the hosts share the machine's cores. It needs Linux, root, and Debian's pdsh, openssh-server and
-iproute2.
+/etc/ssh and /dev/shm, which are separate. /run/cluster/hosts is the hostfile; ssh needs no password. On Ctrl-C,
+DeepSpeed's launcher kills processes by name (pkill -f). On the simulated hosts, this reaches only their own processes.
+All hosts end with this process, however it ends, and leave nothing behind. This is not part of the package and not
+meant for training, because the hosts share the machine's cores. It needs Linux, root, and Debian's pdsh, openssh-server
+and iproute2.
 """
 
 from __future__ import annotations
@@ -221,7 +221,8 @@ class LocalCluster:
         """Return the files that are the same on every host: path -> text."""
         public = self.run(["cat", "/etc/ssh/key.pub"])
         names = [f"{address} {host}" for host, address in self.addresses.items()]
-        # Variables that shells of sshd would lack. DeepSpeed passes on only this file, and variables such as PYTHON*.
+        # Shells that sshd starts would lack these variables. DeepSpeed passes on only the variables in DS_ENV_FILE and
+        # those with certain prefixes, such as PYTHON.
         known = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
         known |= {
             key: _env()[key] for key in ("DS_ACCELERATOR", "OMP_NUM_THREADS") if key in _env()
@@ -263,7 +264,7 @@ def _env() -> dict[str, str]:
 
 
 def main() -> int:
-    """Run the command and return its exit code, or 2 without a cluster, 124 after --timeout, 130 after Ctrl-C."""
+    """Run the command and return its exit code; 2 if no cluster can be made, 124 after --timeout, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         description="Run a command on the first of several hosts made on this machine."
     )

@@ -42,7 +42,8 @@ CASES = (
     ("outlier", 100.0),
 )
 LIMITS = {"fp32": 1e-4, "tf32": 2e-2, "fp16": 2e-2, "bf16": 1e-1}
-"""Maximum error, several times a CPU's rounding error. It reveals a mistake that Triton and torch share."""
+"""Maximum error by precision, several times the rounding error on a CPU. It reveals mistakes that Triton and torch
+share."""
 SCALARS = ("loss", "d scale", "d bias")
 
 
@@ -75,7 +76,7 @@ def check(precision: str, batch: int, D: int, record: Record) -> None:
                 loose = LIMITS["bf16"] if options.keys() & {"store", "comm_dtype"} else limit
                 for key, value in true.items():
                     found = [distance(key, x[key], value, s / batch) for x in (mine, theirs)]
-                    # By luck, torch's rounding errors may cancel in a single number.
+                    # In a single number, torch's rounding errors may cancel by luck, so its error is not taken as zero.
                     found[1] = max(found[1], loose / 200)
                     keep(record, where, Check(key, *found), loose)
 
@@ -119,7 +120,7 @@ def make_leaves(kind: str, s: float, batch: int, D: int) -> list[Tensor]:
 def reference(
     name: str, leaves: list[Tensor], s: float
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the true results, and the state that the loss starts from: if it keeps state, that after one step."""
+    """Return the true results, and the state that the loss starts from: that after one step, or {} if it keeps none."""
     state: dict[str, Any] = {}
     if name in KEEPS_STATE:
         loss = build(name, s, len(leaves[0]))
@@ -148,7 +149,7 @@ def answer(
     impl: str | None = None,
     **options: Any,
 ) -> dict[str, Tensor]:
-    """Compute the loss and its gradients, and whether a loss that looks for a shift found one.
+    """Compute the loss and its gradients, and whether one shift served all rows if the loss has one scale for them.
 
     If `impl` is None, the loss chooses the implementation.
     """
@@ -165,7 +166,7 @@ def run(loss: Any, values: list[Tensor]) -> dict[str, Tensor]:
     index = torch.arange(len(leaves[0]), device=leaves[0].device)
     out = loss(Embeddings(*leaves, index)).loss
     found = {"loss": out.detach()}
-    # Losses with one scale for all rows keep the shift until backward.
+    # Losses with one scale for all rows keep the shift. It is None if each sum needed a separate maximum.
     if hasattr(out.grad_fn, "shift"):
         found["shift"] = torch.tensor(out.grad_fn.shift is not None)
     out.backward()

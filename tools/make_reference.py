@@ -187,7 +187,7 @@ def flatten(prefix: str, tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def loss_options() -> dict[str, str]:
-    """Return the losses that accept each option with its default."""
+    """Return the losses by their options: a loss's options with defaults -> names of all losses that have the same."""
     from disco_ds.losses import build_loss, list_losses
     from disco_ds.losses.base import list_options
 

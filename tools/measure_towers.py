@@ -3,7 +3,8 @@
     python tools/measure_towers.py vit_b_32_32k [micro_batch=16 ...]
     python tools/measure_towers.py --compile vit_b_32_32k [micro_batch=2 ...]      time torch.compile instead
 
-On a GPU it uses the largest micro-batch that fits, on a CPU the recipe's micro-batch.
+On a GPU, memory is measured at the largest micro-batch that fits. On a CPU, and for --compile, the micro-batch is the
+recipe's.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def measure_towers(config: Config, m: int, device: torch.device) -> Towers:
     @contextmanager
     def on_cpu(name: str) -> Iterator[None]:
         nonlocal base
-        # Without oneDNN, whose kernels take scratch memory (110 MiB for a 16-bit convolution). A GPU's kernels do not.
+        # oneDNN is off, because its kernels take scratch memory (110 MiB for a 16-bit convolution). A GPU's do not.
         with torch.backends.mkldnn.flags(enabled=False), profile(profile_memory=True) as profiler:
             yield
         # The profiler records each allocation and release; their running sum is the memory in use.
@@ -80,7 +81,7 @@ def compare(config: Config) -> str:
                 measure_towers(config, n * step, device)
             except torch.OutOfMemoryError:
                 return False
-            finally:  # the next attempt must not inherit this one's fragments
+            finally:  # the next attempt must not find the memory fragmented by this one
                 torch.cuda.empty_cache()
             return True
 

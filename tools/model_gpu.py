@@ -17,7 +17,7 @@ of its next block during the epilogue. Programs run in waves. In an epilogue, a 
 cycle in the case `best`, and 0.6 in the case `expected`.
 """
 
-# n rows, m columns, D width; cycles are a multiprocessor's, at the clock at which library products run
+# n rows, m columns, D width; cycles are those of a multiprocessor, at the clock that it has during library products
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ VIEWS = {
 
 
 class Roofline(TorchDispatchMode):
-    """Adds up the times of all operations, each the longest of its times for FLOPs, for bytes, and for a launch."""
+    """Adds up the times of all operations. An operation takes the longest of its times for FLOPs, bytes and launch."""
 
     def __init__(self, card: Card) -> None:
         super().__init__()

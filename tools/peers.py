@@ -1,6 +1,7 @@
-"""Published losses by other authors, called as their authors do, with one common signature.
+"""Published losses by other authors, called as their authors call them, but with one common signature.
 
-Each is built for a constant scale, because memeff needs a constant temperature. It gets fp32 unit rows and casts them.
+Each is built for a constant scale, because memeff needs a constant temperature. Each gets unit rows in fp32, which some
+cast to another dtype.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Peer:
     build: Callable[[float], Method]
     """Builds the loss for a scale; raises ImportError if the package is not installed."""
     units: int
-    """Number of b x B x D products in forward and backward, on one rank."""
+    """Number of b x B x D products in forward and backward, if there is only one rank."""
     units_of_share: int | None
     """The same number on one of several ranks; None if the loss supports only one rank."""
 
@@ -73,7 +74,7 @@ def memeff(dtype: torch.dtype) -> Callable[[float], Method]:
 
         kind = DistributedMemoryEfficientCLIPLoss if comm.size() > 1 else MemoryEfficientCLIPLoss
         loss = kind(temperature=1 / scale, normalized_inputs=True, stable=False)
-        # memeff returns a rank's part of the global mean. The mean of our losses over ranks is the global mean.
+        # Over ranks, memeff's losses sum to the global mean, but ours average to it. The factor makes them comparable.
         return lambda image, text, scale, bias: comm.size() * loss(image.to(dtype), text.to(dtype))
 
     return build

@@ -49,7 +49,7 @@ class Outcome:
     """Date, device and versions of the run."""
     records: list[dict[str, Any]] = field(default_factory=list)
     end: str | None = None
-    """"done", or why it was stopped; None while it runs."""
+    """"done", or why it failed or was stopped; None while it runs."""
     seconds: float = 0.0
 
 
@@ -85,7 +85,7 @@ class Results:
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str], folder: str) -> argparse.Namespace:
-    """Add the options of all tools that work in slices; `folder` is for the results unless --out is given."""
+    """Add the options that all tools with slices share, and parse `argv`. Without --out, results go to `folder`."""
     parser.add_argument(
         "--only",
         nargs="+",

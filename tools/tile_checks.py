@@ -56,7 +56,7 @@ class Check(NamedTuple):
 
 
 def features(n: int, D: int, device: str, seed: int, layout: str = "strided") -> Tensor:
-    """Return unit rows [n, D] in fp32; `strided`: every second row of a tensor that has other numbers between them."""
+    """Return unit rows [n, D] in fp32. `strided`: with NaN between the rows. `transposed`: a view of [D, n]."""
     generator = torch.Generator().manual_seed(seed)
     rows = F.normalize(torch.randn(n, D, generator=generator), dim=1).to(device)
     if layout == "strided":

@@ -4,7 +4,7 @@
     python tools/try_architectures.py ViT-B-32 convnext_base
     PYTHONPATH=open_clip/src python tools/try_architectures.py   with the open_clip of a checkout, such as 4.2
 
-Each is trained for one step of four emoji at ZeRO 1, evaluated on the emoji of the unseen style, and exported for
+Each is trained for one step of four emoji at ZeRO 1, evaluated on the bundled set emoji/unseen, and exported for
 open_clip and transformers. Tokenizers from the hub are replaced by a small local one.
 """
 

@@ -1,10 +1,10 @@
 """A save in the background: copy the state to host memory, then write, hash and flush it while training continues.
 
-A training step waits only for the copy. The writer can be a thread rather than a process, because
-torch.save and hashlib release Python's global interpreter lock for everything but the small pickles. A
-thread ends with its rank and needs no shared memory. The writer never communicates with other ranks.
-Flags that the ranks exchange at every step (`agree` in training/loop.py) show when all writers are
-done. Then the main threads exchange sizes and checksums, and a thread of rank 0 renames the folder and
+A training step waits only for the copy, and for the previous save if that is still in progress (saver.py). The
+writer can be a thread rather than a process, because torch.save and hashlib release Python's global interpreter
+lock for everything but the small pickles. A thread ends with its rank and needs no shared memory. The writer never
+communicates with other ranks. Flags that the ranks exchange at every step (`agree` in training/loop.py) show when
+all writers are done. Then the main threads exchange sizes and checksums, and a thread of rank 0 renames the folder and
 removes old checkpoints. Checksums are exchanged by a collective and not through files, because on NFS a
 new file may become visible to other hosts late.
 
@@ -71,7 +71,7 @@ class Save:
     """A save in progress. Every rank must create one.
 
     Each rank writes its files in a thread. When all ranks have written theirs, they exchange the
-    checksums. Then a thread of rank 0 completes the checkpoint. Training never waits for the disk.
+    checksums. Then a thread of rank 0 completes the checkpoint. Training can continue meanwhile.
     """
 
     final: Path

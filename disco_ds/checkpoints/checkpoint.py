@@ -143,7 +143,7 @@ def start_save(folder: Path, engine: Engine, state: RunState, host: HostCopy | N
         engine: The engine to save.
         state: The state to save in addition to the engine's.
         host: Host memory that receives a copy of the state, from which the files are written. If it is
-            None, the files are written from the state itself, which must not change until this is done.
+            None, the files are written from the state itself, which must not change until they are written.
 
     Raises:
         AgreedError: If any rank could not copy its state.

@@ -48,7 +48,7 @@ def read_meta(path: Path) -> dict[str, Any]:
     """Read checkpoint.json, and check that the files that it lists exist and have the recorded sizes.
 
     Raises:
-        DamagedError: If the folder is not a disco_ds checkpoint, is incomplete, or contains an added file.
+        DamagedError: If the folder is not a disco_ds checkpoint, is incomplete or damaged, or contains an added file.
     """
     try:
         meta = json.loads((path / META).read_text(encoding="utf-8"))

@@ -171,8 +171,8 @@ class Saver:
     def _advance(self, last: bool = False) -> None:
         """Advance the save in progress: exchange the checksums, or finish it if the checkpoint is complete.
 
-        If the save has failed, remove the oldest checkpoint to make room, and write the same state
-        again.
+        If the save has failed, remove the oldest checkpoint to make room, and write the same state again. If no
+        checkpoint can be removed, count the save as failed.
         """
         save = self.in_flight
         assert save is not None
@@ -222,7 +222,7 @@ class Saver:
         return comm.broadcast(jobs.run("removing old checkpoints", remove))
 
     def _removal(self, keep_last: int | None) -> Callable[[], int]:
-        """Return a function that removes old checkpoints, except those being written or uploaded."""
+        """Return a function that removes old checkpoints, except those being written, uploaded or queued for upload."""
         busy = list(self.uploads.pending) if self.uploads else []
         if self.in_flight:
             busy.append(self.in_flight.partial)

@@ -62,7 +62,7 @@ class Uploads:
         self.advance()
 
     def advance(self) -> None:
-        """If an upload has ended, start the next one. Called at every step."""
+        """Start the next upload unless one is still running. Called at every step."""
         try:
             if self._process is not None:
                 code = self._process.poll()

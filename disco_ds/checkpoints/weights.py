@@ -40,7 +40,7 @@ class Weights:
     origin: Path
     """The checkpoint folder or exported folder that was read."""
     name: str
-    """The model's name in the run, without its folder and without the suffix .json."""
+    """The model's name in the run, without its folder and without the suffix .json; "export" if an export was read."""
     settings: ModelSettings
     """Settings of the architecture and the tokenizer. Settings that matter only for training have their defaults."""
     architecture: dict[str, Any]

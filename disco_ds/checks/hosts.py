@@ -1,4 +1,4 @@
-"""Check the hosts of a run: runs folder, disk space, GPUs, and whether all hosts have the same software and folder."""
+"""Check the hosts of a run: runs folder, GPUs, and whether all hosts have the same software and share that folder."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from disco_ds.distributed.agreement import check_agreement
 from disco_ds.runs.shared_folder import check_shared
 
 _DISK_BYTES = 20e9
-"""The check warns if less disk space is free. This is the size of four AdamW checkpoints of 400 million parameters,
-at 12 bytes per parameter."""
+"""The check warns if less disk space is free. Four AdamW checkpoints of a model with 400 million parameters need about
+this space, at 12 bytes per parameter."""
 
 
 def check_host(runs: Path) -> Iterator[Line]:

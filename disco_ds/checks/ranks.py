@@ -84,7 +84,7 @@ def check_settings(config: Config) -> Iterator[Line]:
 
 
 def shrink(config: Config, ranks: int) -> Config:
-    """Return the settings with a small model and at most four small micro-batches per rank.
+    """Return the settings with a small model, SGD, and at most four small micro-batches per rank.
 
     Raises:
         ValueError: See Config.num_micro_batches.
@@ -131,7 +131,7 @@ def check_gradients(small: Config, alone: tuple[Result, float] | None) -> Iterat
         alone: What `run_alone` returned; None on ranks that do not compare gradients.
 
     Raises:
-        ValueError: If the step is refused; raised on all ranks.
+        ValueError: If the engine or the loss refuses the settings; raised on all ranks.
         FloatingPointError: If the loss is not finite; raised on all ranks.
     """
     count = small.num_micro_batches(comm.size())
@@ -156,7 +156,7 @@ def check_gradients(small: Config, alone: tuple[Result, float] | None) -> Iterat
 
 
 def _max_tolerance(small: Config) -> float:
-    """Return the upper bound of the tolerance. Of the towers' precision and the loss's, the coarser determines it."""
+    """Return the upper bound of the tolerance: the larger of the bounds for the towers' and the loss's precision."""
     loss = build_loss(small.loss.name, **small.loss.options)
     tiling = getattr(loss, "tiling", Tiling(precision="fp32")).on(comm.local_device())
     return max(_MAX_TOLERANCE[precision(small.deepspeed)], _MAX_TOLERANCE[tiling.precision])

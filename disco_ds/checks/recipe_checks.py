@@ -1,4 +1,4 @@
-"""Checks on one host: the checks of the recipe that a run makes at its start, the loss's kernels, and the data."""
+"""Checks on one host: the recipe (as a run checks it at its start), the loss's kernels, and the data."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def check_data(config: Config, ranks: int, ranks_here: int = 0) -> Iterator[Line
     Args:
         config: The recipe.
         ranks: World size.
-        ranks_here: Number of ranks on this host; 0 means one per device.
+        ranks_here: Number of ranks on this host; 0 means one per device, or all ranks if there is no device.
 
     Raises:
         ValueError: See load_sources, count_slots, fit_cache, Config.with_samples and make_schedule.
@@ -144,8 +144,8 @@ def _read(source: Source, data: DataSettings) -> Line:
         return Line("warn", "samples", found, "check data.filter, data.uids and data.stages")
     if broken:
         found += f"; the last: {broken[-1]}"
-        # So few samples are read that two broken ones more than data.max_broken allows may be chance. If more than half
-        # are broken, the check always fails.
+        # Only a few samples are read, so one or two more than data.max_broken allows may be broken by chance. If more
+        # than half are broken, the check always fails.
         many = len(broken) > 2 + data.max_broken * len(chosen) or 2 * len(broken) > len(chosen)
         status = "fail" if many else "warn"
     remedy = (

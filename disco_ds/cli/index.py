@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
                 listing,
                 args.workers,
                 lambda done: bar.update(done - bar.n),
-                # With --check, local shards are read only if their size has changed. All remote shards are
-                # counted again; if the data set publishes counts, those are used.
+                # With --check, local shards are read only if their size has changed. The manifest's counts of
+                # remote shards are not used: these shards are counted again, except those with published counts.
                 () if args.check and is_remote else known.values(),
                 remote,
                 published=is_remote or not args.check,

@@ -66,7 +66,10 @@ ONE_SIGNAL_S = 2.0
 MAX_STUCK = 2
 """The launch gives up after this many restarts in a row without a new checkpoint."""
 ENDED = re.compile(r"pdsh@\S+: (\S+): ssh (?:exited with exit code (\d+)|killed by signal)")
-"""The line that pdsh prints when ssh to a host fails. It names the host and the exit code of its launcher."""
+"""The line that pdsh prints when ssh to a host fails or is killed, or when the launcher on that host fails.
+
+It names the host and, unless ssh was killed, the exit code of ssh, which is that of the launcher or CUT_OFF.
+"""
 
 
 class Signals:
@@ -122,7 +125,8 @@ def supervise(
     # Without --min-hosts, the first attempt uses all hosts, and deepspeed itself checks that they answer.
     hosts = wait(slots) if args.min_hosts else list(slots)
     if hosts is None:
-        report(f"not started: fewer than {least} hosts answer")
+        stopped = "a signal ended the wait" if signals.count else f"fewer than {least} hosts answer"
+        report(f"not started: {stopped}")
         return 1
     for attempt in range(args.restarts + 1):
         attempt_id = f"{launch}-{attempt}"

@@ -126,7 +126,7 @@ def wait_for_hosts(
     patience_s: float,
     stopped: Callable[[], bool],
 ) -> list[str] | None:
-    """Wait until all hosts can be reached, and kill the processes of the launch that still run on them.
+    """Wait until all hosts, or enough of them, answer. Kill the processes of the launch that still run on them.
 
     Args:
         hosts: All hosts.
@@ -180,7 +180,7 @@ def narrow(
     if config.ranks is not None:  # if `ranks` is not set, any number of ranks is accepted
         overrides = [item for item in overrides if split_override(item)[0] != ["ranks"]]
         overrides.append(f"ranks={sum(slots[host] for host in hosts)}")
-    # Without --force_multi, deepspeed would start the ranks here if the hostfile has only one host.
+    # Without --force_multi, deepspeed would start the ranks on this host if the hostfile has only one host.
     deepspeed = f"{args.deepspeed} --force_multi" if len(hosts) == 1 else args.deepspeed
     with tempfile.NamedTemporaryFile("w", prefix="disco-ds-hosts-") as file:
         file.writelines(f"{host} slots={slots[host]}\n" for host in hosts)

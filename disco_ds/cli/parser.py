@@ -288,7 +288,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 examples:
   disco-ds plan --config my.yaml --ranks 8 --gpu-memory H100-80G
   disco-ds plan --config my.yaml --ranks 8 --gpu-memory 40 --fit fitted
-exit code: 0 it fits, 1 it does not fit, 2 invalid settings
+exit code: 0 it fits, 1 it does not fit, 2 invalid settings, or nothing fits (--fit)
 """
     _add_recipe(parser)
     _add_ranks(parser)
@@ -302,7 +302,8 @@ exit code: 0 it fits, 1 it does not fit, 2 invalid settings
         "--fit",
         type=Path,
         metavar="FOLDER",
-        help="find the largest global batch that fits, and write its recipe to this new folder",
+        help="find the largest global batch that fits (or one of at least 90%% of it that is faster), and write its "
+        "recipe to this folder",
     )
     parser.add_argument(
         "--host-memory",
@@ -325,7 +326,7 @@ exit code: 0 it fits, 1 it does not fit, 2 invalid settings
             fraction,
             Assumptions.slack,
             "FRACTION",
-            "fraction of GPU memory that fragmentation wastes",
+            "memory lost to fragmentation, as a fraction of all other memory",
         ),
         (
             "--context",
@@ -418,7 +419,7 @@ def _add_index(parser: argparse.ArgumentParser) -> None:
 examples:
   disco-ds index /data/shards
   disco-ds index 'https://example.org/{000..099}.tar' --to manifest.json
-exit codes: 0 = written, or unchanged (with --check); 1 = changed (with --check); 2 = invalid arguments
+exit codes: 0 = written, or unchanged (with --check); 1 = changed (with --check); 2 = invalid arguments or shards
 """
     parser.add_argument(
         "shards", help="a folder of .tar files, or their names with braces: '/data/{000..099}.tar'"

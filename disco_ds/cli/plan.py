@@ -19,7 +19,7 @@ def run(args: argparse.Namespace) -> int:
         Exit code 0: the recipe fits. 1: it does not.
 
     Raises:
-        ValueError: If the recipe cannot be planned.
+        ValueError: If the recipe cannot be planned or, with --fit, nothing fits.
     """
     config = load_config(args.config, args.overrides)
     ranks = args.ranks or config.ranks or 1

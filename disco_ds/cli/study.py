@@ -1,4 +1,4 @@
-"""`disco-ds study`: train branches of checkpoints at several global batches, and compare them at equal samples."""
+"""`disco-ds study`: compare global batches by training branches of checkpoints on the same number of samples."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ SCHEMES = ("http://", "https://", "s3://", "gs://", "az://", "hf://")
 """Prefixes of the URLs that are downloaded."""
 
 Pixels = Literal["device", "host", "compressed"]
-"""The values of image_staging: the place that stores the images of a step between GradAccum's two forward passes."""
+"""Values of image_staging, which selects where the images of a step are kept between GradAccum's two forward passes."""
 
 
 class AugmentSettings(Settings):
@@ -74,17 +74,17 @@ class RemoteSettings(Settings):
     the space. No other files in the folder are touched."""
     cache_gb: PositiveFloat | None = None
     """Size limit of the cache on each host, in units of 1e9 bytes. The cache never uses more than
-    90% of the free disk space. Null: enough for all shards that the slots of the host read or
-    prefetch at the same time, but at least 100. If the shards that are read at the same time do not
-    fit into the cache, the run refuses to start."""
+    90% of the disk space that is free or already used by the cache. Null: enough for all shards that
+    the slots of the host read or prefetch at the same time, but at least 100. If the shards that are
+    read at the same time do not fit into the cache, the run refuses to start."""
     prefetch_shards: int = Field(1, ge=0, le=1000)
-    """Number of shards that each slot fetches before they are needed, as long as the cache has
-    room. Shards that a slot shuffles together are fetched together, even if there are more of them
-    than this number. 0: a shard is fetched when its first sample is read."""
+    """Number of shards that each slot fetches from each source before they are needed, as long as the
+    cache has room. Shards that a slot shuffles together are fetched together, even if there are more
+    of them than this number. 0: a shard is fetched when its first sample is read."""
     tries: int = Field(5, gt=0, le=100)
     """Number of attempts to fetch a shard. The pauses between attempts start at about 1 s and
     double each time, but are never longer than timeout_s. An attempt resumes where the previous one
-    stopped if the server sends ETags. A prefetched shard gets one additional attempt."""
+    stopped if the server sends ETags. Attempts to prefetch a shard are not counted."""
     timeout_s: float = Field(60.0, gt=0, le=MAX_SECONDS)
     """An attempt fails if no data arrives from the server or the command for this many seconds. The
     value must be below data.worker_timeout_s, and all attempts together must take less time than
@@ -96,7 +96,10 @@ class RemoteSettings(Settings):
 
     @property
     def longest_s(self) -> float:
-        """Maximum time in seconds that all attempts to fetch one shard take together."""
+        """Maximum time in seconds that a reader waits for a shard if no data arrives.
+
+        It covers all attempts to fetch the shard, the pauses between them, and one attempt to prefetch it.
+        """
         pauses = sum(MAX_JITTER * self.pause_s(number) for number in range(1, self.tries))
         return (self.tries + (self.prefetch_shards > 0)) * self.timeout_s + pauses
 
@@ -214,11 +217,11 @@ class DataSettings(Settings):
     {json[recaption]|txt} falls back to txt if the sample has no recaption. Each time a sample is
     used, one template is drawn at random according to the weights."""
     group_by: GroupBy | None = None
-    """Samples with equal values of this property form a group. `caption`: the caption that is used,
-    which may be drawn at random (see data.captions). `image`: the bytes of the image file. A template
-    such as "{json[label]}": the text that it produces; a sample without the field counts as broken.
-    loss.options.same_group decides how the loss treats samples of the same group. Null: there are no
-    groups."""
+    """Property that determines a sample's group. Samples with equal values of the property form a
+    group. `caption`: the caption that is used, which may be drawn at random (see data.captions).
+    `image`: the bytes of the image file. A template such as "{json[label]}": the text that it
+    produces; a sample without the field counts as broken. loss.options.same_group decides how the
+    loss treats samples of the same group. Null: there are no groups."""
     uids: Path | None = None
     """File with the uids of the samples to use; samples with other uids are dropped. The file has one
     of the formats of DataComp's subsets: .npy with pairs of uint64, or .parquet with a column `uid`.
@@ -261,9 +264,9 @@ class DataSettings(Settings):
     number if the file system has outages. For fetching remote shards, data.remote.tries applies
     instead."""
     max_broken: float = Field(0.01, ge=0, le=1)
-    """Fraction of samples that may be unreadable. Unreadable samples are skipped. The run stops if
-    a worker finds more unreadable samples than 16 plus this fraction of the samples that it has
-    read."""
+    """Fraction of samples that may be broken, for example because the image cannot be decoded. Broken
+    samples are skipped. The run stops if a worker finds more broken samples than 16 plus this
+    fraction of the samples that it has read."""
     max_pixels: int = Field(89_478_485, gt=0)
     """Images with more pixels than this are skipped as possible decompression bombs."""
     crop_scale: CropScale | None = (0.9, 1.0)
@@ -326,7 +329,10 @@ class DataSettings(Settings):
         )
 
     def settings_of(self, part: SourceSettings) -> DataSettings:
-        """Return a copy of these settings with the image_key, captions, uids, filter and stages that a source sets."""
+        """Return these settings as they apply to one source.
+
+        If the source sets image_key, captions, uids, filter or stages, its value replaces the one in these settings.
+        """
         keys = ("image_key", "captions", "uids", "filter", "stages")
         own = {key: getattr(part, key) for key in keys if getattr(part, key) is not None}
         return self.model_copy(update=own)

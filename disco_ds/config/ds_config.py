@@ -1,8 +1,8 @@
 """Read, check and complete the DeepSpeed settings of a run (ds_config, JSON).
 
 DeepSpeed ignores unknown keys, and some of its defaults change results. Therefore this module checks
-every key and writes every default that matters into the rendered ds_config.json. It imports
-DeepSpeed only to check a ds_config, because the names of the valid keys come from DeepSpeed.
+every key. It also lists every default that matters, so that render.py can write it into ds_config.json.
+DeepSpeed is imported only to check a ds_config, because the names of the valid keys come from DeepSpeed.
 """
 
 from __future__ import annotations
@@ -105,8 +105,7 @@ REFUSED_KEYS = {
     "fp16.fp16_master_weights_and_grads": "the master weights and gradients must be fp32",
     "comet.api_key": "settings are copied into run folders; set the environment variable COMET_API_KEY instead",
 }
-"""Refused key (as section.key if it is inside a section) -> reason. These keys change the gradient,
-contain a secret or do not exist anymore."""
+"""Refused key (as section.key if it is inside a section) -> the reason, for the error message."""
 
 NEUTRAL: dict[str, Any] = {
     "managed_gradient_accumulation": True,
@@ -257,7 +256,7 @@ def _check_values(ds_config: dict[str, Any]) -> None:
     """Refuse invalid values early. DeepSpeed would refuse them only after much of the run has been built.
 
     Raises:
-        ValueError: If a value is invalid. The message names the key.
+        ValueError: If a value is invalid. The message names the key, unless a number is not finite.
     """
     stage(ds_config)
     for section, model in _section_models().items():
@@ -284,8 +283,8 @@ def check_gradient(ds_config: dict[str, Any]) -> None:
     """Refuse settings with which DeepSpeed 0.19 would apply a wrong gradient in a custom training loop.
 
     Args:
-        ds_config: The settings that were passed to deepspeed.initialize. Keys that do not affect the
-            gradient are ignored.
+        ds_config: The settings that were passed to deepspeed.initialize. Only the keys of REFUSED_KEYS
+            (except comet.api_key), the precision and the ZeRO stage are checked.
 
     Raises:
         ValueError: If a key of REFUSED_KEYS has a value that changes something, or if

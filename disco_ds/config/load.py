@@ -34,8 +34,8 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
         overrides: Strings of the form `a.b=value`, with the value in YAML. Each key may occur only once.
 
     Raises:
-        ValueError: If a key or value is invalid. The message names the file, the key, the value and,
-            for an unknown key, the nearest valid key.
+        ValueError: If a key or value is invalid. The message names the file and the key. It also contains
+            the invalid value or, for an unknown key, a similar valid key if there is one.
     """
     path = find_recipe(recipe)
     tree = parse(read_text(path, "recipe"), str(path))

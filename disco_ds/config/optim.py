@@ -45,8 +45,8 @@ class OptimSettings(Settings):
     all other parameters."""
     factory: str | None = Field(None, pattern=CUSTOM_CODE)
     """Custom optimizer to use instead of `name`, as `package.module:function`, which must be importable
-    through PYTHONPATH. The function takes parameter groups and returns a torch optimizer. ZeRO 1 to 3
-    partition the parameters, so there the update of an element must not depend on other elements."""
+    through PYTHONPATH. The function takes parameter groups and returns a torch optimizer. At ZeRO 1 to
+    3, which partition the parameters, the update of an element must not depend on other elements."""
     lr: float | None = Field(None, gt=0, lt=1e38)
     """Peak learning rate. Null: it follows from base_lr, lr_rule and the global batch."""
     base_lr: float = Field(5e-4, gt=0, lt=1e38)
@@ -83,7 +83,7 @@ class OptimSettings(Settings):
     """Constant learning rate of the logit scale and the logit bias, without warmup. Null: they have
     the same learning rate as the other parameters."""
     tau_slow: float = Field(0.0, ge=0)
-    """When the temperature is at or below this value, tau_lr is divided by 3 (FastCLIP uses 0.03).
+    """While the temperature is at or below this value (0.03 in FastCLIP), tau_lr is divided by 3.
     0: off."""
     ema: EmaSettings | None = None
     """Also keep a moving average of the weights, and evaluate both the weights and the average. The

@@ -116,7 +116,7 @@ class LogSettings(Settings):
 
     every_steps: int = Field(10, gt=0)
     """Number of steps between two log records. Each record is a log line, a line of metrics.jsonl
-    and a TensorBoard point. Only the logged steps are timed."""
+    and a TensorBoard point. The times of a step's phases are measured in the logged steps only."""
     tensorboard: bool = True
     """Write TensorBoard points into the run folder."""
     wandb: WandbSettings = WandbSettings()
@@ -147,8 +147,9 @@ class EvalSettings(Settings):
     """Number of epochs between evaluations. If it is set, every_steps is ignored. 0: not set."""
     labeled: dict[str, str] = Field({})
     """Name of an evaluation set -> its labeled images, for zero-shot classification among the
-    labels of that set. The images are shards (as in data.shards), a folder with one sub-folder per
-    class (such as ImageNet val), or a folder in clip_benchmark's webdataset layout."""
+    labels of that set. The images are a folder of .tar shards, a bundled set such as
+    `bundled:emoji/unseen`, a folder with one sub-folder per class (such as ImageNet val), or a folder
+    in clip_benchmark's webdataset layout."""
     label_key: Template = "{json[label]}"
     """Template for the label of a sample. It is used for labeled sets in shards."""
     classes: dict[str, Path] = Field({})
@@ -163,10 +164,10 @@ class EvalSettings(Settings):
     alone."""
     retrieval: dict[str, str] = Field({})
     """Name of an evaluation set -> its captioned images, for image-to-text and text-to-image
-    retrieval. The images are shards, a csv, or a folder in clip_benchmark's layout."""
+    retrieval. The images are a folder of .tar shards, a csv, or a folder in clip_benchmark's layout."""
     validation: dict[str, str] = Field({})
     """Name of an evaluation set -> its held-out image-text pairs, for the validation loss. The
-    pairs are shards, a csv, or a folder in clip_benchmark's layout."""
+    pairs are a folder of .tar shards, a csv, or a folder in clip_benchmark's layout."""
     probes: dict[str, ProbeSettings] = Field({})
     """Name of an evaluation set -> its `train` and `test` images. A k-nearest-neighbors classifier and
     a linear classifier learn from the image features of `train`; their accuracy on `test` is reported.
@@ -182,7 +183,7 @@ class EvalSettings(Settings):
 
     @property
     def sets(self) -> list[str]:
-        """Locations of all evaluation sets: folders, shards or bundled sets."""
+        """Locations of all evaluation sets: folders, csv files or bundled sets."""
         with_text = (*self.labeled.values(), *self.retrieval.values(), *self.validation.values())
         probes = (path for probe in self.probes.values() for path in (probe.train, probe.test))
         return [*with_text, *probes]
@@ -252,10 +253,10 @@ class Config(Settings):
     """Stages of the run, which may differ in batch sizes, image size, patch dropout and crops. The
     last stage's `until` is the length of the run."""
     image_staging: Pixels = "device"
-    """The place that stores the images of a step between GradAccum's two forward passes over each
-    micro-batch. `device`: as uint8 in device memory. `host`: as uint8 in pinned host memory; choose
-    it if device memory is short. `compressed`: as image files in the data workers, which then decode
-    every image twice; choose it if host memory is short too."""
+    """Where the images of a step are kept between GradAccum's two forward passes. `device`: as uint8 in
+    device memory. `host`: as uint8 in pinned host memory; choose it if device memory is short.
+    `compressed`: undecoded, in the memory of the data workers, which decode the images again for the
+    second pass; choose it if host memory is short too."""
     timeout_s: float = Field(600.0, gt=0, le=MAX_SECONDS)
     """The run ends with an error if a collective operation or a phase of a step takes longer than
     this many seconds. If the process of one rank is behind, the error names this rank. Raise the

@@ -33,7 +33,11 @@ class Schedule:
     """Number of samples in the last step before this process started; 0 for a new run."""
 
     def samples(self, step: int) -> int:
-        """Return the number of samples that the run has seen after this step."""
+        """Return the number of samples that the run has seen after this step.
+
+        Args:
+            step: From first_step - 1 to last_step.
+        """
         done = step - self.first_step
         return self.first_samples + done * (self.global_batch if done > 0 else self.previous_batch)
 

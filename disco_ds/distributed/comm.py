@@ -1,8 +1,8 @@
 """Collectives. No other file uses deepspeed.comm or torch.distributed.
 
-`gather` is differentiable: its backward sums gradients over ranks. If the mean of a loss over the N ranks is
-the global loss, the gradient at the features is N times the true gradient. The engine then averages
-gradients over ranks, which makes the gradient at the parameters exact.
+`gather` is differentiable: its backward sums gradients over the N ranks. If the global loss is the mean of
+the ranks' losses, this sum is N times the gradient of the global loss. The engine then averages the
+gradients of the parameters over ranks, which removes the factor N.
 
 Every function also works on one rank and without a process group.
 """
@@ -126,7 +126,7 @@ def session(timeout_s: float) -> Iterator[None]:
     # The next session of these ranks needs another port, because this session's store may still be
     # open on rank 0, with old keys.
     _next_port = broadcast(_free_port()) if size() > 1 else None
-    dist.barrier()
+    barrier()
     dist.destroy_process_group()
 
 
@@ -170,7 +170,7 @@ def local_device() -> torch.device:
 
 def barrier() -> None:
     """Wait for all ranks. Collective."""
-    if _joined():
+    if size() > 1:  # with one rank, NCCL would only warn that it guesses the device
         dist.barrier()
 
 

@@ -63,7 +63,8 @@ def write_diagnostics(folder: Path | None, rank: int) -> None:
         with (folder / STACKS.format(rank)).open("w") as file:
             faulthandler.dump_traceback(file=file)
         if _uses_nccl():
-            from torch._C._distributed_c10d import _dump_nccl_trace  # type: ignore[attr-defined]  # exists only in NCCL builds
+            # This function exists only in builds of torch with NCCL.
+            from torch._C._distributed_c10d import _dump_nccl_trace  # type: ignore[attr-defined]
 
             (folder / f"{TRACE}{rank}").write_bytes(_dump_nccl_trace())
 

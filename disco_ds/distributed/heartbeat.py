@@ -219,6 +219,7 @@ class Heartbeat:
         """How long a heartbeat may stay unchanged before its rank counts as lost.
 
         This is three intervals less than lost_after_s, because a change may be noticed up to three intervals late.
+        After a failed collective or a signal, it is at most HURRY_S.
         """
         usual = self.lost_after_s - 3 * self._interval_s
         return min(usual, HURRY_S) if self._hurry else usual

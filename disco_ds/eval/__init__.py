@@ -52,7 +52,8 @@ def evaluate_sets(
         chunk: Number of images or texts per rank and forward pass.
 
     Raises:
-        AgreedError: If shards cannot be read, or a set has no readable image.
+        AgreedError: If shards cannot be read, if a set has no readable image, or if the training images of a
+            probe have fewer than two labels.
     """
     training = model.training
     model.eval()

@@ -22,7 +22,7 @@ def probe(encoder: Encoder, images: ImageSet) -> Result:
     """Train probes on the images of `images.train`, and classify the images of the set. Collective.
 
     The values are the accuracies of scikit-learn's KNeighborsClassifier (cosine distance) and LogisticRegression on
-    unit features. Rank 0 computes them, so the features of both sets must fit in its memory.
+    unit features. Only rank 0 computes them, but the features of both sets must fit in the memory of every rank.
 
     Raises:
         AgreedError: If shards cannot be read, or the training images have fewer than two labels.

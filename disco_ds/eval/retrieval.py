@@ -1,7 +1,7 @@
 """Image-text retrieval: find each caption's image and each image's captions.
 
 Every rank compares its images with the texts of all ranks, and its texts with the images of all ranks.
-It does so a few rows at a time, so that the similarities need less memory than the features.
+It does so a few rows at a time, so that the similarities need little memory.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _ROWS = 128
 def retrieve(encoder: Encoder, captioned: ImageSet) -> Result:
     """Compute the recall on a set in both directions. Collective.
 
-    The values of i2t and t2i are the median rank and r1, r5 and r10, the fractions of queries with a
-    match among the first 1, 5 and 10 keys.
+    For each direction (i2t and t2i), the values are the median rank of the best match, and r1, r5 and
+    r10: the fractions of queries with a match among the 1, 5 and 10 most similar keys.
 
     Raises:
         AgreedError: If shards cannot be read, or no image can be read.

@@ -1,4 +1,4 @@
-"""Evaluation sets: images with labels or captions, in a layout that is detected from the folder.
+"""Evaluation sets: images with labels or captions. The layout is detected from the folder or file.
 
     shards          .tar files with their manifest.json (disco-ds index)
     csv             image paths and captions, for retrieval and validation; columns as in open_clip
@@ -233,7 +233,8 @@ def read_classes(path: Path, labels: Collection[str]) -> dict[str, str]:
     are numbers, the first name belongs to label 0 and so on, even if no sample has that label.
 
     Raises:
-        ValueError: If a label has no name.
+        ValueError: If the file cannot be read, or a label has no name. Also if the file has only names, the
+            labels are not all numbers, and there are more names than labels.
     """
     text = read_text(path, "class name file")
     given: Any = [line.strip() for line in text.splitlines() if line.strip()]
@@ -267,11 +268,12 @@ def read_classes(path: Path, labels: Collection[str]) -> dict[str, str]:
 def _imagenet_classes(name: str, labels: list[str]) -> dict[str, str]:
     """Return open_clip's class names for ImageNet's WordNet ids (wnids) or numbers 0 to 999.
 
-    The labels may be only some of the wnids. If the labels are neither wnids nor numbers, they are
-    used as the class names.
+    The labels may be only some of the wnids. If any label has the form of neither a wnid nor a number,
+    the labels are used as the class names.
 
     Raises:
-        ValueError: If the labels are neither known wnids nor all the numbers 0 to 999.
+        ValueError: If every label has the form of a wnid or a number, but the labels are neither known wnids
+            nor exactly the numbers 0 to 999.
     """
     from open_clip import IMAGENET_CLASSNAMES
     from timm.data import ImageNetInfo

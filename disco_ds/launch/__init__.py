@@ -1,1 +1,1 @@
-"""Code that runs before torch.distributed starts: srun's variables and the watchdog of the launcher."""
+"""Code that runs before torch.distributed starts: it reads srun's variables, and ends a rank when its launcher ends."""

@@ -125,6 +125,7 @@ class Loss(nn.Module):
         """Call forward and the module's hooks.
 
         Raises:
+            TypeError: If the arguments are not exactly one Embeddings.
             LossContractError: If the output breaks the contract.
         """
         if others or not isinstance(embeddings, Embeddings):
@@ -305,9 +306,8 @@ def count_hits(largest: Tensor | None, pairs: Tensor) -> Tensor:
     """Count the rows in which a positive has the highest similarity. Pass the result to global_metrics.
 
     Args:
-        largest: [1, b]: for each row, the highest similarity to a column that is not a positive. [2, b]: in addition,
-            largest[1] is the highest similarity to a positive other than the row's own pair. None: accuracies are not
-            computed.
+        largest: [1, b]: for each row, the highest similarity to a negative. [2, b]: in addition, largest[1] is the
+            highest similarity to a positive other than the row's own pair. None: accuracies are not computed.
         pairs: [b], the similarity of each row's positive pair.
 
     Returns:

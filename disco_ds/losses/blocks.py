@@ -253,9 +253,9 @@ class Gathered:
         return comm.gather(sent, group=self.group) if comm.size(self.group) > 1 else sent
 
     def _gather_vector(self, own: Tensor) -> Tensor:
-        """Gather one number for each column of all ranks.
+        """Gather one number for each column (or each row) of all ranks.
 
-        If `own` is one number expanded to all columns, every rank has the same number, and nothing is sent.
+        If `own` is one number expanded to [b], every rank has the same number, and nothing is sent.
         """
         if own.stride(0) == 0:
             return own[:1].expand(len(self.columns))
@@ -442,7 +442,9 @@ def pair_cosines(rows: Tensor, columns: Tensor, tiling: Tiling) -> Tensor:
         (tiling.factor(r).to(full) * tiling.factor(c)).sum(1, dtype=torch.float64)
         for r, c in row_chunks(rows, columns)
     ]
-    return torch.cat(cosines) if len(cosines) > 1 else cosines[0]  # cat takes a kernel launch
+    return (
+        torch.cat(cosines) if len(cosines) > 1 else cosines[0]
+    )  # cat of one would launch a kernel
 
 
 def overflow_shift(rows: Tensor, columns: Tensor, scale: Tensor, group: Any) -> Tensor:
@@ -471,7 +473,8 @@ def shift_fits(shift: Tensor, *sums: Tensor, group: Any) -> Callable[[], bool]:
     still within fp32.
 
     Returns:
-        A function that waits for the answer, but not for work that the device receives in the meantime.
+        A function that waits for the result of the check and returns it. It does not wait for work that is queued on
+        the device after this call.
     """
     lowest = torch.stack([x.min() for x in sums]).min()
     # If a sum is NaN, the comparison is False on every rank.

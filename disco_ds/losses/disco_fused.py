@@ -23,8 +23,7 @@ class DisCoFusedLoss(GroupedLoss):
     rank that the text came from. Memory: two B x D tensors and one tile. Source: docs/losses.md section 1.
 
     Args:
-        store: Keep the exponentials of the block (b x B in bf16) instead of recomputing them in
-            backward.
+        store: Keep the exponentials of the block (b x B in bf16) for the gradient instead of recomputing them.
         options: See GroupedLoss.
     """
 

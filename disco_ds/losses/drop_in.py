@@ -67,9 +67,9 @@ class _DropIn(nn.Module):
             global mean loss. The gradients, averaged over ranks, are those of the global batch.
 
         Raises:
-            ValueError: On every rank, if `check` is set and the shapes of the features, the scales or the biases differ
-                between ranks, or only some ranks pass group_id. Also if `rank` or `world_size` differs from the
-                actual value.
+            ValueError: If `rank` or `world_size` differs from the actual value. With `check`, also on every rank if
+                the ranks pass features of different shapes, different scales or different biases, or if only some of
+                them pass group_id.
         """
         scale = torch.as_tensor(logit_scale, device=image_features.device).reshape(1)
         if self.is_first:

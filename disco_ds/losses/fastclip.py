@@ -173,7 +173,7 @@ class FastCLIPLoss(TiledLoss):
         """Return the state of the samples that this rank owns.
 
         Raises:
-            ValueError: If another module calls this to build its own state_dict, which could not be loaded.
+            ValueError: If another module calls this to build its own state_dict. The result could not be loaded.
         """
         if args or kwargs:
             raise ValueError(
@@ -217,8 +217,8 @@ class _FastCLIP(torch.autograd.Function):
         scales = tau.reciprocal().expand(2, b)
         shift = overflow_shift(rows, columns, scales[0, :1], group) if len(tau) == 1 else None
         sums = cross.sums(rows, scales, shift, loss.accuracy)
-        # With a common shift, the sum of a row underflows if all its similarities are far below the largest similarity
-        # of the batch. In that case, subtract a separate maximum in each sum.
+        # With a common shift, the sum of a row underflows if all similarities of the row are far below the bound from
+        # which the shift is computed. In that case, subtract a separate maximum in each sum.
         if shift is not None and not shift_fits(shift, sums.rows, sums.columns, group=group)():
             shift = None
             sums = cross.sums(rows, scales, shift, loss.accuracy)
@@ -347,13 +347,13 @@ class FastCLIPv3Loss(FastCLIPLoss):
 
 @register_loss("sogclr")
 class SogCLRLoss(FastCLIPv1Loss):
-    """`fastclip_v1` with a constant gamma (arXiv 2202.12387)."""
+    """`fastclip_v1` with the default gamma="constant" (arXiv 2202.12387)."""
 
     default_gamma = "constant"
 
 
 @register_loss("isogclr")
 class ISogCLRLoss(FastCLIPv2Loss):
-    """`fastclip_v2` with a constant gamma (arXiv 2305.11965)."""
+    """`fastclip_v2` with the default gamma="constant" (arXiv 2305.11965)."""
 
     default_gamma = "constant"

@@ -35,15 +35,16 @@ def infonce(
 ) -> LossOutput:
     """Compute InfoNCE under the contract of base.py, without storing the matrix of similarities.
 
-    Collective. The gradient is computed in forward if it is needed; backward only multiplies it.
+    Collective. The gradient is computed in forward if it is needed; backward only multiplies it by the upstream
+    gradient. The result is correct only if the upstream gradient is the same on every rank, as it is if the loss is
+    averaged over ranks.
 
     Args:
         embeddings: Features and scale of this rank.
         make_blocks: Builds the object that compares this rank's rows with the columns of all ranks.
         loss: Provides the tiling, the comm dtype and the process group.
         shared: True for NT-Xent. Image and text are then two views of the same image, and the denominator of a
-            view contains all other views, both first and second views. The gradient is then correct only if backward
-            receives the same upstream gradient on every rank, as it does if the loss is averaged over ranks.
+            view contains all other views, both first and second views.
 
     Source: docs/losses.md sections 1 and 2.
     """
@@ -95,11 +96,13 @@ class _InfoNCE(torch.autograd.Function):
         sums = _sums(cross, same, rows, columns, scales, shift, loss.accuracy)
         with_pairs = torch.logaddexp(sums.rows, x), torch.logaddexp(sums.columns, x)
         fits = shift_fits(shift, *with_pairs, group=group)
-        # Almost every shift fits, so compute the gradients before the host waits for the answer. The device then has
-        # work while the host reads the answer and prepares what follows.
+        # The shift almost always fits, so compute the gradients before the host waits for the result of this check. The
+        # device then has work while the host reads the result and prepares what follows.
         gradients = find_gradients(sums, shift)
+        ctx.shift = shift
         if not fits():
             del gradients
+            ctx.shift = None
             sums = _sums(cross, same, rows, columns, scales, None, loss.accuracy)
             gradients = find_gradients(sums, None)
         ctx.gradients = gradients

@@ -15,7 +15,10 @@ from disco_ds.distributed import comm
 NORM_TOLERANCE = 0.02
 """A feature's norm may deviate from 1 by this much without a warning; rounding to bf16 causes up to 0.004."""
 LARGEST_LOG = math.log(100.0) + 1e-3
-"""Logarithm of CLIP's largest logit scale, 100. A logit scale up to this value is probably a logarithm by mistake."""
+"""Logarithm of CLIP's largest logit scale, 100, plus a small margin.
+
+If a logit scale is not above this value, the caller has probably passed its logarithm by mistake.
+"""
 
 
 def check_alike(
@@ -38,7 +41,7 @@ def check_alike(
         bias: 0-d or [1], the logit bias. None counts as 0.
         group_id: Group ids. Their values are not compared, only whether all ranks or none pass them.
         group: The process group; None: all ranks.
-        step: Number of steps that this rank has taken.
+        step: Number of the step that this rank is at.
 
     Raises:
         ValueError: On every rank, if the steps or inputs of the ranks differ, or if features are not [b, D].

@@ -5,7 +5,7 @@ stages new values; `commit` applies the staged values. The state takes 16 bytes 
 and each rank stores 1/N of the samples. Only losses import this file.
 """
 
-# b local batch, B global = N b, N ranks; side 0 has images as anchors, side 1 texts
+# b local batch, B global = N b, N ranks; [..., 2]: first the image side (image anchors), then the text side
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ def is_spike(value: float, recent: Sequence[float], by_factor: bool) -> bool:
 def features_spread(image: Tensor, text: Tensor) -> dict[str, Tensor]:
     """Compute the mean cosine between samples and the effective rank, for image features and for text features.
 
-    Collective: every rank must call this. All ranks together contribute SAMPLE rows. These are the
+    Collective: every rank must call this. All ranks together contribute up to SAMPLE rows. These are the
     first rows of the global batch, for any number of ranks.
 
     Args:

@@ -1,7 +1,7 @@
-"""Logger of a run. It writes progress lines, metrics.jsonl, and points for DeepSpeed's monitors.
+"""Logger of a run. It writes progress lines, metrics.jsonl, and points for TensorBoard and other trackers.
 
-step_metrics.py defines the content of a record. Reductions over ranks are collective; only rank 0
-writes.
+step_metrics.py defines the content of a record. Reductions over ranks are collective. Only rank 0
+writes, except that each rank writes the names of its broken samples to a file.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class MetricsLogger:
 
     Args:
         folder: The run folder.
-        writers: Functions that write to TensorBoard and the other monitors of the ds_config, keyed by the name
-            that messages use.
+        writers: Functions that write to TensorBoard and the other trackers, keyed by the name that messages use
+            for the tracker.
         schedule: Converts steps to samples.
         peak_samples_per_s: See Interval.
         num_samples: Samples per epoch; if None, records contain no epoch.
@@ -95,7 +95,8 @@ class MetricsLogger:
         """Write the record of a step. Collective: every rank must call this.
 
         Returns:
-            The metrics of step_metrics.py and the times of the phases, on every rank.
+            The record, on every rank: step, samples and epoch, the metrics of step_metrics.py, and the
+            measurements of timers.py.
         """
         clock = time.monotonic()
         self.phases.note_peak()
@@ -133,7 +134,7 @@ class MetricsLogger:
             self._append({"step": step, "samples": self.schedule.samples(step), **values})
 
     def close(self) -> None:
-        """Write the waiting records and close the file."""
+        """Write the waiting records and close the file. If the disk is still full, these records are lost."""
         if self.file is not None:
             with self._disk_may_be_full():
                 self.file.close()

@@ -1,8 +1,8 @@
 """Draw report.png: curves of loss, accuracy and other metrics, and evaluated images with predictions.
 
-Rank 0 draws it from metrics.jsonl and examples.npz only, so a run that was killed or is still
-running has a report too. matplotlib is imported only when a picture is drawn, so it does not slow
-down the start of training.
+Rank 0 draws it at the end of a run. It is drawn from metrics.jsonl and examples.npz only, so `disco-ds
+report` can also draw it for a run that was killed or is still running. matplotlib is imported only when
+a picture is drawn, so it does not slow down the start of training.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def finish_axes(axes: Axes, label: str) -> None:
 
 
 def draw_example(axes: Axes, image: NDArray[numpy.uint8], label: str, best: list[str]) -> None:
-    """Draw an image below its label and above the nearest labels, marked as right or wrong."""
+    """Draw an image with its label above it and the nearest labels below it, each marked as right or wrong."""
     axes.imshow(image, interpolation="nearest")
     guesses = [f"{'✓' if guess == label else '✗'} {_shorten(guess)}" for guess in best]
     axes.set(xticks=[], yticks=[], xlabel="\n".join(guesses))

@@ -72,7 +72,7 @@ class Metric:
     curve: str = ""
     """Label of the metric's panel in report.png; empty: no panel.
 
-    The loss and the accuracies have no label because the report draws them in larger panels.
+    The loss and the accuracies have no label here, because draw_loss and draw_accuracy in report.py draw them.
     """
 
 

@@ -21,7 +21,7 @@ from torch.profiler import record_function
 from disco_ds.distributed import comm
 
 PHASES = {"step/forward": "forward", "step/loss": "loss", "step/backward and update": "update"}
-"""Name of a phase in step.py -> name in log records.
+"""Name of a phase in training/grad_accum.py -> name in log records.
 
 `loss` includes its collectives, and `update` includes the repeated forward passes.
 """
@@ -89,8 +89,8 @@ class Phases:
         for name in mine:
             reduce = statistics.fmean if name.startswith("time/") else max
             values[name] = reduce([rank[name] for rank in ranks])
-        # A rank waits for its data in the forward phase. At ZeRO 3 that phase has collectives, so
-        # the other ranks wait in it too.
+        # A rank waits for its data in the forward phase. At ZeRO 3 that phase has collectives, so the
+        # other ranks wait in it too, and the slowest rank stands out less.
         arrivals = [rank["time/forward_s"] for rank in ranks]
         values["ranks/slowest_s"] = max(arrivals)
         values["ranks/slowest"] = arrivals.index(max(arrivals))

@@ -58,7 +58,7 @@ def open_wandb(config: Config, folder: Path, stack: ExitStack) -> WandbRun | Non
     Args:
         config: The recipe.
         folder: The run folder.
-        stack: Closes the W&B run, and marks it as failed if the run folder has no finished.json.
+        stack: When it is closed, the W&B run ends with the exit code WandbRun.exit_code.
 
     Raises:
         ValueError: On every rank, if W&B has no API key or rejects the settings.
@@ -111,7 +111,7 @@ class WandbRun:
         run.define_metric("samples")
         run.define_metric("*", step_metric="samples")
         self.exit_code = 1
-        """Exit code that W&B shows when this object is closed. The caller sets it to 0 at the end of a stage."""
+        """Exit code that `close` reports to W&B; 1 means failed. The caller sets it to 0 at the end of a stage."""
         self.run: Any = run
 
     def write_events(self, events: Sequence[tuple[str, float, int]]) -> None:

@@ -377,7 +377,10 @@ def register_config(name: str) -> str:
 
 
 def register_architecture(name: str, architecture: dict[str, Any]) -> str:
-    """Register an architecture with open_clip; return its new name, which begins with the file name in `name`."""
+    """Register an architecture with open_clip under a new name, and return that name.
+
+    The new name is the last part of the path `name`, without its suffix, followed by a digest of the architecture.
+    """
     text = json.dumps(architecture)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     with tempfile.TemporaryDirectory() as folder:

@@ -65,11 +65,15 @@ def compile_if_exact(config: Config, model: Any, device_problem: str | None) -> 
 
 
 def find_repeated_draws(config: Config, model: Any) -> str | None:
-    """Return what draws random numbers in a forward that activation checkpointing repeats, or None if nothing does.
+    """Find modules that draw random numbers in a forward that activation checkpointing repeats.
 
     Args:
         config: The recipe.
         model: The model, before an engine wraps it.
+
+    Returns:
+        A description of the problem, for an error message; None if no such module was found. If the search fails, the
+        description says so.
     """
     if not config.model.activation_checkpointing:
         return None
@@ -98,7 +102,7 @@ def find_draws(model: Any) -> list[str]:
 
 
 class Draws(TorchDispatchMode):
-    """A mode that collects the names of the innermost modules that draw random numbers."""
+    """Dispatch mode that collects the names of the innermost modules that draw random numbers."""
 
     def __init__(self, tracker: ModuleTracker) -> None:
         super().__init__()

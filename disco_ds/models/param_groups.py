@@ -20,7 +20,10 @@ KINDS = ("muon", "matrices", "vectors", "scale")
 PATH = r"(?!visual\.)(?:\w+\.)*"
 """Regular expression for the name prefix of parameters outside the image tower."""
 HIDDEN = r"(?<!\bproj)\.\d+\..*weight$"
-"""Regular expression for the weights that Muon may update: those of numbered layers not directly in a `proj`."""
+"""Regular expression for the weights that Muon may update: those in numbered layers, such as `blocks.0.`.
+
+A number directly after `proj`, as in `proj.0.`, does not count as the number of a layer.
+"""
 LAYERS = {
     "stem": r"(?:text\.)?(?:conv\d|bn\d|ln_pre|class_embedding|cls_emb|positional_embedding"
     r"|token_embedding|transformer\.embeddings)\b",

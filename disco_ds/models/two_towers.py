@@ -48,7 +48,7 @@ class TwoTowers(nn.Module):
         image_size: (H, W), or one number if H = W.
         mean: Mean of each color channel, for pixel values from 0 to 1.
         std: Standard deviation of each color channel, for pixel values from 0 to 1.
-        interpolation: How images are resized in evaluation.
+        interpolation: Interpolation method for resizing images, in training and evaluation.
         resize_mode: In evaluation, which side of an image is resized to image_size: "shortest", "longest", or both
             ("squash").
     """

@@ -18,7 +18,8 @@ MICRO_BATCHES = (64, 256, 1024, 4096)
 """Micro-batch sizes that are tried. Below 64, temporary copies of the weights dominate the peak memory.
 
 Only the first and the last are traced. The towers' memory at the other sizes is interpolated. The result is never too
-low: at each moment, memory is linear in the size, so the peak, which is the maximum over moments, is convex.
+low: at each moment, memory is linear in the size. So the peak, which is the maximum over moments, is convex, and a
+line between two of its points never lies below it.
 """
 MAX_GLOBAL_BATCH = 2**26
 """Largest global batch that the search considers."""
@@ -46,7 +47,7 @@ def fit(
         The recipe, and what its towers need.
 
     Raises:
-        ValueError: If nothing fits; the message states the least memory that is needed.
+        ValueError: If nothing fits; the message states the least GPU memory that is needed.
     """
     per_host = min(ranks, assumed.per_host)
     smallest, largest = MICRO_BATCHES[0], MICRO_BATCHES[-1]
@@ -84,7 +85,7 @@ def fit(
                 flops = K * towers.flops + (K - 1) * towers.replay_flops
                 found.append((flops / (K * m), change(K, m, checkpointing, pixels), towers))
     if not found:
-        # Report what the settings with the lowest memory use would need. `few` is their trace, the last one.
+        # Report what the settings with the lowest memory use would need. The loop has traced them last, as `few`.
         least = change(1, smallest, True, "device")
         needed = plan_memory(least, ranks, few, assumed).total / GIB
         raise ValueError(

@@ -75,9 +75,11 @@ def loss_cost(
 
 
 def _count_work(loss: Loss, N: int) -> tuple[int, int, int] | None:
-    """Return the number of b x B x D matrix products, and how often a rank receives B x D features and gradients.
+    """Count the matrix products and the received tensors of a loss.
 
-    Return None if the loss is unknown.
+    Returns:
+        The number of matrix products of size b x B x D, and how many B x D tensors of features and of gradients
+        a rank receives; None if the loss is unknown.
     """
     match loss:
         case ClipLoss():

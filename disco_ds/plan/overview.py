@@ -59,7 +59,7 @@ def plan_run(
         assumed: Assumptions of the plan; see Assumptions.
         largest: Whether to search for the largest global batch that fits. The search varies the
             micro-batch size, activation checkpointing and, with host_gib, where the step's pixels are held.
-        host_gib: Memory of a host in GiB.
+        host_gib: Memory of a host in GiB. It is used only with `largest`.
 
     Raises:
         ValueError: If the batch cannot be divided evenly among the ranks, the model cannot be traced,

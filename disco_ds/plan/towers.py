@@ -75,7 +75,9 @@ class Towers:
 
 
 class Allocations(TorchDispatchMode):
-    """Counter of operations and FLOPs, and of the bytes of tensors that are created while it is active, until freed.
+    """Dispatch mode that counts operations, FLOPs, and the bytes of tensors.
+
+    A tensor is counted if it is created while the mode is active, and only until it is freed.
 
     Alternatives considered: torch's MemTracker (it refuses a tower that is called twice) and
     FlopCounterMode (it keeps tensors alive).

@@ -1,6 +1,6 @@
 """Find, make and lock the folder of a run, runs/<name>.
 
-Only rank 0 calls these functions; runs/shared_folder.py broadcasts the result.
+In a run, only rank 0 calls these functions, and the results are broadcast.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ FINISHED = "finished.json"
 LAUNCHED = "launch.json"
 """Contains the ID of the launch that used the folder last and the exit code that its ranks agreed on."""
 AUTO = "auto"
-"""Value of --resume: resume the newest run of this name if it has a complete checkpoint; otherwise start a new run."""
+"""Value of --resume: resume the newest run of this name if it has a complete checkpoint; otherwise start a new run.
+
+If the newest run has already done all steps of the recipe, nothing is started.
+"""
 
 
 def make_run_folder(runs: Path, name: str) -> Path:
@@ -98,7 +101,8 @@ def find_newest(runs: Path, name: str) -> Path | None:
 def split_resume(resume: str) -> tuple[Path, Path | None]:
     """Split a value of --resume into the run folder and the checkpoint.
 
-    The value is RUN/checkpoints/step-N, or the path of a run folder; then the returned checkpoint is None.
+    The value is the path of a checkpoint (RUN/checkpoints/step-N) or of a run folder. For a run folder, the
+    returned checkpoint is None.
     """
     path = Path(os.path.abspath(resume))
     if path.parent.name == CHECKPOINTS and STEP.fullmatch(path.name):

@@ -124,7 +124,7 @@ def build(
 ) -> Run:
     """Build a run that starts at its first step or at a checkpoint and ends with the current stage. Collective.
 
-    The order is: data, the checkpoint to resume from, model, loader, run folder, engine.
+    The order is: loss, data, the checkpoint to resume from, model, loader, run folder, engine.
 
     Args:
         config: Settings of the run.
@@ -145,8 +145,8 @@ def build(
     if resume == AUTO:
         resume = comm.from_rank_0("run folder", partial(find_started, config))
         unattended = True
-    # Render every ds_config only to find mistakes early. The final ds_config contains the path of the run
-    # folder, so write_settings renders it after that folder has been created.
+    # Render the ds_config of every stage here to find mistakes early; the results are not used. The final ds_config
+    # contains the path of the run folder, so write_settings renders it after that folder has been created.
     for each in config.stage_configs:
         render_ds_config(each, comm.size())
     comm.from_rank_0("log", partial(check_packages, config))
@@ -281,7 +281,7 @@ def build(
 
 
 def find_writers(engine: Engine, wandb: WandbRun | None) -> dict[str, WriteEvents]:
-    """Return the function that writes metrics to each tracker, keyed by the name that messages use for the tracker."""
+    """Return a function for each tracker that writes metrics to it. The keys are the trackers' names in messages."""
     monitors = {
         "TensorBoard": engine.monitor.tb_monitor,
         "W&B": wandb,
@@ -389,7 +389,7 @@ def build_towers(config: Config, loss: Loss, restored: bool) -> tuple[nn.Module,
 
 
 def identify(config: Config, sources: list[Source]) -> Callable[[Config], dict[str, Any]]:
-    """Return a function that collects what a resumed run must not change, given a stage's settings. Collective.
+    """Return a function that takes a stage's settings and returns what must stay the same on resume. Collective.
 
     See checkpoint.identity. The returned function does not communicate.
 
@@ -399,7 +399,8 @@ def identify(config: Config, sources: list[Source]) -> Callable[[Config], dict[s
     # Synthetic data needs no fingerprint: data.num_samples identifies it, and that setting is compared too.
     data = "synthetic" if config.data.source == "synthetic" else fingerprint(config.data, sources)
     with comm.all_or_none("model"):
-        # Saved because export and evaluation need these values even if the pretrained weights are deleted later.
+        # Checkpoints store these values, because export and evaluation need them even if the pretrained weights are
+        # deleted later.
         preprocess = read_overrides(register_config(config.model.name), config.model)
 
         def identify_stage(stage: Config) -> dict[str, Any]:

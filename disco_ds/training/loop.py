@@ -51,7 +51,7 @@ class AskedToStopError(RuntimeError):
 
 
 def train(run: Run) -> None:
-    """Train from the first step of the run to the last step of the current stage. Collective.
+    """Train from the step at which the run starts or resumes to the last step of the current stage. Collective.
 
     Raises:
         StopError: If data cannot be read, or the ranks are at different steps.

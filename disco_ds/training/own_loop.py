@@ -141,7 +141,7 @@ class _History:
 
     steps: int = 0
     checked: dict[tuple[int, bool], int] = field(default_factory=dict)
-    """Maps (K, model.training) to the last step in which a repeated forward was found to equal the first."""
+    """Maps (K, model.training) to the last step in which the features were checked (see RECHECK_STEPS)."""
 
 
 _histories: WeakKeyDictionary[Any, _History] = WeakKeyDictionary()
@@ -265,7 +265,7 @@ class _Towers:
 class _Engine:
     """Backend for DeepSpeed, which needs an engine.backward and an engine.step for each micro-batch.
 
-    The parameters are updated only in the engine.step of the last micro-batch.
+    Only the last engine.step of a training step updates the parameters.
     """
 
     def __init__(self, engine: DeepSpeedEngine, micro_batches: int):
@@ -298,7 +298,7 @@ class _Engine:
 class _Plain:
     """Backend for DDP, FSDP2 and plain modules, which accumulate gradients over the micro-batches.
 
-    DDP and FSDP2 average the gradients over ranks in the backward of the last micro-batch.
+    DDP and FSDP2 average the gradients over ranks in the last backward of a training step.
     """
 
     def __init__(

@@ -38,8 +38,8 @@ Picture = bytes | Image.Image
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 """Formats that PIL may open. Of the other formats, EPS starts an external program and the rest are rare for photos."""
 _JPEG = b"\xff\xd8"
-# decode_image checks data.max_pixels instead. PIL's limit is disabled, because PIL decodes some images above its limit
-# and only warns.
+# Disable PIL's limit on the number of pixels, because PIL decodes images of up to twice its limit with only a warning.
+# decode_image checks data.max_pixels instead.
 Image.MAX_IMAGE_PIXELS = None
 _TILE = (322, 323)
 """The TIFF tags for tile width and tile height."""
@@ -200,7 +200,7 @@ def _crop_box(
         if 0 < w <= width and 0 < h <= height:
             # The last two random numbers place the box. All attempts can share them, because only one attempt succeeds.
             return int(uniform[-1] * (width - w + 1)), int(uniform[-2] * (height - h + 1)), w, h
-    # No box fit. Take the largest centered box whose aspect ratio is in the range.
+    # All attempts have failed. Take the largest centered box whose aspect ratio is in the range.
     w = min(width, round(height * ratio[1]))
     h = min(height, round(width / ratio[0]))
     return (width - w) // 2, (height - h) // 2, w, h

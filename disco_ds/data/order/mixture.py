@@ -7,8 +7,8 @@ proportion to the weights. Sample number k of slot s comes from the source whose
 
     frac(phase(seed, s) + k * golden ratio)
 
-The choice depends only on the seed, s and k. Multiples of the golden ratio are spread more evenly than random
-numbers, so all slots advance through a source at nearly the same rate.
+The choice depends only on the weights, the seed, s and k. Multiples of the golden ratio are spread more evenly than
+random numbers, so all slots advance through a source at nearly the same rate.
 """
 
 from __future__ import annotations

@@ -34,7 +34,8 @@ SLOTS = (512, 384, 256, 192, 128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
 # Keys that make the random permutations of shards and of windows independent of each other.
 _SHARDS, _WINDOW = 1, 2
 _EPOCHS_KEPT = 4
-"""Number of epochs whose shard permutations are cached. Slots are in different epochs only near the end of an epoch."""
+"""Number of epochs whose shard permutations are cached. A few suffice, because slots are in different epochs only
+near the end of an epoch."""
 
 
 def estimate_open_shards(num_shards: int, num_samples: int, window: int) -> int:

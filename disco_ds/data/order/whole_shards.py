@@ -3,7 +3,7 @@
 The shards are permuted in each epoch. The permutations, one after another, form an infinite sequence of visits to
 shards. Slot s of S makes the visits s, s + S, s + 2 S, ... In a visit, it reads all samples of the shard in random
 order. Its cursor is (visit, offset). The number of samples in a shard is known only once the shard is open, so only a
-process that reads the shards can follow this order. Like order/slots.py, it depends only on the seed and the shards.
+process that reads the shards can follow this order. The order depends only on the seed, the shards and S.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Copying of micro-batches from the workers' buffers on the host to the device, each while the previous one is in use.
+"""Delivery of micro-batches from the workers' buffers on the host to the device.
+
+While a micro-batch is in use, the next one is copied.
 
 A buffer on the host goes through this cycle. It is granted to all producers, which means that each producer may fill
 its rows of the buffer. Once all producers have reported, the buffer is received, and copied to the device. The loader

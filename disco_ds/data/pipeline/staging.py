@@ -39,8 +39,8 @@ def count_buffers(
     prefetched micro-batches.
 
     Args:
-        prefetch: Number of micro-batches to prefetch. None selects the number of micro-batches in a step, but at least
-            LEAST_AHEAD. With fewer, the workers would be idle during GradAccum's second pass.
+        prefetch: Number of micro-batches to prefetch. None selects the number of micro-batches in a step, so that the
+            workers are not idle during GradAccum's second pass, but at least LEAST_AHEAD and at most `most`.
         num_micro_batches: Number of micro-batches per rank in each step.
         pixels: Where images are kept between GradAccum's two passes.
         num_workers: Number of data workers. If it is 0, nothing is prefetched.

@@ -115,7 +115,8 @@ class _Reader:
         self._job = job
         for order in job.order.orders:
             if isinstance(order, WholeShards):
-                # A lambda, because FetchAhead deep-copies the order. A bound method would be copied with its object.
+                # A lambda, because FetchAhead deep-copies the order. With a bound method, the copy would include the
+                # samples and their open reader.
                 order.count = lambda shard: job.samples[0].count(shard)
         mine = job.slots[job.worker :: job.num_workers]
         streams = [stream for slot in mine for stream in job.order.streams(slot)]
@@ -206,7 +207,8 @@ class _Reader:
             trace = "".join(["\n", *traceback.format_exception(cause)]) if cause else ""
             raise DataError(
                 f"{self._num_broken} of {self._num_read} samples are broken; the limit is {_SPARE_BROKEN} plus the "
-                f"fraction data.max_broken={most:g} of all samples. The last broken samples: {'; '.join(self._last)}. "
+                f"fraction data.max_broken={most:g} of the samples read. The last broken samples: "
+                f"{'; '.join(self._last)}. "
                 "Compare data.image_key and data.captions with the members of the samples, repair the shards, or "
                 f"raise data.max_broken{trace}"
             )

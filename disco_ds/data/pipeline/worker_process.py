@@ -1,6 +1,6 @@
 """The data workers of a rank: separate processes or, if data.workers is 0, the trainer's own process.
 
-Alternatives considered: torch's DataLoader installs a SIGCHLD handler. If a worker dies, the handler raises an
+Alternatives considered: torch's DataLoader. It installs a SIGCHLD handler. If a worker dies, the handler raises an
 exception in the trainer's main thread at an arbitrary point, even between two collectives. Here, if a worker dies,
 hangs or fails, only `Worker.receive` raises.
 """

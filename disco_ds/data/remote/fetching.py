@@ -14,7 +14,7 @@ import threading
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, suppress
 
-# This function uses poll(). select() would not accept file descriptors above 1,023.
+# `wait` uses poll(). select() would not accept file descriptors above 1,023.
 from multiprocessing.connection import wait
 from typing import Any, BinaryIO, NoReturn
 

@@ -159,6 +159,7 @@ class Samples:
         Raises:
             BrokenSample: If the sample cannot be used. The returned function may also raise it.
             OSError: If the shard itself cannot be read.
+            DataError: If the tokenizer returns the wrong shape.
             Exception: Any other exception of a custom Reader. The caller treats it like BrokenSample.
         """
         members: Members = self._reader.read(shard, entry)

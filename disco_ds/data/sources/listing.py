@@ -228,7 +228,8 @@ def list_shards(text: str) -> Listing:
     """List the shards that a setting specifies with braces, or the single .tar that it names.
 
     Raises:
-        ValueError: If the braces are unbalanced, or specify a shard twice.
+        ValueError: If the braces are unbalanced or specify a shard twice, or if a URL or command has neither braces nor
+            the name of a .tar file.
     """
     before, brace, _ = text.partition("{")
     in_query = is_remote(text) and bool(brace) and "?" in before

@@ -28,7 +28,8 @@ def load_sources(settings: DataSettings) -> list[Source]:
 
     Raises:
         ValueError: If shards or manifests are missing or do not match, if the settings do not allow remote shards, or
-            if a class cannot be imported or constructed. The message names the setting.
+            if a class cannot be imported or constructed. The message begins with the setting of the source, such as
+            data.shards.
     """
     found = []
     for number, part in enumerate(settings.parts):

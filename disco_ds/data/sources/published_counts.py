@@ -108,7 +108,7 @@ def _measure(place: str, listed: Mapping[str, int], remote: RemoteSettings) -> i
 
     Raises:
         FileNotFoundError: If it does not exist.
-        StoreError: If its server does not answer.
+        StoreError: If its server does not return the size.
         OSError: If it is local and cannot be examined.
     """
     if place.startswith(PIPE):

@@ -55,8 +55,8 @@ class Selection:
         """Load the selection of a source, or return None if none of data.uids, data.filter and data.stages is set.
 
         Raises:
-            ValueError: If a file or function cannot be loaded, or if a stage joins samples. The message names the
-                setting.
+            ValueError: If a file or function cannot be loaded, or if a stage joins samples. The message names the file
+                or the function.
         """
         if not (settings.uids or settings.filter or settings.stages):
             return None

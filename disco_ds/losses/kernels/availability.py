@@ -77,8 +77,8 @@ def _find_problem(device: torch.device, precision: Precision) -> str | None:
 def lacks_fence(capability: tuple[int, int], version: str) -> bool:
     """Return True if this version of Triton may compute wrong matrix products on a GPU of this compute capability.
 
-    Before 3.7.1, Triton emits no fence between asynchronous copies and products that read them. Wrong results were
-    seen on compute capability 10, and none on 9. Source: triton issue 9610, pytorch issue 181248.
+    Before 3.7.1, Triton emits no fence between asynchronous copies and the matrix products that read the copied data.
+    Wrong results were seen on compute capability 10, and none on 9. Source: triton issue 9610, pytorch issue 181248.
     """
     return capability >= (10, 0) and Version(version) < Version(FENCED)
 

@@ -23,9 +23,9 @@ class SigmoidSums:
     """Sums and maxima over a block without its diagonal, in float64."""
 
     loss: Tensor
-    """0-d, the sum of softplus(-z) over positives and softplus(z) over all other entries."""
+    """0-d, the sum of softplus(-z) over positives and softplus(z) over negatives."""
     weight: Tensor
-    """0-d, the sum of -sigmoid(-z) over positives and sigmoid(z) over all other entries: the gradient of the bias."""
+    """0-d, the sum of -sigmoid(-z) over positives and sigmoid(z) over negatives: the gradient of the bias."""
     rows_max: Tensor | None
     """[1, n] or [2, n], the largest z of each row, see similarity.Sums; None if maxima were not computed."""
     columns_max: Tensor | None
@@ -41,8 +41,9 @@ def sigmoid_block(
 ) -> SigmoidSums:
     """Compute the sums of a block, and add the block's contribution to the gradients of rows and columns.
 
-    The weights W are -sigmoid(-z) at positives and sigmoid(z) elsewhere. gain x W @ columns is added to d_rows, and
-    gain x W^T @ rows to d_columns. The caller divides the results by the gain, Tiling.gain.
+    The weights W are -sigmoid(-z) at positives, sigmoid(z) at negatives, and 0 on the diagonal and at ignored entries.
+    gain x W @ columns is added to d_rows, and gain x W^T @ rows to d_columns. The caller divides the results by the
+    gain, Tiling.gain.
 
     Args:
         block: The similarities. All scales must be equal.

@@ -123,7 +123,7 @@ class Block:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of scales, sums and gradients: fp32, or float64 for float64 features."""
+        """Return the dtype of scales, similarities and gradients: fp32, or float64 for float64 features."""
         return full_dtype(self.rows)
 
     def scratch(self, tiles: ModuleType) -> Tensor:
@@ -198,8 +198,8 @@ class Sums:
     columns: Tensor
     """[m], logarithm of the sum of exp(y) over each column."""
     rows_max: Tensor | None
-    """[1, n]: for each row, the largest x among entries that are not positives. [2, n]: in addition, rows_max[1] is the
-    largest x among positives outside the diagonal. None if maxima were not computed."""
+    """[1, n]: for each row, the largest x among negatives. [2, n]: in addition, rows_max[1] is the largest x among
+    positives outside the diagonal. None if maxima were not computed."""
     columns_max: Tensor | None
     """[1, m] or [2, m], the same for the y of each column."""
     positives: Tensor | None = None

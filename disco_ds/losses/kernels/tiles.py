@@ -19,7 +19,7 @@ Impl = Literal["auto", "torch", "triton"]
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _FULL = (torch.float32, torch.float64)
 TILE_BYTES = 144 << 20
-"""Largest size of a tile that is written to a GPU's memory."""
+"""Largest size of a tile that is written to a GPU's memory, after it is rounded to `precision`."""
 PRODUCT_BLOCK = 128 * 256
 """Assumed number of gradient elements that one multiprocessor computes at a time in torch's matrix products."""
 PLANNED_MULTIPROCESSORS = 132
@@ -31,9 +31,9 @@ class Tiling:
     """How similarities are computed. These settings affect results only through rounding.
 
     Args:
-        tile: Number of rows and columns of a tile. None: 2048 x 2048 on a CPU. On a GPU, None gives tiles of at most
-            144 MiB if they are written to memory (see `written_shape`). Tiles that are not written have 2^28 elements,
-            which is enough work to hide kernel launches, and at most 16384 rows.
+        tile: Number of rows and columns of a tile. None: 2048 x 2048 on a CPU. On a GPU, None gives tiles that take at
+            most 144 MiB, rounded to `precision`, if they are written to memory (see `written_shape`). Tiles that are
+            not written have up to 2^28 elements, which is enough work to hide kernel launches, and at most 16384 rows.
         precision: Precision of the operands of every matrix multiplication; results accumulate in fp32. "auto" is
             fp32 on a CPU and fp16 on a GPU: fp16 has as many mantissa bits as tf32, and unit rows are within its
             range. Float64 features are always multiplied in float64.
@@ -226,7 +226,10 @@ def full_dtype(x: Tensor) -> torch.dtype:
 
 
 def pairs_offset(rows: slice, columns: slice, first: int | None) -> int | None:
-    """Return the offset in a tile of the diagonal of positive pairs (i, i + first); None if no pair is in the tile."""
+    """Return the offset, as in torch.diagonal, of the diagonal of positive pairs (i, i + first) within a tile.
+
+    None if no pair is in the tile.
+    """
     if first is None:
         return None
     offset = rows.start + first - columns.start

@@ -1,8 +1,9 @@
 """The operations on one tile in torch: the reference implementation, which also runs on CPUs.
 
 triton_tiles.py has the same functions. x_ij is the row scale times <r_i, c_j>, y_ij the column scale times <r_i, c_j>.
-Scales, shifts and weights have the shape [n] for rows and [m] for columns, in full precision. Maxima are None unless
-requested.
+The arguments row_scale, row_shift and a have the shape [n]; column_scale, column_shift and beta have the shape [m];
+scale, shift and bias have the shape [1]. All are in full precision, except `shift`, which is float64. Maxima are None
+unless requested.
 """
 
 from __future__ import annotations

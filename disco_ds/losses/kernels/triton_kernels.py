@@ -4,11 +4,11 @@ There is one kernel for each operation on a tile. All but kept_weights_kernel mu
 epilogue. Kernels for sums write nothing as large as the tile, unless the exponentials are kept. Kernels for weights
 write each tile of weights once. The tile is then an operand of ordinary torch matrix multiplications (docs/losses.md
 section 3). Exponentials are computed as powers of two, for which the hardware has an instruction. There are no atomics,
-so equal block sizes give bitwise equal results. Only triton_tiles.py imports this file.
+so equal block sizes give bitwise equal results. In this package, only triton_tiles.py imports this file.
 """
 
 # n rows, m columns, D width of a tile; a block is the part of a tile that one program computes
-# Triton interprets annotations of a kernel's arguments, so the kernels have none.
+# Triton interprets annotations of a kernel's arguments, so the kernels have no type annotations.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _forced: triton.Config | None = None
 
 
 def force(config: triton.Config | None) -> None:
-    """Use this configuration for every tile from now on; None: time the configurations again. For tests."""
+    """Use this configuration for every tile from now on; None: time the configurations again. For tests and tools."""
     global _forced
     _forced = config
     for kernel in KERNELS:

@@ -118,7 +118,8 @@ class Host(TorchDispatchMode):
 
     def _crosses(self, x: Tensor, to: torch.device, non_blocking: bool) -> None:
         if to.type == "cpu":
-            self.note("copies to host")
+            if not non_blocking:
+                self.note("copies to host")
         elif not (non_blocking and (self._is_pinned(x) or x.nbytes <= STAGED_BYTES)):
             self.note("copies to device")
 
