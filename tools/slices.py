@@ -240,7 +240,10 @@ def case(record: Record, **fields: Any) -> Iterator[None]:
 
 
 def in_words(error: BaseException) -> str:
-    """Return the first and last line of an error: a compiler's starts with the source, CUDA's with the cause."""
+    """Return the type of an error and its first and last line.
+
+    The first line of a CUDA error gives the cause, and the last line of a compiler's error does.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     ends = dict.fromkeys((*lines[:1], *lines[-1:]))
     return f"{type(error).__name__}: {' ... '.join(line[:200] for line in ends)}"

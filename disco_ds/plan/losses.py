@@ -163,8 +163,8 @@ def _tile_bytes(loss: TiledLoss, size: int, device: torch.device) -> int:
     if device.type != "cpu" and loss.tiling.impl != "torch":
         # Triton keeps one copy of a tile's weights and makes no temporary copies.
         return size * _itemsizes(loss, device)[0]
-    # torch computes in fp32, and in strips on a CPU. With a scale per row, it makes two more copies than with one
-    # scale for all rows.
+    # torch computes in fp32 and, except for SigLIP, in strips on a CPU. With a scale per row, it makes two more copies
+    # than with one scale for all rows.
     if isinstance(loss, SigLIPLoss):
         return 8 * size
     strip = min(size, STRIP) if device.type == "cpu" else size

@@ -248,14 +248,11 @@ def agree(
         )
     # A NaN in the features of one rank makes the loss of every rank NaN, so check the features first.
     sources = [rank for rank, (*_, finite) in enumerate(reports) if not finite]
-    what = "features"
+    cause = f", because the features of {comm.join_ranks(sources)} are not"
     if not sources:
-        what = "loss"
         sources = [rank for rank, (_, x, _) in enumerate(reports) if not math.isfinite(x)]
-    raise FloatingPointError(
-        f"step {step}: the loss is not finite, from the {what} of "
-        f"{comm.join_ranks(sources)}; nothing was updated"
-    )
+        cause = f" on {comm.join_ranks(sources)}"
+    raise FloatingPointError(f"step {step}: the loss is not finite{cause}; nothing was updated")
 
 
 def log(run: Run, step: int, output: StepOutput, data: StepData) -> None:

@@ -91,8 +91,8 @@ def _open(
         raise ValueError(f"{name} is a {type(value).__name__}, which cannot be divided; {DIVIDES}")
     shapes = {item.shape if isinstance(item, Tensor) else None for item in value}
     shape = shapes.pop() if len(shapes) == 1 else None
-    # If these tensors are samples, splitting them as fields would cut each sample into fragments. With
-    # these sizes, each part would still give the expected number of rows, so no later check would fail.
+    # If these tensors are samples, splitting them as fields would cut each sample into fragments. No later check would
+    # fail if a part, which gets one fragment of each sample, then had as many rows as a part must return.
     if shape and len(value) > 2 and len(value) * count == shape[0]:
         raise ValueError(
             f"{name} has {len(value)} tensors of shape {tuple(shape)}, which could be samples or "

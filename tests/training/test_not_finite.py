@@ -75,7 +75,7 @@ def rewrite(path: Path, **changes: Any) -> None:
 
 
 def too_many(path: Path) -> None:
-    for limit, said in ((0, "from the loss of rank 1"), (1, "the gradient is not finite")):
+    for limit, said in ((0, "not finite on rank 1"), (1, "the gradient is not finite")):
         config = load_config(path, [f"name=too-many-{limit}", f"skip_nonfinite={limit}"])
         expect(
             failure(config, poisoned(BOTH), FloatingPointError),
@@ -87,7 +87,7 @@ def too_many(path: Path) -> None:
 
 def features(path: Path) -> None:
     """A rank whose features are bad is named, though every rank's loss is."""
-    told = "step 0: the loss is not finite, from the features of rank 1; nothing was updated"
+    told = "step 0: the loss is not finite, because the features of rank 1 are not; nothing was updated"
     with ExitStack() as stack:
         run = build(load_config(path, ["name=features"]), None, stack)
         if comm.rank() == 1:

@@ -176,7 +176,7 @@ class Loader:
 
     @property
     def broken(self) -> int:
-        """Number of broken samples that were skipped. The sum over all ranks includes samples from before a resume."""
+        """Number of broken samples that this rank skipped. Rank 0 adds those of all ranks from before a resume."""
         return self._position.broken
 
     @property

@@ -151,7 +151,7 @@ def read_uids(path: Path) -> np.ndarray:
         )
     if len(uids) <= _SORTED_HERE:
         return np.sort(uids)
-    # Every worker memory-maps the file. Check the sorting in a few parts, so that the file is not read whole.
+    # A large .npy file is memory-mapped. Check the order in 100 short parts only, so that the file is not read whole.
     starts = np.linspace(0, len(uids) - _PART, 100, dtype=np.int64)
     found = np.concatenate([uids[start : start + _PART] for start in starts])
     if (np.sort(found) != found).any():

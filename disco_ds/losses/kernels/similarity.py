@@ -75,7 +75,7 @@ class Positives:
                 total.index_add_(0, at, tiling.product(a, b, out))
 
     def raise_maxima(self, largest: Sequence[Tensor]) -> None:
-        """Update the maxima over positives, if maxima are computed, with these logits."""
+        """If maxima are computed, update the maxima over positives with these logits."""
         logits = self.logits.masked_fill(~self.found, -math.inf)
         for total, at, dim in zip(largest, (self.i, self.j), (1, 0), strict=False):
             total[1, at] = torch.maximum(total[1, at], logits.amax(dim).double())
