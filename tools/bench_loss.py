@@ -100,7 +100,7 @@ def our_method(name: str, num_samples: int, accuracy: bool = True, **options: An
 
 
 def other_methods(args: argparse.Namespace) -> dict[str, Method]:
-    """Return open_clip's loss in both modes and, on a GPU, the installed published kernels."""
+    """Return open_clip's loss in both modes and, on a GPU, the losses in peers.SOFTMAX whose packages are installed."""
     found = {
         f"open_clip {way}": peers.open_clip(way == "local", autocast=False)(0)
         for way in ("full", "local")

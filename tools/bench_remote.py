@@ -255,7 +255,7 @@ def count_first(num_shards: int, samples: int, gb: float, batch: int) -> str:
     places = ((slot, offset) for slot in range(slots) for offset in range(-(-batch // slots)))
     needed = {order.locate(slot, *order.settle(slot, 0, offset))[0] for slot, offset in places}
     total = len(needed) * gb
-    return f"{slots:6} {len(needed):7} {total:14.0f} {total / 1.25:23.0f} {total / 10:8.0f}"
+    return f"{slots:6} {len(needed):7} {total:14.0f} {total / 1.25:32.0f} {total / 10:8.0f}"
 
 
 def measure_manifest() -> str:
@@ -293,7 +293,9 @@ def main() -> None:
         print(measure_manifest())
         return
     if args.first:
-        print("data          batch  slots  shards  GB, all hosts  s at 1.25 GB/s: 1 host  8 hosts")
+        print(
+            "data          batch  slots  shards  GB, all hosts  s at 1.25 GB/s per host: 1 host  8 hosts"
+        )
         for name, num_shards, samples, gb in DATA_SETS:
             for batch in (4096, 32_768):
                 print(f"{name:12} {batch:6} {count_first(num_shards, samples, gb, batch)}")

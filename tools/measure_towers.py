@@ -50,7 +50,8 @@ def measure_towers(config: Config, m: int, device: torch.device) -> Towers:
     @contextmanager
     def on_cpu(name: str) -> Iterator[None]:
         nonlocal base
-        # oneDNN is off, because its kernels take scratch memory (110 MiB for a 16-bit convolution). A GPU's do not.
+        # oneDNN is off, because the profiler would count its scratch memory (110 MiB for a 16-bit convolution), which
+        # the trace does not contain.
         with torch.backends.mkldnn.flags(enabled=False), profile(profile_memory=True) as profiler:
             yield
         # The profiler records each allocation and release; their running sum is the memory in use.

@@ -219,7 +219,7 @@ def time_steps(step: Callable[[], Any], steps: int, warmups: int) -> list[float]
 
 
 def peak_flops() -> float | None:
-    """Return this GPU's 16-bit FLOP/s, None if unknown; on a CPU an arbitrary number for test runs."""
+    """Return this GPU's 16-bit FLOP/s, or None if unknown. On a CPU, return an arbitrary number for test runs."""
     if not torch.cuda.is_available():
         return 1e12
     gpu = recognize(torch.cuda.get_device_name())
@@ -227,7 +227,7 @@ def peak_flops() -> float | None:
 
 
 def peak_bytes() -> int:
-    """Return the peak memory of the device since the last reset; on a CPU that of this process."""
+    """Return the peak memory of the device since the last reset. On a CPU, return the peak memory of this process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,4 +1,4 @@
-"""The contrastive losses, one per file. They take plain values and do not depend on the settings or the engine.
+"""The contrastive losses. They take plain values and do not depend on the settings or the engine.
 
 What a loss class must provide is documented in base.py. Importing a loss's file registers the loss.
 """

@@ -467,10 +467,10 @@ def overflow_shift(rows: Tensor, columns: Tensor, scale: Tensor, group: Any) -> 
 
 
 def shift_fits(shift: Tensor, *sums: Tensor, group: Any) -> Callable[[], bool]:
-    """Start to check that no sum of any rank underflows fp32 with this shift. Collective: one all_reduce.
+    """Start to check that this shift suits every sum of every rank. Collective: one all_reduce.
 
-    The logarithm of a sum may be at most 58 below the shift, because the reciprocal of exp(-58), times Tiling.gain, is
-    still within fp32.
+    `sums` are logarithms. If one is more than 58 below the shift, the shift does not fit: the reciprocal of the sum,
+    times Tiling.gain, could overflow fp32.
 
     Returns:
         A function that waits for the result of the check and returns it. It does not wait for work that is queued on

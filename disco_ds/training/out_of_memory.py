@@ -60,7 +60,7 @@ def explained(
 
 
 def _is_first_of_host() -> bool:
-    """Return True if this rank is the first on its host to call this. Not collective: not every rank needs to fail."""
+    """Return True if this rank is the first on its host to call this. Not collective."""
     if comm.size() == 1:
         return True
     store = comm.open_store(STORE_TIMEOUT_S)

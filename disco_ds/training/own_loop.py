@@ -116,8 +116,8 @@ def contrastive_step(
         if num_samples is not None and len(embeddings.image) != num_samples:
             raise ValueError(
                 f"forward returned {len(embeddings.image)} rows for {micro_batches} micro-batches of "
-                f"{num_samples // micro_batches} samples; it must return one row per sample of its "
-                f"part ({DIVIDES})"
+                f"{num_samples // micro_batches} samples; each call must return one row per sample "
+                f"of its micro-batch. How a batch is divided: {DIVIDES}"
             )
         out = loss(embeddings)
         if due:

@@ -132,7 +132,8 @@ class Source:
 class Samples:
     """The samples of a source as images and tokens, which a data worker writes into a batch.
 
-    They are decoded from the members that the source's Reader returns. The first call of `read` opens the source.
+    They are decoded from the members that the source's Reader returns. The source is opened when it is first read or
+    counted.
     """
 
     source: Source
