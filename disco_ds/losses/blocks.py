@@ -484,11 +484,11 @@ def shift_fits(shift: Tensor, *sums: Tensor, group: Any) -> Callable[[], bool]:
     copy = fits.to("cpu", non_blocking=True)
     copied = torch.cuda.current_stream(fits.device).record_event()
 
-    def answer() -> bool:
+    def read_fits() -> bool:
         copied.synchronize()
         return bool(copy)
 
-    return answer
+    return read_fits
 
 
 def add_pairs(
@@ -508,7 +508,9 @@ def add_pairs(
     if gradient is None:
         return
     lifted = (weight * tiling.gain()).to(gradient.dtype)[:, None]
-    factor = (factor / tiling.gain()).to(gradient.dtype)
+    factor = (factor.double() / tiling.gain()).to(
+        gradient.dtype
+    )  # in 16 bits, the quotient could be zero
     for part, other, w in row_chunks(gradient, others, lifted):
         part.addcmul_(tiling.factor(other).to(part.dtype), w).mul_(factor)
 
@@ -517,8 +519,10 @@ def multiply_gradients(ctx: Any, upstream: Tensor) -> list[Tensor | None]:
     """Multiply the gradients that forward left in ctx.gradients by the upstream gradient, in place.
 
     Raises:
-        RuntimeError: If this is the second backward of the same loss.
+        RuntimeError: If this is the second backward of the same loss, or a backward with create_graph=True.
     """
+    if torch.is_grad_enabled():
+        raise RuntimeError("this loss has no second derivative: call backward without create_graph")
     # Drop ctx's references to the gradients, so that autograd uses these tensors instead of copying them.
     gradients, ctx.gradients = ctx.gradients, None
     if gradients is None:

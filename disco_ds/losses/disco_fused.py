@@ -8,6 +8,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
+
 from disco_ds.losses.base import Embeddings, LossOutput, register_loss
 from disco_ds.losses.blocks import Gathered, GroupedLoss
 from disco_ds.losses.infonce import infonce
@@ -33,4 +35,6 @@ class DisCoFusedLoss(GroupedLoss):
 
     def forward(self, embeddings: Embeddings) -> LossOutput:
         """Compute the loss with gathered columns. Collective."""
-        return infonce(embeddings, partial(Gathered, keep=self.store), self)
+        return infonce(
+            embeddings, partial(Gathered, keep=self.store and torch.is_grad_enabled()), self
+        )

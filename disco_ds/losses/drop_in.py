@@ -52,7 +52,7 @@ class _DropIn(nn.Module):
         output_dict: bool = False,
         group_id: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
-        """Compute the loss of the global batch. Collective, in forward and in backward.
+        """Compute the loss of the global batch. Collective, and so is backward. Call backward once per loss.
 
         Args:
             image_features: [b, D], unit rows, with the same b on every rank.

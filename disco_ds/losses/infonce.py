@@ -96,12 +96,14 @@ class _InfoNCE(torch.autograd.Function):
         sums = _sums(cross, same, rows, columns, scales, shift, loss.accuracy)
         with_pairs = torch.logaddexp(sums.rows, x), torch.logaddexp(sums.columns, x)
         fits = shift_fits(shift, *with_pairs, group=group)
-        # The shift almost always fits, so compute the gradients before the host waits for the result of this check. The
-        # device then has work while the host reads the result and prepares what follows.
-        gradients = find_gradients(sums, shift)
         ctx.shift = shift
+        gradients: tuple[Tensor | None, ...] = ()
+        # Almost every shift fits. On a GPU, compute the gradients before the host waits for the answer, so that the GPU
+        # has work while the host reads the answer and prepares what follows.
+        if rows.is_cuda or fits():
+            gradients = find_gradients(sums, shift)
         if not fits():
-            del gradients
+            gradients = ()  # frees the memory of those computed above
             ctx.shift = None
             sums = _sums(cross, same, rows, columns, scales, None, loss.accuracy)
             gradients = find_gradients(sums, None)
@@ -159,13 +161,14 @@ def _gradients(
     for block, views, shifts, total in zip(
         same, (rows, columns), lse, (d_rows, d_columns), strict=False
     ):
-        total += block.gradient(views, scales, shifts.expand(2, -1), shift, True, False)[0]
+        if total is not None:
+            total += block.gradient(views, scales, shifts.expand(2, -1), shift, True, False)[0]
     # The weight of a positive pair is P + Q - 2 = -(1 - P) - (1 - Q): minus the probability of all other entries in
     # its row and in its column.
     pairs = -(others - lse).exp().sum(0)
     if share is not None:
         pairs += 2 * (1 - share)  # for a pair in a group, the weight is P + Q - 2 / size
-    factor = scale / (2 * len(x))
+    factor = scale.double() / (2 * len(x))
     tiling = cross.tiling
     add_pairs(d_rows, columns, pairs, factor, tiling)
     add_pairs(d_columns, rows, pairs, factor, tiling)
@@ -174,7 +177,7 @@ def _gradients(
         total = inner_product(rows, d_rows)
         if shared:
             total = (total + inner_product(columns, d_columns)) / 2
-        d_scale = (total / scale).to(scale.dtype)
+        d_scale = total / scale.double()
     return d_rows if needs_rows else None, d_columns if needs_columns else None, d_scale
 
 

@@ -123,14 +123,14 @@ class _SigLIP(torch.autograd.Function):
 
         home = ring.circulate([sent], visit, join, group)
         d_columns = home[-1] if needs_columns else None
-        factor = scale / b
+        factor = scale.double() / b
         add_pairs(d_rows, sent, pair_weights, factor, tiling)
         add_pairs(d_columns, rows, pair_weights, factor, tiling)
-        d_scale = None if d_rows is None else (inner_product(rows, d_rows) / scale).to(scale.dtype)
+        d_scale = None if d_rows is None else inner_product(rows, d_rows) / scale.double()
         # The gradients are complete here; backward only multiplies them by the upstream gradient. Until then, the
         # gradients of the features stay in fp32: in fp16, small ones could become zero before a loss scale multiplies
         # them.
-        d_bias = (weight / b).to(bias.dtype).view(1) if needs_bias else None
+        d_bias = (weight / b).view(1) if needs_bias else None
         ctx.gradients = d_rows if needs_rows else None, d_columns, d_scale, d_bias
         maxima = largest, home[0] if loss.accuracy else None
         hits = [count_hits(x, z) for x in maxima]

@@ -127,7 +127,7 @@ def accumulate(
     with timer("step/loss"):
         out = loss(leaves)
         out.loss.backward()  # stops at the leaf tensors, which then have the gradient of the global batch
-    # The graph contains the features that the loss has gathered. Free them before the backward of the towers.
+    # Some losses keep the features that they have gathered in the graph. Free them before the backward of the towers.
     out = replace(out, loss=out.loss.detach())
     # Nothing has been updated yet, so all ranks can still skip the step together.
     agree(leaves, out)

@@ -71,7 +71,7 @@ class Case:
 def loss_case(host: Host, name: str, dtype: torch.dtype = torch.float32, trained: str = "both", autocast: bool = False,
               one_shift: bool = True, **options: Any) -> None:  # fmt: skip
     """A loss forward and backward, twice, with accuracies and without, and its commit."""
-    host.answers = {"shift_fits": one_shift}
+    host.answers = {"read_fits": one_shift}
     loss = build_loss(name, **options).to("cuda")
     loss.set_num_samples(NUM_SAMPLES, 10 * NUM_SAMPLES)
     sides = {
@@ -95,6 +95,8 @@ def loss_case(host: Host, name: str, dtype: torch.dtype = torch.float32, trained
         out.loss.backward()
         loss.commit()
         assert (out.loss.device.type, out.loss.dtype) == ("cuda", torch.float32)
+        if name in ("disco_fused", "inf_cl", "nt_xent"):
+            assert (out.loss.grad_fn.shift is not None) == one_shift
     assert (host.launches > launches) == (
         isinstance(loss, TiledLoss) and options.get("impl") != "torch"
     )
@@ -241,7 +243,7 @@ def step_case(
 
     The fourth is counted where it is DeepSpeed's waits that are looked at, at ZeRO 1.
     """
-    host.answers = {"shift_fits": True, "backward_and_step": True}
+    host.answers = {"read_fits": True, "backward_and_step": True}
     training = Training(stage, precision, K, loss, **changes)
     for _ in range(3 if (stage, precision) == (1, "autocast") and not changes else 1):
         training.step()
@@ -255,7 +257,7 @@ def step_case(
 
 def logged_case(host: Host) -> None:
     """A step that is timed, and its record."""
-    host.answers = {"shift_fits": True}
+    host.answers = {"read_fits": True}
     training = Training(1, "autocast", 1)
     metrics = training.run.metrics = MetricsLogger(Path.cwd(), {}, training.run.schedule)
     training.run.loader = SimpleNamespace(state_dict=lambda: {"steps": 1}, broken=0, dropped=0)
@@ -444,7 +446,7 @@ def saving_here() -> Iterator[None]:
 def checkpoint_case(host: Host, stage: int) -> None:
     """Save and resume, at one rank: all files are written, verified and read; what they hold is not looked at."""
     host.answers = {
-        "shift_fits": True,
+        "read_fits": True,
         "backward_and_step": True,
         "_checkpoint_tag_validation": True,
     }
